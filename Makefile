@@ -1,0 +1,33 @@
+# make quickstart | test | check | clean.  PYTHON chooses the interpreter, ARGS adds arguments:
+#   make quickstart ARGS=--fresh PYTHON=python3.12
+PYTHON ?= python3
+ARGS ?=
+
+# Only for the commands that run in the environment: PYTHON must be found outside of it.
+IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
+READY := .venv/ready
+
+.PHONY: quickstart test check clean
+
+quickstart: $(READY)
+	$(IN_VENV) headstart quickstart $(ARGS)
+
+test: $(READY)
+	$(IN_VENV) pytest $(ARGS)
+
+check: $(READY)
+	$(IN_VENV) ruff check .
+	$(IN_VENV) ruff format --check .
+	$(IN_VENV) pyright
+
+# Made anew whenever what it is made from changes.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
+	  { echo "headstart needs Python 3.11 or newer, and $(PYTHON) is not; try PYTHON=python3.12" >&2; exit 1; }
+	$(PYTHON) -m venv --clear .venv
+	$(IN_VENV) python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

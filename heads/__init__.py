@@ -1,0 +1,39 @@
+"""Drafters: one file a family, and the few things that drafters and runtime share in `core`."""
+
+if __name__ != "headstart.heads":
+    raise ImportError(f"imported as {__name__!r}; write `from headstart.heads import …` instead.")
+
+from .artifact import Manifest, fingerprint, load_drafter, save_drafter
+from .core import (
+    FINAL,
+    ArtifactError,
+    HeadstartError,
+    OptionError,
+    Sampling,
+    SlabCache,
+    TokenTree,
+    Topology,
+    UnsupportedTarget,
+)
+from .drafter import FAMILIES, Drafter, DrafterConfig, Step, family
+
+__all__ = [
+    "FAMILIES",
+    "FINAL",
+    "ArtifactError",
+    "Drafter",
+    "DrafterConfig",
+    "HeadstartError",
+    "Manifest",
+    "OptionError",
+    "Sampling",
+    "SlabCache",
+    "Step",
+    "TokenTree",
+    "Topology",
+    "UnsupportedTarget",
+    "family",
+    "fingerprint",
+    "load_drafter",
+    "save_drafter",
+]

@@ -1,0 +1,207 @@
+"""A slab cache: all layers' keys and values in one tensor, written at per-row positions.
+
+Slot s of row b lies at flat index b * S + s, so one index tensor serves every layer, whether the
+rows have the same length or not, and the accepted path is moved by one gather for all layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from .errors import UnsupportedTarget
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer caches: its place and the shapes of its keys and values."""
+
+    device: torch.device
+    dtype: torch.dtype
+    key: tuple[int, int]  # (heads, head dimension)
+    value: tuple[int, int]
+
+
+def probe_layers(model: nn.Module) -> list[LayerShape]:
+    """Find what each layer of a causal language model caches, by running one token.
+
+    Raises:
+        UnsupportedTarget: a layer keeps a state that cannot be rolled back (state-space or linear
+            attention), named in the message.
+    """
+    config = model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
+    cache = DynamicCache(config=config)
+    device = model.get_input_embeddings().weight.device  # type: ignore[operator,union-attr]
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        model(
+            torch.zeros(1, 1, dtype=torch.long, device=device),
+            past_key_values=cache,
+            use_cache=True,
+        )
+    model.train(was_training)
+    shapes = []
+    for index, layer in enumerate(cache.layers):
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
+            raise UnsupportedTarget(
+                f"{model.config.model_type} keeps a {type(layer).__name__} at layer {index}, whose state "  # type: ignore[union-attr]
+                "cannot be rolled back; a target needs plain key/value attention in every layer."
+            )
+        shapes.append(
+            LayerShape(
+                keys.device,
+                keys.dtype,
+                (keys.shape[1], keys.shape[3]),
+                (values.shape[1], values.shape[3]),
+            )
+        )
+    if not shapes:
+        raise UnsupportedTarget(
+            f"{model.config.model_type} cached nothing for a token; a target needs a key/value cache "  # type: ignore[union-attr]
+            "in the layout of transformers."
+        )
+    return shapes
+
+
+class _Layer(CacheLayerMixin):
+    """What models ask of a single layer; the tensors live in the slab."""
+
+    is_sliding = False
+
+    def __init__(self, owner: SlabCache):
+        super().__init__()
+        self.owner = owner
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        pass
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs):
+        raise NotImplementedError("SlabCache.update writes the slab itself.")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.owner.live, 0
+
+    def get_seq_length(self) -> int:
+        return self.owner.seen
+
+    def get_max_length(self) -> int:
+        return self.owner.capacity
+
+    def reset(self) -> None:
+        self.owner.seen = 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        self.owner.seen -= tokens_to_remove
+
+
+class SlabCache(Cache):
+    """Keys and values of all layers in one slab per device, dtype and shape.
+
+    `aim(slots, live, seen)` says where the next forward writes and how many slots it sees; then any
+    model of transformers runs with it as `past_key_values`. `commit` moves the accepted path.
+
+    Attributes:
+        batch: B, rows.
+        capacity: S, slots a row.
+        live: slots of each row that the next forward attends to.
+        seen: tokens that all rows hold before the next forward, as `get_seq_length` reports them;
+            it only matters for forwards without an explicit mask (the prefill).
+    """
+
+    def __init__(self, shapes: list[LayerShape], batch: int, capacity: int):
+        super().__init__(layers=[_Layer(self) for _ in shapes])
+        self.shapes, self.batch, self.capacity = shapes, batch, 0
+        self._devices = {shape.device for shape in shapes}
+        self.live = self.seen = 0
+        self._aimed = torch.empty(0)
+        self._slots: dict[torch.device, Tensor] = {}
+        self._slabs: list[Tensor] = []
+        self.reserve(capacity)
+
+    def reserve(self, capacity: int) -> None:
+        """Grow to at least `capacity` slots a row, keeping what is cached. Never shrinks."""
+        if capacity <= self.capacity:
+            return
+        groups: dict[tuple, list[tuple[int, int]]] = {}
+        for layer, shape in enumerate(self.shapes):
+            for kind, size in enumerate((shape.key, shape.value)):
+                groups.setdefault((shape.device, shape.dtype, size), []).append((layer, kind))
+        flat: list[list[Tensor]] = [[], []]
+        full: list[list[Tensor]] = [[], []]
+        for tensors in (flat, full):
+            for kind in tensors:
+                kind.extend([torch.empty(0)] * len(self.shapes))
+        slabs = []
+        for number, ((device, dtype, (heads, size)), members) in enumerate(groups.items()):
+            # Zeros, not empty: masked slots are multiplied by zero, and a stray NaN would survive.
+            slab = torch.zeros(
+                len(members), self.batch, capacity, heads, size, dtype=dtype, device=device
+            )
+            if self._slabs:
+                old = self._slabs[number].unflatten(1, (self.batch, self.capacity))
+                slab[:, :, : self.capacity] = old
+            for row, (layer, kind) in enumerate(members):
+                flat[kind][layer] = slab[row].flatten(0, 1)  # [B*S, H, D]
+                full[kind][layer] = slab[row].transpose(1, 2)  # [B, H, S, D]
+            slabs.append(slab.flatten(1, 2))  # [entries, B*S, H, D]
+        self._slabs, self._flat, self._full = slabs, flat, full
+        self.capacity = capacity
+        self._base = torch.arange(self.batch, device=self.shapes[0].device).unsqueeze(1) * capacity
+        self._view(min(self.live, capacity))
+
+    def _view(self, live: int) -> None:
+        self.live = live
+        self._seen_keys, self._seen_values = (
+            [tensor[:, :, :live] for tensor in kind] for kind in self._full
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the first layer's keys, which the attention mask takes."""
+        return self.shapes[0].dtype
+
+    def aim(self, slots: Tensor, live: int, seen: int = 0) -> None:
+        """Point the next forward at `slots` [B, N], attending to slots 0 … live - 1 of its row."""
+        self._aimed = slots + self._base  # [B, N]
+        flat = self._aimed.flatten()
+        self._slots = {device: flat.to(device) for device in self._devices}
+        self.seen = seen
+        if live != self.live:
+            self._view(live)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
+    ) -> tuple[Tensor, Tensor]:
+        """Write [B, H, N, D] keys and values at the aimed slots; return views [B, H, live, D]."""
+        slots = self._slots[key_states.device]
+        if (
+            self.batch == 1
+        ):  # flat indices are slots: write along them, without flattening the states
+            self._full[0][layer_idx].index_copy_(2, slots, key_states)
+            self._full[1][layer_idx].index_copy_(2, slots, value_states)
+        else:
+            keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
+            self._flat[0][layer_idx].index_copy_(0, slots, keys.flatten(0, 1))
+            self._flat[1][layer_idx].index_copy_(0, slots, values.flatten(0, 1))
+        return self._seen_keys[layer_idx], self._seen_values[layer_idx]
+
+    def commit(self, path: Tensor) -> None:
+        """Move what the last forward wrote for nodes `path` [B, A] to its first A slots, in order.
+
+        One read and one write for all layers; everything is read before anything is written.
+        """
+        source = self._aimed.gather(1, path).flatten()  # [B*A]
+        destination = self._aimed[:, : path.shape[1]].flatten()
+        for slab in self._slabs:
+            read, write = source.to(slab.device), destination.to(slab.device)
+            slab.index_copy_(1, write, slab.index_select(1, read))
+
+    def layer(self, index: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of one layer, [B, H, S, D] each, all slots (for tests and tools)."""
+        return self._full[0][index], self._full[1][index]

@@ -1,0 +1,19 @@
+"""The errors a user can cause; each message is one line: found, expected, what to do."""
+
+from __future__ import annotations
+
+
+class HeadstartError(ValueError):
+    """Base of all errors that a different input would avoid."""
+
+
+class UnsupportedTarget(HeadstartError):
+    """The target model cannot be driven by a token tree (for example, its cache cannot roll back)."""
+
+
+class ArtifactError(HeadstartError):
+    """A saved drafter is missing, damaged, or was trained for another target."""
+
+
+class OptionError(HeadstartError):
+    """An option, or a combination of options, that has no meaning or no exact form."""

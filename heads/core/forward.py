@@ -1,0 +1,254 @@
+"""One forward of a token tree through any causal language model of transformers.
+
+A 4-D additive mask and explicit positions drive the model, so no model code is touched. Used for
+the target and for drafters that are language models themselves.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .cache import SlabCache
+from .errors import OptionError, UnsupportedTarget
+
+FINAL = -1
+"""Feature layer: the hidden state after the last norm, which the output layer reads."""
+
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+@dataclass(frozen=True)
+class AttentionWindows:
+    """Which masks a model wants: one window for all layers, or one for each layer type.
+
+    A window of w lets a query at position p see positions p - w + 1 … p; None sees everything.
+    """
+
+    single: int | None
+    by_type: dict[str, int | None] | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> AttentionWindows:
+        """Read the windows from a model's config; refuse, by name, what a tree cannot drive."""
+        config = model.config.get_text_config(decoder=True)
+        name = config.model_type
+        implementation = config._attn_implementation
+        if implementation not in ("sdpa", "eager"):
+            raise UnsupportedTarget(
+                f"{name} runs attention as {implementation!r}; a token tree needs an explicit mask: "
+                "call model.set_attn_implementation('sdpa')."
+            )
+        _refuse_batch_dependent_rope(config)
+        window = getattr(config, "sliding_window", None)
+        types = getattr(config, "layer_types", None)
+        if not types:
+            return cls(window, None)
+        unknown = sorted(set(types) - _KNOWN_LAYER_TYPES)
+        if unknown:
+            raise UnsupportedTarget(
+                f"{name} has layers of type {unknown[0]!r}; a token tree can drive only "
+                f"{' and '.join(sorted(_KNOWN_LAYER_TYPES))}."
+            )
+        windows = {kind: window if kind == "sliding_attention" else None for kind in types}
+        if len(windows) == 1:
+            return cls(next(iter(windows.values())), None)
+        return cls(None, windows)
+
+
+def _refuse_batch_dependent_rope(config) -> None:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for entry in nested or [parameters]:
+        kind = entry.get("rope_type", "default")
+        if kind in _BATCH_DEPENDENT_ROPE:
+            raise UnsupportedTarget(
+                f"{config.model_type} uses {kind!r} rotary scaling, which reads the longest position "
+                "of the batch, so a row's output would depend on its neighbours; use a fixed scaling."
+            )
+
+
+def tree_mask(
+    lengths: Tensor,
+    positions: Tensor,
+    ancestors: Tensor,
+    live: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+) -> Tensor:
+    """The additive attention mask of a tree whose nodes are written at slots length … length + N - 1.
+
+    Args:
+        lengths: [B] int64, cached tokens of each row; slot s of the prefix holds position s.
+        positions: [B, N] int64, the position of each node.
+        ancestors: [B, N, N] bool, see `ancestor_mask`.
+        live: S, slots that the model attends to.
+        dtype: the model's floating dtype.
+        window: width of a sliding window, or None.
+
+    Returns:
+        [B, 1, N, S]: 0 where attention is allowed, the dtype's lowest value elsewhere.
+    """
+    batch, nodes, _ = ancestors.shape
+    start = lengths.unsqueeze(1)  # [B, 1]
+    slots = torch.arange(live, device=lengths.device)
+    zero, lowest = _bounds(dtype, lengths.device)
+    if nodes == 1 and window is None:
+        return torch.where((slots <= start)[:, None, None], zero, lowest)
+    allowed = (slots < start).unsqueeze(1)  # [B, 1, S]
+    if window is not None:
+        oldest = positions.unsqueeze(-1) - window  # [B, N, 1]
+        allowed = allowed & (slots > oldest)  # [B, N, S]
+        ancestors = ancestors & (positions.unsqueeze(1) > oldest)
+    own = (start + slots[:nodes]).unsqueeze(1).expand(-1, nodes, -1)  # [B, N, N]
+    seen = allowed.expand(batch, nodes, live).scatter(2, own, ancestors)  # [B, N, S]
+    return torch.where(seen.unsqueeze(1), zero, lowest)
+
+
+@cache
+def _bounds(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    return (
+        torch.zeros((), dtype=dtype, device=device),
+        torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device),
+    )
+
+
+def tree_forward(
+    model: PreTrainedModel,
+    slab: SlabCache,
+    windows: AttentionWindows,
+    tokens: Tensor,
+    lengths: Tensor,
+    positions: Tensor,
+    ancestors: Tensor,
+    live: int,
+) -> Tensor:
+    """Run N tree nodes per row on top of the cached prefix.
+
+    Args:
+        tokens: [B, N] int64.
+        lengths: [B] int64, cached tokens per row; the nodes are written at slots length + 0 … N - 1.
+        positions: [B, N] int64, each node's position: `lengths` + its depth.
+        ancestors: [B, N, N] bool.
+        live: slots to attend to, at least the longest row's length + N.
+
+    Returns:
+        Logits [B, N, V] in the model's dtype.
+    """
+    slots = lengths.unsqueeze(1) + torch.arange(tokens.shape[1], device=lengths.device)  # [B, N]
+    slab.aim(slots, live)
+
+    def mask(window: int | None) -> Tensor:
+        return tree_mask(lengths, positions, ancestors, live, slab.dtype, window)
+
+    by_type = windows.by_type
+    attention_mask = (
+        {kind: mask(window) for kind, window in by_type.items()}
+        if by_type
+        else mask(windows.single)
+    )
+    return model(
+        input_ids=tokens,
+        attention_mask=attention_mask,
+        position_ids=positions,
+        past_key_values=slab,
+        use_cache=True,
+    ).logits
+
+
+def prefill_forward(
+    model: PreTrainedModel, slab: SlabCache, tokens: Tensor, counts: Sequence[int]
+) -> Tensor:
+    """Run prompts [B, T], padded on the right, into an empty cache.
+
+    No mask is given: rows start at slot 0, so plain causal attention is right for every row and the
+    model builds it as it always does; what the padding writes is overwritten later.
+
+    Args:
+        tokens: [B, T] int64.
+        counts: true tokens of each row, known on the host.
+
+    Returns:
+        Logits [B, V] after each row's last true token.
+    """
+    batch, length = tokens.shape
+    slots = torch.arange(length, device=tokens.device).expand(batch, -1)
+    slab.aim(slots, live=length)
+    last = sorted({count - 1 for count in counts})
+    options = {}
+    if "logits_to_keep" in inspect.signature(model.forward).parameters:
+        options["logits_to_keep"] = torch.tensor(last, device=tokens.device)
+    logits = model(
+        input_ids=tokens, position_ids=slots, past_key_values=slab, use_cache=True, **options
+    ).logits
+    column = [last.index(count - 1) if options else count - 1 for count in counts]
+    rows = torch.arange(batch, device=logits.device)
+    return logits[rows, torch.tensor(column, device=logits.device)]  # [B, V]
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder layers of a causal language model."""
+    wanted = model.config.get_text_config(decoder=True).num_hidden_layers
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == wanted:
+            return module
+    raise UnsupportedTarget(
+        f"{model.config.model_type} has no list of {wanted} decoder layers to take features from; "
+        "use a drafter that reads only the final hidden state."
+    )
+
+
+class FeatureTap:
+    """Captures hidden states of a model by hooks, while forwards run.
+
+    Layer i ≥ 0 means the hidden state that enters decoder layer i; `FINAL` the one after the last
+    norm. Hooks do not depend on the order of `output_hidden_states`, which differs by release.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
+        self._captured: dict[int, Tensor] = {}
+        self._order = tuple(layers)
+        self._handles = []
+        stack = decoder_layers(model) if any(layer != FINAL for layer in layers) else ()
+        for layer in set(layers):
+            if layer != FINAL and not 0 <= layer < len(stack):
+                raise OptionError(
+                    f"feature layer {layer} does not exist; expected 0 … {len(stack) - 1}, or {FINAL} "
+                    "for the final hidden state."
+                )
+            if layer == FINAL:
+                hook = model.get_decoder().register_forward_hook(self._keep_output)
+            else:
+                hook = stack[layer].register_forward_pre_hook(
+                    self._keep_input(layer), with_kwargs=True
+                )
+            self._handles.append(hook)
+
+    def _keep_output(self, module: nn.Module, args: tuple, output) -> None:
+        self._captured[FINAL] = output[0]
+
+    def _keep_input(self, layer: int):
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            self._captured[layer] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def take(self) -> Tensor:
+        """Features [B, T, F] of the last forward, F = layers × D, in the order asked for."""
+        if len(self._order) == 1:
+            return self._captured[self._order[0]]
+        device = self._captured[self._order[0]].device
+        return torch.cat([self._captured[layer].to(device) for layer in self._order], dim=-1)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()

@@ -1,0 +1,124 @@
+"""From logits to distributions and draws, the same for target and drafter.
+
+Randomness is a counter, never a generator: the noise of a token depends only on (row seed, absolute
+position, token id), so a row decodes alike alone, in any batch, and with any tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+"""The processors that a drafter's proposals follow too: functions of one row of logits alone."""
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, the increment of splitmix64
+_MIX = (-4658895280553007687, -7723592293110705685)  # its two multipliers
+
+
+def _splitmix(state: Tensor) -> Tensor:
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014) on int64, whose product wraps."""
+    for shift, multiplier in zip((30, 27), _MIX, strict=True):
+        state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
+    return state ^ ((state >> 31) & ((1 << 33) - 1))
+
+
+def row_seeds(seed: int | Sequence[int], batch: int, device: torch.device | str = "cpu") -> Tensor:
+    """One seed per row, [B] int64: a list is taken as it is, an int is spread over the rows.
+
+    >>> row_seeds([3, 4], 2).tolist()
+    [3, 4]
+    """
+    if isinstance(seed, int):
+        rows = torch.arange(batch, device=device, dtype=torch.int64)
+        return _splitmix((seed & (2**62 - 1)) + rows * _GOLDEN)
+    return torch.tensor(list(seed), dtype=torch.int64, device=device)
+
+
+def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Uniforms in (0, 1), float64, keyed by (seed, position, token).
+
+    Args:
+        seeds: [B] int64.
+        positions: [B, M] int64, the absolute position that the draw decides.
+        tokens: [V] int64, token ids.
+
+    Returns:
+        [B, M, V] float64.
+    """
+    row = _splitmix(seeds.unsqueeze(1) + _splitmix(positions + 1) * _GOLDEN)  # [B, M]
+    bits = _splitmix(row.unsqueeze(-1) + (tokens + 1) * _GOLDEN)  # [B, M, V]
+    # 52 bits and a half: the largest value stays below 1 after rounding, so the noise stays finite.
+    return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
+
+
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise, float64 [B, M, V]; arguments as for `uniform`.
+
+    The argmax of log p + noise is a draw from p (Gumbel 1954; Maddison et al. 2014).
+    """
+    return -torch.log(-torch.log(uniform(seeds, positions, tokens)))
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen from the target's logits.
+
+    Attributes:
+        seeds: [B] int64 for sampling, None for greedy decoding.
+        processors: the logits processors of transformers, applied to the target.
+    """
+
+    seeds: Tensor | None = None
+    processors: LogitsProcessorList | None = None
+
+    @property
+    def rowwise(self) -> bool:
+        """Whether every processor reads one row of logits alone, never the text before it."""
+        return all(isinstance(processor, WARPERS) for processor in self.processors or ())
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """Apply the row-wise warpers alone, in float32: [..., V] -> [..., V].
+
+        This is what a drafter's proposals get; the target gets all processors.
+        """
+        flat = logits.reshape(-1, logits.shape[-1]).float()
+        for processor in self.processors or ():
+            if isinstance(processor, WARPERS):
+                flat = processor(None, flat)  # type: ignore[arg-type]
+        return flat.view(logits.shape)
+
+    def process(self, prefix: Tensor, logits: Tensor) -> Tensor:
+        """Apply every processor to logits [B, V] after `prefix` [B, T], in float32."""
+        scores = logits.float()
+        return scores if self.processors is None else self.processors(prefix, scores)  # type: ignore[arg-type]
+
+    def choose(self, scores: Tensor, positions: Tensor) -> Tensor:
+        """The token chosen after each row of processed scores: [B, M, V], [B, M] -> [B, M].
+
+        Greedy, or the argmax of score + Gumbel noise at the position that the token will have.
+        """
+        if self.seeds is None:
+            return scores.argmax(-1)
+        return self.perturb(scores, positions).argmax(-1)
+
+    def perturb(self, scores: Tensor, positions: Tensor, tokens: Tensor | None = None) -> Tensor:
+        """Scores [B, M, V] plus the noise of (seed, position, token), float64.
+
+        Args:
+            tokens: [V] the token ids that the columns stand for; 0 … V - 1 when None.
+        """
+        assert self.seeds is not None
+        if tokens is None:
+            tokens = torch.arange(scores.shape[-1], device=scores.device)
+        return scores.double() + gumbel(self.seeds, positions, tokens)

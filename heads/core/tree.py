@@ -1,0 +1,139 @@
+"""The token tree: what a drafter proposes and a target verifies in one forward.
+
+Node 0 is the root: the last committed token, whose keys and values are not cached yet. Parents come
+before their children and siblings stand in the order in which they were drawn. B batch, N nodes
+(the root counted), D the largest depth, G proposal rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """Which nodes lie on the way from the root to each node, the node itself included.
+
+    Args:
+        parents: [B, N] int64, the parent of each node; -1 at the root.
+
+    Returns:
+        [B, N, N] bool; entry (b, i, j) says that j is i or an ancestor of i.
+
+    Computed by pointer jumping in about log2(N) steps, on the device of `parents`.
+
+    >>> ancestor_mask(torch.tensor([[-1, 0, 0, 1]]))[0].int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    """
+    batch, nodes = parents.shape
+    reach = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    jump = parents.clamp(min=0)  # [B, N], the root points at itself
+    for _ in range(max(nodes - 1, 1).bit_length()):
+        reach = reach | reach.gather(1, jump.unsqueeze(-1).expand_as(reach))
+        jump = jump.gather(1, jump)
+    return reach  # [B, N, N]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The shape of a token tree, without its tokens.
+
+    Attributes:
+        parents: [B, N] int64, -1 at the root.
+        depth: [B, N] int64, 0 at the root.
+        ancestors: [B, N, N] bool, see `ancestor_mask`.
+        paths: [B, N, D + 1] int64, the nodes from the root to each node; past the node's own
+            depth the node repeats.
+        max_depth: D, known on the host.
+    """
+
+    parents: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    paths: Tensor
+    max_depth: int
+
+    @classmethod
+    def from_parents(cls, parents: Tensor, max_depth: int) -> Topology:
+        """Derive depth, ancestors and paths from `parents` [B, N].
+
+        >>> shape = Topology.from_parents(torch.tensor([[-1, 0, 0, 1]]), max_depth=2)
+        >>> shape.depth.tolist(), shape.paths[0].tolist()
+        ([[0, 1, 1, 2]], [[0, 0, 0], [0, 1, 1], [0, 2, 2], [0, 1, 3]])
+        """
+        ancestors = ancestor_mask(parents)  # [B, N, N]
+        depth = ancestors.sum(-1) - 1  # [B, N]
+        levels = torch.arange(max_depth + 1, device=parents.device)
+        wanted = torch.minimum(levels, depth.unsqueeze(-1))  # [B, N, D+1]
+        at_level = depth[:, None, None, :] == wanted.unsqueeze(-1)  # [B, N, D+1, N]
+        paths = (ancestors.unsqueeze(2) & at_level).byte().argmax(-1)  # [B, N, D+1]
+        return cls(parents, depth, ancestors, paths, max_depth)
+
+    @property
+    def nodes(self) -> int:
+        """N, the root counted."""
+        return self.parents.shape[1]
+
+    @cached_property
+    def parent_or_root(self) -> Tensor:
+        """[B, N] parents with the root pointing at itself, safe to gather with."""
+        return self.parents.clamp(min=0)
+
+    def expand(self, batch: int) -> Topology:
+        """The same shape for `batch` rows, without copying; needs a topology of one row."""
+        return Topology(
+            self.parents.expand(batch, -1),
+            self.depth.expand(batch, -1),
+            self.ancestors.expand(batch, -1, -1),
+            self.paths.expand(batch, -1, -1),
+            self.max_depth,
+        )
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A batch of token trees of N nodes.
+
+    Attributes:
+        tokens: [B, N] int64; column 0 is the root.
+        topology: parents, depth, ancestors and paths.
+        valid: [B, N] bool, or None when every node may be accepted.
+        qrow: [B, N] int64, the proposal row a node was drawn from; -1 marks a point mass.
+        logits: [B, G, V] the proposals' raw logits, only for rules that need them.
+    """
+
+    tokens: Tensor
+    topology: Topology
+    valid: Tensor | None
+    qrow: Tensor
+    logits: Tensor | None = None
+
+    @property
+    def nodes(self) -> int:
+        """N, the root counted."""
+        return self.tokens.shape[1]
+
+
+def parents_of_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[int]]:
+    """Turn rank paths into nodes, parents first, siblings by rank.
+
+    Args:
+        paths: one path of ranks per node without the root, such as `[[0], [1], [0, 0]]`: the best
+            child, the second child, and the best child of the best child. Missing prefixes are
+            added.
+
+    Returns:
+        parents (with -1 for the root), ranks (0 for the root) and depths, each of N entries.
+
+    >>> parents_of_paths([[0, 1], [1]])
+    ([-1, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 2])
+    """
+    closed = {tuple(path[: i + 1]) for path in paths for i in range(len(path))}
+    ordered = [(), *sorted(closed, key=lambda path: (len(path), path))]
+    index = {path: i for i, path in enumerate(ordered)}
+    parents = [-1, *(index[path[:-1]] for path in ordered[1:])]
+    return parents, [0, *(path[-1] for path in ordered[1:])], [len(path) for path in ordered]

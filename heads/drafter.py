@@ -1,0 +1,206 @@
+"""The contract of every drafter, and the table of families.
+
+A drafter answers three calls. `prefill` sees the prompt once. `begin` takes what was just committed
+and proposes the root's children. `extend` takes nodes that the tree has grown and proposes theirs.
+Alignment, with prompt x0 … x2 and target features f0 … f2 (fi is the target's state at xi):
+
+    prefill(features=[f0 f1 f2], tokens=[x0 x1 x2])   each token with its own feature
+    begin(features=[f2],    tokens=[x3])              each feature with the token emitted from it
+    begin(features=[f3 f4], tokens=[x4 x5])           after a round that emitted x4 and x5
+    -> proposals for x6; the root of the tree is x5, which has no feature yet
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Any, ClassVar, Self
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .core import FINAL, OptionError
+
+FAMILIES: dict[str, str] = {
+    "medusa": "headstart.heads.medusa:Medusa",
+}
+"""Every family, by name: where its class lives. This is the registration line of a new drafter."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Proposals for the children of W nodes: either logits or ready candidates.
+
+    Attributes:
+        logits: [B, W, Vd] raw logits over the draft vocabulary.
+        vocabulary: [Vd] target ids of the draft vocabulary, or None when they are the same.
+        ids: [B, W, k] candidate token ids, best first; -1 where there is none.
+    """
+
+    logits: Tensor | None = None
+    vocabulary: Tensor | None = None
+    ids: Tensor | None = None
+
+    def top(self, count: int, scores: Tensor | None = None) -> Tensor:
+        """The best `count` target ids per node, [B, W, count]; -1 where there are fewer.
+
+        Args:
+            scores: [B, W, Vd] to rank by instead of the logits.
+        """
+        if self.ids is not None:
+            missing = count - self.ids.shape[-1]
+            return torch.nn.functional.pad(self.ids, (0, max(missing, 0)), value=-1)[..., :count]
+        scores = self.logits if scores is None else scores
+        assert scores is not None
+        if count == 1:
+            best = scores.argmax(-1, keepdim=True)
+        else:
+            best = scores.topk(min(count, scores.shape[-1]), dim=-1).indices  # [B, W, count]
+        if best.shape[-1] < count:
+            best = torch.nn.functional.pad(best, (0, count - best.shape[-1]), value=-1)
+        return best if self.vocabulary is None else self._to_target(best)
+
+    def narrower_than(self, count: int) -> bool:
+        """Whether a node may have fewer than `count` distinct proposals."""
+        return self.logits is not None and self.logits.shape[-1] < count
+
+    def _to_target(self, ids: Tensor) -> Tensor:
+        assert self.vocabulary is not None
+        return torch.where(ids < 0, ids, self.vocabulary[ids.clamp(min=0)])
+
+
+class DrafterConfig(PreTrainedConfig):
+    """What every drafter's `config.json` says; `model_type` is `headstart_` + the family's name.
+
+    Attributes:
+        hidden_size: D of the target.
+        vocab_size: V of the target's output layer.
+        feature_layers: the hidden states that the drafter reads, see `FeatureTap`; may be empty.
+    """
+
+    model_type = "headstart_"
+    hidden_size: int = 0
+    vocab_size: int = 0
+    feature_layers: list[int] | tuple[int, ...] = (FINAL,)
+
+    OPTIONS: ClassVar[tuple[str, ...]] = ()
+    """The names that a recipe's drafter section may set."""
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        """A config with the target's shapes and a recipe's options.
+
+        Raises:
+            OptionError: an option that the family does not have, or a value of the wrong type.
+        """
+        unknown = sorted(set(options) - set(cls.OPTIONS))
+        if unknown:
+            raise OptionError(
+                f"drafter.{unknown[0]} is not an option of {cls.model_type.removeprefix('headstart_')!r}; "
+                f"expected one of: {', '.join(cls.OPTIONS)}."
+            )
+        text = target.config.get_text_config(decoder=True)
+        try:
+            return cls(hidden_size=text.hidden_size, vocab_size=text.vocab_size, **options)
+        except StrictDataclassError as error:
+            message = " ".join(str(error.__cause__ or error).split())
+            raise OptionError(
+                f"drafter: {message}; correct the recipe's drafter section."
+            ) from error
+
+
+class Drafter(PreTrainedModel):
+    """Base of all drafters. Shapes: B batch, A tokens just committed, W nodes, V vocabulary."""
+
+    config_class = DrafterConfig
+    base_model_prefix = ""
+    main_input_name = "features"
+
+    independent: ClassVar[bool] = False
+    """True when `begin` answers for every depth at once: row d - 1 of its Step holds the proposals
+    for depth d, whatever was chosen above (Medusa); `extend` is then never called."""
+
+    _target: tuple[PreTrainedModel] | None = None
+
+    @property
+    def max_depth(self) -> int | None:
+        """The deepest level that the drafter can propose for; None when there is no bound."""
+        return None
+
+    @property
+    def target(self) -> PreTrainedModel:
+        """The target this drafter is bound to."""
+        if self._target is None:
+            raise OptionError(
+                f"{type(self).__name__} has no target yet; call drafter.bind(target) first."
+            )
+        return self._target[0]
+
+    def bind(self, target: PreTrainedModel) -> Self:
+        """Borrow what the drafter needs of the target (embedding, output layer), without owning it.
+
+        The target is neither registered as a submodule nor saved.
+        """
+        text = target.config.get_text_config(decoder=True)
+        found, expected = (
+            (text.hidden_size, text.vocab_size),
+            (self.config.hidden_size, self.config.vocab_size),
+        )
+        if found != expected:
+            raise OptionError(
+                f"the drafter was shaped for a target of hidden size {expected[0]} and vocabulary "
+                f"{expected[1]}, found {found[0]} and {found[1]}; load the target it was trained for."
+            )
+        object.__setattr__(self, "_target", (target,))
+        return self
+
+    def start(self, batch: int, capacity: int) -> Any:
+        """A fresh state for `batch` rows of at most `capacity` tokens each."""
+        return None
+
+    def prefill(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> None:
+        """See the prompt: features [B, T, F] and tokens [B, T], padded on the right to T.
+
+        Args:
+            count: [B] int64, true tokens of each row.
+        """
+
+    def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        """Take what was just committed; propose the root's children (W = 1), or every depth at once.
+
+        Args:
+            features: [B, A, F], the target's features that the tokens were emitted from.
+            tokens: [B, A] int64, what was emitted; the last true one is the new root.
+            count: [B] int64, true entries of each row; 0 for a finished row, whose answer is ignored.
+        """
+        raise NotImplementedError
+
+    def extend(self, state: Any, tokens: Tensor, parent: Tensor) -> Step:
+        """Grow one level: propose the children of W new nodes.
+
+        Args:
+            tokens: [B, W] int64, the new nodes' tokens.
+            parent: [B, W] int64, each node's parent among the nodes grown so far in this round, in
+                the order of the `extend` calls; -1 where the parent is the root.
+        """
+        raise NotImplementedError
+
+
+def family(name: str) -> type[Drafter]:
+    """The class of a drafter family, imported when first asked for.
+
+    Raises:
+        OptionError: no family of that name.
+    """
+    if name not in FAMILIES:
+        raise OptionError(
+            f"drafter.family is {name!r}; expected one of: {', '.join(sorted(FAMILIES))}."
+        )
+    module, _, attribute = FAMILIES[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
+
+
+def last_true(values: Tensor, count: Tensor) -> Tensor:
+    """The last true entry of each row: [B, A, F], [B] -> [B, F]. A row of count 0 gives entry 0."""
+    index = (count - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, values.shape[-1])
+    return values.gather(1, index).squeeze(1)

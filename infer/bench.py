@@ -1,0 +1,264 @@
+"""Measures a speculator against plain decoding in the same runtime and `generate` of transformers.
+
+The contenders decode each prompt in turn, several times over, and every figure is a median, so that
+a machine whose speed drifts slows all of them alike. Times run from a prompt's first token to its
+last; the prefill is reported apart.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import DynamicCache, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
+
+from headstart.heads import OptionError
+
+from .loop import Stats
+from .speculator import Speculator
+
+_REPLAYED_PROMPTS = 8
+"""Prompts whose forwards are replayed alone to find the loop's own cost."""
+
+
+class Clock(BaseStreamer):
+    """A streamer that notes when tokens arrive: the first call is the prompt, the last is the end."""
+
+    def __init__(self) -> None:
+        self.begun = time.perf_counter()
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        self.times.append(time.perf_counter())
+
+    @property
+    def prefill(self) -> float:
+        """Seconds until the first token."""
+        return self.times[1] - self.begun
+
+    @property
+    def decode(self) -> float:
+        """Seconds from the first token to the end."""
+        return self.times[-1] - self.times[1]
+
+
+@dataclass
+class Runs:
+    """One contender's runs of one prompt: seconds per run, and the new tokens of the last one."""
+
+    decode: list[float] = field(default_factory=list)
+    prefill: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+
+    def note(self, clock: Clock, tokens: list[int]) -> None:
+        """Keep one run."""
+        self.decode.append(clock.decode)
+        self.prefill.append(clock.prefill)
+        self.tokens = tokens
+
+    @property
+    def seconds(self) -> float:
+        """The median run's seconds after the first token."""
+        return statistics.median(self.decode)
+
+    @property
+    def per_token(self) -> float:
+        """Milliseconds per token after the first."""
+        return 1e3 * self.seconds / max(len(self.tokens) - 1, 1)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One prompt: every contender's runs, the speculator's rounds, and its loop's cost a round."""
+
+    runs: dict[str, Runs]
+    stats: Stats
+    loop_ms: float
+
+
+Contender = Callable[[Tensor, Clock], Tensor]
+"""Decodes one prompt [1, P], telling the clock, and returns prompt and text."""
+
+
+def bench(
+    speculator: Speculator,
+    prompts: Sequence[Tensor],
+    new_tokens: int = 128,
+    *,
+    repeats: int = 3,
+    temperature: float = 0.0,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Decode every prompt with every contender, one prompt at a time.
+
+    Args:
+        prompts: token ids, each [P] or [1, P].
+        repeats: times each contender decodes each prompt, after one round of warming up.
+        temperature: 0 decodes greedily; otherwise text is sampled with a seed per prompt.
+
+    Returns:
+        The report: `tau`, `tau_by_prompt`, `acceptance_by_depth`, `identical_to_plain`,
+        `identical_to_generate` (None when sampling: generate draws from another generator),
+        `speedup_vs_plain` and `speedup_vs_generate` (median, min, max over prompts), milliseconds
+        per token of every contender, `ms_per_round`, `loop_overhead_ms` (a round minus its forwards
+        replayed alone), the settings, and `distinct_4grams` of the text.
+
+    Raises:
+        OptionError: no prompt, or fewer than two new tokens.
+    """
+    if not prompts or new_tokens < 2 or repeats < 1:
+        raise OptionError(
+            f"found {len(prompts)} prompts, {new_tokens} new tokens and {repeats} repeats; a "
+            "measurement needs at least 1, 2 and 1."
+        )
+    sampled = temperature > 0
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": sampled}
+    if sampled:
+        options |= {"temperature": temperature, "top_k": 0}
+
+    def ours(decoder: Speculator) -> Contender:
+        extra = {"seed": seed} if sampled else {}
+        return lambda ids, clock: decoder.generate(ids, streamer=clock, **options, **extra)
+
+    contenders: dict[str, Contender] = {
+        "plain": ours(Speculator(speculator.model)),
+        "speculator": ours(speculator),
+        "generate": lambda ids, clock: speculator.model.generate(ids, streamer=clock, **options),  # type: ignore[operator]
+        "bare": lambda ids, clock: _bare_loop(speculator.model, ids, new_tokens, clock),
+    }
+    device = speculator.model.get_input_embeddings().weight.device  # type: ignore[union-attr]
+    measured = []
+    for number, prompt in enumerate(tqdm(prompts, desc="bench", unit="prompt", file=sys.stderr)):
+        ids = prompt.reshape(1, -1).to(device)
+        runs = {name: Runs() for name in contenders}
+        for repeat in range(-1 if number == 0 else 0, repeats):
+            for name, decode in contenders.items():
+                clock = Clock()
+                text = decode(ids, clock)
+                if repeat >= 0:
+                    runs[name].note(clock, text[0, ids.shape[1] :].tolist())
+        stats = speculator.stats
+        loop = math.nan
+        if number < _REPLAYED_PROMPTS and stats.rounds:
+            replayed = _replay(speculator, lambda ids=ids: contenders["speculator"](ids, Clock()))
+            loop = 1e3 * (runs["speculator"].seconds - replayed) / stats.rounds
+        measured.append(Measured(runs, stats, loop))
+    return _report(speculator, measured, sampled)
+
+
+def _bare_loop(model: PreTrainedModel, ids: Tensor, new_tokens: int, clock: Clock) -> Tensor:
+    """The least that greedy decoding with transformers can be: a DynamicCache and an argmax."""
+    clock.put(ids)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        text = [ids, token]
+        clock.put(token)
+        for _ in range(new_tokens - 1):
+            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            text.append(token)
+    clock.end()
+    return torch.cat(text, 1)
+
+
+def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:
+    """Seconds that the forwards of one decoded prompt take alone, target and drafter.
+
+    Every call is recorded while decoding and then repeated with nothing in between; the prefill's
+    are left out.
+    """
+    target, drafter = speculator.target, speculator.drafter
+    calls: list[tuple[Callable, tuple, dict]] = []
+
+    def recorded(function: Callable) -> Callable:
+        def record(*args, **kwargs):
+            calls.append((function, args, kwargs))
+            return function(*args, **kwargs)
+
+        return record
+
+    patches = [(target.model, "forward")]
+    if drafter is not None:
+        patches += [(drafter, "begin"), (drafter, "extend")]
+    for owner, name in patches:
+        object.__setattr__(owner, name, recorded(getattr(owner, name)))
+    try:
+        decode()
+    finally:
+        for owner, name in patches:
+            object.__delattr__(owner, name)
+    seconds = 0.0
+    with torch.no_grad():
+        for function, args, kwargs in calls[1:]:
+            if (slab := kwargs.get("past_key_values")) is not None:
+                # Where it writes does not matter any more; how many slots it reads does.
+                masks = kwargs["attention_mask"]
+                mask = next(iter(masks.values())) if isinstance(masks, dict) else masks
+                nodes = torch.arange(mask.shape[2], device=mask.device)
+                slab.aim(nodes.unsqueeze(0), live=mask.shape[3])
+            started = time.perf_counter()
+            function(*args, **kwargs)
+            seconds += time.perf_counter() - started
+    return seconds
+
+
+def _report(speculator: Speculator, measured: list[Measured], sampled: bool) -> dict[str, Any]:
+    stats = Stats(speculator.tree.max_depth)
+    for one in measured:
+        stats.extend(one.stats)
+
+    def middle(values: Iterable[float]) -> float:
+        known = [value for value in values if not math.isnan(value)]
+        return statistics.median(known) if known else math.nan
+
+    def per_token(name: str) -> float:
+        return middle(one.runs[name].per_token for one in measured)
+
+    def speedup(name: str) -> dict[str, float]:
+        ratios = [one.runs[name].per_token / one.runs["speculator"].per_token for one in measured]
+        return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+
+    def identical(name: str) -> bool:
+        return all(one.runs[name].tokens == one.runs["speculator"].tokens for one in measured)
+
+    texts = [one.runs["speculator"].tokens for one in measured]
+    grams = [tuple(text[i : i + 4]) for text in texts for i in range(len(text) - 3)]
+    model = speculator.model
+    return {
+        "tau": stats.tau,
+        "tau_by_prompt": [one.stats.tau for one in measured],
+        "acceptance_by_depth": stats.acceptance_by_depth,
+        "identical_to_plain": identical("plain"),
+        "identical_to_generate": None if sampled else identical("generate"),
+        "speedup_vs_plain": speedup("plain"),
+        "speedup_vs_generate": speedup("generate"),
+        "plain_ms_per_token": per_token("plain"),
+        "generate_ms_per_token": per_token("generate"),
+        "bare_loop_ms_per_token": per_token("bare"),
+        "ms_per_round": middle(
+            1e3 * one.runs["speculator"].seconds / max(one.stats.rounds, 1) for one in measured
+        ),
+        "loop_overhead_ms": middle(one.loop_ms for one in measured),
+        "prefill_ms": middle(1e3 * s for one in measured for s in one.runs["speculator"].prefill),
+        "nodes": speculator.tree.nodes,
+        "tree": str(speculator.tree),
+        "rule": speculator.rule or ("coupled" if sampled else "greedy"),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": model.device.type,
+        "prompts": len(measured),
+        "tokens": sum(map(len, texts)),
+        "distinct_4grams": len(set(grams)) / len(grams) if grams else math.nan,
+        "threads": torch.get_num_threads(),
+    }

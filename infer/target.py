@@ -1,0 +1,101 @@
+"""Drives a target model: prefill, verify a tree in one forward, commit the accepted path."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headstart.heads import SlabCache, TokenTree
+from headstart.heads.core import (
+    AttentionWindows,
+    FeatureTap,
+    prefill_forward,
+    probe_layers,
+    tree_forward,
+)
+
+_LIVE_STEP = 64
+"""Slots attended to grow in steps of this size, so views and mask shapes seldom change."""
+
+
+class Target:
+    """A causal language model behind the three calls of a round.
+
+    Args:
+        model: any causal language model of transformers whose cache can be rolled back.
+        feature_layers: the hidden states to capture, see `FeatureTap`; empty for none.
+
+    Raises:
+        UnsupportedTarget: the model cannot be driven by a token tree; the message names why.
+    """
+
+    def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int] = ()):
+        self.model = model
+        self.windows = AttentionWindows.of(model)
+        self.shapes = probe_layers(model)
+        self.tap = FeatureTap(model, feature_layers) if feature_layers else None
+        if self.tap is not None:
+            weakref.finalize(self, self.tap.close)
+        self.cache = SlabCache(self.shapes, 0, 0)
+        self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+    def prefill(
+        self, tokens: Tensor, counts: Sequence[int], capacity: int
+    ) -> tuple[Tensor, Tensor]:
+        """Run prompts into a fresh cache with `capacity` slots a row.
+
+        Args:
+            tokens: [B, T] int64, padded on the right.
+            counts: true tokens of each row.
+
+        Returns:
+            Logits [B, V] after each row's last token, and features [B, T, F].
+        """
+        capacity = max(-(-capacity // _LIVE_STEP) * _LIVE_STEP, tokens.shape[1])
+        self.cache = SlabCache(self.shapes, tokens.shape[0], capacity)
+        logits = prefill_forward(self.model, self.cache, tokens, counts)
+        return logits, self._features(tokens)
+
+    def verify(self, tree: TokenTree, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """One forward over a tree.
+
+        Args:
+            lengths: [B] cached tokens of each row, the root's position.
+            longest: the largest of `lengths`, on the host.
+
+        Returns:
+            Logits [B, N, V] and features [B, N, F].
+        """
+        live = -(-(longest + tree.nodes) // _LIVE_STEP) * _LIVE_STEP
+        self.cache.reserve(live)
+        positions = lengths.unsqueeze(1) + tree.topology.depth  # [B, N]
+        if self._positions is not None and longest + tree.topology.max_depth >= self._positions:
+            # Nodes past the context are never accepted; their table lookup must only stay legal.
+            positions = positions.clamp(max=self._positions - 1)
+        logits = tree_forward(
+            self.model,
+            self.cache,
+            self.windows,
+            tree.tokens,
+            lengths,
+            positions,
+            tree.topology.ancestors,
+            live,
+        )
+        return logits, self._features(tree.tokens)
+
+    def commit(self, path: Tensor) -> None:
+        """Keep the keys and values of the last tree's `path` [B, A] (nodes from the root on).
+
+        Entries past the accepted count land in slots that the next round overwrites.
+        """
+        self.cache.commit(path)
+
+    def _features(self, tokens: Tensor) -> Tensor:
+        if self.tap is None:
+            return torch.empty(*tokens.shape, 0, device=tokens.device)
+        return self.tap.take()

@@ -1,0 +1,104 @@
+"""Tiny random models in float64, and plain helpers that the tests of heads and infer share."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import transformers as tf
+from torch import Tensor
+
+VOCAB = 64
+
+COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.4,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+CONFIGS = {
+    "llama": lambda: tf.LlamaConfig(**COMMON),
+    "mistral": lambda: tf.MistralConfig(**COMMON, sliding_window=9),
+    "qwen3": lambda: tf.Qwen3Config(**COMMON),
+    "gemma3": lambda: tf.Gemma3TextConfig(
+        **{**COMMON, "num_hidden_layers": 3},
+        sliding_window=9,
+        query_pre_attn_scalar=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "gpt2": lambda: tf.GPT2Config(
+        vocab_size=VOCAB,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=256,
+        initializer_range=0.4,
+        bos_token_id=None,
+        eos_token_id=None,
+    ),
+}
+
+CLASSES = {
+    "llama": tf.LlamaForCausalLM,
+    "mistral": tf.MistralForCausalLM,
+    "qwen3": tf.Qwen3ForCausalLM,
+    "gemma3": tf.Gemma3ForCausalLM,
+    "gpt2": tf.GPT2LMHeadModel,
+}
+
+WINDOWED = ("mistral", "gemma3")
+
+
+@cache
+def tiny(name: str, seed: int = 1) -> Any:
+    """The model of that family, random, float64, eval; the same object at every call.
+
+    Typed loosely: what transformers mixes into its models at run time, checkers do not see.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return CLASSES[name](CONFIGS[name]()).double().eval()
+
+
+def random_parents(nodes: int, generator: torch.Generator) -> list[int]:
+    """A random tree in the order of TokenTree: parents before children."""
+    draw = torch.rand(nodes, generator=generator).tolist()
+    return [-1, *(int(draw[node] * node) for node in range(1, nodes))]
+
+
+def path_to(parents: list[int], node: int) -> list[int]:
+    """The nodes from the root to `node`, by walking up."""
+    path = [node]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+    return path[::-1]
+
+
+def prompts(lengths: list[int], seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Random prompts of these lengths, padded on the left with 0, and their mask."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.randint(1, VOCAB, (len(lengths), width), generator=generator)
+    mask = torch.ones_like(ids)
+    for row, length in enumerate(lengths):
+        ids[row, : width - length] = 0
+        mask[row, : width - length] = 0
+    return ids, mask
+
+
+def one_line(error: BaseException) -> str:
+    """The message, asserted to be a single line that says something."""
+    message = str(error)
+    assert "\n" not in message and len(message) > 30, message
+    return message

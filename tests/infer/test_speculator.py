@@ -1,0 +1,319 @@
+"""The public face: what `generate` hands over is obeyed; what cannot be is refused in a line."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from scripted import make
+from tiny import CONFIGS, VOCAB, one_line, prompts, tiny
+from torch import Tensor
+from transformers import GenerationConfig, TextStreamer
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+import headstart
+from headstart.heads import (
+    ArtifactError,
+    HeadstartError,
+    Manifest,
+    OptionError,
+    UnsupportedTarget,
+    fingerprint,
+    save_drafter,
+)
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.infer import Speculator, StaticTree, load
+
+NEW = 12
+
+
+def greedy(ids: Tensor, mask: Tensor | None = None, new: int = NEW) -> Tensor:
+    return tiny("llama").generate(
+        ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0
+    )
+
+
+def speculator(ids: Tensor, mask: Tensor | None = None, **options: Any) -> Speculator:
+    """Over a scripted drafter for these prompts."""
+    script = greedy(ids, mask, NEW + 8)[:, ids.shape[1] :]
+    options = {"tree": "cartesian:3,2,1", **options}
+    return Speculator(tiny("llama"), make("cached", tiny("llama"), script), **options)
+
+
+def medusa(heads: int = 4) -> Medusa:
+    drafter = Medusa(MedusaConfig.for_target(tiny("llama"), heads=heads)).double()
+    drafter.bind(tiny("llama"))
+    return drafter.eval()
+
+
+def test_both_ways_of_calling_are_one() -> None:
+    ids, mask = prompts([8, 5])
+    ours = speculator(ids, mask)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    expected = greedy(ids, mask)
+    assert torch.equal(ours.generate(ids, attention_mask=mask, **options), expected)
+    model: Any = tiny("llama")
+    through = model.generate(ids, attention_mask=mask, custom_generate=ours, **options)
+    assert torch.equal(through, expected)
+    assert ours.model is model and ours.stats.tau > 1
+
+
+def test_unpadded_prompts_need_no_mask() -> None:
+    ids, _ = prompts([8, 8])
+    out = speculator(ids).generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    assert torch.equal(out, greedy(ids))
+
+
+def test_return_dict() -> None:
+    ids, _ = prompts([6])
+    out = speculator(ids).generate(
+        ids, max_new_tokens=NEW, do_sample=False, return_dict_in_generate=True
+    )
+    assert isinstance(out, GenerateDecoderOnlyOutput)
+    assert torch.equal(out.sequences, greedy(ids))
+
+
+def test_a_generation_config() -> None:
+    ids, _ = prompts([6])
+    eos = int(greedy(ids)[0, 6 + 7])
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=eos, pad_token_id=0)
+    ours = speculator(ids)
+    out = ours.generate(ids, generation_config=config)
+    expected = tiny("llama").generate(ids, generation_config=config)
+    assert torch.equal(out, expected) and out.shape[1] < 6 + NEW
+    shorter = ours.generate(ids, generation_config=config, max_new_tokens=3)
+    assert torch.equal(shorter, expected[:, :9])
+    by_length = ours.generate(ids, max_length=10, do_sample=False)
+    assert torch.equal(by_length, greedy(ids)[:, :10])
+
+
+def test_the_models_own_generation_config() -> None:
+    ids, _ = prompts([6])
+    model = tiny("llama")
+    before = model.generation_config
+    try:
+        model.generation_config = GenerationConfig(
+            max_new_tokens=NEW, repetition_penalty=1.5, do_sample=False, pad_token_id=0
+        )
+        expected = model.generate(ids)
+        assert torch.equal(speculator(ids).generate(ids), expected)
+    finally:
+        model.generation_config = before
+    assert not torch.equal(expected, greedy(ids))
+
+
+class Collects(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.pieces: list[list[int]] = []
+        self.ended = 0
+
+    def put(self, value: Tensor) -> None:
+        assert isinstance(value, Tensor) and value.device.type == "cpu"
+        self.pieces.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+@pytest.mark.parametrize("stop", [False, True])
+def test_a_streamer_sees_prompt_and_tokens_once(stop: bool) -> None:
+    ids, _ = prompts([6])
+    eos = int(greedy(ids)[0, 6 + 7]) if stop else None
+    ours, streamer = speculator(ids), Collects()
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    out = ours.generate(ids, eos_token_id=eos, streamer=streamer, **options)
+    assert streamer.pieces[0] == ids[0].tolist() and streamer.ended == 1
+    assert [token for piece in streamer.pieces[1:] for token in piece] == out[0, 6:].tolist()
+    # One piece from the prefill and one from each round.
+    assert len(streamer.pieces) == 2 + ours.stats.rounds and all(streamer.pieces)
+
+
+def test_the_text_streamer_of_transformers(capsys: pytest.CaptureFixture[str]) -> None:
+    class Numbers:
+        def decode(self, tokens: list[int], **options: Any) -> str:
+            return "".join(f"{token} " for token in tokens)
+
+    ids, _ = prompts([6])
+    streamer = TextStreamer(Numbers(), skip_prompt=True)  # type: ignore[arg-type]
+    out = speculator(ids).generate(ids, max_new_tokens=NEW, do_sample=False, streamer=streamer)
+    assert [int(word) for word in capsys.readouterr().out.split()] == out[0, 6:].tolist()
+
+
+def test_several_samples_a_prompt() -> None:
+    ids, mask = prompts([7, 4])
+    ours = Speculator(tiny("llama"), medusa(), tree="cartesian:2,2")
+    options: dict[str, Any] = {"do_sample": True, "max_new_tokens": NEW, "pad_token_id": 0}
+    out = ours.generate(ids, attention_mask=mask, num_return_sequences=3, seed=5, **options)
+    assert out.shape == (6, 7 + NEW)
+    assert len({tuple(row) for row in out[:3].tolist()}) == 3
+    again = Speculator(tiny("llama")).generate(
+        ids.repeat_interleave(3, 0), attention_mask=mask.repeat_interleave(3, 0), seed=5, **options
+    )
+    assert torch.equal(out, again)
+
+
+def test_the_defaults() -> None:
+    ours = Speculator(tiny("llama"), medusa(3))
+    assert str(ours.tree) == "chain:3"
+    assert str(Speculator(tiny("llama")).tree) == "plain"
+    tree = StaticTree.cartesian([2, 1])
+    assert Speculator(tiny("llama"), medusa(3), tree=tree).tree is tree
+
+
+def test_greedy_ignores_the_noise_of_a_sampling_rule() -> None:
+    ids, _ = prompts([6])
+    for rule in ("match", "coupled", "greedy"):
+        out = speculator(ids, rule=rule).generate(ids, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(out, greedy(ids))
+
+
+def call(**options: Any) -> Any:
+    """One call that would work but for the options."""
+    ids, _ = prompts([6])
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, **options}
+    ours = Speculator(tiny("llama"), medusa(), tree="chain:2", rule=options.pop("rule", None))
+    return ours.generate(options.pop("ids", ids), **options)
+
+
+REFUSED: dict[str, tuple[dict, str]] = {
+    "beams": ({"num_beams": 2}, "num_beams"),
+    "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
+    "logits": ({"return_dict_in_generate": True, "output_logits": True}, "output_logits"),
+    "hidden": ({"return_dict_in_generate": True, "output_hidden_states": True}, "hidden_states"),
+    "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "attentions"),
+    "greedy sampling": ({"rule": "greedy", "do_sample": True}, "rule 'greedy' with do_sample"),
+    "padding": ({"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0]])}, "padded on the right"),
+    "empty": ({"ids": torch.zeros(1, 0, dtype=torch.long)}, "empty"),
+    "seeds": ({"do_sample": True, "seed": [1, 2]}, "2 seeds for 1 rows"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refused_in_one_line(what: str) -> None:
+    options, named = REFUSED[what]
+    with pytest.raises(OptionError) as caught:
+        call(**options)
+    assert named in one_line(caught.value)
+    call()  # and nothing stays broken
+
+
+def test_no_new_token_is_an_error_as_in_generate() -> None:
+    ids, _ = prompts([6])
+    with pytest.raises(ValueError):
+        tiny("llama").generate(ids, max_new_tokens=0)
+    with pytest.raises(ValueError):
+        call(max_new_tokens=0)
+
+
+def test_another_model_is_refused() -> None:
+    ids, _ = prompts([6])
+    other: Any = tiny("llama", seed=2)
+    with pytest.raises(OptionError, match="another model") as caught:
+        other.generate(ids, max_new_tokens=2, custom_generate=Speculator(tiny("llama")))
+    one_line(caught.value)
+
+
+def test_training_mode_is_refused() -> None:
+    model = tf.LlamaForCausalLM(CONFIGS["llama"]()).train()
+    ids, _ = prompts([6])
+    with pytest.raises(OptionError, match=r"training mode.*model\.eval\(\)") as caught:
+        Speculator(model).generate(ids, max_new_tokens=2, do_sample=False)
+    one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"tree": "chain:5"}, "5 deep"),
+        ({"tree": "bush"}, "bush"),
+        ({"rule": "typical"}, "typical"),
+        ({"rule": ""}, "rule is ''"),
+    ],
+)
+def test_a_speculator_that_cannot_be_made(options: dict, named: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        Speculator(tiny("llama"), medusa(), **options)
+    assert named in one_line(caught.value)
+
+
+def test_a_drafter_of_another_shape_is_refused() -> None:
+    drafter = Medusa(MedusaConfig(hidden_size=16, vocab_size=VOCAB))
+    with pytest.raises(HeadstartError) as caught:
+        Speculator(tiny("llama"), drafter)
+    assert "hidden size 16" in one_line(caught.value)
+
+
+def test_an_unbound_drafter_is_bound() -> None:
+    drafter = Medusa(MedusaConfig.for_target(tiny("llama"))).double().eval()
+    ids, _ = prompts([6])
+    ours = Speculator(tiny("llama"), drafter)
+    assert drafter.target is tiny("llama")
+    assert torch.equal(ours.generate(ids, max_new_tokens=NEW, do_sample=False), greedy(ids))
+
+
+def test_a_state_space_target_is_refused() -> None:
+    config = tf.MambaConfig(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, state_size=4)
+    with pytest.raises(UnsupportedTarget, match="mamba") as caught:
+        Speculator(tf.MambaForCausalLM(config).eval())
+    one_line(caught.value)
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Path:
+    manifest = Manifest("medusa", "tiny", fingerprint(tiny("llama")))
+    return save_drafter(medusa(), tmp_path / "head", manifest)
+
+
+def test_load(artifact: Path) -> None:
+    ids, _ = prompts([6])
+    ours = load(tiny("llama"), artifact, tree="cartesian:2,2")
+    out = ours.generate(ids, max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    assert torch.equal(out, greedy(ids)) and isinstance(ours.drafter, Medusa)
+    assert load(tiny("llama")).drafter is None
+    assert headstart.load is load and headstart.Speculator is Speculator
+
+
+def test_load_from_folders(artifact: Path, tmp_path: Path) -> None:
+    """The target from disk too, in float32 as it was not saved; the drafter takes its type."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    folder = tmp_path / "target"
+    tiny("llama").save_pretrained(folder)
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(VOCAB)}, "w0"))
+    tf.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
+    ours = load(str(folder), str(artifact), dtype=torch.float32)
+    assert ours.model.dtype == torch.float32 and not ours.model.training
+    assert ours.drafter is not None and ours.drafter.dtype == torch.float32
+    assert ours.tokenizer is not None and len(ours.tokenizer) == VOCAB
+    ids, _ = prompts([6])
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(ours.generate(ids, **options), ours.model.generate(ids, **options))  # type: ignore[operator]
+
+
+def test_load_refuses_another_target(artifact: Path) -> None:
+    with pytest.raises(ArtifactError, match="another target") as caught:
+        load(tiny("llama", seed=2), artifact)
+    one_line(caught.value)
+
+
+def test_stats_are_of_the_last_call() -> None:
+    ids, _ = prompts([6])
+    ours = speculator(ids)
+    for new in (9, 4):
+        ours.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
+        assert ours.stats.tokens == new - 1
+        assert np.isfinite(ours.stats.acceptance_by_depth[0])
+
+
+def test_no_gradient_and_no_change_to_the_target() -> None:
+    ids, _ = prompts([6])
+    before = {name: value.clone() for name, value in tiny("llama").state_dict().items()}
+    out = speculator(ids).generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert not out.requires_grad
+    assert all(torch.equal(before[k], v) for k, v in tiny("llama").state_dict().items())

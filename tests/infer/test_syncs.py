@@ -1,0 +1,181 @@
+"""Nothing inside a round reads the device from the host, but the one report at its end.
+
+On the CPU a read shows as an operator that copies a scalar or whose result's shape depends on data.
+`no_grad`, not `inference_mode`: the latter hides these operators from a dispatch mode.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from scripted import Heads, Script, decoding_of, make
+from tiny import CONFIGS, VOCAB, prompts, tiny
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from headstart.heads import Sampling, Step
+from headstart.heads.core import row_seeds
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.infer import Decoding
+
+READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal"}
+READS |= {"unique_dim", "_unique2", "unique_consecutive", "nonzero_numpy"}
+INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
+LENGTHS = [9, 4, 7]
+
+
+class Synchronised(AssertionError):
+    """An operator that would wait for the device."""
+
+
+class NoSync(TorchDispatchMode):
+    """Fails on every operator that the host must wait for."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        by_mask = name in INDEXING and any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+            for index in args[1]
+        )
+        if name in READS or by_mask:
+            raise Synchronised(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+WARPERS = [
+    TemperatureLogitsWarper(0.8),
+    TopKLogitsWarper(20),
+    TopPLogitsWarper(0.9),
+    MinPLogitsWarper(0.01),
+]
+
+
+def sampling(rule: str) -> Sampling:
+    if rule == "greedy":
+        return Sampling()
+    return Sampling(row_seeds(3, len(LENGTHS)), LogitsProcessorList(WARPERS))
+
+
+def medusa(name: str = "llama", **options: Any) -> Medusa:
+    drafter = Medusa(MedusaConfig.for_target(tiny(name), heads=4, **options)).double()
+    drafter.bind(tiny(name))
+    drafter.start_from_target(torch.arange(VOCAB))
+    return drafter.eval()
+
+
+def script() -> Tensor:
+    ids, mask = prompts(LENGTHS)
+    out = tiny("llama").generate(
+        ids, attention_mask=mask, max_new_tokens=24, do_sample=False, pad_token_id=0
+    )
+    return out[:, ids.shape[1] :]
+
+
+def started(drafter: Any, tree: Any, rule: str, name: str = "llama") -> Decoding:
+    ids, mask = prompts(LENGTHS)
+    decoding = decoding_of(
+        tiny(name), drafter, tree, sampling(rule), coupled=rule == "coupled", eos=[VOCAB - 1]
+    )
+    decoding.prefill(ids, mask, 16)
+    return decoding
+
+
+def run_rounds(decoding: Decoding, watch: Callable[[], Any] = NoSync) -> int:
+    """All rounds, the first included, each under the mode; how many."""
+    rounds = 0
+    while not decoding.finished:
+        with watch():
+            decoding.round()
+        rounds += 1
+    return rounds
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "match"])
+@pytest.mark.parametrize("tree", ["plain", "chain:4", "cartesian:3,2,1", "[[0],[1],[0,0],[1,1]]"])
+def test_a_round_does_not_wait(tree: Any, rule: str) -> None:
+    drafters: list[Any] = [medusa(), medusa(output="trimmed", draft_vocab_size=9)]
+    drafters += [make(shape, tiny("llama"), script()) for shape in ("heads", "cached", "lookup")]
+    with torch.no_grad():
+        for drafter in drafters:
+            assert run_rounds(started(drafter, tree, rule)) > 2
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_family_of_targets_waits(name: str) -> None:
+    with torch.no_grad():
+        assert run_rounds(started(medusa(name), "cartesian:2,2", "coupled", name)) > 2
+
+
+def test_processors_that_read_the_text_do_not_wait() -> None:
+    ids, mask = prompts(LENGTHS)
+    penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3), *WARPERS])
+    chosen = Sampling(row_seeds(3, len(LENGTHS)), penalty)
+    decoding = decoding_of(tiny("llama"), medusa(), "cartesian:3,2", chosen, coupled=True)
+    with torch.no_grad():
+        decoding.prefill(ids, mask, 16)
+        assert run_rounds(decoding) > 2
+
+
+class Waiting(Heads):
+    """Proposals as they should be, after one read of the device."""
+
+    read: Callable[[Tensor], Any]
+
+    def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        type(self).read(count)
+        return super().begin(state, features, tokens, count)
+
+
+WAITS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda count: count[0].item(),
+    "int": lambda count: int(count.max()),
+    "bool": lambda count: bool((count > 0).all()),
+    "float": lambda count: float(count.sum()),
+    "python index": lambda count: list(range(5))[count[0]],
+    "nonzero": lambda count: count.nonzero(),
+    "where": lambda count: torch.where(count > 0),
+    "masked_select": lambda count: count.masked_select(count > 0),
+    "bool index": lambda count: count[count > 0],
+    "bool assignment": lambda count: count.clone().__setitem__(count > 0, 1),
+    "unique": lambda count: count.unique(),
+    "equal": lambda count: torch.equal(count, count),
+}
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_a_wait_is_seen(how: str) -> None:
+    class Reads(Waiting):
+        read = staticmethod(WAITS[how])
+
+    with torch.no_grad(), pytest.raises(Synchronised):
+        run_rounds(started(Reads(tiny("llama"), Script(script())), "chain:2", "greedy"))
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "match"])
+@pytest.mark.parametrize("tree", ["plain", "chain:4", "cartesian:3,2,1"])
+def test_one_report_a_round(tree: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies to the host that no operator shows on the CPU are counted by name."""
+    with torch.no_grad():
+        decoding = started(medusa(), tree, rule)
+        copies: list[str] = []
+        for name in ("numpy", "tolist", "cpu", "__array__"):
+            true = getattr(Tensor, name)
+
+            def counted(self: Tensor, *rest: Any, _of: Any = (name, true), **named: Any) -> Any:
+                copies.append(_of[0])
+                return _of[1](self, *rest, **named)
+
+            monkeypatch.setattr(Tensor, name, counted)
+        while not decoding.finished:
+            copies.clear()
+            decoding.round()
+            assert copies == ["cpu", "numpy"]

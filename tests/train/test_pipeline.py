@@ -1,0 +1,260 @@
+"""The road from text to a measured drafter: stages are reused, redone, killed, and shared."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import headstart
+from headstart.heads.artifact import load_drafter, read_manifest
+from headstart.infer import StaticTree
+from headstart.train import main, pipeline
+from headstart.train.recipe import load_recipe
+from headstart.train.validate import measure_tau
+
+ROOT = Path(__file__).resolve().parents[2]
+STAGES = ("corpus", "target", "distill", "heads")
+TINY: dict[str, Any] = {
+    "name": "tiny",
+    "corpus": {"max_bytes": 120_000, "held_out": 0.4},
+    "target": {
+        "scratch": {
+            "vocab_size": 300, "hidden_size": 32, "layers": 2, "intermediate_size": 64,
+            "context": 128, "sequence_length": 32, "max_seconds": None, "max_tokens": 6000,
+        },
+    },
+    "distill": {
+        "examples": 24, "prefix_tokens": 16, "new_tokens": 16, "batch_size": 8, "shards": 4,
+    },
+    "drafter": {"family": "medusa", "heads": 2},
+    "train": {"batch_size": 4, "max_steps": 12, "eval_every": 4},
+    "decode": {
+        "tree": "sparse:4", "prompts": 3, "prefix_tokens": 16, "new_tokens": 16,
+        "validation_prompts": 2,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"output": str(tmp_path / "runs")}))
+    return path
+
+
+def ids(folder: Path) -> dict[str, str]:
+    return {
+        name: json.loads((folder / name / "stage.json").read_text())["id"]
+        for name in STAGES
+        if (folder / name / "stage.json").exists()
+    }
+
+
+def test_every_stage_is_reused_until_something_changes(tiny: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "tiny"
+    artifact = pipeline.train(load_recipe(tiny))
+    assert artifact == root / "heads"
+    first = ids(root)
+    assert set(first) == set(STAGES)
+    assert pipeline.train(load_recipe(tiny)) == artifact and ids(root) == first
+    pipeline.train(load_recipe(tiny, ["decode.prompts=1"]))  # the benchmark's alone
+    assert ids(root) == first
+
+    pipeline.train(load_recipe(tiny, ["train.learning_rate=2e-3"]))
+    second = ids(root)
+    assert {name for name in STAGES if second[name] != first[name]} == {"heads"}
+    pipeline.train(load_recipe(tiny, ["distill.new_tokens=12"]))
+    third = ids(root)
+    assert {name for name in STAGES if third[name] != second[name]} == {"distill", "heads"}
+    pipeline.train(load_recipe(tiny), fresh=True)
+    assert not set(ids(root).values()) & set(third.values())
+
+
+def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(tiny)
+    artifact = pipeline.train(recipe)
+    assert {path.name for path in artifact.iterdir()} == {
+        "README.md", "begun", "config.json", "headstart.json", "model.safetensors", "stage.json",
+        "tree.json",
+    }  # fmt: skip
+    manifest = read_manifest(artifact)
+    assert manifest.family == "medusa" and manifest.target == str(artifact.parent / "target")
+    assert manifest.recipe == json.loads(json.dumps(recipe.to_dict()))
+
+    target = AutoModelForCausalLM.from_pretrained(manifest.target)
+    tokenizer = AutoTokenizer.from_pretrained(manifest.target)
+    drafter = load_drafter(artifact, target, tokenizer)
+    tree = StaticTree.parse(str(artifact / "tree.json"))
+    assert 2 <= tree.nodes <= 4 and [list(p) for p in tree.paths] == sorted(
+        manifest.metrics["tree"], key=lambda path: (len(path), path)
+    )
+    # The written figure is that of the written drafter and tree.
+    documents = pipeline.load_documents(artifact.parent / "corpus", "held_out")
+    prompts = pipeline.held_out_prompts(tokenizer, documents, 2, 16, 0, part="validation")
+    measured = measure_tau(target, drafter, tree, "greedy", prompts, 16)
+    assert measured["tau"] == manifest.metrics["tau"]
+    card = (artifact / "README.md").read_text()
+    assert f"{measured['tau']:.2f}" in card and "headstart.load(" in card
+
+    speculator = headstart.load(manifest.target, artifact, tree=str(artifact / "tree.json"))
+    prompt = prompts[0][None]
+    found = speculator.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(found, target.generate(prompt, max_new_tokens=12, do_sample=False))
+
+
+def test_run_adds_the_benchmark(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = pytest.importorskip("headstart.infer.bench")
+    calls = []
+
+    def counted(*args: Any, **how: Any) -> dict[str, Any]:
+        calls.append(args)
+        return measure(*args, **how)
+
+    measure = bench.bench
+    monkeypatch.setattr(bench, "bench", counted)
+    recipe = load_recipe(tiny)
+    report = pipeline.run(recipe)
+    assert report["artifact"] == str(recipe.folder / "heads")
+    assert set(report["stage_seconds"]) == {*STAGES, "bench"}
+    assert report["identical_to_plain"] and report["tau"] >= 1.0
+    json.dumps(report, allow_nan=False)
+    assert pipeline.run(recipe) == report and len(calls) == 1
+    pipeline.run(load_recipe(tiny, ["decode.prompts=2"]))
+    assert len(calls) == 2
+
+
+def launch(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=120,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+    )  # fmt: skip
+
+
+def test_the_module_is_the_same_job(tiny: Path, tmp_path: Path) -> None:
+    done = launch([sys.executable, "-m", "headstart.train", str(tiny), "drafter.heads=1"])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""  # progress is for stderr
+    assert all(f"{name}" in done.stderr for name in ("target", "distill", "heads"))
+    folder = tmp_path / "runs" / "tiny" / "heads"
+    assert read_manifest(folder).recipe["drafter"]["options"] == {"heads": 1}
+    before = ids(folder.parent)
+    assert main([str(tiny), "drafter.heads=1"]) == 0 and ids(folder.parent) == before
+    assert main([str(tiny), "--fresh", "drafter.heads=1"]) == 0
+    assert not set(before.values()) & set(ids(folder.parent).values())
+
+
+KILLED = """
+import sys, time
+from headstart.train import main
+{patch}
+main(sys.argv[1:])
+"""
+IN_TARGET = """
+import headstart.train.target as room
+def stop(*args, **how):
+    print("now", flush=True)
+    time.sleep(60)
+room.evaluate = stop
+"""
+IN_HEADS = """
+import headstart.train.trainer as room
+save = room.DrafterTrainer._save_checkpoint
+def stop(self, *args):
+    save(self, *args)
+    print("now", flush=True)
+    time.sleep(60)
+room.DrafterTrainer._save_checkpoint = stop
+"""
+IN_ARTIFACT = """
+import headstart.train.pipeline as room
+from pathlib import Path
+move = Path.replace
+def stop(self, to):
+    if self.parent.name == "artifact":
+        print("now", flush=True)
+        time.sleep(60)
+    return move(self, to)
+Path.replace = stop
+"""
+
+
+@pytest.mark.parametrize(
+    ("patch", "kept"),
+    [(IN_TARGET, STAGES[:1]), (IN_HEADS, STAGES[:3]), (IN_ARTIFACT, STAGES[:3])],
+    ids=["target", "heads", "artifact"],
+)
+def test_sigkill_loses_no_finished_stage(
+    tiny: Path, tmp_path: Path, patch: str, kept: tuple[str, ...]
+) -> None:
+    root = tmp_path / "runs" / "tiny"
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED.format(patch=patch), str(tiny)],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None and child.stdout.readline() == "now\n"
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    before = ids(root)
+    assert set(before) == set(kept)
+    pipeline.train(load_recipe(tiny))
+    after = ids(root)
+    assert set(after) == set(STAGES)
+    assert {name: after[name] for name in kept} == before
+
+
+WITNESS = """
+import os, sys
+from accelerate.state import PartialState
+from headstart.train import pipeline
+build = pipeline._Run.__init__
+def told(self, *args):
+    build(self, *args)
+    state = PartialState()
+    line = f"{state.num_processes} {state.distributed_type.value} {self.world}"
+    open(f"{os.environ['WITNESS']}-{state.process_index}", "w").write(line)
+pipeline._Run.__init__ = told
+sys.exit(pipeline.main(sys.argv[1:]))
+"""
+
+
+# One validation at the end: which checkpoint decodes best is no matter of rounding then.
+SAME = ("train.eval_every=null", "distill.examples=24", "train.max_steps=6")
+
+
+def test_two_processes_train_one_drafter(tiny: Path, tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(WITNESS)
+    config = str(ROOT / "recipes" / "launch" / "ddp_cpu.yaml")
+
+    def job(*overrides: str) -> None:
+        done = launch(
+            [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config,
+             str(script), str(tiny), *overrides],
+            ACCELERATE_USE_CPU="true", WITNESS=str(tmp_path / "witness"), PYTHONPATH=str(ROOT),
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr[-3000:]
+        for rank in (0, 1):
+            assert (tmp_path / f"witness-{rank}").read_text() == "2 MULTI_CPU 2"
+
+    def weights() -> dict[str, torch.Tensor]:
+        return load_file(tmp_path / "runs" / "tiny" / "heads" / "model.safetensors")
+
+    # Two processes with half the batch each take the steps that one takes with all of it.
+    job("distill.temperature=0.7", "train.batch_size=2", *SAME)
+    root = tmp_path / "runs" / "tiny"
+    before, two = ids(root), weights()
+    assert len(list((root / "distill").glob("*.safetensors"))) == 4
+    recipe = load_recipe(tiny, ["distill.temperature=0.7", "train.batch_size=4", *SAME])
+    pipeline.train(recipe)
+    assert {name for name in STAGES if ids(root)[name] != before[name]} == {"heads"}
+    for name, tensor in weights().items():
+        torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,160 @@
+"""The recipe's schema is strict: every mistake is named by its key's path."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from headstart.train.recipe import Recipe, RecipeError, load_recipe, parse_recipe, shipped_recipes
+
+
+def least() -> dict:
+    return {"name": "r", "target": {"model": "m"}, "drafter": {"family": "medusa"}}
+
+
+def with_key(path: str, value: object) -> dict:
+    data = least()
+    *sections, last = path.split(".")
+    section = data
+    for name in sections:
+        section = section.setdefault(name, {})
+    section[last] = value
+    return data
+
+
+def test_defaults_and_drafter_options() -> None:
+    recipe = parse_recipe(with_key("drafter.heads", 4))
+    assert recipe.drafter.family == "medusa"
+    assert recipe.drafter.options == {"heads": 4}
+    assert recipe.corpus.source == "stdlib"
+    assert recipe.target.scratch is None
+    assert recipe.folder == Path("runs/r")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("corpus.max_byte", 3, ["corpus.max_byte: unknown key", "'max_bytes'"]),
+        ("trian", {}, ["trian: unknown key", "'train'"]),
+        ("corpus.max_bytes", "3", ["corpus.max_bytes", "the string '3'", "an integer"]),
+        ("corpus.max_bytes", True, ["corpus.max_bytes", "boolean", "an integer"]),
+        ("corpus.max_bytes", 3.0, ["corpus.max_bytes", "the number 3.0", "an integer"]),
+        ("corpus.max_bytes", None, ["corpus.max_bytes", "null"]),
+        ("corpus.max_bytes", 0, ["corpus.max_bytes", "greater than 0"]),
+        ("corpus.held_out", 1, ["corpus.held_out", "less than 1"]),
+        ("corpus.held_out", -0.1, ["corpus.held_out", "at least 0"]),
+        ("corpus.held_out", float("nan"), ["corpus.held_out", "nan"]),
+        ("train.learning_rate", float("inf"), ["train.learning_rate", "inf"]),
+        ("train.learning_rate", True, ["train.learning_rate", "a number"]),
+        ("train.max_seconds", "long", ["train.max_seconds", "a number or null"]),
+        ("corpus", [1], ["corpus: found the list", "source, max_bytes, held_out"]),
+        ("corpus", None, ["corpus: found null"]),
+        ("decode.rule", "gredy", ["decode.rule", "did you mean 'greedy'"]),
+        ("decode.tree", 4, ["decode.tree", "a string or a list"]),
+        ("decode.tree", [[0], ["a"]], ["decode.tree[1][0]", "an integer"]),
+        ("target.dtype", "fp32", ["target.dtype", "float32"]),
+        ("target.scratch", {}, ["target: expected exactly one of model and scratch"]),
+        ("target.model", None, ["target: expected exactly one of model and scratch"]),
+        ("drafter.family", 1, ["drafter.family", "a string"]),
+        ("name", "a/b", ["name: 'a/b'"]),
+        ("seed", -1, ["seed", "at least 0"]),
+        ("7", 1, ["7: unknown key"]),
+    ],
+)
+def test_mistakes_are_named(path: str, value: object, said: list[str]) -> None:
+    with pytest.raises(RecipeError) as error:
+        parse_recipe(with_key(path, value))
+    message = str(error.value)
+    assert "\n" not in message
+    for part in said:
+        assert part in message
+
+
+@pytest.mark.parametrize("key", ["name", "drafter", "target"])
+def test_missing_keys_are_named(key: str) -> None:
+    data = least()
+    del data[key]
+    with pytest.raises(RecipeError, match=f"^{key}: missing"):
+        parse_recipe(data)
+    with pytest.raises(RecipeError, match=r"^drafter\.family: missing"):
+        parse_recipe(least() | {"drafter": {"heads": 4}})
+
+
+def test_the_right_values_pass() -> None:
+    data = with_key("train.learning_rate", 1) | {
+        "decode": {"tree": [[0], [0, 0], [1]]},
+        "target": {"scratch": {"max_seconds": None, "max_tokens": 10}},
+    }
+    recipe = parse_recipe(data)
+    assert type(recipe.train.learning_rate) is float
+    assert recipe.decode.tree == [[0], [0, 0], [1]]
+    assert recipe.target.scratch is not None
+    assert recipe.target.scratch.max_seconds is None
+
+
+def test_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("name: r\ntarget: {model: m}\ndrafter: {family: medusa}\n")
+    recipe = load_recipe(
+        file,
+        [
+            "train.learning_rate=8e-3",
+            "drafter.heads=3",
+            "target.model=null",
+            "target.scratch.layers=2",
+            "decode.tree=chain:2",
+            "train.max_seconds=1.5e3",
+        ],
+    )
+    assert recipe.train.learning_rate == 0.008
+    assert recipe.train.max_seconds == 1500.0
+    assert recipe.drafter.options == {"heads": 3}
+    assert recipe.target.scratch is not None and recipe.target.scratch.layers == 2
+    assert recipe.decode.tree == "chain:2"
+    for bad in ["train.max_steps", "=3", "a..b=1", "name.x=1", "seed=[", "train.max_step=3"]:
+        with pytest.raises(RecipeError):
+            load_recipe(file, [bad])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name: r\nname: s\n", "name: given twice"),
+        ("- 1\n", "expected a mapping"),
+        ("", "found null"),
+        ("a: [\n", "not valid YAML"),
+        ("a: !!python/object:os.system {}\n", "not valid YAML"),
+    ],
+)
+def test_bad_files(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(text)
+    with pytest.raises(RecipeError, match=said) as error:
+        load_recipe(file)
+    assert "\n" not in str(error.value)
+
+
+def test_shipped_recipes_parse_by_name() -> None:
+    shipped = shipped_recipes()
+    assert "quickstart" in shipped
+    for name in shipped:
+        assert load_recipe(name).name == name
+    with pytest.raises(RecipeError, match="did you mean 'quickstart'"):
+        load_recipe("quikstart")
+
+
+def test_to_dict_round_trip() -> None:
+    recipe = load_recipe("quickstart")
+    data = recipe.to_dict()
+    data["drafter"] = {"family": recipe.drafter.family, **recipe.drafter.options}
+    assert parse_recipe(data) == recipe
+    assert isinstance(recipe, Recipe)
+
+
+def test_torch_is_not_imported() -> None:
+    code = (
+        "import sys; from headstart.train import recipe; recipe.load_recipe('quickstart'); "
+        "sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,288 @@
+"""The trainer: labels that fit the decode loop, drafter-only checkpoints, resume, time, choice."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from tests.train.counting import SIZE, counting_drafter, counting_rows, counting_target
+from torch import Tensor
+
+from headstart.heads import Drafter
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.infer import StaticTree
+from headstart.train.distill import Rows
+from headstart.train.recipe import Train
+from headstart.train.trainer import (
+    Clock,
+    DraftedTarget,
+    DrafterTrainer,
+    last_checkpoint,
+    training_arguments,
+)
+from headstart.train.validate import measure_tau
+
+SPEC = Train(learning_rate=3e-2, batch_size=4, max_steps=12, eval_every=4)
+
+
+def rows(count: int = 10, length: int = 12) -> Rows:
+    lengths = torch.full((count,), length).int()
+    return Rows(counting_rows(count, length).int(), lengths, torch.full_like(lengths, 2))
+
+
+def fresh_drafter(target: Any, heads: int = 2) -> Medusa:
+    drafter = Medusa(MedusaConfig.for_target(target, heads=heads, output="own"))
+    drafter.bind(target)
+    drafter.start_from_target()
+    return drafter
+
+
+def prompts(count: int = 3) -> list[Tensor]:
+    return list(counting_rows(count, 4))
+
+
+def validation(target: Any) -> Any:
+    tree = StaticTree.chain(2)
+    return lambda drafter: measure_tau(target, drafter, tree, "greedy", prompts(), 12)
+
+
+def trainer(folder: Path, spec: Train = SPEC, validate: Any = None) -> DrafterTrainer:
+    target = counting_target()
+    pair = DraftedTarget(target, fresh_drafter(target), spec.head_decay)
+    args = training_arguments(spec, folder, seed=3)
+    check = validate or validation(target)
+    return DrafterTrainer(pair, args, rows(), spec, check, progress=False)
+
+
+def weights(drafter: Drafter) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+
+
+@pytest.mark.parametrize("off_by", [-1, 0, 1])
+def test_labels_fit_the_decode_loop(off_by: int) -> None:
+    target = counting_target()
+    drafter = counting_drafter(target, heads=3, off_by=off_by)
+    with torch.no_grad():
+        assert drafter.output is not None
+        drafter.output *= 10  # so that a right answer costs next to nothing
+    tokens = counting_rows(4, 16)
+    loss = DraftedTarget(target, drafter, 0.8)(
+        torch.arange(4), tokens, torch.ones_like(tokens, dtype=torch.bool)
+    )["loss"].item()
+    measured = measure_tau(target, drafter, StaticTree.chain(3), "greedy", prompts(), 13)
+    if off_by == 0:  # twelve tokens in three rounds of four, and the prefill's
+        assert loss < 0.01 and measured["tau"] == 4.0
+        assert measured["acceptance_by_depth"] == [1.0, 1.0, 1.0]
+    else:
+        assert loss > 10 and measured["tau"] == 1.0
+        assert measured["acceptance_by_depth"] == [0.0, None, None]
+
+
+def test_training_learns_to_count_and_leaves_the_target_alone(tmp_path: Path) -> None:
+    run = trainer(tmp_path, replace(SPEC, max_steps=60, eval_every=30))
+    before = {name: tensor.clone() for name, tensor in run.pair.target.state_dict().items()}
+    report = run.fit()
+    assert (
+        report["tau"] == pytest.approx(33 / 12) and report["steps"] == 60
+    )  # chain of 2: at best 3
+    for name, tensor in run.pair.target.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+    assert run.pair.target.training is False
+
+
+def test_checkpoints_hold_the_drafter_alone(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    run.fit()
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert len(names) <= 2 and all(name.startswith("checkpoint-") for name in names)
+    for name in names:
+        saved = safetensors.torch.load_file(tmp_path / name / "model.safetensors")
+        assert set(saved) == {"weight", "bias", "output"}
+        state = torch.load(tmp_path / name / "optimizer.pt", weights_only=True)
+        assert len(state["state"]) == 3
+
+
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    whole = trainer(tmp_path / "whole")
+    report = whole.fit()
+    assert report["steps"] == 12
+
+    class Killed(Exception):
+        pass
+
+    calls = []
+
+    def die_in_the_third(drafter: Drafter) -> dict[str, Any]:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise Killed
+        return validation(drafter.target)(drafter)
+
+    with pytest.raises(Killed):
+        trainer(tmp_path / "cut", validate=die_in_the_third).fit()
+    found = last_checkpoint(tmp_path / "cut")
+    assert found is not None and found.name == "checkpoint-8"
+    torch.manual_seed(99)  # nothing may depend on what the new process happens to draw
+    again = trainer(tmp_path / "cut")
+    resumed = again.fit()
+    assert resumed["steps"] == 12 and resumed["tau"] == report["tau"]
+    last = "checkpoint-12/model.safetensors"
+    expected = safetensors.torch.load_file(tmp_path / "whole" / last)
+    for name, tensor in safetensors.torch.load_file(tmp_path / "cut" / last).items():
+        assert torch.equal(tensor, expected[name]), name
+    one, two = (
+        torch.load(tmp_path / run / "checkpoint-12" / "optimizer.pt", weights_only=True)
+        for run in ("whole", "cut")
+    )
+    for key, state in one["state"].items():
+        assert all(torch.equal(value, two["state"][key][name]) for name, value in state.items())
+
+
+def test_a_half_written_checkpoint_is_ignored(tmp_path: Path) -> None:
+    trainer(tmp_path).fit()
+    last = last_checkpoint(tmp_path)
+    assert last is not None and last.name == "checkpoint-12"
+    (last / "complete.json").unlink()
+    (last / "model.safetensors").write_bytes(b"half")
+    earlier = last_checkpoint(tmp_path)
+    assert earlier is not None and earlier != last
+    assert trainer(tmp_path).fit()["steps"] == 12
+
+
+def test_the_best_decoding_checkpoint_is_taken(tmp_path: Path) -> None:
+    taus = iter([1.5, 2.5, 2.0])
+    seen = []
+
+    def scripted(drafter: Drafter) -> dict[str, Any]:
+        seen.append(weights(drafter))
+        return {"tau": next(taus), "acceptance_by_depth": [], "tree": []}
+
+    run = trainer(tmp_path, validate=scripted)
+    report = run.fit()
+    assert report["best_step"] == 8 and report["tau"] == 2.5
+    for name, tensor in run.pair.drafter.state_dict().items():
+        assert torch.equal(tensor, seen[1][name])
+    assert not torch.equal(seen[1]["output"], seen[2]["output"])
+
+
+def test_cached_features_train_alike(tmp_path: Path) -> None:
+    found = {}
+    for limit in (0.0, 1.0):
+        run = trainer(tmp_path / str(limit), replace(SPEC, feature_cache_mb=limit))
+        assert run.fit()["features_cached"] is (limit > 0)
+        assert run.pair.cache is None and not run.pair.target.model._forward_hooks
+        found[limit] = weights(run.pair.drafter)
+    for name, tensor in found[0.0].items():
+        torch.testing.assert_close(found[1.0][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("batch", "accumulation"), [(2, 4), (4, 2)])
+def test_accumulation_does_not_change_the_steps(
+    tmp_path: Path, batch: int, accumulation: int
+) -> None:
+    def train(batch: int, accumulation: int) -> tuple[float, dict[str, Tensor]]:
+        spec = replace(SPEC, batch_size=batch, gradient_accumulation=accumulation, max_steps=1)
+        run = trainer(tmp_path / f"{batch}", spec)
+        # Rows with different numbers of labels, the case in which a mean of means is wrong.
+        run.train_dataset.written[::2, 6:] = False
+        run.train_dataset.written[1] = False
+        report = run.fit()
+        return report["train_loss"], weights(run.pair.drafter)
+
+    loss, reference = train(8, 1)
+    split_loss, split = train(batch, accumulation)
+    assert split_loss == pytest.approx(loss, rel=1e-5)
+    for name, tensor in reference.items():
+        torch.testing.assert_close(split[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def test_the_cache_holds_what_the_target_computes(tmp_path: Path) -> None:
+    target = counting_target()
+    pair = DraftedTarget(target, fresh_drafter(target), 0.8)
+    torch.nn.init.normal_(pair.drafter.weight)  # as it starts, every token costs the same
+    data = rows(20)
+    assert not pair.fill_cache(data, limit=0.001) and pair.cache is None
+    batch = torch.stack([data[i]["tokens"] for i in (3, 18)])
+    supervised = torch.stack([data[i]["supervised"] for i in (3, 18)])
+    online = pair(torch.tensor([3, 18]), batch, supervised)["loss"]
+    assert pair.fill_cache(data, limit=1.0) and pair.cache is not None
+    assert pair.cache.shape == (20, 12, SIZE)
+    cached = pair(torch.tensor([3, 18]), batch, supervised)["loss"]
+    wrong_rows = pair(torch.tensor([4, 18]), batch, supervised)["loss"]
+    torch.testing.assert_close(cached, online)
+    assert abs(wrong_rows - online) > 1e-3
+
+
+def test_time_ends_training_with_the_rate_at_zero(tmp_path: Path) -> None:
+    spec = replace(SPEC, max_steps=10**6, max_seconds=1.0, eval_every=None)
+    run = trainer(tmp_path, spec)
+    report = run.fit()
+    assert 5 < report["steps"] < 10**6 and 1.0 <= report["seconds"] < 3.0
+    assert report["best_step"] == report["steps"]
+    rates = [entry["learning_rate"] for entry in run.state.log_history if "learning_rate" in entry]
+    assert rates and run.lr_scheduler.get_last_lr()[0] < 0.01 * SPEC.learning_rate
+
+
+def test_the_rate_follows_whichever_bound_is_nearer() -> None:
+    steps = Clock(max_steps=10, max_seconds=None, warmup=0.2)
+    rates = [steps.factor(step) for step in range(10)]
+    assert rates[:2] == pytest.approx([0.25, 0.75]) and 0 < rates[-1] < 0.02
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    timed = Clock(max_steps=1000, max_seconds=50.0, warmup=0.0)
+    timed.start(seconds=25.0)
+    timed.read(steps=3)
+    assert timed.share == pytest.approx(0.5, abs=0.01)
+    assert timed.factor(3) == pytest.approx(0.5, abs=0.02)
+
+
+def test_time_already_trained_counts_after_a_resume(tmp_path: Path) -> None:
+    spec = replace(SPEC, max_seconds=1000.0, eval_every=4)
+    trainer(tmp_path, spec).fit()
+    last = last_checkpoint(tmp_path)
+    assert last is not None
+    spent = json.loads((last / "complete.json").read_text())
+    (last / "complete.json").write_text(json.dumps(spent + 900.0))
+    longer = trainer(tmp_path, replace(spec, max_steps=16))
+    assert longer.fit()["seconds"] > 900
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from tests.train import test_trainer
+from headstart.train.trainer import DrafterTrainer
+save = DrafterTrainer._save_checkpoint
+def slow(self, *args):
+    save(self, *args)
+    if self.state.global_step == 4:
+        print("saved", flush=True)
+        time.sleep(60)
+DrafterTrainer._save_checkpoint = slow
+test_trainer.trainer(Path(sys.argv[1])).fit()
+"""
+
+
+def test_sigkill_then_resume_is_bit_exact(tmp_path: Path) -> None:
+    root = Path(__file__).resolve().parents[2]
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path / "cut")],
+        stdout=subprocess.PIPE, cwd=root, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None and child.stdout.readline() == "saved\n"
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    assert [path.name for path in (tmp_path / "cut").iterdir()] == ["checkpoint-4"]
+    trainer(tmp_path / "cut").fit()
+    trainer(tmp_path / "whole").fit()
+    one, two = (
+        safetensors.torch.load_file(tmp_path / run / "checkpoint-12" / "model.safetensors")
+        for run in ("whole", "cut")
+    )
+    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())

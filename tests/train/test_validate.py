@@ -1,0 +1,144 @@
+"""Validation: prompts that are held out, ranks that fit the decode loop, trees that accept most."""
+
+import pytest
+import torch
+from tests.train.counting import SIZE, counting_drafter, counting_rows, counting_target
+from torch import Tensor
+
+from headstart.heads.medusa import Medusa
+from headstart.infer import StaticTree
+from headstart.train.corpus import Document
+from headstart.train.target import train_tokenizer
+from headstart.train.validate import (
+    Validation,
+    ValidationError,
+    best_tree,
+    held_out_prompts,
+    measure_ranks,
+    measure_tau,
+    write_text,
+)
+
+DOCUMENTS = [
+    Document(str(n), " ".join(f"word{n} {n * k}" for k in range(12 * (n + 1)))) for n in range(6)
+]
+
+
+def test_prompts_are_disjoint_windows_of_different_documents() -> None:
+    tokenizer = train_tokenizer(DOCUMENTS, 270, 128)
+    bench = held_out_prompts(tokenizer, DOCUMENTS, 8, 10, seed=1)
+    validation = held_out_prompts(tokenizer, DOCUMENTS, 4, 10, seed=1, part="validation")
+    texts = {document.id: tokenizer(document.text)["input_ids"] for document in DOCUMENTS}
+
+    def source(prompt: Tensor) -> set[str]:
+        ids = prompt.tolist()
+        return {
+            name for name, t in texts.items() if any(t[i : i + 10] == ids for i in range(len(t)))
+        }
+
+    assert all(prompt.shape == (10,) for prompt in bench + validation)
+    first, second = (set().union(*map(source, prompts)) for prompts in (bench, validation))
+    assert len(first) == 4 and len(second) == 2 and not first & second
+    assert len({tuple(prompt.tolist()) for prompt in bench}) == 8
+    again = held_out_prompts(tokenizer, DOCUMENTS[::-1], 8, 10, seed=1)
+    assert all(torch.equal(a, b) for a, b in zip(bench, again, strict=True))
+    other = held_out_prompts(tokenizer, DOCUMENTS, 8, 10, seed=2)
+    assert not all(torch.equal(a, b) for a, b in zip(bench, other, strict=True))
+    with pytest.raises(ValidationError, match="expected 10000; raise corpus.held_out"):
+        held_out_prompts(tokenizer, DOCUMENTS, 10_000, 10)
+
+
+def second_best(drafter: Medusa, head: int) -> Medusa:
+    """Make one head put the true token second, behind the token after it."""
+    assert drafter.output is not None
+    with torch.no_grad():
+        drafter.output[head - 1] += 2 * torch.eye(SIZE).roll(head + 2, 0)
+    return drafter
+
+
+def test_ranks_fit_the_decode_loop() -> None:
+    target = counting_target()
+    drafter = second_best(counting_drafter(target, heads=3), head=2)
+    prompts = list(counting_rows(2, 5))
+    for tokens, features in write_text(target, drafter, prompts, 12):
+        ranks = measure_ranks(drafter, tokens, features, prefix=5)
+        # Positions 4 … 12: the last with a label for each of three heads, among 17 tokens.
+        assert ranks.tolist() == [[0, 1, 0]] * 9
+    tree = StaticTree(best_tree([ranks], nodes=4))
+    assert tree.paths == ((0,), (0, 1), (0, 1, 0))
+    measured = measure_tau(target, drafter, tree, "greedy", prompts, 13)
+    assert measured == {"tau": 4.0, "acceptance_by_depth": [1.0, 1.0, 1.0]}
+    chain = measure_tau(target, drafter, StaticTree.chain(3), "greedy", prompts, 13)
+    assert chain["tau"] == 2.0
+
+
+def test_sparse_trees_follow_the_drafter() -> None:
+    target = counting_target()
+    validation = Validation(target, list(counting_rows(2, 5)), 12, "sparse:4", "greedy")
+    right = validation(counting_drafter(target, heads=3))
+    assert right["tree"] == [[0], [0, 0], [0, 0, 0]]
+    other = validation(second_best(counting_drafter(target, heads=3), head=1))
+    assert other["tree"] == [[1], [1, 0], [1, 0, 0]]
+    fixed = Validation(target, list(counting_rows(2, 5)), 12, "chain:2", "greedy")
+    assert fixed(counting_drafter(target, heads=3))["tree"] == [[0], [0, 0]]
+
+
+@pytest.mark.parametrize("rule", ["match", "coupled"])
+def test_sampling_rules_are_measured_too(rule: str) -> None:
+    target = counting_target()
+    drafter = counting_drafter(target, heads=2)
+    measured = measure_tau(target, drafter, StaticTree.chain(2), rule, list(counting_rows(2, 5)), 9)
+    assert 1.0 <= measured["tau"] <= 3.0
+
+
+def test_ranks_outside_a_trimmed_vocabulary_are_last() -> None:
+    target = counting_target()
+    drafter = counting_drafter(target, heads=1)
+    trimmed = Medusa(type(drafter.config)(
+        hidden_size=SIZE, vocab_size=SIZE, heads=1, output="trimmed", draft_vocab_size=4
+    )).bind(target)  # fmt: skip
+    assert isinstance(trimmed, Medusa) and trimmed.output is not None and drafter.output is not None
+    with torch.no_grad():
+        trimmed.vocabulary.copy_(torch.tensor([7, 8, 9, 10]))
+        trimmed.output.copy_(drafter.output[:, 7:11])
+    tokens = torch.arange(12)
+    ranks = measure_ranks(trimmed, tokens, torch.eye(SIZE)[:12], prefix=3)
+    assert ranks.flatten().tolist() == [4, 4, 4, 0, 0, 0, 0, 4]  # labels 4 … 11
+
+
+def test_the_best_tree_counts_paths_and_not_heads_apart() -> None:
+    # Each head is right half of the time, but they are right together or not at all.
+    joint = [torch.tensor([[0, 0], [1, 1]] * 8)]
+    assert best_tree(joint, nodes=5, passes=1) == [[0], [1], [0, 0], [1, 1]]
+
+
+def rate(row: list[list[int]], paths: list[list[int]]) -> float:
+    """Tokens per round of a tree on a text, walked as the decode loop does."""
+    at = rounds = 0
+    while at < len(row):
+        depth = max(d for d in range(len(row[at]) + 1) if not d or row[at][:d] in paths)
+        at, rounds = at + depth + 1, rounds + 1
+    return at / rounds
+
+
+def test_the_best_tree_looks_where_rounds_start() -> None:
+    generator = torch.Generator().manual_seed(0)
+    better = 0
+    for _ in range(20):
+        # Texts that repeat a motif, where most positions may never start a round.
+        motif = torch.randint(3, (7, 3), generator=generator)
+        row = motif.repeat(12, 1)
+        once, often = (rate(row.tolist(), best_tree([row], 4, passes)) for passes in (1, 4))
+        assert often >= once
+        better += often > once
+    assert better > 0
+
+
+def test_unlikely_ranks_get_no_node() -> None:
+    assert best_tree([torch.tensor([[60, 0]] * 5)], nodes=3) == []
+
+
+@pytest.mark.parametrize("tree", ["sparse:", "sparse:1", "sparse:x"])
+def test_refusals(tree: str) -> None:
+    with pytest.raises(ValidationError, match="expected sparse:N"):
+        Validation(counting_target(), [], 4, tree, "greedy")

@@ -1,0 +1,355 @@
+"""Drafters on a frozen target, trained by a thin subclass of transformers' Trainer.
+
+Target and drafter sit in one module, so data-parallel wrappers see one model; only the drafter is
+trained, saved and loaded. Training is bounded by steps and by time, and the learning rate decays
+over the elapsed share of whichever bound is nearer, so a slower machine sees fewer rows and still
+ends at a learning rate of zero. The best checkpoint is the one that decodes best.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback
+
+from headstart.heads import Drafter
+from headstart.heads.core import FeatureTap
+
+from .distill import Rows
+from .losses import IndependentHeads, head_labels, heads_loss, label_counts
+from .recipe import Train
+from .stages import write_atomically
+
+_COMPLETE = "complete.json"  # written last into a checkpoint: seconds of training so far
+_WEIGHTS = "model.safetensors"
+_CACHE_ROWS = 16  # rows a forward while filling the feature cache
+
+
+def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> TrainingArguments:
+    """The recipe's train section as TrainingArguments; `changes` override single ones.
+
+    Making them also sets up the processes, which must happen before anything else asks for those.
+    """
+    gpu = torch.cuda.is_available()
+    every = spec.eval_every or spec.max_steps
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": spec.max_steps,
+        "learning_rate": spec.learning_rate,
+        "weight_decay": spec.weight_decay,
+        "per_device_train_batch_size": spec.batch_size,
+        "gradient_accumulation_steps": spec.gradient_accumulation,
+        "seed": seed,
+        "use_cpu": not gpu,
+        "dataloader_pin_memory": gpu,
+        "eval_strategy": "steps",
+        "eval_steps": every,
+        "save_strategy": "steps",
+        "save_steps": every,
+        "save_total_limit": 2,  # the best and the last
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "tau",
+        "greater_is_better": True,
+        "logging_steps": 25,
+        "logging_nan_inf_filter": False,  # it reads the loss from the device at every step
+        "remove_unused_columns": False,
+        "label_names": ["tokens"],
+        "prediction_loss_only": True,
+        "ddp_find_unused_parameters": False,
+        "ddp_timeout": 24 * 3600,  # processes wait for stages that one of them does alone
+        "report_to": "none",
+        "log_level": "error",
+        "disable_tqdm": True,  # the bar of `_Progress` knows about the time bound
+    }
+    args = TrainingArguments(**settings | changes)
+    args._n_gpu = min(args.n_gpu, 1)  # without a launcher take one GPU, instead of DataParallel
+    return args
+
+
+class DraftedTarget(nn.Module):
+    """The frozen target and the drafter that is trained on it, as one module.
+
+    Args:
+        head_decay: see `heads_loss`.
+    """
+
+    accepts_loss_kwargs = True  # the loss is scaled for gradient accumulation already
+
+    def __init__(self, target: PreTrainedModel, drafter: Drafter, head_decay: float):
+        super().__init__()
+        self.target = target.requires_grad_(False).eval()
+        self.drafter = drafter
+        assert drafter.independent
+        self.heads = cast(IndependentHeads, drafter)
+        self.head_decay = head_decay
+        self.tap = FeatureTap(target, drafter.config.feature_layers)
+        self.cache: Tensor | None = None
+
+    def train(self, mode: bool = True) -> DraftedTarget:
+        """Only the drafter ever trains; the target's dropout stays off."""
+        self.training = mode
+        self.drafter.train(mode)
+        return self
+
+    def forward(
+        self, rows: Tensor, tokens: Tensor, supervised: Tensor, counts: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """The loss of a batch: rows [B], tokens [B, T], supervised [B, T] bool.
+
+        Args:
+            counts: [K] labels of each head in the whole step; those of this batch when None.
+        """
+        labels = self.labels(tokens, supervised)  # [K, B, T]
+        features = self.features(tokens) if self.cache is None else self.cache[rows]  # [B, T, F]
+        counts = label_counts(labels) if counts is None else counts
+        return {"loss": heads_loss(self.heads, features, labels, counts, self.head_decay)}
+
+    def labels(self, tokens: Tensor, supervised: Tensor) -> Tensor:
+        """See `head_labels`."""
+        return head_labels(tokens, supervised, self.heads.max_depth, self.heads.draft_vocabulary)
+
+    @torch.no_grad()
+    def features(self, tokens: Tensor) -> Tensor:
+        """The target's features [B, T, F] of tokens [B, T], without its output layer.
+
+        Rows are padded on the right, where causal attention keeps the padding out of sight.
+        """
+        self.target.get_decoder()(input_ids=tokens, use_cache=False)
+        return self.tap.take()
+
+    def fill_cache(self, rows: Rows, limit: float) -> bool:
+        """Keep the features of all rows if they take at most `limit` MB; says whether they do."""
+        width = len(self.drafter.config.feature_layers) * self.drafter.config.hidden_size
+        megabytes = rows.tokens.numel() * width * self.target.dtype.itemsize / 1e6
+        if megabytes > limit:
+            return False
+        # Always in the same batches, so that a resumed run reads the very same numbers.
+        parts = rows.tokens.to(self.target.device).long().split(_CACHE_ROWS)
+        self.cache = torch.cat([self.features(part) for part in parts])
+        return True
+
+    def release(self) -> None:
+        """Let go of the cache and of the hooks on the target."""
+        self.cache = None
+        self.tap.close()
+
+
+class Clock:
+    """How far training is, as a share of its bounds; process 0's clock counts for all."""
+
+    def __init__(self, max_steps: int, max_seconds: float | None, warmup: float):
+        self.max_steps, self.max_seconds, self.warmup = max_steps, max_seconds, warmup
+        self.started = time.perf_counter()
+        self.seconds = 0.0
+        self.share = 0.0
+
+    def start(self, seconds: float = 0.0) -> None:
+        """Start, `seconds` having been trained before the run was resumed."""
+        self.started = time.perf_counter() - seconds
+
+    def read(self, steps: int) -> None:
+        """Read the clock after `steps` steps."""
+        self.seconds = time.perf_counter() - self.started
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            told = [self.seconds]
+            torch.distributed.broadcast_object_list(told, src=0)
+            self.seconds = told[0]
+        self.share = steps / self.max_steps
+        if self.max_seconds is not None:
+            self.share = max(self.share, self.seconds / self.max_seconds)
+
+    def factor(self, step: int) -> float:
+        """Learning-rate factor for the coming step: a linear rise, then a cosine down to zero."""
+        # The middle of the coming step, so that neither the first nor the last trains at zero.
+        share = min(max(self.share, (step + 0.5) / self.max_steps), 1.0)
+        if share < self.warmup:
+            return share / self.warmup
+        return 0.5 * (1 + math.cos(math.pi * (share - self.warmup) / (1 - self.warmup)))
+
+
+class DrafterTrainer(Trainer):
+    """Trains the drafter of a `DraftedTarget`.
+
+    Args:
+        model: target and drafter.
+        args: see `training_arguments`.
+        rows: what the target wrote.
+        spec: the recipe's train section.
+        validation: measures the drafter; its `tau` chooses the checkpoint.
+        progress: whether to draw a bar on stderr.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        model: DraftedTarget,
+        args: TrainingArguments,
+        rows: Rows,
+        spec: Train,
+        validation: Callable[[Drafter], dict[str, Any]],
+        progress: bool = True,
+    ):
+        self.pair, self.rows, self.spec, self.validation = model, rows, spec, validation
+        self.folder = Path(args.output_dir or "")
+        self.clock = Clock(args.max_steps, spec.max_seconds, spec.warmup_ratio)
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=rows,
+            eval_dataset=rows,  # never read: `evaluate` decodes prompts
+            callbacks=[_Bounds(self.clock), _Progress(self.clock, progress)],
+        )
+        self.remove_callback(PrinterCallback)  # it prints to stdout
+
+    def fit(self) -> dict[str, Any]:
+        """Train, going on from the last whole checkpoint, and load the best one.
+
+        Returns:
+            `steps`, `seconds`, `features_cached`, `train_loss`, and of the best checkpoint `best_step` and what the
+            validation measured.
+        """
+        resume = last_checkpoint(self.folder)
+        self.clock.start(_seconds(resume) if resume else 0.0)
+        cached = self.pair.fill_cache(self.rows, self.spec.feature_cache_mb)
+        output = self.train(resume_from_checkpoint=str(resume) if resume else None)
+        self.pair.release()
+        best = self.state.best_global_step
+        assert best is not None
+        return {
+            "steps": self.state.global_step,
+            "seconds": round(self.clock.seconds, 3),
+            "features_cached": cached,
+            "train_loss": output.training_loss,
+            "best_step": best,
+            **_validation_at(self.state.log_history, best),
+        }
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
+            optimizer or self.optimizer,  # type: ignore[arg-type]
+            lambda step: self.clock.factor(step),  # a plain function, which is not saved
+        )
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
+        """Labels of each head in the micro-batches of one step, of all processes.  # [K]"""
+        counts = sum(
+            label_counts(self.pair.labels(b["tokens"].to(device), b["supervised"].to(device)))
+            for b in batch_samples
+        )
+        return self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts  # type: ignore[return-value]
+
+    def compute_loss(  # type: ignore[override]
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        outputs = model(**inputs, counts=num_items_in_batch)
+        # The counts are those of all processes, and their gradients are averaged, not summed.
+        loss = outputs["loss"] * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Decode the validation prompts; every process does, and process 0's figures count."""
+        measured = self.validation(self.pair.drafter)
+        if self.args.world_size > 1:
+            told = [measured]
+            torch.distributed.broadcast_object_list(told, src=0)
+            measured = told[0]
+        metrics = {f"eval_{name}": value for name, value in measured.items()}
+        self.log(metrics)
+        handler = self.callback_handler
+        self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the drafter alone."""
+        self._save(output_dir)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
+        if self.args.should_save:
+            self.pair.drafter.save_pretrained(output_dir or self.folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        if self.args.world_size > 1:
+            torch.distributed.barrier()  # every process has written its random state
+        if self.args.should_save:
+            folder = self.folder / f"checkpoint-{self.state.global_step}"
+            write_atomically(folder / _COMPLETE, json.dumps(self.clock.seconds).encode())
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        weights = safetensors.torch.load_file(Path(resume_from_checkpoint) / _WEIGHTS)
+        self.pair.drafter.load_state_dict(weights)
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that was written whole, or None."""
+    whole = [file.parent for file in folder.glob(f"checkpoint-*/{_COMPLETE}")]
+    return max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
+
+
+def _seconds(checkpoint: Path) -> float:
+    return float(json.loads((checkpoint / _COMPLETE).read_text()))
+
+
+def _validation_at(history: list[dict[str, Any]], step: int) -> dict[str, Any]:
+    """What the validation measured at a step, from the trainer's log."""
+    (entry,) = [e for e in history if e["step"] == step and "eval_tau" in e]
+    return {k.removeprefix("eval_"): v for k, v in entry.items() if k.startswith("eval_")}
+
+
+class _Bounds(TrainerCallback):
+    """Reads the clock, and ends training with a last validation and checkpoint when time is up."""
+
+    def __init__(self, clock: Clock):
+        self.clock = clock
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.clock.read(state.global_step)
+        if self.clock.share >= 1.0:
+            control.should_training_stop = True
+            control.should_evaluate = control.should_save = True
+
+
+class _Progress(TrainerCallback):
+    """A bar on stderr over the share of the bounds, with the last loss and τ."""
+
+    def __init__(self, clock: Clock, enabled: bool):
+        self.clock, self.enabled = clock, enabled
+        self.seen: dict[str, str] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        layout = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+        off = not (self.enabled and state.is_world_process_zero)
+        self.bar = tqdm(total=1.0, desc="heads", disable=off, bar_format=layout)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.update(min(self.clock.share, 1.0) - self.bar.n)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        for name, label in (("loss", "loss"), ("eval_tau", "τ")):
+            if name in logs:
+                self.seen[label] = f"{logs[name]:.3f}"
+        self.bar.set_postfix(self.seen)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()
