@@ -13,16 +13,16 @@ import platform
 import shutil
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .core import ArtifactError
+from .core import ArtifactError, output_layer
 from .drafter import Drafter, family
 
 MANIFEST = "headstart.json"
@@ -66,7 +66,7 @@ def fingerprint(target: PreTrainedModel) -> str:
     The rounding makes it the same whether the target is loaded in float64, float32 or bfloat16.
     """
     digest = hashlib.sha256()
-    tensors = {"embedding": target.get_input_embeddings().weight}
+    tensors = {"embedding": cast(Tensor, target.get_input_embeddings().weight)}
     for name, module in target.named_modules():
         weight = getattr(module, "weight", None)
         if "norm" in type(module).__name__.lower() and isinstance(weight, nn.Parameter):
@@ -85,7 +85,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card: str = "") -> Path:
-    """Write an artifact folder; an older one in its place is replaced only when the new is complete.
+    """Write an artifact folder; an older one in its place goes only when the new is complete.
 
     Args:
         card: the model card, Markdown.
@@ -124,8 +124,8 @@ def artifact_folder(name: str | Path) -> Path:
         )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ArtifactError(
-            f"no drafter at {str(name)!r}: neither a folder nor a Hub repository that can be reached; "
-            "check the name."
+            f"no drafter at {str(name)!r}: neither a folder nor a Hub repository that can be "
+            "reached; check the name."
         ) from error
 
 
@@ -164,7 +164,7 @@ def load_drafter(
         options: passed to `from_pretrained`, such as `dtype`.
 
     Raises:
-        ArtifactError: damaged files, or another target or tokenizer than the drafter was trained for.
+        ArtifactError: damaged files, or not the target or tokenizer that it was trained for.
     """
     folder = artifact_folder(name)
     manifest = read_manifest(folder)
@@ -184,15 +184,16 @@ def load_drafter(
             "manifest's); restore it or download the drafter again."
         )
     cls, options = family(manifest.family), {"dtype": target.dtype, **options}
-    drafter, report = cls.from_pretrained(
+    loaded: Any = cls.from_pretrained(
         folder, local_files_only=True, output_loading_info=True, **options
     )
+    drafter, report = loaded
     if wrong := [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]:
         raise ArtifactError(
-            f"{weights} does not fit {folder / 'config.json'}: {wrong[0]} is missing, unknown or of "
-            "another shape; restore both files."
+            f"{weights} does not fit {folder / 'config.json'}: {wrong[0]} is missing, unknown or "
+            "of another shape; restore both files."
         )
-    device = target.get_output_embeddings().weight.device
+    device = output_layer(target).weight.device
     return drafter.to(device).eval().bind(target)  # type: ignore[arg-type]
 
 
@@ -204,6 +205,7 @@ def _sha256(path: Path) -> str:
 def _check(what: str, expected: str, found: str, folder: Path, name: str) -> None:
     if expected != found:
         raise ArtifactError(
-            f"{folder} was trained for another {what}: expected fingerprint {expected[:12]} ({name}), "
-            f"found {found[:12]}; load the {what} it was trained for, or train a drafter for this one."
+            f"{folder} was trained for another {what}: expected fingerprint {expected[:12]} "
+            f"({name}), found {found[:12]}; load the {what} it was trained for, or train a drafter "
+            "for this one."
         )

@@ -95,18 +95,19 @@ class DrafterConfig(PreTrainedConfig):
         """
         unknown = sorted(set(options) - set(cls.OPTIONS))
         if unknown:
+            name = cls.model_type.removeprefix("headstart_")
             raise OptionError(
-                f"drafter.{unknown[0]} is not an option of {cls.model_type.removeprefix('headstart_')!r}; "
-                f"expected one of: {', '.join(cls.OPTIONS)}."
+                f"drafter.{unknown[0]} is not an option of {name!r}; expected one of: "
+                f"{', '.join(cls.OPTIONS)}."
             )
         text = target.config.get_text_config(decoder=True)
         try:
             return cls(hidden_size=text.hidden_size, vocab_size=text.vocab_size, **options)
         except StrictDataclassError as error:
+            if isinstance(error.__cause__, OptionError):
+                raise error.__cause__ from None
             message = " ".join(str(error.__cause__ or error).split())
-            raise OptionError(
-                f"drafter: {message}; correct the recipe's drafter section."
-            ) from error
+            raise OptionError(f"{message}; correct the recipe's drafter section.") from error
 
 
 class Drafter(PreTrainedModel):
@@ -137,19 +138,17 @@ class Drafter(PreTrainedModel):
         return self._target[0]
 
     def bind(self, target: PreTrainedModel) -> Self:
-        """Borrow what the drafter needs of the target (embedding, output layer), without owning it.
+        """Borrow what the drafter needs of the target, such as its output layer, without owning it.
 
         The target is neither registered as a submodule nor saved.
         """
         text = target.config.get_text_config(decoder=True)
-        found, expected = (
-            (text.hidden_size, text.vocab_size),
-            (self.config.hidden_size, self.config.vocab_size),
-        )
-        if found != expected:
+        own = self.config
+        if (text.hidden_size, text.vocab_size) != (own.hidden_size, own.vocab_size):
             raise OptionError(
-                f"the drafter was shaped for a target of hidden size {expected[0]} and vocabulary "
-                f"{expected[1]}, found {found[0]} and {found[1]}; load the target it was trained for."
+                f"the drafter was shaped for a target of hidden size {own.hidden_size} and "
+                f"vocabulary {own.vocab_size}, found {text.hidden_size} and {text.vocab_size}; "
+                "load the target it was trained for."
             )
         object.__setattr__(self, "_target", (target,))
         return self
@@ -166,12 +165,12 @@ class Drafter(PreTrainedModel):
         """
 
     def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
-        """Take what was just committed; propose the root's children (W = 1), or every depth at once.
+        """Take what was just committed; propose the root's children, or every depth at once.
 
         Args:
             features: [B, A, F], the target's features that the tokens were emitted from.
             tokens: [B, A] int64, what was emitted; the last true one is the new root.
-            count: [B] int64, true entries of each row; 0 for a finished row, whose answer is ignored.
+            count: [B] int64, true entries of each row; 0 where a row has ended: any answer will do.
         """
         raise NotImplementedError
 

@@ -5,14 +5,14 @@ output layer predicts t + 1. A head is L residual blocks x + SiLU(Wx + b) and an
 heads live in one stacked parameter, so a round costs one batched product per block.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .core import OptionError
+from .core import OptionError, output_layer
 from .drafter import Drafter, DrafterConfig, Step, last_true
 
 
@@ -41,14 +41,13 @@ class MedusaConfig(DrafterConfig):
         """Part of the config's own validation: what single fields cannot say."""
         if self.heads < 1 or self.layers < 1:
             raise OptionError(
-                f"drafter.heads is {self.heads} and drafter.layers {self.layers}; expected at least 1 each."
+                f"drafter.heads is {self.heads} and drafter.layers {self.layers}; expected at "
+                "least 1 each."
             )
-        trimmed = self.output == "trimmed"
-        if trimmed != (self.draft_vocab_size > 0) or self.draft_vocab_size > max(
-            self.vocab_size, 0
-        ):
+        size = self.draft_vocab_size
+        if (self.output == "trimmed") != (size > 0) or size > max(self.vocab_size, 0):
             raise OptionError(
-                f"drafter.draft_vocab_size is {self.draft_vocab_size} with output {self.output!r}; expected "
+                f"drafter.draft_vocab_size is {size} with output {self.output!r}; expected "
                 f"1 … {self.vocab_size} with 'trimmed' and 0 otherwise."
             )
 
@@ -58,15 +57,13 @@ class Medusa(Drafter):
 
     config_class = MedusaConfig
     config: MedusaConfig
+    vocabulary: Tensor
     independent = True
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
-        heads, size, width = (
-            config.heads,
-            config.hidden_size,
-            config.draft_vocab_size or config.vocab_size,
-        )
+        heads, size = config.heads, config.hidden_size
+        width = config.draft_vocab_size or config.vocab_size
         self.weight = nn.Parameter(torch.empty(config.layers, heads, size, size))
         self.bias = nn.Parameter(torch.empty(config.layers, heads, size))
         self.output = None
@@ -77,14 +74,14 @@ class Medusa(Drafter):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Blocks start as the identity, so that a shared output layer starts as the target's own."""
+        """Blocks start as the identity, so a shared output layer starts as the target's own."""
         if module is self:
             nn.init.zeros_(self.weight)
             nn.init.zeros_(self.bias)
             if self.output is not None:
                 nn.init.zeros_(self.output)
             if self.config.output == "trimmed":
-                self.vocabulary.copy_(torch.arange(self.config.draft_vocab_size))
+                self.vocabulary.copy_(torch.arange(len(self.vocabulary)))
 
     @property
     def max_depth(self) -> int:
@@ -100,13 +97,14 @@ class Medusa(Drafter):
         """
         if self.output is None:
             return
-        rows = self.target.get_output_embeddings().weight  # [V, D]
+        rows = output_layer(self.target).weight  # [V, D]
         if self.config.output == "trimmed":
             if token_counts is None:
                 raise OptionError(
-                    "a trimmed vocabulary needs the corpus' token counts; found none: pass token_counts."
+                    "a trimmed vocabulary needs the corpus' token counts, found none; pass "
+                    "token_counts."
                 )
-            keep = token_counts.topk(self.config.draft_vocab_size).indices.sort().values
+            keep = token_counts.topk(len(self.vocabulary)).indices.sort().values
             self.vocabulary.copy_(keep)
             rows = rows[keep.to(rows.device)]
         self.output.copy_(rows.expand_as(self.output))
@@ -114,21 +112,19 @@ class Medusa(Drafter):
     def states(self, features: Tensor) -> Tensor:
         """Head states for features [..., D]: [K, ..., D]."""
         heads, size = self.config.heads, self.config.hidden_size
-        flat = (
-            features.reshape(1, -1, size).to(self.weight.dtype).expand(heads, -1, -1)
-        )  # [K, M, D]
+        flat = features.reshape(1, -1, size).to(self.weight.dtype).expand(heads, -1, -1)
         for weight, bias in zip(self.weight, self.bias, strict=True):
-            flat = flat + F.silu(torch.baddbmm(bias.unsqueeze(1), flat, weight.transpose(1, 2)))
+            flat = flat + F.silu(torch.baddbmm(bias.unsqueeze(1), flat, weight.mT))  # [K, M, D]
         return flat.view(heads, *features.shape[:-1], size)
 
     def logits(self, states: Tensor, head: int | None = None) -> Tensor:
-        """Output layer over head states: [K, M, D] -> [K, M, Vd], or [M, D] -> [M, Vd] of one head."""
+        """Output layer: [K, M, D] -> [K, M, Vd], or the states of one head [M, D] -> [M, Vd]."""
         if self.output is None:
-            layer = self.target.get_output_embeddings()
+            layer = output_layer(self.target)
             return layer(states.to(layer.weight.dtype))
         if head is not None:
             return states @ self.output[head].T
-        return torch.bmm(states, self.output.transpose(1, 2))
+        return torch.bmm(states, self.output.mT)
 
     @property
     def draft_vocabulary(self) -> Tensor | None:

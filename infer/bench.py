@@ -31,7 +31,7 @@ _REPLAYED_PROMPTS = 8
 
 
 class Clock(BaseStreamer):
-    """A streamer that notes when tokens arrive: the first call is the prompt, the last is the end."""
+    """A streamer that notes when tokens arrive: first comes the prompt, last the end."""
 
     def __init__(self) -> None:
         self.begun = time.perf_counter()
@@ -132,13 +132,16 @@ def bench(
         extra = {"seed": seed} if sampled else {}
         return lambda ids, clock: decoder.generate(ids, streamer=clock, **options, **extra)
 
+    def generate(ids: Tensor, clock: Clock) -> Tensor:
+        return speculator.model.generate(ids, streamer=clock, **options)  # type: ignore[operator]
+
     contenders: dict[str, Contender] = {
         "plain": ours(Speculator(speculator.model)),
         "speculator": ours(speculator),
-        "generate": lambda ids, clock: speculator.model.generate(ids, streamer=clock, **options),  # type: ignore[operator]
+        "generate": generate,
         "bare": lambda ids, clock: _bare_loop(speculator.model, ids, new_tokens, clock),
     }
-    device = speculator.model.get_input_embeddings().weight.device  # type: ignore[union-attr]
+    device = speculator.model.device
     measured = []
     for number, prompt in enumerate(tqdm(prompts, desc="bench", unit="prompt", file=sys.stderr)):
         ids = prompt.reshape(1, -1).to(device)

@@ -1,11 +1,12 @@
 """The decode loop: draft a tree, verify it in one forward, accept, commit; for a whole batch.
 
 Nothing inside a round reads the device from the host. Each round ends in one report, the only thing
-that is read: how much each row emitted, how deep it accepted, what it may still emit, and the tokens.
+that is read: how much each row emitted, how deep it accepted, what it may still emit, its tokens.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,9 +66,7 @@ class Stats:
         reached = np.zeros(self.depth + 1)
         for emitted, accepted in self._rounds:
             reached += (accepted[emitted > 0, None] >= np.arange(self.depth + 1)).sum(0)
-        return [
-            float(b / a) if a else float("nan") for a, b in zip(reached, reached[1:], strict=False)
-        ]
+        return [float(b / a) if a else float("nan") for a, b in itertools.pairwise(reached)]
 
 
 @dataclass(frozen=True)
@@ -221,7 +220,8 @@ class Decoding:
         for length in np.unique(self.text.host_lengths):
             mine = self.text.lengths == int(length)
             for step in range(steps):
-                answer = self.criteria(self.text.ids[:, : int(length) + step + 1], None)  # type: ignore[misc,arg-type]
+                text = self.text.ids[:, : int(length) + step + 1]
+                answer = self.criteria(text, None)  # type: ignore[misc,arg-type]
                 met[:, step] |= answer.to(met.device) & mine
         return met
 

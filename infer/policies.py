@@ -96,8 +96,8 @@ class StaticTree:
             good = False
         if not good:
             raise OptionError(
-                "a tree is a list of non-empty paths of ranks from 0, such as [[0], [1], [0, 0]]; found "
-                f"{str(paths)[:60]}."
+                "a tree is a list of non-empty paths of ranks from 0, such as [[0], [1], [0, 0]]; "
+                f"found {str(paths)[:60]}."
             )
         self.parents, self.ranks, self.depths = parents_of_paths(paths)
         self.max_depth = max(self.depths)
@@ -142,8 +142,8 @@ class StaticTree:
         except (ValueError, TypeError, OSError):
             pass
         raise OptionError(
-            f"tree is {text!r}; expected chain:4, cartesian:3,2,1, a JSON list of rank paths such as "
-            "[[0],[1],[0,0]], or the path of a .json file that holds one."
+            f"tree is {text!r}; expected chain:4, cartesian:3,2,1, a JSON list of rank paths such "
+            "as [[0],[1],[0,0]], or the path of a .json file that holds one."
         )
 
     @property

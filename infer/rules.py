@@ -1,9 +1,9 @@
 """Who is accepted: rules turn the target's logits on a tree into a path and the next token.
 
-`greedy`, `match` and `coupled` share one idea: the target chooses its token at every node by a fixed
-function of that node's own prefix (the argmax, or the argmax after the noise of its position), and
-the longest path of nodes that agree with those choices is accepted. The text is therefore the one
-that plain decoding writes with the same choices, whatever the tree holds.
+`greedy`, `match` and `coupled` share one idea: the target chooses its token at every node by a
+fixed function of that node's own prefix (the argmax, or the argmax after the noise of its
+position), and the longest path of nodes that agree with those choices is accepted. The text is
+therefore the one that plain decoding writes with the same choices, whatever the tree holds.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REFUSED = {
     ): "children that share the target's noise are what the rule 'coupled' names",
     ("topk", "coupled"): "children without the target's noise are what the rule 'match' names",
 }
-"""Pairs of expansion and rule that are refused, and why. Every other pair of known names is legal."""
+"""Pairs of expansion and rule that are refused, and why; all others of known names are legal."""
 
 
 def check_pair(expansion: str, rule: str) -> None:
@@ -43,7 +43,8 @@ def check_pair(expansion: str, rule: str) -> None:
         raise OptionError(f"expansion is {expansion!r}; expected one of: {', '.join(known)}.")
     if reason := REFUSED.get((expansion, rule)):
         raise OptionError(
-            f"expansion {expansion!r} with rule {rule!r}: {reason}; use {EXPANSION[rule]!r} children."
+            f"expansion {expansion!r} with rule {rule!r}: {reason}; use {EXPANSION[rule]!r} "
+            "children."
         )
 
 
@@ -64,8 +65,8 @@ class Text:
     def process(self, sampling: Sampling, extra: int, logits: Tensor) -> Tensor:
         """Processed scores [B, V] after each row's first `length + extra` columns.
 
-        A processor may hold something for every row of the batch, so it always sees the whole batch:
-        once per distinct length, of which only the rows of that length are kept.
+        A processor may hold something for every row of the batch, so it always sees the whole
+        batch: once per distinct length, of which only the rows of that length are kept.
         """
         scores = None
         for length in np.unique(self.host_lengths):

@@ -18,12 +18,9 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
 )
-from transformers.generation import (
-    EosTokenCriteria,
-    GenerateDecoderOnlyOutput,
-    MaxLengthCriteria,
-)
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import Drafter, OptionError, Sampling, load_drafter
 from headstart.heads.core import row_seeds
@@ -39,7 +36,7 @@ _UNSUPPORTED = ("output_scores", "output_logits", "output_attentions", "output_h
 class Speculator:
     """Decodes a target with a drafter, with the target's own output distribution.
 
-    Give it to `model.generate(..., custom_generate=speculator)`, or call `speculator.generate(...)`,
+    Give it to `model.generate(…, custom_generate=speculator)`, or call `speculator.generate(…)`,
     which is the same: generation config, logits processors, stopping criteria and streamers of
     transformers apply as they are.
 
@@ -47,7 +44,8 @@ class Speculator:
         target: a causal language model of transformers, in eval mode.
         drafter: bound to that target, or None to decode plainly in the same runtime.
         tree: a `StaticTree`, or what `StaticTree.parse` reads; the deepest chain when None.
-        rule: `greedy`, `match` or `coupled`; None takes `greedy` without sampling and `coupled` with.
+        rule: `greedy`, `match` or `coupled`; None takes `greedy`, or `coupled` when
+            sampling.
         tokenizer: only kept for callers.
 
     Attributes:
@@ -85,10 +83,11 @@ class Speculator:
     def generate(self, input_ids: Tensor | None = None, **options: Any) -> Any:
         """`model.generate(input_ids, custom_generate=self, **options)`; also takes `seed`.
 
-        Streamers must come this way: `generate` keeps its own for itself when it is given a callable.
+        Streamers must come this way: `generate` does not hand them on to a callable.
         """
         call = functools.partial(self, streamer=options.pop("streamer", None))
-        return self.model.generate(input_ids, custom_generate=call, **options)  # type: ignore[operator]
+        generate: Any = self.model.generate
+        return generate(input_ids, custom_generate=call, **options)
 
     @torch.no_grad()
     def __call__(
@@ -116,7 +115,7 @@ class Speculator:
         config = generation_config or model.generation_config
         if model is not self.model:
             raise OptionError(
-                "this speculator was made for another model; make one with Speculator(model, drafter)."
+                "this speculator was made for another model; make one with Speculator(model, …)."
             )
         _refuse(config, self.model)
         mask = model_kwargs.get("attention_mask")
@@ -211,7 +210,8 @@ def _pad(config: GenerationConfig, eos: Sequence[int]) -> int:
 def _refuse(config: GenerationConfig, model: PreTrainedModel) -> None:
     if (config.num_beams or 1) > 1:
         raise OptionError(
-            f"num_beams is {config.num_beams}; speculative decoding keeps one hypothesis: set num_beams=1."
+            f"num_beams is {config.num_beams}; speculative decoding keeps one hypothesis: "
+            "set num_beams=1."
         )
     for name in _UNSUPPORTED:
         if config.return_dict_in_generate and getattr(config, name, False):

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .errors import UnsupportedTarget
@@ -25,45 +26,35 @@ class LayerShape:
     value: tuple[int, int]
 
 
-def probe_layers(model: nn.Module) -> list[LayerShape]:
+def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     """Find what each layer of a causal language model caches, by running one token.
 
     Raises:
         UnsupportedTarget: a layer keeps a state that cannot be rolled back (state-space or linear
             attention), named in the message.
     """
-    config = model.config.get_text_config(decoder=True)  # type: ignore[operator,union-attr]
+    config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
-    device = model.get_input_embeddings().weight.device  # type: ignore[operator,union-attr]
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        model(
-            torch.zeros(1, 1, dtype=torch.long, device=device),
-            past_key_values=cache,
-            use_cache=True,
-        )
+        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        model(input_ids=token, past_key_values=cache, use_cache=True)
     model.train(was_training)
     shapes = []
     for index, layer in enumerate(cache.layers):
         keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
         if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
             raise UnsupportedTarget(
-                f"{model.config.model_type} keeps a {type(layer).__name__} at layer {index}, whose state "  # type: ignore[union-attr]
+                f"{config.model_type} keeps a {type(layer).__name__} at layer {index}, whose state "
                 "cannot be rolled back; a target needs plain key/value attention in every layer."
             )
-        shapes.append(
-            LayerShape(
-                keys.device,
-                keys.dtype,
-                (keys.shape[1], keys.shape[3]),
-                (values.shape[1], values.shape[3]),
-            )
-        )
+        sizes = [(states.shape[1], states.shape[3]) for states in (keys, values)]
+        shapes.append(LayerShape(keys.device, keys.dtype, *sizes))
     if not shapes:
         raise UnsupportedTarget(
-            f"{model.config.model_type} cached nothing for a token; a target needs a key/value cache "  # type: ignore[union-attr]
-            "in the layout of transformers."
+            f"{config.model_type} cached nothing for a token; a target needs a key/value cache in "
+            "the layout of transformers."
         )
     return shapes
 

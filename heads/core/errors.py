@@ -1,14 +1,12 @@
 """The errors a user can cause; each message is one line: found, expected, what to do."""
 
-from __future__ import annotations
-
 
 class HeadstartError(ValueError):
     """Base of all errors that a different input would avoid."""
 
 
 class UnsupportedTarget(HeadstartError):
-    """The target model cannot be driven by a token tree (for example, its cache cannot roll back)."""
+    """The target cannot be driven by a token tree (for example, its cache cannot roll back)."""
 
 
 class ArtifactError(HeadstartError):

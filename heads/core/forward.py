@@ -10,6 +10,7 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -43,8 +44,8 @@ class AttentionWindows:
         implementation = config._attn_implementation
         if implementation not in ("sdpa", "eager"):
             raise UnsupportedTarget(
-                f"{name} runs attention as {implementation!r}; a token tree needs an explicit mask: "
-                "call model.set_attn_implementation('sdpa')."
+                f"{name} runs attention as {implementation!r}; a token tree needs an explicit "
+                "mask: call model.set_attn_implementation('sdpa')."
             )
         _refuse_batch_dependent_rope(config)
         window = getattr(config, "sliding_window", None)
@@ -70,8 +71,8 @@ def _refuse_batch_dependent_rope(config) -> None:
         kind = entry.get("rope_type", "default")
         if kind in _BATCH_DEPENDENT_ROPE:
             raise UnsupportedTarget(
-                f"{config.model_type} uses {kind!r} rotary scaling, which reads the longest position "
-                "of the batch, so a row's output would depend on its neighbours; use a fixed scaling."
+                f"{config.model_type} uses {kind!r} rotary scaling, which reads the longest "
+                "position of the batch, so a row would depend on its neighbours; use a fixed scaling."
             )
 
 
@@ -83,10 +84,11 @@ def tree_mask(
     dtype: torch.dtype,
     window: int | None = None,
 ) -> Tensor:
-    """The additive attention mask of a tree whose nodes are written at slots length … length + N - 1.
+    """The additive attention mask of a tree, whose nodes are written after the cached prefix.
 
     Args:
-        lengths: [B] int64, cached tokens of each row; slot s of the prefix holds position s.
+        lengths: [B] int64, cached tokens of each row; slot s of the prefix holds position s, and
+            node n is written at slot length + n.
         positions: [B, N] int64, the position of each node.
         ancestors: [B, N, N] bool, see `ancestor_mask`.
         live: S, slots that the model attends to.
@@ -134,7 +136,7 @@ def tree_forward(
 
     Args:
         tokens: [B, N] int64.
-        lengths: [B] int64, cached tokens per row; the nodes are written at slots length + 0 … N - 1.
+        lengths: [B] int64, cached tokens per row; node n is written at slot length + n.
         positions: [B, N] int64, each node's position: `lengths` + its depth.
         ancestors: [B, N, N] bool.
         live: slots to attend to, at least the longest row's length + N.
@@ -205,6 +207,17 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+def output_layer(model: PreTrainedModel) -> nn.Linear:
+    """The layer that turns the final hidden state into logits."""
+    layer = model.get_output_embeddings()
+    if layer is None:
+        raise UnsupportedTarget(
+            f"{model.config.model_type} has no output layer that a drafter could read; a target "
+            "needs get_output_embeddings()."
+        )
+    return cast(nn.Linear, layer)
+
+
 class FeatureTap:
     """Captures hidden states of a model by hooks, while forwards run.
 
@@ -220,15 +233,14 @@ class FeatureTap:
         for layer in set(layers):
             if layer != FINAL and not 0 <= layer < len(stack):
                 raise OptionError(
-                    f"feature layer {layer} does not exist; expected 0 … {len(stack) - 1}, or {FINAL} "
-                    "for the final hidden state."
+                    f"feature layer {layer} does not exist; expected 0 … {len(stack) - 1}, or "
+                    f"{FINAL} for the final hidden state."
                 )
             if layer == FINAL:
                 hook = model.get_decoder().register_forward_hook(self._keep_output)
             else:
-                hook = stack[layer].register_forward_pre_hook(
-                    self._keep_input(layer), with_kwargs=True
-                )
+                keep = self._keep_input(layer)
+                hook = stack[layer].register_forward_pre_hook(keep, with_kwargs=True)
             self._handles.append(hook)
 
     def _keep_output(self, module: nn.Module, args: tuple, output) -> None:

@@ -90,6 +90,10 @@ class Scripted(Drafter):
         assert count.shape == tokens.shape[:1]
         state.emitted = state.emitted + count.unsqueeze(1)
 
+    def embed(self, tokens: Tensor) -> None:
+        """Look the tokens up, as a drafter with weights does; an id below 0 raises."""
+        self.target.get_input_embeddings()(tokens)
+
 
 class Heads(Scripted):
     """Independent heads for four depths."""
@@ -161,6 +165,7 @@ class Cached(Scripted):
 
     def extend(self, state: Any, tokens: Tensor, parent: Tensor) -> Step:
         assert tokens.shape == parent.shape
+        self.embed(tokens)
         at = parent + 1  # entry 0 is the root
         depth = state.depth.gather(1, at) + 1
         expected = self.script.right(state.emitted + depth - 1)
@@ -211,6 +216,7 @@ class Lookup(Scripted):
         return self.found(self.script.candidates(state.emitted), state.emitted)
 
     def extend(self, state: Any, tokens: Tensor, parent: Tensor) -> Step:
+        self.embed(tokens)
         depth = state.depths.gather(1, parent + 1) + 1
         state.depths = torch.cat([state.depths, depth], 1)
         place = state.emitted + depth
