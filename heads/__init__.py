@@ -7,6 +7,7 @@ from .artifact import Manifest, fingerprint, load_drafter, save_drafter
 from .core import (
     FINAL,
     ArtifactError,
+    DecodingError,
     HeadstartError,
     OptionError,
     Sampling,
@@ -21,6 +22,7 @@ __all__ = [
     "FAMILIES",
     "FINAL",
     "ArtifactError",
+    "DecodingError",
     "Drafter",
     "DrafterConfig",
     "HeadstartError",

@@ -1,7 +1,8 @@
 """The artifact: a folder (or Hub repository) that holds a trained drafter and where it came from.
 
-`config.json` (family and shapes), `model.safetensors`, `headstart.json` (manifest) and `README.md`
-(model card). Nothing is pickled. The folder appears whole or not at all.
+`config.json` (family and shapes), `model.safetensors`, `headstart.json` (manifest), `tree.json`
+(the rank paths it was measured with), `plan.json` where planned and `README.md` (model card).
+Nothing is pickled. The folder appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -11,22 +12,31 @@ import json
 import os
 import platform
 import shutil
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
 import transformers
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .core import ArtifactError, output_layer
 from .drafter import Drafter, family
+from .hub import download, file_names, is_hub_name, split_revision
 
-MANIFEST = "headstart.json"
-WEIGHTS = "model.safetensors"
+CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "headstart.json"
+TREE, PLAN, CARD = "tree.json", "plan.json", "README.md"
+FILES = (CONFIG, WEIGHTS, MANIFEST, TREE, PLAN, CARD)
+"""All that an artifact may hold; nothing else is downloaded or pushed."""
+
+PICKLE = "pytorch_model.bin"
+_PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
+# Settings with which a config.json makes transformers run other code or read other files than ours.
+_FOREIGN = ("auto_map", "transformers_weights", "quantization_config", "attn_implementation")
 
 
 @dataclass
@@ -92,41 +102,78 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
 
     Returns:
         The folder.
+
+    Raises:
+        ArtifactError: the folder holds something else than an artifact.
+        OSError: it cannot be written; an older artifact is still there.
     """
     folder = Path(folder)
-    staging = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    drafter.save_pretrained(staging)
-    manifest = replace(manifest, weights_sha256=_sha256(staging / WEIGHTS))
-    (staging / MANIFEST).write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
-    if card:
-        (staging / "README.md").write_text(card, encoding="utf-8")
-    for file in staging.iterdir():
-        with file.open("rb") as handle:
-            os.fsync(handle.fileno())
-    retired = folder.with_name(f".{folder.name}.retired")
-    shutil.rmtree(retired, ignore_errors=True)
-    if folder.exists():
-        folder.rename(retired)
-    staging.rename(folder)
-    shutil.rmtree(retired, ignore_errors=True)
+    if folder.exists() and not _replaceable(folder):
+        raise ArtifactError(
+            f"{folder} exists and is no artifact of headstart (it has no {MANIFEST}); choose "
+            "another folder, or empty this one."
+        )
+    staging, retired = _beside(folder, "partial"), _beside(folder, "retired")
+    try:
+        if retired.is_dir():  # an earlier save was killed half way
+            _discard(retired, staging) if folder.exists() else retired.rename(folder)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        drafter.save_pretrained(staging)
+        manifest = replace(manifest, weights_sha256=sha256(staging / WEIGHTS))
+        text = json.dumps(asdict(manifest), indent=2) + "\n"
+        (staging / MANIFEST).write_text(text, encoding="utf-8")
+        if card:
+            (staging / CARD).write_text(card, encoding="utf-8")
+        for path in (*staging.iterdir(), staging):
+            _sync(path)
+        # A folder cannot be swapped in one step everywhere. Between these two renames only the
+        # retired one stands, and `artifact_folder` finds it.
+        if folder.exists():
+            folder.rename(retired)
+        staging.rename(folder)
+        _sync(folder.parent)
+        if retired.is_dir():
+            _discard(retired, staging)
+    except (OSError, SafetensorError) as error:
+        if retired.is_dir() and not folder.exists():
+            retired.rename(folder)
+        shutil.rmtree(staging, ignore_errors=True)
+        reason = " ".join(str(error).split())
+        raise OSError(
+            f"the drafter cannot be saved in {folder} ({reason}); what stood there is untouched: "
+            "make room, or choose a folder that can be written to."
+        ) from error
     return folder
 
 
-def artifact_folder(name: str | Path) -> Path:
-    """The local folder of an artifact: a path as it is, or a Hub repository once downloaded."""
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        return Path(
-            snapshot_download(str(name), allow_patterns=["*.json", "*.safetensors", "README.md"])
-        )
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+def artifact_folder(name: str | Path, allow_pickle: bool = False) -> Path:
+    """The local folder of an artifact: a path as it is, or a Hub repository once downloaded.
+
+    Args:
+        name: a folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub.
+        allow_pickle: fetch `pytorch_model.bin` as well.
+
+    Raises:
+        ArtifactError: neither.
+    """
+    folder = Path(name)
+    for found in (folder, _beside(folder, "retired") if folder.name else folder):
+        if found.is_dir():
+            return found
+    if not is_hub_name(split_revision(str(name))[0]):
         raise ArtifactError(
-            f"no drafter at {str(name)!r}: neither a folder nor a Hub repository that can be "
-            "reached; check the name."
-        ) from error
+            f"no drafter at {str(name)!r}: neither a folder nor the name of a Hub repository; "
+            "check the name."
+        )
+    found = download(str(name), [*FILES, PICKLE] if allow_pickle else FILES)
+    if not (found / WEIGHTS).is_file() and not allow_pickle:
+        _refuse_pickles(str(name), file_names(str(name)))
+    if not found.is_dir():
+        raise ArtifactError(
+            f"{name} holds no {MANIFEST}; expected a repository that headstart pushed."
+        )
+    return found
 
 
 def read_manifest(name: str | Path) -> Manifest:
@@ -136,76 +183,197 @@ def read_manifest(name: str | Path) -> Manifest:
         ArtifactError: there is none, or it cannot be read.
     """
     path = artifact_folder(name) / MANIFEST
+    data = read_json(path)
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return Manifest(**data)
-    except FileNotFoundError:
-        raise ArtifactError(
-            f"{path.parent} holds no {MANIFEST}; expected a folder that headstart saved."
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError, TypeError) as error:
-        raise ArtifactError(
-            f"{path} cannot be read ({error}); restore the file or train again."
-        ) from error
+        manifest = Manifest(**data)
+    except TypeError as error:
+        raise ArtifactError(_unreadable(path, error)) from error
+    for each in fields(Manifest):
+        kind = str if each.type == "str" else dict
+        if not isinstance(getattr(manifest, each.name), kind):
+            raise ArtifactError(_unreadable(path, f"{each.name} is not a {kind.__name__}"))
+    return manifest
+
+
+def read_tree(name: str | Path) -> list[list[int]] | None:
+    """The rank paths that an artifact was measured with; None where it has none."""
+    path = artifact_folder(name) / TREE
+    return read_json(path) if path.is_file() else None
 
 
 def load_drafter(
     name: str | Path,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    allow_pickle: bool = False,
     **options: Any,
 ) -> Drafter:
     """Load an artifact and bind it to its target, on the target's device.
 
     Args:
-        name: folder or Hub repository.
+        name: a folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub.
         target: the causal language model that the drafter was trained for.
         tokenizer: checked against the one the drafter was trained with, where given.
-        options: passed to `from_pretrained`, such as `dtype`.
+        allow_pickle: read `pytorch_model.bin` where there is no `model.safetensors`; tensors alone
+            are unpickled.
+        options: passed to `from_pretrained`, such as `dtype`; the default is the target's.
 
     Raises:
         ArtifactError: damaged files, or not the target or tokenizer that it was trained for.
     """
-    folder = artifact_folder(name)
+    folder = artifact_folder(name, allow_pickle)
     manifest = read_manifest(folder)
-    _check("target", manifest.target_fingerprint, fingerprint(target), folder, manifest.target)
-    if tokenizer is not None and manifest.tokenizer_hash:
-        _check(
-            "tokenizer", manifest.tokenizer_hash, tokenizer_hash(tokenizer), folder, manifest.target
-        )
-    if not (folder / "config.json").is_file():
-        raise ArtifactError(
-            f"{folder} holds no config.json; restore it or download the drafter again."
-        )
-    weights = folder / WEIGHTS
-    if not weights.is_file() or _sha256(weights) != manifest.weights_sha256:
-        raise ArtifactError(
-            f"{weights} is missing or not the file that was saved (its sha256 differs from the "
-            "manifest's); restore it or download the drafter again."
-        )
+    check_target(manifest, target, tokenizer, folder)
+    weights = check_files(folder, manifest, allow_pickle)
     cls, options = family(manifest.family), {"dtype": target.dtype, **options}
-    loaded: Any = cls.from_pretrained(
-        folder, local_files_only=True, output_loading_info=True, **options
-    )
+    try:
+        loaded: Any = cls.from_pretrained(
+            folder,
+            local_files_only=True,
+            output_loading_info=True,
+            use_safetensors=weights.name == WEIGHTS,
+            weights_only=True,
+            **options,
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except UnpicklingError as error:
+        raise ArtifactError(
+            f"{weights} holds more than tensors, or is damaged, and is not read; ask for "
+            "safetensors."
+        ) from error
+    except (RuntimeError, ValueError, StrictDataclassError) as error:
+        # The weights are those that were saved, so it is the config that does not fit them.
+        reason = " ".join(str(error).split())[:160]
+        raise ArtifactError(
+            f"{weights} cannot be read as {folder / CONFIG} describes it ({reason}); restore both "
+            "files or train again."
+        ) from error
     drafter, report = loaded
     if wrong := [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]:
         raise ArtifactError(
-            f"{weights} does not fit {folder / 'config.json'}: {wrong[0]} is missing, unknown or "
+            f"{weights} does not fit {folder / CONFIG}: {wrong[0]} is missing, unknown or "
             "of another shape; restore both files."
         )
     device = output_layer(target).weight.device
     return drafter.to(device).eval().bind(target)  # type: ignore[arg-type]
 
 
-def _sha256(path: Path) -> str:
+def check_target(
+    manifest: Manifest,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+) -> None:
+    """Refuse a target, or a tokenizer where one is given, that the drafter was not trained for.
+
+    Raises:
+        ArtifactError: its fingerprint is another.
+    """
+    pairs = [("target", manifest.target_fingerprint, fingerprint(target))]
+    if tokenizer is not None and manifest.tokenizer_hash:
+        pairs.append(("tokenizer", manifest.tokenizer_hash, tokenizer_hash(tokenizer)))
+    for what, expected, found in pairs:
+        if expected != found:
+            raise ArtifactError(
+                f"{folder} was trained for another {what}: expected fingerprint {expected[:12]} "
+                f"({manifest.target}), found {found[:12]}; load the {what} it was trained for, or "
+                "train a drafter for this one."
+            )
+
+
+def check_files(folder: Path, manifest: Manifest, allow_pickle: bool = False) -> Path:
+    """Check that an artifact's files are whole and ask for no foreign code.
+
+    Returns:
+        The file of weights.
+
+    Raises:
+        ArtifactError: a file is missing, damaged, pickled, or names code or files to load.
+    """
+    config = read_json(folder / CONFIG)
+    if (found := config.get("model_type")) != (wanted := f"headstart_{manifest.family}"):
+        raise ArtifactError(
+            f"{folder / CONFIG} is of model type {found!r}, expected {wanted!r} as {MANIFEST} "
+            "says; restore both files."
+        )
+    if foreign := [key for key in _FOREIGN if key in config]:
+        raise ArtifactError(
+            f"{folder / CONFIG} sets {foreign[0]}, which can load other code or files; a drafter "
+            "needs none: do not use it, or remove the entry."
+        )
+    weights = folder / WEIGHTS
+    if not weights.is_file():
+        if allow_pickle and (folder / PICKLE).is_file():
+            weights = folder / PICKLE
+        else:
+            _refuse_pickles(str(folder), sorted(path.name for path in folder.iterdir()))
+    if not weights.is_file() or sha256(weights) != manifest.weights_sha256:
+        raise ArtifactError(
+            f"{weights} is missing or not the file that was saved (its sha256 differs from the "
+            "manifest's); restore it or download the drafter again."
+        )
+    return weights
+
+
+def sha256(path: Path) -> str:
+    """The sha256 of a file, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _check(what: str, expected: str, found: str, folder: Path, name: str) -> None:
-    if expected != found:
+def read_json(path: Path) -> Any:
+    """A JSON file of an artifact: a dict, but a list for the tree.
+
+    Raises:
+        ArtifactError: it is missing or damaged.
+    """
+    if not path.is_file():
         raise ArtifactError(
-            f"{folder} was trained for another {what}: expected fingerprint {expected[:12]} "
-            f"({name}), found {found[:12]}; load the {what} it was trained for, or train a drafter "
-            "for this one."
+            f"{path.parent} holds no {path.name}; expected a folder that headstart saved: restore "
+            "the file or download the drafter again."
         )
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(_unreadable(path, error)) from error
+    if not isinstance(data, list if path.name == TREE else dict):
+        raise ArtifactError(_unreadable(path, f"it holds a {type(data).__name__}"))
+    return data
+
+
+def _unreadable(path: Path, why: object) -> str:
+    reason = " ".join(str(why).split())
+    return f"{path} cannot be read ({reason}); restore the file or train again."
+
+
+def _refuse_pickles(where: str, names: list[str]) -> None:
+    if pickles := [name for name in names if Path(name).suffix in _PICKLED]:
+        raise ArtifactError(
+            f"{where} holds no {WEIGHTS} but {pickles[0]}, a pickle, which can run any code; ask "
+            f"for safetensors, or trust a {PICKLE} with load_drafter(…, allow_pickle=True)."
+        )
+
+
+def _beside(folder: Path, state: str) -> Path:
+    return folder.with_name(f".{folder.name}.{state}")
+
+
+def _replaceable(folder: Path) -> bool:
+    return folder.is_dir() and ((folder / MANIFEST).is_file() or not any(folder.iterdir()))
+
+
+def _discard(retired: Path, staging: Path) -> None:
+    """Delete a retired folder under a name that is never read: it may be half gone for a while."""
+    shutil.rmtree(staging, ignore_errors=True)
+    retired.rename(staging)
+    shutil.rmtree(staging)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

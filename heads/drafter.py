@@ -19,7 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .core import FINAL, OptionError
+from .core import FINAL, OptionError, output_layer
 
 FAMILIES: dict[str, str] = {
     "medusa": "headstart.heads.medusa:Medusa",
@@ -150,8 +150,21 @@ class Drafter(PreTrainedModel):
                 f"vocabulary {own.vocab_size}, found {text.hidden_size} and {text.vocab_size}; "
                 "load the target it was trained for."
             )
+        devices = {p.device for p in self.parameters()} | {output_layer(target).weight.device}
+        if len(devices) > 1:
+            raise OptionError(
+                f"drafter and target are on different devices, {' and '.join(map(str, devices))}; "
+                "move the drafter to the device of the target's output layer."
+            )
         object.__setattr__(self, "_target", (target,))
         return self
+
+    def start_from_target(self, token_counts: Tensor | None = None) -> None:
+        """Take from the bound target what the drafter starts its training from; nothing here.
+
+        Args:
+            token_counts: [V], how often each token occurs in the corpus.
+        """
 
     def start(self, batch: int, capacity: int) -> Any:
         """A fresh state for `batch` rows of at most `capacity` tokens each."""

@@ -1,4 +1,4 @@
-"""The command line: `headstart quickstart | train | generate | bench`.
+"""The command line: `headstart quickstart | train | generate | bench | inspect | push`.
 
 Results go to stdout; progress, statistics and errors go to stderr. Nothing heavy is imported until
 a command runs, so `--help` answers at once. A mistake of the user's ends with one line and exit
@@ -8,31 +8,23 @@ status 2; set HEADSTART_DEBUG=1 to see its traceback.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import io
 import math
 import os
-import re
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
-from headstart import __version__
-
-if TYPE_CHECKING:
-    from headstart.infer import Speculator, Stats
+from headstart import __version__, commands
+from headstart.commands import UsageError, one_line
 
 _OVERRIDES = "settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)"
-_TREE = "chain:K, cartesian:A,B,… or a JSON file of rank paths (default: the deepest chain)"
+_TREE = "chain:K, cartesian:A,B,… or a JSON file of rank paths (default: the artifact's own)"
 _RULE = "greedy, match or coupled (default: greedy, or coupled when sampling)"
-_TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own, if local)"
-_DRAFTER = "the artifact: a folder or a Hub name (default: none, plain decoding)"
-
-
-class UsageError(ValueError):
-    """The command line cannot be used as it was given."""
+_SEVERAL = "; several times to compare"
+_TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
+_ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,17 +52,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"error: {one_line(error)}", 2)
 
 
-def one_line(error: BaseException) -> str:
-    """An error's message on one line, with access tokens and passwords in addresses blanked.
-
-    >>> one_line(OSError("no such model\\n  at https://me:pw@host/x with hf_abcdefghijkl"))
-    'no such model at https://…@host/x with hf_…'
-    """
-    text = " ".join(str(error).split()) or type(error).__name__
-    text = re.sub(r"hf_[A-Za-z0-9]{8,}", "hf_…", text)
-    return re.sub(r"://[^/@\s]+@", "://…@", text)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the whole command line; each command's function is its `run`."""
     parser = _Parser(
@@ -79,32 +60,39 @@ def build_parser() -> argparse.ArgumentParser:
         "with the same output.",
     )
     parser.add_argument("--version", action="version", version=f"headstart {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    table = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    quickstart = _command(commands, "quickstart", _quickstart, "train a small drafter and measure")
+    quickstart = _command(
+        table, "quickstart", commands.quickstart, "train a small drafter and measure"
+    )
     quickstart.add_argument("--recipe", default="quickstart", help="a path or a shipped name")
     _recipe_options(quickstart)
     _json_option(quickstart)
 
-    train = _command(commands, "train", _train, "train the drafter that a recipe describes")
+    train = _command(table, "train", commands.train, "train the drafter that a recipe describes")
     train.add_argument("recipe", metavar="RECIPE", help="a path or a shipped name")
     _recipe_options(train)
 
-    generate = _command(commands, "generate", _generate, "continue a prompt, streamed to stdout")
+    generate = _command(
+        table, "generate", commands.generate, "continue a prompt, streamed to stdout"
+    )
     _model_options(generate)
     text = generate.add_mutually_exclusive_group()
     text.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: stdin)")
     text.add_argument("--file", metavar="FILE", type=Path, help="read the prompt from a file")
     generate.add_argument("--max-new-tokens", metavar="N", type=_positive, default=128)
     generate.add_argument(
-        "--temperature", metavar="T", type=_temperature, default=0.0, help="0 is greedy (default)"
+        "--chat",
+        action="store_true",
+        help="the prompt is a user's message, and goes through the tokenizer's chat template; a "
+        ".jsonl FILE holds one conversation (messages or turns)",
     )
+    _sampling_options(generate)
     generate.add_argument("--top-p", metavar="P", type=_share, help="nucleus sampling")
     generate.add_argument("--top-k", metavar="K", type=_positive, help="sample from the K best")
-    generate.add_argument("--seed", metavar="S", type=int, help="makes sampling repeatable")
 
-    bench = _command(commands, "bench", _bench, "measure against plain decoding and generate")
-    _model_options(bench)
+    bench = _command(table, "bench", commands.bench, "measure against plain decoding and generate")
+    _model_options(bench, several=True)
     bench.add_argument(
         "--prompts",
         metavar="FILE",
@@ -117,7 +105,29 @@ def build_parser() -> argparse.ArgumentParser:
         "--prefix-tokens", metavar="N", type=_positive, help="cut each prompt to its first N tokens"
     )
     bench.add_argument("--new-tokens", metavar="N", type=_positive, default=128)
+    _sampling_options(bench)
     _json_option(bench)
+
+    inspect = _command(table, "inspect", commands.inspect, "show what an artifact is, and check it")
+    inspect.add_argument("artifact", metavar="ARTIFACT", help=_ARTIFACT)
+    inspect.add_argument("--target", metavar="MODEL", help="load this model: does it fit?")
+    _json_option(inspect)
+
+    push = _command(table, "push", commands.push, "publish an artifact on the Hub")
+    push.add_argument("artifact", metavar="ARTIFACT", help=_ARTIFACT)
+    push.add_argument("repository", metavar="ORG/NAME", help="made where it is missing")
+    push.add_argument(
+        "--target-name",
+        metavar="NAME",
+        help="what to call the target: its Hub name, or a label where it has none (needed when it "
+        "was trained from a folder)",
+    )
+    push.add_argument("--license", metavar="ID", help="for the model card, e.g. apache-2.0")
+    push.add_argument("--private", action="store_true", help="if the repository is new")
+    push.add_argument("--revision", metavar="BRANCH", help="push to a branch (default: main)")
+    push.add_argument(
+        "--dry-run", action="store_true", help="list files, sizes and card; no network"
+    )
     return parser
 
 
@@ -144,9 +154,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
+    table: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str
 ) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
+    parser = table.add_parser(name, help=summary, description=f"{summary.capitalize()}.")
     parser.set_defaults(run=run)
     return parser
 
@@ -156,182 +166,26 @@ def _recipe_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help="redo stages that are finished")
 
 
-def _model_options(parser: argparse.ArgumentParser) -> None:
+def _model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
     parser.add_argument("--target", metavar="MODEL", help=_TARGET)
-    parser.add_argument("--drafter", metavar="ARTIFACT", help=_DRAFTER)
-    parser.add_argument("--tree", metavar="TREE", help=_TREE)
-    parser.add_argument("--rule", metavar="RULE", help=_RULE)
+    parser.add_argument(
+        "--drafter", metavar="ARTIFACT", help=f"{_ARTIFACT} (default: none, plain decoding)"
+    )
+    action, more = ("append", _SEVERAL) if several else ("store", "")
+    parser.add_argument("--tree", metavar="TREE", action=action, help=_TREE + more)
+    parser.add_argument("--rule", metavar="RULE", action=action, help=_RULE + more)
     parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16, … (default: as saved)")
+
+
+def _sampling_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--temperature", metavar="T", type=_temperature, default=0.0, help="0 is greedy (default)"
+    )
+    parser.add_argument("--seed", metavar="S", type=int, help="makes sampling repeatable")
 
 
 def _json_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON document")
-
-
-def _quickstart(options: argparse.Namespace) -> int:
-    from headstart.train.recipe import load_recipe
-
-    recipe = load_recipe(options.recipe, options.overrides)
-    from headstart.train import pipeline  # after the recipe was read: a typo answers at once
-
-    with _quiet_stdout():
-        report = pipeline.run(recipe, fresh=options.fresh)
-    _print_report(report, options.json, f"headstart quickstart: {recipe.name}")
-    return 0
-
-
-def _train(options: argparse.Namespace) -> int:
-    from headstart.train.recipe import load_recipe
-
-    load_recipe(options.recipe, options.overrides)
-    from headstart import train
-
-    fresh = ["--fresh"] if options.fresh else []
-    with _quiet_stdout():
-        return train.main([options.recipe, *options.overrides, *fresh]) or 0
-
-
-def _generate(options: argparse.Namespace) -> int:
-    if options.temperature == 0 and (options.top_p or options.top_k):
-        raise UsageError("--top-p and --top-k choose among samples; give --temperature as well")
-    prompt = _read_prompt(options)
-    speculator = _load(options)
-    from transformers import TextStreamer
-
-    tokenizer = speculator.tokenizer
-    assert tokenizer is not None  # loaded together with the target
-    inputs = tokenizer(prompt, return_tensors="pt").to(speculator.model.device)
-    sampling = {
-        name: getattr(options, name)
-        for name in ("temperature", "top_p", "top_k", "seed")
-        if options.temperature > 0 and getattr(options, name) is not None
-    }
-    started = time.perf_counter()
-    speculator.generate(
-        inputs.input_ids,
-        attention_mask=inputs.attention_mask,
-        max_new_tokens=options.max_new_tokens,
-        do_sample=options.temperature > 0,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **sampling,
-    )
-    print(_stats_line(speculator.stats, time.perf_counter() - started), file=sys.stderr)
-    return 0
-
-
-def _stats_line(stats: Stats, seconds: float) -> str:
-    if not stats.rounds:
-        return f"no round was needed, {seconds:.2f} s"
-    return (
-        f"τ {stats.tau:.2f} tokens per round: {stats.tokens} tokens after the first, "
-        f"{stats.rounds} rounds, {seconds:.2f} s with the prompt"
-    )
-
-
-def _bench(options: argparse.Namespace) -> int:
-    from headstart.train.corpus import read_documents
-
-    documents = read_documents(options.prompts)[: options.limit]
-    if not documents:
-        raise UsageError(f"{options.prompts}: no prompts found")
-    speculator = _load(options)
-    from headstart.infer.bench import bench
-
-    prompts = [_encode(document, speculator, options.prefix_tokens) for document in documents]
-    with _quiet_stdout():
-        report = bench(speculator, prompts, new_tokens=options.new_tokens)
-    _print_report(report, options.json, "headstart bench")
-    return 0
-
-
-def _load(options: argparse.Namespace) -> Speculator:
-    """The Speculator for --target, --drafter, --tree, --rule and --dtype."""
-    if options.target is None:
-        options.target = _own_target(options.drafter)
-    import headstart
-
-    given = {
-        name: getattr(options, name)
-        for name in ("tree", "rule", "dtype")
-        if getattr(options, name) is not None
-    }
-    try:
-        with _quiet_stdout():
-            return headstart.load(options.target, options.drafter, **given)
-    except OSError as error:  # transformers' message may not even name the model
-        raise UsageError(
-            f"--target {options.target} cannot be loaded; expected a folder or the name of a model "
-            f"that can be downloaded ({one_line(error)[:200]})"
-        ) from error
-
-
-def _own_target(drafter: str | None) -> str:
-    """The folder of the target that an artifact was trained for, where it is on this machine."""
-    if drafter is None:
-        raise UsageError("neither --target nor --drafter given; name at least one")
-    from headstart.heads.artifact import read_manifest
-
-    target = Path(read_manifest(drafter).target)
-    # A relative path holds where the training ran; a run's folder that was moved keeps its parts.
-    for folder in (target, Path(drafter).parent / target.name):
-        if folder.is_dir():
-            return str(folder)
-    raise UsageError(f"the target of {drafter} is not on this machine; pass --target {target}")
-
-
-def _read_prompt(options: argparse.Namespace) -> str:
-    if options.prompt is not None:
-        source, text = "--prompt", options.prompt
-    elif options.file is not None:
-        source, text = str(options.file), _read_text(options.file)
-    elif sys.stdin.isatty():
-        raise UsageError("no prompt; give --prompt or --file, or pipe the text in")
-    else:
-        source, text = "stdin", sys.stdin.read()
-    if not text.strip():
-        raise UsageError(f"{source}: the prompt is empty; give at least one word")
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise UsageError(f"{source}: not valid UTF-8 text; convert it first")
-    return text
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise UsageError(f"{path}: not valid UTF-8 text; convert it first") from None
-
-
-def _encode(document: Any, speculator: Speculator, limit: int | None) -> Any:
-    """Token ids [1, T] of a prompt; a chat goes through the tokenizer's template, if it has one."""
-    tokenizer = speculator.tokenizer
-    assert tokenizer is not None  # loaded together with the target
-    text, templated = document.text, bool(document.messages and tokenizer.chat_template)
-    if templated:
-        text = str(
-            tokenizer.apply_chat_template(
-                document.messages, add_generation_prompt=True, tokenize=False
-            )
-        )
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not templated).input_ids
-    return ids[:, :limit]
-
-
-def _print_report(report: Any, as_json: bool, title: str) -> None:
-    from headstart.report import print_next_steps, print_table, to_json
-
-    if as_json:
-        print(to_json(report))
-        return
-    print_table(report, sys.stdout, title)
-    print_next_steps(report, sys.stdout)
-
-
-@contextlib.contextmanager
-def _quiet_stdout() -> Iterator[None]:
-    """Send what libraries print to stderr: stdout holds the result alone."""
-    with contextlib.redirect_stdout(sys.stderr):
-        yield
 
 
 def _fail(message: str, status: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -66,8 +66,34 @@ def print_table(report: Report, out: TextIO, title: str = "headstart") -> None:
     for rows in (_speed_rows(report), _output_rows(report), _setting_rows(report)):
         if rows:
             console.print()
-            console.print(_grid(rows))
+            console.print(grid(rows))
     for sentence in remarks(report):
+        console.print()
+        console.print(sentence, style="yellow")
+
+
+def print_comparison(reports: Sequence[Report], out: TextIO, title: str) -> None:
+    """Print a line for each report, of runs that share prompts and target."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(file=out, markup=False, emoji=False, highlight=False)
+    console.print()
+    console.print(title, style="bold")
+    console.print()
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="cyan")
+    table.add_column("tree", overflow="fold")
+    table.add_column("rule")
+    for name in ("nodes", "τ", "ms/round", "× plain", "× generate", "same"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for report in reports:
+        table.add_row(*_comparison_row(report))
+    console.print(table)
+    shared = {"dtype": reports[0].get("dtype")}
+    shared |= {key: reports[0].get(key) for key in ("prompts", "tokens", "threads")}
+    console.print()
+    console.print(grid(_setting_rows(shared)))
+    for sentence in dict.fromkeys(said for report in reports for said in remarks(report)):
         console.print()
         console.print(sentence, style="yellow")
 
@@ -139,6 +165,21 @@ def _speed_rows(report: Report) -> list[tuple[str, str]]:
     return rows
 
 
+def _comparison_row(report: Report) -> list[str]:
+    """tree, rule, nodes, τ, ms per round, both median speedups, whether all outputs agree."""
+    speedups = [report.get(f"speedup_vs_{name}") for name in ("plain", "generate")]
+    same = [report.get(f"identical_to_{name}") for name in ("plain", "generate")]
+    return [
+        _tree_name(report["tree"]),
+        str(report["rule"]),
+        str(report["nodes"]),
+        f"{report['tau']:.2f}" if _known(report, "tau") else "–",
+        f"{report['ms_per_round']:.2f}" if _known(report, "ms_per_round") else "–",
+        *(f"{of['median']:.2f}" if of else "–" for of in speedups),
+        "NO" if False in same else "yes" if True in same else "–",
+    ]
+
+
 def _output_rows(report: Report) -> list[tuple[str, str]]:
     rows = []
     for name in ("plain", "generate"):
@@ -170,15 +211,18 @@ def _setting_rows(report: Report) -> list[tuple[str, str]]:
     return rows
 
 
-def _grid(rows: list[tuple[str, str]]) -> Table:
-    """Two columns: the label as wide as the widest of all groups, the value wraps."""
+def grid(rows: list[tuple[str, str]]) -> Table:
+    """Two columns: the label as wide as the widest of all groups, the value wraps.
+
+    A value that starts with NO stands out.
+    """
     from rich.table import Table
 
     table = Table.grid(padding=(0, 2))
     table.add_column(width=31, style="cyan")
     table.add_column()
     for label, value in rows:
-        table.add_row(f"  {label}", value, style="bold red" if value == "NO" else None)
+        table.add_row(f"  {label}", value, style="bold red" if value.startswith("NO") else None)
     return table
 
 

@@ -22,7 +22,7 @@ from headstart.heads import Drafter, OptionError, Sampling, Step, TokenTree, Top
 from headstart.heads.core import parents_of_paths
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Committed:
     """What the last round (or the prefill) committed, as `Drafter.begin` takes it.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,8 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
+    StopStringCriteria,
 )
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -27,18 +29,19 @@ from headstart.heads.core import row_seeds
 
 from .loop import Decoding, Emitted, Stats
 from .policies import StaticTree
+from .record import Record
+from .request import Ending, check_config, check_processors, read_inputs
 from .rules import EXPANSION, check_pair
 from .target import Target
-
-_UNSUPPORTED = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
 class Speculator:
     """Decodes a target with a drafter, with the target's own output distribution.
 
-    Give it to `model.generate(…, custom_generate=speculator)`, or call `speculator.generate(…)`,
-    which is the same: generation config, logits processors, stopping criteria and streamers of
-    transformers apply as they are.
+    Give it to `model.generate(…, custom_generate=speculator)`, or call `speculator.generate(…)`:
+    generation config, logits processors and stopping criteria of transformers apply as they are.
+    A processor of the user's own is shown the whole batch once per distinct length of the rows; a
+    stopping criterion gets no scores.
 
     Args:
         target: a causal language model of transformers, in eval mode.
@@ -46,7 +49,7 @@ class Speculator:
         tree: a `StaticTree`, or what `StaticTree.parse` reads; the deepest chain when None.
         rule: `greedy`, `match` or `coupled`; None takes `greedy`, or `coupled` when
             sampling.
-        tokenizer: only kept for callers.
+        tokenizer: only needed for `stop_strings`.
 
     Attributes:
         stats: what the last call did.
@@ -81,13 +84,64 @@ class Speculator:
         return self.target.model
 
     def generate(self, input_ids: Tensor | None = None, **options: Any) -> Any:
-        """`model.generate(input_ids, custom_generate=self, **options)`; also takes `seed`.
+        """`model.generate(input_ids, custom_generate=self, **options)`, and what that cannot do.
 
-        Streamers must come this way: `generate` does not hand them on to a callable.
+        These work here alone, since `generate` keeps them from a callable or refuses them: a
+        `streamer`; `stop_strings` (with `tokenizer`, unless the speculator has it);
+        `max_new_tokens=0`, which returns the prompt; `temperature=0`, which is greedy. Also takes
+        `seed`.
+
+        Raises:
+            OptionError: an option that cannot be honoured, by name.
         """
-        call = functools.partial(self, streamer=options.pop("streamer", None))
+        input_ids = options.pop("inputs", None) if input_ids is None else input_ids
+        for name in ("assistant_model", "custom_generate", "synced_gpus"):
+            if options.pop(name, None):
+                raise OptionError(
+                    f"{name} was given; the speculator decodes by itself, on one process: leave "
+                    "it out."
+                )
+        streamer = options.pop("streamer", None)
+        tokenizer = options.pop("tokenizer", None) or self.tokenizer
+        if self._setting("temperature", options) == 0 and self._setting("do_sample", options):
+            _set(options, do_sample=False, temperature=1.0)
+        if strings := self._setting("stop_strings", options):
+            criteria = StoppingCriteriaList(options.pop("stopping_criteria", None) or [])
+            if not any(type(criterion) is StopStringCriteria for criterion in criteria):
+                if tokenizer is None:
+                    raise OptionError(
+                        "stop_strings need the target's tokenizer, found none; pass tokenizer=…."
+                    )
+                criteria.append(StopStringCriteria(tokenizer, strings))
+            options["stopping_criteria"] = criteria
+            _set(options, stop_strings=None)
+            options.pop("stop_strings", None)
+        if input_ids is not None and input_ids.shape[-1] == 0 and "inputs_embeds" not in options:
+            raise OptionError("the prompts are empty; expected at least one token a row.")
+        if self._setting("max_new_tokens", options) == 0 and input_ids is not None:
+            return self._nothing(input_ids, streamer, options)
+        _check_padding(input_ids, options, self)
         generate: Any = self.model.generate
-        return generate(input_ids, custom_generate=call, **options)
+        with _without_stop_strings(self.model.generation_config):
+            call = functools.partial(self, streamer=streamer)
+            return generate(input_ids, custom_generate=call, **options)
+
+    def _setting(self, name: str, options: dict[str, Any]) -> Any:
+        """An option as `generate` resolves it: the call's, its config's, the model's."""
+        if name in options:
+            return options[name]
+        given = getattr(options.get("generation_config"), name, None)
+        return getattr(self.model.generation_config, name, None) if given is None else given
+
+    def _nothing(self, ids: Tensor, streamer: BaseStreamer | None, options: dict[str, Any]) -> Any:
+        self.stats = Stats(self.tree.max_depth)
+        ids = ids.repeat_interleave(self._setting("num_return_sequences", options) or 1, dim=0)
+        if streamer is not None:
+            streamer.put(ids.cpu())
+            streamer.end()
+        if self._setting("return_dict_in_generate", options):
+            return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
+        return ids
 
     @torch.no_grad()
     def __call__(
@@ -110,58 +164,59 @@ class Speculator:
                 None, so `transformers.set_seed` governs it.
 
         Returns:
-            [B, P + new] int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`.
+            [B, P + new] int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`. In
+            its `scores` and `logits`, a row that has ended is certain of the padding token.
+
+        Raises:
+            OptionError: something was asked for that cannot be honoured, by name.
+            DecodingError: the target's logits are NaN, or it has no further position.
         """
         config = generation_config or model.generation_config
         if model is not self.model:
             raise OptionError(
                 "this speculator was made for another model; make one with Speculator(model, …)."
             )
-        _refuse(config, self.model)
-        mask = model_kwargs.get("attention_mask")
-        mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.dtype)
-        if input_ids.shape[1] == 0 or not bool(mask[:, -1].all()):
-            raise OptionError(
-                "the prompts are empty or padded on the right; expected at least one token a row, "
-                "padded on the left: set tokenizer.padding_side = 'left'."
-            )
-        criteria = StoppingCriteriaList(stopping_criteria or [])
-        limit = min(
-            (c.max_length for c in criteria if isinstance(c, MaxLengthCriteria)), default=None
-        )
-        if limit is None or limit <= input_ids.shape[1]:
-            raise OptionError(
-                f"the length limit is {limit} and the prompt has {input_ids.shape[1]} tokens; set "
-                "max_new_tokens to at least 1."
-            )
-        eos = [
-            i for c in criteria if isinstance(c, EosTokenCriteria) for i in c.eos_token_id.tolist()
-        ]
-        others = [c for c in criteria if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+        check_config(config, self.model)
+        embedding: Any = self.model.get_input_embeddings()
+        vocab = max(embedding.weight.shape[0], self.model.config.get_text_config().vocab_size)
+        mask = read_inputs(input_ids, model_kwargs, vocab)
+        batch, width = input_ids.shape
+        ending = Ending.of(stopping_criteria, width)
         sampling = self._sampling(config, logits_processor, seed, input_ids)
+        check_processors(sampling.processors or LogitsProcessorList(), batch)
+        if streamer is not None and batch > 1:
+            raise OptionError(f"a streamer takes one row, found {batch}; stream one prompt a call.")
         rule = self._rule(sampling)
+        wanted = [bool(config.output_scores), bool(config.output_logits)]
+        record = Record(*wanted) if config.return_dict_in_generate and any(wanted) else None
         decoding = Decoding(
             self.target,
             self.drafter,
             self.tree,
             sampling,
             coupled=EXPANSION[rule] == "coupled",
-            eos=eos,
-            criteria=StoppingCriteriaList(others),
-            pad=_pad(config, eos),
+            eos=ending.eos,
+            criteria=ending.others,
+            pad=_pad(config, ending.eos),
+            record=record,
         )
         self.stats = decoding.stats
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        for emitted in run(decoding, input_ids, mask, limit - input_ids.shape[1]):
+        for emitted in run(decoding, input_ids, mask, ending.limit - width):
             if streamer is not None:
                 streamer.put(torch.from_numpy(emitted.tokens[0, : emitted.count[0]]))
         if streamer is not None:
             streamer.end()
         sequences = decoding.sequences
-        if config.return_dict_in_generate:
-            return GenerateDecoderOnlyOutput(sequences=sequences)  # type: ignore[arg-type]
-        return sequences
+        ending.remind(sequences)
+        if not config.return_dict_in_generate:
+            return sequences
+        found: dict[str, Any] = {}
+        if record is not None:
+            new = sequences.shape[1] - width
+            found = {name: record.steps(name, new, decoding.pad) for name in ("scores", "logits")}
+        return GenerateDecoderOnlyOutput(sequences=sequences, **found)  # type: ignore[arg-type]
 
     def _sampling(
         self,
@@ -207,18 +262,43 @@ def _pad(config: GenerationConfig, eos: Sequence[int]) -> int:
     return int(eos[0]) if eos else 0
 
 
-def _refuse(config: GenerationConfig, model: PreTrainedModel) -> None:
-    if (config.num_beams or 1) > 1:
+def _set(options: dict[str, Any], **values: Any) -> None:
+    """Set options of a call, in its generation config where it has one, in a copy."""
+    if options.get("generation_config") is None:
+        options.update(values)
+        return
+    config = options["generation_config"] = copy.deepcopy(options["generation_config"])
+    for name, value in values.items():
+        options.pop(name, None)
+        setattr(config, name, value)
+
+
+@contextmanager
+def _without_stop_strings(config: GenerationConfig) -> Iterator[None]:
+    """Keep the model's own stop strings from `generate`, which has no tokenizer for a callable."""
+    strings, config.stop_strings = config.stop_strings, None
+    try:
+        yield
+    finally:
+        config.stop_strings = strings
+
+
+def _check_padding(
+    input_ids: Tensor | None, options: dict[str, Any], speculator: Speculator
+) -> None:
+    """Refuse what looks padded on the right where `generate` would take the padding for text.
+
+    It infers no mask when the padding token is an end token too.
+    """
+    if input_ids is None or input_ids.shape[0] < 2 or options.get("attention_mask") is not None:
+        return
+    eos, pad = (speculator._setting(name, options) for name in ("eos_token_id", "pad_token_id"))
+    eos = torch.as_tensor([] if eos is None else eos).flatten().tolist()
+    pad = eos[0] if pad is None and eos else pad
+    if pad in eos and input_ids.shape[1] and bool((input_ids[:, -1] == pad).any()):
         raise OptionError(
-            f"num_beams is {config.num_beams}; speculative decoding keeps one hypothesis: "
-            "set num_beams=1."
-        )
-    for name in _UNSUPPORTED:
-        if config.return_dict_in_generate and getattr(config, name, False):
-            raise OptionError(f"{name}=True is not supported while speculating; set it to False.")
-    if model.training:
-        raise OptionError(
-            "the target is in training mode, where dropout is random; call model.eval()."
+            f"a prompt ends with token {pad}, which is padding and end token, and there is no "
+            "attention_mask; pass it, and pad on the left: tokenizer.padding_side = 'left'."
         )
 
 

@@ -13,6 +13,8 @@ from headstart.heads import SlabCache, TokenTree
 from headstart.heads.core import (
     AttentionWindows,
     FeatureTap,
+    PositionLimit,
+    check_tree,
     prefill_forward,
     probe_layers,
     tree_forward,
@@ -31,17 +33,21 @@ class Target:
 
     Raises:
         UnsupportedTarget: the model cannot be driven by a token tree; the message names why.
+
+    Attributes:
+        limit: how many positions the model has, None without an end; no row may run past it.
     """
 
     def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int] = ()):
         self.model = model
         self.windows = AttentionWindows.of(model)
         self.shapes = probe_layers(model)
+        check_tree(model, self.windows, self.shapes)
         self.tap = FeatureTap(model, feature_layers) if feature_layers else None
         if self.tap is not None:
             weakref.finalize(self, self.tap.close)
         self.cache = SlabCache(self.shapes, 0, 0)
-        self._positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.limit = PositionLimit.of(model)
 
     def prefill(
         self, tokens: Tensor, counts: Sequence[int], capacity: int
@@ -60,22 +66,30 @@ class Target:
         logits = prefill_forward(self.model, self.cache, tokens, counts)
         return logits, self._features(tokens)
 
-    def verify(self, tree: TokenTree, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    def verify(
+        self, tree: TokenTree, lengths: Tensor, longest: int, even: bool = False
+    ) -> tuple[Tensor, Tensor]:
         """One forward over a tree.
 
         Args:
             lengths: [B] cached tokens of each row, the root's position.
             longest: the largest of `lengths`, on the host.
+            even: whether all of them are that long.
 
         Returns:
             Logits [B, N, V] and features [B, N, F].
         """
         live = -(-(longest + tree.nodes) // _LIVE_STEP) * _LIVE_STEP
         self.cache.reserve(live)
-        positions = lengths.unsqueeze(1) + tree.topology.depth  # [B, N]
-        if self._positions is not None and longest + tree.topology.max_depth >= self._positions:
-            # Nodes past the context are never accepted; their table lookup must only stay legal.
-            positions = positions.clamp(max=self._positions - 1)
+        unmasked = even and tree.nodes == 1
+        if unmasked:
+            live = longest + 1
+        positions = lengths.unsqueeze(1)  # [B, 1]
+        if tree.nodes > 1:
+            positions = positions + tree.topology.depth  # [B, N]
+        if self.limit is not None and longest + tree.topology.max_depth >= self.limit.positions:
+            # Nodes past the limit are never accepted; they must only stay legal to run.
+            positions = positions.clamp(max=self.limit.positions - 1)
         logits = tree_forward(
             self.model,
             self.cache,
@@ -85,6 +99,7 @@ class Target:
             positions,
             tree.topology.ancestors,
             live,
+            longest if unmasked else None,
         )
         return logits, self._features(tree.tokens)
 

@@ -1,4 +1,4 @@
-"""The corpus stage: text documents from the standard library, a file or a folder.
+"""The corpus stage: documents from the standard library, a file, a folder, or the target itself.
 
 The result is `train.jsonl` and `held_out.jsonl`, one document a line. Documents are held out
 whole, so that no held-out text has a twin half in the training set.
@@ -8,14 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sysconfig
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from .documents import CorpusError, Document, file_kind, is_array_of_rows, read_file
 from .recipe import Corpus
 from .stages import write_atomically
+
+logger = logging.getLogger(__name__)
 
 Split = Literal["train", "held_out"]
 
@@ -25,24 +29,27 @@ _NOT_LIBRARY = {
     *("test", "tests", "idlelib", "lib2to3", "pydoc_data"),
     *("site-packages", "dist-packages", "__pycache__"),
 }
-_KEYS = ("text", "prompt", "messages", "turns")
-_SUPPORTED = '"stdlib", or the path of a .txt file, a .jsonl file or a folder of text files'
+_SUPPORTED = (
+    '"stdlib", "target", or the path of a .txt, .jsonl or .json file (also .gz) or of a folder'
+)
 
 
-class CorpusError(ValueError):
-    """A corpus that cannot be read; the message names the file and line."""
+@dataclass
+class Skipped:
+    """What is left out of a corpus, and whether a bad row may be.
 
-
-@dataclass(frozen=True)
-class Document:
-    """One text. `id` is where it came from; `messages` is set for chats and None for plain text.
-
-    A chat's `text` is its contents joined by blank lines, for uses that know no chat template.
+    `files` are not UTF-8 text (names), `rows` cannot be read (messages that name file and line).
     """
 
-    id: str
-    text: str
-    messages: list[dict[str, str]] | None = None
+    on_error: str = "raise"
+    files: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+
+    def row(self, error: CorpusError) -> None:
+        """Note a bad row, or raise the error where the policy is to raise."""
+        if self.on_error == "raise":
+            raise CorpusError(f"{error} (corpus.on_error=skip leaves such rows out)") from None
+        self.rows.append(str(error))
 
 
 def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
@@ -51,13 +58,14 @@ def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
     Documents are taken in the order of the hash of their id (a relative path, or file:line) until
     the next would pass `spec.max_bytes`; of these, `round(spec.held_out * count)` are held out,
     drawn by a hash of seed and id (at least one, if `held_out` is not 0 and there are two). Files
-    that are not UTF-8 text are skipped and counted. Raises CorpusError.
+    that are not UTF-8 text are skipped and counted, rows that cannot be read only where
+    `spec.on_error` is `skip`. Raises CorpusError.
     """
-    skipped: list[str] = []
+    skipped = Skipped(spec.on_error)
     chosen: list[Document] = []
     size = 0
-    for document in _read_source(spec.source, skipped):
-        length = len(document.text.encode())
+    for document in _read_spec(spec, seed, skipped):
+        length = len(document.whole().encode())
         if size + length > spec.max_bytes:
             if not chosen:
                 raise CorpusError(
@@ -67,19 +75,22 @@ def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
             break
         chosen.append(document)
         size += length
+    if skipped.rows:
+        logger.warning("corpus: %d rows skipped; the first: %s", len(skipped.rows), skipped.rows[0])
     if not chosen:
-        raise CorpusError(f"{spec.source}: no text found; expected {_SUPPORTED}")
+        first = f"; {len(skipped.rows)} rows skipped, {skipped.rows[0]}" if skipped.rows else ""
+        raise CorpusError(f"{spec.source}: no text found{first}; expected {_SUPPORTED}")
     held_out = _hold_out(chosen, spec.held_out, seed)
     parts: dict[Split, list[Document]] = {
         "train": [document for document in chosen if document.id not in held_out],
         "held_out": [document for document in chosen if document.id in held_out],
     }
-    counts: dict[str, Any] = {"skipped": len(skipped)}
+    counts: dict[str, Any] = {"skipped": len(skipped.files), "skipped_rows": len(skipped.rows)}
     for split, documents in parts.items():
         lines = [json.dumps(asdict(document)) + "\n" for document in documents]
         write_atomically(folder / f"{split}.jsonl", "".join(lines).encode())
         counts[f"{split}_documents"] = len(documents)
-        counts[f"{split}_bytes"] = sum(len(document.text.encode()) for document in documents)
+        counts[f"{split}_bytes"] = sum(len(document.whole().encode()) for document in documents)
     return counts
 
 
@@ -89,12 +100,26 @@ def load_documents(folder: Path, split: Split) -> list[Document]:
         return [Document(**json.loads(line)) for line in lines]
 
 
-def read_documents(source: str | Path) -> list[Document]:
-    """All documents of a .txt file (one a line), a .jsonl file or a folder. Raises CorpusError."""
-    return list(_read_source(str(source), []))
+def read_documents(source: str | Path, answers: bool = False) -> list[Document]:
+    """All documents of a file or a folder, as prompts. Raises CorpusError.
+
+    answers: keep the answers that came with them; else a chat ends with the user's last turn.
+    """
+    documents = _read_source(str(source), Skipped())
+    return list(documents) if answers else [document.prompts()[-1] for document in documents]
 
 
-def _read_source(source: str, skipped: list[str]) -> Iterator[Document]:
+def _read_spec(spec: Corpus, seed: int, skipped: Skipped) -> Iterator[Document]:
+    if spec.source != "target":
+        yield from _read_source(spec.source, skipped)
+        return
+    from .openings import write_openings  # loads torch
+
+    assert spec.writer is not None  # the recipe filled it in
+    yield from write_openings(spec.writer, spec.opening_tokens, seed)
+
+
+def _read_source(source: str, skipped: Skipped) -> Iterator[Document]:
     """Documents in the order of their ids' hash."""
     path = Path(source).expanduser()
     if source == "stdlib":
@@ -102,8 +127,9 @@ def _read_source(source: str, skipped: list[str]) -> Iterator[Document]:
         yield from _read_files(library, library.rglob("*.py"), _NOT_LIBRARY, skipped)
     elif path.is_dir():
         yield from _read_files(path, path.rglob("*"), {"__pycache__"}, skipped)
-    elif path.is_file() and path.suffix in {".txt", ".jsonl"}:
-        yield from sorted(_read_lines(path, path.name), key=lambda document: _order(document.id))
+    elif path.is_file() and file_kind(path) in {".txt", ".jsonl", ".json"}:
+        rows = read_file(path, path.name, skipped.row)
+        yield from sorted(rows, key=lambda document: _order(document.id))
     elif path.is_file():
         raise CorpusError(
             f"{source}: found a {path.suffix or 'nameless'} file; expected {_SUPPORTED}"
@@ -116,9 +142,9 @@ def _read_source(source: str, skipped: list[str]) -> Iterator[Document]:
 
 
 def _read_files(
-    root: Path, paths: Iterable[Path], excluded: set[str], skipped: list[str]
+    root: Path, paths: Iterable[Path], excluded: set[str], skipped: Skipped
 ) -> Iterator[Document]:
-    """One document a file; .jsonl files hold one a line, and hidden files are left out."""
+    """One document a file; files of rows hold one a row, and hidden files are left out."""
     names = {}
     for path in paths:
         parts = path.relative_to(root).parts
@@ -126,77 +152,19 @@ def _read_files(
         if not hidden and not excluded.intersection(parts) and path.is_file():
             names[path.relative_to(root).as_posix()] = path
     for name in sorted(names, key=_order):
-        if names[name].suffix == ".jsonl":
-            yield from _read_lines(names[name], name)
+        path, kind = names[name], file_kind(names[name])
+        if kind == ".jsonl" or (kind == ".json" and is_array_of_rows(path)):
+            yield from read_file(path, name, skipped.row)
             continue
         try:
-            text = names[name].read_bytes().decode("utf-8")
+            text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
-            skipped.append(name)
+            skipped.files.append(name)
             continue
         if "\0" in text:  # binary that happens to decode
-            skipped.append(name)
+            skipped.files.append(name)
         elif text.strip():
             yield Document(name, text.replace("\r\n", "\n"))
-
-
-def _read_lines(path: Path, name: str) -> Iterator[Document]:
-    """One document for each line that is not blank."""
-    with open(path, "rb") as lines:
-        for number, raw in enumerate(lines, start=1):
-            where = f"{name}:{number}"
-            try:
-                line = raw.decode("utf-8").rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise CorpusError(f"{path} line {number}: not UTF-8; convert the file") from error
-            if not line.strip():
-                continue
-            if path.suffix == ".jsonl":
-                yield _parse_row(line, where, f"{path} line {number}")
-            else:
-                yield Document(where, line)
-
-
-def _parse_row(line: str, name: str, where: str) -> Document:
-    """A JSONL row: `text` or `prompt` (a string), `messages` (a chat) or `turns` (strings).
-
-    Of `turns` only the first is kept, as a user's message: the later ones answer replies that
-    were never written.
-    """
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise CorpusError(f"{where}: not valid JSON ({error.msg}); fix or drop the line") from error
-    keys = [key for key in _KEYS if isinstance(row, dict) and key in row]
-    if not keys:
-        raise CorpusError(f"{where}: expected an object with one of the keys {', '.join(_KEYS)}")
-    value = row[keys[0]]
-    if keys[0] in ("text", "prompt") and _is_text(value):
-        return Document(name, value)
-    if keys[0] == "turns" and isinstance(value, list) and value and _is_text(value[0]):
-        return Document(name, value[0], [{"role": "user", "content": value[0]}])
-    if keys[0] == "messages" and isinstance(value, list) and value and all(map(_is_message, value)):
-        messages = [{"role": m["role"], "content": m["content"]} for m in value]
-        return Document(name, "\n\n".join(m["content"] for m in messages), messages)
-    wanted = {
-        "messages": "a list of objects with the strings role and content",
-        "turns": "a list of strings",
-    }.get(keys[0], "a string")
-    raise CorpusError(f"{where}: {keys[0]} is not {wanted} (whole text, not empty)")
-
-
-def _is_text(value: Any) -> bool:
-    # A lone surrogate (JSON allows "\\ud800") has no UTF-8 form and no tokens.
-    return isinstance(value, str) and bool(value.strip()) and not _has_surrogate(value)
-
-
-def _is_message(value: Any) -> bool:
-    content = value.get("content") if isinstance(value, dict) else None
-    return isinstance(content, str) and not _has_surrogate(content) and _is_text(value.get("role"))
-
-
-def _has_surrogate(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _hold_out(documents: list[Document], share: float, seed: int) -> set[str]:

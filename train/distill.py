@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 
+import safetensors
 import safetensors.torch
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.utils.data import Dataset
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,39 +24,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from headstart.heads.core import row_seeds
 from headstart.infer import Speculator
 
-from .corpus import Document
+from .documents import Document
+from .prefixes import DistillError, Windows, make_prefixes
 from .recipe import Distill
 from .stages import write_atomically
 
+__all__ = ["DistillError", "Rows", "Windows", "distill", "shard_rows", "summary", "true_lengths"]
+
 logger = logging.getLogger(__name__)
-
-
-class DistillError(ValueError):
-    """Self-distillation that cannot be done as asked."""
-
-
-class Windows:
-    """Every window of `length` tokens that lies within one document.
-
-    Windows are numbered through all documents; short documents have none.
-    """
-
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], length: int
-    ):
-        texts = [document.text for document in documents]
-        self.rows: list[list[int]] = tokenizer(texts, verbose=False)["input_ids"] if texts else []
-        self.length = length
-        self.ends = list(accumulate(max(len(row) - length + 1, 0) for row in self.rows))
-
-    def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
-
-    def __getitem__(self, number: int) -> Tensor:
-        """Window `number`.  # [length]"""
-        row = bisect_right(self.ends, number)
-        start = number - (self.ends[row - 1] if row else 0)
-        return torch.tensor(self.rows[row][start : start + self.length])
 
 
 def distill(
@@ -72,22 +47,21 @@ def distill(
 ) -> None:
     """Let the target write this process's share of the missing shards into `folder`.
 
-    Row i continues a window of the documents that is drawn by (seed, i), with sampling noise keyed
+    Row i continues a prefix of the documents that is drawn by (seed, i), with sampling noise keyed
     by (seed, i), so a row is the same whichever process writes it, before or after a kill. After
     `spec.max_seconds` no further shard is begun, but each process writes at least one.
 
     Raises:
-        DistillError: no document is long enough for a prefix.
+        DistillError: no document gives a prefix, or the target's context is too short.
     """
-    windows = Windows(tokenizer, documents, spec.prefix_tokens)
-    if not len(windows):
-        raise DistillError(
-            f"distill.prefix_tokens is {spec.prefix_tokens}, and none of the {len(documents)} "
-            "training documents has so many tokens; use a shorter prefix or longer documents."
-        )
+    prefixes = make_prefixes(spec, tokenizer, documents)
+    _check_context(spec, target)
     # Drawn for all rows at once: what row i gets does not depend on which shards are missing.
-    generator = torch.Generator().manual_seed(seed)
-    starts = torch.randint(len(windows), (spec.examples,), generator=generator).tolist()
+    drawn = prefixes.draw(spec.examples, seed)
+    if spec.prefix != "window" and spec.temperature == 0 and len(prefixes) < spec.examples:
+        logger.warning(
+            "distill: %d examples of %d prefixes, so texts repeat", spec.examples, len(prefixes)
+        )
     seeds = row_seeds(seed, spec.examples).tolist()
     speculator = Speculator(target)
     # By number, not by turn among the missing: the processes look at different moments.
@@ -99,16 +73,14 @@ def distill(
     for done, shard in enumerate(own):
         if done and clock.would_pass(done):
             break
-        tokens, lengths = [], []
+        parts = []
         for ids in torch.tensor(shard_rows(spec, shard)).split(spec.batch_size):
-            batch = torch.stack([windows[starts[i]] for i in ids.tolist()])  # [B, P]
-            text = _write(speculator, batch, [seeds[i] for i in ids.tolist()], spec)  # [B, T]
-            tokens.append(text)
-            lengths.append(true_lengths(text, target, spec.prefix_tokens))
+            batch = [prefixes[drawn[i]] for i in ids.tolist()]
+            parts.append(_write(speculator, batch, [seeds[i] for i in ids.tolist()], spec))
             bar.update(len(ids))
             speed = bar.n * spec.new_tokens / clock.elapsed()
             bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
-        _save(shard_path(folder, shard, spec.shards), tokens, lengths, spec.prefix_tokens)
+        _save(shard_path(folder, shard, spec.shards), parts, prefixes.skipped)
     bar.close()
 
 
@@ -123,15 +95,29 @@ def shard_path(folder: Path, shard: int, shards: int) -> Path:
 
 
 def summary(spec: Distill, folder: Path) -> dict[str, int]:
-    """What was written in all: shards, rows and tokens; says in the log when time cut it short."""
+    """What was written in all: shards, rows and tokens; says in the log when time cut it short.
+
+    `skipped`, where not 0, counts the documents or prompts that gave no prefix.
+    """
     rows = Rows.load(folder)
-    found = sum(shard_path(folder, k, spec.shards).exists() for k in range(spec.shards))
-    if found < spec.shards:
+    paths = [shard_path(folder, k, spec.shards) for k in range(spec.shards)]
+    paths = [path for path in paths if path.exists()]
+    if len(paths) < spec.shards:
         logger.warning(
             "distill: %d of %d examples, %d of %d shards, were written in %.0f s",
-            len(rows), spec.examples, found, spec.shards, spec.max_seconds or 0,
+            len(rows), spec.examples, len(paths), spec.shards, spec.max_seconds or 0,
         )  # fmt: skip
-    return {"shards": found, "rows": len(rows), "tokens": int(rows.written.sum())}
+    counts = {"shards": len(paths), "rows": len(rows), "tokens": int(rows.written.sum())}
+    with safetensors.safe_open(paths[0], "pt") as shard:
+        skipped = int((shard.metadata() or {}).get("skipped", 0))
+    if skipped:
+        kind = "prompts are empty or longer" if spec.prefix == "prompt" else "documents are shorter"
+        logger.warning(
+            "distill: %d %s than distill.prefix_tokens %d, and were skipped",
+            skipped, kind, spec.prefix_tokens,
+        )  # fmt: skip
+        counts["skipped"] = skipped
+    return counts
 
 
 @dataclass
@@ -150,20 +136,46 @@ class _Clock:
         return self.limit is not None and self.elapsed() * (done + 1) / done > self.limit
 
 
-def _write(speculator: Speculator, prompts: Tensor, seeds: list[int], spec: Distill) -> Tensor:
-    """Prompts [B, P] with their continuations, on the CPU.  # [B, P + new_tokens]"""
+def _check_context(spec: Distill, target: PreTrainedModel) -> None:
+    wanted = spec.prefix_tokens + spec.new_tokens
+    context = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    if context is not None and wanted > context:
+        raise DistillError(
+            f"distill.prefix_tokens {spec.prefix_tokens} and new_tokens {spec.new_tokens} make "
+            f"{wanted} tokens, but the target's context is {context}; lower one of them."
+        )
+
+
+def _write(
+    speculator: Speculator, prefixes: Sequence[Tensor], seeds: list[int], spec: Distill
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Continue prefixes [P] of any length.
+
+    Returns:
+        On the CPU: the text [B, prefix_tokens + new_tokens], each row from column 0 on, its
+        length [B], and its prefix's length [B].
+    """
     sampling = {"do_sample": False}
     if spec.temperature > 0:
         # top_k=0: generate's default of 50 would cut the distribution that is to be learnt.
         sampling = {"do_sample": True, "temperature": spec.temperature, "top_k": 0, "seed": seeds}
+    counts = torch.tensor([len(prefix) for prefix in prefixes])
+    width = int(counts.max())
+    pads = width - counts  # [B], on the left
+    padded = [functional.pad(p, (width - len(p), 0)) for p in prefixes]
+    device = speculator.model.device
     text = speculator.generate(
-        prompts.to(speculator.model.device),
-        attention_mask=torch.ones_like(prompts).to(speculator.model.device),
+        torch.stack(padded).to(device),
+        attention_mask=(torch.arange(width) >= pads.unsqueeze(1)).long().to(device),
         max_new_tokens=spec.new_tokens,
         **sampling,
-    )
-    width = prompts.shape[1] + spec.new_tokens  # the batch may have ended early
-    return torch.nn.functional.pad(text.cpu(), (0, width - text.shape[1]))
+    ).cpu()
+    lengths = true_lengths(text, speculator.model, width) - pads
+    # Training rows are padded on the right; the batch may also have ended early.
+    columns = torch.arange(spec.prefix_tokens + spec.new_tokens)
+    source = (columns + pads.unsqueeze(1)).clamp(max=text.shape[1] - 1)
+    tokens = text.gather(1, source).masked_fill(columns >= lengths.unsqueeze(1), 0)
+    return tokens, lengths, counts
 
 
 def true_lengths(text: Tensor, target: PreTrainedModel, prefix: int) -> Tensor:
@@ -176,14 +188,11 @@ def true_lengths(text: Tensor, target: PreTrainedModel, prefix: int) -> Tensor:
     return prefix + cut
 
 
-def _save(path: Path, tokens: list[Tensor], lengths: list[Tensor], prefix: int) -> None:
-    length = torch.cat(lengths).int()
-    data = {
-        "tokens": torch.cat(tokens).int(),
-        "length": length,
-        "prompt_length": torch.full_like(length, prefix),
-    }
-    write_atomically(path, safetensors.torch.save(data))
+def _save(path: Path, parts: Sequence[tuple[Tensor, Tensor, Tensor]], skipped: int) -> None:
+    names = ("tokens", "length", "prompt_length")
+    columns = zip(names, zip(*parts, strict=True), strict=True)
+    data = {name: torch.cat(column).int() for name, column in columns}
+    write_atomically(path, safetensors.torch.save(data, {"skipped": str(skipped)}))
 
 
 @dataclass
@@ -200,12 +209,18 @@ class Rows(Dataset):
 
     @classmethod
     def load(cls, folder: Path) -> Rows:
-        """All shards of a folder, in order."""
+        """All shards of a folder, in order, without rows in which the target wrote nothing."""
         shards = [safetensors.torch.load_file(f) for f in sorted(folder.glob("*.safetensors"))]
         if not shards:
             raise DistillError(f"{folder} holds no shard; run again with --fresh.")
         names = ("tokens", "length", "prompt_length")
-        return cls(*(torch.cat([shard[name] for shard in shards]) for name in names))
+        columns = [torch.cat([shard[name] for shard in shards]) for name in names]
+        taught = columns[1] > columns[2]
+        if not taught.all():
+            logger.warning("%d rows without a written token skipped", int((~taught).sum()))
+        if not taught.any():
+            raise DistillError(f"{folder}: the target wrote no token in any row; run with --fresh.")
+        return cls(*(column[taught] for column in columns))
 
     def __post_init__(self) -> None:
         steps = torch.arange(self.tokens.shape[1])

@@ -171,7 +171,8 @@ class _Run:
                 decode.prefix_tokens, self.recipe.seed,
             )  # fmt: skip
             prompts = [prompt.to(model.device) for prompt in prompts]
-            return _finite(bench(speculator, prompts, decode.new_tokens))
+            temperature = 0.0 if decode.rule == "greedy" else 1.0
+            return _finite(bench(speculator, prompts, decode.new_tokens, temperature=temperature))
 
         settings = {"decode": dataclasses.asdict(decode), "seed": self.recipe.seed}
         return self._stage("bench", settings, measure, reads=[corpus, artifact])
@@ -191,9 +192,8 @@ class _Run:
             name = str(stage.folder) if self.recipe.target.scratch else stage.info["model"]
             dtype = self.recipe.target.dtype
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-            model.to(self.args.device)
-            model.eval()
-            self._loaded = model, AutoTokenizer.from_pretrained(name)
+            model.to(self.args.device)  # type: ignore[arg-type]
+            self._loaded = model.eval(), AutoTokenizer.from_pretrained(name)
         return self._loaded
 
     def _heads(self, corpus: Stage, target: Stage, rows: Stage, folder: Path) -> dict[str, Any]:
@@ -289,7 +289,7 @@ def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows) -> Drafter
     assert kind.config_class is not None and issubclass(kind.config_class, DrafterConfig)
     config = kind.config_class.for_target(target, **recipe.drafter.options)
     drafter = kind(config).float().to(target.device).bind(target)  # type: ignore[arg-type]
-    drafter.start_from_target(rows.token_counts(config.vocab_size))  # type: ignore[operator]
+    drafter.start_from_target(rows.token_counts(config.vocab_size))
     return drafter
 
 

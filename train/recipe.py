@@ -38,9 +38,14 @@ def _positive(default: Any = dataclasses.MISSING) -> Any:
 class Corpus:
     """Where the text comes from."""
 
-    source: str = "stdlib"  # "stdlib", or the path of a .txt, a .jsonl or a folder
+    # "stdlib", the path of a .txt, .jsonl, .json (also .gz) or folder, or "target": what the target
+    # itself writes after its start token, sampled at temperature 1
+    source: str = "stdlib"
     max_bytes: int = _positive(4_000_000)
     held_out: float = _limited(0.05, ge=0, lt=1)  # share of whole documents
+    on_error: str = _limited("raise", choices=("raise", "skip"))  # a row that cannot be read
+    opening_tokens: int = _positive(64)  # source target: tokens of each text
+    writer: str | None = None  # source target: the model that writes, target.model when null
 
 
 @dataclass(frozen=True)
@@ -76,7 +81,9 @@ class Distill:
     """Self-distillation: the target continues real prefixes."""
 
     examples: int = _positive(1024)
-    prefix_tokens: int = _positive(64)
+    prefix: str = _limited("window", choices=("window", "start", "prompt"))  # of a document
+    prefix_tokens: int = _positive(64)  # exactly; for `prompt`, at most
+    chat: str = _limited("auto", choices=("auto", "template", "plain"))  # how chats are rendered
     new_tokens: int = _positive(128)
     batch_size: int = _positive(64)
     temperature: float = _limited(0.0, ge=0)
@@ -140,6 +147,15 @@ class Recipe:
                 "target: expected exactly one of model and scratch; "
                 "set the other to null, e.g. target.scratch=null"
             )
+        if self.corpus.source == "target" and self.corpus.writer is None:
+            if self.target.model is None:
+                raise RecipeError(
+                    "corpus.source: a target that is trained here has nothing to write from; "
+                    "expected a text, or target.model"
+                )
+            # The corpus stage stands alone, and its fingerprint must name who wrote it.
+            corpus = dataclasses.replace(self.corpus, writer=self.target.model)
+            object.__setattr__(self, "corpus", corpus)
         if self.name in {"", ".", ".."} or "/" in self.name or "\\" in self.name:
             raise RecipeError(f"name: {self.name!r} cannot name a folder; use letters and digits")
 

@@ -216,8 +216,8 @@ class DrafterTrainer(Trainer):
         """Train, going on from the last whole checkpoint, and load the best one.
 
         Returns:
-            `steps`, `seconds`, `features_cached`, `train_loss`, and of the best checkpoint `best_step` and what the
-            validation measured.
+            `steps`, `seconds`, `features_cached`, `train_loss`, and of the best checkpoint
+            `best_step` and what the validation measured.
         """
         resume = last_checkpoint(self.folder)
         self.clock.start(_seconds(resume) if resume else 0.0)

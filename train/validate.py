@@ -82,19 +82,21 @@ def measure_tau(
 ) -> dict[str, Any]:
     """Decode prompts of equal length with the real loop: `tau` and `acceptance_by_depth`.
 
-    A depth that was never reached has no acceptance: None.
+    The rule `greedy` decodes greedily, the others sample at temperature 1, seeded. A depth that was
+    never reached has no acceptance: None.
     """
     was_training = drafter.training
     drafter.eval()
     speculator = Speculator(target, drafter, tree=tree, rule=rule)
     stats = Stats(tree.max_depth)
     for batch in torch.stack(list(prompts)).to(target.device).split(_BATCH):
-        sampling = {} if rule == "greedy" else {"seed": seed}
+        sampling: dict[str, Any] = {"do_sample": False}
+        if rule != "greedy":  # plain sampling: generate's default top-k of 50 is not asked for
+            sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": seed}
         speculator.generate(
             batch,
             attention_mask=torch.ones_like(batch),
             max_new_tokens=new_tokens,
-            do_sample=rule != "greedy",
             **sampling,
         )
         stats.extend(speculator.stats)

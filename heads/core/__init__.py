@@ -1,33 +1,40 @@
 """What drafters and runtime share: the token tree, the slab cache, one tree forward, sampling."""
 
 from .cache import LayerShape, SlabCache, probe_layers
-from .errors import ArtifactError, HeadstartError, OptionError, UnsupportedTarget
+from .errors import ArtifactError, DecodingError, HeadstartError, OptionError, UnsupportedTarget
 from .forward import (
     FINAL,
     AttentionWindows,
     FeatureTap,
+    PositionLimit,
     output_layer,
     prefill_forward,
     tree_forward,
     tree_mask,
 )
-from .sampling import Sampling, gumbel, row_seeds, uniform
+from .probe import check_tree
+from .sampling import STATEFUL, Sampling, argmax, gumbel, row_seeds, uniform
 from .tree import TokenTree, Topology, ancestor_mask, parents_of_paths
 
 __all__ = [
     "FINAL",
+    "STATEFUL",
     "ArtifactError",
     "AttentionWindows",
+    "DecodingError",
     "FeatureTap",
     "HeadstartError",
     "LayerShape",
     "OptionError",
+    "PositionLimit",
     "Sampling",
     "SlabCache",
     "TokenTree",
     "Topology",
     "UnsupportedTarget",
     "ancestor_mask",
+    "argmax",
+    "check_tree",
     "gumbel",
     "output_layer",
     "parents_of_paths",

@@ -6,14 +6,25 @@ rows have the same length or not, and the accepted path is moved by one gather f
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
 
 from .errors import UnsupportedTarget
+
+_PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Subclasses of these hold states beside keys and values, so the exact type counts."""
 
 
 @dataclass(frozen=True)
@@ -42,19 +53,26 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
         model(input_ids=token, past_key_values=cache, use_cache=True)
     model.train(was_training)
     shapes = []
-    for index, layer in enumerate(cache.layers):
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if not isinstance(keys, Tensor) or not isinstance(values, Tensor) or keys.dim() != 4:
+    for index, layer in enumerate(cast("list[Any]", cache.layers)):
+        if type(layer) not in _PLAIN_LAYERS:
             raise UnsupportedTarget(
-                f"{config.model_type} keeps a {type(layer).__name__} at layer {index}, whose state "
-                "cannot be rolled back; a target needs plain key/value attention in every layer."
+                f"{config.model_type} keeps a {type(layer).__name__} at layer {index}, which a "
+                "token tree cannot roll back; a target needs keys and values of its own in every "
+                "layer: decode it plainly, with model.generate."
+            )
+        keys, values = layer.keys, layer.values
+        if keys is None or values is None or keys.dim() != 4:
+            raise UnsupportedTarget(
+                f"{config.model_type} caches no keys and values at layer {index} in the layout of "
+                "transformers; a target needs them in every layer: decode it plainly, with "
+                "model.generate."
             )
         sizes = [(states.shape[1], states.shape[3]) for states in (keys, values)]
         shapes.append(LayerShape(keys.device, keys.dtype, *sizes))
     if not shapes:
         raise UnsupportedTarget(
-            f"{config.model_type} cached nothing for a token; a target needs a key/value cache in "
-            "the layout of transformers."
+            f"{config.model_type} caches no keys and values in the layout of transformers; decode "
+            "it plainly, with model.generate."
         )
     return shapes
 
@@ -109,6 +127,16 @@ class SlabCache(Cache):
         super().__init__(layers=[_Layer(self) for _ in shapes])
         self.shapes, self.batch, self.capacity = shapes, batch, 0
         self._devices = {shape.device for shape in shapes}
+        self._members: dict[tuple, list[tuple[int, int]]] = {}  # of each slab: (kind, layer)
+        for layer, shape in enumerate(shapes):
+            for kind, size in enumerate((shape.key, shape.value)):
+                group = (shape.device, shape.dtype, size)
+                self._members.setdefault(group, []).append((kind, layer))
+        order = list(itertools.chain(*self._members.values()))
+        # Where the keys, and the values, of each layer stand among all slabs' entries.
+        self._entries = [
+            [order.index((kind, layer)) for layer in range(len(shapes))] for kind in (0, 1)
+        ]
         self.live = self.seen = 0
         self._aimed = torch.empty(0)
         self._slots: dict[torch.device, Tensor] = {}
@@ -119,50 +147,42 @@ class SlabCache(Cache):
         """Grow to at least `capacity` slots a row, keeping what is cached. Never shrinks."""
         if capacity <= self.capacity:
             return
-        groups: dict[tuple, list[tuple[int, int]]] = {}
-        for layer, shape in enumerate(self.shapes):
-            for kind, size in enumerate((shape.key, shape.value)):
-                groups.setdefault((shape.device, shape.dtype, size), []).append((layer, kind))
-        flat: list[list[Tensor]] = [[], []]
-        full: list[list[Tensor]] = [[], []]
-        for tensors in (flat, full):
-            for kind in tensors:
-                kind.extend([torch.empty(0)] * len(self.shapes))
         slabs = []
-        for number, ((device, dtype, (heads, size)), members) in enumerate(groups.items()):
+        for number, ((device, dtype, (heads, size)), members) in enumerate(self._members.items()):
             # Zeros, not empty: masked slots are multiplied by zero, and a stray NaN would survive.
             slab = torch.zeros(
                 len(members), self.batch, capacity, heads, size, dtype=dtype, device=device
             )
             if self._slabs:
-                old = self._slabs[number].unflatten(1, (self.batch, self.capacity))
-                slab[:, :, : self.capacity] = old
-            for row, (layer, kind) in enumerate(members):
-                flat[kind][layer] = slab[row].flatten(0, 1)  # [B*S, H, D]
-                full[kind][layer] = slab[row].transpose(1, 2)  # [B, H, S, D]
-            slabs.append(slab.flatten(1, 2))  # [entries, B*S, H, D]
-        self._slabs, self._flat, self._full = slabs, flat, full
-        self.capacity = capacity
+                slab[:, :, : self.capacity] = self._slabs[number]
+            slabs.append(slab)  # [entries, B, S, H, D]
+        self._slabs, self.capacity = slabs, capacity
+        self._flat = self._by_layer([slab.flatten(1, 2) for slab in slabs])  # [B*S, H, D]
+        self._full = self._by_layer([slab.transpose(2, 3) for slab in slabs])  # [B, H, S, D]
         self._base = torch.arange(self.batch, device=self.shapes[0].device).unsqueeze(1) * capacity
         self._view(min(self.live, capacity))
 
+    def _by_layer(self, slabs: list[Tensor]) -> list[list[Tensor]]:
+        """Views of the slabs' entries: keys by layer, and values by layer."""
+        views = [view for slab in slabs for view in slab.unbind(0)]
+        return [[views[entry] for entry in kind] for kind in self._entries]
+
     def _view(self, live: int) -> None:
         self.live = live
-        self._seen_keys, self._seen_values = (
-            [tensor[:, :, :live] for tensor in kind] for kind in self._full
-        )
+        seen = [slab[:, :, :live].transpose(2, 3) for slab in self._slabs]
+        self._seen_keys, self._seen_values = self._by_layer(seen)  # [B, H, live, D]
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the first layer's keys, which the attention mask takes."""
         return self.shapes[0].dtype
 
-    def aim(self, slots: Tensor, live: int, seen: int = 0) -> None:
+    def aim(self, slots: Tensor, live: int, seen: int | None = None) -> None:
         """Point the next forward at `slots` [B, N], attending to slots 0 … live - 1 of its row."""
-        self._aimed = slots + self._base  # [B, N]
+        self._aimed = slots + self._base if self.batch > 1 else slots  # [B, N]
         flat = self._aimed.flatten()
         self._slots = {device: flat.to(device) for device in self._devices}
-        self.seen = seen
+        self.seen = seen or 0
         if live != self.live:
             self._view(live)
 
@@ -191,7 +211,8 @@ class SlabCache(Cache):
         destination = self._aimed[:, : path.shape[1]].flatten()
         for slab in self._slabs:
             read, write = source.to(slab.device), destination.to(slab.device)
-            slab.index_copy_(1, write, slab.index_select(1, read))
+            flat = slab.flatten(1, 2)  # [entries, B*S, H, D]
+            flat.index_copy_(1, write, flat.index_select(1, read))
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [B, H, S, D] each, all slots (for tests and tools)."""

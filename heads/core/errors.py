@@ -15,3 +15,7 @@ class ArtifactError(HeadstartError):
 
 class OptionError(HeadstartError):
     """An option, or a combination of options, that has no meaning or no exact form."""
+
+
+class DecodingError(HeadstartError):
+    """Decoding cannot go on: the target's logits are NaN, or its context is full."""

@@ -7,10 +7,11 @@ the target and for drafters that are language models themselves.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +24,11 @@ FINAL = -1
 """Feature layer: the hidden state after the last norm, which the output layer reads."""
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
-_BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
+_OWN_WINDOWS = {
+    "moshi": "its masks leave out the window that its config declares",
+    "gpt_neo": "it cuts its local attention by the length of the cache",
+}
+"""Models whose windows no explicit mask decides; a trial with a short text does not show it."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +46,22 @@ class AttentionWindows:
         """Read the windows from a model's config; refuse, by name, what a tree cannot drive."""
         config = model.config.get_text_config(decoder=True)
         name = config.model_type
+        if model.config.is_encoder_decoder:
+            raise UnsupportedTarget(
+                f"{model.config.model_type} is an encoder-decoder; a target is a decoder-only "
+                "language model: decode it plainly, with model.generate."
+            )
         implementation = config._attn_implementation
         if implementation not in ("sdpa", "eager"):
             raise UnsupportedTarget(
                 f"{name} runs attention as {implementation!r}; a token tree needs an explicit "
                 "mask: call model.set_attn_implementation('sdpa')."
             )
-        _refuse_batch_dependent_rope(config)
+        if reason := _OWN_WINDOWS.get(name):
+            raise UnsupportedTarget(
+                f"{name} does not heed an explicit attention mask: {reason}; decode it plainly, "
+                "with model.generate."
+            )
         window = getattr(config, "sliding_window", None)
         types = getattr(config, "layer_types", None)
         if not types:
@@ -56,7 +70,8 @@ class AttentionWindows:
         if unknown:
             raise UnsupportedTarget(
                 f"{name} has layers of type {unknown[0]!r}; a token tree can drive only "
-                f"{' and '.join(sorted(_KNOWN_LAYER_TYPES))}."
+                f"{' and '.join(sorted(_KNOWN_LAYER_TYPES))}: decode it plainly, with "
+                "model.generate."
             )
         windows = {kind: window if kind == "sliding_attention" else None for kind in types}
         if len(windows) == 1:
@@ -64,16 +79,44 @@ class AttentionWindows:
         return cls(None, windows)
 
 
-def _refuse_batch_dependent_rope(config) -> None:
-    parameters = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in parameters.values() if isinstance(value, dict)]
-    for entry in nested or [parameters]:
-        kind = entry.get("rope_type", "default")
-        if kind in _BATCH_DEPENDENT_ROPE:
-            raise UnsupportedTarget(
-                f"{config.model_type} uses {kind!r} rotary scaling, which reads the longest "
-                "position of the batch, so a row would depend on its neighbours; use a fixed scaling."
-            )
+@dataclass(frozen=True)
+class PositionLimit:
+    """How many positions a model has, and why no more."""
+
+    positions: int
+    reason: str
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> PositionLimit | None:
+        """The limit of a model, None where positions go on for ever.
+
+        Dynamic and longrope scaling take other frequencies for all tokens once the batch's longest
+        text passes the trained length; keys cached before, and rows beside it, would be off. Below
+        that length they are fixed, so it is the limit.
+        """
+        config = model.config.get_text_config(decoder=True)
+        longest: Any = getattr(config, "max_position_embeddings", None)
+        parameters = getattr(config, "rope_parameters", None) or {}
+        nested = [value for value in parameters.values() if isinstance(value, dict)]
+        for entry in nested or [parameters]:
+            kind = entry.get("rope_type", "default")
+            if kind in ("dynamic", "longrope"):
+                trained = entry.get("original_max_position_embeddings") if kind[0] == "l" else None
+                reason = f"beyond them {kind} rotary scaling turns what is cached already"
+                return cls(trained or longest, reason)
+        if longest is not None and _has_position_table(model, longest):
+            return cls(longest, "its table of positions ends there")
+        return None
+
+
+def _has_position_table(model: PreTrainedModel, positions: int) -> bool:
+    """Whether positions are looked up; some tables hold a few entries before position 0."""
+    tables = itertools.chain(model.named_parameters(), model.named_buffers())
+    return any(
+        tensor.dim() >= 2 and 0 <= tensor.shape[-2] - positions <= 2
+        for name, tensor in tables
+        if "pos" in name or "wpe" in name
+    )
 
 
 def tree_mask(
@@ -101,9 +144,6 @@ def tree_mask(
     batch, nodes, _ = ancestors.shape
     start = lengths.unsqueeze(1)  # [B, 1]
     slots = torch.arange(live, device=lengths.device)
-    zero, lowest = _bounds(dtype, lengths.device)
-    if nodes == 1 and window is None:
-        return torch.where((slots <= start)[:, None, None], zero, lowest)
     allowed = (slots < start).unsqueeze(1)  # [B, 1, S]
     if window is not None:
         oldest = positions.unsqueeze(-1) - window  # [B, N, 1]
@@ -111,7 +151,7 @@ def tree_mask(
         ancestors = ancestors & (positions.unsqueeze(1) > oldest)
     own = (start + slots[:nodes]).unsqueeze(1).expand(-1, nodes, -1)  # [B, N, N]
     seen = allowed.expand(batch, nodes, live).scatter(2, own, ancestors)  # [B, N, S]
-    return torch.where(seen.unsqueeze(1), zero, lowest)
+    return torch.where(seen.unsqueeze(1), *_bounds(dtype, lengths.device))
 
 
 @cache
@@ -131,6 +171,7 @@ def tree_forward(
     positions: Tensor,
     ancestors: Tensor,
     live: int,
+    seen: int | None = None,
 ) -> Tensor:
     """Run N tree nodes per row on top of the cached prefix.
 
@@ -140,22 +181,28 @@ def tree_forward(
         positions: [B, N] int64, each node's position: `lengths` + its depth.
         ancestors: [B, N, N] bool.
         live: slots to attend to, at least the longest row's length + N.
+        seen: given for lone roots after rows that all have this length, `live` being one more: the
+            model then needs no mask and does what it does when it decodes plainly.
 
     Returns:
         Logits [B, N, V] in the model's dtype.
     """
-    slots = lengths.unsqueeze(1) + torch.arange(tokens.shape[1], device=lengths.device)  # [B, N]
-    slab.aim(slots, live)
+    slots = lengths.unsqueeze(1)  # [B, 1]
+    if tokens.shape[1] > 1:
+        slots = slots + torch.arange(tokens.shape[1], device=lengths.device)  # [B, N]
+    slab.aim(slots, live, seen)
 
     def mask(window: int | None) -> Tensor:
         return tree_mask(lengths, positions, ancestors, live, slab.dtype, window)
 
-    by_type = windows.by_type
-    attention_mask = (
-        {kind: mask(window) for kind, window in by_type.items()}
-        if by_type
-        else mask(windows.single)
-    )
+    attention_mask = None
+    if seen is None:
+        by_type = windows.by_type
+        attention_mask = (
+            {kind: mask(window) for kind, window in by_type.items()}
+            if by_type
+            else mask(windows.single)
+        )
     return model(
         input_ids=tokens,
         attention_mask=attention_mask,

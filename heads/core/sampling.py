@@ -8,19 +8,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
+    SuppressTokensLogitsProcessor,
+    SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
+    TopHLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
+    TypicalLogitsWarper,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
 WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 """The processors that a drafter's proposals follow too: functions of one row of logits alone."""
+
+ROWWISE = (
+    *WARPERS,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    TopHLogitsWarper,
+    SuppressTokensLogitsProcessor,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+)
+"""All processors of transformers that are functions of one row of logits alone."""
+
+STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+"""Processors that count on one call for each token of the text, in order, for the whole batch."""
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, the increment of splitmix64
 _MIX = (-4658895280553007687, -7723592293110705685)  # its two multipliers
@@ -82,10 +109,24 @@ class Sampling:
     seeds: Tensor | None = None
     processors: LogitsProcessorList | None = None
 
-    @property
+    @cached_property
     def rowwise(self) -> bool:
         """Whether every processor reads one row of logits alone, never the text before it."""
-        return all(isinstance(processor, WARPERS) for processor in self.processors or ())
+        return all(isinstance(processor, ROWWISE) for processor in self.processors or ())
+
+    @cached_property
+    def particular(self) -> bool:
+        """Whether a processor may fail, or count, on a text that the target never wrote.
+
+        Those of transformers take any text, but for the ones that call a user's function or keep a
+        state; a user's own processor may do anything.
+        """
+        home = LogitNormalization.__module__
+        return any(
+            type(processor).__module__ != home
+            or isinstance(processor, (*STATEFUL, PrefixConstrainedLogitsProcessor))
+            for processor in self.processors or ()
+        )
 
     def warp(self, logits: Tensor) -> Tensor:
         """Apply the row-wise warpers alone, in float32: [..., V] -> [..., V].
@@ -98,19 +139,41 @@ class Sampling:
                 flat = processor(None, flat)  # type: ignore[arg-type]
         return flat.view(logits.shape)
 
-    def process(self, prefix: Tensor, logits: Tensor) -> Tensor:
-        """Apply every processor to logits [B, V] after `prefix` [B, T], in float32."""
-        scores = logits.float()
-        return scores if self.processors is None else self.processors(prefix, scores)  # type: ignore[arg-type]
+    def process_each(self, logits: Tensor) -> Tensor:
+        """Apply every processor to each row of [..., V] by itself, in float32; see `rowwise`."""
+        flat = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
+        for processor in self.processors or ():
+            flat = processor(None, flat)  # type: ignore[arg-type]
+        return flat.view(logits.shape)
+
+    def process(self, prefix: Tensor, logits: Tensor, rows: Sequence[bool] | None = None) -> Tensor:
+        """Apply every processor to logits [B, V] after `prefix` [B, T], in float32.
+
+        Args:
+            rows: which of the rows hold a true text; a `prefix_allowed_tokens_fn` is asked for
+                those alone. All of them when None.
+        """
+        scores = logits.to(torch.float32, copy=True)  # a user's processor may write into it
+        if self.processors is None:
+            return scores
+        processors = self.processors
+        if rows is not None:
+            processors = LogitsProcessorList(
+                _Asking(item, rows) if isinstance(item, PrefixConstrainedLogitsProcessor) else item
+                for item in processors
+            )
+        return processors(prefix, scores)  # type: ignore[arg-type]
 
     def choose(self, scores: Tensor, positions: Tensor) -> Tensor:
         """The token chosen after each row of processed scores: [B, M, V], [B, M] -> [B, M].
 
-        Greedy, or the argmax of score + Gumbel noise at the position that the token will have.
+        Greedy, or the argmax of score + Gumbel noise at the position that the token will have; -1
+        where the scores are no distribution.
         """
         if self.seeds is None:
-            return scores.argmax(-1)
-        return self.perturb(scores, positions).argmax(-1)
+            return argmax(scores)
+        best, token = self.perturb(scores, positions).max(-1)
+        return token.masked_fill_((best - best).isnan(), -1)  # NaN, or nothing but one infinity
 
     def perturb(self, scores: Tensor, positions: Tensor, tokens: Tensor | None = None) -> Tensor:
         """Scores [B, M, V] plus the noise of (seed, position, token), float64.
@@ -122,3 +185,28 @@ class Sampling:
         if tokens is None:
             tokens = torch.arange(scores.shape[-1], device=scores.device)
         return scores.double() + gumbel(self.seeds, positions, tokens)
+
+
+def argmax(scores: Tensor) -> Tensor:
+    """The best token of each row, [..., V] -> [...], and -1 where a row holds a NaN.
+
+    >>> argmax(torch.tensor([[1.0, 3.0, 2.0], [9.0, float("nan"), 2.0]])).tolist()
+    [1, -1]
+    """
+    best, token = scores.max(-1)
+    return token.masked_fill_(best.isnan(), -1)
+
+
+class _Asking(LogitsProcessor):
+    """A user's `prefix_allowed_tokens_fn`, asked about some rows alone; the others may do all."""
+
+    def __init__(self, asked: PrefixConstrainedLogitsProcessor, rows: Sequence[bool]):
+        self.function, self.rows = asked._prefix_allowed_tokens_fn, rows
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        everything = list(range(scores.shape[-1]))
+
+        def allowed(row: int, text: Tensor) -> list[int]:
+            return self.function(row, text) if self.rows[row] else everything
+
+        return PrefixConstrainedLogitsProcessor(allowed, 1)(input_ids, scores)  # type: ignore[arg-type]

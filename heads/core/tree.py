@@ -83,6 +83,11 @@ class Topology:
         """[B, N] parents with the root pointing at itself, safe to gather with."""
         return self.parents.clamp(min=0)
 
+    @cached_property
+    def steps_to(self) -> Tensor:
+        """[B, N] the nodes on the way to each node, itself and the root counted: depth + 1."""
+        return self.depth + 1
+
     def expand(self, batch: int) -> Topology:
         """The same shape for `batch` rows, without copying; needs a topology of one row."""
         return Topology(

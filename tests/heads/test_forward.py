@@ -1,6 +1,7 @@
 """One forward over ragged trees equals a plain forward of each path, and what it refuses."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from headstart.heads import FINAL, OptionError, SlabCache, UnsupportedTarget
 from headstart.heads.core import (
     AttentionWindows,
     FeatureTap,
+    PositionLimit,
     Topology,
+    check_tree,
     prefill_forward,
     probe_layers,
     tree_forward,
@@ -150,6 +153,22 @@ def test_windows_are_read_from_the_config() -> None:
     )
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_the_trial_finds_rounding_only(name: str) -> None:
+    model = tiny(name)
+    windows, shapes = AttentionWindows.of(model), probe_layers(model)
+    assert check_tree(model, windows, shapes) <= 1e-12
+
+
+def test_a_failing_tree_forward_is_refused() -> None:
+    """Such as a cache that the model writes in another layout; the reason is passed on."""
+    model = tiny("llama")
+    wrong = probe_layers(tiny("gpt2"))  # twice as many heads
+    with pytest.raises(UnsupportedTarget, match=r"llama cannot run a token tree \(\w+: ") as caught:
+        check_tree(model, AttentionWindows.of(model), wrong)
+    one_line(caught.value)
+
+
 def test_mask_by_hand() -> None:
     """One row, three cached tokens, a root with two children, a window of three positions."""
     ancestors = torch.tensor([[[1, 0, 0], [1, 1, 0], [1, 0, 1]]], dtype=torch.bool)
@@ -202,12 +221,38 @@ def test_other_attention_is_refused() -> None:
     one_line(caught.value)
 
 
-def test_batch_dependent_rotary_scaling_is_refused() -> None:
-    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    model = tf.LlamaForCausalLM(tf.LlamaConfig(**COMMON, rope_parameters=scaling))
-    with pytest.raises(UnsupportedTarget, match=r"llama uses 'dynamic'") as caught:
-        AttentionWindows.of(model)
-    one_line(caught.value)
+def turned(kind: str | None, **options: Any) -> Any:
+    """A llama whose rotary scaling is of that kind."""
+    scaling = {"rope_type": kind, "factor": 2.0, "rope_theta": 10000.0, **options}
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**COMMON, rope_parameters=scaling))
+
+
+def test_batch_dependent_rotary_scaling_has_a_limit() -> None:
+    """Below the trained length the frequencies are fixed, for every row of a batch."""
+    limit = PositionLimit.of(turned("dynamic"))
+    assert limit is not None and limit.positions == COMMON["max_position_embeddings"]
+    assert "dynamic" in limit.reason
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4}
+    limit = PositionLimit.of(turned("longrope", original_max_position_embeddings=40, **factors))
+    assert limit is not None and limit.positions == 40
+    assert "longrope" in limit.reason
+    for kind in ("default", "linear", "yarn"):
+        assert PositionLimit.of(turned(kind)) is None
+
+
+def test_a_table_of_positions_has_a_limit() -> None:
+    for name in CONFIGS:
+        limit = PositionLimit.of(tiny(name))
+        if name == "gpt2":
+            assert limit is not None and limit.positions == 256 and "table" in limit.reason
+        else:
+            assert limit is None
+    opt = tf.OPTConfig(
+        vocab_size=VOCAB, hidden_size=32, ffn_dim=48, num_hidden_layers=1, num_attention_heads=4,
+        word_embed_proj_dim=32, max_position_embeddings=96,
+    )  # fmt: skip
+    limit = PositionLimit.of(tf.OPTForCausalLM(opt))  # two rows stand before position 0
+    assert limit is not None and limit.positions == 96
 
 
 def test_an_unknown_layer_type_is_refused() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headstart import cli
+from headstart import cli, commands
 from headstart.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -122,8 +122,164 @@ def test_bench_loads_and_measures(
     assert [tuple(ids.shape) for ids in given] == [(1, 3), (1, 3)]
     decoded = {speculator.tokenizer.decode(ids[0]) for ids in given}
     assert decoded < {"abc", "ghi", "mno"}
-    assert named == {"new_tokens": 9}
+    assert named == {"new_tokens": 9, "temperature": 0.0, "seed": 0}
     assert json.loads(capsys.readouterr().out)["tau"] == 1.0
+
+
+def test_bench_compares_trees_and_rules(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run for each pair, tree by tree; a wrong one shows before any is measured."""
+    heads, prompts = artifact(target, tmp_path / "heads"), tmp_path / "prompts.txt"
+    prompts.write_text("abcdef\n")
+    command = ["bench", "--drafter", heads, "--prompts", str(prompts), "--new-tokens", "6"]
+    pairs = ["--tree", "chain:1", "--tree", "cartesian:2,2", "--rule", "match", "--rule", "coupled"]
+    assert main([*command, *pairs, "--temperature", "1", "--seed", "3", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert list(document) == ["runs"]
+    found = [(run["tree"], run["rule"], run["nodes"]) for run in document["runs"]]
+    assert found == [
+        ("chain:1", "match", 2), ("chain:1", "coupled", 2),
+        ("sparse:2/4", "match", 7), ("sparse:2/4", "coupled", 7),
+    ]  # fmt: skip
+    for run in document["runs"]:
+        assert run["identical_to_plain"] is True and run["identical_to_generate"] is None
+        assert run["tau"] >= 1 and run["ms_per_round"] > 0
+    assert main([*command, *pairs[:4]]) == 0
+    printed = capsys.readouterr().out
+    rows = [line.split() for line in printed.splitlines() if "greedy" in line]
+    assert [(row[0], row[1], row[2], row[-1]) for row in rows] == [
+        ("chain:1", "greedy", "2", "yes"), ("sparse:2/4", "greedy", "7", "yes"),
+    ]  # fmt: skip
+
+    door = Door()
+    monkeypatch.setattr("headstart.infer.bench.bench", door)
+    for wrong in (["--tree", "chain:9"], ["--tree", "chian:2"], ["--rule", "greedier"]):
+        assert main([*command, *pairs[:6], *wrong]) == 2
+        assert wrong[1].partition(":")[0] in last_line(capsys)
+    assert main([*command, "--rule", "greedy", "--temperature", "1"]) == 2
+    assert "use match or coupled" in last_line(capsys)
+    assert not door.calls
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> str:
+    """The line that an error ends with; only the progress of loading may come before it."""
+    *before, error = capsys.readouterr().err.splitlines()
+    assert error.startswith("headstart: error: ")
+    assert all(not bar or "Loading weights" in bar for bar in before)
+    return error
+
+
+def artifact(target: str, folder: Path, tree: str | None = "[[0], [1], [0, 0]]") -> str:
+    """Two random heads for the target, saved as a training run saves them."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from headstart.heads import Manifest, fingerprint, save_drafter
+    from headstart.heads.artifact import tokenizer_hash
+    from headstart.heads.medusa import Medusa, MedusaConfig
+
+    model: Any = AutoModelForCausalLM.from_pretrained(target)
+    drafter = Medusa(MedusaConfig.for_target(model, heads=2)).bind(model)
+    torch.nn.init.normal_(drafter.weight, std=0.2)
+    manifest = Manifest(
+        family="medusa",
+        target=target,
+        target_fingerprint=fingerprint(model),
+        tokenizer_hash=tokenizer_hash(AutoTokenizer.from_pretrained(target)),
+        recipe={"name": "small", "corpus": {"source": "texts.jsonl"}},
+        metrics={"tau": 1.25, "acceptance_by_depth": [0.25, None], "steps": 7, "seconds": 3.0},
+    )
+    save_drafter(drafter, folder, manifest, "# card\n")
+    if tree is not None:
+        (folder / "tree.json").write_text(tree)
+    return str(folder)
+
+
+# inspect, on a real artifact.
+
+
+def test_inspect_says_what_it_is(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = artifact(target, tmp_path / "heads")
+    (tmp_path / "heads" / "notes.txt").write_text("mine")
+    assert main(["inspect", heads, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["family"], found["target"], found["problem"]) == ("medusa", target, None)
+    assert (found["hidden_size"], found["vocab_size"]) == (32, 256)
+    assert found["options"]["heads"] == 2 and found["feature_layers"] == [-1]
+    assert found["tensors"]["weight"] == {"shape": [1, 2, 32, 32], "dtype": "F32"}
+    assert found["parameters"] == 2 * 32 * 32 + 2 * 32
+    assert found["tree"] == {"name": "sparse:2/1", "nodes": 4, "depth": 2}
+    assert found["metrics"]["tau"] == 1.25 and found["recipe"]["name"] == "small"
+    assert {"torch", "transformers"} <= set(found["versions"])
+    checks = {file["name"]: file["check"] for file in found["files"]}
+    assert checks == {
+        "README.md": "unchecked", "config.json": "ok", "headstart.json": "ok",
+        "model.safetensors": "ok", "notes.txt": "unchecked", "tree.json": "ok",
+    }  # fmt: skip
+    assert "fits" not in found
+
+    assert main(["inspect", heads]) == 0
+    printed = capsys.readouterr().out
+    assert "\x1b" not in printed
+    assert max(map(len, printed.split("\n", 2)[2].splitlines())) <= 80
+    for said in ("2,112, ", "sparse:2/1, 4 nodes", "1.25", "small", "texts.jsonl", "not pushed"):
+        assert said in printed
+    assert "NO" not in printed
+
+
+def test_inspect_says_whether_it_fits(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    heads, other = artifact(target, tmp_path / "heads"), tmp_path / "other"
+    model: Any = AutoModelForCausalLM.from_pretrained(target)
+    model.get_input_embeddings().weight.data[0] += 1
+    model.save_pretrained(other)
+    AutoTokenizer.from_pretrained(target).save_pretrained(other)
+    assert main(["inspect", heads, "--target", target, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True
+    assert main(["inspect", heads, "--target", str(other)]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "fits --target NO" in printed and "trained for another target" in printed
+    assert main(["inspect", heads, "--target", "no/such-model"]) == 2
+    assert "no/such-model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tree.json"])
+@pytest.mark.parametrize("how", ["cut", "gone"])
+def test_inspect_sees_damage(
+    file: str, how: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = artifact(target, tmp_path / "heads")
+    path = tmp_path / "heads" / file
+    path.write_bytes(path.read_bytes()[:9]) if how == "cut" else path.unlink()
+    expected = 0 if (file, how) == ("tree.json", "gone") else 1  # a tree is not needed
+    assert main(["inspect", heads, "--json"]) == expected
+    found = json.loads(capsys.readouterr().out)
+    checks = {entry["name"]: entry["check"] for entry in found["files"]}
+    assert checks.get(file) == ("damaged" if how == "cut" else None)
+    assert (found["problem"] or file).count(file)
+    assert main(["inspect", heads]) == expected
+    assert ("NO" in capsys.readouterr().out) == bool(expected)
+
+
+def test_inspect_prints_no_token(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = artifact(target, tmp_path / "heads")
+    path = tmp_path / "heads" / "headstart.json"
+    manifest = json.loads(path.read_text())
+    token = "hf_" + "a" * 30
+    manifest["recipe"] = {"name": token, "note": f"https://user:word@host/{token}"}
+    path.write_text(json.dumps(manifest))
+    for arguments in (["inspect", heads], ["inspect", heads, "--json"]):
+        assert main(arguments) == 0
+        printed = capsys.readouterr().out
+        assert token not in printed and "word" not in printed and "hf_…" in printed
 
 
 # generate, on a real model.
@@ -151,6 +307,105 @@ def test_generate_reads_a_file_or_stdin(
     assert capsys.readouterr().out.rstrip("\n") == plain_text(target, "from stdin", 8).rstrip("\n")
 
 
+def test_generate_takes_the_artifact_s_own_target_and_tree(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = artifact(target, tmp_path / "heads")
+    command = ["generate", "--drafter", heads, "--prompt", "hi", "--max-new-tokens", "12"]
+    assert main(command) == 0
+    assert capsys.readouterr().out.rstrip("\n") == plain_text(target, "hi", 12).rstrip("\n")
+    options = commands.argparse.Namespace(target=None, drafter=heads, tree=None, rule=None)
+    assert commands._load(options).tree.paths == ((0,), (1,), (0, 0))
+    options = commands.argparse.Namespace(target=None, drafter=heads, tree="chain:1", rule=None)
+    assert str(commands._load(options).tree) == "chain:1"
+    plain = artifact(target, tmp_path / "without", tree=None)
+    options = commands.argparse.Namespace(target=None, drafter=plain, tree=None, rule=None)
+    assert str(commands._load(options).tree) == "chain:2"
+
+
+@pytest.fixture(scope="module")
+def chat_target(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The same model with a chat template that takes users' and assistants' turns alone."""
+    import shutil
+
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("chat") / "model"
+    shutil.copytree(target, folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role not in ('user', 'assistant') %}"
+        "{{ raise_exception('only user and assistant') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>"
+        "{% endif %}"
+    )
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def test_generate_chats_only_when_asked(
+    chat_target: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    command = ["generate", "--target", chat_target, "--max-new-tokens", "8"]
+    file = tmp_path / "chat.jsonl"
+    turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
+    file.write_text(json.dumps({"messages": [{"role": r, "content": c} for r, c in turns]}))
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\n"))
+    for arguments, prompt in (
+        (["--prompt", "hello"], "hello"),
+        (["--chat", "--prompt", "hello"], "<user>hello<assistant>"),
+        (["--chat"], "<user>hello<assistant>"),
+        (["--chat", "--file", str(file)], "<user>a<assistant>b<user>c<assistant>"),
+    ):
+        assert main([*command, *arguments]) == 0
+        printed = capsys.readouterr().out
+        assert printed.rstrip("\n") == plain_text(chat_target, prompt, 8).rstrip("\n"), prompt
+
+
+def test_a_chat_that_does_not_fit(
+    target: str, chat_target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    system, two, broken = (tmp_path / f"{name}.jsonl" for name in ("system", "two", "broken"))
+    turns = [{"role": role, "content": SECRET} for role in ("system", "user")]
+    row = json.dumps({"messages": turns})
+    system.write_text(row)
+    two.write_text(f"{row}\n{row}\n")
+    broken.write_text(f'{{"messages": "{SECRET}"}}')
+    for model, arguments, said in (
+        (target, ["--prompt", SECRET], "no chat template"),
+        (chat_target, ["--file", str(system)], "refuses the roles system, user"),
+        (chat_target, ["--file", str(two)], "found 2 conversations, expected one"),
+        (chat_target, ["--file", str(broken)], "line 1: messages is not a list"),
+        (chat_target, ["--prompt", " "], "the prompt is empty"),
+    ):
+        assert main(["generate", "--target", model, "--chat", *arguments]) == 2
+        error = last_line(capsys)
+        assert said in error and SECRET not in error
+
+
+def test_a_traceback_shows_no_prompt(
+    target: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An error in the middle of decoding, with the traceback that was asked for."""
+    done = subprocess.run(
+        [
+            sys.executable, "-c",
+            "import sys\nfrom headstart import cli\nfrom headstart.infer.target import Target\n"
+            "def broken(*_, **__):\n    raise ValueError('in the middle')\n"
+            "Target.verify = broken\nsys.exit(cli.main(sys.argv[1:]))\n",
+            "generate", "--target", target, "--prompt", SECRET,
+        ],
+        cwd=ROOT, capture_output=True, text=True,
+        env={**os.environ, "HEADSTART_DEBUG": "1", "HF_TOKEN": "hf_" + "b" * 30},
+    )  # fmt: skip
+    assert done.returncode == 1 and "ValueError: in the middle" in done.stderr
+    assert "Traceback" in done.stderr
+    assert SECRET not in done.stdout + done.stderr and "hf_b" not in done.stdout + done.stderr
+
+
 def test_a_seed_repeats_a_sample(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     def sample(seed: str) -> str:
         command = ["generate", "--target", target, "--prompt", "hi", "--max-new-tokens", "16"]
@@ -166,16 +421,21 @@ def test_the_artifact_names_its_target(tmp_path: Path, monkeypatch: pytest.Monke
         manifest = SimpleNamespace(target=name)
         monkeypatch.setattr("headstart.heads.artifact.read_manifest", lambda _: manifest)
 
+    def own_target(folder: Path | str) -> str:
+        return commands._own_target(str(folder), "org/drafter")
+
     here, moved = tmp_path / "here", tmp_path / "run" / "target"
     here.mkdir()
     moved.mkdir(parents=True)
     trained_for(str(here))
-    assert cli._own_target("somewhere") == str(here)
+    assert own_target("somewhere") == str(here)
     trained_for("runs/elsewhere/target")
-    assert cli._own_target(str(tmp_path / "run" / "heads")) == str(moved)
+    assert own_target(tmp_path / "run" / "heads") == str(moved)
+    trained_for("org/model")
+    assert own_target("somewhere") == "org/model"  # on the Hub
     trained_for("runs/elsewhere/gone")
-    with pytest.raises(cli.UsageError, match="pass --target runs/elsewhere/gone"):
-        cli._own_target(str(tmp_path / "run" / "heads"))
+    with pytest.raises(commands.UsageError, match="pass --target runs/elsewhere/gone"):
+        own_target(tmp_path / "run" / "heads")
 
 
 # How it fails.
@@ -197,6 +457,9 @@ def test_the_artifact_names_its_target(tmp_path: Path, monkeypatch: pytest.Monke
         (["generate", "--target", "t", "--prompt", "\udcff"], "--prompt: not valid UTF-8"),
         (["generate", "--target", "t", "--file", "none.txt"], "none.txt"),
         (["generate", "--target", "t", "--file", "latin.txt"], "latin.txt: not valid UTF-8"),
+        (["generate", "--target", "t", "--file", "empty.txt"], "empty.txt: the prompt is empty"),
+        (["generate", "--target", "t", "--file", "."], "Is a directory"),
+        (["generate", "--chat", "--target", "t", "--file", "none.jsonl"], "none.jsonl"),
         (["generate", "--prompt", "a", "--file", "b"], "not allowed with"),
         (["generate", "--target", "t", "--prompt", "x", "--top-p", "0.9"], "--temperature"),
         (["generate", "--temperature", "nan"], "found 'nan', expected a finite number from 0"),
@@ -209,6 +472,15 @@ def test_the_artifact_names_its_target(tmp_path: Path, monkeypatch: pytest.Monke
         (["bench", "--target", "t"], "--prompts"),
         (["bench", "--target", "t", "--prompts", "none.txt"], "none.txt"),
         (["bench", "--target", "t", "--prompts", "empty.txt"], "empty.txt: no prompts found"),
+        (["bench", "--target", "t", "--prompts", "latin.txt"], "latin.txt line 1: not UTF-8"),
+        (["bench", "--target", "t", "--prompts", "bad.jsonl"], "bad.jsonl line 2: not valid JSON"),
+        (["bench", "--target", "t", "--prompts", "x.csv"], "x.csv"),
+        (["inspect"], "ARTIFACT"),
+        (["inspect", "./no-such-folder"], "no-such-folder"),
+        (["inspect", "."], "headstart.json"),
+        (["push", "."], "ORG/NAME"),
+        (["push", ".", "name"], "expected ORG/NAME"),
+        (["push", ".", "org/name"], "headstart.json"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -221,6 +493,7 @@ def test_a_mistake_is_one_line(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"prompt"\n')
     assert main(arguments) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -269,9 +542,9 @@ def test_tokens_and_passwords_are_blanked() -> None:
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     program = (
-        "import sys, headstart.cli as cli\n"
+        "import sys\nfrom headstart import cli, commands\n"
         "def long(_):\n    [print('x' * 80) for _ in range(100_000)]\n    return 0\n"
-        "cli._train = long\n"
+        "commands.train = long\n"
         "sys.exit(cli.main(['train', 'quickstart']))\n"
     )
     process = subprocess.Popen(

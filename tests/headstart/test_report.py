@@ -7,7 +7,15 @@ from typing import Any
 
 import pytest
 
-from headstart.report import KEYS, next_commands, print_next_steps, print_table, remarks, to_json
+from headstart.report import (
+    KEYS,
+    next_commands,
+    print_comparison,
+    print_next_steps,
+    print_table,
+    remarks,
+    to_json,
+)
 
 REPORT: dict[str, Any] = {
     "tau": 2.5,
@@ -116,3 +124,22 @@ def test_the_document_is_strict_json() -> None:
     assert list(document) == list(KEYS)
     assert document["acceptance_by_depth"] == [0.75, 0.5, None]
     assert document["speedup_vs_plain"] == {"median": 1.5, "min": 1.25, "max": 2.0}
+
+
+def test_the_comparison_has_a_line_for_each_run() -> None:
+    slow = REPORT | {
+        "tree": "sparse:" + "/".join("9" * 12),
+        "rule": "coupled",
+        "tau": 1.0,
+        "identical_to_plain": False,
+        "identical_to_generate": None,
+    }
+    out = io.StringIO()
+    print_comparison([REPORT, slow], out, "headstart bench")
+    text = out.getvalue()
+    assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
+    rows = [line.split() for line in text.splitlines()]
+    assert ["cartesian:2,1,1", "greedy", "8", "2.50", "3.25", "1.50", "1.75", "yes"] in rows
+    assert any(row[1:] == ["coupled", "8", "1.00", "3.25", "1.50", "1.75", "NO"] for row in rows)
+    assert "The outputs differ" in text
+    assert line(text, "prompts") == "24, 3,072 tokens"

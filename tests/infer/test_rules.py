@@ -139,7 +139,7 @@ def test_accept_against_a_walk(seed: int) -> None:
 def text_of(rows: int, length: int = 6) -> Text:
     ids = torch.zeros(rows, 32, dtype=torch.long)
     ids[:, :length] = torch.randint(1, 8, (rows, length))
-    return Text(ids, torch.full((rows,), length), np.full(rows, length))
+    return Text(ids, length)
 
 
 def test_greedy_choices_are_the_argmax() -> None:
@@ -210,7 +210,9 @@ def test_rows_of_different_length_are_processed_apart() -> None:
             return scores + input_ids[:, -1:] + 100 * input_ids.shape[1]
 
     ids = torch.arange(24).view(3, 8)
-    text = Text(ids, torch.tensor([3, 5, 3]), np.array([3, 5, 3]))
+    text = Text(ids, 3)
+    text.lengths = torch.tensor([3, 5, 3])
+    text.hear(np.array([0, 2, 0]))
     sampling = Sampling(None, LogitsProcessorList([Last()]))
     found = text.process(sampling, 1, torch.zeros(3, 2))
     assert found.tolist() == [[403.0] * 2, [613.0] * 2, [419.0] * 2]

@@ -1,5 +1,6 @@
 """The public face: what `generate` hands over is obeyed; what cannot be is refused in a line."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -317,3 +318,20 @@ def test_no_gradient_and_no_change_to_the_target() -> None:
     out = speculator(ids).generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert not out.requires_grad
     assert all(torch.equal(before[k], v) for k, v in tiny("llama").state_dict().items())
+
+
+def test_a_dropped_speculator_leaves_no_hook_on_the_target() -> None:
+    ids, _ = prompts([6])
+    model = tiny("llama")
+    kinds = ("_forward_hooks", "_forward_pre_hooks")
+
+    def hooks() -> int:
+        return sum(len(getattr(module, kind)) for module in model.modules() for kind in kinds)
+
+    assert hooks() == 0
+    ours = speculator(ids)
+    ours.generate(ids, max_new_tokens=4, do_sample=False)
+    assert hooks() == 2  # one for each feature layer of the drafter
+    del ours
+    gc.collect()
+    assert hooks() == 0

@@ -2,6 +2,7 @@
 
 import math
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -92,8 +93,8 @@ def test_without_a_label_the_loss_is_zero_and_reaches_every_parameter() -> None:
 
 
 def medusa(output: str) -> Medusa:
-    trimmed = {"draft_vocab_size": 8} if output == "trimmed" else {}
-    config = MedusaConfig(hidden_size=6, vocab_size=11, heads=3, output=output, **trimmed)
+    options: dict[str, Any] = {"output": output, "draft_vocab_size": 8 * (output == "trimmed")}
+    config = MedusaConfig(hidden_size=6, vocab_size=11, heads=3, **options)
     drafter = Medusa(config)
     layer = nn.Linear(6, 11, bias=False).requires_grad_(False)
     target = SimpleNamespace(get_output_embeddings=lambda: layer)

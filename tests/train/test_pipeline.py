@@ -90,7 +90,7 @@ def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
     assert manifest.family == "medusa" and manifest.target == str(artifact.parent / "target")
     assert manifest.recipe == json.loads(json.dumps(recipe.to_dict()))
 
-    target = AutoModelForCausalLM.from_pretrained(manifest.target)
+    target: Any = AutoModelForCausalLM.from_pretrained(manifest.target)
     tokenizer = AutoTokenizer.from_pretrained(manifest.target)
     drafter = load_drafter(artifact, target, tokenizer)
     tree = StaticTree.parse(str(artifact / "tree.json"))

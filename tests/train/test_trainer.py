@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from tests.train.counting import SIZE, counting_drafter, counting_rows, counting_target
 from torch import Tensor
 
 from headstart.heads import Drafter
@@ -28,6 +27,7 @@ from headstart.train.trainer import (
     training_arguments,
 )
 from headstart.train.validate import measure_tau
+from tests.train.counting import SIZE, counting_drafter, counting_rows, counting_target
 
 SPEC = Train(learning_rate=3e-2, batch_size=4, max_steps=12, eval_every=4)
 
@@ -71,7 +71,7 @@ def test_labels_fit_the_decode_loop(off_by: int) -> None:
     drafter = counting_drafter(target, heads=3, off_by=off_by)
     with torch.no_grad():
         assert drafter.output is not None
-        drafter.output *= 10  # so that a right answer costs next to nothing
+        drafter.output.mul_(10)  # so that a right answer costs next to nothing
     tokens = counting_rows(4, 16)
     loss = DraftedTarget(target, drafter, 0.8)(
         torch.arange(4), tokens, torch.ones_like(tokens, dtype=torch.bool)
@@ -191,8 +191,8 @@ def test_accumulation_does_not_change_the_steps(
         spec = replace(SPEC, batch_size=batch, gradient_accumulation=accumulation, max_steps=1)
         run = trainer(tmp_path / f"{batch}", spec)
         # Rows with different numbers of labels, the case in which a mean of means is wrong.
-        run.train_dataset.written[::2, 6:] = False
-        run.train_dataset.written[1] = False
+        run.rows.written[::2, 6:] = False
+        run.rows.written[1] = False
         report = run.fit()
         return report["train_loss"], weights(run.pair.drafter)
 
@@ -205,8 +205,9 @@ def test_accumulation_does_not_change_the_steps(
 
 def test_the_cache_holds_what_the_target_computes(tmp_path: Path) -> None:
     target = counting_target()
-    pair = DraftedTarget(target, fresh_drafter(target), 0.8)
-    torch.nn.init.normal_(pair.drafter.weight)  # as it starts, every token costs the same
+    drafter = fresh_drafter(target)
+    pair = DraftedTarget(target, drafter, 0.8)
+    torch.nn.init.normal_(drafter.weight)  # as it starts, every token costs the same
     data = rows(20)
     assert not pair.fill_cache(data, limit=0.001) and pair.cache is None
     batch = torch.stack([data[i]["tokens"] for i in (3, 18)])

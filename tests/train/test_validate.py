@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tests.train.counting import SIZE, counting_drafter, counting_rows, counting_target
 from torch import Tensor
 
 from headstart.heads.medusa import Medusa
@@ -18,6 +17,7 @@ from headstart.train.validate import (
     measure_tau,
     write_text,
 )
+from tests.train.counting import SIZE, counting_drafter, counting_rows, counting_target
 
 DOCUMENTS = [
     Document(str(n), " ".join(f"word{n} {n * k}" for k in range(12 * (n + 1)))) for n in range(6)
@@ -44,7 +44,7 @@ def test_prompts_are_disjoint_windows_of_different_documents() -> None:
     assert all(torch.equal(a, b) for a, b in zip(bench, again, strict=True))
     other = held_out_prompts(tokenizer, DOCUMENTS, 8, 10, seed=2)
     assert not all(torch.equal(a, b) for a, b in zip(bench, other, strict=True))
-    with pytest.raises(ValidationError, match="expected 10000; raise corpus.held_out"):
+    with pytest.raises(ValidationError, match=r"expected 10000; raise corpus\.held_out"):
         held_out_prompts(tokenizer, DOCUMENTS, 10_000, 10)
 
 
@@ -60,11 +60,11 @@ def test_ranks_fit_the_decode_loop() -> None:
     target = counting_target()
     drafter = second_best(counting_drafter(target, heads=3), head=2)
     prompts = list(counting_rows(2, 5))
-    for tokens, features in write_text(target, drafter, prompts, 12):
-        ranks = measure_ranks(drafter, tokens, features, prefix=5)
-        # Positions 4 … 12: the last with a label for each of three heads, among 17 tokens.
-        assert ranks.tolist() == [[0, 1, 0]] * 9
-    tree = StaticTree(best_tree([ranks], nodes=4))
+    text = write_text(target, drafter, prompts, 12)
+    ranks = [measure_ranks(drafter, *row, prefix=5) for row in text]
+    # Positions 4 … 12: the last with a label for each of three heads, among 17 tokens.
+    assert [row.tolist() for row in ranks] == [[[0, 1, 0]] * 9] * 2
+    tree = StaticTree(best_tree(ranks, nodes=4))
     assert tree.paths == ((0,), (0, 1), (0, 1, 0))
     measured = measure_tau(target, drafter, tree, "greedy", prompts, 13)
     assert measured == {"tau": 4.0, "acceptance_by_depth": [1.0, 1.0, 1.0]}

@@ -1,0 +1,51 @@
+"""Scores and logits of the text, as `generate` returns them, kept beside the decode loop."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Record:
+    """What the target said about each emitted token, round by round.
+
+    Args:
+        scores: keep the processed scores; logits: keep the raw logits. Both in float32.
+    """
+
+    def __init__(self, scores: bool, logits: bool):
+        self.wanted = {"scores": scores, "logits": logits}
+        self._rounds: list[tuple[Tensor, dict[str, Tensor]]] = []
+
+    def add(self, path: Tensor, count: Tensor, **found: Tensor) -> None:
+        """Note a round: of `scores` and `logits` [B, N, V], the nodes of the accepted path [B, A].
+
+        Args:
+            count: [B], how many of the path's entries emitted a token.
+        """
+        kept = {}
+        for name, values in found.items():
+            if self.wanted[name]:
+                index = path.unsqueeze(-1).expand(-1, -1, values.shape[-1])
+                kept[name] = values.gather(1, index).float()  # [B, A, V]
+        self._rounds.append((count, kept))
+
+    def steps(self, name: str, new: int, pad: int) -> tuple[Tensor, ...] | None:
+        """One [B, V] per new token, or None when they were not wanted.
+
+        A row that has ended gets rows of -inf with 0 at the padding token, a certain choice of it.
+        """
+        if not self.wanted[name]:
+            return None
+        batch, _, vocab = self._rounds[0][1][name].shape
+        first = self._rounds[0][1][name]
+        out = torch.full((new, batch, vocab), -torch.inf, device=first.device)
+        out[:, :, pad] = 0
+        start = torch.zeros(batch, dtype=torch.long, device=first.device)
+        for count, kept in self._rounds:
+            steps = torch.arange(kept[name].shape[1], device=first.device)
+            at = start.unsqueeze(1) + steps  # [B, A]
+            row, step = ((steps < count.unsqueeze(1)) & (at < new)).nonzero(as_tuple=True)
+            out[at[row, step], row] = kept[name][row, step]
+            start = start + count
+        return out.unbind(0)
