@@ -100,19 +100,11 @@ def _public_name(manifest: Manifest, given: str | None) -> str:
 
 
 def _card(body: str, manifest: Manifest, target: str, repository: str, license: str | None) -> str:
-    name, revision = split_revision(repository)
     if not body.strip():
         body = (
             f"# A {manifest.family} drafter for `{target}`\n\n```python\nimport headstart\n\n"
             f"speculator = headstart.load({target!r}, {_HERE})\n```\n"
         )
-    # The tree lies beside the weights; `load` wants a file.
-    at = f", revision={revision!r}" if revision else ""
-    fetch = f'tree=hf_hub_download("{name}", "{TREE}"{at})'
-    if f'{_HERE}, tree="{TREE}"' in body:
-        body = body.replace(f'tree="{TREE}"', fetch)
-        line = "import headstart\n"
-        body = body.replace(line, f"{line}from huggingface_hub import hf_hub_download\n", 1)
     body = body.replace(_HERE, f'"{repository}"')
     try:
         card = ModelCard(body if body.startswith("---") else f"---\n{{}}\n---\n\n{body}")

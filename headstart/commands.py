@@ -204,10 +204,9 @@ def _load(options: argparse.Namespace) -> Speculator:
     }
     with _quiet_stdout():
         if options.drafter is not None:
-            from headstart.heads.artifact import artifact_folder, read_tree
+            from headstart.heads.artifact import artifact_folder
 
             drafter, options.drafter = options.drafter, str(artifact_folder(options.drafter))
-            given.setdefault("tree", read_tree(options.drafter))
             if options.target is None:
                 options.target = _own_target(options.drafter, drafter)
         elif options.target is None:

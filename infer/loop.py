@@ -372,16 +372,15 @@ class Decoding:
                 f"row {row} has used all {self._context} positions of the target after "
                 f"{written[row]} new tokens; set max_new_tokens to at most that."
             )
-        if (broken := last.nodes < 0).any():
-            if (broken & active).any() and self.drafter is not None:
-                warnings.warn(
-                    f"{type(self.drafter).__name__} proposed NaN or infinite logits; decoding goes "
-                    "on without it, more slowly: check its weights and dtype.",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
-                self.drafter = None
-                self.policy = _ROOT_ONLY
+        if ((last.nodes < 0) & active).any() and self.drafter is not None:
+            warnings.warn(
+                f"{type(self.drafter).__name__} proposed NaN or infinite logits; decoding goes on "
+                "without it, more slowly: check its weights and dtype.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            self.drafter = None
+            self.policy = _ROOT_ONLY
 
     def _hold(self, met: Tensor, count: Tensor, steps: Tensor) -> None:
         """Note in `_held` where each row's criteria first held, without ending the row."""

@@ -25,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import Drafter, OptionError, Sampling, load_drafter
+from headstart.heads.artifact import read_tree
 from headstart.heads.core import row_seeds
 
 from .loop import Decoding, Emitted, Stats
@@ -316,6 +317,7 @@ def load(
     Args:
         target: a model, or the folder or Hub name of one (its tokenizer is then loaded too).
         drafter: a drafter, or the folder or Hub name of an artifact; None decodes plainly.
+        tree: see `Speculator`; None takes the tree that the artifact was measured with.
         options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
 
     Raises:
@@ -328,5 +330,6 @@ def load(
     else:
         model = target
     if isinstance(drafter, str | Path):
+        tree = read_tree(drafter) if tree is None else tree
         drafter = load_drafter(drafter, model, tokenizer)
     return Speculator(model, drafter, tree=tree, rule=rule, tokenizer=tokenizer)

@@ -31,7 +31,7 @@ from headstart.heads import (
     load_drafter,
     save_drafter,
 )
-from headstart.heads.artifact import tokenizer_hash
+from headstart.heads.artifact import TREE, tokenizer_hash
 from headstart.infer import Speculator, StaticTree
 
 from .corpus import build_corpus, load_documents
@@ -43,9 +43,6 @@ from .trainer import DraftedTarget, DrafterTrainer, training_arguments
 from .validate import Validation, held_out_prompts
 
 logger = logging.getLogger(__name__)
-
-TREE = "tree.json"
-"""In the artifact: the rank paths that the drafter was validated with."""
 
 
 def train(recipe: Recipe, fresh: bool = False) -> Path:
@@ -329,7 +326,7 @@ same kind, and less on text unlike `{recipe.corpus.source}`, which it was traine
 ```python
 import headstart
 
-speculator = headstart.load({manifest.target!r}, "PATH OF THIS FOLDER", tree="{TREE}")
+speculator = headstart.load({manifest.target!r}, "PATH OF THIS FOLDER")
 ```
 
 It works with this target alone (fingerprint `{manifest.target_fingerprint[:12]}`), and loading

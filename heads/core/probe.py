@@ -72,10 +72,13 @@ def check_tree(
 def tolerance(dtype: torch.dtype) -> float:
     """The largest difference that passes for rounding, in standard deviations of the logits.
 
-    >>> [tolerance(dtype) for dtype in (torch.float64, torch.float32, torch.bfloat16)]
-    [0.001, 0.001, 0.125]
+    Deep random models, which magnify rounding more than trained ones, stay below 0.4 of it.
+    Float32 gets room for the ten bits of TF32.
+
+    >>> [round(tolerance(dtype), 3) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    [0.01, 0.044, 0.125]
     """
-    return max(1e-3, 16 * torch.finfo(dtype).eps)
+    return max(0.01, (2 * torch.finfo(dtype).eps) ** 0.5)
 
 
 def _spread(logits: Tensor) -> Tensor:

@@ -25,6 +25,9 @@ MIXED: dict[str, Any] = {
     "num_hidden_layers": 3,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
 }
+NAN_WHEN_PADDED = {"gemma2"}
+"""Eager attention takes its softmax in float32, where float64's lowest value is minus infinity, so
+rows of padding become NaN in `generate`; what it writes without padding is the measure then."""
 PADDED_FROM = 52
 """Where the padded vocabulary's spare rows begin."""
 
@@ -156,6 +159,9 @@ def forget_models() -> Iterator[None]:
 def reference(name: str, row: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Prompts, mask, and what `generate` writes after them, [B, NEW]; of one row, or of all."""
     ids, mask = prompts(LENGTHS)
+    if row is None and name in NAN_WHEN_PADDED:
+        rows = [reference(name, alone)[2] for alone in range(len(LENGTHS))]
+        return ids, mask, torch.cat(rows)
     if row is not None:
         length = LENGTHS[row]
         ids, mask = ids[row : row + 1, -length:], mask[row : row + 1, -length:]

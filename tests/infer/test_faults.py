@@ -101,6 +101,14 @@ def test_3_exact_counts(new: int) -> None:
         assert torch.equal(out, free[:, : 9 + new])
 
 
+def made(options: dict[str, Any]) -> GenerationConfig:
+    """A config as it can be set, but not be made, since making it checks the values."""
+    config = GenerationConfig()
+    for name, value in options.items():
+        setattr(config, name, value)
+    return config
+
+
 @pytest.mark.parametrize("source", ["call", "config", "model"])
 def test_3_no_new_token(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`generate` refuses it, whoever decodes; the speculator's own `generate` writes nothing."""
@@ -110,9 +118,9 @@ def test_3_no_new_token(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match="must be greater than 0"):
             tiny("llama").generate(ids, **masked, **none, **more)
     if source == "config":
-        none = {"generation_config": GenerationConfig(**none)}
+        none = {"generation_config": made(none)}
     elif source == "model":
-        monkeypatch.setattr(tiny("llama"), "generation_config", GenerationConfig(**none))
+        monkeypatch.setattr(tiny("llama"), "generation_config", made(none))
         none = {}
     assert torch.equal(ours.generate(ids, **masked, **none), ids)
     assert ours.stats.tokens == ours.stats.rounds == 0
@@ -121,7 +129,7 @@ def test_3_no_new_token(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
         out = ours.generate(ids[:1], **none, streamer=streamer, return_dict_in_generate=True)
         assert torch.equal(out.sequences, ids[:1])
         assert streamer.tokens == ids[0].tolist() and streamer.ended == 1
-        several = ours.generate(ids, **masked, **none, do_sample=True, num_return_sequences=2)
+        several = ours.generate(ids, **masked, **none, num_return_sequences=2)
         assert torch.equal(several, ids.repeat_interleave(2, 0))
 
 
@@ -210,10 +218,15 @@ def test_6_rows_that_accept_different_counts() -> None:
     ids, masked, free = greedy(LENGTHS)
     ours = speculator(free, 9, shape="cached", tree="cartesian:2,2,1")
     assert torch.equal(ours.generate(ids, **base(**masked)), free)
-    emitted = [emitted.tolist() for emitted, _ in ours.stats._rounds]
-    assert any(len({count for count in row if count}) > 1 for row in emitted)
+    drafter = make("cached", tiny("llama"), pad(free[:, 9:], (0, 8)))
+    decoding, ragged = decoding_of(tiny("llama"), drafter, "cartesian:2,2,1"), False
+    with torch.no_grad():
+        decoding.prefill(ids, masked["attention_mask"], NEW)
+        while not decoding.finished:
+            ragged |= len({count for count in decoding.round().count.tolist() if count}) > 1
+    assert ragged and torch.equal(decoding.sequences, free)
     for row, length in enumerate(LENGTHS):
-        alone, _, _ = greedy(LENGTHS)[0][row : row + 1, -length:], 0, 0
+        alone = ids[row : row + 1, -length:]
         own = speculator(free[row : row + 1], 9, shape="cached", tree="cartesian:2,2,1")
         assert torch.equal(own.generate(alone, **base())[0, length:], free[row, 9:])
 
@@ -285,9 +298,7 @@ def test_10_temperature_near_zero_is_greedy(temperature: float, source: str) -> 
     options = base(do_sample=True, temperature=temperature)
     ours = speculator(free, 9, shape="cached", tree="cartesian:3,2,1")
     if source == "config":
-        config = GenerationConfig()
-        for name, value in options.items():
-            setattr(config, name, value)
+        config = made(options)
         out = ours.generate(ids, generation_config=config, **masked)
         assert config.temperature == temperature and config.do_sample
     else:
@@ -430,6 +441,7 @@ def test_13_nan_in_the_targets_logits(forward: int, how: str, tree: str) -> None
     assert f"token {forward + 1} " in one_line(caught.value) or how == "greedy"
 
 
+@pytest.mark.filterwarnings("ignore:Medusa proposed NaN")  # it borrows the spoilt output layer
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_13_scores_that_are_no_distribution(bad: float) -> None:
     """Sampling from them raises in `generate` too; greedy decoding takes an infinity as the best.
@@ -457,6 +469,7 @@ def test_13_scores_that_are_no_distribution(bad: float) -> None:
         ours.generate(ids, **sampled, **nothing)
 
 
+@pytest.mark.filterwarnings("ignore:Medusa proposed NaN")
 def test_13_invalid_values_may_be_removed() -> None:
     """`remove_invalid_values` asks for going on, and the text is `generate`'s."""
     ids, masked, _ = greedy(LENGTHS)
@@ -475,12 +488,11 @@ def test_15_padded_vocabulary() -> None:
     model = short("llama", 64)
     known = VOCAB - 14
     with torch.no_grad():
-        model.lm_head.weight[known:] = 0  # what padding with zeros leaves: logits of 0 …
-        model.lm_head.weight[:known] += 5 * model.model.norm.weight  # … below all others, or nearly
+        model.lm_head.weight[known:] = 0  # logits of 0, below the best true ones
     ids, mask = prompts(LENGTHS)
     ids = ids % known
     plain: dict[str, Any] = {"do_sample": False}
-    drawn: dict[str, Any] = {"do_sample": True, "seed": 5, "top_k": 0, "temperature": 2.0}
+    drawn: dict[str, Any] = {"do_sample": True, "seed": 5, "top_k": 4}
     options = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0}
     for sampled in (plain, drawn):
         expected = Speculator(model).generate(ids, **options, **sampled)

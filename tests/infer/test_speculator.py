@@ -183,8 +183,6 @@ def call(**options: Any) -> Any:
 
 REFUSED: dict[str, tuple[dict, str]] = {
     "beams": ({"num_beams": 2}, "num_beams"),
-    "scores": ({"return_dict_in_generate": True, "output_scores": True}, "output_scores"),
-    "logits": ({"return_dict_in_generate": True, "output_logits": True}, "output_logits"),
     "hidden": ({"return_dict_in_generate": True, "output_hidden_states": True}, "hidden_states"),
     "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "attentions"),
     "greedy sampling": ({"rule": "greedy", "do_sample": True}, "rule 'greedy' with do_sample"),
@@ -208,7 +206,8 @@ def test_no_new_token_is_an_error_as_in_generate() -> None:
     with pytest.raises(ValueError):
         tiny("llama").generate(ids, max_new_tokens=0)
     with pytest.raises(ValueError):
-        call(max_new_tokens=0)
+        tiny("llama").generate(ids, max_new_tokens=0, custom_generate=Speculator(tiny("llama")))
+    assert torch.equal(call(max_new_tokens=0), ids)
 
 
 def test_another_model_is_refused() -> None:
