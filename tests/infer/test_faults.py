@@ -349,6 +349,7 @@ class Sick(Heads):
     def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Any:
         step = super().begin(state, features, tokens, count)
         logits = step.logits
+        assert logits is not None
         if self.calls >= self.since:
             logits[self.row] = logits[self.row].index_fill(
                 -1, torch.arange(VOCAB if self.whole else 1), self.bad
