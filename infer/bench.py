@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,28 +30,27 @@ _REPLAYED_PROMPTS = 8
 """Prompts whose forwards are replayed alone to find the loop's own cost."""
 
 
-class Clock(BaseStreamer):
-    """A streamer that notes when tokens arrive: first comes the prompt, last the end."""
+class Timed(NamedTuple):
+    """One run of one contender: text [1, P + new], seconds until its first token, and after it."""
+
+    text: Tensor
+    prefill: float
+    decode: float
+
+
+class _Clock(BaseStreamer):
+    """A streamer that notes when `generate` hands over its first token."""
 
     def __init__(self) -> None:
-        self.begun = time.perf_counter()
-        self.times: list[float] = []
+        self.calls, self.first = 0, 0.0
 
     def put(self, value: Tensor) -> None:
-        self.times.append(time.perf_counter())
+        self.calls += 1
+        if self.calls == 2:  # the prompt comes before it
+            self.first = time.perf_counter()
 
     def end(self) -> None:
-        self.times.append(time.perf_counter())
-
-    @property
-    def prefill(self) -> float:
-        """Seconds until the first token."""
-        return self.times[1] - self.begun
-
-    @property
-    def decode(self) -> float:
-        """Seconds from the first token to the end."""
-        return self.times[-1] - self.times[1]
+        pass
 
 
 @dataclass
@@ -62,11 +61,11 @@ class Runs:
     prefill: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
-    def note(self, clock: Clock, tokens: list[int]) -> None:
-        """Keep one run."""
-        self.decode.append(clock.decode)
-        self.prefill.append(clock.prefill)
-        self.tokens = tokens
+    def note(self, run: Timed, prompt: int) -> None:
+        """Keep one run of a prompt of so many tokens."""
+        self.decode.append(run.decode)
+        self.prefill.append(run.prefill)
+        self.tokens = run.text[0, prompt:].tolist()
 
     @property
     def seconds(self) -> float:
@@ -88,8 +87,8 @@ class Measured:
     loop_ms: float
 
 
-Contender = Callable[[Tensor, Clock], Tensor]
-"""Decodes one prompt [1, P], telling the clock, and returns prompt and text."""
+Contender = Callable[[Tensor], Timed]
+"""Decodes one prompt [1, P]."""
 
 
 def bench(
@@ -130,16 +129,23 @@ def bench(
 
     def ours(decoder: Speculator) -> Contender:
         extra = {"seed": seed} if sampled else {}
-        return lambda ids, clock: decoder.generate(ids, streamer=clock, **options, **extra)
 
-    def generate(ids: Tensor, clock: Clock) -> Tensor:
-        return speculator.model.generate(ids, streamer=clock, **options)  # type: ignore[operator]
+        def decode(ids: Tensor) -> Timed:
+            text = decoder.generate(ids, **options, **extra)
+            return Timed(text, decoder.stats.prefill_seconds, decoder.stats.decode_seconds)
+
+        return decode
+
+    def generate(ids: Tensor) -> Timed:
+        clock, begun = _Clock(), time.perf_counter()
+        text = speculator.model.generate(ids, streamer=clock, **options)  # type: ignore[operator]
+        return Timed(text, clock.first - begun, time.perf_counter() - clock.first)
 
     contenders: dict[str, Contender] = {
         "plain": ours(Speculator(speculator.model)),
         "speculator": ours(speculator),
         "generate": generate,
-        "bare": lambda ids, clock: _bare_loop(speculator.model, ids, new_tokens, clock),
+        "bare": lambda ids: _bare_loop(speculator.model, ids, new_tokens),
     }
     device = speculator.model.device
     measured = []
@@ -148,32 +154,30 @@ def bench(
         runs = {name: Runs() for name in contenders}
         for repeat in range(-1 if number == 0 else 0, repeats):
             for name, decode in contenders.items():
-                clock = Clock()
-                text = decode(ids, clock)
+                run = decode(ids)
                 if repeat >= 0:
-                    runs[name].note(clock, text[0, ids.shape[1] :].tolist())
+                    runs[name].note(run, ids.shape[1])
         stats = speculator.stats
         loop = math.nan
         if number < _REPLAYED_PROMPTS and stats.rounds:
-            replayed = _replay(speculator, lambda ids=ids: contenders["speculator"](ids, Clock()))
+            replayed = _replay(speculator, lambda ids=ids: contenders["speculator"](ids))
             loop = 1e3 * (runs["speculator"].seconds - replayed) / stats.rounds
         measured.append(Measured(runs, stats, loop))
     return _report(speculator, measured, sampled)
 
 
-def _bare_loop(model: PreTrainedModel, ids: Tensor, new_tokens: int, clock: Clock) -> Tensor:
+def _bare_loop(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> Timed:
     """The least that greedy decoding with transformers can be: a DynamicCache and an argmax."""
-    clock.put(ids)
+    begun = time.perf_counter()
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
         text = [ids, token]
-        clock.put(token)
+        first = time.perf_counter()
         for _ in range(new_tokens - 1):
             token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
             text.append(token)
-    clock.end()
-    return torch.cat(text, 1)
+    return Timed(torch.cat(text, 1), first - begun, time.perf_counter() - first)
 
 
 def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:

@@ -71,10 +71,15 @@ class Stats:
 
     Args:
         depth: D of the trees.
+
+    Attributes:
+        prefill_seconds: until the first token was there.
+        decode_seconds: from the first token to the last; what a streamer did with them counts too.
     """
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
+        self.prefill_seconds = self.decode_seconds = 0.0
         self._rounds: list[Emitted] = []
 
     def add(self, emitted: Emitted) -> None:
@@ -314,7 +319,8 @@ class Decoding:
             count = torch.minimum(count, self._context - self.lengths)
         stopped = None
         if self.text.ends is not None:
-            count, stopped = _cut_at(self.text.ends[tokens], count, steps)
+            ends = self.text.ends.index_select(0, tokens.flatten().clamp(min=0))
+            count, stopped = _cut_at(ends.view_as(tokens), count, steps)
         if self.criteria:
             met = self._ask_criteria(count, len(steps))
             if self._held is not None:
@@ -348,11 +354,13 @@ class Decoding:
         self.text.hear(self._last.count)
         if len(count) == 1:
             self.longest += int(host[0])
+            odd = min(host[1], host[2 + host[0]])  # the nodes, and the last token
         else:
             reached = self.text.host_lengths - self._host_pads
             self.longest = int(reached.max()) - 1
             self._even = int(reached.min()) == self.longest + 1
-        if host.min() < 0 or (self._context is not None and self.longest >= self._context):
+            odd = host.min()  # of whatever, to be looked at
+        if odd < 0 or (self._context is not None and self.longest >= self._context):
             self._inspect(self._last)
         return self._last
 
@@ -410,6 +418,8 @@ def _cut_at(ends: Tensor, count: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]
     Returns:
         The new count, and which rows ended, both [B].
     """
+    if len(steps) == 1:
+        return count, ends.squeeze(1) & (count > 0)
     ends = ends & (steps < count.unsqueeze(1))
     stopped = ends.any(1)
     first = ends.byte().argmax(1) + 1

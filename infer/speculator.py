@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -252,9 +253,14 @@ class Speculator:
 
 def run(decoding: Decoding, ids: Tensor, mask: Tensor, new_tokens: int) -> Iterator[Emitted]:
     """Prefill and decode until every row has ended, yielding what each step emits."""
-    yield decoding.prefill(ids, mask, new_tokens)
+    begun = time.perf_counter()
+    first = decoding.prefill(ids, mask, new_tokens)
+    decoding.stats.prefill_seconds = time.perf_counter() - begun
+    yield first
+    begun = time.perf_counter()
     while not decoding.finished:
         yield decoding.round()
+    decoding.stats.decode_seconds = time.perf_counter() - begun
 
 
 def _pad(config: GenerationConfig, eos: Sequence[int]) -> int:
