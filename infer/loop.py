@@ -21,7 +21,7 @@ from headstart.heads import DecodingError, Drafter, OptionError, Sampling, Step,
 from .policies import Committed, Policy, StaticTree
 from .record import Record
 from .rules import Accepted, Text, accept_matches, target_choices
-from .target import _LIVE_STEP, Target
+from .target import Target
 
 _ROOT_ONLY = StaticTree([])
 
@@ -278,7 +278,7 @@ class Decoding:
         """Make room for half as many tokens again; twice as many would cost too much memory."""
         more = max(_ROOM, self.longest // 2)
         slots = min(self.longest + more + self.policy.nodes, self._most)
-        self.target.cache.reserve(-(-slots // _LIVE_STEP) * _LIVE_STEP)
+        self.target.reserve(slots)
         self._ample = self.longest + more - 1
         missing = self._columns() - self.text.ids.shape[1]
         self.text.ids = torch.nn.functional.pad(self.text.ids, (0, missing), value=self.pad)

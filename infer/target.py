@@ -61,8 +61,8 @@ class Target:
         Returns:
             Logits [B, V] after each row's last token, and features [B, T, F].
         """
-        capacity = max(-(-capacity // _LIVE_STEP) * _LIVE_STEP, tokens.shape[1])
-        self.cache = SlabCache(self.shapes, tokens.shape[0], capacity)
+        capacity = max(capacity, tokens.shape[1])
+        self.cache = SlabCache(self.shapes, tokens.shape[0], _in_steps(capacity))
         logits = prefill_forward(self.model, self.cache, tokens, counts)
         return logits, self._features(tokens)
 
@@ -79,8 +79,7 @@ class Target:
         Returns:
             Logits [B, N, V] and features [B, N, F].
         """
-        live = -(-(longest + tree.nodes) // _LIVE_STEP) * _LIVE_STEP
-        self.cache.reserve(live)
+        live = self.reserve(longest + tree.nodes)
         unmasked = even and tree.nodes == 1
         if unmasked:
             live = longest + 1
@@ -103,6 +102,12 @@ class Target:
         )
         return logits, self._features(tree.tokens)
 
+    def reserve(self, slots: int) -> int:
+        """Make room for so many slots a row; returns them rounded up to the step they grow in."""
+        slots = _in_steps(slots)
+        self.cache.reserve(slots)
+        return slots
+
     def commit(self, path: Tensor) -> None:
         """Keep the keys and values of the last tree's `path` [B, A] (nodes from the root on).
 
@@ -114,3 +119,7 @@ class Target:
         if self.tap is None:
             return torch.empty(*tokens.shape, 0, device=tokens.device)
         return self.tap.take()
+
+
+def _in_steps(slots: int) -> int:
+    return -(-slots // _LIVE_STEP) * _LIVE_STEP

@@ -28,11 +28,10 @@ from headstart.heads import (
     Manifest,
     family,
     fingerprint,
-    load_drafter,
     save_drafter,
 )
 from headstart.heads.artifact import TREE, tokenizer_hash
-from headstart.infer import Speculator, StaticTree
+from headstart.infer import StaticTree, load
 
 from .corpus import build_corpus, load_documents
 from .distill import Rows, distill, summary
@@ -160,9 +159,7 @@ class _Run:
 
         def measure(folder: Path) -> dict[str, Any]:
             model, tokenizer = self._target(target)
-            drafter = load_drafter(artifact.folder, model, tokenizer)
-            tree = StaticTree.parse(str(artifact.folder / TREE))
-            speculator = Speculator(model, drafter, tree=tree, rule=decode.rule)
+            speculator = load(model, artifact.folder, tokenizer=tokenizer, rule=decode.rule)
             prompts = held_out_prompts(
                 tokenizer, load_documents(corpus.folder, "held_out"), decode.prompts,
                 decode.prefix_tokens, self.recipe.seed,
