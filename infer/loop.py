@@ -18,10 +18,12 @@ from transformers import StoppingCriteriaList
 
 from headstart.heads import DecodingError, Drafter, OptionError, Sampling, Step, TokenTree
 
-from .policies import Committed, Policy, StaticTree
+from .choices import matching
+from .policies import Children, Committed, Expansion, Policy, StaticTree
 from .record import Record
-from .rules import Accepted, Text, accept_matches, target_choices
+from .rules import Rule
 from .target import Target
+from .verified import Accepted, Text, Verified
 
 _ROOT_ONLY = StaticTree([])
 
@@ -152,7 +154,8 @@ class Decoding:
         drafter: bound to the same model, or None for plain decoding.
         policy: grows the tree; a root-only tree is plain decoding.
         sampling: seeds and processors; see `Sampling`.
-        coupled: whether the drafter's children share the target's noise.
+        rule: accepts, see `RULES`.
+        expansion: how the drafter's children are chosen, see `Children`.
         eos: token ids that end a row.
         criteria: further stopping criteria, called after every token as `generate` calls them.
         pad: token id written after a row's end.
@@ -166,15 +169,16 @@ class Decoding:
         policy: Policy,
         sampling: Sampling,
         *,
-        coupled: bool = False,
+        rule: Rule = matching,
+        expansion: Expansion = "topk",
         eos: Sequence[int] = (),
         criteria: StoppingCriteriaList | None = None,
         pad: int = 0,
         record: Record | None = None,
     ):
         self.target, self.drafter, self.policy, self.sampling = target, drafter, policy, sampling
-        self.record = record
-        self.noise = sampling if coupled and sampling.seeds is not None else None
+        self.record, self.rule = record, rule
+        self.children = Children(expansion, sampling)
         self.eos, self.criteria, self.pad = list(eos), criteria, pad
         self._read = bool(criteria or sampling.processors)  # whether somebody reads the text
         self.stats = Stats(policy.max_depth)
@@ -256,7 +260,7 @@ class Decoding:
         if drafter is not None and (self._round < 16 or self._round % 8 == 0):
             drafter = self._watch = _Watch(drafter)
         self._round += 1
-        tree = self.policy.grow(drafter, self.state, self.committed, self.noise)
+        tree = self.policy.grow(drafter, self.state, self.committed, self.children)
         logits, features = self.target.verify(tree, self.lengths, self.longest, self._even)
         emitted = self._accept(tree, logits, features)
         self.stats.add(emitted)
@@ -264,8 +268,8 @@ class Decoding:
 
     def _accept(self, tree: TokenTree, logits: Tensor, features: Tensor) -> Emitted:
         scores = None if self.record is None else []
-        choices = target_choices(tree, logits, self.sampling, self.lengths, self.text, scores)
-        accepted = accept_matches(tree, choices)
+        verified = Verified(tree, logits, self.sampling, self.lengths, self.text, scores)
+        accepted = self.rule(verified)
         if not self.policy.in_place and tree.nodes > 1:
             self.target.commit(accepted.path)
         emitted = self._emit(accepted, features)

@@ -8,12 +8,13 @@ tokens (`topk`), or the best after the noise that the target will use has been a
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -38,6 +39,24 @@ class Committed:
     lengths: Tensor
 
 
+Expansion = Literal["topk", "coupled", "with_replacement", "without_replacement"]
+
+
+@dataclass(frozen=True)
+class Children:
+    """How a node's children are chosen from the drafter's proposals.
+
+    Attributes:
+        expansion: `topk` takes the best tokens; `coupled` the best after the noise that the target
+            will use has been added; `with_replacement` draws them independently, as SpecInfer does;
+            `without_replacement` draws distinct ones, as Sequoia does.
+        sampling: seeds and processors; proposals follow its row-wise warpers.
+    """
+
+    expansion: Expansion = "topk"
+    sampling: Sampling = Sampling()  # noqa: RUF009 - it is frozen
+
+
 class Policy(Protocol):
     """Grows one tree a round."""
 
@@ -57,9 +76,9 @@ class Policy(Protocol):
         ...
 
     def grow(
-        self, drafter: Drafter | None, state: Any, committed: Committed, noise: Sampling | None
+        self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
     ) -> TokenTree:
-        """Propose a tree under `committed.root`; `noise` perturbs the children (`coupled`)."""
+        """Propose a tree under `committed.root`."""
         ...
 
 
@@ -102,6 +121,7 @@ class StaticTree:
         self.parents, self.ranks, self.depths = parents_of_paths(paths)
         self.max_depth = max(self.depths)
         self.nodes = len(self.parents)
+        self.width = max(Counter(self.parents[1:]).values(), default=0)
         self.in_place = self.nodes == self.max_depth + 1
 
     @classmethod
@@ -175,8 +195,9 @@ class StaticTree:
             )
 
     def grow(
-        self, drafter: Drafter | None, state: Any, committed: Committed, noise: Sampling | None
+        self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
     ) -> TokenTree:
+        noise = children.sampling if children.expansion == "coupled" else None
         batch, device = committed.root.shape[0], committed.root.device
         topology, qrow = self.shape(batch, device)
         root = committed.root  # [B, 1]
@@ -193,13 +214,13 @@ class StaticTree:
                 if depth < self.max_depth:
                     inner = tokens.index_select(1, level.inner).clamp(min=0)
                     step = drafter.extend(state, inner, level.parent.expand(batch, -1))
-        children = torch.cat(drawn, dim=1) if len(drawn) > 1 else drawn[0]
+        tokens = torch.cat(drawn, dim=1) if len(drawn) > 1 else drawn[0]
         # Only candidate lists and draft vocabularies narrower than the tree can leave nodes empty.
         valid = None
         if step.ids is not None or step.narrower_than(max(self.ranks) + 1):
-            valid = torch.cat([torch.ones_like(root, dtype=torch.bool), children >= 0], dim=1)
-            children = children.clamp(min=0)
-        return TokenTree(torch.cat([root, children], dim=1), topology, valid, qrow)
+            valid = torch.cat([torch.ones_like(root, dtype=torch.bool), tokens >= 0], dim=1)
+            tokens = tokens.clamp(min=0)
+        return TokenTree(torch.cat([root, tokens], dim=1), topology, valid, qrow)
 
     def _take(
         self,
@@ -222,7 +243,7 @@ class StaticTree:
     def shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
         """The topology for `batch` rows, and its `qrow` [B, N]: every child is a point mass."""
         parents = torch.tensor([self.parents], device=device)
-        topology = Topology.from_parents(parents, self.max_depth).expand(batch)
+        topology = Topology.from_parents(parents, self.max_depth, self.width).expand(batch)
         return topology, torch.full_like(topology.parents, -1)
 
     @lru_cache(maxsize=8)  # noqa: B019

@@ -33,7 +33,7 @@ from .loop import Decoding, Emitted, Stats
 from .policies import StaticTree
 from .record import Record
 from .request import Ending, check_config, check_processors, read_inputs
-from .rules import EXPANSION, check_pair
+from .rules import EXPANSION, RULES, check_pair
 from .target import Target
 
 
@@ -196,7 +196,8 @@ class Speculator:
             self.drafter,
             self.tree,
             sampling,
-            coupled=EXPANSION[rule] == "coupled",
+            rule=RULES[rule],
+            expansion=EXPANSION[rule],
             eos=ending.eos,
             criteria=ending.others,
             pad=_pad(config, ending.eos),

@@ -13,7 +13,7 @@ from .forward import (
     tree_mask,
 )
 from .probe import check_tree
-from .sampling import STATEFUL, Sampling, argmax, gumbel, row_seeds, uniform
+from .sampling import STATEFUL, Sampling, Stream, argmax, gumbel, place, row_seeds, uniform
 from .tree import TokenTree, Topology, ancestor_mask, parents_of_paths
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "PositionLimit",
     "Sampling",
     "SlabCache",
+    "Stream",
     "TokenTree",
     "Topology",
     "UnsupportedTarget",
@@ -38,6 +39,7 @@ __all__ = [
     "gumbel",
     "output_layer",
     "parents_of_paths",
+    "place",
     "prefill_forward",
     "probe_layers",
     "row_seeds",

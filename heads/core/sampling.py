@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 
 import torch
@@ -72,6 +73,14 @@ def row_seeds(seed: int | Sequence[int], batch: int, device: torch.device | str 
     return torch.tensor(list(seed), dtype=torch.int64, device=device)
 
 
+class Stream(IntEnum):
+    """Which draw a number is for; streams share no number."""
+
+    TARGET = 0  # the target's own choice of a token, shared with the drafter by `coupled`
+    CHILDREN = 1  # the drafter's independent draws of a node's children
+    VERDICTS = 2  # accepting a node, and the token drawn at the end of a round
+
+
 def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
     """Uniforms in (0, 1), float64, keyed by (seed, position, token).
 
@@ -104,10 +113,12 @@ class Sampling:
     Attributes:
         seeds: [B] int64 for sampling, None for greedy decoding.
         processors: the logits processors of transformers, applied to the target.
+        dtype: what scores are processed in; float32 as in `generate`, float64 for proofs.
     """
 
     seeds: Tensor | None = None
     processors: LogitsProcessorList | None = None
+    dtype: torch.dtype = torch.float32
 
     @cached_property
     def rowwise(self) -> bool:
@@ -129,31 +140,31 @@ class Sampling:
         )
 
     def warp(self, logits: Tensor) -> Tensor:
-        """Apply the row-wise warpers alone, in float32: [..., V] -> [..., V].
+        """Apply the row-wise warpers alone, in `dtype`: [..., V] -> [..., V].
 
         This is what a drafter's proposals get; the target gets all processors.
         """
-        flat = logits.reshape(-1, logits.shape[-1]).float()
+        flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype)
         for processor in self.processors or ():
             if isinstance(processor, WARPERS):
                 flat = processor(None, flat)  # type: ignore[arg-type]
         return flat.view(logits.shape)
 
     def process_each(self, logits: Tensor) -> Tensor:
-        """Apply every processor to each row of [..., V] by itself, in float32; see `rowwise`."""
-        flat = logits.reshape(-1, logits.shape[-1]).to(torch.float32, copy=True)
+        """Apply every processor to each row of [..., V] by itself, in `dtype`; see `rowwise`."""
+        flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype, copy=True)
         for processor in self.processors or ():
             flat = processor(None, flat)  # type: ignore[arg-type]
         return flat.view(logits.shape)
 
     def process(self, prefix: Tensor, logits: Tensor, rows: Sequence[bool] | None = None) -> Tensor:
-        """Apply every processor to logits [B, V] after `prefix` [B, T], in float32.
+        """Apply every processor to logits [B, V] after `prefix` [B, T], in `dtype`.
 
         Args:
             rows: which of the rows hold a true text; a `prefix_allowed_tokens_fn` is asked for
                 those alone. All of them when None.
         """
-        scores = logits.to(torch.float32, copy=True)  # a user's processor may write into it
+        scores = logits.to(self.dtype, copy=True)  # a user's processor may write into it
         if self.processors is None:
             return scores
         processors = self.processors
@@ -175,16 +186,38 @@ class Sampling:
         best, token = self.perturb(scores, positions).max(-1)
         return token.masked_fill_((best - best).isnan(), -1)  # NaN, or nothing but one infinity
 
-    def perturb(self, scores: Tensor, positions: Tensor, tokens: Tensor | None = None) -> Tensor:
+    def perturb(
+        self,
+        scores: Tensor,
+        positions: Tensor,
+        tokens: Tensor | None = None,
+        stream: Stream = Stream.TARGET,
+    ) -> Tensor:
         """Scores [B, M, V] plus the noise of (seed, position, token), float64.
 
         Args:
+            positions: [B, M] or [B, 1].
             tokens: [V] the token ids that the columns stand for; 0 … V - 1 when None.
         """
         assert self.seeds is not None
         if tokens is None:
             tokens = torch.arange(scores.shape[-1], device=scores.device)
-        return scores.double() + gumbel(self.seeds, positions, tokens)
+        return scores.double() + gumbel(self.seeds, positions, _in_stream(tokens, stream))
+
+    def uniforms(self, positions: Tensor, draws: int, stream: Stream) -> Tensor:
+        """`draws` uniforms in (0, 1) for each of the positions: [B, M] -> [B, M, draws] float64."""
+        assert self.seeds is not None
+        numbers = torch.arange(draws, device=positions.device)
+        return uniform(self.seeds, positions, _in_stream(numbers, stream))
+
+
+def place(positions: Tensor, nodes: Tensor) -> Tensor:
+    """One key for a position and a node of its tree, in place of a bare position."""
+    return positions + ((nodes + 1) << 32)
+
+
+def _in_stream(numbers: Tensor, stream: Stream) -> Tensor:
+    return numbers + (stream << 40) if stream else numbers
 
 
 def argmax(scores: Tensor) -> Tensor:

@@ -48,22 +48,29 @@ class Topology:
         ancestors: [B, N, N] bool, see `ancestor_mask`.
         paths: [B, N, D + 1] int64, the nodes from the root to each node; past the node's own
             depth the node repeats.
+        rank: [B, N] int64, how many siblings stand before each node.
         max_depth: D, known on the host.
+        width: the most children that a node has, or a bound on it, known on the host.
     """
 
     parents: Tensor
     depth: Tensor
     ancestors: Tensor
     paths: Tensor
+    rank: Tensor
     max_depth: int
+    width: int
 
     @classmethod
-    def from_parents(cls, parents: Tensor, max_depth: int) -> Topology:
-        """Derive depth, ancestors and paths from `parents` [B, N].
+    def from_parents(cls, parents: Tensor, max_depth: int, width: int | None = None) -> Topology:
+        """Derive depth, ancestors, paths and ranks from `parents` [B, N].
+
+        Args:
+            width: a bound on any node's children; N - 1 when None.
 
         >>> shape = Topology.from_parents(torch.tensor([[-1, 0, 0, 1]]), max_depth=2)
-        >>> shape.depth.tolist(), shape.paths[0].tolist()
-        ([[0, 1, 1, 2]], [[0, 0, 0], [0, 1, 1], [0, 2, 2], [0, 1, 3]])
+        >>> shape.depth.tolist(), shape.paths[0].tolist(), shape.rank.tolist()
+        ([[0, 1, 1, 2]], [[0, 0, 0], [0, 1, 1], [0, 2, 2], [0, 1, 3]], [[0, 0, 1, 0]])
         """
         ancestors = ancestor_mask(parents)  # [B, N, N]
         depth = ancestors.sum(-1) - 1  # [B, N]
@@ -71,7 +78,10 @@ class Topology:
         wanted = torch.minimum(levels, depth.unsqueeze(-1))  # [B, N, D+1]
         at_level = depth[:, None, None, :] == wanted.unsqueeze(-1)  # [B, N, D+1, N]
         paths = (ancestors.unsqueeze(2) & at_level).byte().argmax(-1)  # [B, N, D+1]
-        return cls(parents, depth, ancestors, paths, max_depth)
+        siblings = parents.unsqueeze(1) == parents.unsqueeze(2)  # [B, N, N]
+        rank = siblings.tril(-1).sum(-1)  # [B, N]
+        width = parents.shape[1] - 1 if width is None else width
+        return cls(parents, depth, ancestors, paths, rank, max_depth, width)
 
     @property
     def nodes(self) -> int:
@@ -95,7 +105,9 @@ class Topology:
             self.depth.expand(batch, -1),
             self.ancestors.expand(batch, -1, -1),
             self.paths.expand(batch, -1, -1),
+            self.rank.expand(batch, -1),
             self.max_depth,
+            self.width,
         )
 
 
@@ -108,7 +120,10 @@ class TokenTree:
         topology: parents, depth, ancestors and paths.
         valid: [B, N] bool, or None when every node may be accepted.
         qrow: [B, N] int64, the proposal row a node was drawn from; -1 marks a point mass.
-        logits: [B, G, V] the proposals' raw logits, only for rules that need them.
+        logits: [B, G, Vd] the proposals' raw logits, only for rules that need them; None when every
+            node is a point mass.
+        vocabulary: [Vd] target ids that the columns of `logits` stand for; 0 … V - 1 when None.
+        replacement: whether siblings were drawn with replacement.
     """
 
     tokens: Tensor
@@ -116,6 +131,8 @@ class TokenTree:
     valid: Tensor | None
     qrow: Tensor
     logits: Tensor | None = None
+    vocabulary: Tensor | None = None
+    replacement: bool = False
 
     @property
     def nodes(self) -> int:

@@ -114,9 +114,9 @@ class Run:
     def __init__(self, case: Case, script: Tensor, eos: list[int]):
         self.case, self.rounds, self.checked = case, 0, 0
         drafter = make(case.shape, tiny(case.name), script, scale=3.0)
-        coupled = case.seeds is not None
+        expansion = "topk" if case.seeds is None else "coupled"
         self.decoding: Decoding = decoding_of(
-            tiny(case.name), drafter, case.paths, case.sampling, coupled=coupled, eos=eos
+            tiny(case.name), drafter, case.paths, case.sampling, expansion=expansion, eos=eos
         )
         self.texts = [list(row) for row in case.prompts]
         self.counts: list[list[int]] = [[] for _ in case.prompts]

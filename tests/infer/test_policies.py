@@ -14,7 +14,7 @@ from torch import Tensor
 from headstart.heads import Drafter, OptionError, Sampling, Step, TokenTree
 from headstart.heads.core import row_seeds
 from headstart.infer import Speculator, StaticTree
-from headstart.infer.policies import Committed
+from headstart.infer.policies import Children, Committed
 
 SPARSE = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1], [1, 0, 0], [0, 0, 1, 0]]
 
@@ -100,7 +100,7 @@ def random_paths(seed: int) -> list[list[int]]:
 def test_levels_against_ranks_walked_by_hand(paths: list[list[int]]) -> None:
     tree, drafter = StaticTree(paths), Recorder()
     done = committed(3)
-    grown = tree.grow(drafter, None, done, None)
+    grown = tree.grow(drafter, None, done, Children())
     assert isinstance(grown, TokenTree) and grown.valid is None
     assert grown.topology.parents.tolist() == [tree.parents] * 3
     assert (grown.qrow == -1).all()
@@ -123,9 +123,9 @@ def test_levels_against_ranks_walked_by_hand(paths: list[list[int]]) -> None:
 @pytest.mark.parametrize("noisy", [False, True])
 def test_independent_and_level_wise_grow_the_same_tree(paths: list[list[int]], noisy: bool) -> None:
     tree, done = StaticTree(paths), committed(3)
-    noise = Sampling(row_seeds(3, 3)) if noisy else None
-    by_level = tree.grow(Recorder(by_depth_only=True), None, done, noise)
-    at_once = tree.grow(AllAtOnce(), None, done, noise)
+    children = Children("coupled", Sampling(row_seeds(3, 3))) if noisy else Children()
+    by_level = tree.grow(Recorder(by_depth_only=True), None, done, children)
+    at_once = tree.grow(AllAtOnce(), None, done, children)
     assert torch.equal(by_level.tokens, at_once.tokens)
     if noisy:  # rows have their own seeds and positions
         assert not torch.equal(at_once.tokens[0, 1:], at_once.tokens[1, 1:])
@@ -135,7 +135,7 @@ def test_coupled_children_are_the_best_after_the_targets_noise() -> None:
     """Position by position: depth d under a root at `lengths` decides the token at lengths + d."""
     tree, done = StaticTree.cartesian([3, 2]), committed(2)
     noise = Sampling(row_seeds(9, 2))
-    grown = tree.grow(AllAtOnce(), None, done, noise)
+    grown = tree.grow(AllAtOnce(), None, done, Children("coupled", noise))
     for row in range(2):
         for depth, nodes in ((1, [1, 2, 3]), (2, [4, 5])):
             position = torch.full((2, 1), int(done.lengths[row]) + depth)
@@ -154,7 +154,7 @@ class Candidates(Recorder):
 
 
 def test_candidates_that_are_missing_are_invalid() -> None:
-    grown = StaticTree.cartesian([2, 4]).grow(Candidates(), None, committed(2), None)
+    grown = StaticTree.cartesian([2, 4]).grow(Candidates(), None, committed(2), Children())
     assert grown.valid is not None
     # Root, two children (one found), four below each (three found: k is 3).
     assert grown.valid[0].int().tolist() == [1, 1, 0, 1, 1, 1, 0, 1, 1, 1, 0]
@@ -167,16 +167,16 @@ def test_a_vocabulary_narrower_than_the_tree_leaves_nodes_empty() -> None:
             scores = torch.tensor([[0.0, 2.0, 1.0]]).expand(len(tokens), 5, 3)
             return Step(scores, vocabulary=torch.tensor([40, 50, 60]))
 
-    grown = StaticTree([[0], [1], [2], [3], [0, 0]]).grow(Narrow(), None, committed(2), None)
+    grown = StaticTree([[0], [1], [2], [3], [0, 0]]).grow(Narrow(), None, committed(2), Children())
     assert grown.valid is not None and grown.valid[1].int().tolist() == [1, 1, 1, 1, 0, 1]
     assert grown.tokens[1, 1:4].tolist() == [50, 60, 40] and grown.tokens[1, 5] == 50
-    whole = StaticTree([[0], [1], [2]]).grow(Narrow(), None, committed(2), None)
+    whole = StaticTree([[0], [1], [2]]).grow(Narrow(), None, committed(2), Children())
     assert whole.valid is None
 
 
 def test_plain_asks_no_drafter() -> None:
     drafter = Recorder()
-    grown = StaticTree([]).grow(drafter, None, committed(3), None)
+    grown = StaticTree([]).grow(drafter, None, committed(3), Children())
     assert grown.nodes == 1 and not drafter.calls
 
 

@@ -12,14 +12,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 
 from headstart.heads import OptionError, Sampling, TokenTree, Topology
 from headstart.heads.core import gumbel
-from headstart.infer.rules import (
-    EXPANSION,
-    REFUSED,
-    Text,
-    accept_matches,
-    check_pair,
-    target_choices,
-)
+from headstart.infer.choices import accept_matches, target_choices
+from headstart.infer.rules import EXPANSION, REFUSED, check_pair
+from headstart.infer.verified import Text, Verified
 
 EXPANSIONS = sorted(set(EXPANSION.values()))
 LEGAL = {("topk", "greedy"), ("topk", "match"), ("coupled", "coupled")}
@@ -144,7 +139,7 @@ def text_of(rows: int, length: int = 6) -> Text:
 
 def test_greedy_choices_are_the_argmax() -> None:
     tree, logits = tree_of([PARENTS], [TOKENS]), torch.randn(1, 7, 64, dtype=torch.float64)
-    found = target_choices(tree, logits, Sampling(), torch.tensor([5]), text_of(1))
+    found = target_choices(Verified(tree, logits, Sampling(), torch.tensor([5]), text_of(1)))
     assert torch.equal(found, logits.argmax(-1))
 
 
@@ -153,7 +148,7 @@ def test_sampled_choices_use_the_noise_of_the_position_after_the_node() -> None:
     logits, seeds = torch.randn(2, 7, 64), torch.tensor([3, 8])
     sampling = Sampling(seeds, LogitsProcessorList([TemperatureLogitsWarper(0.5)]))
     lengths = torch.tensor([5, 9])
-    found = target_choices(tree, logits, sampling, lengths, text_of(2))
+    found = target_choices(Verified(tree, logits, sampling, lengths, text_of(2)))
     for row in range(2):
         for node in range(7):
             position = lengths[row] + len(path_to(PARENTS, node))
@@ -182,7 +177,7 @@ def test_processors_see_each_nodes_own_prefix(seeds: list[int] | None) -> None:
     drawn = None if seeds is None else torch.tensor(seeds)
     sampling = Sampling(drawn, LogitsProcessorList([Spread()]))
     before = text.ids[:, :6].clone()
-    found = target_choices(tree, logits, sampling, torch.tensor([5, 5]), text)
+    found = target_choices(Verified(tree, logits, sampling, torch.tensor([5, 5]), text))
     for row in range(2):
         node, prefix, step = 0, before[row].tolist(), 0
         while True:

@@ -26,6 +26,7 @@ from headstart.heads import Sampling, Step
 from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Decoding
+from headstart.infer.rules import EXPANSION
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal"}
 READS |= {"unique_dim", "_unique2", "unique_consecutive", "nonzero_numpy"}
@@ -83,7 +84,7 @@ def script() -> Tensor:
 def started(drafter: Any, tree: Any, rule: str, name: str = "llama") -> Decoding:
     ids, mask = prompts(LENGTHS)
     decoding = decoding_of(
-        tiny(name), drafter, tree, sampling(rule), coupled=rule == "coupled", eos=[VOCAB - 1]
+        tiny(name), drafter, tree, sampling(rule), expansion=EXPANSION[rule], eos=[VOCAB - 1]
     )
     decoding.prefill(ids, mask, 16)
     return decoding
@@ -119,7 +120,7 @@ def test_processors_that_read_the_text_do_not_wait() -> None:
     ids, mask = prompts(LENGTHS)
     penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3), *WARPERS])
     chosen = Sampling(row_seeds(3, len(LENGTHS)), penalty)
-    decoding = decoding_of(tiny("llama"), medusa(), "cartesian:3,2", chosen, coupled=True)
+    decoding = decoding_of(tiny("llama"), medusa(), "cartesian:3,2", chosen, expansion="coupled")
     with torch.no_grad():
         decoding.prefill(ids, mask, 16)
         assert run_rounds(decoding) > 2

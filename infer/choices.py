@@ -1,0 +1,88 @@
+"""The rules `greedy`, `match` and `coupled`: the target chooses, and nodes that agree are accepted.
+
+The target chooses its token at every node by a fixed function of that node's own prefix (the
+argmax, or the argmax after the noise of its position), and the longest path of nodes that agree
+with those choices is accepted. The text is therefore the one that plain decoding writes with the
+same choices, whatever the tree holds.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from headstart.heads import TokenTree
+from headstart.heads.core import argmax
+
+from .verified import Accepted, Verified
+
+
+def matching(verified: Verified) -> Accepted:
+    """Accept the longest path that the target chooses itself."""
+    return accept_matches(verified.tree, target_choices(verified))
+
+
+def target_choices(verified: Verified) -> Tensor:
+    """The token that the target chooses after each node, [B, N]; -1 where its logits are NaN.
+
+    Processors that read the text run level by level along the path that the choices follow; nodes
+    off that path then get -1.
+    """
+    logits, sampling, kept = verified.logits, verified.sampling, verified.kept
+    if sampling.seeds is None and not sampling.processors:
+        # Like generate, compare in float32; narrower types keep their order.
+        if kept is not None:
+            kept.append(logits.float())
+        return argmax(logits.float() if logits.dtype == torch.float64 else logits)
+    positions = verified.lengths.unsqueeze(1) + verified.tree.topology.depth + 1  # [B, N]
+    if not sampling.rowwise:
+        return _walk(verified, positions)
+    processed = sampling.process_each(logits)
+    if kept is not None:
+        kept.append(processed)
+    return sampling.choose(processed, positions)
+
+
+def _walk(verified: Verified, positions: Tensor) -> Tensor:
+    tree, device = verified.tree, verified.logits.device
+    batch, nodes = tree.tokens.shape
+    node = torch.zeros(batch, 1, dtype=torch.long, device=device)  # [B, 1]
+    alive = torch.ones_like(node, dtype=torch.bool)
+    choices = torch.full((batch, nodes), -1, device=device)
+    for level in range(tree.topology.max_depth + 1):
+        scores = verified.scores_at(node, level, alive)
+        if scores is None:
+            break
+        token = verified.sampling.choose(scores.unsqueeze(1), positions.gather(1, node))  # [B, 1]
+        choices.scatter_(1, node, torch.where(alive, token, choices.gather(1, node)))
+        match = (tree.topology.parents == node) & (tree.tokens == token)
+        if tree.valid is not None:
+            match = match & tree.valid
+        alive = alive & match.any(1, keepdim=True)
+        token = token.clamp(min=0)
+        if (ends := verified.ends(token)) is not None:
+            alive = alive & ~ends
+        verified.write(level, token)
+        node = torch.where(alive, match.byte().argmax(1, keepdim=True), node)
+    return choices
+
+
+def accept_matches(tree: TokenTree, choices: Tensor) -> Accepted:
+    """Accept the longest path of nodes that equal the target's choice after their parent.
+
+    Args:
+        choices: [B, N], see `target_choices`.
+    """
+    shape = tree.topology
+    if shape.max_depth == 0:
+        return Accepted(shape.parent_or_root, choices, shape.steps_to.squeeze(1))
+    agrees = choices.gather(1, shape.parent_or_root) == tree.tokens  # [B, N]
+    if tree.valid is not None:
+        agrees = agrees & tree.valid
+    agrees[:, 0] = True  # the root is committed already
+    # A node counts when its whole way from the root agrees; at most one node of a depth can.
+    batch, nodes, steps = shape.paths.shape
+    whole = agrees.gather(1, shape.paths.reshape(batch, -1)).view(batch, nodes, steps).all(-1)
+    best = (whole * shape.steps_to).argmax(-1, keepdim=True)  # [B, 1]
+    path = shape.paths.gather(1, best.unsqueeze(-1).expand(-1, -1, steps)).squeeze(1)  # [B, A]
+    return Accepted(path, choices.gather(1, path), shape.steps_to.gather(1, best).squeeze(1))

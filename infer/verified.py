@@ -1,0 +1,146 @@
+"""What an acceptance rule is given, and what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.heads import Sampling, TokenTree
+
+
+class Text:
+    """The rows' text so far, in the layout of `generate`: padded on the left, then growing.
+
+    Args:
+        ids: [B, C] int64 with room to grow, of which each row uses the same `width` columns so far.
+        remaining: [B] tokens that each row may still emit; without a bound when None.
+        ends: [V] bool, the tokens that end a row; none when None.
+
+    Attributes:
+        lengths: [B] int64, columns in use, padding included; always count the root.
+    """
+
+    def __init__(
+        self,
+        ids: Tensor,
+        width: int,
+        remaining: Tensor | None = None,
+        ends: Tensor | None = None,
+    ):
+        self.ids, self.remaining, self.ends = ids, remaining, ends
+        self.lengths = torch.full_like(ids[:, 0], width)
+        self._host_lengths = np.full(len(ids), width)
+        self._unread: list[np.ndarray] = []
+
+    def hear(self, count: np.ndarray) -> None:
+        """Note how many tokens [B] a round emitted."""
+        self._unread.append(count)
+
+    @property
+    def host_lengths(self) -> np.ndarray:
+        """[B] `lengths` on the host; added up only when somebody asks."""
+        for count in self._unread:
+            self._host_lengths = self._host_lengths + count
+        self._unread.clear()
+        return self._host_lengths
+
+    def process(
+        self, sampling: Sampling, extra: int, logits: Tensor, rows: np.ndarray | None = None
+    ) -> Tensor:
+        """Processed scores [B, V] after each row's first `length + extra` columns.
+
+        A processor may hold something for every row of the batch, so it always sees the whole
+        batch: once per distinct length, of which only the rows of that length are kept.
+
+        Args:
+            rows: [B] bool, the rows that matter, on the host; all of them when None.
+        """
+        scores = None
+        for length in np.unique(self.host_lengths if rows is None else self.host_lengths[rows]):
+            asked = None if rows is None else (rows & (self.host_lengths == length)).tolist()
+            processed = sampling.process(self.ids[:, : int(length) + extra], logits, asked)
+            mine = (self.lengths == int(length)).unsqueeze(1)
+            scores = processed if scores is None else torch.where(mine, processed, scores)
+        assert scores is not None
+        return scores
+
+
+@dataclass(slots=True)
+class Accepted:
+    """A round's outcome: path [B, A] of nodes from the root, emitted tokens [B, A], and count [B].
+
+    Entry j < count of `tokens` follows node `path[j]`; A = D + 1. The last of them is -1 where the
+    target's scores are no distribution.
+    """
+
+    path: Tensor
+    tokens: Tensor
+    count: Tensor
+
+
+@dataclass(slots=True)
+class Verified:
+    """A tree that the target has run, and how its tokens are chosen.
+
+    Attributes:
+        tree: B rows of N nodes.
+        logits: [B, N, V], the target's.
+        sampling: seeds and processors.
+        lengths: [B], the root's position.
+        text: what the rows have written, the root included.
+        kept: takes the processed scores [B, N, V], true along the path, when a list.
+    """
+
+    tree: TokenTree
+    logits: Tensor
+    sampling: Sampling
+    lengths: Tensor
+    text: Text
+    kept: list[Tensor] | None = None
+
+    def scores_at(self, node: Tensor, level: int, alive: Tensor) -> Tensor | None:
+        """Processed scores [B, V] after each row's node, for rules that walk down the levels.
+
+        Args:
+            node: [B, 1], each row's node at depth `level`; the tokens of its path are written, see
+                `write`.
+            alive: [B, 1] bool, the rows that are still walking.
+
+        Returns:
+            None when no row writes a token here, so that the walk is over.
+        """
+        sampling = self.sampling
+        at = node.unsqueeze(-1).expand(-1, -1, self.logits.shape[-1])  # [B, 1, V]
+        logits = self.logits.gather(1, at).squeeze(1)  # [B, V]
+        if sampling.rowwise:
+            scores = sampling.process_each(logits)
+        else:
+            rows = None
+            if sampling.particular:
+                # What such a processor is shown must be what plain decoding would show it, no
+                # more: rows that write a token here, and nothing once there is none.
+                writes = alive.squeeze(1)
+                if self.text.remaining is not None:
+                    writes = writes & (self.text.remaining > level)
+                rows = writes.cpu().numpy()
+                if not rows.any():
+                    return None
+            scores = self.text.process(sampling, level, logits, rows)
+        if self.kept is not None:
+            if not self.kept:
+                self.kept.append(self.logits.to(sampling.dtype, copy=True))
+            here = torch.where(alive.unsqueeze(-1), scores.unsqueeze(1), self.kept[0].gather(1, at))
+            self.kept[0].scatter_(1, at, here)
+        return scores
+
+    def write(self, level: int, token: Tensor) -> None:
+        """Note the token [B, 1] that follows the path of `level` tokens; the commit overwrites."""
+        if not self.sampling.rowwise:
+            self.text.ids.scatter_(1, self.text.lengths.unsqueeze(1) + level, token)
+
+    def ends(self, token: Tensor) -> Tensor | None:
+        """Which of the tokens end a row, or None when none can."""
+        return None if self.text.ends is None else self.text.ends[token]
