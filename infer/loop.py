@@ -1,7 +1,7 @@
 """The decode loop: draft a tree, verify it in one forward, accept, commit; for a whole batch.
 
 Nothing inside a round reads the device from the host. Each round ends in one report, the only thing
-that is read: how much each row emitted, how deep it accepted, what it may still emit, its tokens.
+that is read: how much each row accepted, and its tokens. The host cuts them where the row ends.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,39 +34,19 @@ _ROOM = 512
 _NEVER = 1 << 60
 
 
+@dataclass(slots=True)
 class Emitted:
-    """One round's report, on the host; what it holds is cut out when asked for.
+    """One round's report, on the host.
 
-    Args:
-        host: [(3 + A) * B] int64: count, nodes and remaining of each row, and the tokens.
-        batch: B.
+    Attributes:
+        count: [B] how many of each row's tokens are new.
+        nodes: [B] nodes on the accepted path before any cut, the root counted.
+        tokens: [B, A] the tokens, the new ones first.
     """
 
-    def __init__(self, host: np.ndarray, batch: int):
-        self.host, self.batch = host, batch
-
-    @property
-    def count(self) -> np.ndarray:
-        """[B] how many of each row's tokens are new."""
-        return self.host[: self.batch]
-
-    @property
-    def nodes(self) -> np.ndarray:
-        """[B] nodes on the accepted path before any cut, the root counted.
-
-        -1 where the drafter's proposals were no ranking.
-        """
-        return self.host[self.batch : 2 * self.batch]
-
-    @property
-    def remaining(self) -> np.ndarray:
-        """[B] tokens that each row may still emit."""
-        return self.host[2 * self.batch : 3 * self.batch]
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """[B, A] the tokens, the new ones first."""
-        return self.host[3 * self.batch :].reshape(self.batch, -1)
+    count: np.ndarray
+    nodes: np.ndarray
+    tokens: np.ndarray
 
 
 class Stats:
@@ -180,7 +161,7 @@ class Decoding:
         self.record, self.rule = record, rule
         self.children = Children(expansion, sampling)
         self.eos, self.criteria, self.pad = list(eos), criteria, pad
-        self._read = bool(criteria or sampling.processors)  # whether somebody reads the text
+        self._read = bool(criteria) or not sampling.rowwise  # whether somebody reads the text
         self.stats = Stats(policy.max_depth)
 
     def prefill(self, ids: Tensor, mask: Tensor, new_tokens: int) -> Emitted:
@@ -211,16 +192,10 @@ class Decoding:
             )
         columns = torch.arange(longest, device=device) + (width - count).unsqueeze(1)
         tokens = ids.gather(1, columns.clamp(max=width - 1))  # [B, T], padded on the right
-        ends = None
-        if self.eos:
-            vocab = self.target.model.config.get_text_config(decoder=True).vocab_size
-            ends = torch.zeros(vocab, dtype=torch.bool, device=device)
-            known = [token for token in self.eos if 0 <= token < vocab]
-            ends[torch.tensor(known, dtype=torch.long, device=device)] = True
         # Without an end token `generate` lets rows write on until the criteria held for all.
         self._held = None
         if self.criteria and not self.eos and batch > 1:
-            self._held = torch.full_like(count, _NEVER)  # [B] text length where they first did
+            self._held = np.full(batch, _NEVER)  # [B] text length where they first did
 
         room = min(new_tokens, _ROOM)
         self._most = longest + new_tokens + self.policy.nodes  # slots, should all be needed
@@ -228,10 +203,20 @@ class Decoding:
         logits, features = self.target.prefill(
             tokens, (width - self._host_pads).tolist(), longest + room + self.policy.nodes
         )
-        text = torch.full((batch, self._columns()), self.pad, device=device)
-        text[:, :width] = ids
-        self.remaining = torch.full_like(count, new_tokens)
-        self.text = Text(text, width, self.remaining, ends)
+        # The tokens that need a second look: end tokens, and -1, which finds the last entry.
+        self._special = np.zeros(logits.shape[-1] + 1, dtype=bool)
+        self._special[[token for token in self.eos if 0 <= token < logits.shape[-1]]] = True
+        self._special[-1] = True
+        self._remaining, self._ones = np.full(batch, new_tokens), np.ones(batch, dtype=int)
+        self._free = 0  # so many tokens every row may emit before a bound cuts it, or more
+        text = ids
+        if self._read:
+            text = torch.full((batch, self._columns()), self.pad, device=device)
+            text[:, :width] = ids
+        ends = torch.from_numpy(self._special[:-1]).to(device) if self.eos else None
+        self.text = Text(text, width, self._remaining, ends)
+        self._to_columns = width + 1 - count.unsqueeze(1) + self.steps  # [B, A], from `lengths`
+        self._prompt, self._emitted = ids, []
         self.longest, self._even = longest - 1, True  # the last prompt token is the root below
         self.state = self._watch = None
         self._round = 0
@@ -274,8 +259,7 @@ class Decoding:
             self.target.commit(accepted.path)
         emitted = self._emit(accepted, features)
         if self.record is not None and scores:
-            count = self.committed.count
-            self.record.add(accepted.path, count, scores=scores[0], logits=logits)
+            self.record.add(accepted.path, emitted.count, scores=scores[0], logits=logits)
         return emitted
 
     def _grow(self) -> None:
@@ -284,7 +268,7 @@ class Decoding:
         slots = min(self.longest + more + self.policy.nodes, self._most)
         self.target.reserve(slots)
         self._ample = self.longest + more - 1
-        missing = self._columns() - self.text.ids.shape[1]
+        missing = self._columns() - self.text.ids.shape[1] if self._read else 0
         self.text.ids = torch.nn.functional.pad(self.text.ids, (0, missing), value=self.pad)
 
     def _columns(self) -> int:
@@ -294,7 +278,7 @@ class Decoding:
     @property
     def finished(self) -> bool:
         """Whether every row has ended."""
-        return not self._last.remaining.any()
+        return not self._remaining.any()
 
     @property
     def sequences(self) -> Tensor:
@@ -302,74 +286,116 @@ class Decoding:
         width = int(self.text.host_lengths.max())
         if self._held is not None:
             width = min(width, int(self._held.max()))
-        past = torch.arange(width, device=self.text.ids.device) >= self.text.lengths.unsqueeze(1)
-        return self.text.ids[:, :width].masked_fill(past, self.pad)
+        tokens = np.concatenate([emitted.tokens for emitted in self._emitted], 1)
+        true = np.concatenate(
+            [np.arange(e.tokens.shape[1]) < e.count[:, None] for e in self._emitted], 1
+        )
+        new = self.text.host_lengths[:, None] - self._width
+        text = np.full((len(new), int(new.max())), self.pad)
+        text[np.arange(text.shape[1]) < new] = tokens[true]
+        written = torch.from_numpy(text).to(self._prompt.device)
+        return torch.cat([self._prompt, written], 1)[:, :width]
 
     def _emit(self, accepted: Accepted, features: Tensor) -> Emitted:
-        """Cut at the budget and the end token, write the text, and read the round's report.
+        """Read what a round accepted, cut it at the budget and the end token, and go on from there.
 
         Args:
             features: [B, N, F] of the tree's nodes.
         """
-        tokens = accepted.tokens  # [B, A]
-        steps = self.steps[: tokens.shape[1]]
-        columns = self.text.lengths.unsqueeze(1) + steps
-        # What is cut is overwritten, or padding at the end. Nobody is shown an id below 0.
-        written = tokens.clamp(min=0) if self._read else tokens
-        self.text.ids.scatter_(1, columns, written)
-        count = torch.minimum(accepted.count, self.remaining)
-        if self._context is not None and self.longest + len(steps) > self._context:
-            # Nodes past the last position ran at a wrong one.
-            count = torch.minimum(count, self._context - self.lengths)
-        stopped = None
-        if self.text.ends is not None:
-            ends = self.text.ends.index_select(0, tokens.flatten().clamp(min=0))
-            count, stopped = _cut_at(ends.view_as(tokens), count, steps)
+        tokens, reached = accepted.tokens, accepted.count  # [B, A], [B]
+        batch, steps = tokens.shape
+        report = [tokens.flatten()]
+        if steps > 1:
+            report.append(reached)
+        if self._read:
+            # What is cut is overwritten, or padding at the end. Nobody is shown an id below 0.
+            columns = self.lengths.unsqueeze(1) + self._to_columns[:, :steps]
+            self.text.ids.scatter_(1, columns, tokens.clamp(min=0))
         if self.criteria:
-            met = self._ask_criteria(count, len(steps))
-            if self._held is not None:
-                self._hold(met, count, steps)
-            else:
-                count, met = _cut_at(met, count, steps)
-                stopped = met if stopped is None else stopped | met
-        self.remaining = self.remaining - count
-        if stopped is not None:
-            self.remaining = self.remaining.masked_fill(stopped, 0)
-        self.lengths = self.lengths + count
-        self.text.lengths = self.text.lengths + count
-        if self._held is not None:
-            to_go = (self._held.amax() - self.text.lengths).clamp(min=0)
-            self.remaining = torch.minimum(self.remaining, to_go)
-        self.text.remaining = self.remaining
+            report.append(self._ask_criteria(steps).flatten())
+        broken = None if self._watch is None else self._watch.broken()
+        if broken is not None:
+            report.append(broken)
+        host = torch.cat(report) if len(report) > 1 else report[0]
+        host = host.cpu().numpy()  # the round's one read
+
+        size = batch * steps
+        written = host[:size].reshape(batch, steps)
+        nodes = host[size : size + batch] if steps > 1 else self._ones
+        count, text = nodes, self.text
+        looked = bool(self.criteria) or self._free <= steps or self._special[written].any()
+        if looked:
+            met = None
+            if self.criteria:
+                end = len(host) - (0 if broken is None else batch)
+                met = host[end - size : end].reshape(batch, steps) > 0
+            count = self._cut(nodes, written, met)
+            reached = torch.from_numpy(count).to(reached.device)
+        else:
+            self._free -= steps
+            self._remaining = text.remaining = self._remaining - count
+            text.host_lengths = text.host_lengths + count
         root = tokens  # [B, 1]
-        if len(steps) > 1:
-            root = self.text.ids.gather(1, (self.text.lengths - 1).unsqueeze(1))
+        if steps > 1:
+            root = tokens.gather(1, (reached - 1).clamp(min=0).unsqueeze(1))
+        if looked and self._emitted:  # rows that have ended stay where they are
+            root = torch.where(reached.unsqueeze(1) > 0, root, self.committed.root)
+        self.lengths = self.lengths + reached
+        if self._read:
+            self.text.lengths = self.lengths + self._to_columns[:, 0]
         if self.drafter is not None:
             path = accepted.path.unsqueeze(-1).expand(-1, -1, features.shape[-1])
             features = features.gather(1, path)  # [B, A, F]
-        self.committed = Committed(features, tokens, count, root, self.lengths)
+        self.committed = Committed(features, tokens, reached, root, self.lengths)
 
-        path_nodes = accepted.count
-        if self._watch is not None and (broken := self._watch.broken()) is not None:
-            path_nodes = path_nodes.masked_fill(broken, -1)
-        report = torch.cat([count, path_nodes, self.remaining, tokens.flatten()])
-        host = report.cpu().numpy()  # the round's one read
-        self._last = Emitted(host, len(count))
-        self.text.hear(self._last.count)
-        if len(count) == 1:
-            self.longest += int(host[0])
-            odd = min(host[1], host[2 + host[0]])  # the nodes, and the last token
+        emitted = Emitted(count, nodes, written)
+        self._emitted.append(emitted)
+        if batch == 1:
+            self.longest += int(count[0])
         else:
-            reached = self.text.host_lengths - self._host_pads
-            self.longest = int(reached.max()) - 1
-            self._even = int(reached.min()) == self.longest + 1
-            odd = host.min()  # of whatever, to be looked at
-        if odd < 0 or (self._context is not None and self.longest >= self._context):
-            self._inspect(self._last)
-        return self._last
+            positions = text.host_lengths - self._host_pads - 1  # [B] of the roots to come
+            self.longest = int(positions.max())
+            self._even = int(positions.min()) == self.longest
+        bad = broken is not None and bool(host[-batch:].any())
+        if bad or looked:
+            self._inspect(emitted, host[-batch:] > 0 if bad else np.zeros(batch, bool))
+        return emitted
 
-    def _inspect(self, last: Emitted) -> None:
-        """Look for what went wrong in a round: -1 as the last token, or as the path's nodes."""
+    def _cut(self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None) -> np.ndarray:
+        """How many of the tokens [B, A] are kept, [B], given the nodes that were accepted.
+
+        Args:
+            met: [B, A] bool, after which tokens the criteria held.
+        """
+        text = self.text
+        count = np.minimum(nodes, self._remaining)
+        room = _NEVER
+        if self._context is not None:
+            # Nodes past the last position ran at a wrong one.
+            room = self._context - (text.host_lengths - self._host_pads - 1)
+            count = np.minimum(count, room)
+        count, stopped = _cut_at(self._special[tokens] & (tokens >= 0), count)
+        if met is not None and self._held is not None:
+            self._hold(met, count)
+        elif met is not None:
+            count, also = _cut_at(met, count)
+            stopped = stopped | also
+        text.host_lengths = text.host_lengths + count
+        remaining = self._remaining - count
+        remaining[stopped] = 0
+        if self._held is not None:
+            to_go = (self._held.max() - text.host_lengths).clip(0)
+            remaining = np.minimum(remaining, to_go)
+        self._remaining = text.remaining = remaining
+        self._free = int(np.minimum(remaining, room - count).min())
+        return count
+
+    def _inspect(self, last: Emitted, broken: np.ndarray) -> None:
+        """Look for what went wrong in a round.
+
+        Args:
+            broken: [B], the rows whose proposals were no ranking.
+        """
         rows = np.arange(len(last.count))
         written = self.text.host_lengths - self._width
         active = last.count > 0
@@ -379,12 +405,12 @@ class Decoding:
                 "infinite; load it in float32 or bfloat16, and check its weights and processors."
             )
         reached = self.text.host_lengths - self._host_pads - 1
-        for row in rows[(last.remaining > 0) & (reached >= (self._context or _NEVER))]:
+        for row in rows[(self._remaining > 0) & (reached >= (self._context or _NEVER))]:
             raise DecodingError(
                 f"row {row} has used all {self._context} positions of the target after "
                 f"{written[row]} new tokens; set max_new_tokens to at most that."
             )
-        if ((last.nodes < 0) & active).any() and self.drafter is not None:
+        if (broken & active).any() and self.drafter is not None:
             warnings.warn(
                 f"{type(self.drafter).__name__} proposed NaN or infinite logits; decoding goes on "
                 "without it, more slowly: check its weights and dtype.",
@@ -394,16 +420,16 @@ class Decoding:
             self.drafter = None
             self.policy = _ROOT_ONLY
 
-    def _hold(self, met: Tensor, count: Tensor, steps: Tensor) -> None:
+    def _hold(self, met: np.ndarray, count: np.ndarray) -> None:
         """Note in `_held` where each row's criteria first held, without ending the row."""
-        met = met & (steps < count.unsqueeze(1))
-        place = torch.where(met.any(1), self.text.lengths + met.byte().argmax(1) + 1, _NEVER)
+        met = met & (np.arange(met.shape[1]) < count[:, None])
+        place = np.where(met.any(1), self.text.host_lengths + met.argmax(1) + 1, _NEVER)
         assert self._held is not None
-        self._held = torch.minimum(self._held, place)
+        self._held = np.minimum(self._held, place)
 
-    def _ask_criteria(self, count: Tensor, steps: int) -> Tensor:
+    def _ask_criteria(self, steps: int) -> Tensor:
         """Whether the stopping criteria hold after each token [B, A], asked as `generate` asks."""
-        met = torch.zeros(len(count), steps, dtype=torch.bool, device=count.device)
+        met = torch.zeros(len(self.lengths), steps, dtype=torch.bool, device=self.lengths.device)
         for length in np.unique(self.text.host_lengths):
             mine = self.text.lengths == int(length)
             for step in range(steps):
@@ -413,7 +439,7 @@ class Decoding:
         return met
 
 
-def _cut_at(ends: Tensor, count: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+def _cut_at(ends: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Shorten `count` [B] to end with the first token that ends its row.
 
     Args:
@@ -422,9 +448,6 @@ def _cut_at(ends: Tensor, count: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]
     Returns:
         The new count, and which rows ended, both [B].
     """
-    if len(steps) == 1:
-        return count, ends.squeeze(1) & (count > 0)
-    ends = ends & (steps < count.unsqueeze(1))
-    stopped = ends.any(1)
-    first = ends.byte().argmax(1) + 1
-    return torch.where(stopped, first, count), stopped
+    ends = ends & (np.arange(ends.shape[1]) < count[:, None])
+    stopped = np.logical_or.reduce(ends, 1)
+    return np.where(stopped, ends.argmax(1) + 1, count), stopped

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +16,9 @@ class Record:
 
     def __init__(self, scores: bool, logits: bool):
         self.wanted = {"scores": scores, "logits": logits}
-        self._rounds: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self._rounds: list[tuple[np.ndarray, dict[str, Tensor]]] = []
 
-    def add(self, path: Tensor, count: Tensor, **found: Tensor) -> None:
+    def add(self, path: Tensor, count: np.ndarray, **found: Tensor) -> None:
         """Note a round: of `scores` and `logits` [B, N, V], the nodes of the accepted path [B, A].
 
         Args:
@@ -42,7 +43,8 @@ class Record:
         out = torch.full((new, batch, vocab), -torch.inf, device=first.device)
         out[:, :, pad] = 0
         start = torch.zeros(batch, dtype=torch.long, device=first.device)
-        for count, kept in self._rounds:
+        for emitted, kept in self._rounds:
+            count = torch.from_numpy(emitted).to(first.device)
             steps = torch.arange(kept[name].shape[1], device=first.device)
             at = start.unsqueeze(1) + steps  # [B, A]
             row, step = ((steps < count.unsqueeze(1)) & (at < new)).nonzero(as_tuple=True)

@@ -61,6 +61,7 @@ class Target:
         Returns:
             Logits [B, V] after each row's last token, and features [B, T, F].
         """
+        self._featureless = torch.empty(1, 1, 0, device=tokens.device)
         capacity = max(capacity, tokens.shape[1])
         self.cache = SlabCache(self.shapes, tokens.shape[0], _in_steps(capacity))
         logits = prefill_forward(self.model, self.cache, tokens, counts)
@@ -117,7 +118,7 @@ class Target:
 
     def _features(self, tokens: Tensor) -> Tensor:
         if self.tap is None:
-            return torch.empty(*tokens.shape, 0, device=tokens.device)
+            return self._featureless.expand(*tokens.shape, 0)
         return self.tap.take()
 
 

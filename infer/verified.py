@@ -14,38 +14,28 @@ from headstart.heads import Sampling, TokenTree
 class Text:
     """The rows' text so far, in the layout of `generate`: padded on the left, then growing.
 
+    Processors and criteria read it. The host knows everything else that is said of the rows.
+
     Args:
         ids: [B, C] int64 with room to grow, of which each row uses the same `width` columns so far.
-        remaining: [B] tokens that each row may still emit; without a bound when None.
+        remaining: [B] tokens that each row may still emit, on the host; without a bound when None.
         ends: [V] bool, the tokens that end a row; none when None.
 
     Attributes:
         lengths: [B] int64, columns in use, padding included; always count the root.
+        host_lengths: [B] the same on the host.
     """
 
     def __init__(
         self,
         ids: Tensor,
         width: int,
-        remaining: Tensor | None = None,
+        remaining: np.ndarray | None = None,
         ends: Tensor | None = None,
     ):
         self.ids, self.remaining, self.ends = ids, remaining, ends
         self.lengths = torch.full_like(ids[:, 0], width)
-        self._host_lengths = np.full(len(ids), width)
-        self._unread: list[np.ndarray] = []
-
-    def hear(self, count: np.ndarray) -> None:
-        """Note how many tokens [B] a round emitted."""
-        self._unread.append(count)
-
-    @property
-    def host_lengths(self) -> np.ndarray:
-        """[B] `lengths` on the host; added up only when somebody asks."""
-        for count in self._unread:
-            self._host_lengths = self._host_lengths + count
-        self._unread.clear()
-        return self._host_lengths
+        self.host_lengths = np.full(len(ids), width)
 
     def process(
         self, sampling: Sampling, extra: int, logits: Tensor, rows: np.ndarray | None = None
@@ -122,10 +112,9 @@ class Verified:
             if sampling.particular:
                 # What such a processor is shown must be what plain decoding would show it, no
                 # more: rows that write a token here, and nothing once there is none.
-                writes = alive.squeeze(1)
+                rows = alive.squeeze(1).cpu().numpy()
                 if self.text.remaining is not None:
-                    writes = writes & (self.text.remaining > level)
-                rows = writes.cpu().numpy()
+                    rows = rows & (self.text.remaining > level)
                 if not rows.any():
                     return None
             scores = self.text.process(sampling, level, logits, rows)

@@ -140,6 +140,7 @@ class SlabCache(Cache):
         self.live = self.seen = 0
         self._aimed = torch.empty(0)
         self._slots: dict[torch.device, Tensor] = {}
+        self._written: list[list[Tensor]] | None = None
         self._slabs: list[Tensor] = []
         self.reserve(capacity)
 
@@ -169,8 +170,11 @@ class SlabCache(Cache):
 
     def _view(self, live: int) -> None:
         self.live = live
-        seen = [slab[:, :, :live].transpose(2, 3) for slab in self._slabs]
-        self._seen_keys, self._seen_values = self._by_layer(seen)  # [B, H, live, D]
+        self._seen_keys, self._seen_values = self._between(0, live)
+
+    def _between(self, first: int, end: int) -> list[list[Tensor]]:
+        """Views of slots first … end - 1, [B, H, slots, D]: keys by layer, and values by layer."""
+        return self._by_layer([slab[:, :, first:end].transpose(2, 3) for slab in self._slabs])
 
     @property
     def dtype(self) -> torch.dtype:
@@ -178,25 +182,35 @@ class SlabCache(Cache):
         return self.shapes[0].dtype
 
     def aim(self, slots: Tensor, live: int, seen: int | None = None) -> None:
-        """Point the next forward at `slots` [B, N], attending to slots 0 … live - 1 of its row."""
+        """Point the next forward at `slots` [B, N], attending to slots 0 … live - 1 of its row.
+
+        Args:
+            seen: given when all rows write slots seen … live - 1.
+        """
+        self.seen, self._written = seen or 0, None
+        if live != self.live:
+            self._view(live)
+        if seen is not None:
+            self._written = self._between(seen, live)
+            return
         self._aimed = slots + self._base if self.batch > 1 else slots  # [B, N]
         flat = self._aimed.flatten()
         self._slots = {device: flat.to(device) for device in self._devices}
-        self.seen = seen or 0
-        if live != self.live:
-            self._view(live)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Write [B, H, N, D] keys and values at the aimed slots; return views [B, H, live, D]."""
-        slots = self._slots[key_states.device]
-        if (
-            self.batch == 1
-        ):  # flat indices are slots: write along them, without flattening the states
+        if self._written is not None:
+            self._written[0][layer_idx].copy_(key_states)
+            self._written[1][layer_idx].copy_(value_states)
+        elif self.batch == 1:
+            # Flat indices are slots: write along them, without flattening the states.
+            slots = self._slots[key_states.device]
             self._full[0][layer_idx].index_copy_(2, slots, key_states)
             self._full[1][layer_idx].index_copy_(2, slots, value_states)
         else:
+            slots = self._slots[key_states.device]
             keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
             self._flat[0][layer_idx].index_copy_(0, slots, keys.flatten(0, 1))
             self._flat[1][layer_idx].index_copy_(0, slots, values.flatten(0, 1))

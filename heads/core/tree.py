@@ -51,6 +51,7 @@ class Topology:
         rank: [B, N] int64, how many siblings stand before each node.
         max_depth: D, known on the host.
         width: the most children that a node has, or a bound on it, known on the host.
+        children: the children of each node, where all rows share a shape that the host knows.
     """
 
     parents: Tensor
@@ -60,13 +61,21 @@ class Topology:
     rank: Tensor
     max_depth: int
     width: int
+    children: tuple[tuple[int, ...], ...] | None = None
 
     @classmethod
-    def from_parents(cls, parents: Tensor, max_depth: int, width: int | None = None) -> Topology:
+    def from_parents(
+        cls,
+        parents: Tensor,
+        max_depth: int,
+        width: int | None = None,
+        children: tuple[tuple[int, ...], ...] | None = None,
+    ) -> Topology:
         """Derive depth, ancestors, paths and ranks from `parents` [B, N].
 
         Args:
             width: a bound on any node's children; N - 1 when None.
+            children: see `Topology`.
 
         >>> shape = Topology.from_parents(torch.tensor([[-1, 0, 0, 1]]), max_depth=2)
         >>> shape.depth.tolist(), shape.paths[0].tolist(), shape.rank.tolist()
@@ -81,7 +90,7 @@ class Topology:
         siblings = parents.unsqueeze(1) == parents.unsqueeze(2)  # [B, N, N]
         rank = siblings.tril(-1).sum(-1)  # [B, N]
         width = parents.shape[1] - 1 if width is None else width
-        return cls(parents, depth, ancestors, paths, rank, max_depth, width)
+        return cls(parents, depth, ancestors, paths, rank, max_depth, width, children)
 
     @property
     def nodes(self) -> int:
@@ -98,6 +107,17 @@ class Topology:
         """[B, N] the nodes on the way to each node, itself and the root counted: depth + 1."""
         return self.depth + 1
 
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """The most children of a node of depth 0 … D - 1, or a bound on it, known on the host."""
+        if self.children is None:
+            return (self.width,) * self.max_depth
+        widths, level = [], [0]
+        for _ in range(self.max_depth):
+            widths.append(max(len(self.children[node]) for node in level))
+            level = [child for node in level for child in self.children[node]]
+        return tuple(widths)
+
     def expand(self, batch: int) -> Topology:
         """The same shape for `batch` rows, without copying; needs a topology of one row."""
         return Topology(
@@ -108,10 +128,11 @@ class Topology:
             self.rank.expand(batch, -1),
             self.max_depth,
             self.width,
+            self.children,
         )
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class TokenTree:
     """A batch of token trees of N nodes.
 

@@ -72,8 +72,8 @@ def test_rows_equal_their_solo_runs(name: str, tree: str) -> None:
         assert [count[0] for count in own] == mine
         assert sum(mine) == NEW - 1
         assert torch.equal(
-            alone.text.ids[0, length : length + NEW],
-            together.text.ids[row, ids.shape[1] : ids.shape[1] + NEW],
+            alone.sequences[0, length : length + NEW],
+            together.sequences[row, ids.shape[1] : ids.shape[1] + NEW],
         )
 
 

@@ -1,7 +1,7 @@
 """Which expansion goes with which rule, and who is accepted on trees made by hand and at random."""
 
 import itertools
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -13,11 +13,25 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from headstart.heads import OptionError, Sampling, TokenTree, Topology
 from headstart.heads.core import gumbel
 from headstart.infer.choices import accept_matches, target_choices
-from headstart.infer.rules import EXPANSION, REFUSED, check_pair
+from headstart.infer.policies import Expansion
+from headstart.infer.rules import (
+    APPROXIMATE,
+    EXPANSION,
+    REFUSED,
+    ROWWISE_ONLY,
+    RULES,
+    check_pair,
+)
 from headstart.infer.verified import Text, Verified
 
-EXPANSIONS = sorted(set(EXPANSION.values()))
-LEGAL = {("topk", "greedy"), ("topk", "match"), ("coupled", "coupled")}
+EXPANSIONS = sorted(get_args(Expansion))
+DRAWN = ("with_replacement", "without_replacement")
+LEGAL = {
+    ("topk", "greedy"),
+    ("coupled", "coupled"),
+    ("topk", "typical"),
+    *itertools.product(("topk", *DRAWN), ("match", "rejection", "block", "traversal")),
+}
 
 
 @pytest.mark.parametrize("pair", list(itertools.product(EXPANSIONS, EXPANSION)))
@@ -33,12 +47,13 @@ def test_every_pair_is_legal_or_refused_with_the_reason(pair: tuple[str, str]) -
 
 def test_the_table_is_whole() -> None:
     pairs = set(itertools.product(EXPANSIONS, EXPANSION))
-    assert pairs == LEGAL | set(REFUSED) and len(pairs) == 6
+    assert pairs == LEGAL | set(REFUSED) and len(pairs) == 28 and len(LEGAL) == 15
+    assert set(RULES) == set(EXPANSION) >= APPROXIMATE | ROWWISE_ONLY
     assert all((expansion, rule) in LEGAL for rule, expansion in EXPANSION.items())
 
 
 @pytest.mark.parametrize(
-    ("pair", "named"), [(("topk", "typical"), "typical"), (("beam", "greedy"), "beam")]
+    ("pair", "named"), [(("topk", "hopeful"), "hopeful"), (("beam", "greedy"), "beam")]
 )
 def test_unknown_names_are_refused(pair: tuple[str, str], named: str) -> None:
     with pytest.raises(OptionError, match=f"is '{named}'; expected one of") as caught:
@@ -207,7 +222,7 @@ def test_rows_of_different_length_are_processed_apart() -> None:
     ids = torch.arange(24).view(3, 8)
     text = Text(ids, 3)
     text.lengths = torch.tensor([3, 5, 3])
-    text.hear(np.array([0, 2, 0]))
+    text.host_lengths = np.array([3, 5, 3])
     sampling = Sampling(None, LogitsProcessorList([Last()]))
     found = text.process(sampling, 1, torch.zeros(3, 2))
     assert found.tolist() == [[403.0] * 2, [613.0] * 2, [419.0] * 2]

@@ -231,7 +231,7 @@ def test_training_mode_is_refused() -> None:
     [
         ({"tree": "chain:5"}, "5 deep"),
         ({"tree": "bush"}, "bush"),
-        ({"rule": "typical"}, "typical"),
+        ({"rule": "typicall"}, "typicall"),
         ({"rule": ""}, "rule is ''"),
     ],
 )
