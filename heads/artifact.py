@@ -22,7 +22,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .core import ArtifactError, output_layer
 from .drafter import Drafter, family
@@ -32,6 +32,11 @@ CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "headstart.json"
 TREE, PLAN, CARD = "tree.json", "plan.json", "README.md"
 FILES = (CONFIG, WEIGHTS, MANIFEST, TREE, PLAN, CARD)
 """All that an artifact may hold; nothing else is downloaded or pushed."""
+
+LOOKUP = "lookup"
+"""The drafter that has no artifact, and is loaded by this name."""
+
+_STUDENTS = "draft_model"  # the family whose config.json is an ordinary model's own
 
 PICKLE = "pytorch_model.bin"
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
@@ -197,7 +202,10 @@ def read_manifest(name: str | Path) -> Manifest:
 
 def read_tree(name: str | Path) -> list[list[int]] | None:
     """The rank paths that an artifact was measured with; None where it has none."""
-    path = artifact_folder(name) / TREE
+    behind = _beyond_lookup(name)
+    if behind is None or _model_alone(behind):
+        return None
+    path = artifact_folder(behind) / TREE
     return read_json(path) if path.is_file() else None
 
 
@@ -209,12 +217,15 @@ def load_drafter(
     allow_pickle: bool = False,
     **options: Any,
 ) -> Drafter:
-    """Load an artifact and bind it to its target, on the target's device.
+    """Load a drafter and bind it to its target, on the target's device.
 
     Args:
-        name: a folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub.
+        name: an artifact's folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub; or those of any
+            smaller causal language model with the target's tokenizer; or `lookup`, which has no
+            weights; or `lookup+NAME`, which overrides a drafter while a match is long.
         target: the causal language model that the drafter was trained for.
-        tokenizer: checked against the one the drafter was trained with, where given.
+        tokenizer: checked against the one the drafter was trained with, where given; for a language
+            model that headstart did not save, the target's own is loaded where it is not given.
         allow_pickle: read `pytorch_model.bin` where there is no `model.safetensors`; tensors alone
             are unpickled.
         options: passed to `from_pretrained`, such as `dtype`; the default is the target's.
@@ -222,11 +233,23 @@ def load_drafter(
     Raises:
         ArtifactError: damaged files, or not the target or tokenizer that it was trained for.
     """
+    device = output_layer(target).weight.device
+    if (behind := _beyond_lookup(name)) is None:
+        cls = family(LOOKUP)
+        return cls(cls.config_class.for_target(target)).eval().bind(target)  # type: ignore[arg-type]
+    if behind != name:
+        from .lookup import WithLookup  # a drafter may read an artifact
+
+        drafter = load_drafter(behind, target, tokenizer, allow_pickle=allow_pickle, **options)
+        return WithLookup(drafter).eval().bind(target)
+    options = {"dtype": target.dtype, **options}
+    if _model_alone(name):
+        return _load_model(str(name), target, tokenizer, options).to(device).eval().bind(target)  # type: ignore[arg-type]
     folder = artifact_folder(name, allow_pickle)
     manifest = read_manifest(folder)
     check_target(manifest, target, tokenizer, folder)
     weights = check_files(folder, manifest, allow_pickle)
-    cls, options = family(manifest.family), {"dtype": target.dtype, **options}
+    cls = family(manifest.family)
     try:
         loaded: Any = cls.from_pretrained(
             folder,
@@ -256,8 +279,73 @@ def load_drafter(
             f"{weights} does not fit {folder / CONFIG}: {wrong[0]} is missing, unknown or "
             "of another shape; restore both files."
         )
-    device = output_layer(target).weight.device
     return drafter.to(device).eval().bind(target)  # type: ignore[arg-type]
+
+
+def _beyond_lookup(name: str | Path) -> str | Path | None:
+    """The drafter behind `lookup+`; None for `lookup` itself, any other name as it is."""
+    first, plus, behind = str(name).partition("+")
+    if first != LOOKUP or Path(name).exists():
+        return name
+    return behind if plus else None
+
+
+def _model_alone(name: str | Path) -> bool:
+    """Whether a name is that of a language model without our manifest."""
+    folder = Path(name)
+    if not folder.is_dir():
+        repository, _ = split_revision(str(name))
+        if folder.exists() or not is_hub_name(repository) or _beside(folder, "retired").is_dir():
+            return False
+        folder = download(str(name), [CONFIG, MANIFEST])
+    if (folder / MANIFEST).is_file() or not (folder / CONFIG).is_file():
+        return False
+    kind = str(read_json(folder / CONFIG).get("model_type", "headstart_"))
+    return not kind.startswith("headstart_")
+
+
+def _load_model(
+    name: str,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    options: dict[str, Any],
+) -> Drafter:
+    """A causal language model that somebody else saved, as the draft model of a target."""
+    repository, revision = (name, None) if Path(name).is_dir() else split_revision(name)
+    place = {} if revision is None else {"revision": revision}
+    try:
+        own = AutoTokenizer.from_pretrained(repository, **place)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(
+            f"{name} holds no tokenizer that can be loaded, so nobody knows whether its ids are "
+            "the target's; save the tokenizer beside the model."
+        ) from error
+    if tokenizer is None:
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(target.name_or_path)
+        except (OSError, ValueError) as error:
+            raise ArtifactError(
+                f"{name} is compared with the target by their tokenizers, and the target's was "
+                "not found; pass tokenizer=…."
+            ) from error
+    assert own is not None and tokenizer is not None
+    if tokenizer_hash(own) != tokenizer_hash(tokenizer):
+        raise ArtifactError(
+            f"{name} has another tokenizer than the target ({len(own)} tokens, expected those of "
+            f"the target's {len(tokenizer)}); use a smaller model of the target's own family."
+        )
+    try:
+        return family(_STUDENTS).from_pretrained(
+            repository, use_safetensors=True, **place, **options
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:160]
+        raise ArtifactError(
+            f"{name} cannot be loaded as a causal language model ({reason}); expected one with "
+            "weights in safetensors."
+        ) from error
 
 
 def check_target(
@@ -293,7 +381,10 @@ def check_files(folder: Path, manifest: Manifest, allow_pickle: bool = False) ->
         ArtifactError: a file is missing, damaged, pickled, or names code or files to load.
     """
     config = read_json(folder / CONFIG)
-    if (found := config.get("model_type")) != (wanted := f"headstart_{manifest.family}"):
+    found, wanted = config.get("model_type"), f"headstart_{manifest.family}"
+    if manifest.family == _STUDENTS:
+        wanted = found if found in CONFIG_MAPPING else "one of transformers' own"
+    if found != wanted:
         raise ArtifactError(
             f"{folder / CONFIG} is of model type {found!r}, expected {wanted!r} as {MANIFEST} "
             "says; restore both files."
@@ -321,6 +412,22 @@ def sha256(path: Path) -> str:
     """The sha256 of a file, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file of a finished artifact: a reader sees the old text or all of the new.
+
+    Raises:
+        OSError: it cannot be written; the old text is still there.
+    """
+    staging = path.with_name(f".{path.name}.partial")
+    try:
+        staging.write_text(text, encoding="utf-8")
+        _sync(staging)
+        staging.replace(path)
+    finally:
+        staging.unlink(missing_ok=True)
+    _sync(path.parent)
 
 
 def read_json(path: Path) -> Any:

@@ -1,16 +1,29 @@
 """The contract of every drafter, and the table of families.
 
-A drafter answers three calls. `prefill` sees the prompt once. `begin` takes what was just committed
-and proposes the root's children. `extend` takes nodes that the tree has grown and proposes theirs.
+While decoding, a drafter answers three calls. `prefill` sees the prompt once. `begin` takes what
+was just committed and proposes the root's children. `extend` takes nodes that the tree has grown
+and proposes theirs.
 Alignment, with prompt x0 … x2 and target features f0 … f2 (fi is the target's state at xi):
 
     prefill(features=[f0 f1 f2], tokens=[x0 x1 x2])   each token with its own feature
     begin(features=[f2],    tokens=[x3])              each feature with the token emitted from it
     begin(features=[f3 f4], tokens=[x4 x5])           after a round that emitted x4 and x5
     -> proposals for x6; the root of the tree is x5, which has no feature yet
+
+In training it answers two: `states`, what it holds at every depth while the true text is fed to it,
+and `readout`, which turns a depth's states into logits. Depth k at position t is what `begin` (k =
+1) or the k-1st `extend` after it would answer, had the round begun at t:
+
+    position t     feature   tokens seen since   predicts   while decoding
+    depth 1        f_t       x_t+1               x_t+2      begin(f_t, x_t+1), the root's children
+    depth 2        f_t       x_t+1 x_t+2         x_t+3      extend(x_t+2), the children of x_t+2
+    depth k        f_t       x_t+1 … x_t+k       x_t+k+1    extend(x_t+k)
+
+Loss, labels and ranks need no more, and never ask for the family.
 """
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -22,7 +35,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from .core import FINAL, OptionError, output_layer
 
 FAMILIES: dict[str, str] = {
+    "draft_model": "headstart.heads.draft_model:DraftModel",
+    "lookup": "headstart.heads.lookup:Lookup",
     "medusa": "headstart.heads.medusa:Medusa",
+    "redrafter": "headstart.heads.redrafter:ReDrafter",
 }
 """Every family, by name: where its class lives. This is the registration line of a new drafter."""
 
@@ -197,6 +213,42 @@ class Drafter(PreTrainedModel):
         """
         raise NotImplementedError
 
+    @property
+    def taught_depths(self) -> int:
+        """K, the depths that a training loss covers; 0 for a drafter that is not trained.
+
+        A drafter whose depth k at position t is its depth 1 at position t + k - 1, as with any
+        language model, is taught all of them by one.
+        """
+        return 0
+
+    @property
+    def draft_vocabulary(self) -> Tensor | None:
+        """[Vd] int64 target ids that the drafter knows, ascending; None for all."""
+        return None
+
+    def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+        """What the drafter holds at depths 1 … `depths` with the true text fed to it.
+
+        Args:
+            features: [B, T, F], the target's features at the tokens.
+            tokens: [B, T] int64, the text; rows are padded on the right.
+            where: [B, T] bool, M positions in all, in the order of `features[where]`. A state that
+                would need a token past the row's end may be anything.
+
+        Returns:
+            [depths, M, D'], see the table above; D' is the drafter's own affair.
+        """
+        raise NotImplementedError
+
+    def readout(self, depth: int) -> Callable[[Tensor], Tensor]:
+        """The output layer of a depth: states [M, D'] -> logits [M, Vd].
+
+        It is asked for once a loss and then applied to one chunk of states after another, so what
+        is derived from the weights is derived here.
+        """
+        raise NotImplementedError
+
 
 def family(name: str) -> type[Drafter]:
     """The class of a drafter family, imported when first asked for.
@@ -210,6 +262,32 @@ def family(name: str) -> type[Drafter]:
         )
     module, _, attribute = FAMILIES[name].partition(":")
     return getattr(importlib.import_module(module), attribute)
+
+
+def check_draft_vocabulary(config: DrafterConfig, output: str, size: int) -> None:
+    """Refuse a `draft_vocab_size` that does not go with `output`.
+
+    Raises:
+        OptionError: a size without `trimmed`, or none with it, or more than the target knows.
+    """
+    if (output == "trimmed") != (size > 0) or size > max(config.vocab_size, 0):
+        raise OptionError(
+            f"drafter.draft_vocab_size is {size} with output {output!r}; expected "
+            f"1 … {config.vocab_size} with 'trimmed' and 0 otherwise."
+        )
+
+
+def most_frequent(token_counts: Tensor | None, size: int) -> Tensor:
+    """The `size` most frequent tokens of counts [V], ascending: what a trimmed vocabulary keeps.
+
+    Raises:
+        OptionError: there are no counts.
+    """
+    if token_counts is None:
+        raise OptionError(
+            "a trimmed vocabulary needs the corpus' token counts, found none; pass token_counts."
+        )
+    return token_counts.topk(size).indices.sort().values
 
 
 def last_true(values: Tensor, count: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ output layer predicts t + 1. A head is L residual blocks x + SiLU(Wx + b) and an
 heads live in one stacked parameter, so a round costs one batched product per block.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -13,7 +15,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .core import OptionError, output_layer
-from .drafter import Drafter, DrafterConfig, Step, last_true
+from .drafter import (
+    Drafter,
+    DrafterConfig,
+    Step,
+    check_draft_vocabulary,
+    last_true,
+    most_frequent,
+)
 
 
 @strict
@@ -44,12 +53,7 @@ class MedusaConfig(DrafterConfig):
                 f"drafter.heads is {self.heads} and drafter.layers {self.layers}; expected at "
                 "least 1 each."
             )
-        size = self.draft_vocab_size
-        if (self.output == "trimmed") != (size > 0) or size > max(self.vocab_size, 0):
-            raise OptionError(
-                f"drafter.draft_vocab_size is {size} with output {self.output!r}; expected "
-                f"1 … {self.vocab_size} with 'trimmed' and 0 otherwise."
-            )
+        check_draft_vocabulary(self, self.output, self.draft_vocab_size)
 
 
 class Medusa(Drafter):
@@ -99,38 +103,39 @@ class Medusa(Drafter):
             return
         rows = output_layer(self.target).weight  # [V, D]
         if self.config.output == "trimmed":
-            if token_counts is None:
-                raise OptionError(
-                    "a trimmed vocabulary needs the corpus' token counts, found none; pass "
-                    "token_counts."
-                )
-            keep = token_counts.topk(len(self.vocabulary)).indices.sort().values
-            self.vocabulary.copy_(keep)
-            rows = rows[keep.to(rows.device)]
+            self.vocabulary.copy_(most_frequent(token_counts, len(self.vocabulary)))
+            rows = rows[self.vocabulary.to(rows.device)]
         self.output.copy_(rows.expand_as(self.output))
 
-    def states(self, features: Tensor) -> Tensor:
-        """Head states for features [..., D]: [K, ..., D]."""
-        heads, size = self.config.heads, self.config.hidden_size
-        flat = features.reshape(1, -1, size).to(self.weight.dtype).expand(heads, -1, -1)
-        for weight, bias in zip(self.weight, self.bias, strict=True):
-            flat = flat + F.silu(torch.baddbmm(bias.unsqueeze(1), flat, weight.mT))  # [K, M, D]
-        return flat.view(heads, *features.shape[:-1], size)
-
-    def logits(self, states: Tensor, head: int | None = None) -> Tensor:
-        """Output layer: [K, M, D] -> [K, M, Vd], or the states of one head [M, D] -> [M, Vd]."""
-        if self.output is None:
-            layer = output_layer(self.target)
-            return layer(states.to(layer.weight.dtype))
-        if head is not None:
-            return states @ self.output[head].T
-        return torch.bmm(states, self.output.mT)
+    @property
+    def taught_depths(self) -> int:
+        return self.config.heads
 
     @property
     def draft_vocabulary(self) -> Tensor | None:
-        """[Vd] target ids of the trimmed vocabulary; None when the heads know every token."""
         return self.vocabulary if self.config.output == "trimmed" else None
 
+    def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+        return self._blocks(features[where], depths)  # the heads never see a token
+
+    def readout(self, depth: int) -> Callable[[Tensor], Tensor]:
+        if self.output is not None:
+            # One view for all chunks: each view of the stack costs a gradient of the whole stack.
+            return partial(F.linear, weight=self.output[depth - 1])
+        layer = output_layer(self.target)
+        return lambda states: layer(states.to(layer.weight.dtype))
+
     def begin(self, state: None, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
-        states = self.states(last_true(features, count))  # [K, B, D]
-        return Step(self.logits(states).transpose(0, 1), self.draft_vocabulary)  # [B, K, Vd]
+        states = self._blocks(last_true(features, count), self.config.heads)  # [K, B, D]
+        if self.output is None:
+            logits = self.readout(1)(states)
+        else:
+            logits = torch.bmm(states, self.output.mT)
+        return Step(logits.transpose(0, 1), self.draft_vocabulary)  # [B, K, Vd]
+
+    def _blocks(self, features: Tensor, heads: int) -> Tensor:
+        """The first heads' states of features [M, D]: [heads, M, D]."""
+        states = features.to(self.weight.dtype).expand(heads, -1, -1)
+        for weight, bias in zip(self.weight[:, :heads], self.bias[:, :heads], strict=True):
+            states = states + F.silu(torch.baddbmm(bias.unsqueeze(1), states, weight.mT))
+        return states

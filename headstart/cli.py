@@ -1,4 +1,5 @@
-"""The command line: `headstart quickstart | train | generate | bench | inspect | push`.
+"""The command line: `headstart quickstart | train | generate | bench | plan |
+verify-lossless | inspect | push`.
 
 Results go to stdout; progress, statistics and errors go to stderr. Nothing heavy is imported until
 a command runs, so `--help` answers at once. A mistake of the user's ends with one line and exit
@@ -24,6 +25,7 @@ _TREE = "chain:K, cartesian:A,B,… or a JSON file of rank paths (default: the a
 _RULE = "greedy, match or coupled (default: greedy, or coupled when sampling)"
 _SEVERAL = "; several times to compare"
 _TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
+_DTYPE = "float32, bfloat16, … (default: as saved)"
 _ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
 
 
@@ -93,20 +95,48 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench = _command(table, "bench", commands.bench, "measure against plain decoding and generate")
     _model_options(bench, several=True)
-    bench.add_argument(
-        "--prompts",
-        metavar="FILE",
-        type=Path,
-        required=True,
-        help="text, one prompt a line, or JSONL with prompt, messages, turns or text",
-    )
-    bench.add_argument("--limit", metavar="N", type=_positive, help="use only N prompts")
-    bench.add_argument(
-        "--prefix-tokens", metavar="N", type=_positive, help="cut each prompt to its first N tokens"
-    )
-    bench.add_argument("--new-tokens", metavar="N", type=_positive, default=128)
+    _prompt_options(bench)
     _sampling_options(bench)
     _json_option(bench)
+
+    plan = _command(
+        table, "plan", commands.plan, "choose the tree that decodes fastest on this machine"
+    )
+    plan.add_argument("--target", metavar="MODEL", help=_TARGET)
+    plan.add_argument("--drafter", metavar="ARTIFACT", required=True, help=_ARTIFACT)
+    plan.add_argument("--dtype", metavar="DTYPE", help=_DTYPE)
+    _prompt_options(plan)
+    plan.add_argument(
+        "--batch-size", metavar="N", type=_positive, default=1, help="prompts decoded at once"
+    )
+    plan.add_argument(
+        "--max-nodes", metavar="N", type=_positive, default=64, help="the largest tree considered"
+    )
+    plan.add_argument(
+        "--measure",
+        metavar="K",
+        type=_whole,
+        default=4,
+        help="decode with the K best, and let that decide (default: 4)",
+    )
+    plan.add_argument(
+        "--plot", metavar="FILE", type=Path, help="draw speedup against tree size (.png, .svg, …)"
+    )
+    _json_option(plan)
+
+    verify = _command(
+        table, "verify-lossless", commands.verify, "test on your own models that the text is theirs"
+    )
+    _model_options(verify)
+    _prompt_options(verify)
+    verify.add_argument(
+        "--draws", metavar="N", type=_positive, default=4096, help="texts sampled (default: 4096)"
+    )
+    verify.add_argument(
+        "--temperature", metavar="T", type=_temperature, default=1.0, help="of the sampled texts"
+    )
+    verify.add_argument("--seed", metavar="N", type=int, default=0)
+    _json_option(verify)
 
     inspect = _command(table, "inspect", commands.inspect, "show what an artifact is, and check it")
     inspect.add_argument("artifact", metavar="ARTIFACT", help=_ARTIFACT)
@@ -174,7 +204,22 @@ def _model_options(parser: argparse.ArgumentParser, several: bool = False) -> No
     action, more = ("append", _SEVERAL) if several else ("store", "")
     parser.add_argument("--tree", metavar="TREE", action=action, help=_TREE + more)
     parser.add_argument("--rule", metavar="RULE", action=action, help=_RULE + more)
-    parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16, … (default: as saved)")
+    parser.add_argument("--dtype", metavar="DTYPE", help=_DTYPE)
+
+
+def _prompt_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompts",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="text, one prompt a line, or JSONL with prompt, messages, turns or text",
+    )
+    parser.add_argument("--limit", metavar="N", type=_positive, help="use only N prompts")
+    parser.add_argument(
+        "--prefix-tokens", metavar="N", type=_positive, help="cut each prompt to its first N tokens"
+    )
+    parser.add_argument("--new-tokens", metavar="N", type=_positive, default=128)
 
 
 def _sampling_options(parser: argparse.ArgumentParser) -> None:
@@ -205,6 +250,10 @@ def _number(text: str, kind: type, holds: Callable[[Any], bool], wanted: str) ->
 
 def _positive(text: str) -> int:
     return _number(text, int, lambda n: n >= 1, "a whole number from 1")
+
+
+def _whole(text: str) -> int:
+    return _number(text, int, lambda n: n >= 0, "a whole number from 0")
 
 
 def _temperature(text: str) -> float:

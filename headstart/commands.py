@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import itertools
 import json
+import os
 import re
 import sys
 import tempfile
@@ -101,11 +103,7 @@ def generate(options: argparse.Namespace) -> int:
 
 def bench(options: argparse.Namespace) -> int:
     """Measure every tree with every rule on a file of prompts, and print one table."""
-    from headstart.train.corpus import read_documents
-
-    documents = read_documents(options.prompts)[: options.limit]
-    if not documents:
-        raise UsageError(f"{options.prompts}: no prompts found")
+    documents = _documents(options)
     if options.temperature > 0 and "greedy" in (options.rule or ()):
         raise UsageError("--rule greedy with --temperature above 0; use match or coupled to sample")
     first = _load(options)
@@ -138,6 +136,78 @@ def bench(options: argparse.Namespace) -> int:
     else:
         print_comparison(reports, sys.stdout, "headstart bench")
     return 0
+
+
+def plan(options: argparse.Namespace) -> int:
+    """Choose a tree for this machine, write it into the artifact, and say what it is worth."""
+    from headstart.plans import check_plot, draw_plan, print_plan
+
+    if options.plot is not None:
+        check_plot(options.plot)
+    documents = _documents(options)
+    from headstart.heads.artifact import artifact_folder
+
+    with _quiet_stdout():
+        folder = artifact_folder(options.drafter)
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"{folder} cannot be written, and the plan belongs there; copy it first")
+    speculator = _load(options)
+    assert speculator.drafter is not None
+    from headstart.infer.planner import make_plan, write_plan
+    from headstart.report import to_json
+
+    prompts = [_encode(document, speculator, options.prefix_tokens) for document in documents]
+    with _quiet_stdout():
+        found = make_plan(
+            speculator.model,
+            speculator.drafter,
+            prompts,
+            batch_size=options.batch_size,
+            max_nodes=options.max_nodes,
+            new_tokens=options.new_tokens,
+            measure=options.measure,
+            progress=True,
+        )
+        written = write_plan(folder, found)
+        if options.plot is not None:
+            draw_plan(found, options.plot)
+    if options.json:
+        print(to_json(dataclasses.asdict(found)))
+        return 0
+    print_plan(found, sys.stdout)
+    print(f"\nThe plan is in {written}")
+    return 0
+
+
+def verify(options: argparse.Namespace) -> int:
+    """Test on the user's models that the text is the target's; the status is 1 where it is not."""
+    documents = _documents(options)
+    speculator = _load(options)
+    from headstart.infer.lossless import compare_greedy, compare_sampled
+    from headstart.report import to_json
+    from headstart.verdict import print_verdict
+
+    device = speculator.model.device
+    prompts = [
+        _encode(document, speculator, options.prefix_tokens).to(device) for document in documents
+    ]
+    with _quiet_stdout():
+        greedy = compare_greedy(speculator, prompts, options.new_tokens, progress=True)
+        sampled = compare_sampled(
+            speculator,
+            prompts,
+            options.new_tokens,
+            options.draws,
+            temperature=options.temperature,
+            seed=options.seed,
+            progress=True,
+        )
+    if options.json:
+        found = {"greedy": greedy, "sampled": sampled}
+        print(to_json({k: {**dataclasses.asdict(v), "holds": v.holds} for k, v in found.items()}))
+    else:
+        print_verdict(greedy, sampled, sys.stdout)
+    return 0 if greedy.holds and sampled.holds else 1
 
 
 def inspect(options: argparse.Namespace) -> int:
@@ -275,6 +345,16 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise UsageError(f"{path}: not valid UTF-8 text; convert it first") from None
+
+
+def _documents(options: argparse.Namespace) -> list[Any]:
+    """The prompts that --prompts and --limit name."""
+    from headstart.train.corpus import read_documents
+
+    documents = read_documents(options.prompts)[: options.limit]
+    if not documents:
+        raise UsageError(f"{options.prompts}: no prompts found")
+    return documents
 
 
 def _encode(document: Any, speculator: Speculator, limit: int | None) -> Any:

@@ -3,6 +3,7 @@
 if __name__ != "headstart.infer":
     raise ImportError(f"imported as {__name__!r}; write `from headstart.infer import …` instead.")
 
+from .dynamic import Beam, BestFirst, parse_tree
 from .loop import Decoding, Stats
 from .policies import Policy, StaticTree
 from .rules import check_pair
@@ -10,6 +11,8 @@ from .speculator import Speculator, load
 from .target import Target
 
 __all__ = [
+    "Beam",
+    "BestFirst",
     "Decoding",
     "Policy",
     "Speculator",
@@ -18,4 +21,5 @@ __all__ = [
     "Target",
     "check_pair",
     "load",
+    "parse_tree",
 ]

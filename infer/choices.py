@@ -17,6 +17,10 @@ from headstart.heads.core import argmax
 from .verified import Accepted, Verified
 
 
+_AT_ONCE = 2**18
+"""So many logits are scored at once; with more, only the nodes on the way."""
+
+
 def matching(verified: Verified) -> Accepted:
     """Accept the longest path that the target chooses itself."""
     return accept_matches(verified.tree, target_choices(verified))
@@ -25,8 +29,8 @@ def matching(verified: Verified) -> Accepted:
 def target_choices(verified: Verified) -> Tensor:
     """The token that the target chooses after each node, [B, N]; -1 where its logits are NaN.
 
-    Processors that read the text run level by level along the path that the choices follow; nodes
-    off that path then get -1.
+    Where processors read the text, or scores of all nodes would take much memory, nodes are asked
+    level by level along the path that the choices follow; nodes off that path then get -1.
     """
     logits, sampling, kept = verified.logits, verified.sampling, verified.kept
     if sampling.seeds is None and not sampling.processors:
@@ -35,7 +39,7 @@ def target_choices(verified: Verified) -> Tensor:
             kept.append(logits.float())
         return argmax(logits.float() if logits.dtype == torch.float64 else logits)
     positions = verified.lengths.unsqueeze(1) + verified.tree.topology.depth + 1  # [B, N]
-    if not sampling.rowwise:
+    if not sampling.rowwise or logits.numel() > _AT_ONCE:
         return _walk(verified, positions)
     processed = sampling.process_each(logits)
     if kept is not None:

@@ -1,8 +1,7 @@
 """How the tree grows: policies turn a drafter's proposals into a token tree.
 
 A static tree fixes, for every node, its parent and its rank among its parent's children. Chains,
-Cartesian products and measured sparse trees are all static trees. Children are the drafter's best
-tokens (`topk`), or the best after the noise that the target will use has been added (`coupled`).
+Cartesian products and measured sparse trees are all static trees.
 """
 
 from __future__ import annotations
@@ -14,13 +13,15 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from headstart.heads import Drafter, OptionError, Sampling, Step, TokenTree, Topology
+from headstart.heads import Drafter, OptionError, TokenTree, Topology
 from headstart.heads.core import parents_of_paths
+
+from .children import SAMPLED, Children, Expansion, rows_of
 
 
 @dataclass(slots=True)
@@ -39,22 +40,11 @@ class Committed:
     lengths: Tensor
 
 
-Expansion = Literal["topk", "coupled", "with_replacement", "without_replacement"]
-
-
-@dataclass(frozen=True)
-class Children:
-    """How a node's children are chosen from the drafter's proposals.
-
-    Attributes:
-        expansion: `topk` takes the best tokens; `coupled` the best after the noise that the target
-            will use has been added; `with_replacement` draws them independently, as SpecInfer does;
-            `without_replacement` draws distinct ones, as Sequoia does.
-        sampling: seeds and processors; proposals follow its row-wise warpers.
-    """
-
-    expansion: Expansion = "topk"
-    sampling: Sampling = Sampling()  # noqa: RUF009 - it is frozen
+FORMS = (
+    "chain:4, cartesian:3,2,1, a JSON list of rank paths such as [[0],[1],[0,0]], or the path of a "
+    ".json file that holds one"
+)
+"""How static trees are written."""
 
 
 class Policy(Protocol):
@@ -75,6 +65,14 @@ class Policy(Protocol):
         """Whether every accepted path already lies in the slots it is committed to (a chain)."""
         ...
 
+    def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
+        """Refuse a tree that the drafter cannot fill, or that would bias children so chosen.
+
+        Raises:
+            OptionError: with the reason.
+        """
+        ...
+
     def grow(
         self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
     ) -> TokenTree:
@@ -82,11 +80,27 @@ class Policy(Protocol):
         ...
 
 
+def check_depth(tree: Policy, drafter: Drafter | None) -> None:
+    """Refuse a tree without a drafter, or with one that does not look as far ahead."""
+    if drafter is None and tree.nodes > 1:
+        raise OptionError(
+            f"tree {tree} needs a drafter, found none; give one, or use tree 'plain'."
+        )
+    deepest = None if drafter is None else drafter.max_depth
+    if deepest is not None and tree.max_depth > deepest:
+        raise OptionError(
+            f"tree {tree} is {tree.max_depth} deep, but the drafter proposes {deepest} tokens; "
+            "use a shallower tree or train more heads."
+        )
+
+
 @dataclass(frozen=True)
 class Level:
     """One depth of a static tree: which proposals its nodes take, and which of them branch on."""
 
-    ranks: int  # children to rank per proposal row
+    ranks: int  # children to take per parent
+    above: Tensor  # [W] the parents' numbers in the tree
+    rows: Tensor  # [n] which of the parents each node has
     pick: Tensor  # [n] flat index (row * ranks + rank) of each node
     inner: Tensor  # [w] the level's nodes that have children
     parent: Tensor  # [w] of those, the parent among all inner nodes so far; -1 for the root
@@ -145,6 +159,13 @@ class StaticTree:
         """
         if not isinstance(text, str):
             return cls(text)
+        if (tree := cls.read(text)) is None:
+            raise OptionError(f"tree is {text!r}; expected {FORMS}.")
+        return tree
+
+    @classmethod
+    def read(cls, text: str) -> StaticTree | None:
+        """What `parse` makes of a text; None where it is none of the forms."""
         name, _, argument = text.partition(":")
         try:
             if name == "plain":
@@ -161,10 +182,7 @@ class StaticTree:
             raise
         except (ValueError, TypeError, OSError):
             pass
-        raise OptionError(
-            f"tree is {text!r}; expected chain:4, cartesian:3,2,1, a JSON list of rank paths such "
-            "as [[0],[1],[0,0]], or the path of a .json file that holds one."
-        )
+        return None
 
     @property
     def paths(self) -> tuple[tuple[int, ...], ...]:
@@ -181,101 +199,128 @@ class StaticTree:
             return f"chain:{self.max_depth}"
         return "sparse:" + "/".join(str(self.depths.count(d)) for d in range(1, self.max_depth + 1))
 
-    def check(self, drafter: Drafter | None) -> None:
-        """Refuse a tree that the drafter cannot fill."""
-        if drafter is None and self.nodes > 1:
+    def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
+        """Refuse a tree that the drafter cannot fill, or gaps in the ranks of drawn children.
+
+        A child that was drawn but left out is a verdict that the rule never gives.
+        """
+        check_depth(self, drafter)
+        last = Counter(self.parents[1:])
+        gaps = [n for n in range(1, self.nodes) if self.ranks[n] >= last[self.parents[n]]]
+        if expansion in SAMPLED and gaps:
             raise OptionError(
-                f"tree {self} needs a drafter, found none; give one, or use tree 'plain'."
-            )
-        deepest = None if drafter is None else drafter.max_depth
-        if deepest is not None and self.max_depth > deepest:
-            raise OptionError(
-                f"tree {self} is {self.max_depth} deep, but the drafter proposes {deepest} tokens; "
-                "use a shallower tree or train more heads."
+                f"tree {self} has {list(self.paths[gaps[0] - 1])} without all siblings before it, "
+                f"which biases children drawn {expansion}; add them, or use 'topk' children."
             )
 
     def grow(
         self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
     ) -> TokenTree:
-        noise = children.sampling if children.expansion == "coupled" else None
         batch, device = committed.root.shape[0], committed.root.device
         topology, qrow = self.shape(batch, device)
-        root = committed.root  # [B, 1]
+        root, lengths = committed.root, committed.lengths  # [B, 1], [B]
         if drafter is None or self.nodes == 1:
             return TokenTree(root, topology, None, qrow)
         step = drafter.begin(state, committed.features, committed.tokens, committed.count)
-        if drafter.independent:
-            drawn = [self._take(self._independent(device), step, committed, noise, None)]
-        else:
-            drawn = []
-            for depth, level in enumerate(self._levels(device), start=1):
-                tokens = self._take(level, step, committed, noise, depth)  # [B, n]
-                drawn.append(tokens)
-                if depth < self.max_depth:
-                    inner = tokens.index_select(1, level.inner).clamp(min=0)
-                    step = drafter.extend(state, inner, level.parent.expand(batch, -1))
+        if drafter.independent and (step.logits is None or not children.sampled):
+            level, step = self._independent(device), rows_of(step, 0, self.max_depth)
+            taken = children.take(step, level.ranks, lengths, level.above, level.above)
+            tokens = taken.flatten(1).index_select(1, level.pick)  # [B, N-1]
+            # Only candidates and draft vocabularies narrower than the tree can leave nodes empty.
+            holes = step.ids is not None or step.narrower_than(level.ranks)
+            return TokenTree(*_filled(root, tokens, topology, holes), qrow)
+        drawn, rows, logits, holes = [], [qrow[:, :1]], [], children.sampled
+        for depth, level in enumerate(self._levels(device), start=1):
+            here = rows_of(step, depth - 1, depth) if drafter.independent else step
+            taken = children.take(here, level.ranks, lengths, depth, level.above)
+            drawn.append(taken.flatten(1).index_select(1, level.pick))  # [B, n]
+            holes = holes or here.ids is not None or here.narrower_than(level.ranks)
+            if children.sampled and here.logits is not None:
+                before = sum(proposals.shape[1] for proposals in logits)
+                own = level.rows.clamp(max=here.logits.shape[1] - 1)  # heads have one for all
+                rows.append((own + before).expand(batch, -1))
+                logits.append(here.logits)
+            else:
+                rows.append(torch.full_like(drawn[-1], -1))
+            if depth < self.max_depth and not drafter.independent:
+                inner = drawn[-1].index_select(1, level.inner).clamp(min=0)
+                step = drafter.extend(state, inner, level.parent.expand(batch, -1))
         tokens = torch.cat(drawn, dim=1) if len(drawn) > 1 else drawn[0]
-        # Only candidate lists and draft vocabularies narrower than the tree can leave nodes empty.
-        valid = None
-        if step.ids is not None or step.narrower_than(max(self.ranks) + 1):
-            valid = torch.cat([torch.ones_like(root, dtype=torch.bool), tokens >= 0], dim=1)
-            tokens = tokens.clamp(min=0)
-        return TokenTree(torch.cat([root, tokens], dim=1), topology, valid, qrow)
-
-    def _take(
-        self,
-        level: Level,
-        step: Step,
-        committed: Committed,
-        noise: Sampling | None,
-        depth: int | None,
-    ) -> Tensor:
-        scores = None
-        if noise is not None and step.logits is not None:
-            rows = step.logits.shape[1]
-            # Independent heads answer for depths 1 … K at once, the others for one depth.
-            depths = torch.arange(1, rows + 1, device=level.pick.device) if depth is None else depth
-            positions = (committed.lengths.unsqueeze(1) + depths).expand(-1, rows)  # [B, W]
-            scores = noise.perturb(noise.warp(step.logits), positions, step.vocabulary)
-        return step.top(level.ranks, scores).flatten(1).index_select(1, level.pick)  # [B, n]
+        filled = _filled(root, tokens, topology, holes)
+        if not logits:
+            return TokenTree(*filled, qrow)
+        return TokenTree(
+            *filled,
+            torch.cat(rows, dim=1),
+            step.logits if drafter.independent else torch.cat(logits, dim=1),  # [B, G, Vd]
+            step.vocabulary,
+            children.expansion == "with_replacement",
+        )
 
     @lru_cache(maxsize=8)  # noqa: B019 - trees are few and live as long as their speculator
     def shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
         """The topology for `batch` rows, and its `qrow` [B, N]: every child is a point mass."""
         parents = torch.tensor([self.parents], device=device)
-        topology = Topology.from_parents(parents, self.max_depth, self.width).expand(batch)
+        children = tuple(
+            tuple(node for node in range(1, self.nodes) if self.parents[node] == parent)
+            for parent in range(self.nodes)
+        )
+        topology = Topology.from_parents(parents, self.max_depth, self.width, children)
+        topology = topology.expand(batch)
         return topology, torch.full_like(topology.parents, -1)
 
     @lru_cache(maxsize=8)  # noqa: B019
     def _levels(self, device: torch.device) -> list[Level]:
         levels, first, inner_so_far = [], 1, {0: -1}
-        rows = {0: 0}  # node -> its proposal row in the current Step
+        above, rows = [0], {0: 0}  # the parents, and each one's proposal row in the current Step
         for depth in range(1, self.max_depth + 1):
             members = range(first, first + self.depths.count(depth))
             ranks = max(self.ranks[node] for node in members) + 1
             pick = [rows[self.parents[node]] * ranks + self.ranks[node] for node in members]
             inner = [node for node in members if node in self._branching]
             parent = [inner_so_far[self.parents[node]] for node in inner]
-            rows = {node: row for row, node in enumerate(inner)}
             inner_so_far |= {node: len(inner_so_far) - 1 + i for i, node in enumerate(inner)}
             levels.append(
                 Level(
                     ranks,
+                    torch.tensor(above, device=device),
+                    torch.tensor([rows[self.parents[node]] for node in members], device=device),
                     torch.tensor(pick, device=device),
                     torch.tensor([node - first for node in inner], device=device, dtype=torch.long),
                     torch.tensor([parent], device=device, dtype=torch.long),
                 )
             )
+            above = inner
+            rows = {node: row for row, node in enumerate(inner)}
             first = members.stop
         return levels
 
     @lru_cache(maxsize=8)  # noqa: B019
     def _independent(self, device: torch.device) -> Level:
         ranks = max(self.ranks) + 1
-        nodes = zip(self.depths[1:], self.ranks[1:], strict=True)
-        pick = torch.tensor([(depth - 1) * ranks + rank for depth, rank in nodes], device=device)
-        return Level(ranks, pick, pick[:0], pick[:0].unsqueeze(0))
+        rows = torch.tensor(self.depths[1:], device=device) - 1
+        pick = rows * ranks + torch.tensor(self.ranks[1:], device=device)
+        depths = torch.arange(1, self.max_depth + 1, device=device)
+        return Level(ranks, depths, rows, pick, pick[:0], pick[:0].unsqueeze(0))
 
     @cached_property
     def _branching(self) -> set[int]:
         return set(self.parents[1:])
+
+
+def _filled(
+    root: Tensor, tokens: Tensor, topology: Topology, holes: bool
+) -> tuple[Tensor, Topology, Tensor | None]:
+    """The first fields of a TokenTree: root [B, 1] and the other nodes' tokens [B, N-1].
+
+    Args:
+        holes: whether -1 may be among the tokens; such nodes, and all below them, are invalid
+            and become 0.
+    """
+    valid = None
+    if holes:
+        there = torch.nn.functional.pad(tokens >= 0, (1, 0), value=True)  # [B, N]
+        paths = topology.paths
+        valid = there.gather(1, paths.flatten(1)).view(paths.shape).all(-1)
+        tokens = tokens.masked_fill(~valid[:, 1:], 0)
+    return torch.cat([root, tokens], dim=1), topology, valid

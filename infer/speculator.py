@@ -29,11 +29,12 @@ from headstart.heads import Drafter, OptionError, Sampling, load_drafter
 from headstart.heads.artifact import read_tree
 from headstart.heads.core import row_seeds
 
+from .dynamic import parse_tree
 from .loop import Decoding, Emitted, Stats
-from .policies import StaticTree
+from .policies import Expansion, Policy
 from .record import Record
 from .request import Ending, check_config, check_processors, read_inputs
-from .rules import EXPANSION, RULES, check_pair
+from .rules import RULES, check_pair, check_rule, check_sampling
 from .target import Target
 
 
@@ -48,9 +49,11 @@ class Speculator:
     Args:
         target: a causal language model of transformers, in eval mode.
         drafter: bound to that target, or None to decode plainly in the same runtime.
-        tree: a `StaticTree`, or what `StaticTree.parse` reads; the deepest chain when None.
-        rule: `greedy`, `match` or `coupled`; None takes `greedy`, or `coupled` when
-            sampling.
+        tree: a policy, or what `parse_tree` reads; the deepest chain when None.
+        rule: who is accepted when sampling, a name in `RULES`; None takes `coupled`. All but
+            `typical` keep the target's distribution. Without sampling every rule is `greedy`.
+        expansion: how children are chosen when sampling, see `Children`; None takes what the rule
+            is best with.
         tokenizer: only needed for `stop_strings`.
 
     Attributes:
@@ -62,19 +65,21 @@ class Speculator:
         target: PreTrainedModel,
         drafter: Drafter | None = None,
         *,
-        tree: StaticTree | str | Sequence[Sequence[int]] | None = None,
+        tree: Policy | str | Sequence[Sequence[int]] | None = None,
         rule: str | None = None,
+        expansion: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
     ):
         if drafter is not None:
             drafter.bind(target)
-        if rule is not None:
-            check_pair(EXPANSION.get(rule, "topk"), rule)
         self.drafter, self.rule, self.tokenizer = drafter, rule, tokenizer
         if tree is None:
             tree = "plain" if drafter is None else f"chain:{drafter.max_depth or 4}"
-        self.tree = tree if isinstance(tree, StaticTree) else StaticTree.parse(tree)
-        self.tree.check(drafter)
+        self.tree = parse_tree(tree)
+        sampled = "coupled" if rule is None else rule
+        self.expansion: Expansion = check_pair(expansion, sampled)
+        check_rule(sampled, self.tree)
+        self.tree.check(drafter, self._expansion(sampled))
         self.target = Target(
             target, () if drafter is None else tuple(drafter.config.feature_layers)
         )
@@ -189,6 +194,7 @@ class Speculator:
         if streamer is not None and batch > 1:
             raise OptionError(f"a streamer takes one row, found {batch}; stream one prompt a call.")
         rule = self._rule(sampling)
+        check_sampling(rule, sampling)
         wanted = [bool(config.output_scores), bool(config.output_logits)]
         record = Record(*wanted) if config.return_dict_in_generate and any(wanted) else None
         decoding = Decoding(
@@ -197,7 +203,7 @@ class Speculator:
             self.tree,
             sampling,
             rule=RULES[rule],
-            expansion=EXPANSION[rule],
+            expansion=self._expansion(rule),
             eos=ending.eos,
             criteria=ending.others,
             pad=_pad(config, ending.eos),
@@ -239,6 +245,9 @@ class Speculator:
                 f"found {len(seed)} seeds for {batch} rows; give one seed, or one per row."
             )
         return Sampling(row_seeds(seed, batch, input_ids.device), kept)
+
+    def _expansion(self, rule: str) -> Expansion:
+        return "topk" if rule == "greedy" else self.expansion
 
     def _rule(self, sampling: Sampling) -> str:
         natural = "greedy" if sampling.seeds is None else "coupled"
@@ -315,8 +324,9 @@ def load(
     drafter: Drafter | str | Path | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    tree: StaticTree | str | Sequence[Sequence[int]] | None = None,
+    tree: Policy | str | Sequence[Sequence[int]] | None = None,
     rule: str | None = None,
+    expansion: str | None = None,
     **options: Any,
 ) -> Speculator:
     """Load target and drafter and return the Speculator over them.
@@ -339,4 +349,6 @@ def load(
     if isinstance(drafter, str | Path):
         tree = read_tree(drafter) if tree is None else tree
         drafter = load_drafter(drafter, model, tokenizer)
-    return Speculator(model, drafter, tree=tree, rule=rule, tokenizer=tokenizer)
+    return Speculator(
+        model, drafter, tree=tree, rule=rule, expansion=expansion, tokenizer=tokenizer
+    )

@@ -1,69 +1,106 @@
-"""What the drafters minimise, as functions of features and tokens."""
+"""What drafters minimise: hard labels or the target's distribution, at every depth.
+
+All families share these functions; what a drafter must answer is `Drafter.states` and
+`Drafter.readout`. Tensors as wide as the vocabulary exist for one chunk of positions at a time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Protocol
+import math
+from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from headstart.heads import FINAL, Drafter, OptionError
+from headstart.heads.core import FeatureTap, output_layer
 
 IGNORED = -100
 """The label of a position that teaches nothing."""
 
-_KEPT_LOGITS = 2**26
-"""So many logits may stay in memory until the backward pass; beyond, chunks are computed twice."""
+_KEPT_LOGITS = 9 * 2**20
+"""So many logits may stay in memory until the backward pass; beyond, chunks are computed twice.
+
+In float32 they are a little more than the 32 MiB from which on glibc gives memory back at once.
+Smaller chunks go to its heap, which fragmented to ten times what was in use.
+"""
 
 
-class IndependentHeads(Protocol):
-    """What is asked of a drafter that is trained with `heads_loss`; Medusa has it."""
+def soft_cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """-sum p log q, in nats; the gradient of `forward_kl`. All: [M, Vd], [M, Vd] -> [M]."""
+    return -(log_p.exp() * log_q).sum(-1)
 
-    config: Any
 
-    @property
-    def max_depth(self) -> int:
-        """K, how many heads there are."""
-        ...
+def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p ‖ q) in nats: the drafter spreads over all that the target may say."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
 
-    @property
-    def draft_vocabulary(self) -> Tensor | None:
-        """[Vd] target ids that the heads know, ascending; None for all."""
-        ...
 
-    def states(self, features: Tensor) -> Tensor:
-        """Head states for features [..., F]: [K, ..., D]."""
-        ...
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(q ‖ p) in nats: the drafter keeps to what the target is likely to say.
 
-    def logits(self, states: Tensor, head: int | None = None) -> Tensor:
-        """One head's logits [M, Vd] for its states [M, D]."""
-        ...
+    Like `total_variation` it hardly has a gradient where p and q have nothing in common, so it is
+    for drafters that know something already.
+    """
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """What is trained."""
-        ...
+
+def jensen_shannon(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The mean of both distributions' KL to their mixture, in nats; at most log 2."""
+    log_m = torch.logaddexp(log_p, log_q) - math.log(2)
+    return (forward_kl(log_p, log_m) + forward_kl(log_q, log_m)) / 2
+
+
+def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """sum |p - q| / 2: the share of sampled drafts that rejection turns down (Leviathan 2023)."""
+    return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+
+
+def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """-log of the share that is accepted, sum min(p, q) (LK losses, arXiv 2602.23881).
+
+    Its gradient is that of `total_variation` divided by the acceptance, so that a drafter that is
+    hardly ever accepted still learns.
+    """
+    return -torch.minimum(log_p, log_q).logsumexp(-1)
+
+
+Divergence = Callable[[Tensor, Tensor], Tensor]
+
+LOSSES: dict[str, Divergence | None] = {
+    "cross_entropy": None,  # of the label: what the target wrote
+    "soft_cross_entropy": soft_cross_entropy,
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "jensen_shannon": jensen_shannon,
+    "total_variation": total_variation,
+    "acceptance": acceptance,
+}
+"""`train.loss`: how far the drafter's distribution q is from the target's p, by name."""
 
 
 def head_labels(
-    tokens: Tensor, supervised: Tensor, heads: int, vocabulary: Tensor | None = None
+    tokens: Tensor, supervised: Tensor, depths: int, vocabulary: Tensor | None = None
 ) -> Tensor:
-    """The label of every head at every position.
+    """The label of every depth at every position.
 
-    Head k (1 … K) reads the target's feature at position t, from which the target itself predicts
-    token t + 1, and predicts token t + k + 1:
+    Depth k (1 … K) starts from the target's feature at position t, from which the target itself
+    predicts token t + 1, and predicts token t + k + 1:
 
         tokens      x0  x1  x2  x3  x4
         features    f0  f1  f2  f3  f4
         the target  x1  x2  x3  x4
-        head 1      x2  x3  x4   –   –
-        head 2      x3  x4   –   –   –
+        depth 1     x2  x3  x4   –   –
+        depth 2     x3  x4   –   –   –
 
     Args:
         tokens: [B, T] int64.
         supervised: [B, T] bool, the tokens that may serve as labels.
-        heads: K.
-        vocabulary: [Vd] the draft vocabulary, ascending; None when the heads know every token.
+        depths: K.
+        vocabulary: [Vd] the draft vocabulary, ascending; None when every token is known.
 
     Returns:
         [K, B, T] int64 ids of the draft vocabulary; `IGNORED` past the row's end, where the label
@@ -75,64 +112,152 @@ def head_labels(
         ids = torch.searchsorted(vocabulary, tokens).clamp(max=len(vocabulary) - 1)
         known = supervised & (vocabulary[ids] == tokens)
     labels = ids.masked_fill(~known, IGNORED)  # [B, T]
-    padded = functional.pad(labels, (0, heads + 1), value=IGNORED)  # [B, T + K + 1]
+    padded = functional.pad(labels, (0, depths + 1), value=IGNORED)  # [B, T + K + 1]
     length = tokens.shape[1]
-    return torch.stack([padded[:, k + 1 : k + 1 + length] for k in range(1, heads + 1)])
+    return torch.stack([padded[:, k + 1 : k + 1 + length] for k in range(1, depths + 1)])
 
 
 def label_counts(labels: Tensor) -> Tensor:
-    """How many labels each head has: [K, B, T] -> [K]."""
+    """How many labels each depth has: [K, B, T] -> [K]."""
     return (labels != IGNORED).flatten(1).sum(1)
 
 
-def heads_loss(
-    drafter: IndependentHeads,
+class Teacher:
+    """The target's own distribution, from its final features and a chunk at a time.
+
+    Args:
+        vocabulary: [Vd] what the drafter knows; the distribution is renormalised over it.
+
+    Raises:
+        OptionError: the target does something unknown to its output layer's logits.
+    """
+
+    def __init__(self, target: PreTrainedModel, vocabulary: Tensor | None = None):
+        self.layer, self.vocabulary = output_layer(target), vocabulary
+        self.finish = _finish(target)
+
+    @torch.no_grad()
+    def __call__(self, features: Tensor) -> Tensor:
+        """Final features [M, D] -> log-probabilities [M, Vd], float32."""
+        with torch.autocast(features.device.type, enabled=False):
+            logits = self.finish(self.layer(features))  # [M, V]
+            if self.vocabulary is not None:
+                logits = logits.index_select(1, self.vocabulary)
+            return logits.float().log_softmax(-1)
+
+
+def draft_loss(
+    drafter: Drafter,
     features: Tensor,
+    tokens: Tensor,
     labels: Tensor,
     counts: Tensor,
     decay: float,
+    loss: str = "cross_entropy",
+    teacher: Teacher | None = None,
+    final: Tensor | None = None,
     kept: int = _KEPT_LOGITS,
 ) -> Tensor:
-    """Cross entropy of independent heads (Medusa-1, Cai et al. 2024, arXiv 2401.10774).
+    """The sum over depths k = 1 … K of decay**k times the depth's mean loss.
 
-    The sum over heads k = 1 … K of decay**k times the head's mean cross entropy in nats. The mean
-    is over `counts`, not over this batch, so that the gradients of micro-batches, or of processes,
-    add up to the gradient of the whole batch however it is split.
+    The mean is over `counts`, not over this batch, so that the gradients of micro-batches, or of
+    processes, add up to the gradient of the whole batch however it is split. Depth k at position t
+    is compared with the label x_t+k+1 or, where the loss asks for the target's distribution, with
+    what the target says at position t + k, which it derives from its final feature there. Positions
+    whose label the draft vocabulary lacks are left out of both.
 
     Args:
-        features: [B, T, F].
+        features: [B, T, F]; tokens: [B, T].
         labels: [K, B, T], see `head_labels`.
-        counts: [K], each head's labels in the whole optimizer step, see `label_counts`.
-        decay: the weight of head k is decay**k.
+        counts: [K], each depth's labels in the whole optimizer step, see `label_counts`.
+        decay: the weight of depth k is decay**k.
+        loss: one of `LOSSES`; all but `cross_entropy` need `teacher` and `final`.
+        final: [B, T, D], the target's features that its output layer reads.
         kept: logits that may be held for the backward pass; where there are more, they are computed
             in chunks of at most so many, and again on the way back.
 
     Returns:
         The loss, float32 scalar; 0 with zero gradients when there is no label.
     """
-    taught = (labels != IGNORED).any(0)  # [B, T]
-    states = drafter.states(features[taught])  # [K, M, D]
-    labels = labels[:, taught]  # [K, M]
-    heads, positions = labels.shape
+    divergence = LOSSES[loss]
+    where = (labels != IGNORED).any(0)  # [B, T]
+    states = drafter.states(features, tokens, where, len(labels))  # [K, M, D']
+    labels = labels[:, where]  # [K, M]
+    depths, positions = labels.shape
     # An empty batch must still reach every parameter, or data-parallel training waits for them.
     total = states.new_zeros((), dtype=torch.float32)
     if not positions:
-        total = total + sum(parameter.float().sum() * 0.0 for parameter in drafter.parameters())
+        return total + sum(parameter.float().sum() * 0.0 for parameter in drafter.parameters())
     width = drafter.config.vocab_size
+    if divergence is None and drafter.draft_vocabulary is not None:
+        width = len(drafter.draft_vocabulary)
     chunk = max(kept // width, 1)
-    again = heads * positions * width > kept
-    for head in range(heads):
-        weight = decay ** (head + 1) / counts[head].clamp(min=1)
-        for rows, wanted in zip(states[head].split(chunk), labels[head].split(chunk), strict=True):
-            if again and torch.is_grad_enabled():
-                nats = checkpoint(_nats, drafter, rows, wanted, head, use_reentrant=False)
+    again = depths * positions * width > kept and torch.is_grad_enabled()
+    spoken = None if final is None else final.flatten(0, 1)  # [B * T, D]
+    place = where.flatten().nonzero().squeeze(1)  # [M]
+    assert divergence is None or (teacher is not None and spoken is not None)
+    for depth in range(1, depths + 1):
+        read = drafter.readout(depth)
+        weight = decay**depth / counts[depth - 1].clamp(min=1)
+        for first in range(0, positions, chunk):
+            part = slice(first, first + chunk)
+            lesson = None
+            if divergence is not None and teacher is not None and spoken is not None:
+                # Past a row's end this is another row's, but there the label is ignored.
+                taught = (place[part] + depth).clamp(max=len(spoken) - 1)
+                lesson = divergence, teacher, spoken, taught
+            chosen = read, states[depth - 1, part], labels[depth - 1, part], lesson
+            if again:
+                nats = checkpoint(_sum, *chosen, use_reentrant=False, preserve_rng_state=False)
             else:
-                nats = _nats(drafter, rows, wanted, head)
+                nats = _sum(*chosen)
             total = total + weight * nats
     return total
 
 
-def _nats(drafter: IndependentHeads, states: Tensor, labels: Tensor, head: int) -> Tensor:
-    """Summed cross entropy of one head: [M, D], [M] -> scalar."""
-    logits = drafter.logits(states, head=head)  # [M, Vd]
-    return functional.cross_entropy(logits.float(), labels, ignore_index=IGNORED, reduction="sum")
+def _sum(
+    read: Callable[[Tensor], Tensor],
+    states: Tensor,
+    labels: Tensor,
+    lesson: tuple[Divergence, Teacher, Tensor, Tensor] | None,
+) -> Tensor:
+    """The summed loss of a chunk of one depth: states [M, D'], labels [M] -> scalar.
+
+    Args:
+        lesson: the divergence from what a teacher says about the features [N, D] at places [M].
+    """
+    logits = read(states).float()  # [M, Vd]
+    if lesson is None:
+        return functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    divergence, teacher, final, taught = lesson
+    log_p = teacher(final.index_select(0, taught))  # [M, Vd]
+    return divergence(log_p, logits.log_softmax(-1)).masked_fill(labels == IGNORED, 0.0).sum()
+
+
+@torch.no_grad()
+def _finish(target: PreTrainedModel) -> Callable[[Tensor], Tensor]:
+    """What a target does to its output layer's logits: nothing, a factor, or a soft cap.
+
+    Found by trying, since the names in configs do not mean the same in every model.
+    """
+    config = target.config.get_text_config(decoder=True)
+    tap = FeatureTap(target, [FINAL])
+    ids = torch.arange(8, device=target.device).unsqueeze(0) % config.vocab_size
+    expected = target(input_ids=ids, use_cache=False).logits.float()
+    raw = output_layer(target)(tap.take())
+    tap.close()
+    tries: list[Callable[[Tensor], Tensor]] = [lambda logits: logits]
+    for name in ("logit_scale", "logits_scaling"):
+        if factor := getattr(config, name, None):
+            tries += [lambda logits, f=factor: logits * f, lambda logits, f=factor: logits / f]
+    for name in ("final_logit_softcapping", "logits_soft_cap"):
+        if cap := getattr(config, name, None):
+            tries.append(lambda logits, cap=cap: torch.tanh(logits / cap) * cap)
+    close = 1e-4 if raw.dtype in (torch.float32, torch.float64) else 3e-2
+    for finish in tries:
+        if (finish(raw).float() - expected).abs().amax() <= close * expected.abs().amax():
+            return finish
+    raise OptionError(
+        f"{config.model_type} changes its output layer's logits in a way that train.loss does not "
+        "know; expected none, a factor or a soft cap: use train.loss=cross_entropy."
+    )

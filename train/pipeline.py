@@ -201,7 +201,7 @@ class _Run:
             decode.prefix_tokens, recipe.seed, part="validation",
         )  # fmt: skip
         validation = Validation(model, prompts, decode.new_tokens, decode.tree, decode.rule)
-        pair = DraftedTarget(model, drafter, recipe.train.head_decay)
+        pair = DraftedTarget(model, drafter, recipe.train.head_decay, recipe.train.loss)
         trainer = DrafterTrainer(pair, self.args, data, recipe.train, validation)
         measured = trainer.fit()
         drafter.eval()

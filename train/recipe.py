@@ -99,10 +99,17 @@ class DrafterSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
 
+LOSSES = (
+    *("cross_entropy", "soft_cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon"),
+    *("total_variation", "acceptance"),
+)
+
+
 @dataclass(frozen=True)
 class Train:
     """How the drafter is trained."""
 
+    loss: str = _limited("cross_entropy", choices=LOSSES)  # all others ask the target, not its text
     learning_rate: float = _positive(1e-3)
     batch_size: int = _positive(8)  # rows a process and forward
     gradient_accumulation: int = _positive(1)
@@ -173,15 +180,11 @@ def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Reci
     """Read a recipe file, or a shipped recipe by its name, and apply `a.b=value` overrides.
 
     Override values are read as YAML, so `train.max_seconds=null` and
-    `decode.tree=[[0],[0,0],[1]]` work. Raises RecipeError.
+    `decode.tree=[[0],[0,0],[1]]` work. A recipe whose `base` is another recipe, a shipped name or a
+    path beside it, has the base's sections and changes single keys of them; its `drafter` section,
+    whose keys belong to a family, stands for itself. Raises RecipeError.
     """
-    path = _find(name_or_path)
-    try:
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path}: not valid YAML: {_one_line(error)}") from error
-    if not isinstance(data, dict):
-        raise RecipeError(f"{path}: found {_kind(data)}, expected a mapping of recipe keys")
+    data = _read(_find(name_or_path))
     for override in overrides:
         _override(data, override)
     return parse_recipe(data)
@@ -198,6 +201,33 @@ def shipped_recipes() -> dict[str, Path]:
 
     (folder,) = recipes.__path__
     return {path.stem: path for path in sorted(Path(folder).glob("*.yaml"))}
+
+
+def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A recipe file's keys, those of its base included."""
+    try:
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=_Loader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path}: not valid YAML: {_one_line(error)}") from error
+    if not isinstance(data, dict):
+        raise RecipeError(f"{path}: found {_kind(data)}, expected a mapping of recipe keys")
+    if "base" not in data:
+        return data
+    base = data.pop("base")
+    if not isinstance(base, str):
+        raise RecipeError(f"base: found {_kind(base)}, expected a recipe's name or path")
+    if "name" not in data:
+        raise RecipeError("name: missing; a recipe with a base must give its own")
+    beside = path.parent / base
+    found = beside if beside.is_file() else _find(base)
+    above = (*above, path.resolve())
+    if found.resolve() in above:
+        raise RecipeError(f"base: {base!r} is based on {path.name} itself; expected another recipe")
+    whole = _read(found, above)
+    for key, value in data.items():
+        sections = isinstance(value, dict) and isinstance(whole.get(key), dict)
+        whole[key] = {**whole[key], **value} if sections and key != "drafter" else value
+    return whole
 
 
 def _find(name_or_path: str | Path) -> Path:

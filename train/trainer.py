@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import safetensors.torch
 import torch
@@ -22,11 +22,11 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from headstart.heads import Drafter
+from headstart.heads import FINAL, Drafter, OptionError
 from headstart.heads.core import FeatureTap
 
 from .distill import Rows
-from .losses import IndependentHeads, head_labels, heads_loss, label_counts
+from .losses import LOSSES, Teacher, draft_loss, head_labels, label_counts
 from .recipe import Train
 from .stages import write_atomically
 
@@ -51,6 +51,8 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "gradient_accumulation_steps": spec.gradient_accumulation,
         "seed": seed,
         "use_cpu": not gpu,
+        # Products alone: weights, gradients and the optimizer's state stay float32.
+        "bf16": gpu and torch.cuda.is_bf16_supported(),
         "dataloader_pin_memory": gpu,
         "eval_strategy": "steps",
         "eval_steps": every,
@@ -80,19 +82,40 @@ class DraftedTarget(nn.Module):
     """The frozen target and the drafter that is trained on it, as one module.
 
     Args:
-        head_decay: see `heads_loss`.
+        head_decay: the weight of depth k in the loss is head_decay**k.
+        loss: one of `LOSSES`.
+
+    Raises:
+        OptionError: a drafter that is not trained, or a loss that the target cannot teach.
     """
 
     accepts_loss_kwargs = True  # the loss is scaled for gradient accumulation already
 
-    def __init__(self, target: PreTrainedModel, drafter: Drafter, head_decay: float):
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: Drafter,
+        head_decay: float,
+        loss: str = "cross_entropy",
+    ):
         super().__init__()
+        if not drafter.taught_depths:
+            raise OptionError(
+                f"{type(drafter).__name__} has nothing to train; decode with it as it is."
+            )
         self.target = target.requires_grad_(False).eval()
         self.drafter = drafter
-        assert drafter.independent
-        self.heads = cast(IndependentHeads, drafter)
-        self.head_decay = head_decay
-        self.tap = FeatureTap(target, drafter.config.feature_layers)
+        self.head_decay, self.loss = head_decay, loss
+        self.teacher = None
+        layers = list(drafter.config.feature_layers)
+        self.size = target.config.get_text_config(decoder=True).hidden_size
+        self.width = len(layers) * self.size  # F, what the drafter reads
+        if LOSSES[loss] is not None:
+            self.teacher = Teacher(target, drafter.draft_vocabulary)
+            layers = layers if FINAL in layers else [*layers, FINAL]
+            self.final = layers.index(FINAL) * self.size
+        self.captured = len(layers) * self.size
+        self.tap = FeatureTap(target, layers) if layers else None
         self.cache: Tensor | None = None
 
     def train(self, mode: bool = True) -> DraftedTarget:
@@ -107,30 +130,43 @@ class DraftedTarget(nn.Module):
         """The loss of a batch: rows [B], tokens [B, T], supervised [B, T] bool.
 
         Args:
-            counts: [K] labels of each head in the whole step; those of this batch when None.
+            counts: [K] labels of each depth in the whole step; those of this batch when None.
         """
         labels = self.labels(tokens, supervised)  # [K, B, T]
-        features = self.features(tokens) if self.cache is None else self.cache[rows]  # [B, T, F]
+        captured = self.features(tokens) if self.cache is None else self.cache[rows]
         counts = label_counts(labels) if counts is None else counts
-        return {"loss": heads_loss(self.heads, features, labels, counts, self.head_decay)}
+        final = None
+        if self.teacher is not None:
+            final = captured[..., self.final : self.final + self.size]  # [B, T, D]
+        features = captured[..., : self.width]  # [B, T, F]
+        loss = draft_loss(
+            self.drafter, features, tokens, labels, counts,
+            self.head_decay, self.loss, self.teacher, final,
+        )  # fmt: skip
+        return {"loss": loss}
 
     def labels(self, tokens: Tensor, supervised: Tensor) -> Tensor:
         """See `head_labels`."""
-        return head_labels(tokens, supervised, self.heads.max_depth, self.heads.draft_vocabulary)
+        drafter = self.drafter
+        return head_labels(tokens, supervised, drafter.taught_depths, drafter.draft_vocabulary)
 
     @torch.no_grad()
     def features(self, tokens: Tensor) -> Tensor:
-        """The target's features [B, T, F] of tokens [B, T], without its output layer.
+        """What is read of the target at tokens [B, T], without running its output layer.
 
-        Rows are padded on the right, where causal attention keeps the padding out of sight.
+        The drafter's features, and after them the final one where only the loss asks for it; rows
+        are padded on the right, where causal attention keeps the padding out of sight.  # [B, T, C]
         """
-        self.target.get_decoder()(input_ids=tokens, use_cache=False)
+        if self.tap is None:
+            return torch.empty(*tokens.shape, 0, device=tokens.device)
+        # The drafter will meet features of the target's own precision.
+        with torch.autocast(tokens.device.type, enabled=False):
+            self.target.get_decoder()(input_ids=tokens, use_cache=False)
         return self.tap.take()
 
     def fill_cache(self, rows: Rows, limit: float) -> bool:
         """Keep the features of all rows if they take at most `limit` MB; says whether they do."""
-        width = len(self.drafter.config.feature_layers) * self.drafter.config.hidden_size
-        megabytes = rows.tokens.numel() * width * self.target.dtype.itemsize / 1e6
+        megabytes = rows.tokens.numel() * self.captured * self.target.dtype.itemsize / 1e6
         if megabytes > limit:
             return False
         # Always in the same batches, so that a resumed run reads the very same numbers.
@@ -141,7 +177,8 @@ class DraftedTarget(nn.Module):
     def release(self) -> None:
         """Let go of the cache and of the hooks on the target."""
         self.cache = None
-        self.tap.close()
+        if self.tap is not None:
+            self.tap.close()
 
 
 class Clock:
@@ -244,7 +281,7 @@ class DrafterTrainer(Trainer):
         return self.lr_scheduler
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
-        """Labels of each head in the micro-batches of one step, of all processes.  # [K]"""
+        """Labels of each depth in the micro-batches of one step, of all processes.  # [K]"""
         counts = sum(
             label_counts(self.pair.labels(b["tokens"].to(device), b["supervised"].to(device)))
             for b in batch_samples

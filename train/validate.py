@@ -8,24 +8,21 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads import Drafter
-from headstart.heads.core import FeatureTap
 from headstart.infer import Speculator, StaticTree, Stats
+from headstart.infer.ranks import Written, best_tree, measure_ranks, write_texts
 
 from .corpus import Document
-from .distill import Windows, true_lengths
-from .losses import IGNORED, IndependentHeads, head_labels
+from .distill import Windows
 
 _BATCH = 32  # prompts decoded at once
-_RANKS = 10  # deeper ranks are never worth a node, and few prompts would overrate them
 
 
 class ValidationError(ValueError):
@@ -129,7 +126,7 @@ class Validation:
         self.target, self.prompts, self.new_tokens, self.rule = target, prompts, new_tokens, rule
         self.sparse = _sparse_nodes(tree)
         self.tree = StaticTree([]) if self.sparse else StaticTree.parse(tree)
-        self._text: list[tuple[Tensor, Tensor]] | None = None
+        self._texts: list[Written] | None = None
 
     def __call__(self, drafter: Drafter) -> dict[str, Any]:
         """`tau`, `acceptance_by_depth`, and `tree`, the rank paths it was measured with."""
@@ -142,114 +139,9 @@ class Validation:
 
     def ranks(self, drafter: Drafter) -> list[Tensor]:
         """See `measure_ranks`; the target's text is written once and kept."""
-        if self._text is None:
-            self._text = write_text(self.target, drafter, self.prompts, self.new_tokens)
-        prefix = self.prompts[0].shape[0]
-        assert drafter.independent
-        heads = cast(IndependentHeads, drafter)
-        return [measure_ranks(heads, *row, prefix) for row in self._text]
-
-
-@torch.no_grad()
-def write_text(
-    target: PreTrainedModel, drafter: Drafter, prompts: Sequence[Tensor], new_tokens: int
-) -> list[tuple[Tensor, Tensor]]:
-    """The target's greedy continuations and what the drafter reads of them.
-
-    Returns:
-        For each prompt, tokens [T] int64, the prompt included, and features [T, F].
-    """
-    plain = Speculator(target)
-    tap = FeatureTap(target, drafter.config.feature_layers)
-    rows = []
-    for batch in torch.stack(list(prompts)).to(target.device).split(_BATCH):
-        text = plain.generate(
-            batch,
-            attention_mask=torch.ones_like(batch),
-            max_new_tokens=new_tokens,
-            do_sample=False,
-        )
-        target.get_decoder()(input_ids=text, use_cache=False)
-        lengths = true_lengths(text, target, batch.shape[1]).tolist()
-        each = zip(text, tap.take(), lengths, strict=True)
-        rows += [(tokens[:length], features[:length]) for tokens, features, length in each]
-    tap.close()
-    return rows
-
-
-@torch.no_grad()
-def measure_ranks(
-    drafter: IndependentHeads, tokens: Tensor, features: Tensor, prefix: int
-) -> Tensor:
-    """At which rank each head's list holds the token that the target went on to write.
-
-    Args:
-        tokens: [T]; features: [T, F]; see `write_text`.
-        prefix: tokens that are prompt; ranks start at the position before the last of them, whose
-            own next token is the first written one.
-
-    Returns:
-        [M, K] int64; entry (i, k - 1) belongs to position prefix - 1 + i, and is Vd where a
-        trimmed vocabulary lacks the token.
-    """
-    heads = drafter.max_depth
-    first, last = prefix - 1, len(tokens) - heads - 1
-    if last <= first:
-        return torch.empty(0, heads, dtype=torch.long)
-    everything = torch.ones_like(tokens, dtype=torch.bool)[None]
-    labels = head_labels(tokens[None], everything, heads, drafter.draft_vocabulary)  # [K, 1, T]
-    ranks = []
-    for head, state in enumerate(drafter.states(features[first:last])):
-        logits = drafter.logits(state, head=head).float()  # [M, Vd]
-        wanted = labels[head, 0, first:last].unsqueeze(1)  # [M, 1]
-        better = (logits > logits.gather(1, wanted.clamp(min=0))).sum(1)
-        ranks.append(better.masked_fill(wanted.squeeze(1) == IGNORED, logits.shape[1]))
-    return torch.stack(ranks, 1).cpu()  # [M, K]
-
-
-def best_tree(ranks: Sequence[Tensor], nodes: int, passes: int = 4) -> list[list[int]]:
-    """The static tree of `nodes` nodes, the root counted, that accepts most (Medusa's sparse tree).
-
-    A position accepts the node of rank path (r1 … rd) when the true tokens stand at just those
-    ranks, so the tokens that a tree accepts are a sum over its nodes of how often each path occurs,
-    and the most frequent paths make the best tree; a path is never more frequent than its prefix.
-    Medusa multiplies the heads' accuracies instead, as if the heads erred independently. Only
-    positions at which a round starts count, and these depend on the tree: it is found by walking
-    the rows with the previous tree, from the tree for all positions on, and the best one is kept.
-
-    Args:
-        ranks: [M, K] for each text, see `measure_ranks`.
-
-    Returns:
-        Rank paths, most frequent first.
-
-    >>> best_tree([torch.tensor([[0, 0], [0, 1], [0, 0], [1, 0]])], nodes=3, passes=1)
-    [[0], [0, 0]]
-    """
-    rows = [[tuple(position) for position in row.tolist()] for row in ranks]
-    starts = [position for row in rows for position in row]
-    best: tuple[float, list[list[int]]] = (0.0, [])
-    for _ in range(passes):
-        counts: Counter[tuple[int, ...]] = Counter()
-        for position in starts:
-            likely = itertools.takewhile(lambda rank: rank < _RANKS, position)
-            counts.update(itertools.accumulate((rank,) for rank in likely))
-        # Shorter first among equals, so that every path comes after its prefixes.
-        order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
-        paths = {path for path in order[: nodes - 1]}
-        starts, emitted = [], 0
-        for row in rows:
-            at = 0
-            while at < len(row):
-                starts.append(row[at])
-                depth = 0
-                while depth < len(row[at]) and row[at][: depth + 1] in paths:
-                    depth += 1
-                at += depth + 1
-                emitted += depth + 1
-        if starts and emitted / len(starts) > best[0]:
-            best = emitted / len(starts), [list(path) for path in order[: nodes - 1]]
-    return best[1]
+        if self._texts is None:
+            self._texts = write_texts(self.target, drafter, self.prompts, self.new_tokens)
+        return measure_ranks(drafter, self._texts)
 
 
 def _sparse_nodes(tree: str | Sequence[Sequence[int]]) -> int | None:

@@ -13,7 +13,7 @@ from .forward import (
     tree_mask,
 )
 from .probe import check_tree
-from .sampling import STATEFUL, Sampling, Stream, argmax, gumbel, place, row_seeds, uniform
+from .sampling import STATEFUL, Sampling, Stream, argmax, draw, gumbel, place, row_seeds, uniform
 from .tree import TokenTree, Topology, ancestor_mask, parents_of_paths
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "ancestor_mask",
     "argmax",
     "check_tree",
+    "draw",
     "gumbel",
     "output_layer",
     "parents_of_paths",

@@ -220,6 +220,31 @@ def _in_stream(numbers: Tensor, stream: Stream) -> Tensor:
     return numbers + (stream << 40) if stream else numbers
 
 
+def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens drawn from distributions by the inverse of their running sum, taken in float64.
+
+    Args:
+        probabilities: [..., V], not necessarily normalised.
+        uniforms: [..., k] in (0, 1), one for each token.
+
+    Returns:
+        [..., k] int64; never a token of probability 0, and -1 where a row holds a NaN, an infinity
+        or nothing.
+
+    >>> half = torch.tensor([[0.5, 0.0, 0.5], [0.0, 0.0, 0.0]])
+    >>> draw(half, torch.tensor([[0.2, 0.49, 0.5], [0.2, 0.5, 0.9]])).tolist()
+    [[0, 0, 2], [-1, -1, -1]]
+    """
+    running = probabilities.double().cumsum(-1)
+    total = running[..., -1:]
+    token = torch.searchsorted(running, uniforms * total, right=True)  # [..., k]
+    token = token.clamp_(max=probabilities.shape[-1] - 1)
+    # A uniform at the very end, or a running sum added up in another order, may miss by one token.
+    missed = probabilities.gather(-1, token) <= 0
+    token = torch.where(missed, probabilities.argmax(-1, keepdim=True), token)
+    return token.masked_fill_(~((total > 0) & (total < torch.inf)), -1)
+
+
 def argmax(scores: Tensor) -> Tensor:
     """The best token of each row, [..., V] -> [...], and -1 where a row holds a NaN.
 

@@ -114,7 +114,7 @@ class Topology:
             return (self.width,) * self.max_depth
         widths, level = [], [0]
         for _ in range(self.max_depth):
-            widths.append(max(len(self.children[node]) for node in level))
+            widths.append(max((len(self.children[node]) for node in level), default=0))
             level = [child for node in level for child in self.children[node]]
         return tuple(widths)
 

@@ -65,9 +65,11 @@ def test_begin_is_the_training_forward_and_the_formula(output: str) -> None:
     features = torch.randn(3, 5, 32, dtype=torch.float64)
     count = torch.tensor([5, 2, 0])  # a finished row is answered too, and ignored
     step = drafter.begin(None, features, torch.zeros(3, 5, dtype=torch.long), count)
-    states = drafter.states(features)  # [K, B, A, D]
-    assert states.shape == (3, 3, 5, 32)
-    trained = drafter.logits(states.flatten(1, 2)).unflatten(1, (3, 5))  # [K, B, A, Vd]
+    every = torch.ones(3, 5, dtype=torch.bool)
+    states = drafter.states(features, torch.zeros(3, 5).long(), every, 3)  # [K, B * A, D]
+    assert states.shape == (3, 15, 32)
+    trained = torch.stack([drafter.readout(k)(states[k - 1]) for k in (1, 2, 3)])
+    trained = trained.unflatten(1, (3, 5))  # [K, B, A, Vd]
     width = len(KEPT) if output == "trimmed" else VOCAB
     assert step.logits is not None and step.logits.shape == (3, 3, width)
     for row, last in ((0, 4), (1, 1)):
@@ -75,9 +77,7 @@ def test_begin_is_the_training_forward_and_the_formula(output: str) -> None:
         for head in range(3):
             expected = by_hand(drafter, head, features[row, last])
             assert torch.allclose(step.logits[row, head], expected, rtol=0, atol=1e-12)
-            alone = drafter.logits(states[head, row, last : last + 1], head)[0]
-            assert torch.allclose(alone, expected, rtol=0, atol=1e-12)
-    assert drafter.independent and drafter.max_depth == 3
+    assert drafter.independent and drafter.max_depth == drafter.taught_depths == 3
 
 
 @pytest.mark.parametrize("output", OUTPUTS)

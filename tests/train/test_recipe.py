@@ -117,6 +117,43 @@ def test_overrides(tmp_path: Path) -> None:
             load_recipe(file, [bad])
 
 
+def test_a_base_gives_what_is_not_changed(tmp_path: Path) -> None:
+    base = "name: b\nseed: 5\ntarget: {model: m, dtype: bfloat16}\n"
+    base += "drafter: {family: medusa, heads: 4}\ntrain: {max_steps: 9, batch_size: 2}\n"
+    (tmp_path / "b.yaml").write_text(base)
+    middle = "base: b.yaml\nname: m\ntrain: {batch_size: 3}\n"
+    (tmp_path / "m.yaml").write_text(middle)
+    text = "base: m.yaml\nname: r\ndrafter: {family: redrafter, depths: 3}\n"
+    (tmp_path / "r.yaml").write_text(text + "target: {model: null, scratch: {}}\n")
+    recipe = load_recipe(tmp_path / "r.yaml", ["train.max_steps=10"])
+    assert (recipe.name, recipe.seed, recipe.target.dtype) == ("r", 5, "bfloat16")
+    assert (recipe.train.max_steps, recipe.train.batch_size) == (10, 3)
+    assert recipe.drafter.options == {"depths": 3}  # and no heads
+    assert recipe.target.model is None and recipe.target.scratch is not None
+    assert load_recipe(tmp_path / "m.yaml").drafter.options == {"heads": 4}
+    (tmp_path / "q.yaml").write_text("base: quickstart\nname: q\n")
+    quickstart = load_recipe("quickstart").to_dict()
+    assert load_recipe(tmp_path / "q.yaml").to_dict() == {**quickstart, "name": "q"}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("base: nowhere\nname: r\n", "no recipe 'nowhere'"),
+        ("base: r.yaml\nname: r\n", "based on r.yaml itself"),
+        ("base: quickstart\n", "name: missing"),
+        ("base: [a]\nname: r\n", "base: found the list"),
+        ("base: quickstart\nname: r\ntrian: {}\n", "trian: unknown key"),
+        ("base: quickstart\nname: r\ntrain: {max_step: 3}\n", "did you mean 'max_steps'"),
+    ],
+)
+def test_a_base_is_checked(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=said) as error:
+        load_recipe(tmp_path / "r.yaml")
+    assert "\n" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [

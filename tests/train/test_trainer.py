@@ -12,13 +12,26 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM
 
-from headstart.heads import Drafter
+from headstart.heads import (
+    FAMILIES,
+    Drafter,
+    DrafterConfig,
+    Manifest,
+    OptionError,
+    Step,
+    fingerprint,
+    load_drafter,
+    save_drafter,
+)
+from headstart.heads.drafter import last_true
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import StaticTree
 from headstart.train.distill import Rows
-from headstart.train.recipe import Train
+from headstart.train.pipeline import make_drafter
+from headstart.train.recipe import Train, parse_recipe
 from headstart.train.trainer import (
     Clock,
     DraftedTarget,
@@ -26,7 +39,7 @@ from headstart.train.trainer import (
     last_checkpoint,
     training_arguments,
 )
-from headstart.train.validate import measure_tau
+from headstart.train.validate import Validation, measure_tau
 from tests.train.counting import SIZE, counting_drafter, counting_rows, counting_target
 
 SPEC = Train(learning_rate=3e-2, batch_size=4, max_steps=12, eval_every=4)
@@ -53,10 +66,17 @@ def validation(target: Any) -> Any:
     return lambda drafter: measure_tau(target, drafter, tree, "greedy", prompts(), 12)
 
 
-def trainer(folder: Path, spec: Train = SPEC, validate: Any = None) -> DrafterTrainer:
-    target = counting_target()
-    pair = DraftedTarget(target, fresh_drafter(target), spec.head_decay)
-    args = training_arguments(spec, folder, seed=3)
+def trainer(
+    folder: Path,
+    spec: Train = SPEC,
+    validate: Any = None,
+    drafter: Any = None,
+    **arguments: Any,
+) -> DrafterTrainer:
+    target = counting_target() if drafter is None else drafter.target
+    drafter = fresh_drafter(target) if drafter is None else drafter
+    pair = DraftedTarget(target, drafter, spec.head_decay, spec.loss)
+    args = training_arguments(spec, folder, seed=3, **arguments)
     check = validate or validation(target)
     return DrafterTrainer(pair, args, rows(), spec, check, progress=False)
 
@@ -287,3 +307,167 @@ def test_sigkill_then_resume_is_bit_exact(tmp_path: Path) -> None:
         for run in ("whole", "cut")
     )
     assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("loss", ["soft_cross_entropy", "forward_kl", "acceptance"])
+def test_the_targets_distribution_teaches_to_count(tmp_path: Path, loss: str) -> None:
+    """It is almost sure of what it writes. The other losses hardly have a gradient from afar."""
+    target = counting_target()
+    with torch.no_grad():
+        target.lm_head.weight.mul_(4)
+    spec = replace(SPEC, loss=loss, max_steps=60, eval_every=None)
+    run = trainer(tmp_path, spec, drafter=fresh_drafter(target))
+    assert run.fit()["tau"] == pytest.approx(33 / 12)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_the_teacher_reads_the_final_feature(tmp_path: Path, limit: float) -> None:
+    """Whether the drafter reads it or not, and whether it is cached or not."""
+    spec = replace(SPEC, loss="forward_kl", feature_cache_mb=limit, max_steps=4, eval_every=None)
+    losses = []
+    for layers in ([1], [1, -1], [-1]):
+        torch.manual_seed(0)
+        target = random_target()
+        config = BigramConfig.for_target(target)
+        config.feature_layers = layers
+        run = trainer(tmp_path / str(layers), spec, lambda _: IDLE, Bigram(config).bind(target))
+        report = run.fit()
+        assert report["features_cached"] is (limit > 0)
+        losses.append(report["train_loss"])
+    assert losses == pytest.approx([losses[0]] * 3) and losses[0] > 1e-3
+
+
+IDLE = {"tau": 1.0, "acceptance_by_depth": [], "tree": []}
+
+
+def random_target() -> Any:
+    return LlamaForCausalLM(counting_target().config).eval()
+
+
+def drafter_of(target: Any, family: str, **options: Any) -> Drafter:
+    recipe = {"name": "r", "target": {"model": "m"}, "drafter": {"family": family, **options}}
+    return make_drafter(parse_recipe(recipe), target, rows())
+
+
+def norms_that_stayed(drafter: Drafter, before: dict[str, Tensor]) -> list[str]:
+    """The norms' weights that training has not moved."""
+    norms = [name for name, m in drafter.named_modules() if "norm" in type(m).__name__.lower()]
+    now = drafter.state_dict()
+    named = [name for name in now if name.rpartition(".")[0] in norms]
+    return [name for name in named if torch.equal(now[name], before[name])]
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "norms"),
+    [
+        ("medusa", {"heads": 2, "output": "own"}, 0),
+        ("redrafter", {"depths": 2}, 0),
+        ("draft_model", {"layers": 2}, 5),
+    ],
+)
+def test_every_weight_moves_and_is_kept_in_float32(
+    tmp_path: Path, family: str, options: dict[str, Any], norms: int
+) -> None:
+    drafter = drafter_of(random_target(), family, **options)
+    before = weights(drafter)
+    assert sum("norm" in name for name in before) == norms
+    spec = replace(SPEC, learning_rate=1e-4, eval_every=None)
+    run = trainer(tmp_path, spec, lambda _: IDLE, drafter)
+    run.fit()
+    assert not norms_that_stayed(drafter, before)
+    for name, tensor in drafter.state_dict().items():
+        assert tensor.dtype == torch.float32 and not torch.equal(tensor, before[name]), name
+    for state in run.optimizer.state.values():  # type: ignore[union-attr]
+        assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+def test_norms_in_bfloat16_stay_where_they_are(tmp_path: Path) -> None:
+    """What float32 is for: next to 1, bfloat16 has no number within a small step's reach."""
+    drafter = drafter_of(random_target(), "draft_model", layers=2).bfloat16()
+    before = weights(drafter)
+    spec = replace(SPEC, learning_rate=1e-4, eval_every=None)
+    trainer(tmp_path, spec, lambda _: IDLE, drafter).fit()
+    assert len(norms_that_stayed(drafter, before)) == 5
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl"])
+def test_autocast_leaves_weights_and_features_alone(tmp_path: Path, loss: str) -> None:
+    spec = replace(SPEC, loss=loss, feature_cache_mb=0.0, eval_every=None)
+    run = trainer(tmp_path, spec, bf16=True)
+    seen = set()
+    states = run.pair.drafter.states
+
+    def watched(features: Tensor, *others: Any) -> Tensor:
+        seen.add((features.dtype, torch.is_autocast_enabled("cpu")))
+        return states(features, *others)
+
+    run.pair.drafter.states = watched  # type: ignore[method-assign]
+    run.fit()
+    assert seen == {(torch.float32, True)}
+    assert all(p.dtype == torch.float32 for p in run.pair.drafter.parameters())
+
+
+def test_a_drafter_without_training_is_refused() -> None:
+    class Untaught(Bigram):
+        @property
+        def taught_depths(self) -> int:
+            return 0
+
+    target = counting_target()
+    with pytest.raises(OptionError, match="nothing to train"):
+        DraftedTarget(target, Untaught(BigramConfig.for_target(target)).bind(target), 0.8)
+
+
+class BigramConfig(DrafterConfig):
+    """What follows a token, whatever came before it; no feature of the target is read."""
+
+    model_type = "headstart_bigram"
+    feature_layers: Any = ()
+
+
+class Bigram(Drafter):
+    """A family in one class: a table of logits, from token to token."""
+
+    config_class = BigramConfig
+
+    def __init__(self, config: BigramConfig):
+        super().__init__(config)
+        self.table = nn.Parameter(torch.zeros(config.vocab_size, config.vocab_size))
+        self.post_init()
+
+    @property
+    def taught_depths(self) -> int:
+        return 1
+
+    def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        return Step(self.table[last_true(tokens.unsqueeze(-1), count)])
+
+    def extend(self, state: Any, tokens: Tensor, parent: Tensor) -> Step:
+        return Step(self.table[tokens])
+
+    def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+        return torch.stack([tokens.roll(-depth, 1)[where] for depth in range(1, depths + 1)])
+
+    def readout(self, depth: int) -> Any:
+        return lambda states: self.table[states]
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl"])
+def test_a_family_takes_one_class_and_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
+) -> None:
+    """From recipe to tokens: trained, validated on a tree it gets itself, saved, loaded, exact."""
+    monkeypatch.setitem(FAMILIES, "bigram", f"{__name__}:Bigram")  # the line
+    target = counting_target()
+    with torch.no_grad():
+        target.lm_head.weight.mul_(4)
+    drafter = drafter_of(target, "bigram")
+    spec = replace(SPEC, loss=loss, learning_rate=1.0, max_steps=20, eval_every=None)
+    check = Validation(target, prompts(), 13, "sparse:4", "greedy")
+    report = trainer(tmp_path / "checkpoints", spec, check, drafter).fit()
+    assert report["tau"] == 4.0 and report["tree"] == [[0], [0, 0], [0, 0, 0]]
+    manifest = Manifest("bigram", "counting", fingerprint(target))
+    folder = save_drafter(drafter, tmp_path / "artifact", manifest)
+    loaded = load_drafter(folder, target)
+    assert type(loaded) is Bigram
+    assert measure_tau(target, loaded, StaticTree.chain(3), "greedy", prompts(), 13)["tau"] == 4.0

@@ -6,16 +6,14 @@ from torch import Tensor
 
 from headstart.heads.medusa import Medusa
 from headstart.infer import StaticTree
+from headstart.infer.ranks import MISSED, Written, best_tree, measure_ranks, write_texts
 from headstart.train.corpus import Document
 from headstart.train.target import train_tokenizer
 from headstart.train.validate import (
     Validation,
     ValidationError,
-    best_tree,
     held_out_prompts,
-    measure_ranks,
     measure_tau,
-    write_text,
 )
 from tests.train.counting import SIZE, counting_drafter, counting_rows, counting_target
 
@@ -60,10 +58,10 @@ def test_ranks_fit_the_decode_loop() -> None:
     target = counting_target()
     drafter = second_best(counting_drafter(target, heads=3), head=2)
     prompts = list(counting_rows(2, 5))
-    text = write_text(target, drafter, prompts, 12)
-    ranks = [measure_ranks(drafter, *row, prefix=5) for row in text]
-    # Positions 4 … 12: the last with a label for each of three heads, among 17 tokens.
-    assert [row.tolist() for row in ranks] == [[[0, 1, 0]] * 9] * 2
+    ranks = measure_ranks(drafter, write_texts(target, drafter, prompts, 12))
+    # A round may start at any of the 12 written tokens but the last.
+    ends = [[0, 1, MISSED], [0, MISSED, MISSED]]
+    assert [row.tolist() for row in ranks] == [[[0, 1, 0]] * 9 + ends] * 2
     tree = StaticTree(best_tree(ranks, nodes=4))
     assert tree.paths == ((0,), (0, 1), (0, 1, 0))
     measured = measure_tau(target, drafter, tree, "greedy", prompts, 13)
@@ -102,8 +100,9 @@ def test_ranks_outside_a_trimmed_vocabulary_are_last() -> None:
         trimmed.vocabulary.copy_(torch.tensor([7, 8, 9, 10]))
         trimmed.output.copy_(drafter.output[:, 7:11])
     tokens = torch.arange(12)
-    ranks = measure_ranks(trimmed, tokens, torch.eye(SIZE)[:12], prefix=3)
-    assert ranks.flatten().tolist() == [4, 4, 4, 0, 0, 0, 0, 4]  # labels 4 … 11
+    (ranks,) = measure_ranks(trimmed, [Written(tokens, torch.eye(SIZE)[:12], prompt=3)])
+    wanted = [MISSED] * 3 + [0] * 4 + [MISSED]
+    assert ranks.flatten().tolist() == wanted  # tokens 4 … 11
 
 
 def test_the_best_tree_counts_paths_and_not_heads_apart() -> None:

@@ -1,0 +1,268 @@
+"""Prompt lookup: what followed the longest earlier occurrence of the text's last tokens.
+
+No weights and no training (Saxena 2023, "prompt lookup decoding"; Yang et al. 2023, arXiv
+2304.04487; suffix decoding, Oliaro et al. 2024, arXiv 2411.04975, ranks by suffix match as well).
+With the text `a b c a b`, the suffix `a b` occurred before, ending at position 1, so `c` is
+proposed, then `a`, then `b`; a continuation that runs into the end of the text goes round:
+
+    position   0 1 2 3 4          the match ends at e = 1, the text at n - 1 = 4, so the period is 3
+    token      a b c a b          token j of the continuation is text[e + 1 + j mod 3]: c a b c …
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .core import OptionError
+from .drafter import Drafter, DrafterConfig, Step
+
+_SEARCHED_STEP = 64
+"""The columns that are searched grow in steps of this size, so shapes seldom change."""
+
+_SURE = 16.0
+"""How far above a drafter's best logit an override stands: nearly certain, and still finite."""
+
+
+@strict
+class LookupConfig(DrafterConfig):
+    """How text is looked up.
+
+    Attributes:
+        max_match: the longest suffix that is compared.
+        min_match: the shortest that counts as a match.
+        matches: how many matches are followed, the longest first and the latest of equals; a node
+            has at most so many children.
+    """
+
+    model_type = "headstart_lookup"
+    feature_layers: list[int] | tuple[int, ...] = ()
+    max_match: int = 8
+    min_match: int = 1
+    matches: int = 8
+
+    OPTIONS: ClassVar[tuple[str, ...]] = ("max_match", "min_match", "matches")
+
+    def validate_lookup(self) -> None:
+        """Part of the config's own validation: what single fields cannot say."""
+        if not 1 <= self.min_match <= self.max_match or self.matches < 1:
+            raise OptionError(
+                f"drafter.min_match is {self.min_match}, max_match {self.max_match} and matches "
+                f"{self.matches}; expected 1 ≤ min_match ≤ max_match, and at least one match."
+            )
+
+
+@dataclass
+class Searched:
+    """The rows' text and this round's matches.
+
+    Attributes:
+        most: a bound on any row's tokens, on the host.
+        told: the largest root position, where the loop tells it before a round.
+        text: [B, P + S + 1] int64: P = max_match columns of -1, S slots, and one for padding.
+        size: [B, 1] tokens of each row.
+        source: [B, M] where each match ends; period: [B, M] how far before the text's end.
+        agrees: [B, 1 + G, M] which matches continue with the path to the root and to each of the G
+            nodes grown so far; depth: [B, 1 + G] of those.
+    """
+
+    most: int = 0
+    told: int | None = None
+    text: Tensor = field(init=False)
+    size: Tensor = field(init=False)
+    source: Tensor = field(init=False)
+    period: Tensor = field(init=False)
+    agrees: Tensor = field(init=False)
+    depth: Tensor = field(init=False)
+
+
+class Lookup(Drafter):
+    """Proposes candidates, best first: the continuations of the matches that agree with a node."""
+
+    config_class = LookupConfig
+    config: LookupConfig
+
+    def start(self, batch: int, capacity: int) -> Searched:
+        return Searched()
+
+    def prefill(self, state: Searched, features: Tensor, tokens: Tensor, count: Tensor) -> None:
+        state.most = tokens.shape[1]
+        before = self.config.max_match
+        state.text = torch.nn.functional.pad(tokens, (before, 1), value=-1)
+        state.size = count.unsqueeze(1)
+
+    def begin(self, state: Searched, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        self._append(state, tokens, count)
+        length, ends = self._match(state)  # [B, S]
+        # Longest first, and the latest of equals.
+        score = torch.where(length >= self.config.min_match, length * len(ends) + ends, -1)
+        best, state.source = score.topk(min(self.config.matches, len(ends)), -1)  # [B, M]
+        state.period = (state.size - 1 - state.source).clamp(min=1)
+        state.agrees = (best >= 0).unsqueeze(1)  # [B, 1, M]
+        state.depth = torch.zeros_like(state.size)
+        return Step(ids=_ranked(self._after(state, state.depth), state.agrees))
+
+    def extend(self, state: Searched, tokens: Tensor, parent: Tensor) -> Step:
+        at = parent + 1  # entry 0 is the root
+        depth = state.depth.gather(1, at)  # [B, W]
+        agrees = state.agrees.gather(1, at.unsqueeze(-1).expand(-1, -1, state.agrees.shape[-1]))
+        agrees = agrees & (self._after(state, depth) == tokens.unsqueeze(-1))  # [B, W, M]
+        state.depth = torch.cat([state.depth, depth + 1], 1)
+        state.agrees = torch.cat([state.agrees, agrees], 1)
+        return Step(ids=_ranked(self._after(state, depth + 1), agrees))
+
+    def continuation(self, state: Searched, length: int) -> Tensor:
+        """The best match's next `length` tokens after `begin`, [B, length]; -1 without a match."""
+        depth = torch.arange(length, device=state.size.device).expand(len(state.size), -1)
+        return torch.where(state.agrees[:, :, 0], self._after(state, depth)[..., 0], -1)
+
+    def _append(self, state: Searched, tokens: Tensor, count: Tensor) -> None:
+        added, before = tokens.shape[1], self.config.max_match
+        state.most = state.most + added if state.told is None else state.told + 1
+        state.told = None
+        slots = state.text.shape[1] - before - 1
+        if state.most > slots or slots % _SEARCHED_STEP:
+            room = max(state.most, slots + slots // 2)
+            room = -(-room // _SEARCHED_STEP) * _SEARCHED_STEP
+            state.text = torch.nn.functional.pad(state.text, (0, room - slots), value=-1)
+            slots = room
+        step = torch.arange(added, device=tokens.device)
+        slot = torch.where(step < count.unsqueeze(1), state.size + step, slots)
+        state.text.scatter_(1, slot + before, tokens)
+        state.size = state.size + count.unsqueeze(1)
+
+    def _match(self, state: Searched) -> tuple[Tensor, Tensor]:
+        """How many tokens before and at each position equal the text's last ones.
+
+        Returns:
+            [B, S], 0 at the text's end itself and after it; and the positions [S].
+        """
+        before = self.config.max_match
+        searched = -(-state.most // _SEARCHED_STEP) * _SEARCHED_STEP
+        ends = torch.arange(searched, device=state.text.device)
+        back = torch.arange(before, 0, -1, device=state.text.device)  # the suffix, in order
+        suffix = state.text.gather(1, state.size + before - back)  # [B, P]
+        # Window e holds the P tokens that end at position e. The -1 before the text meets a -1 of
+        # the suffix only where e is the text's end.
+        windows = state.text[:, 1 : before + searched].unfold(1, before, 1)  # [B, S, P]
+        same = (windows == suffix.unsqueeze(1)).flip(-1)
+        return same.cumprod(-1).sum(-1) * (ends < state.size - 1), ends
+
+    def _after(self, state: Searched, depth: Tensor) -> Tensor:
+        """Each match's token after `depth` [B, W] tokens of its continuation, [B, W, M]."""
+        onward = depth.unsqueeze(-1) % state.period.unsqueeze(1)
+        column = state.source.unsqueeze(1) + onward + (1 + self.config.max_match)  # [B, W, M]
+        return state.text.gather(1, column.flatten(1)).view_as(column)
+
+
+def _ranked(tokens: Tensor, agrees: Tensor) -> Tensor:
+    """The distinct tokens among those that agree, in order: [B, W, M] -> [B, W, M], padded with -1.
+
+    >>> yes = torch.tensor([[[True, False, True, True]]])
+    >>> _ranked(torch.tensor([[[7, 5, 7, 6]]]), yes).tolist()
+    [[[7, 6, -1, -1]]]
+    """
+    repeats = (tokens.unsqueeze(-1) == tokens.unsqueeze(-2)) & agrees.unsqueeze(-2)
+    first = agrees & ~repeats.tril(-1).any(-1)
+    matches = tokens.shape[-1]
+    rank = torch.where(first, first.cumsum(-1) - 1, matches)
+    ids = tokens.new_full((*tokens.shape[:-1], matches + 1), -1)
+    return ids.scatter(-1, rank, tokens)[..., :matches]
+
+
+class WithLookup(Drafter):
+    """Any drafter, overridden by prompt lookup in rows and at nodes where a match is long.
+
+    The match's token gets a logit far above the drafter's best, so it is the first child, and what
+    the drafter ranks comes after it. These logits are what children are drawn from and what an
+    acceptance rule is told, so decoding is exact with every expansion and rule.
+
+    Args:
+        drafter: one that proposes logits.
+        min_match: tokens that a match has at least; below it the drafter is left alone.
+    """
+
+    def __init__(self, drafter: Drafter, min_match: int = 4):
+        if isinstance(drafter, Lookup | WithLookup):
+            raise OptionError(
+                f"WithLookup was given a {type(drafter).__name__}, which looks text up itself; "
+                "give it a drafter with weights, or set min_match of the one it has."
+            )
+        super().__init__(drafter.config)
+        self.drafter = drafter
+        self.independent = drafter.independent  # type: ignore[misc]
+        own = drafter.config
+        self.lookup = Lookup(
+            LookupConfig(
+                hidden_size=own.hidden_size,
+                vocab_size=own.vocab_size,
+                min_match=min_match,
+                max_match=max(min_match, LookupConfig.max_match),
+            )
+        )
+
+    @property
+    def max_depth(self) -> int | None:
+        return self.drafter.max_depth
+
+    def bind(self, target: PreTrainedModel) -> Self:
+        self.drafter.bind(target)
+        return super().bind(target)
+
+    def start(self, batch: int, capacity: int) -> _Both:
+        return _Both(self.drafter.start(batch, capacity), self.lookup.start(batch, capacity))
+
+    def prefill(self, state: _Both, features: Tensor, tokens: Tensor, count: Tensor) -> None:
+        self.drafter.prefill(state.drafter, features, tokens, count)
+        self.lookup.prefill(state.searched, features, tokens, count)
+
+    def begin(self, state: _Both, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        step = self.drafter.begin(state.drafter, features, tokens, count)
+        found = self.lookup.begin(state.searched, features, tokens, count).ids
+        assert found is not None and step.logits is not None
+        if self.independent:
+            return _overridden(step, self.lookup.continuation(state.searched, step.logits.shape[1]))
+        return _overridden(step, found[..., 0])
+
+    def extend(self, state: _Both, tokens: Tensor, parent: Tensor) -> Step:
+        step = self.drafter.extend(state.drafter, tokens, parent)
+        found = self.lookup.extend(state.searched, tokens, parent).ids
+        assert found is not None
+        return _overridden(step, found[..., 0])
+
+
+@dataclass
+class _Both:
+    """A drafter's state and the lookup's; what the loop tells is told to both."""
+
+    drafter: object
+    searched: Searched
+
+    @property
+    def told(self) -> int | None:
+        return self.searched.told
+
+    @told.setter
+    def told(self, longest: int) -> None:
+        self.searched.told = longest
+        if hasattr(self.drafter, "told"):
+            self.drafter.told = longest  # type: ignore[attr-defined]
+
+
+def _overridden(step: Step, found: Tensor) -> Step:
+    """Proposals in which the token found for each node, [B, W], is all but certain; -1: as before.
+
+    A token outside the drafter's vocabulary changes nothing.
+    """
+    logits = step.logits
+    assert logits is not None
+    ids = step.vocabulary
+    if ids is None:
+        ids = torch.arange(logits.shape[-1], device=logits.device)
+    sure = logits.amax(-1, keepdim=True) + _SURE
+    return Step(torch.where(ids == found.unsqueeze(-1), sure, logits), step.vocabulary)

@@ -1,0 +1,203 @@
+"""ReDrafter (Zhang et al. 2024, arXiv 2403.09919): a recurrent cell beside the target's feature.
+
+    s_0 = 0
+    s_k = SiLU(W E(x_t+k) + U s_k-1 + b)        E is the target's own embedding
+    logits of x_t+k+1 = head([f_t ; s_k])       f_t stays the same during a round
+
+The head is L residual blocks x + SiLU(Ax + a) and an output layer without bias. One cell and one
+head serve all depths, so drafts may be deeper than what was trained. The text the drafter is taught
+with is the target's own (`distill`): one continuation, whose every position serves as a start. The
+paper's distillation instead lets the target continue anew from each position of a corpus.
+"""
+
+from collections.abc import Callable
+from typing import Any, ClassVar, Literal, Self, cast
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from .core import OptionError, output_layer
+from .drafter import (
+    Drafter,
+    DrafterConfig,
+    Step,
+    check_draft_vocabulary,
+    last_true,
+    most_frequent,
+)
+
+
+@strict
+class ReDrafterConfig(DrafterConfig):
+    """ReDrafter's shape.
+
+    Attributes:
+        depths: K, how many steps of the cell a training loss covers.
+        layers: L residual blocks of the head.
+        exit_dim: their width; 0 for 2 D, the width of [f ; s].
+        output: `own` knows every token, `trimmed` the `draft_vocab_size` most frequent ones of the
+            corpus.
+        draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
+    """
+
+    model_type = "headstart_redrafter"
+    depths: int = 5
+    layers: int = 2
+    exit_dim: int = 0
+    output: Literal["own", "trimmed"] = "own"
+    draft_vocab_size: int = 0
+
+    OPTIONS: ClassVar[tuple[str, ...]] = (
+        *("depths", "layers", "exit_dim", "output", "draft_vocab_size"),
+    )
+
+    def validate_redrafter(self) -> None:
+        """Part of the config's own validation: what single fields cannot say."""
+        if self.depths < 1 or self.layers < 1 or self.exit_dim < 0:
+            raise OptionError(
+                f"drafter.depths is {self.depths}, drafter.layers {self.layers} and "
+                f"drafter.exit_dim {self.exit_dim}; expected at least 1, 1 and 0."
+            )
+        check_draft_vocabulary(self, self.output, self.draft_vocab_size)
+
+
+class ReDrafterState:
+    """A round: the feature [B, D] it started from, and the cell's state at each node so far."""
+
+    feature: Tensor
+    cells: Tensor  # [B, 1 + nodes, D], the root's first
+
+
+class _Zero(nn.Linear):
+    """A layer whose weights start at zero."""
+
+
+class _Block(nn.Module):
+    def __init__(self, size: int):
+        super().__init__()
+        self.linear = _Zero(size, size)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return states + F.silu(self.linear(states))
+
+
+class ReDrafter(Drafter):
+    """A recurrent cell, fed one drafted token after another. Its weights bear the paper's names."""
+
+    config_class = ReDrafterConfig
+    config: ReDrafterConfig
+    vocabulary: Tensor
+
+    def __init__(self, config: ReDrafterConfig):
+        super().__init__(config)
+        size = config.hidden_size
+        exit_dim = config.exit_dim or 2 * size
+        self.rnn_w = nn.Linear(size, size, bias=False)
+        self.rnn_u = nn.Linear(size, size)
+        self.input_proj = nn.Linear(2 * size, exit_dim) if exit_dim != 2 * size else None
+        blocks = [_Block(exit_dim) for _ in range(config.layers)]
+        width = config.draft_vocab_size or config.vocab_size
+        self.lm_head = nn.Sequential(*blocks, nn.Linear(exit_dim, width, bias=False))
+        if config.output == "trimmed":
+            self.register_buffer("vocabulary", torch.arange(width))
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Blocks start as the identity, the cell as a random code of the last tokens."""
+        if isinstance(module, nn.Linear):
+            spread = 0.0 if isinstance(module, _Zero) else module.in_features**-0.5
+            nn.init.normal_(module.weight, std=spread)
+            if module.bias is not None:
+                nn.init.zeros_(module.bias)
+        elif module is self and self.config.output == "trimmed":
+            self.vocabulary.copy_(torch.arange(len(self.vocabulary)))
+
+    def bind(self, target: PreTrainedModel) -> Self:
+        width = cast(Tensor, target.get_input_embeddings().weight).shape[-1]
+        if width != self.config.hidden_size:
+            raise OptionError(
+                f"the target's embedding is {width} wide and its hidden state "
+                f"{self.config.hidden_size}; redrafter needs them alike: use another drafter."
+            )
+        return super().bind(target)
+
+    @torch.no_grad()
+    def start_from_target(self, token_counts: Tensor | None = None) -> None:
+        """Start as the target's own output layer, blind to the cell; see `Medusa`.
+
+        Args:
+            token_counts: [V], how often each token occurs in the corpus; `trimmed` keeps the most
+                frequent ones.
+        """
+        rows = output_layer(self.target).weight  # [V, D]
+        if self.config.output == "trimmed":
+            self.vocabulary.copy_(most_frequent(token_counts, len(self.vocabulary)))
+            rows = rows[self.vocabulary.to(rows.device)]
+        if self.input_proj is None:
+            output = self.lm_head[-1]
+            assert isinstance(output, nn.Linear)
+            output.weight.copy_(torch.cat([rows, torch.zeros_like(rows)], dim=1))
+        # Embeddings come in all sizes; the cell's input should be of size 1.
+        every = torch.arange(self.config.vocab_size, device=rows.device)
+        size = self._embed(every[:4096]).square().mean().sqrt()
+        self.rnn_w.weight.div_(size.clamp(min=1e-6))
+
+    @property
+    def taught_depths(self) -> int:
+        return self.config.depths
+
+    @property
+    def draft_vocabulary(self) -> Tensor | None:
+        return self.vocabulary if self.config.output == "trimmed" else None
+
+    def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+        row, at = where.nonzero(as_tuple=True)  # [M] each
+        feature = features[row, at].to(self.rnn_w.weight.dtype)  # [M, D]
+        cell, found = torch.zeros_like(feature), []
+        for depth in range(1, depths + 1):
+            # Past the row's end any token will do.
+            cell = self._step(tokens[row, (at + depth).clamp(max=tokens.shape[1] - 1)], cell)
+            found.append(torch.cat([feature, cell], -1))
+        return torch.stack(found)  # [K, M, 2 D]
+
+    def readout(self, depth: int) -> Callable[[Tensor], Tensor]:
+        return self._logits
+
+    def start(self, batch: int, capacity: int) -> ReDrafterState:
+        return ReDrafterState()
+
+    def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        state.feature = last_true(features, count).to(self.rnn_w.weight.dtype)  # [B, D]
+        root = last_true(tokens.unsqueeze(-1), count)  # [B, 1]
+        cell = self._step(root, torch.zeros_like(state.feature).unsqueeze(1))  # [B, 1, D]
+        state.cells = cell
+        return self._propose(state, cell)
+
+    def extend(self, state: Any, tokens: Tensor, parent: Tensor) -> Step:
+        cells = state.cells  # [B, 1 + nodes, D]
+        above = (parent + 1).unsqueeze(-1).expand(-1, -1, cells.shape[-1])
+        cell = self._step(tokens, cells.gather(1, above))  # [B, W, D]
+        state.cells = torch.cat([cells, cell], 1)
+        return self._propose(state, cell)
+
+    def _step(self, tokens: Tensor, cell: Tensor) -> Tensor:
+        """Tokens [...] and the states before them [..., D] -> the states after them [..., D]."""
+        return F.silu(self.rnn_w(self._embed(tokens)) + self.rnn_u(cell))
+
+    def _embed(self, tokens: Tensor) -> Tensor:
+        """The target's embeddings of tokens [...], which are never trained: [..., D]."""
+        embedding = self.target.get_input_embeddings()
+        with torch.no_grad():
+            return embedding(tokens).to(self.rnn_w.weight)
+
+    def _propose(self, state: ReDrafterState, cell: Tensor) -> Step:
+        feature = state.feature.unsqueeze(1).expand(-1, cell.shape[1], -1)
+        logits = self._logits(torch.cat([feature, cell], -1))  # [B, W, Vd]
+        return Step(logits, self.draft_vocabulary)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """[f ; s], [..., 2 D] -> logits [..., Vd]."""
+        return self.lm_head(states if self.input_proj is None else self.input_proj(states))

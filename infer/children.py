@@ -1,0 +1,97 @@
+"""Whose children a node gets: from a drafter's proposals to tokens.
+
+Children are the drafter's best tokens (`topk`), the best after the noise that the target will use
+has been added (`coupled`), or draws from the proposals, with or without replacement. Each parent
+draws for itself, also where parents share a row of proposals. What was drawn is neither ranked nor
+dropped afterwards: either would bias the text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from headstart.heads import Sampling, Step
+from headstart.heads.core import Stream, place
+from headstart.heads.core.sampling import draw
+
+Expansion = Literal["topk", "coupled", "with_replacement", "without_replacement"]
+SAMPLED = ("with_replacement", "without_replacement")
+"""The expansions whose children are random draws, which a rule weighs by their probabilities."""
+
+
+@dataclass(frozen=True)
+class Children:
+    """How a node's children are chosen from the drafter's proposals.
+
+    Attributes:
+        expansion: `topk` takes the best tokens; `coupled` the best after the noise that the target
+            will use has been added; `with_replacement` draws them independently, as SpecInfer does;
+            `without_replacement` draws distinct ones, as Sequoia does.
+        sampling: seeds and processors; proposals follow its row-wise warpers.
+    """
+
+    expansion: Expansion = "topk"
+    sampling: Sampling = Sampling()  # noqa: RUF009 - it is frozen
+
+    @property
+    def sampled(self) -> bool:
+        """Whether children are random draws."""
+        return self.expansion in SAMPLED
+
+    def scores(self, step: Step, lengths: Tensor, depth: int | Tensor) -> Tensor | None:
+        """What children that are not drawn are ranked by, [B, W, Vd]; None for the logits.
+
+        Args:
+            lengths: [B], the root's position.
+            depth: the children's depth in the tree, or one [W] for each row of proposals.
+        """
+        if self.expansion != "coupled" or step.logits is None:
+            return None
+        positions = lengths.unsqueeze(1) + depth  # [B, 1 or W]
+        return self.sampling.perturb(self.sampling.warp(step.logits), positions, step.vocabulary)
+
+    def take(
+        self, step: Step, count: int, lengths: Tensor, depth: int | Tensor, parents: Tensor
+    ) -> Tensor:
+        """The children of W parents, [B, W, count] target ids in order; -1 where there is none.
+
+        Args:
+            step: a row of proposals for each parent, or, where children are drawn, one for all.
+            lengths, depth: see `scores`.
+            parents: [W] the parents' numbers in the tree, which key the draws.
+
+        Candidates are taken as they stand.
+        """
+        if step.logits is None or not self.sampled:
+            return step.top(count, self.scores(step, lengths, depth))
+        warped = self.sampling.warp(step.logits)  # [B, W or 1, Vd]
+        keys = place(lengths.unsqueeze(1) + depth, parents)  # [B, W]
+        if self.expansion == "with_replacement":
+            q = warped.softmax(-1).expand(-1, len(parents), -1)  # [B, W, Vd]
+            return named(draw(q, self.sampling.uniforms(keys, count, Stream.CHILDREN)), step)
+        # The best of log q + Gumbel noise are draws without replacement, in order (Gumbel top-k;
+        # Kool, van Hoof and Welling 2019). Nothing takes the place of a child that q has none for.
+        log_q = warped.log_softmax(-1)
+        scores = self.sampling.perturb(log_q, keys, step.vocabulary, Stream.CHILDREN)  # [B, W, Vd]
+        support = log_q.isfinite().sum(-1, keepdim=True)  # [B, W or 1, 1]
+        ranks = torch.arange(count, device=scores.device)
+        return step.top(count, scores).masked_fill(ranks >= support, -1)
+
+
+def named(columns: Tensor, step: Step) -> Tensor:
+    """The target ids that columns of a Step's logits stand for; -1 stays -1."""
+    if step.vocabulary is None:
+        return columns
+    return torch.where(columns < 0, columns, step.vocabulary[columns.clamp(min=0)])
+
+
+def rows_of(step: Step, first: int, last: int) -> Step:
+    """Only the rows of proposals from `first` to before `last`."""
+    if step.logits is None:
+        assert step.ids is not None
+        return replace(step, ids=step.ids[:, first:last])
+    return replace(step, logits=step.logits[:, first:last])

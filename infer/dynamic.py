@@ -1,0 +1,337 @@
+"""Trees whose shape follows the drafter's own probabilities, new in every round.
+
+Both policies search level by level, keep the best nodes found, and number them parents first. They
+rank and drop nodes by what the drafter proposed, so children must be a function of the proposals
+(`topk`, `coupled`); drawn children may be neither ranked nor dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
+
+from .children import SAMPLED, Children, Expansion, named, rows_of
+from .policies import FORMS, Committed, Policy, StaticTree, check_depth
+
+_NEVER = float("-inf")
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """One depth of a search: C = F * w candidates, w for each of the F nodes that were extended.
+
+    Attributes:
+        tokens: [B, C] target ids; -1 where there is none.
+        scores: [B, C] log-probability of the path from the root; -inf where there is no candidate.
+        kept: [B, F'] the candidates that are extended next, best first.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    kept: Tensor
+
+
+def search(
+    drafter: Drafter,
+    state: Any,
+    committed: Committed,
+    children: Children,
+    width: int,
+    depth: int,
+    frontier: int,
+) -> list[Level]:
+    """Level by level, extend the best `frontier` nodes with their best `width` children each."""
+    assert not children.sampled, "check() refuses drawn children"
+    lengths = committed.lengths
+    step = drafter.begin(state, committed.features, committed.tokens, committed.count)
+    heads = None
+    if drafter.independent:
+        depths = torch.arange(1, depth + 1, device=lengths.device)
+        heads = best_children(children, rows_of(step, 0, depth), width, lengths, depths)
+    above = torch.zeros_like(lengths, dtype=torch.float64).unsqueeze(1)  # [B, F]; the root's score
+    levels: list[Level] = []
+    first = -1  # the number of the first extended node, among all that the drafter has grown
+    for level in range(1, depth + 1):
+        if heads is not None:  # one row for all nodes of a level
+            ids, scores = (values[:, level - 1 : level] for values in heads)
+        else:
+            ids, scores = best_children(children, step, width, lengths, level)
+        tokens = ids.expand(-1, above.shape[1], -1).flatten(1)  # [B, C]
+        scores = (above.unsqueeze(-1) + scores).flatten(1)  # [B, C]
+        kept = _best(scores, frontier)  # [B, F']
+        levels.append(Level(tokens, scores, kept))
+        if level < depth and heads is None:
+            parent = kept // width + first
+            step = drafter.extend(state, tokens.gather(1, kept).clamp(min=0), parent)
+            first += above.shape[1]
+        above = scores.gather(1, kept)
+    return levels
+
+
+def best_children(
+    children: Children, step: Step, count: int, lengths: Tensor, depth: int | Tensor
+) -> tuple[Tensor, Tensor]:
+    """The best children of W nodes and their log-probabilities, [B, W, count] both.
+
+    After `coupled` noise these are the log-softmax of the noisy scores. Candidates have no scores
+    and count as e^0, e^-1, … in their order. Missing children are -1, at -inf.
+    """
+    if step.logits is None:
+        ids = step.top(count)
+        order = torch.arange(count, dtype=torch.float64, device=ids.device)
+        return ids, torch.where(ids < 0, _NEVER, -order)
+    scores, sampling = children.scores(step, lengths, depth), children.sampling
+    if scores is None:
+        greedy = sampling.seeds is None
+        scores = step.logits.to(sampling.dtype) if greedy else sampling.warp(step.logits)
+    most = min(count, scores.shape[-1])
+    values, columns = scores.topk(most, dim=-1)  # [B, W, most]
+    values = values.double() - scores.logsumexp(-1, keepdim=True)
+    # A child never scores above its parent, and what is no number is no candidate.
+    values = values.clamp_(max=0).nan_to_num_(nan=_NEVER, neginf=_NEVER)
+    ids = named(columns, step).masked_fill(values == _NEVER, -1)
+    missing = (0, count - most)
+    return pad(ids, missing, value=-1), pad(values, missing, value=_NEVER)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The places of the best scores, [B, C] -> [B, count], best first; of equals, the earlier."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def select(
+    root: Tensor,
+    tokens: Tensor,
+    scores: Tensor,
+    parents: Tensor,
+    nodes: int,
+    depth: int,
+    width: int,
+) -> TokenTree:
+    """The tree of the root and the best `nodes` - 1 of C candidates, in their order.
+
+    Args:
+        root: [B, 1]; tokens: [B, C].
+        scores: [B, C], nowhere above the parent's; -inf candidates are left out, and what is
+            missing to `nodes` is invalid, at the end, and hangs on the root.
+        parents: [B, C], 0 for the root, c + 1 for candidate c, which comes earlier.
+        depth, width: the deepest level, and the most children of a node, invalid ones apart.
+
+    >>> tokens, parents = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]])
+    >>> scores = torch.tensor([[-1.0, -3.0, -2.0, -9.0]])
+    >>> tree = select(torch.tensor([[9]]), tokens, scores, parents, nodes=4, depth=2, width=2)
+    >>> tree.tokens.tolist(), tree.topology.parents.tolist()
+    ([[9, 5, 6, 7]], [[-1, 0, 0, 1]])
+    """
+    count = tokens.shape[1]
+    scores = pad(scores, (0, max(nodes - 1 - count, 0)), value=_NEVER)
+    order = _best(scores, nodes - 1)  # [B, N-1]
+    missing = scores.gather(1, order) == _NEVER
+    chosen = order.masked_fill(missing, count).sort(dim=1).values  # [B, N-1], missing ones last
+    numbers = torch.arange(1, nodes, device=root.device).expand_as(chosen)
+    number = torch.zeros_like(pad(tokens, (1, 1))).scatter(1, chosen + 1, numbers)  # [B, C+2]
+    above = number.gather(1, pad(parents, (0, 1)).gather(1, chosen))  # [B, N-1]
+    topology = Topology.from_parents(pad(above, (1, 0), value=-1), depth, width)
+    tokens = torch.cat([root, pad(tokens, (0, 1)).gather(1, chosen)], dim=1)  # [B, N]
+    valid = pad(chosen < count, (1, 0), value=True)
+    return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
+
+
+class _Dynamic:
+    """What both policies share."""
+
+    nodes: int
+    max_depth: int
+    in_place = False
+
+    def check(self: Policy, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
+        """Refuse a tree that the drafter cannot fill, and drawn children.
+
+        Raises:
+            OptionError: with the reason.
+        """
+        check_depth(self, drafter)
+        if expansion in SAMPLED:
+            raise OptionError(
+                f"tree {self} keeps the children that score best, which biases children drawn "
+                f"{expansion}; use 'topk' or 'coupled' children, or a static tree."
+            )
+
+
+class BestFirst(_Dynamic):
+    """The nodes of highest probability, as the drafter sees it.
+
+    In each level the best `frontier` nodes are extended with their best `width` children; of all
+    candidates the best `nodes` - 1 make the tree (EAGLE-2, arXiv 2406.16858). Independent heads
+    answer for every node at once, so their frontier is as wide as the tree, and the tree the true
+    best-first set over the product of their marginals (DDTree, arXiv 2604.12989).
+
+    Args:
+        nodes: N, the root counted.
+        width: children that a node may have.
+        depth: D.
+        frontier: None for `width`, and for `nodes` - 1 with independent heads.
+
+    Raises:
+        OptionError: numbers that make no tree, or leave nodes without a use.
+    """
+
+    def __init__(self, nodes: int, width: int, depth: int, frontier: int | None = None):
+        self.nodes, self.width, self.max_depth, self.frontier = nodes, width, depth, frontier
+        if min(nodes - 1, width, depth, frontier or 1) < 1:
+            raise OptionError(
+                f"tree {self} has no node beside the root; expected at least 2 nodes, and width, "
+                "depth and frontier from 1."
+            )
+        self._check_room(frontier or nodes - 1)
+
+    def __str__(self) -> str:
+        numbers = [self.nodes, self.width, self.max_depth, self.frontier]
+        return "best-first:" + ",".join(str(number) for number in numbers if number is not None)
+
+    def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
+        """Refuse a tree that the drafter cannot fill, and drawn children; see `Policy.check`."""
+        super().check(drafter, expansion)
+        assert drafter is not None
+        self._check_room(self._extended(drafter))
+
+    def _extended(self, drafter: Drafter) -> int:
+        return self.frontier or (self.nodes - 1 if drafter.independent else self.width)
+
+    def _check_room(self, frontier: int) -> None:
+        extended, candidates = 1, 0
+        for _ in range(self.max_depth):
+            candidates += extended * self.width
+            extended = min(frontier, extended * self.width)
+        if candidates < self.nodes - 1:
+            raise OptionError(
+                f"tree {self} never has more than {candidates + 1} nodes when {frontier} of a "
+                "level are extended; lower its nodes, or raise width, depth or frontier."
+            )
+
+    def grow(
+        self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
+    ) -> TokenTree:
+        """Propose a tree under `committed.root`."""
+        assert drafter is not None
+        frontier = self._extended(drafter)
+        levels = search(drafter, state, committed, children, self.width, self.max_depth, frontier)
+        parents, first = [torch.zeros_like(levels[0].tokens)], 1
+        for above in levels[:-1]:
+            wide = (above.kept + first).unsqueeze(-1).expand(-1, -1, self.width)
+            parents.append(wide.flatten(1))  # [B, C]
+            first += above.tokens.shape[1]
+        tokens = torch.cat([level.tokens for level in levels], dim=1)
+        scores = torch.cat([level.scores for level in levels], dim=1)
+        return select(
+            committed.root,
+            tokens,
+            scores,
+            torch.cat(parents, dim=1),
+            self.nodes,
+            self.max_depth,
+            self.width,
+        )
+
+
+class Beam(_Dynamic):
+    """The union of the paths that a beam search ends with (ReDrafter, arXiv 2403.09919).
+
+    Each level keeps the best `width` pairs of a beam and a token. Beams with a common beginning
+    share its nodes; nodes on no final beam are dropped. Where the search runs dry before `length`,
+    the final beams are the last that there were.
+
+    Args:
+        width: beams; length: D, tokens of each.
+        nodes: N, the root counted; the worst beams are cut first. None for 1 + width * length.
+
+    Raises:
+        OptionError: numbers that make no tree, or leave nodes without a use.
+    """
+
+    def __init__(self, width: int, length: int, nodes: int | None = None):
+        self.width, self.max_depth, self._cut = width, length, nodes
+        most = 1 + width * length
+        self.nodes = most if nodes is None else nodes
+        if min(width, length) < 1 or not 1 < self.nodes <= most:
+            raise OptionError(
+                f"tree {self} makes no beams; expected width and length from 1, and from 2 to "
+                "1 + width * length nodes."
+            )
+
+    def __str__(self) -> str:
+        cut = "" if self._cut is None else f",{self._cut}"
+        return f"beam:{self.width},{self.max_depth}{cut}"
+
+    def grow(
+        self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
+    ) -> TokenTree:
+        """Propose a tree under `committed.root`."""
+        assert drafter is not None
+        width, depth = self.width, self.max_depth
+        levels = search(drafter, state, committed, children, width, depth, width)
+        tokens = torch.cat([level.tokens.gather(1, level.kept) for level in levels], dim=1)
+        slots = torch.arange(depth - 1, device=tokens.device).repeat_interleave(width) * width + 1
+        parents = torch.cat([level.kept // width for level in levels], dim=1)  # [B, D * width]
+        parents = parents + pad(slots, (width, 0))
+        goals = torch.cat(final_beams(levels, width), dim=1)
+        return select(committed.root, tokens, goals, parents, self.nodes, depth, width)
+
+
+def final_beams(levels: Sequence[Level], width: int) -> list[Tensor]:
+    """For each level minus the place of the best final beam through each beam, [B, width].
+
+    -inf where no final beam passes.
+    """
+    goals: list[Tensor] = []
+    for level in reversed(levels):
+        alive = level.scores.gather(1, level.kept) > _NEVER  # [B, width]
+        order = -torch.arange(width, dtype=torch.float64, device=alive.device)
+        ends = torch.where(alive, order, _NEVER)
+        if goals:
+            below, parent = goals[-1], levels[len(levels) - len(goals)].kept // width
+            passing = torch.full_like(below, _NEVER).scatter_reduce(1, parent, below, "amax")
+            dry = (below == _NEVER).all(1, keepdim=True)
+            ends = torch.where(dry, ends, passing)
+        goals.append(ends)
+    return goals[::-1]
+
+
+DYNAMIC = {"best-first": BestFirst, "beam": Beam}
+
+TREES = f"best-first:NODES,WIDTH,DEPTH[,FRONTIER], beam:WIDTH,LENGTH[,NODES], {FORMS}"
+"""How all trees are written."""
+
+
+def parse_tree(text: str | Sequence[Sequence[int]] | Policy) -> Policy:
+    """The policy that a text names: `best-first:…`, `beam:…`, or what `StaticTree.parse` reads.
+
+    Raises:
+        OptionError: anything else.
+
+    >>> str(parse_tree("beam:3,4")), parse_tree("beam:3,4").nodes
+    ('beam:3,4', 13)
+    """
+    if not isinstance(text, str):
+        return text if hasattr(text, "grow") else StaticTree(text)  # type: ignore[return-value,arg-type]
+    name, _, numbers = text.partition(":")
+    tree = None
+    if name in DYNAMIC:
+        try:
+            tree = DYNAMIC[name](*map(int, numbers.split(",")))
+        except OptionError:
+            raise
+        except (ValueError, TypeError):
+            pass
+    else:
+        tree = StaticTree.read(text)
+    if tree is None:
+        raise OptionError(f"tree is {text!r}; expected plain, {TREES}.")
+    return tree

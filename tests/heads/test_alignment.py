@@ -1,0 +1,190 @@
+"""Training forward = decode forward, for every family: logits, and the token they are for.
+
+The decode calls are driven over a known text exactly as the loop drives them: the prompt, then
+rounds that commit one or two tokens, each of which grows the true continuation as a chain.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tiny import VOCAB, tiny
+from torch import Tensor
+from torch.nn import functional as F
+
+from headstart.heads import FAMILIES, FINAL, Drafter, family
+from headstart.heads.core import FeatureTap
+from headstart.train.trainer import DraftedTarget
+
+DEPTHS, PROMPT, LENGTH, BATCH = 3, 4, 14, 2
+
+ROWS: list[tuple[str, dict[str, Any]]] = [
+    ("medusa", {"heads": DEPTHS, "output": "own"}),
+    ("medusa", {"heads": DEPTHS, "layers": 2}),
+    ("medusa", {"heads": DEPTHS, "output": "trimmed", "draft_vocab_size": 40}),
+    ("redrafter", {"depths": DEPTHS}),
+    ("redrafter", {"depths": DEPTHS, "exit_dim": 24, "layers": 1}),
+    ("redrafter", {"depths": DEPTHS, "output": "trimmed", "draft_vocab_size": 40}),
+    ("draft_model", {"layers": 1}),
+]
+"""A family's options; every family that is trained has a row."""
+
+IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in ROWS]
+
+
+def target() -> Any:
+    return tiny("llama").float()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def back_to_double() -> Iterator[None]:
+    yield
+    tiny("llama").double()  # the other tests share it
+
+
+def random_drafter(name: str, options: dict[str, Any]) -> Drafter:
+    """No weight at its start's zero, where many a mistake would not show."""
+    config: Any = family(name).config_class
+    drafter = family(name)(config.for_target(target(), **options)).float().bind(target())
+    drafter.start_from_target(torch.arange(VOCAB))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1))
+    return drafter.eval()
+
+
+@torch.no_grad()
+def captured(tokens: Tensor, layers: list[int]) -> Tensor:
+    if not layers:
+        return torch.empty(*tokens.shape, 0)
+    tap = FeatureTap(target(), layers)
+    target().get_decoder()(input_ids=tokens, use_cache=False)
+    features = tap.take()
+    tap.close()
+    return features
+
+
+@torch.no_grad()
+def decoded(drafter: Drafter, features: Tensor, tokens: Tensor, late: int = 0) -> Tensor:
+    """Logits [K, B, T, Vd] of every start from PROMPT - 1 on, NaN at the others.
+
+    Args:
+        late: how many positions after the right one each feature is taken from.
+    """
+    features = features.roll(-late, 1)
+    state = drafter.start(BATCH, LENGTH + DEPTHS + 1)
+    count = torch.full((BATCH,), PROMPT)
+    drafter.prefill(state, features[:, :PROMPT], tokens[:, :PROMPT], count)
+    found: list[Tensor] = []
+    at = PROMPT - 1  # the feature that the round's root was emitted from
+    for turn in range(LENGTH):
+        committed = 1 + turn % 2  # the first is the prefill's token; later rounds take one or two
+        first, at = at, at + committed - 1
+        if at + DEPTHS >= LENGTH:
+            break
+        part = slice(first, at + 1)
+        # As in a batch whose other rows accepted more, there is padding.
+        feed = F.pad(features[:, part], (0, 0, 0, 1), value=9.0)
+        step = drafter.begin(
+            state, feed, F.pad(tokens[:, first + 1 : at + 2], (0, 1)), count * 0 + committed
+        )
+        levels = [] if step.logits is None else list(step.logits.unbind(1))
+        for depth in range(2, DEPTHS + 1):
+            if not drafter.independent:
+                parent = torch.full((BATCH, 1), depth - 3)
+                step = drafter.extend(state, tokens[:, at + depth, None], parent)
+                assert step.logits is not None
+                levels.append(step.logits[:, 0])
+        found += [torch.full_like(torch.stack(levels), torch.nan)] * (at - len(found))
+        found.append(torch.stack(levels))  # [K, B, Vd]
+        at += 1
+    assert len(found) > PROMPT + 3
+    return torch.stack(found, 2)
+
+
+@torch.no_grad()
+def trained(drafter: Drafter, features: Tensor, tokens: Tensor) -> Tensor:
+    """Logits [K, B, T, Vd] of the training forward at every position."""
+    where = torch.ones_like(tokens, dtype=torch.bool)
+    states = drafter.states(features, tokens, where, DEPTHS)
+    each = [drafter.readout(k)(states[k - 1]) for k in range(1, DEPTHS + 1)]
+    return torch.stack(each).unflatten(1, tokens.shape)
+
+
+def difference(decode: Tensor, train: Tensor) -> float:
+    """The largest difference at the positions that were decoded."""
+    apart = (decode - train[:, :, : decode.shape[2]]).abs()
+    return apart[~decode.isnan()].max().item()
+
+
+def text() -> Tensor:
+    return torch.randint(1, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(5))
+
+
+def test_every_trained_family_has_a_row() -> None:
+    config = target().config
+    without = set(FAMILIES) - {name for name, _ in ROWS}
+    for name in without:
+        kind: Any = family(name)
+        shape = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
+        assert not kind(kind.config_class(**shape)).taught_depths, f"{name} has no row"
+
+
+@pytest.mark.parametrize(("name", "options"), ROWS, ids=IDS)
+def test_training_forward_is_decode_forward(name: str, options: dict[str, Any]) -> None:
+    drafter, tokens = random_drafter(name, options), text()
+    layers = list(drafter.config.feature_layers)
+    features = captured(tokens, layers)
+    decode, train = decoded(drafter, features, tokens), trained(drafter, features, tokens)
+    assert difference(decode, train) <= 1e-5
+    # One index off, and nothing agrees: another depth, a neighbouring position, another layer.
+    assert difference(decode, train.roll(-1, 0)) > 1e-2
+    assert difference(decode, train.roll(-1, 2)) > 1e-2
+    if layers:
+        assert difference(decoded(drafter, features, tokens, late=1), train) > 1e-2
+        earlier = captured(tokens, [1 if layer == FINAL else layer - 1 for layer in layers])
+        assert difference(decode, trained(drafter, earlier, tokens)) > 1e-2
+    if not drafter.independent:
+        assert difference(decode, trained(drafter, features, tokens.roll(1, 1))) > 1e-2
+
+
+def loss_while_decoding(drafter: Drafter, decode: Tensor, tokens: Tensor, shift: int = 0) -> float:
+    """The loss of the decode calls' own proposals.
+
+    The root of a round that starts from position t is token t + 1, so a proposal at depth k is for
+    token t + 1 + k.
+    """
+    known, total = drafter.draft_vocabulary, 0.0
+    for depth in range(1, drafter.taught_depths + 1):
+        losses = []
+        for at in range(PROMPT - 1, decode.shape[2]):
+            for row in range(BATCH):
+                word, logits = int(tokens[row, at + 1 + depth + shift]), decode[depth - 1, row, at]
+                if logits.isnan().any() or (known is not None and word not in known):
+                    continue
+                column = word if known is None else known.tolist().index(word)
+                losses.append(-logits.log_softmax(-1)[column])
+        total += 0.8**depth * torch.stack(losses).mean().item()
+    return total
+
+
+@pytest.mark.parametrize(("name", "options"), ROWS, ids=IDS)
+def test_the_loss_is_that_of_the_decode_forward(name: str, options: dict[str, Any]) -> None:
+    """Labels too: the trainer's loss on a text is the one of what decoding proposes for it."""
+    drafter, tokens = random_drafter(name, options), text()
+    decode = decoded(drafter, captured(tokens, list(drafter.config.feature_layers)), tokens)
+    pair = DraftedTarget(target(), drafter, 0.8)
+    # Decoding answered for some starts alone, so the labels of the others are left out.
+    answered = ~decode[0, 0].isnan().any(-1)  # [T]
+    labels = pair.labels(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    labels[:, :, : len(answered)][:, :, ~answered] = -100
+    labels[:, :, len(answered) :] = -100
+    pair.labels = lambda *_: labels  # type: ignore[method-assign]
+    loss = pair(torch.arange(BATCH), tokens, torch.ones_like(tokens, dtype=torch.bool))["loss"]
+    pair.release()
+    assert loss.item() == pytest.approx(loss_while_decoding(drafter, decode, tokens), rel=1e-5)
+    for shift in (-1, 1):
+        if decode.shape[2] + DEPTHS + shift < LENGTH:
+            wrong = loss_while_decoding(drafter, decode, tokens, shift)
+            assert abs(wrong - loss.item()) > 1e-3

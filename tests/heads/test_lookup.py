@@ -1,0 +1,265 @@
+"""Prompt lookup against a plain Python reference, alone and as an override, in the decode loop."""
+
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import VOCAB, one_line, prompts, tiny
+from torch import Tensor
+
+import headstart
+from headstart.heads import Drafter, OptionError, Step
+from headstart.heads.draft_model import DraftModel, DraftModelConfig
+from headstart.heads.lookup import Lookup, LookupConfig, WithLookup
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.infer import Speculator
+
+sys.path.append(str(Path(__file__).parents[1] / "infer"))  # for its guard against host reads
+
+SHAPE: dict[str, Any] = {"hidden_size": 32, "vocab_size": VOCAB}
+NEW = 40
+
+
+def lookup(**options: Any) -> Lookup:
+    return Lookup(LookupConfig(**SHAPE, **options))
+
+
+class Reference:
+    """One row's matches by loops over its text, as the docstring of the module tells it."""
+
+    def __init__(self, text: list[int], config: LookupConfig):
+        self.text, last = text, len(text) - 1
+        found = []
+        for end in range(last):
+            length = 0
+            while length < config.max_match and end - length >= 0:
+                if text[end - length] != text[last - length]:
+                    break
+                length += 1
+            if length >= config.min_match:
+                found.append((length, end))
+        self.ends = [end for _, end in sorted(found, reverse=True)][: config.matches]
+
+    def continuation(self, end: int, length: int) -> list[int]:
+        after = self.text[end + 1 :]
+        return [after[j % len(after)] for j in range(length)]
+
+    def candidates(self, path: list[int]) -> list[int]:
+        """What may follow the root and `path`, best first."""
+        following = [self.continuation(end, len(path) + 1) for end in self.ends]
+        agreeing = [tokens[-1] for tokens in following if tokens[:-1] == path]
+        return list(dict.fromkeys(agreeing))
+
+
+def check_round(drafter: Lookup, state: Any, step: Step, texts: list[list[int]], rng: Any) -> int:
+    """Compare candidates of the root and two grown levels with the reference; count them."""
+    references = [Reference(text, drafter.config) for text in texts]
+    paths: list[list[list[int]]] = [[[]] for _ in texts]  # of each row: root, then grown nodes
+    fresh, seen = [[0] for _ in texts], 0  # entries of `paths` that `step` answers for
+    for level in range(3):
+        assert step.ids is not None
+        for row, reference in enumerate(references):
+            for place, entry in enumerate(fresh[row]):
+                expected = reference.candidates(paths[row][entry])
+                found = step.ids[row, place].tolist()
+                assert found == expected + [-1] * (len(found) - len(expected))
+                seen += len(expected)
+        if level == 2:
+            return seen
+        width = rng.choice([1, 3])
+        tokens, parents = torch.zeros(len(texts), width).long(), torch.zeros(len(texts), width)
+        fresh = [[] for _ in texts]
+        for row, reference in enumerate(references):
+            for node in range(width):
+                entry = rng.randrange(len(paths[row]))
+                known = reference.candidates(paths[row][entry])
+                token = rng.choice(known) if known and rng.random() < 0.8 else rng.randrange(3)
+                tokens[row, node], parents[row, node] = token, entry - 1
+                fresh[row].append(len(paths[row]) + len(fresh[row]))
+            paths[row] += [
+                paths[row][int(parent) + 1] + [int(token)]
+                for parent, token in zip(parents[row], tokens[row], strict=True)
+            ]
+        step = drafter.extend(state, tokens, parents.long())
+    return seen
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["bound", "told"])
+@pytest.mark.parametrize(
+    "options", [{}, {"min_match": 3}, {"max_match": 2, "matches": 3}, {"max_match": 40}]
+)
+def test_equals_the_reference(options: dict, told: bool) -> None:
+    """Rows of different lengths and a small alphabet, past two growths of the buffer; ragged."""
+    rng, drafter = random.Random(7), lookup(**options)
+    texts = [[rng.randrange(3) for _ in range(length)] for length in (30, 1, 9, 55)]
+    count = torch.tensor([len(text) for text in texts])
+    state, longest = drafter.start(4, 4096), int(count.max())
+    padded = [text + [1] * (longest - len(text)) for text in texts]
+    drafter.prefill(state, torch.empty(4, longest, 0), torch.tensor(padded), count)
+    seen = 0
+    for turn in range(40):
+        added = 5 if turn else 1
+        tokens = torch.tensor([[rng.randrange(3) for _ in range(added)] for _ in texts])
+        # Row 2 ends early; what stands behind a row's count is no text.
+        count = torch.tensor([rng.randint(1, added) for _ in texts])
+        count[2] *= turn < 6
+        for row, text in enumerate(texts):
+            text += tokens[row, : count[row]].tolist()
+        if told:
+            state.told = max(map(len, texts)) - 1
+        step = drafter.begin(state, torch.empty(4, added, 0), tokens, count)
+        if turn % 3 == 0 or turn > 36:
+            seen += check_round(drafter, state, step, texts, rng)
+    assert seen > 300 and state.text.shape[1] > 128
+
+
+def test_a_repeating_text_goes_round() -> None:
+    """The example of the module's docstring, and its continuation."""
+    drafter = lookup()
+    state = drafter.start(1, 64)
+    drafter.prefill(state, torch.empty(1, 4, 0), torch.tensor([[5, 6, 7, 5]]), torch.tensor([4]))
+    step = drafter.begin(state, torch.empty(1, 1, 0), torch.tensor([[6]]), torch.tensor([1]))
+    assert step.ids is not None and step.ids[0, 0, :2].tolist() == [7, -1]
+    assert drafter.continuation(state, 5).tolist() == [[7, 5, 6, 7, 5]]
+    nothing = drafter.begin(state, torch.empty(1, 1, 0), torch.tensor([[9]]), torch.tensor([1]))
+    assert nothing.ids is not None and (nothing.ids == -1).all()
+    assert drafter.continuation(state, 2).tolist() == [[-1, -1]]
+
+
+def generated(
+    drafter: Any, tree: Any, batch: int, stop: bool, **options: Any
+) -> tuple[Tensor, Tensor, Speculator]:
+    """What `generate` writes, what the speculator writes, and the speculator."""
+    model = tiny("llama")
+    ids, mask = prompts([11] if batch == 1 else [13, 7, 10, 3])
+    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    settings |= {"attention_mask": mask, "eos_token_id": None}
+    expected = model.generate(ids, **settings)
+    if stop:
+        first_row = expected[0, ids.shape[1] : ids.shape[1] + 15].tolist()
+        settings["eos_token_id"] = max(first_row, key=first_row.index)
+        expected = model.generate(ids, **settings)
+    speculator = Speculator(model, drafter, tree=tree, **options)
+    return expected, speculator.generate(ids, **settings), speculator
+
+
+def medusa() -> Medusa:
+    drafter = Medusa(MedusaConfig.for_target(tiny("llama"), heads=4)).double()
+    drafter.bind(tiny("llama"))
+    torch.nn.init.normal_(drafter.weight, std=0.2)
+    return drafter.eval()
+
+
+def trimmed() -> Medusa:
+    config = MedusaConfig.for_target(
+        tiny("llama"), heads=4, output="trimmed", draft_vocab_size=VOCAB // 2
+    )
+    drafter = Medusa(config).double().bind(tiny("llama"))
+    drafter.start_from_target(torch.arange(VOCAB))
+    return drafter.eval()
+
+
+def student() -> DraftModel:
+    drafter = DraftModel(DraftModelConfig.for_target(tiny("llama"), layers=1)).double()
+    drafter.bind(tiny("llama")).start_from_target()
+    return drafter.eval()
+
+
+DRAFTERS = {
+    "lookup": lookup,
+    "lookup+medusa": lambda: WithLookup(medusa(), min_match=2),
+    "lookup+trimmed": lambda: WithLookup(trimmed(), min_match=2),
+    "lookup+draft_model": lambda: WithLookup(student(), min_match=2),
+}
+SPARSE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]
+
+TREES = ["chain:4", "cartesian:3,2,1", SPARSE, "best-first:9,3,4", "beam:3,4"]
+
+
+@pytest.mark.parametrize("stop", [False, True], ids=["length", "eos"])
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("tree", TREES, ids=str)
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_equals_generate(name: str, tree: Any, batch: int, stop: bool) -> None:
+    expected, out, speculator = generated(DRAFTERS[name](), tree, batch, stop)
+    assert torch.equal(out, expected)
+    assert stop or batch == 1 or speculator.stats.tau > 1
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("tree", ["chain:3", "cartesian:3,2"])
+def test_sampling_with_shared_noise_is_plain_sampling(name: str, tree: str) -> None:
+    """The override changes the drafter's logits, which no exact rule's text depends on."""
+    ids, mask = prompts([13, 7, 10, 3])
+    settings: dict = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": True}
+    settings |= {"temperature": 0.7, "top_k": 0, "pad_token_id": 0, "eos_token_id": None, "seed": 5}
+    plain = Speculator(tiny("llama")).generate(ids, **settings)
+    out = Speculator(tiny("llama"), DRAFTERS[name](), tree=tree).generate(ids, **settings)
+    assert torch.equal(out, plain)
+
+
+class Blank(Drafter):
+    """Knows the tokens 0 … 4 with these logits, whatever the text."""
+
+    def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        row = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0]).expand(len(tokens), 1, -1)
+        return Step(row, torch.tensor([2, 3, 5, 7, 9]))
+
+    def extend(self, state: Any, tokens: Tensor, parent: Tensor) -> Step:
+        known = torch.tensor([2, 3, 5, 7, 9])
+        return Step(torch.zeros(*tokens.shape, 5) + torch.arange(5.0), known)
+
+
+def test_the_override_comes_first_and_the_drafter_after_it() -> None:
+    """Row 0 has a match of two tokens, row 1 one of one, and row 2 one outside the vocabulary."""
+    drafter = WithLookup(Blank(LookupConfig(**SHAPE)), min_match=2)
+    state = drafter.start(3, 64)
+    prompt = torch.tensor([[4, 6, 5, 8, 4], [1, 6, 5, 8, 4], [4, 6, 8, 5, 4]])
+    drafter.prefill(state, torch.empty(3, 5, 0), prompt, torch.full((3,), 5))
+    committed = torch.full((3, 1), 6)
+    step = drafter.begin(state, torch.empty(3, 1, 0), committed, torch.ones(3).long())
+    # After `4 6` came 5, then 8; 8 is not in the vocabulary.
+    assert step.top(3)[:, 0].tolist() == [[5, 3, 7], [3, 7, 5], [3, 7, 5]]
+    grown = drafter.extend(state, torch.tensor([[5, 3]] * 3), torch.full((3, 2), -1))
+    assert grown.top(1).squeeze(-1).tolist() == [[9, 9]] * 3
+    assert state.searched.agrees[0, 1, 0] and not state.searched.agrees[0, 2].any()
+    deeper = drafter.extend(state, torch.tensor([[8, 8]] * 3), torch.tensor([[0, 1]] * 3))
+    assert deeper.top(1).squeeze(-1)[0].tolist() == [9, 9]  # 4 comes next, which nobody knows
+
+
+def test_an_override_of_lookup_is_refused() -> None:
+    with pytest.raises(OptionError, match="looks text up itself") as caught:
+        WithLookup(lookup())
+    one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"min_match": 0}, {"min_match": 9}, {"matches": 0}, {"max_match": 0}]
+)
+def test_bad_options_are_one_line(options: dict) -> None:
+    with pytest.raises(OptionError) as caught:
+        LookupConfig.for_target(tiny("llama"), **options)
+    assert "min_match" in one_line(caught.value)
+
+
+def test_it_is_loaded_by_name() -> None:
+    speculator = headstart.load(tiny("llama"), "lookup")
+    assert isinstance(speculator.drafter, Lookup) and str(speculator.tree) == "chain:4"
+    out = speculator.generate(prompts([9])[0], max_new_tokens=5, do_sample=False)
+    assert out.shape == (1, 14)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("tree", ["chain:4", "cartesian:3,2,1"])
+def test_a_round_does_not_wait(name: str, tree: str) -> None:
+    from scripted import decoding_of  # type: ignore[import-not-found]
+    from test_syncs import run_rounds  # type: ignore[import-not-found]
+
+    ids, mask = prompts([9, 4, 7])
+    decoding = decoding_of(tiny("llama"), DRAFTERS[name]().bind(tiny("llama")), tree)
+    with torch.no_grad():
+        decoding.prefill(ids, mask, 16)
+        assert run_rounds(decoding) > 2

@@ -1,0 +1,133 @@
+"""`headstart plan`: from prompts to a plan in the artifact, a table, a document and a plot."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.cli import main
+
+ROWS = "\n".join("abcdefghij"[i:] for i in range(4)) + "\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that counts, with a token for each letter, saved as any model is."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from tests.train.counting import SIZE, counting_target
+
+    folder = tmp_path_factory.mktemp("model")
+    letters = {chr(ord("a") + i) if i < 26 else f"<{i}>": i for i in range(SIZE)}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    counting_target().save_pretrained(folder)
+    return folder
+
+
+def artifact(model: Path, folder: Path, hopeless: bool = False) -> str:
+    """Four heads that put the right token first, or last."""
+    from transformers import AutoModelForCausalLM
+
+    from headstart.heads import Manifest, fingerprint, save_drafter
+    from tests.train.counting import counting_drafter
+
+    target: Any = AutoModelForCausalLM.from_pretrained(model)
+    drafter = counting_drafter(target, heads=4)
+    if hopeless:
+        assert drafter.output is not None
+        drafter.output.data.neg_()
+    save_drafter(drafter, folder, Manifest("medusa", str(model), fingerprint(target)))
+    return str(folder)
+
+
+def command(heads: str, folder: Path, *more: str) -> list[str]:
+    (folder / "prompts.txt").write_text(ROWS)
+    prompts = ["--prompts", str(folder / "prompts.txt"), "--new-tokens", "20", "--max-nodes", "8"]
+    return ["plan", "--drafter", heads, *prompts, *more]
+
+
+def test_a_drafter_that_pays(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = artifact(model, tmp_path / "heads")
+    assert main(command(heads, tmp_path, "--json", "--measure", "2", "--batch-size", "2")) == 0
+    document = json.loads(capsys.readouterr().out)
+    best, *_ = document["candidates"]
+    assert document["policy"] == best["name"] and document["tree"] == best["tree"]
+    assert document["tau"] > 1.5 and document["speedup"] >= 1.02
+    assert document["batch_size"] == 2 and document["prompts"] == 4
+    assert sum(c["measured_speedup"] is not None for c in document["candidates"]) == 2
+    (key,) = json.loads((tmp_path / "heads" / "plan.json").read_text())
+    assert key.endswith(", float32, batch 2")
+    printed = " ".join(table(command(heads, tmp_path, "--limit", "3"), capsys).split())
+    assert "decodes fastest: it is expected to write" in printed and "chain:4" in printed
+    assert "holds for text like these 3 prompts" in printed
+    assert f"The plan is in {tmp_path / 'heads' / 'plan.json'}" in printed
+    plans = json.loads((tmp_path / "heads" / "plan.json").read_text())
+    assert [key.rpartition(" ")[2] for key in plans] == ["2", "1"]
+
+
+def table(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 0
+    return capsys.readouterr().out
+
+
+def test_a_drafter_that_does_not_pay(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import headstart
+    from headstart.infer.planner import read_plan
+
+    heads = artifact(model, tmp_path / "heads", hopeless=True)
+    printed = " ".join(table(command(heads, tmp_path), capsys).split())
+    assert "nothing pays: the best tree" in printed and "is to decode plainly" in printed
+    target: Any = headstart.load(str(model)).model
+    plan = read_plan(heads, target)
+    assert plan is not None and (plan.policy, plan.tree) == ("plain", [])
+
+
+def test_the_plot_is_drawn(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    heads = artifact(model, tmp_path / "heads")
+    plot = tmp_path / "plan.png"
+    assert main(command(heads, tmp_path, "--plot", str(plot), "--measure", "1")) == 0
+    assert plot.read_bytes().startswith(b"\x89PNG") and plot.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--plot", "plan.xyz"], "expected a file in an existing folder"),
+        (["--plot", "nowhere/plan.png"], "expected a file in an existing folder"),
+        (["--batch-size", "9"], "found 4 prompts, batch size 9"),
+        (["--max-nodes", "1"], "at least 2 nodes"),
+        (["--measure", "-1"], "expected a whole number from 0"),
+    ],
+)
+def test_mistakes_take_one_line(
+    arguments: list[str],
+    said: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    heads = artifact(model, tmp_path / "heads")
+    assert main(command(heads, tmp_path, *arguments)) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("headstart: error: ") and said in error
+    assert not (tmp_path / "heads" / "plan.json").exists()
+
+
+def test_without_matplotlib_the_extra_is_named(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(command("heads", tmp_path, "--plot", str(tmp_path / "plan.png"))) == 2
+    assert "pip install 'headstart[plot]'" in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,250 @@
+"""Every legal pair of expansion and rule keeps the target's distribution: shown by enumeration.
+
+The rules that choose by the target's own noise are shown another way: their text is the one that
+the target chooses without a drafter, token by token. `typical` must fail what all others pass.
+"""
+
+import itertools
+from typing import Any, get_args
+
+import pytest
+import torch
+from enumeration import POSITION, ROOT, Round, Tables
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from headstart.heads import OptionError, Sampling
+from headstart.heads.core import row_seeds
+from headstart.infer.children import SAMPLED, Expansion
+from headstart.infer.dynamic import parse_tree
+from headstart.infer.rules import (
+    APPROXIMATE,
+    EXPANSION,
+    REFUSED,
+    ROWWISE_ONLY,
+    RULES,
+    check_rule,
+    check_sampling,
+)
+
+EXACT = 1e-12
+SHOWS = 1e-3
+
+LEGAL = [pair for pair in itertools.product(get_args(Expansion), EXPANSION) if pair not in REFUSED]
+CHOOSE = ("greedy", "match", "coupled")  # by a function of the text and the row's noise
+ENUMERATED = [pair for pair in LEGAL if pair[1] not in (*CHOOSE, *APPROXIMATE)]
+CHAINS_ONLY = ("block",)
+
+
+class AfterLast(LogitsProcessor):
+    """Favours a token by the last one, so that each node needs its own prefix."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        favoured = (input_ids[:, -1:] * 2 + 1) % scores.shape[-1]
+        return scores.scatter_add(1, favoured, torch.ones(favoured.shape, dtype=scores.dtype))
+
+
+WARPS: dict[str, list[Any]] = {
+    "plain": [],
+    "cool": [TemperatureLogitsWarper(0.6)],
+    "hot": [TemperatureLogitsWarper(1.7)],
+    "top_k": [TopKLogitsWarper(2)],
+    "top_p": [TemperatureLogitsWarper(1.7), TopPLogitsWarper(0.7)],
+    "all": [TemperatureLogitsWarper(2.5), TopKLogitsWarper(3), TopPLogitsWarper(0.9)],
+    "min_p": [TemperatureLogitsWarper(1.3), MinPLogitsWarper(0.2)],
+    "prefix": [AfterLast(), TemperatureLogitsWarper(0.9)],
+}
+
+# Tree, V, what the drafter is (see `Tables`), and the tokens that it knows.
+Shape = tuple[str, int, str, list[int] | None]
+
+SMALL: dict[str, Shape] = {
+    "chain": ("chain:2", 4, "levels", None),
+    "chain of heads": ("chain:2", 4, "heads", None),
+    "wide": ("cartesian:3", 5, "levels", None),
+    "cartesian": ("cartesian:2,2", 3, "levels", None),
+    "cartesian of heads": ("cartesian:2,2", 3, "heads", None),
+    "uneven": ("[[0],[1],[1,0],[1,1]]", 3, "levels", None),
+    "narrow": ("[[0],[1],[0,0]]", 5, "levels", [3, 1, 4]),
+    "candidates": ("cartesian:3,2", 5, "lookup", None),
+    "best first": ("best-first:6,2,2", 4, "levels", None),
+    "best first of heads": ("best-first:6,3,2", 4, "heads", None),
+    "beam": ("beam:2,3", 3, "levels", None),
+}
+
+FULL: dict[str, Shape] = {
+    "long chain": ("chain:4", 3, "levels", None),
+    "chain": ("chain:3", 4, "levels", None),
+    "chain at V=6": ("chain:2", 6, "levels", None),
+    "wide": ("cartesian:4", 6, "levels", None),
+    "cartesian": ("cartesian:2,2", 4, "levels", None),
+    "cartesian of heads": ("cartesian:2,2", 4, "heads", None),
+    "deep": ("cartesian:2,1,1", 3, "levels", None),
+    "uneven": ("[[0],[1],[2],[0,0],[1,0],[1,1]]", 4, "levels", None),
+    "narrow": ("[[0],[1],[0,0],[0,1]]", 6, "levels", [3, 1, 4, 0]),
+    "candidates": ("cartesian:3,2,1", 5, "lookup", None),
+    "best first": ("best-first:12,3,3", 5, "levels", None),
+    "best first of heads": ("best-first:12,4,3", 5, "heads", None),
+    "beam": ("beam:3,3", 5, "levels", None),
+    "beam of heads": ("beam:3,3,6", 5, "heads", None),
+}
+
+
+DYNAMIC = ("best-first", "beam")
+
+
+def applies(pair: tuple[str, str], tree: str, warp: str = "plain") -> bool:
+    """Whether the pair takes that tree and those processors."""
+    expansion, rule = pair
+    if rule in CHAINS_ONLY and not tree.startswith("chain"):
+        return False
+    if expansion in SAMPLED and tree.startswith(DYNAMIC):
+        return False
+    return warp != "prefix" or rule not in ROWWISE_ONLY
+
+
+def round_of(
+    pair: tuple[str, str], shape: Shape, warp: str = "plain", seed: int = 1, apart: float = 1.0
+) -> Round:
+    tree, vocab, kind, narrow = shape
+    policy = parse_tree(tree)
+    tables = Tables(vocab, policy.max_depth, seed, kind, narrow, apart)
+    expansion: Any = pair[0]
+    return Round(tables, policy, RULES[pair[1]], expansion, LogitsProcessorList(WARPS[warp]))
+
+
+def cases(shapes: dict[str, Shape], pairs: list[tuple[str, str]]) -> list[Any]:
+    return [
+        pytest.param(pair, shape, warp, id=f"{pair[1]}-{pair[0]}-{name}-{warp}")
+        for pair in pairs
+        for name, shape in shapes.items()
+        for warp in WARPS
+        if applies(pair, shape[0], warp)
+    ]
+
+
+def check(pair: tuple[str, str], shape: Shape, warp: str, seed: int = 1) -> None:
+    trial = round_of(pair, shape, warp, seed)
+    assert trial.distance() <= EXACT
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("pair", "shape", "warp"), cases(SMALL, ENUMERATED))
+def test_the_round_has_the_law_of_the_target(
+    pair: tuple[str, str], shape: Shape, warp: str
+) -> None:
+    check(pair, shape, warp)
+
+
+@torch.no_grad()
+@pytest.mark.proof
+@pytest.mark.parametrize(("pair", "shape", "warp"), cases(FULL, ENUMERATED))
+def test_the_round_has_the_law_of_the_target_in_full(
+    pair: tuple[str, str], shape: Shape, warp: str
+) -> None:
+    for seed in (0, 2):
+        check(pair, shape, warp, seed)
+
+
+def test_every_legal_pair_has_its_proof() -> None:
+    """By enumeration, by its plain text, or, for what is approximate, by failing."""
+    proved = {*ENUMERATED, *CHOSEN, *((EXPANSION[rule], rule) for rule in APPROXIMATE)}
+    assert proved == set(LEGAL)
+    assert {rule for _, rule in LEGAL} == set(RULES) == set(EXPANSION)
+    for pair in ENUMERATED:
+        assert any(case.values[0] == pair for case in cases(SMALL, ENUMERATED))
+
+
+def ask(pair: tuple[str, str], trial: Round) -> None:
+    """What a speculator checks before it decodes."""
+    drafter: Any = trial.tables
+    expansion: Any = pair[0]
+    trial.policy.check(drafter, expansion)
+    check_rule(pair[1], trial.policy)
+    check_sampling(pair[1], Sampling(processors=trial.processors))
+
+
+@pytest.mark.parametrize("pair", ENUMERATED, ids="-".join)
+def test_what_is_not_proved_is_refused(pair: tuple[str, str]) -> None:
+    for shape in SMALL.values():
+        for warp in ("plain", "prefix"):
+            trial = round_of(pair, shape, warp)
+            if applies(pair, shape[0], warp):
+                ask(pair, trial)
+                continue
+            with pytest.raises(OptionError):
+                ask(pair, trial)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["rejection", "traversal"])
+def test_gaps_between_drawn_siblings_are_refused_and_would_show(rule: str) -> None:
+    """Medusa's trees leave ranks out: the rule then takes q for what it was one draw before."""
+    pair = ("without_replacement", rule)
+    trial = round_of(pair, ("[[0],[2]]", 5, "levels", None))
+    with pytest.raises(OptionError, match="biases"):
+        ask(pair, trial)
+    assert trial.distance(ranks=3) > SHOWS
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", ["chain", "wide", "cartesian"])
+def test_typical_fails_the_same_test(shape: str) -> None:
+    """The negative control: the one rule that does not keep the distribution is seen."""
+    for warp in ("plain", "hot"):
+        assert round_of(("topk", "typical"), SMALL[shape], warp).distance() > SHOWS
+
+
+@torch.no_grad()
+def test_the_enumeration_is_not_empty() -> None:
+    """A round on which the drafter is of use: boxes differ, and some accept to the very end."""
+    trial = round_of(("without_replacement", "rejection"), SMALL["cartesian"])
+    found = trial.law()
+    assert found.boxes > 400 and len(found.law) == 27
+    assert float(found.lengths.sum()) == pytest.approx(1, abs=EXACT)
+    assert (found.lengths[1:] > 0.05).all()  # rounds of one, two and three tokens
+
+
+CHOSEN = [pair for pair in LEGAL if pair[1] in CHOOSE]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", list(SMALL))
+@pytest.mark.parametrize("pair", CHOSEN, ids="-".join)
+def test_the_round_writes_what_the_target_chooses(pair: tuple[str, str], shape: str) -> None:
+    """By the row's noise or greedily, whatever the tree holds: no distribution can differ then."""
+    if not applies(pair, SMALL[shape][0]):
+        return
+    rows, agreed, deep = 500, 0, 0
+    for warp in ("plain", "top_p", "prefix"):
+        trial = round_of(pair, SMALL[shape], warp, apart=0.4)
+        seeds = None if pair[1] == "greedy" else row_seeds(7, rows)
+        sampling = Sampling(seeds, trial.processors, torch.float64)
+        accepted = trial.play(sampling, rows)
+        plain = chosen_text(trial, sampling, rows)
+        written = torch.arange(plain.shape[1]) < accepted.count.unsqueeze(1)
+        assert torch.equal(accepted.tokens[written], plain[written])
+        agreed += int(written.sum())
+        deep += int((accepted.count > 1).sum())
+    assert agreed > 3 * rows and deep > rows // 4
+
+
+def chosen_text(trial: Round, sampling: Sampling, rows: int) -> Tensor:
+    """[rows, D + 1] what the target chooses, token by token, without a drafter."""
+    tables = trial.tables
+    text = torch.full((rows, 1), ROOT)
+    code = torch.zeros(rows, dtype=torch.long)
+    for depth, logits in enumerate(tables.target):
+        scores = sampling.process(text, logits[code])
+        positions = torch.full((rows, 1), POSITION + depth + 1)
+        token = sampling.choose(scores.unsqueeze(1), positions)  # [rows, 1]
+        text = torch.cat([text, token], 1)
+        code = code * tables.vocab + token.squeeze(1)
+    return text[:, 1:]
