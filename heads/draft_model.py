@@ -239,6 +239,9 @@ class DraftModel(Drafter):
         lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
         return Drafted(SlabCache(shapes, batch, 0), 0, lengths)
 
+    def tell(self, state: Drafted, longest: int) -> None:
+        state.told = longest
+
     def prefill(self, state: Drafted, features: Tensor, tokens: Tensor, count: Tensor) -> None:
         batch, length = tokens.shape
         limit = self._drive().limit

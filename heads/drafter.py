@@ -186,6 +186,12 @@ class Drafter(PreTrainedModel):
         """A fresh state for `batch` rows of at most `capacity` tokens each."""
         return None
 
+    def tell(self, state: Any, longest: int) -> None:
+        """Hear before a round that no row's root stands past position `longest`.
+
+        For drafters with a cache, which must know on the host how much of it is in use.
+        """
+
     def prefill(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> None:
         """See the prompt: features [B, T, F] and tokens [B, T], padded on the right to T.
 

@@ -90,6 +90,9 @@ class Lookup(Drafter):
     def start(self, batch: int, capacity: int) -> Searched:
         return Searched()
 
+    def tell(self, state: Searched, longest: int) -> None:
+        state.told = longest
+
     def prefill(self, state: Searched, features: Tensor, tokens: Tensor, count: Tensor) -> None:
         state.most = tokens.shape[1]
         before = self.config.max_match
@@ -217,6 +220,10 @@ class WithLookup(Drafter):
     def start(self, batch: int, capacity: int) -> _Both:
         return _Both(self.drafter.start(batch, capacity), self.lookup.start(batch, capacity))
 
+    def tell(self, state: _Both, longest: int) -> None:
+        self.drafter.tell(state.drafter, longest)
+        self.lookup.tell(state.searched, longest)
+
     def prefill(self, state: _Both, features: Tensor, tokens: Tensor, count: Tensor) -> None:
         self.drafter.prefill(state.drafter, features, tokens, count)
         self.lookup.prefill(state.searched, features, tokens, count)
@@ -238,20 +245,10 @@ class WithLookup(Drafter):
 
 @dataclass
 class _Both:
-    """A drafter's state and the lookup's; what the loop tells is told to both."""
+    """A drafter's state and the lookup's."""
 
     drafter: object
     searched: Searched
-
-    @property
-    def told(self) -> int | None:
-        return self.searched.told
-
-    @told.setter
-    def told(self, longest: int) -> None:
-        self.searched.told = longest
-        if hasattr(self.drafter, "told"):
-            self.drafter.told = longest  # type: ignore[attr-defined]
 
 
 def _overridden(step: Step, found: Tensor) -> Step:

@@ -153,7 +153,8 @@ def plan(options: argparse.Namespace) -> int:
         raise UsageError(f"{folder} cannot be written, and the plan belongs there; copy it first")
     speculator = _load(options)
     assert speculator.drafter is not None
-    from headstart.infer.planner import make_plan, write_plan
+    from headstart.infer.plan import write_plan
+    from headstart.infer.planner import make_plan
     from headstart.report import to_json
 
     prompts = [_encode(document, speculator, options.prefix_tokens) for document in documents]

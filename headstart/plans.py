@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from headstart.report import grid
 
 if TYPE_CHECKING:
-    from headstart.infer.planner import Plan
+    from headstart.infer.plan import Plan
 
 _SHOWN = 12  # candidates in the table
 _FORMATS = (".png", ".svg", ".pdf")

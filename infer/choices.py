@@ -16,7 +16,6 @@ from headstart.heads.core import argmax
 
 from .verified import Accepted, Verified
 
-
 _AT_ONCE = 2**18
 """So many logits are scored at once; with more, only the nodes on the way."""
 

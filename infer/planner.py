@@ -7,23 +7,19 @@ by round; t(n), c and the loop's own cost from timed forwards and timed rounds.
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
 
-import torch
 from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from headstart.heads import ArtifactError, Drafter, OptionError
-from headstart.heads.artifact import PLAN, artifact_folder, read_json, read_manifest, write_file
+from headstart.heads import Drafter, OptionError
 
 from .costs import STEPS, Costs, decode_times, measure_costs, sizes
 from .optimal import OptimalTrees, expected_tokens
+from .plan import Plan, device_name
 from .policies import StaticTree
 from .ranks import BATCH, Replayed, acceptance, best_tree, measure_ranks, replay, write_texts
 from .speculator import Speculator
@@ -68,54 +64,6 @@ class Candidate:
     def best_known(self) -> float:
         """The measured speedup where there is one, else the expected one."""
         return self.speedup if self.measured_speedup is None else self.measured_speedup
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What to decode with on one kind of machine.
-
-    Attributes:
-        device: see `device_name`; dtype, such as `float32`; batch_size: prompts at once.
-        policy: the chosen candidate's name, `plain` where nothing pays.
-        tree: its rank paths; empty for plain decoding.
-        tau, speedup: expected of it; 1 for plain decoding.
-        acceptance: [K][W], how often the true token stood at each rank, by depth.
-        costs: milliseconds, see `Costs`.
-        candidates: all that were considered, the best first.
-        prompts, new_tokens: what was measured on.
-        weights_sha256: of the drafter that was planned for.
-    """
-
-    device: str
-    dtype: str
-    batch_size: int
-    policy: str
-    tree: list[list[int]]
-    tau: float
-    speedup: float
-    acceptance: list[list[float]]
-    costs: dict[str, Any]
-    candidates: list[dict[str, Any]]
-    prompts: int
-    new_tokens: int
-    weights_sha256: str = ""
-
-    @property
-    def key(self) -> str:
-        """What it is filed under in `plan.json`."""
-        return f"{self.device}, {self.dtype}, batch {self.batch_size}"
-
-
-def device_name(device: torch.device) -> str:
-    """The kind of machine that times hold for: a GPU's name, or the CPU's threads.
-
-    >>> device_name(torch.device("cpu")).endswith("-thread cpu")
-    True
-    """
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    threads = f"{torch.get_num_threads()}-thread " if device.type == "cpu" else ""
-    return threads + device.type
 
 
 def make_plan(
@@ -247,6 +195,8 @@ def _judge(
     found: dict[tuple[tuple[int, ...], ...], Candidate] = {}
     for shape in shapes:
         tree = StaticTree(shape.paths)
+        if tree.nodes == 1:  # no rank was ever right
+            continue
         round_ms = costs.round(tree)
         candidate = Candidate(
             name=shape.name,
@@ -295,54 +245,3 @@ def _measure(
 
     known = sorted(map(measured, found[:count]), key=lambda candidate: -candidate.best_known)
     return known + found[count:]
-
-
-def write_plan(name: str | Path, plan: Plan) -> Path:
-    """File a plan in an artifact's `plan.json`, beside those for other machines.
-
-    Raises:
-        ArtifactError: no artifact of that name.
-        OSError: its folder cannot be written.
-    """
-    folder = artifact_folder(name)
-    plan = replace(plan, weights_sha256=read_manifest(folder).weights_sha256)
-    try:
-        plans = _plans(folder)
-    except ArtifactError:
-        plans = {}  # a damaged file holds nothing worth keeping
-    text = json.dumps(plans | {plan.key: asdict(plan)}, indent=2, allow_nan=False)
-    write_file(folder / PLAN, text + "\n")
-    return folder / PLAN
-
-
-def read_plan(name: str | Path, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
-    """The plan that an artifact holds for this target's device and dtype; None where it has none.
-
-    A plan for other weights than the artifact's does not count.
-
-    Raises:
-        ArtifactError: `plan.json` is damaged.
-    """
-    folder = artifact_folder(name)
-    dtype = str(target.dtype).removeprefix("torch.")
-    key = f"{device_name(target.device)}, {dtype}, batch {batch_size}"
-    found = _plans(folder).get(key)
-    if found is None:
-        return None
-    known = {each.name for each in fields(Plan)}
-    if not isinstance(found, dict) or set(found) != known:
-        raise ArtifactError(_DAMAGED.format(path=folder / PLAN))
-    plan = Plan(**found)
-    return plan if plan.weights_sha256 == read_manifest(folder).weights_sha256 else None
-
-
-_DAMAGED = "{path} is no plan that headstart wrote; delete it, or run headstart plan again."
-
-
-def _plans(folder: Path) -> dict[str, Any]:
-    if not (folder / PLAN).is_file():
-        return {}
-    try:
-        return read_json(folder / PLAN)
-    except ArtifactError:
-        raise ArtifactError(_DAMAGED.format(path=folder / PLAN)) from None

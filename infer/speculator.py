@@ -31,6 +31,7 @@ from headstart.heads.core import row_seeds
 
 from .dynamic import parse_tree
 from .loop import Decoding, Emitted, Stats
+from .plan import read_plan
 from .policies import Expansion, Policy
 from .record import Record
 from .request import Ending, check_config, check_processors, read_inputs
@@ -334,7 +335,8 @@ def load(
     Args:
         target: a model, or the folder or Hub name of one (its tokenizer is then loaded too).
         drafter: a drafter, or the folder or Hub name of an artifact; None decodes plainly.
-        tree: see `Speculator`; None takes the tree that the artifact was measured with.
+        tree: see `Speculator`; None takes the artifact's plan for this machine, where nothing pays
+            to decode plainly, or else the tree that it was measured with.
         options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
 
     Raises:
@@ -347,7 +349,11 @@ def load(
     else:
         model = target
     if isinstance(drafter, str | Path):
-        tree = read_tree(drafter) if tree is None else tree
+        plan = read_plan(drafter, model) if tree is None else None
+        if plan is not None and not plan.tree:
+            return Speculator(model, rule=rule, expansion=expansion, tokenizer=tokenizer)
+        if tree is None:
+            tree = plan.tree if plan is not None else read_tree(drafter)
         drafter = load_drafter(drafter, model, tokenizer)
     return Speculator(
         model, drafter, tree=tree, rule=rule, expansion=expansion, tokenizer=tokenizer

@@ -200,13 +200,19 @@ def draft_loss(
         read = drafter.readout(depth)
         weight = decay**depth / counts[depth - 1].clamp(min=1)
         for first in range(0, positions, chunk):
-            part = slice(first, first + chunk)
+            # The last chunk is as large as the others: it repeats rows, whose labels are ignored.
+            start = max(min(first, positions - chunk), 0)
+            part = slice(start, start + chunk)
+            wanted = labels[depth - 1, part]
+            if start < first:
+                wanted = wanted.clone()
+                wanted[: first - start] = IGNORED
             lesson = None
             if divergence is not None and teacher is not None and spoken is not None:
                 # Past a row's end this is another row's, but there the label is ignored.
                 taught = (place[part] + depth).clamp(max=len(spoken) - 1)
                 lesson = divergence, teacher, spoken, taught
-            chosen = read, states[depth - 1, part], labels[depth - 1, part], lesson
+            chosen = read, states[depth - 1, part], wanted, lesson
             if again:
                 nats = checkpoint(_sum, *chosen, use_reentrant=False, preserve_rng_state=False)
             else:

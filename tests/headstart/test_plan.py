@@ -80,7 +80,7 @@ def test_a_drafter_that_does_not_pay(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import headstart
-    from headstart.infer.planner import read_plan
+    from headstart.infer.plan import read_plan
 
     heads = artifact(model, tmp_path / "heads", hopeless=True)
     printed = " ".join(table(command(heads, tmp_path), capsys).split())

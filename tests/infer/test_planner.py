@@ -12,7 +12,8 @@ from headstart.heads import ArtifactError, Manifest, OptionError, fingerprint, s
 from headstart.heads.medusa import Medusa
 from headstart.infer import Speculator, StaticTree, planner
 from headstart.infer.costs import STEPS, Costs, decode_times, measure_costs, sizes
-from headstart.infer.planner import Plan, make_plan, read_plan, write_plan
+from headstart.infer.plan import Plan, read_plan, write_plan
+from headstart.infer.planner import make_plan
 from headstart.infer.ranks import Replayed, measure_ranks, replay, write_texts
 from tests.train.counting import SIZE, counting_drafter, counting_rows, counting_target
 
@@ -68,6 +69,7 @@ def test_a_useless_drafter_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     target = counting_target()
     wrong = plan_of(hopeless(target), costs(0.0), monkeypatch)
     assert wrong.policy == "plain" and wrong.tree == []
+    assert wrong.candidates and all(c["nodes"] > 1 for c in wrong.candidates)
     right = plan_of(counting_drafter(target, 3), costs(0.0), monkeypatch)
     assert right.tau == 4.0 and right.policy == "chain:3"
 
