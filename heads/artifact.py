@@ -1,8 +1,9 @@
 """The artifact: a folder (or Hub repository) that holds a trained drafter and where it came from.
 
 `config.json` (family and shapes), `model.safetensors`, `headstart.json` (manifest), `tree.json`
-(the rank paths it was measured with), `plan.json` where planned and `README.md` (model card).
-Nothing is pickled. The folder appears whole or not at all.
+(the rank paths it was measured with), `plan.json` where planned and `README.md` (model card); with
+`adapter/` where the target was trained too. Nothing is pickled. The folder appears whole or not at
+all.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from .adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS, Adapter
 from .core import ArtifactError, output_layer
 from .drafter import Drafter, family
 from .hub import download, file_names, is_hub_name, split_revision
 
 CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "headstart.json"
 TREE, PLAN, CARD = "tree.json", "plan.json", "README.md"
-FILES = (CONFIG, WEIGHTS, MANIFEST, TREE, PLAN, CARD)
+FILES = (CONFIG, WEIGHTS, MANIFEST, TREE, PLAN, CARD, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 """All that an artifact may hold; nothing else is downloaded or pushed."""
 
 LOOKUP = "lookup"
@@ -54,6 +56,9 @@ class Manifest:
         target_fingerprint: see `fingerprint`.
         tokenizer_hash: sha256 of the target's token map; empty when unknown.
         weights_sha256: of `model.safetensors`, filled in by `save_drafter`.
+        adapter_sha256: of the adapter's weights, likewise; empty without adapter. The drafter then
+            drafts for the target with that adapter, and the target named here is its base.
+        adapter_base: see `Adapter.digest`, likewise.
         recipe: the recipe that trained it, as plain data.
         metrics: measured figures, such as tau.
         versions: library versions of the training run.
@@ -64,6 +69,8 @@ class Manifest:
     target_fingerprint: str
     tokenizer_hash: str = ""
     weights_sha256: str = ""
+    adapter_sha256: str = ""
+    adapter_base: str = ""
     recipe: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(
@@ -109,10 +116,16 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
         The folder.
 
     Raises:
-        ArtifactError: the folder holds something else than an artifact.
+        ArtifactError: the folder holds something else than an artifact, or the drafter's adapter is
+            in no target.
         OSError: it cannot be written; an older artifact is still there.
     """
     folder = Path(folder)
+    if drafter.adapter is not None and not drafter.adapter.attached:
+        raise ArtifactError(
+            f"a {manifest.family} drafter is saved with its adapter, which is not in its target "
+            "now, or merged already; save it when it was trained, or copy the artifact's folder."
+        )
     if folder.exists() and not _replaceable(folder):
         raise ArtifactError(
             f"{folder} exists and is no artifact of headstart (it has no {MANIFEST}); choose "
@@ -126,11 +139,14 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
         staging.mkdir(parents=True)
         drafter.save_pretrained(staging)
         manifest = replace(manifest, weights_sha256=sha256(staging / WEIGHTS))
+        if drafter.adapter is not None:
+            digests = sha256(staging / ADAPTER_WEIGHTS), drafter.adapter.digest()
+            manifest = replace(manifest, adapter_sha256=digests[0], adapter_base=digests[1])
         text = json.dumps(asdict(manifest), indent=2) + "\n"
         (staging / MANIFEST).write_text(text, encoding="utf-8")
         if card:
             (staging / CARD).write_text(card, encoding="utf-8")
-        for path in (*staging.iterdir(), staging):
+        for path in (*staging.rglob("*"), staging):
             _sync(path)
         # A folder cannot be swapped in one step everywhere. Between these two renames only the
         # retired one stands, and `artifact_folder` finds it.
@@ -209,6 +225,11 @@ def read_tree(name: str | Path) -> list[list[int]] | None:
     return read_json(path) if path.is_file() else None
 
 
+def is_artifact(name: str | Path) -> bool:
+    """Whether a drafter's name is an artifact's, not `lookup` or a plain language model's."""
+    return _beyond_lookup(name) == name and not _model_alone(name)
+
+
 def load_drafter(
     name: str | Path,
     target: PreTrainedModel,
@@ -218,6 +239,9 @@ def load_drafter(
     **options: Any,
 ) -> Drafter:
     """Load a drafter and bind it to its target, on the target's device.
+
+    A drafter that was trained with its target (Medusa-2) changes the target that is passed: its
+    adapter is merged into the weights, in place, and decoding has the adapted target's output.
 
     Args:
         name: an artifact's folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub; or those of any
@@ -279,7 +303,32 @@ def load_drafter(
             f"{weights} does not fit {folder / CONFIG}: {wrong[0]} is missing, unknown or "
             "of another shape; restore both files."
         )
-    return drafter.to(device).eval().bind(target)  # type: ignore[arg-type]
+    drafter = drafter.to(device).eval().bind(target)  # type: ignore[arg-type]
+    if drafter.adapter is not None:
+        _adapt(drafter.adapter, target, manifest, folder)
+    return drafter
+
+
+def _adapt(adapter: Adapter, target: PreTrainedModel, manifest: Manifest, folder: Path) -> None:
+    """Merge an artifact's adapter into the target, or leave the target as it was.
+
+    Raises:
+        ArtifactError: the target is adapted already, or the adapter is not the one for it.
+    """
+    adapter.attach(target)
+    try:
+        found, expected = adapter.digest(), manifest.adapter_base
+        if found and expected and found != expected:
+            raise ArtifactError(
+                f"{folder} adapts {manifest.target}, and this target's layers have fingerprint "
+                f"{found[:12]}, expected {expected[:12]}: it was adapted or trained further; load "
+                "the target anew."
+            )
+        adapter.load(folder)
+    except ArtifactError:
+        adapter.detach()
+        raise
+    adapter.merge()
 
 
 def _beyond_lookup(name: str | Path) -> str | Path | None:
@@ -403,6 +452,13 @@ def check_files(folder: Path, manifest: Manifest, allow_pickle: bool = False) ->
     if not weights.is_file() or sha256(weights) != manifest.weights_sha256:
         raise ArtifactError(
             f"{weights} is missing or not the file that was saved (its sha256 differs from the "
+            "manifest's); restore it or download the drafter again."
+        )
+    adapter = folder / ADAPTER_WEIGHTS
+    whole = sha256(adapter) if adapter.is_file() else ""
+    if whole != manifest.adapter_sha256:
+        raise ArtifactError(
+            f"{adapter} is missing or not the adapter that was saved (its sha256 differs from the "
             "manifest's); restore it or download the drafter again."
         )
     return weights

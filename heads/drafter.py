@@ -32,12 +32,14 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from .adapter import Adapter
 from .core import FINAL, OptionError, output_layer
 
 FAMILIES: dict[str, str] = {
     "draft_model": "headstart.heads.draft_model:DraftModel",
     "lookup": "headstart.heads.lookup:Lookup",
     "medusa": "headstart.heads.medusa:Medusa",
+    "medusa2": "headstart.heads.medusa2:Medusa2",
     "redrafter": "headstart.heads.redrafter:ReDrafter",
 }
 """Every family, by name: where its class lives. This is the registration line of a new drafter."""
@@ -136,6 +138,10 @@ class Drafter(PreTrainedModel):
     independent: ClassVar[bool] = False
     """True when `begin` answers for every depth at once: row d - 1 of its Step holds the proposals
     for depth d, whatever was chosen above (Medusa); `extend` is then never called."""
+
+    adapter: Adapter | None = None
+    """What the target learns while this drafter is trained, for a drafter that adapts its target;
+    the loss, the artifact and its loading then take care of both."""
 
     _target: tuple[PreTrainedModel] | None = None
 

@@ -12,10 +12,12 @@ proposed, then `a`, then `b`; a continuation that runs into the end of the text 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Self
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -86,6 +88,19 @@ class Lookup(Drafter):
 
     config_class = LookupConfig
     config: LookupConfig
+
+    @classmethod
+    def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
+        """The drafter that a config.json describes; transformers insists on a weight."""
+        config = LookupConfig.from_pretrained(name, local_files_only=Path(name).is_dir())
+        drafter = cls(config, *args).eval()
+        report = {f"{kind}_keys": [] for kind in ("missing", "unexpected", "mismatched")}
+        return (drafter, report) if options.get("output_loading_info") else drafter
+
+    def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]
+        """Write the config, and a weights' file without tensors, as every artifact has one."""
+        self.config.save_pretrained(folder)
+        save_file({}, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
     def start(self, batch: int, capacity: int) -> Searched:
         return Searched()

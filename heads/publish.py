@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCard, get_token
 
+from .adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .artifact import (
     CARD,
     CONFIG,
@@ -64,7 +65,10 @@ def clean_copy(
     clean = _cleaner(_paths([manifest.recipe, manifest.metrics]) | {manifest.target: target})
 
     shutil.copyfile(folder / WEIGHTS, into / WEIGHTS)
-    for name in (CONFIG, MANIFEST, TREE, PLAN):
+    if manifest.adapter_sha256:
+        (into / ADAPTER).mkdir()
+        shutil.copyfile(folder / ADAPTER_WEIGHTS, into / ADAPTER_WEIGHTS)
+    for name in (CONFIG, MANIFEST, TREE, PLAN, ADAPTER_CONFIG):
         if (folder / name).is_file():
             data = _strings(read_json(folder / name), clean)
             text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
@@ -74,7 +78,7 @@ def clean_copy(
     (into / CARD).write_text(card, encoding="utf-8")
     files = [into / name for name in FILES if (into / name).is_file()]
     for path in files:
-        if path.name != WEIGHTS:
+        if path.suffix != ".safetensors":
             _refuse_token(path)
     return files
 

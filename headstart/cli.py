@@ -21,12 +21,23 @@ from headstart import __version__, commands
 from headstart.commands import UsageError, one_line
 
 _OVERRIDES = "settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)"
-_TREE = "chain:K, cartesian:A,B,… or a JSON file of rank paths (default: the artifact's own)"
-_RULE = "greedy, match or coupled (default: greedy, or coupled when sampling)"
+_TREE = (
+    "chain:K, cartesian:A,B,…, best-first:NODES,WIDTH,DEPTH, beam:WIDTH,LENGTH or a JSON file of "
+    "rank paths (default: the artifact's plan or tree)"
+)
+_RULE = (
+    "greedy, match, coupled, rejection, block, traversal or typical, which is approximate "
+    "(default: greedy, or coupled when sampling)"
+)
+_EXPANSION = (
+    "topk, coupled, with_replacement or without_replacement (default: what the rule is best with)"
+)
 _SEVERAL = "; several times to compare"
 _TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
+_FAMILY = "medusa, redrafter, draft_model, lookup, …, or all: each of them on one target, compared"
 _DTYPE = "float32, bfloat16, … (default: as saved)"
 _ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
+_DRAFTER = _ARTIFACT + "; or a smaller model; or lookup, or lookup+ARTIFACT"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +78,9 @@ def build_parser() -> argparse.ArgumentParser:
     quickstart = _command(
         table, "quickstart", commands.quickstart, "train a small drafter and measure"
     )
-    quickstart.add_argument("--recipe", default="quickstart", help="a path or a shipped name")
+    which = quickstart.add_mutually_exclusive_group()
+    which.add_argument("--recipe", default="quickstart", help="a path or a shipped name")
+    which.add_argument("--drafter", metavar="NAME", help=_FAMILY)
     _recipe_options(quickstart)
     _json_option(quickstart)
 
@@ -199,11 +212,12 @@ def _recipe_options(parser: argparse.ArgumentParser) -> None:
 def _model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
     parser.add_argument("--target", metavar="MODEL", help=_TARGET)
     parser.add_argument(
-        "--drafter", metavar="ARTIFACT", help=f"{_ARTIFACT} (default: none, plain decoding)"
+        "--drafter", metavar="ARTIFACT", help=f"{_DRAFTER} (default: none, plain decoding)"
     )
     action, more = ("append", _SEVERAL) if several else ("store", "")
     parser.add_argument("--tree", metavar="TREE", action=action, help=_TREE + more)
     parser.add_argument("--rule", metavar="RULE", action=action, help=_RULE + more)
+    parser.add_argument("--expansion", metavar="EXPANSION", help=_EXPANSION)
     parser.add_argument("--dtype", metavar="DTYPE", help=_DTYPE)
 
 

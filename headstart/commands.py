@@ -42,9 +42,18 @@ def _blank(text: str) -> str:
 
 
 def quickstart(options: argparse.Namespace) -> int:
-    """Run a recipe's whole road and print the measurement."""
+    """Run a recipe's whole road and print the measurement; with --drafter all, that of each family.
+
+    The status is 1 where a family failed; what the others measured is printed all the same.
+    """
     from headstart.train.recipe import load_recipe
 
+    if options.drafter is not None:
+        from headstart.compare import ALL, quickstart_of
+
+        if options.drafter == ALL:
+            return _compare(options)
+        options.recipe = quickstart_of(options.drafter)
     recipe = load_recipe(options.recipe, options.overrides)
     from headstart.train import pipeline  # after the recipe was read: a typo answers at once
 
@@ -52,6 +61,22 @@ def quickstart(options: argparse.Namespace) -> int:
         report = pipeline.run(recipe, fresh=options.fresh)
     _print_report(report, options.json, f"headstart quickstart: {recipe.name}")
     return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from headstart import compare
+
+    recipes = compare.load_all(options.overrides)
+    with _quiet_stdout():
+        reports = compare.run_all(recipes, options.fresh)
+        plot = compare.draw_drafters(reports, next(iter(recipes.values())).folder)
+    if options.json:
+        from headstart.report import to_json
+
+        print(to_json({"drafters": reports, "plot": plot and str(plot)}))
+    else:
+        compare.print_drafters(reports, plot, sys.stdout)
+    return 1 if any("error" in report for report in reports.values()) else 0
 
 
 def train(options: argparse.Namespace) -> int:
@@ -114,7 +139,12 @@ def bench(options: argparse.Namespace) -> int:
     def speculators() -> Iterator[Speculator]:
         for tree, rule in itertools.product(trees, rules):
             yield Speculator(
-                first.model, first.drafter, tree=tree, rule=rule, tokenizer=first.tokenizer
+                first.model,
+                first.drafter,
+                tree=tree,
+                rule=rule,
+                expansion=options.expansion,
+                tokenizer=first.tokenizer,
             )
 
     for _ in speculators():  # a wrong tree or rule shows before the first is measured
@@ -270,16 +300,21 @@ def _load(options: argparse.Namespace) -> Speculator:
     """
     given = {
         name: getattr(options, name)
-        for name in ("tree", "rule", "dtype")
+        for name in ("tree", "rule", "expansion", "dtype")
         if isinstance(getattr(options, name, None), str)
     }
     with _quiet_stdout():
         if options.drafter is not None:
-            from headstart.heads.artifact import artifact_folder
+            from headstart.heads.artifact import artifact_folder, is_artifact
 
-            drafter, options.drafter = options.drafter, str(artifact_folder(options.drafter))
-            if options.target is None:
-                options.target = _own_target(options.drafter, drafter)
+            if is_artifact(options.drafter):
+                drafter, options.drafter = options.drafter, str(artifact_folder(options.drafter))
+                if options.target is None:
+                    options.target = _own_target(options.drafter, drafter)
+            elif options.target is None:
+                raise UsageError(
+                    f"--drafter {options.drafter} belongs to no target; name one with --target"
+                )
         elif options.target is None:
             raise UsageError("neither --target nor --drafter given; name at least one")
         import headstart
@@ -300,8 +335,10 @@ def _own_target(folder: str, drafter: str) -> str:
 
     name = read_manifest(folder).target
     target = Path(name)
-    # A relative path holds where the training ran; a run's folder that was moved keeps its parts.
-    for found in (target, Path(folder).parent / target.name):
+    # A relative path holds where the training ran; a run's folder that was moved keeps its parts,
+    # and runs that share a target may have moved together.
+    run = Path(folder).parent
+    for found in (target, run / target.name, run.parent / target.parent.name / target.name):
         if found.is_dir():
             return str(found)
     if is_hub_name(name):

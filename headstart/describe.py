@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any, TextIO
 
+from headstart.heads.adapter import ADAPTER, ADAPTER_WEIGHTS
 from headstart.heads.artifact import (
     CARD,
     CONFIG,
@@ -62,7 +63,11 @@ def describe(name: str | Path) -> Description:
         "recipe": manifest.recipe,
         "metrics": manifest.metrics,
         "versions": manifest.versions,
-        "files": [_file(path, manifest) for path in sorted(folder.iterdir()) if path.is_file()],
+        "files": [
+            _file(path, folder, manifest)
+            for path in sorted((*folder.iterdir(), *(folder / ADAPTER).glob("*")))
+            if path.is_file()
+        ],
     }
     return found
 
@@ -113,17 +118,18 @@ def _tree(folder: Path, manifest: Manifest) -> Description:
     return {"tree": {"name": str(tree), "nodes": tree.nodes, "depth": tree.max_depth}}
 
 
-def _file(path: Path, manifest: Manifest) -> Description:
-    check, digest = "unchecked", sha256(path)
-    if path.name == WEIGHTS:
-        check = "ok" if digest == manifest.weights_sha256 else "damaged"
-    elif path.name in FILES and path.name != CARD:
+def _file(path: Path, folder: Path, manifest: Manifest) -> Description:
+    check, digest, name = "unchecked", sha256(path), path.relative_to(folder).as_posix()
+    saved = {WEIGHTS: manifest.weights_sha256, ADAPTER_WEIGHTS: manifest.adapter_sha256}
+    if name in saved:
+        check = "ok" if digest == saved[name] else "damaged"
+    elif name in FILES and name != CARD:
         try:
             json.loads(path.read_text(encoding="utf-8"))
             check = "ok"
         except ValueError:
             check = "damaged"
-    return {"name": path.name, "bytes": path.stat().st_size, "sha256": digest, "check": check}
+    return {"name": name, "bytes": path.stat().st_size, "sha256": digest, "check": check}
 
 
 def print_description(found: Description, out: TextIO) -> None:
@@ -166,11 +172,22 @@ def _for_whom(found: Description) -> list[tuple[str, str]]:
     rows = [
         ("target", found["target"]),
         ("target's fingerprint", found["target_fingerprint"][:12]),
+        *_moved(found["metrics"]),
         ("token map's hash", (found["tokenizer_hash"] or "not recorded")[:12]),
     ]
     if "fits" in found:
         rows.append(("fits --target", "yes" if found["fits"] else "NO"))
     return rows
+
+
+def _moved(metrics: Description) -> list[tuple[str, str]]:
+    """How far an adapter moved the target, for a drafter that was trained with one."""
+    loss = metrics.get("held_out_loss")
+    if not isinstance(loss, dict):
+        return []
+    share = loss["adapted"] / loss["base"] - 1
+    moved = f"{loss['base']:.4f} to {loss['adapted']:.4f} nats a token ({share:+.2%})"
+    return [("adapted: held-out loss", moved)]
 
 
 def _how(found: Description) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
 Report = Mapping[str, Any]
@@ -87,10 +88,14 @@ def print_comparison(reports: Sequence[Report], out: TextIO, title: str) -> None
     for name in ("nodes", "τ", "ms/round", "× plain", "× generate", "same"):
         table.add_column(name, justify="right", no_wrap=True)
     for report in reports:
-        table.add_row(*_comparison_row(report))
+        table.add_row(*comparison_row(report))
     console.print(table)
-    shared = {"dtype": reports[0].get("dtype")}
-    shared |= {key: reports[0].get(key) for key in ("prompts", "tokens", "threads")}
+    print_shared(reports, console)
+
+
+def print_shared(reports: Sequence[Report], console: Console) -> None:
+    """Print the settings that compared runs share, and every remark once."""
+    shared = {key: reports[0].get(key) for key in ("dtype", "prompts", "tokens", "threads")}
     console.print()
     console.print(grid(_setting_rows(shared)))
     for sentence in dict.fromkeys(said for report in reports for said in remarks(report)):
@@ -120,7 +125,7 @@ def next_commands(report: Report) -> list[str]:
     drafter = f"--drafter {shlex.quote(str(artifact))}"
     commands = [f"headstart generate {drafter} --prompt 'import os'"]
     commands.append(f"headstart generate {drafter} --prompt 'import os' --temperature 0.8 --seed 1")
-    held_out = artifact.parent / "corpus" / "held_out.jsonl"
+    held_out = Path(report.get("held_out") or artifact.parent / "corpus" / "held_out.jsonl")
     if held_out.is_file():
         prompts = f"--prompts {shlex.quote(str(held_out))}"
         commands.append(f"headstart bench {drafter} {prompts} --tree chain:4")
@@ -165,19 +170,24 @@ def _speed_rows(report: Report) -> list[tuple[str, str]]:
     return rows
 
 
-def _comparison_row(report: Report) -> list[str]:
+def comparison_row(report: Report) -> list[str]:
     """tree, rule, nodes, τ, ms per round, both median speedups, whether all outputs agree."""
     speedups = [report.get(f"speedup_vs_{name}") for name in ("plain", "generate")]
     same = [report.get(f"identical_to_{name}") for name in ("plain", "generate")]
     return [
         _tree_name(report["tree"]),
-        str(report["rule"]),
+        _rule(report),
         str(report["nodes"]),
         f"{report['tau']:.2f}" if _known(report, "tau") else "–",
         f"{report['ms_per_round']:.2f}" if _known(report, "ms_per_round") else "–",
         *(f"{of['median']:.2f}" if of else "–" for of in speedups),
         "NO" if False in same else "yes" if True in same else "–",
     ]
+
+
+def _rule(report: Report) -> str:
+    """The rule's name, and whether it is approximate."""
+    return f"{report['rule']}{'' if report.get('exact', True) else ' (approximate)'}"
 
 
 def _output_rows(report: Report) -> list[tuple[str, str]]:
@@ -196,7 +206,8 @@ def _setting_rows(report: Report) -> list[tuple[str, str]]:
     if report.get("tree") is not None:
         nodes = f", {report['nodes']} nodes" if _known(report, "nodes") else ""
         rows.append(("tree", f"{_tree_name(report['tree'])}{nodes}"))
-    ways = [str(report[key]) for key in ("rule", "dtype") if report.get(key)]
+    ways = [_rule(report)] if report.get("rule") else []
+    ways += [str(report["dtype"])] if report.get("dtype") else []
     if ways:
         rows.append(("rule, dtype", ", ".join(ways)))
     if _known(report, "prompts"):

@@ -24,6 +24,7 @@ from transformers.generation.streamers import BaseStreamer
 from headstart.heads import OptionError
 
 from .loop import Stats
+from .rules import APPROXIMATE
 from .speculator import Speculator
 
 _REPLAYED_PROMPTS = 8
@@ -243,11 +244,13 @@ def _report(speculator: Speculator, measured: list[Measured], sampled: bool) -> 
     texts = [one.runs["speculator"].tokens for one in measured]
     grams = [tuple(text[i : i + 4]) for text in texts for i in range(len(text) - 3)]
     model = speculator.model
+    rule = (speculator.rule or "coupled") if sampled else "greedy"
+    same_text = rule in ("greedy", "match", "coupled")  # the others keep the distribution alone
     return {
         "tau": stats.tau,
         "tau_by_prompt": [one.stats.tau for one in measured],
         "acceptance_by_depth": stats.acceptance_by_depth,
-        "identical_to_plain": identical("plain"),
+        "identical_to_plain": identical("plain") if same_text else None,
         "identical_to_generate": None if sampled else identical("generate"),
         "speedup_vs_plain": speedup("plain"),
         "speedup_vs_generate": speedup("generate"),
@@ -261,7 +264,8 @@ def _report(speculator: Speculator, measured: list[Measured], sampled: bool) -> 
         "prefill_ms": middle(1e3 * s for one in measured for s in one.runs["speculator"].prefill),
         "nodes": speculator.tree.nodes,
         "tree": str(speculator.tree),
-        "rule": speculator.rule or ("coupled" if sampled else "greedy"),
+        "rule": rule,
+        "exact": rule not in APPROXIMATE,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": model.device.type,
         "prompts": len(measured),

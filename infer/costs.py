@@ -146,7 +146,7 @@ def decode_times(
             stats = speculator.stats
             if number == 0:
                 continue  # warms up
-            loops = len(stats._rounds)
+            loops = len(stats.counts)
             found.per_round[name].append(stats.decode_seconds / max(loops, 1))
             found.loops[name] += loops
             found.rounds[name] += stats.rounds

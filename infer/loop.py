@@ -74,6 +74,11 @@ class Stats:
         self._rounds += other._rounds
 
     @property
+    def counts(self) -> np.ndarray:
+        """[rounds, B] tokens that each round emitted in each row; 0 in rows that had ended."""
+        return np.array([emitted.count for emitted in self._rounds])
+
+    @property
     def tokens(self) -> int:
         """Tokens emitted in rounds; the first token of a row, which the prefill gives, is not."""
         return sum(int(emitted.count.sum()) for emitted in self._rounds)

@@ -11,7 +11,14 @@ import torch
 from transformers import PreTrainedModel
 
 from headstart.heads import ArtifactError
-from headstart.heads.artifact import PLAN, artifact_folder, read_json, read_manifest, write_file
+from headstart.heads.artifact import (
+    PLAN,
+    artifact_folder,
+    is_artifact,
+    read_json,
+    read_manifest,
+    write_file,
+)
 
 _DAMAGED = "{path} is no plan that headstart wrote; delete it, or run headstart plan again."
 
@@ -90,6 +97,8 @@ def read_plan(name: str | Path, target: PreTrainedModel, batch_size: int = 1) ->
     Raises:
         ArtifactError: `plan.json` is damaged.
     """
+    if not is_artifact(name):
+        return None
     folder = artifact_folder(name)
     dtype = str(target.dtype).removeprefix("torch.")
     key = f"{device_name(target.device)}, {dtype}, batch {batch_size}"

@@ -21,7 +21,7 @@ from torch import Tensor
 from headstart.heads import Drafter, OptionError, TokenTree, Topology
 from headstart.heads.core import parents_of_paths
 
-from .children import SAMPLED, Children, Expansion, rows_of
+from .children import Children, Expansion, rows_of
 
 
 @dataclass(slots=True)
@@ -200,14 +200,14 @@ class StaticTree:
         return "sparse:" + "/".join(str(self.depths.count(d)) for d in range(1, self.max_depth + 1))
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """Refuse a tree that the drafter cannot fill, or gaps in the ranks of drawn children.
+        """Refuse a tree that the drafter cannot fill, or gaps in the ranks of distinct draws.
 
-        A child that was drawn but left out is a verdict that the rule never gives.
+        A draw that is left out would still have changed what the next one was drawn from.
         """
         check_depth(self, drafter)
         last = Counter(self.parents[1:])
         gaps = [n for n in range(1, self.nodes) if self.ranks[n] >= last[self.parents[n]]]
-        if expansion in SAMPLED and gaps:
+        if expansion == "without_replacement" and gaps:
             raise OptionError(
                 f"tree {self} has {list(self.paths[gaps[0] - 1])} without all siblings before it, "
                 f"which biases children drawn {expansion}; add them, or use 'topk' children."

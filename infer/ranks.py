@@ -110,7 +110,7 @@ def _continue(plain: Speculator, prompts: Sequence[Tensor], new_tokens: int) -> 
     """The prompts [P] with what the target writes after them, each [T]."""
     ids = decode_greedily(plain, prompts, new_tokens)
     longest = max(map(len, prompts))
-    written = 1 + sum(emitted.count for emitted in plain.stats._rounds)
+    written = 1 + plain.stats.counts.sum(0)
     ends = longest + np.broadcast_to(written, len(prompts))
     rows = zip(ids, prompts, ends.tolist(), strict=True)
     return [row[longest - len(prompt) : end] for row, prompt, end in rows]

@@ -56,7 +56,8 @@ def train(recipe: Recipe, fresh: bool = False) -> Path:
 def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
     """Train, then measure on held-out prompts; returns the benchmark's report.
 
-    The report is `headstart.infer.bench.bench`'s, with `stage_seconds` and `artifact` added.
+    The report is `headstart.infer.bench.bench`'s, with `stage_seconds` and `artifact` added, and
+    `held_out`, the file that the prompts came from.
     """
     road = _Run(recipe, fresh)
     artifact = road.train()
@@ -64,6 +65,7 @@ def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
     return stage.info | {
         "stage_seconds": road.store.seconds(),
         "artifact": str(artifact.folder),
+        "held_out": str(road.store.finished["corpus"].folder / "held_out.jsonl"),
     }
 
 
@@ -102,53 +104,60 @@ class _Run:
         )
         self.rank, self.world = self.args.process_index, self.args.world_size
         self.store = StageStore(recipe.folder, fresh=fresh and self.rank == 0)
+        self.shared = StageStore(recipe.folder.with_name(recipe.shares)) if recipe.shares else None
         self._loaded: tuple[PreTrainedModel, Any] | None = None
 
     def train(self) -> Stage:
         recipe, seed = self.recipe, self.recipe.seed
-        show = self.rank == 0
+        taught = is_taught(recipe.drafter.family)  # first: a mistyped family answers at once
         corpus = self._stage(
             "corpus",
             {"corpus": dataclasses.asdict(recipe.corpus), "seed": seed},
             lambda folder: build_corpus(recipe.corpus, folder, seed),
+            shared=True,
         )
         target = self._stage(
             "target",
             {"target": dataclasses.asdict(recipe.target), "seed": seed},
             lambda folder: self._make_target(corpus, folder),
             reads=[corpus] if recipe.target.scratch else [],
+            shared=True,
         )
+        decode = dataclasses.asdict(recipe.decode)
+        del decode["prompts"]  # the benchmark's alone
+        settings = {"drafter": dataclasses.asdict(recipe.drafter), "decode": decode, "seed": seed}
+        reads, rows = [corpus, target], None
+        if taught:
+            rows = self._distill(corpus, target)
+            settings |= {"train": dataclasses.asdict(recipe.train)}
+            reads.append(rows)
+        return self._stage(
+            "heads",
+            settings,
+            lambda folder: self._heads(corpus, target, rows, folder),
+            reads=reads,
+            together=True,
+        )
+
+    def _distill(self, corpus: Stage, target: Stage) -> Stage:
+        recipe, seed = self.recipe, self.recipe.seed
 
         def write(folder: Path) -> None:
             model, tokenizer = self._target(target)
             documents = load_documents(corpus.folder, "train")
             distill(
                 recipe.distill, model, tokenizer, documents, folder, seed,
-                self.rank, self.world, show,
+                self.rank, self.world, self.rank == 0,
             )  # fmt: skip
 
-        rows = self._stage(
+        return self._stage(
             "distill",
             {"distill": dataclasses.asdict(recipe.distill), "seed": seed},
             write,
             reads=[corpus, target],
             together=True,
             finish=lambda folder: summary(recipe.distill, folder),
-        )
-        decode = dataclasses.asdict(recipe.decode)
-        del decode["prompts"]  # the benchmark's alone
-        settings = {
-            "drafter": dataclasses.asdict(recipe.drafter),
-            "train": dataclasses.asdict(recipe.train),
-            "decode": decode,
-            "seed": seed,
-        }
-        return self._stage(
-            "heads",
-            settings,
-            lambda folder: self._heads(corpus, target, rows, folder),
-            reads=[corpus, target, rows],
-            together=True,
+            shared=True,
         )
 
     def bench(self, artifact: Stage) -> Stage:
@@ -190,20 +199,24 @@ class _Run:
             self._loaded = model.eval(), AutoTokenizer.from_pretrained(name)
         return self._loaded
 
-    def _heads(self, corpus: Stage, target: Stage, rows: Stage, folder: Path) -> dict[str, Any]:
-        """Train the drafter and write the artifact into `folder`."""
+    def _heads(
+        self, corpus: Stage, target: Stage, rows: Stage | None, folder: Path
+    ) -> dict[str, Any]:
+        """Train the drafter on `rows`, if it is taught, and write the artifact into `folder`."""
         recipe, decode = self.recipe, self.recipe.decode
         model, tokenizer = self._target(target)
-        data = Rows.load(rows.folder)
+        data = Rows.load(rows.folder) if rows else None
         drafter = make_drafter(recipe, model, data)
         prompts = held_out_prompts(
             tokenizer, load_documents(corpus.folder, "held_out"), decode.validation_prompts,
             decode.prefix_tokens, recipe.seed, part="validation",
         )  # fmt: skip
         validation = Validation(model, prompts, decode.new_tokens, decode.tree, decode.rule)
-        pair = DraftedTarget(model, drafter, recipe.train.head_decay, recipe.train.loss)
-        trainer = DrafterTrainer(pair, self.args, data, recipe.train, validation)
-        measured = trainer.fit()
+        if data is None:
+            measured = {"steps": 0, "seconds": 0.0, **validation(drafter)}
+        else:
+            pair = DraftedTarget(model, drafter, recipe.train.head_decay, recipe.train.loss)
+            measured = DrafterTrainer(pair, self.args, data, recipe.train, validation).fit()
         drafter.eval()
         if self.rank == 0:
             self._write_artifact(drafter, model, tokenizer, target, measured, folder)
@@ -229,7 +242,8 @@ class _Run:
         for file in saved.iterdir():
             file.replace(folder / file.name)
         saved.rmdir()
-        shutil.rmtree(folder / "checkpoints")
+        if (folder / "checkpoints").exists():
+            shutil.rmtree(folder / "checkpoints")
 
     def _stage(
         self,
@@ -239,20 +253,23 @@ class _Run:
         reads: Sequence[Stage] = (),
         together: bool = False,
         finish: Callable[[Path], dict[str, Any]] | None = None,
+        shared: bool = False,
     ) -> Stage:
         """Run a stage; process 0 decides whether there is work, and the others are told.
 
         Args:
             together: every process does `work`; else process 0 alone.
             finish: done by process 0 when all have worked; what it returns is recorded.
+            shared: the stage may be that of the run which the recipe shares.
         """
-        folder = self.store.root / name
+        store = self._home(name, settings, reads) if shared else self.store
+        folder = store.root / name
         if self.rank:
             if self._tell(None) and together:
                 work(folder)
                 torch.distributed.barrier()
             self._tell(None)  # the stage is on disk
-            return self.store.run(name, settings, _unreachable, reads, together)
+            return self._note(store.run(name, settings, _unreachable, reads, together))
         worked = False
 
         def announced(folder: Path) -> dict[str, Any] | None:
@@ -263,10 +280,21 @@ class _Run:
                 torch.distributed.barrier()
             return finish(folder) if finish else info
 
-        stage = self.store.run(name, settings, announced, reads, resumable=together)
+        stage = store.run(name, settings, announced, reads, resumable=together)
         if not worked:
             self._tell(False)
         self._tell(True)
+        return self._note(stage)
+
+    def _home(self, name: str, settings: dict[str, Any], reads: Sequence[Stage]) -> StageStore:
+        """Where a stage that may be shared stands: all that it reads must stand there as well."""
+        store = self.shared
+        if store is None or any(stage.folder.parent != store.root for stage in reads):
+            return self.store
+        return store if store.keeps(name, settings, reads) else self.store
+
+    def _note(self, stage: Stage) -> Stage:
+        self.store.finished[stage.name] = stage  # a shared one is of this run too
         return stage
 
     def _tell(self, said: bool | None) -> bool:
@@ -277,13 +305,18 @@ class _Run:
         return bool(told[0])
 
 
-def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows) -> Drafter:
+def is_taught(name: str) -> bool:
+    """Whether drafters of a family are trained: one that is not says nothing of taught depths."""
+    return family(name).taught_depths is not Drafter.taught_depths
+
+
+def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> Drafter:
     """A fresh float32 drafter of the recipe's family, bound to the target and on its device."""
     kind = family(recipe.drafter.family)
     assert kind.config_class is not None and issubclass(kind.config_class, DrafterConfig)
     config = kind.config_class.for_target(target, **recipe.drafter.options)
     drafter = kind(config).float().to(target.device).bind(target)  # type: ignore[arg-type]
-    drafter.start_from_target(rows.token_counts(config.vocab_size))
+    drafter.start_from_target(rows.token_counts(config.vocab_size) if rows else None)
     return drafter
 
 
@@ -300,8 +333,11 @@ def model_card(recipe: Recipe, manifest: Manifest) -> str:
         ("rule", decode.rule),
         ("prompts", f"{decode.validation_prompts} of {decode.prefix_tokens} tokens"),
         ("new tokens a prompt", str(decode.new_tokens)),
-        ("training", f"{measured['steps']} steps, {measured['seconds']:.0f} s"),
     ]
+    chosen, unlike = "tree was", f"`{recipe.corpus.source}`"
+    if is_taught(manifest.family):
+        rows.append(("training", f"{measured['steps']} steps, {measured['seconds']:.0f} s"))
+        chosen, unlike = "checkpoint and the tree were", f"{unlike}, which it was trained on"
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return f"""---
 library_name: headstart
@@ -317,8 +353,8 @@ target's own.
 |---|---|
 {table}
 
-The checkpoint and the tree were chosen by this τ, so expect slightly less on other text of the
-same kind, and less on text unlike `{recipe.corpus.source}`, which it was trained on.
+The {chosen} chosen by this τ, so expect slightly less on other text of the
+same kind, and less on text unlike {unlike}.
 
 ```python
 import headstart

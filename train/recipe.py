@@ -136,13 +136,19 @@ class Decode:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One training run, from text to measured drafter; results go to `output/name/`."""
+    """One training run, from text to measured drafter; results go to `output/name/`.
+
+    With `shares` set to the name of another run in `output`, corpus, target and distilled text are
+    that run's: what it has not made yet is made there, and what was made there with other settings
+    is left alone and made here.
+    """
 
     name: str
     drafter: DrafterSpec
     target: TargetSpec
     seed: int = _limited(0, ge=0)
     output: str = "runs"
+    shares: str | None = None
     corpus: Corpus = field(default_factory=Corpus)
     distill: Distill = field(default_factory=Distill)
     train: Train = field(default_factory=Train)
@@ -163,8 +169,10 @@ class Recipe:
             # The corpus stage stands alone, and its fingerprint must name who wrote it.
             corpus = dataclasses.replace(self.corpus, writer=self.target.model)
             object.__setattr__(self, "corpus", corpus)
-        if self.name in {"", ".", ".."} or "/" in self.name or "\\" in self.name:
-            raise RecipeError(f"name: {self.name!r} cannot name a folder; use letters and digits")
+        for key in ("name", "shares"):
+            name = getattr(self, key)
+            if name is not None and (name in {"", ".", ".."} or "/" in name or "\\" in name):
+                raise RecipeError(f"{key}: {name!r} cannot name a folder; use letters and digits")
 
     @property
     def folder(self) -> Path:

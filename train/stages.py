@@ -107,6 +107,11 @@ class StageStore:
         self.finished[name] = stage
         return stage
 
+    def keeps(self, name: str, settings: Mapping[str, Any], reads: Sequence[Stage] = ()) -> bool:
+        """Whether `run` would overwrite nothing: the stage is unfinished, or would be reused."""
+        record = _read(self.root / name / RECORD)
+        return record is None or record.get("fingerprint") == chain(settings, reads)
+
     def seconds(self) -> dict[str, float]:
         """Seconds each stage of this run took when it really ran."""
         return {name: stage.seconds for name, stage in self.finished.items()}

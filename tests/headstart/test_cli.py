@@ -315,7 +315,8 @@ def test_generate_takes_the_artifact_s_own_target_and_tree(
     assert main(command) == 0
     assert capsys.readouterr().out.rstrip("\n") == plain_text(target, "hi", 12).rstrip("\n")
     options = commands.argparse.Namespace(target=None, drafter=heads, tree=None, rule=None)
-    assert commands._load(options).tree.paths == ((0,), (1,), (0, 0))
+    tree: Any = commands._load(options).tree
+    assert tree.paths == ((0,), (1,), (0, 0))
     options = commands.argparse.Namespace(target=None, drafter=heads, tree="chain:1", rule=None)
     assert str(commands._load(options).tree) == "chain:1"
     plain = artifact(target, tmp_path / "without", tree=None)

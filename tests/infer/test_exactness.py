@@ -192,6 +192,8 @@ def test_gaps_between_drawn_siblings_are_refused_and_would_show(rule: str) -> No
     with pytest.raises(OptionError, match="biases"):
         ask(pair, trial)
     assert trial.distance(ranks=3) > SHOWS
+    independent = round_of(("with_replacement", rule), ("[[0],[2]]", 5, "levels", None))
+    assert independent.distance() <= EXACT
 
 
 @torch.no_grad()

@@ -1,0 +1,90 @@
+"""Medusa-2 (Cai et al. 2024, arXiv 2401.10774, section 2.2.2): Medusa heads and target, jointly.
+
+The heads are Medusa's. The target learns beside them, through a LoRA adapter: the heads' loss makes
+it easier to predict ahead, and the divergence from what it said without the adapter (self-
+distillation; the teacher is the same model with the adapter switched off) keeps it what it was.
+Decoding is exact with respect to the adapted target.
+"""
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+from huggingface_hub.dataclasses import strict
+
+from .adapter import Adapter, Schedule
+from .core import OptionError
+from .medusa import Medusa, MedusaConfig
+
+
+@strict
+class Medusa2Config(MedusaConfig):
+    """Medusa's shape, the adapter's, and how both are trained.
+
+    Attributes:
+        rank: of the adapter's factors.
+        alpha: its scale is alpha / rank.
+        dropout: on the input of its factors, while training.
+        modules: names of the layers that it changes; all linear ones but the output layer if empty.
+        heads_first: share of the training in which the heads learn alone: 0 for one stage.
+        head_weight: λ0, the weight of the heads' loss once both learn.
+        ramp: `constant`, or `sine`: λ rises from 0 to λ0.
+        head_rate: the heads' learning rate as a multiple of `train.learning_rate`.
+    """
+
+    model_type = "headstart_medusa2"
+    rank: int = 32
+    alpha: int | float = 16
+    dropout: int | float = 0.05
+    modules: list[str] | tuple[str, ...] = ()
+    heads_first: int | float = 0.5
+    head_weight: int | float = 0.2
+    ramp: Literal["constant", "sine"] = "constant"
+    head_rate: int | float = 4.0
+
+    OPTIONS: ClassVar[tuple[str, ...]] = (
+        *MedusaConfig.OPTIONS,
+        *("rank", "alpha", "dropout", "modules"),
+        *("heads_first", "head_weight", "ramp", "head_rate"),
+    )
+
+    def validate_medusa2(self) -> None:
+        """Part of the config's own validation."""
+        limits = {
+            "rank": (self.rank >= 1, "at least 1"),
+            "alpha": (self.alpha > 0, "more than 0"),
+            "dropout": (0 <= self.dropout < 1, "0 … 1, 1 excluded"),
+            "heads_first": (0 <= self.heads_first < 1, "0 … 1, 1 excluded"),
+            "head_weight": (self.head_weight > 0, "more than 0"),
+            "head_rate": (self.head_rate > 0, "more than 0"),
+        }
+        for name, (holds, expected) in limits.items():
+            if not holds:
+                raise OptionError(
+                    f"drafter.{name} is {getattr(self, name)}; expected {expected}."
+                )
+
+
+class Medusa2(Medusa):
+    """K heads, and the adapter that their target was trained with."""
+
+    config_class = Medusa2Config
+    config: Medusa2Config
+
+    def __init__(self, config: Medusa2Config):
+        super().__init__(config)
+        schedule = Schedule(config.heads_first, config.head_weight, config.ramp, config.head_rate)
+        self.adapter = Adapter(
+            config.rank, config.alpha, config.dropout, config.modules, schedule
+        )
+
+    def train(self, mode: bool = True) -> Self:
+        """The adapter's dropout goes with the heads': off while decoding."""
+        if self.adapter is not None:
+            self.adapter.train(mode)
+        return super().train(mode)
+
+    def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]
+        """Save the heads, and the adapter beside them where it is in the target."""
+        super().save_pretrained(folder, **options)
+        if self.adapter is not None and self.adapter.attached:
+            self.adapter.save(Path(folder))
