@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,6 +79,7 @@ class Adapter:
         self.modules, self.schedule = list(modules), schedule
         self._wrapped: Any = None  # peft's model around the target
         self._trainable: list[nn.Parameter] = []  # what peft has frozen
+        self._off = False
 
     @property
     def attached(self) -> bool:
@@ -105,8 +107,9 @@ class Adapter:
             task_type="CAUSAL_LM",
         )
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 torch.manual_seed(_SEED)
+                warnings.simplefilter("ignore")  # of the layers' kinds, which are no news here
                 self._wrapped = peft.get_peft_model(target, config)
         except ValueError as error:
             reason = " ".join(str(error).split())[:160]
@@ -127,11 +130,16 @@ class Adapter:
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
         """The target without the adapter, for as long as the context lasts."""
+        if self._off:  # within another such context
+            yield
+            return
         self._wrapped.base_model.disable_adapter_layers()
+        self._off = True
         try:
             yield
         finally:
             self._wrapped.base_model.enable_adapter_layers()
+            self._off = False
 
     def parameters(self) -> list[nn.Parameter]:
         """The factors A and B of every layer; empty where it is not attached."""

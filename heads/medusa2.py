@@ -59,23 +59,18 @@ class Medusa2Config(MedusaConfig):
         }
         for name, (holds, expected) in limits.items():
             if not holds:
-                raise OptionError(
-                    f"drafter.{name} is {getattr(self, name)}; expected {expected}."
-                )
+                raise OptionError(f"drafter.{name} is {getattr(self, name)}; expected {expected}.")
 
 
 class Medusa2(Medusa):
     """K heads, and the adapter that their target was trained with."""
 
     config_class = Medusa2Config
-    config: Medusa2Config
 
     def __init__(self, config: Medusa2Config):
         super().__init__(config)
         schedule = Schedule(config.heads_first, config.head_weight, config.ramp, config.head_rate)
-        self.adapter = Adapter(
-            config.rank, config.alpha, config.dropout, config.modules, schedule
-        )
+        self.adapter = Adapter(config.rank, config.alpha, config.dropout, config.modules, schedule)
 
     def train(self, mode: bool = True) -> Self:
         """The adapter's dropout goes with the heads': off while decoding."""

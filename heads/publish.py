@@ -65,10 +65,12 @@ def clean_copy(
     clean = _cleaner(_paths([manifest.recipe, manifest.metrics]) | {manifest.target: target})
 
     shutil.copyfile(folder / WEIGHTS, into / WEIGHTS)
+    documents = [CONFIG, MANIFEST, TREE, PLAN]
     if manifest.adapter_sha256:
         (into / ADAPTER).mkdir()
         shutil.copyfile(folder / ADAPTER_WEIGHTS, into / ADAPTER_WEIGHTS)
-    for name in (CONFIG, MANIFEST, TREE, PLAN, ADAPTER_CONFIG):
+        documents.append(ADAPTER_CONFIG)
+    for name in documents:
         if (folder / name).is_file():
             data = _strings(read_json(folder / name), clean)
             text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"

@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
         table, "quickstart", commands.quickstart, "train a small drafter and measure"
     )
     which = quickstart.add_mutually_exclusive_group()
-    which.add_argument("--recipe", default="quickstart", help="a path or a shipped name")
+    which.add_argument("--recipe", help="a path or a shipped name (default: quickstart)")
     which.add_argument("--drafter", metavar="NAME", help=_FAMILY)
     _recipe_options(quickstart)
     _json_option(quickstart)

@@ -54,7 +54,7 @@ def quickstart(options: argparse.Namespace) -> int:
         if options.drafter == ALL:
             return _compare(options)
         options.recipe = quickstart_of(options.drafter)
-    recipe = load_recipe(options.recipe, options.overrides)
+    recipe = load_recipe(options.recipe or "quickstart", options.overrides)
     from headstart.train import pipeline  # after the recipe was read: a typo answers at once
 
     with _quiet_stdout():
@@ -181,6 +181,7 @@ def plan(options: argparse.Namespace) -> int:
         folder = artifact_folder(options.drafter)
     if not os.access(folder, os.W_OK):
         raise UsageError(f"{folder} cannot be written, and the plan belongs there; copy it first")
+    options.tree = "plain"  # the drafter is wanted, whatever an earlier plan says
     speculator = _load(options)
     assert speculator.drafter is not None
     from headstart.infer.plan import write_plan
@@ -303,6 +304,8 @@ def _load(options: argparse.Namespace) -> Speculator:
         for name in ("tree", "rule", "expansion", "dtype")
         if isinstance(getattr(options, name, None), str)
     }
+    if isinstance(getattr(options, "tree", None), list):
+        given["tree"] = "plain"  # the drafter is wanted, whatever its plan says
     with _quiet_stdout():
         if options.drafter is not None:
             from headstart.heads.artifact import artifact_folder, is_artifact

@@ -115,12 +115,12 @@ def print_drafters(reports: Mapping[str, Report], plot: Path | None, out: TextIO
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="cyan")
     table.add_column("drafter", no_wrap=True)
     table.add_column("tree", overflow="fold")
-    for name in ("nodes", "τ", "ms/round", "× plain", "× gen.", "same", "weights", "train"):
+    for name in ("nodes", "τ", "ms/round", "× plain", "× gen.", "same", "size", "train"):
         table.add_column(name, justify="right", no_wrap=True)
     for drafter, report in reports.items():
         table.add_row(drafter, *_row(report), style="bold red" if "error" in report else None)
     console.print(table)
-    console.print("× gen.: against generate; same: as both; train: seconds", style="dim")
+    console.print("× gen.: against generate; same: as both; size: parameters", style="dim")
     measured = _measured(reports)
     if measured:
         print_shared(list(measured.values()), console)
@@ -209,7 +209,7 @@ def _draw_rounds(axes: Axes, reports: Mapping[str, Report]) -> None:
     """A point for each drafter; on a line through the origin the speedup is the same."""
     costs = [report["ms_per_round"] / report["plain_ms_per_token"] for report in reports.values()]
     taus = [report["tau"] for report in reports.values()]
-    wide, high = 1.25 * max(costs), 1.2 * max(taus)
+    wide, high = 1.4 * max(costs), 1.2 * max(taus)
     for speedup in (1, 2, 3, 4, 6, 8):
         end = min(wide, high / speedup)
         axes.plot([0, end], [0, speedup * end], color="lightgray", lw=1, zorder=0)
@@ -218,6 +218,7 @@ def _draw_rounds(axes: Axes, reports: Mapping[str, Report]) -> None:
     for number, (name, cost, tau) in enumerate(zip(reports, costs, taus, strict=True)):
         axes.plot(cost, tau, "o", color=f"C{number}")
         axes.annotate(name, (cost, tau), (6, 4), textcoords="offset points")
+    axes.set_title("gray lines: the same speedup against plain", fontsize="small")
     axes.set_xlim(0, wide)
     axes.set_ylim(0, high)
     axes.set_xlabel("cost of a round, in tokens of plain decoding")

@@ -76,7 +76,7 @@ class Stats:
     @property
     def counts(self) -> np.ndarray:
         """[rounds, B] tokens that each round emitted in each row; 0 in rows that had ended."""
-        return np.array([emitted.count for emitted in self._rounds])
+        return np.array([emitted.count for emitted in self._rounds], dtype=int)
 
     @property
     def tokens(self) -> int:
@@ -338,6 +338,7 @@ class Decoding:
                 met = host[end - size : end].reshape(batch, steps) > 0
             count = self._cut(nodes, written, met)
             reached = torch.from_numpy(count).to(reached.device)
+            tokens = tokens.clamp(min=0)  # past an end token there may be none
         else:
             self._free -= steps
             self._remaining = text.remaining = self._remaining - count

@@ -140,7 +140,7 @@ def test_every_recipe_parses() -> None:
     from headstart.train.recipe import load_recipe, shipped_recipes
 
     files = sorted((ROOT / "recipes").glob("*.yaml"))
-    assert [file.stem for file in files] == ["quickstart", "stories260k"]
+    assert {"quickstart", "stories260k"} <= {file.stem for file in files}
     assert sorted(shipped_recipes()) == [file.stem for file in files]
     for file in files:
         assert load_recipe(file).name == file.stem

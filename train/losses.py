@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -139,8 +139,12 @@ class Teacher:
     @torch.no_grad()
     def __call__(self, features: Tensor) -> Tensor:
         """Final features [M, D] -> log-probabilities [M, Vd], float32."""
+        return self.read(self.layer, features)
+
+    def read(self, layer: nn.Module, features: Tensor) -> Tensor:
+        """The same with another output layer, and a gradient."""
         with torch.autocast(features.device.type, enabled=False):
-            logits = self.finish(self.layer(features))  # [M, V]
+            logits = self.finish(layer(features))  # [M, V]
             if self.vocabulary is not None:
                 logits = logits.index_select(1, self.vocabulary)
             return logits.float().log_softmax(-1)
@@ -214,11 +218,53 @@ def draft_loss(
                 lesson = divergence, teacher, spoken, taught
             chosen = read, states[depth - 1, part], wanted, lesson
             if again:
-                nats = checkpoint(_sum, *chosen, use_reentrant=False, preserve_rng_state=False)
+                # An adapted output layer may have dropout, which must be drawn alike both times.
+                random = drafter.adapter is not None
+                nats = checkpoint(_sum, *chosen, use_reentrant=False, preserve_rng_state=random)
             else:
                 nats = _sum(*chosen)
             total = total + weight * nats
     return total
+
+
+def drift(
+    teacher: Teacher,
+    layer: nn.Module,
+    base: Tensor,
+    adapted: Tensor,
+    count: Tensor,
+    kept: int = _KEPT_LOGITS,
+) -> Tensor:
+    """How far an adapted target has moved: the mean KL(base ‖ adapted), in nats a position.
+
+    It is the self-distillation loss of Medusa-2, with what the target said without its adapter as
+    the soft label. As in `draft_loss` the mean is over the whole step's positions, and logits are
+    held for one chunk at a time.
+
+    Args:
+        teacher: the base, over the whole vocabulary.
+        layer: the adapted target's output layer.
+        base, adapted: [M, D], the final features without and with the adapter.
+        count: scalar, the positions of the whole optimizer step.
+
+    Returns:
+        The loss, float32 scalar.
+    """
+    chunk = max(kept // teacher.layer.weight.shape[0], 1)
+    again = len(base) > chunk and torch.is_grad_enabled()
+    total = adapted.new_zeros((), dtype=torch.float32)
+    for part in zip(base.split(chunk), adapted.split(chunk), strict=True):
+        if again:
+            nats = checkpoint(_apart, teacher, layer, *part, use_reentrant=False)
+        else:
+            nats = _apart(teacher, layer, *part)
+        total = total + nats
+    return total / count.clamp(min=1)
+
+
+def _apart(teacher: Teacher, layer: nn.Module, base: Tensor, adapted: Tensor) -> Tensor:
+    """The summed divergence of a chunk: [M, D], [M, D] -> scalar."""
+    return forward_kl(teacher(base), teacher.read(layer, adapted)).sum()
 
 
 def _sum(

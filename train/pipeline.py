@@ -35,11 +35,12 @@ from headstart.infer import StaticTree, load
 
 from .corpus import build_corpus, load_documents
 from .distill import Rows, distill, summary
+from .joint import how_far, load_options
 from .recipe import Recipe, load_recipe
 from .stages import Stage, StageStore, write_atomically
 from .target import train_target
 from .trainer import DraftedTarget, DrafterTrainer, training_arguments
-from .validate import Validation, held_out_prompts
+from .validate import Validation, held_out_prompts, held_out_texts
 
 logger = logging.getLogger(__name__)
 
@@ -193,9 +194,10 @@ class _Run:
         if self._loaded is None:
             # A run's folder may have moved since a scratch target was trained in it.
             name = str(stage.folder) if self.recipe.target.scratch else stage.info["model"]
-            dtype = self.recipe.target.dtype
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
-            model.to(self.args.device)  # type: ignore[arg-type]
+            how = load_options(self.recipe.target.dtype, self.args.device)
+            model = AutoModelForCausalLM.from_pretrained(name, **how)
+            if "device_map" not in how:
+                model.to(self.args.device)  # type: ignore[arg-type]
             self._loaded = model.eval(), AutoTokenizer.from_pretrained(name)
         return self._loaded
 
@@ -207,9 +209,10 @@ class _Run:
         model, tokenizer = self._target(target)
         data = Rows.load(rows.folder) if rows else None
         drafter = make_drafter(recipe, model, data)
+        documents = load_documents(corpus.folder, "held_out")
         prompts = held_out_prompts(
-            tokenizer, load_documents(corpus.folder, "held_out"), decode.validation_prompts,
-            decode.prefix_tokens, recipe.seed, part="validation",
+            tokenizer, documents, decode.validation_prompts, decode.prefix_tokens, recipe.seed,
+            part="validation",
         )  # fmt: skip
         validation = Validation(model, prompts, decode.new_tokens, decode.tree, decode.rule)
         if data is None:
@@ -218,8 +221,13 @@ class _Run:
             pair = DraftedTarget(model, drafter, recipe.train.head_decay, recipe.train.loss)
             measured = DrafterTrainer(pair, self.args, data, recipe.train, validation).fit()
         drafter.eval()
+        if drafter.adapter is not None:
+            texts = held_out_texts(tokenizer, documents, decode.prefix_tokens, recipe.seed)
+            measured["held_out_loss"] = how_far(model, drafter.adapter, texts or prompts)
         if self.rank == 0:
             self._write_artifact(drafter, model, tokenizer, target, measured, folder)
+        if drafter.adapter is not None:
+            drafter.adapter.detach()  # the next stage meets the target as it was
         return measured
 
     def _write_artifact(
@@ -240,6 +248,8 @@ class _Run:
         write_atomically(saved / TREE, json.dumps(measured["tree"]).encode())
         # The stage's folder is the artifact. Its record, which comes last, says that it is whole.
         for file in saved.iterdir():
+            if file.is_dir():  # half moved by a run that was killed
+                shutil.rmtree(folder / file.name, ignore_errors=True)
             file.replace(folder / file.name)
         saved.rmdir()
         if (folder / "checkpoints").exists():
@@ -338,6 +348,15 @@ def model_card(recipe: Recipe, manifest: Manifest) -> str:
     if is_taught(manifest.family):
         rows.append(("training", f"{measured['steps']} steps, {measured['seconds']:.0f} s"))
         chosen, unlike = "checkpoint and the tree were", f"{unlike}, which it was trained on"
+    whose = "the target's own"
+    if loss := measured.get("held_out_loss"):
+        share = loss["adapted"] / loss["base"] - 1
+        whose = (
+            f"that of the\nadapted target: `{manifest.target}` with the LoRA adapter in `adapter/`,"
+            " which was trained\nwith the drafter. Loading merges it into the target"
+        )
+        moved = f"{loss['base']:.4f} to {loss['adapted']:.4f} ({share:+.2%})"
+        rows.append((f"target's loss on {loss['tokens']} held-out tokens, base to adapted", moved))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     return f"""---
 library_name: headstart
@@ -346,8 +365,7 @@ tags: [speculative-decoding, {manifest.family}]
 
 # {recipe.name}: a {manifest.family} drafter for `{manifest.target}`
 
-It drafts several tokens a round, which the target verifies in one forward; the output is the
-target's own.
+It drafts several tokens a round, which the target verifies in one forward; the output is {whose}.
 
 | measured on validation prompts | |
 |---|---|

@@ -67,13 +67,16 @@ class Scratch:
     max_tokens: int | None = _positive(None)
 
 
+DTYPES = ("float32", "bfloat16", "float16", "float64", "auto", "4bit")
+
+
 @dataclass(frozen=True)
 class TargetSpec:
     """The model that is made faster: either a path or Hub name, or one trained here."""
 
     model: str | None = None
     scratch: Scratch | None = None
-    dtype: str = _limited("float32", choices=("float32", "bfloat16", "float16", "float64", "auto"))
+    dtype: str = _limited("float32", choices=DTYPES)  # 4bit needs bitsandbytes
 
 
 @dataclass(frozen=True)
@@ -117,6 +120,7 @@ class Train:
     max_seconds: float | None = _positive(None)
     warmup_ratio: float = _limited(0.1, ge=0, lt=1)
     weight_decay: float = _limited(0.0, ge=0)
+    optimizer: str = _limited("adamw", choices=("adamw", "adamw_8bit"))  # the last: bitsandbytes
     head_decay: float = _limited(0.8, gt=0, le=1)  # weight of head k is head_decay ** k
     eval_every: int | None = _positive(None)  # steps between validations by real decoding
     feature_cache_mb: float = _limited(512.0, ge=0)  # keep the target's features up to this size

@@ -1,16 +1,16 @@
 """Drafters on a frozen target, trained by a thin subclass of transformers' Trainer.
 
 Target and drafter sit in one module, so data-parallel wrappers see one model; only the drafter is
-trained, saved and loaded. Training is bounded by steps and by time, and the learning rate decays
+trained, saved and loaded, and with it the adapter of a drafter that has its target learn too.
+Training is bounded by steps and by time, and the learning rate decays
 over the elapsed share of whichever bound is nearer, so a slower machine sees fewer rows and still
 ends at a learning rate of zero. The best checkpoint is the one that decodes best.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,17 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
-from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+from torch.nn import functional
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from headstart.heads import FINAL, Drafter, OptionError
-from headstart.heads.core import FeatureTap
+from headstart.heads.core import FeatureTap, output_layer
 
+from .clock import Bounds, Clock, Progress
 from .distill import Rows
-from .losses import LOSSES, Teacher, draft_loss, head_labels, label_counts
+from .joint import check_bitsandbytes, split_groups
+from .losses import LOSSES, Teacher, draft_loss, drift, head_labels, label_counts
 from .recipe import Train
 from .stages import write_atomically
 
@@ -39,7 +41,13 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
     """The recipe's train section as TrainingArguments; `changes` override single ones.
 
     Making them also sets up the processes, which must happen before anything else asks for those.
+
+    Raises:
+        OptionError: an 8-bit optimizer without bitsandbytes.
     """
+    if spec.optimizer == "adamw_8bit":
+        check_bitsandbytes("train.optimizer=adamw_8bit", "train.optimizer=adamw")
+        changes = {"optim": "adamw_bnb_8bit", **changes}
     gpu = torch.cuda.is_available()
     every = spec.eval_every or spec.max_steps
     settings: dict[str, Any] = {
@@ -71,7 +79,7 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "ddp_timeout": 24 * 3600,  # processes wait for stages that one of them does alone
         "report_to": "none",
         "log_level": "error",
-        "disable_tqdm": True,  # the bar of `_Progress` knows about the time bound
+        "disable_tqdm": True,  # the bar of `Progress` knows about the time bound
     }
     args = TrainingArguments(**settings | changes)
     args._n_gpu = min(args.n_gpu, 1)  # without a launcher take one GPU, instead of DataParallel
@@ -80,6 +88,8 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
 
 class DraftedTarget(nn.Module):
     """The frozen target and the drafter that is trained on it, as one module.
+
+    A drafter with an `adapter` has it put into the target, where it stays after training.
 
     Args:
         head_decay: the weight of depth k in the loss is head_decay**k.
@@ -106,43 +116,66 @@ class DraftedTarget(nn.Module):
         self.target = target.requires_grad_(False).eval()
         self.drafter = drafter
         self.head_decay, self.loss = head_decay, loss
-        self.teacher = None
+        self.teacher = self.base = None
         layers = list(drafter.config.feature_layers)
         self.size = target.config.get_text_config(decoder=True).hidden_size
         self.width = len(layers) * self.size  # F, what the drafter reads
         if LOSSES[loss] is not None:
             self.teacher = Teacher(target, drafter.draft_vocabulary)
+        if drafter.adapter is not None:
+            self.base = Teacher(target)  # holds on to the output layer as it is now
+        if self.teacher or self.base:
             layers = layers if FINAL in layers else [*layers, FINAL]
             self.final = layers.index(FINAL) * self.size
         self.captured = len(layers) * self.size
         self.tap = FeatureTap(target, layers) if layers else None
         self.cache: Tensor | None = None
+        if drafter.adapter is not None:
+            drafter.adapter.attach(target)
 
     def train(self, mode: bool = True) -> DraftedTarget:
-        """Only the drafter ever trains; the target's dropout stays off."""
+        """Only the drafter ever trains, and its adapter; the target's own dropout stays off."""
         self.training = mode
         self.drafter.train(mode)
         return self
 
     def forward(
-        self, rows: Tensor, tokens: Tensor, supervised: Tensor, counts: Tensor | None = None
+        self,
+        rows: Tensor,
+        tokens: Tensor,
+        supervised: Tensor,
+        counts: Tensor | None = None,
+        weight: float | None = None,
     ) -> dict[str, Tensor]:
         """The loss of a batch: rows [B], tokens [B, T], supervised [B, T] bool.
 
         Args:
-            counts: [K] labels of each depth in the whole step; those of this batch when None.
+            counts: see `counts`, those of the whole step; this batch's when None.
+            weight: of the drafter's loss beside the target's own, both of which then reach the
+                target's adapter; when None the drafter learns alone.
         """
         labels = self.labels(tokens, supervised)  # [K, B, T]
-        captured = self.features(tokens) if self.cache is None else self.cache[rows]
-        counts = label_counts(labels) if counts is None else counts
-        final = None
-        if self.teacher is not None:
-            final = captured[..., self.final : self.final + self.size]  # [B, T, D]
+        captured = self.features(tokens) if self.cache is None else self.cache[rows]  # [B, T, C]
+        counts = self.counts(tokens, supervised) if counts is None else counts
+        final = None  # what the target without adapter says, [B, T, D]
+        if self.teacher is not None or self.base is not None:
+            final = captured[..., self.final : self.final + self.size]
+        if weight is not None:
+            captured = self._run(tokens)
         features = captured[..., : self.width]  # [B, T, F]
         loss = draft_loss(
             self.drafter, features, tokens, labels, counts,
             self.head_decay, self.loss, self.teacher, final,
         )  # fmt: skip
+        if weight is not None and self.base is not None and final is not None:
+            adapted = captured[..., self.final : self.final + self.size]
+            where = _spoken(supervised)
+            layer = output_layer(self.target)
+            moved = drift(self.base, layer, final[where], adapted[where], counts[-1])
+            loss = weight * loss + moved
+        if self.drafter.adapter is not None:
+            # Every parameter must be reached, or data-parallel training waits for it.
+            loss = loss + sum(p.float().sum() * 0.0 for p in self.drafter.adapter.parameters())
         return {"loss": loss}
 
     def labels(self, tokens: Tensor, supervised: Tensor) -> Tensor:
@@ -150,9 +183,20 @@ class DraftedTarget(nn.Module):
         drafter = self.drafter
         return head_labels(tokens, supervised, drafter.taught_depths, drafter.draft_vocabulary)
 
+    def counts(self, tokens: Tensor, supervised: Tensor) -> Tensor:
+        """How many labels a batch has: those of each depth, [K], and last the target's own."""
+        counts = label_counts(self.labels(tokens, supervised))
+        return torch.cat([counts, _spoken(supervised).sum().view(1)])
+
     @torch.no_grad()
     def features(self, tokens: Tensor) -> Tensor:
-        """What is read of the target at tokens [B, T], without running its output layer.
+        """What is read of the target, without adapter, at tokens [B, T]; see `_run`."""
+        adapter = self.drafter.adapter
+        with contextlib.nullcontext() if adapter is None else adapter.off():
+            return self._run(tokens)
+
+    def _run(self, tokens: Tensor) -> Tensor:
+        """Run the target on tokens [B, T], but not its output layer.
 
         The drafter's features, and after them the final one where only the loss asks for it; rows
         are padded on the right, where causal attention keeps the padding out of sight.  # [B, T, C]
@@ -175,43 +219,15 @@ class DraftedTarget(nn.Module):
         return True
 
     def release(self) -> None:
-        """Let go of the cache and of the hooks on the target."""
+        """Let go of the cache and of the hooks on the target; an adapter stays in it."""
         self.cache = None
         if self.tap is not None:
             self.tap.close()
 
 
-class Clock:
-    """How far training is, as a share of its bounds; process 0's clock counts for all."""
-
-    def __init__(self, max_steps: int, max_seconds: float | None, warmup: float):
-        self.max_steps, self.max_seconds, self.warmup = max_steps, max_seconds, warmup
-        self.started = time.perf_counter()
-        self.seconds = 0.0
-        self.share = 0.0
-
-    def start(self, seconds: float = 0.0) -> None:
-        """Start, `seconds` having been trained before the run was resumed."""
-        self.started = time.perf_counter() - seconds
-
-    def read(self, steps: int) -> None:
-        """Read the clock after `steps` steps."""
-        self.seconds = time.perf_counter() - self.started
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            told = [self.seconds]
-            torch.distributed.broadcast_object_list(told, src=0)
-            self.seconds = told[0]
-        self.share = steps / self.max_steps
-        if self.max_seconds is not None:
-            self.share = max(self.share, self.seconds / self.max_seconds)
-
-    def factor(self, step: int) -> float:
-        """Learning-rate factor for the coming step: a linear rise, then a cosine down to zero."""
-        # The middle of the coming step, so that neither the first nor the last trains at zero.
-        share = min(max(self.share, (step + 0.5) / self.max_steps), 1.0)
-        if share < self.warmup:
-            return share / self.warmup
-        return 0.5 * (1 + math.cos(math.pi * (share - self.warmup) / (1 - self.warmup)))
+def _spoken(supervised: Tensor) -> Tensor:
+    """Where the target's own next token is a label: supervised [B, T] -> [B, T]."""
+    return functional.pad(supervised[:, 1:], (0, 1), value=False)
 
 
 class DrafterTrainer(Trainer):
@@ -245,7 +261,7 @@ class DrafterTrainer(Trainer):
             args=args,
             train_dataset=rows,
             eval_dataset=rows,  # never read: `evaluate` decodes prompts
-            callbacks=[_Bounds(self.clock), _Progress(self.clock, progress)],
+            callbacks=[Bounds(self.clock), Progress(self.clock, progress)],
         )
         self.remove_callback(PrinterCallback)  # it prints to stdout
 
@@ -272,18 +288,31 @@ class DrafterTrainer(Trainer):
             **_validation_at(self.state.log_history, best),
         }
 
+    def create_optimizer(self, model: Any = None) -> Any:
+        fresh = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        adapter = self.pair.drafter.adapter
+        if adapter is not None and fresh:
+            split_groups(optimizer, adapter)
+        return optimizer
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(
-            optimizer or self.optimizer,  # type: ignore[arg-type]
-            lambda step: self.clock.factor(step),  # a plain function, which is not saved
-        )
+        chosen: Any = optimizer or self.optimizer
+        adapter = self.pair.drafter.adapter
+        factors = []
+        for group in chosen.param_groups:
+            late = adapter is not None and group.get("adapter", False)
+            since = adapter.schedule.heads_first if adapter is not None and late else 0.0
+            # A plain function, which is not saved.
+            factors.append(lambda step, since=since: self.clock.factor(step, since))
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, factors)
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
-        """Labels of each depth in the micro-batches of one step, of all processes.  # [K]"""
+        """Labels in the micro-batches of one step, of all processes.  # [K + 1]"""
         counts = sum(
-            label_counts(self.pair.labels(b["tokens"].to(device), b["supervised"].to(device)))
+            self.pair.counts(b["tokens"].to(device), b["supervised"].to(device))
             for b in batch_samples
         )
         return self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts  # type: ignore[return-value]
@@ -295,7 +324,10 @@ class DrafterTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | None = None,
     ) -> Any:
-        outputs = model(**inputs, counts=num_items_in_batch)
+        adapter, weight = self.pair.drafter.adapter, None
+        if adapter is not None:
+            weight = adapter.schedule.weight_at(self.clock.at(self.state.global_step))
+        outputs = model(**inputs, counts=num_items_in_batch, weight=weight)
         # The counts are those of all processes, and their gradients are averaged, not summed.
         loss = outputs["loss"] * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
@@ -314,7 +346,7 @@ class DrafterTrainer(Trainer):
         return metrics
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the drafter alone."""
+        """Save the drafter alone, with its adapter if it has one."""
         self._save(output_dir)
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
@@ -332,6 +364,8 @@ class DrafterTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         weights = safetensors.torch.load_file(Path(resume_from_checkpoint) / _WEIGHTS)
         self.pair.drafter.load_state_dict(weights)
+        if (adapter := self.pair.drafter.adapter) is not None:
+            adapter.load(Path(resume_from_checkpoint))
 
     def _load_best_model(self) -> None:
         assert self.state.best_model_checkpoint is not None
@@ -352,41 +386,3 @@ def _validation_at(history: list[dict[str, Any]], step: int) -> dict[str, Any]:
     """What the validation measured at a step, from the trainer's log."""
     (entry,) = [e for e in history if e["step"] == step and "eval_tau" in e]
     return {k.removeprefix("eval_"): v for k, v in entry.items() if k.startswith("eval_")}
-
-
-class _Bounds(TrainerCallback):
-    """Reads the clock, and ends training with a last validation and checkpoint when time is up."""
-
-    def __init__(self, clock: Clock):
-        self.clock = clock
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.clock.read(state.global_step)
-        if self.clock.share >= 1.0:
-            control.should_training_stop = True
-            control.should_evaluate = control.should_save = True
-
-
-class _Progress(TrainerCallback):
-    """A bar on stderr over the share of the bounds, with the last loss and τ."""
-
-    def __init__(self, clock: Clock, enabled: bool):
-        self.clock, self.enabled = clock, enabled
-        self.seen: dict[str, str] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        layout = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-        off = not (self.enabled and state.is_world_process_zero)
-        self.bar = tqdm(total=1.0, desc="heads", disable=off, bar_format=layout)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.update(min(self.clock.share, 1.0) - self.bar.n)
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        for name, label in (("loss", "loss"), ("eval_tau", "τ")):
-            if name in logs:
-                self.seen[label] = f"{logs[name]:.3f}"
-        self.bar.set_postfix(self.seen)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.bar.close()

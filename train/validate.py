@@ -46,6 +46,37 @@ def held_out_prompts(
     Raises:
         ValidationError: the documents are too few or too short.
     """
+    prompts = _windows(tokenizer, documents, prefix_tokens, seed, part)
+    if len(prompts) < count:
+        raise ValidationError(
+            f"the held-out documents give {len(prompts)} {part} prompts of {prefix_tokens} tokens, "
+            f"expected {count}; raise corpus.held_out or corpus.max_bytes, or use shorter prompts."
+        )
+    return prompts[:count]
+
+
+def held_out_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    tokens: int,
+    seed: int = 0,
+    most: int = 512,
+) -> list[Tensor]:
+    """At most `most` texts of `tokens` tokens each, [P] int64, which chose no checkpoint.
+
+    They are those that `held_out_prompts` gives the benchmark, and more.
+    """
+    return _windows(tokenizer, documents, tokens, seed, "bench")[:most]
+
+
+def _windows(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    prefix_tokens: int,
+    seed: int,
+    part: str,
+) -> list[Tensor]:
+    """See `held_out_prompts`: all that there are."""
 
     def order(name: str) -> bytes:
         return hashlib.sha256(f"{seed}:{name}".encode("utf-8", "surrogateescape")).digest()
@@ -59,13 +90,7 @@ def held_out_prompts(
             usable.append([windows[start] for start in sorted(starts, key=names.__getitem__)])
     mine = usable[::3] if part == "validation" else [d for i, d in enumerate(usable) if i % 3]
     turns = itertools.zip_longest(*mine)
-    prompts = [prompt for turn in turns for prompt in turn if prompt is not None]
-    if len(prompts) < count:
-        raise ValidationError(
-            f"the held-out documents give {len(prompts)} {part} prompts of {prefix_tokens} tokens, "
-            f"expected {count}; raise corpus.held_out or corpus.max_bytes, or use shorter prompts."
-        )
-    return prompts[:count]
+    return [prompt for turn in turns for prompt in turn if prompt is not None]
 
 
 def measure_tau(
@@ -138,8 +163,8 @@ class Validation:
         return measured | {"tree": [list(path) for path in self.tree.paths]}
 
     def ranks(self, drafter: Drafter) -> list[Tensor]:
-        """See `measure_ranks`; the target's text is written once and kept."""
-        if self._texts is None:
+        """See `measure_ranks`; the text of a target that stays as it is is written once."""
+        if self._texts is None or drafter.adapter is not None:
             self._texts = write_texts(self.target, drafter, self.prompts, self.new_tokens)
         return measure_ranks(drafter, self._texts)
 

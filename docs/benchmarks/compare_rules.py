@@ -2,8 +2,8 @@
 
     python docs/benchmarks/compare_rules.py TARGET DRAFTER PROMPTS [--limit 128] [--seeds 1]
 
-PROMPTS is what `headstart bench --prompts` takes; each is cut to 64 tokens and continued by 128 at
-temperature 1. A t above about 2 is a difference that chance seldom makes.
+PROMPTS is what `headstart bench --prompts` takes; windows of 64 tokens of it, evenly spaced, are
+continued by 128 at temperature 1. A t above about 2 is a difference that chance seldom makes.
 """
 
 import argparse
@@ -39,8 +39,9 @@ def main() -> None:
     options = parser.parse_args()
     loaded = headstart.load(options.target, options.drafter)
     assert loaded.tokenizer is not None
-    texts = [loaded.tokenizer(d.text)["input_ids"][:64] for d in read_documents(options.prompts)]
-    ids = torch.tensor([text for text in texts if len(text) == 64][: options.limit])
+    texts = [loaded.tokenizer(d.text)["input_ids"] for d in read_documents(options.prompts)]
+    windows = [t[at : at + 64] for t in texts for at in range(0, len(t) - 64, 64)]
+    ids = torch.tensor(windows[:: max(len(windows) // options.limit, 1)][: options.limit])
     print(f"{len(ids)} prompts, {options.seeds} seeds")
 
     known: dict[Way, tuple[np.ndarray, float]] = {}

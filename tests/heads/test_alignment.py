@@ -4,7 +4,7 @@ The decode calls are driven over a known text exactly as the loop drives them: t
 rounds that commit one or two tokens, each of which grows the true continuation as a chain.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +23,8 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("medusa", {"heads": DEPTHS, "output": "own"}),
     ("medusa", {"heads": DEPTHS, "layers": 2}),
     ("medusa", {"heads": DEPTHS, "output": "trimmed", "draft_vocab_size": 40}),
+    ("medusa2", {"heads": DEPTHS, "output": "own", "rank": 4, "modules": ["q_proj", "up_proj"]}),
+    ("medusa2", {"heads": DEPTHS, "output": "shared", "rank": 4, "modules": ["v_proj", "lm_head"]}),
     ("redrafter", {"depths": DEPTHS}),
     ("redrafter", {"depths": DEPTHS, "exit_dim": 24, "layers": 1}),
     ("redrafter", {"depths": DEPTHS, "output": "trimmed", "draft_vocab_size": 40}),
@@ -30,7 +32,10 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
 ]
 """A family's options; every family that is trained has a row."""
 
-IDS = [f"{name}-{'-'.join(map(str, options.values()))}" for name, options in ROWS]
+IDS = [
+    f"{name}-{'-'.join(str(v) for v in options.values() if not isinstance(v, list))}"
+    for name, options in ROWS
+]
 
 
 def target() -> Any:
@@ -41,6 +46,31 @@ def target() -> Any:
 def back_to_double() -> Iterator[None]:
     yield
     tiny("llama").double()  # the other tests share it
+
+
+@pytest.fixture
+def adapted() -> Iterator[Callable[[Drafter], None]]:
+    """Gives a drafter's adapter, if it has one, random weights in the target, until the test ends.
+
+    All that is captured of the target is then of the adapted one.
+    """
+    adapters = []
+
+    def adapt(drafter: Drafter) -> None:
+        if (adapter := drafter.adapter) is None:
+            return
+        adapters.append(adapter)
+        if not adapter.attached:
+            adapter.attach(target())
+        before = captured(text(), [FINAL])
+        with torch.no_grad():
+            for parameter in adapter.parameters():
+                parameter.copy_(torch.randn_like(parameter) * 0.3)
+        assert (captured(text(), [FINAL]) - before).abs().max() > 0.1
+
+    yield adapt
+    for adapter in adapters:
+        adapter.detach()
 
 
 def random_drafter(name: str, options: dict[str, Any]) -> Drafter:
@@ -132,8 +162,11 @@ def test_every_trained_family_has_a_row() -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), ROWS, ids=IDS)
-def test_training_forward_is_decode_forward(name: str, options: dict[str, Any]) -> None:
+def test_training_forward_is_decode_forward(
+    name: str, options: dict[str, Any], adapted: Callable[[Drafter], None]
+) -> None:
     drafter, tokens = random_drafter(name, options), text()
+    adapted(drafter)
     layers = list(drafter.config.feature_layers)
     features = captured(tokens, layers)
     decode, train = decoded(drafter, features, tokens), trained(drafter, features, tokens)
@@ -170,18 +203,25 @@ def loss_while_decoding(drafter: Drafter, decode: Tensor, tokens: Tensor, shift:
 
 
 @pytest.mark.parametrize(("name", "options"), ROWS, ids=IDS)
-def test_the_loss_is_that_of_the_decode_forward(name: str, options: dict[str, Any]) -> None:
+def test_the_loss_is_that_of_the_decode_forward(
+    name: str, options: dict[str, Any], adapted: Callable[[Drafter], None]
+) -> None:
     """Labels too: the trainer's loss on a text is the one of what decoding proposes for it."""
     drafter, tokens = random_drafter(name, options), text()
-    decode = decoded(drafter, captured(tokens, list(drafter.config.feature_layers)), tokens)
     pair = DraftedTarget(target(), drafter, 0.8)
+    adapted(drafter)
+    decode = decoded(drafter, captured(tokens, list(drafter.config.feature_layers)), tokens)
     # Decoding answered for some starts alone, so the labels of the others are left out.
     answered = ~decode[0, 0].isnan().any(-1)  # [T]
     labels = pair.labels(tokens, torch.ones_like(tokens, dtype=torch.bool))
     labels[:, :, : len(answered)][:, :, ~answered] = -100
     labels[:, :, len(answered) :] = -100
     pair.labels = lambda *_: labels  # type: ignore[method-assign]
-    loss = pair(torch.arange(BATCH), tokens, torch.ones_like(tokens, dtype=torch.bool))["loss"]
+    batch = torch.arange(BATCH), tokens, torch.ones_like(tokens, dtype=torch.bool)
+    if drafter.adapter is None:
+        loss = pair(*batch)["loss"]
+    else:  # the target's own part drops out
+        loss = pair(*batch, weight=3.0)["loss"] - pair(*batch, weight=2.0)["loss"]
     pair.release()
     assert loss.item() == pytest.approx(loss_while_decoding(drafter, decode, tokens), rel=1e-5)
     for shift in (-1, 1):

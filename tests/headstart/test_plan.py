@@ -88,6 +88,10 @@ def test_a_drafter_that_does_not_pay(
     target: Any = headstart.load(str(model)).model
     plan = read_plan(heads, target)
     assert plan is not None and (plan.policy, plan.tree) == ("plain", [])
+    loaded = headstart.load(target, heads)
+    assert loaded.drafter is None and str(loaded.tree) == "plain"
+    assert headstart.load(target, heads, tree="chain:2").drafter is not None
+    assert "nothing pays" in table(command(heads, tmp_path), capsys)  # it can be planned again
 
 
 def test_the_plot_is_drawn(model: Path, tmp_path: Path) -> None:

@@ -96,6 +96,8 @@ def test_commands_are_whole_lines_that_can_be_pasted(tmp_path: Path) -> None:
     assert f"The drafter is in {artifact}\n" in text
     assert f"  headstart bench --drafter '{artifact}' --prompts '{held_out}'" in text
     assert next_commands({"artifact": None}) == []
+    elsewhere = next_commands({"artifact": "own/heads", "held_out": str(held_out)})
+    assert f"--drafter own/heads --prompts '{held_out}'" in elsewhere[-1]
 
 
 def test_what_was_not_measured_has_no_line() -> None:

@@ -16,7 +16,7 @@ from headstart.infer.policies import StaticTree
 from headstart.infer.rules import RULES
 from headstart.infer.verified import Text, Verified
 
-WALKING = ["rejection", "block", "traversal", "typical"]
+WALKING = ["match", "coupled", "rejection", "block", "traversal", "typical"]
 
 
 def verified_of(
@@ -109,7 +109,7 @@ def test_accepting_costs_under_a_twentieth_of_the_forward(capsys: pytest.Capture
 
     shares = {}
     for rule in WALKING:
-        for drawn in (True, False) if rule != "typical" else (False,):
+        for drawn in (True, False) if rule in ("rejection", "block", "traversal") else (False,):
             for known in (True, False):
                 verified = verified_of(rule, 8, 32_000, drawn, None, known)
                 spent = seconds(lambda rule=rule, verified=verified: RULES[rule](verified), 5)

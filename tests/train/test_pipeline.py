@@ -132,6 +132,60 @@ def test_run_adds_the_benchmark(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(calls) == 2
 
 
+def test_a_drafter_without_training_is_measured_all_the_same(tiny: Path, tmp_path: Path) -> None:
+    untaught = yaml.safe_load(tiny.read_text()) | {"drafter": {"family": "lookup", "min_match": 2}}
+    tiny.write_text(yaml.safe_dump(untaught))
+    recipe = load_recipe(tiny)
+    report = pipeline.run(recipe)
+    assert set(report["stage_seconds"]) == {"corpus", "target", "heads", "bench"}
+    assert report["identical_to_plain"] and report["identical_to_generate"] and report["tau"] > 1
+    before = ids(recipe.folder)
+    assert "distill" not in before and not (recipe.folder / "heads" / "checkpoints").exists()
+    pipeline.train(load_recipe(tiny, ["train.max_steps=5"]))  # nothing is trained
+    assert ids(recipe.folder) == before
+
+    artifact = recipe.folder / "heads"
+    manifest = read_manifest(artifact)
+    assert manifest.metrics["seconds"] == manifest.metrics["steps"] == 0
+    speculator = headstart.load(manifest.target, artifact)
+    assert type(speculator.drafter).__name__ == "Lookup"
+    assert speculator.drafter is not None and speculator.drafter.config.min_match == 2
+    assert str(speculator.tree) == str(StaticTree(manifest.metrics["tree"]))
+    assert "training" not in (artifact / "README.md").read_text()
+
+
+def test_a_mistyped_family_answers_before_any_work(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="medusae"):
+        pipeline.train(load_recipe(tiny, ["drafter.family=medusae"]))
+    assert not (tmp_path / "runs" / "tiny" / "corpus").exists()
+
+
+def test_stages_are_shared_with_another_run(tiny: Path, tmp_path: Path) -> None:
+    """The second run writes nothing of the first's that is finished, whatever its settings."""
+    root, own = tmp_path / "runs" / "tiny", tmp_path / "runs" / "own"
+    second = ["name=own", "shares=tiny", "drafter.heads=1"]
+    artifact = pipeline.train(load_recipe(tiny, second))  # what is missing is made there
+    assert artifact == own / "heads" and set(ids(own)) == {"heads"}
+    made = ids(root)
+    assert set(made) == {"corpus", "target", "distill"}
+    assert read_manifest(artifact).target == str(root / "target")
+    pipeline.train(load_recipe(tiny))
+    first, mine = ids(root), ids(own)
+    assert first == made | {"heads": first["heads"]}
+    pipeline.train(load_recipe(tiny, second))
+    assert (ids(root), ids(own)) == (first, mine)
+
+    report = pipeline.run(load_recipe(tiny, [*second, "distill.new_tokens=12"]))
+    assert set(ids(own)) == {"distill", "heads"} and ids(root) == first
+    assert set(report["stage_seconds"]) == {*STAGES, "bench"}
+    assert report["held_out"] == str(root / "corpus" / "held_out.jsonl")
+    # The same text as the first run's, but of another target.
+    pipeline.train(load_recipe(tiny, [*second, "target.scratch.adamw_lr=1e-3"]))
+    assert set(ids(own)) == {"target", "distill", "heads"} and ids(root) == first
+    pipeline.train(load_recipe(tiny, second), fresh=True)
+    assert set(ids(own)) == {"heads"} and ids(root) == first
+
+
 def launch(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=120,
@@ -245,16 +299,18 @@ def test_two_processes_train_one_drafter(tiny: Path, tmp_path: Path) -> None:
         for rank in (0, 1):
             assert (tmp_path / f"witness-{rank}").read_text() == "2 MULTI_CPU 2"
 
-    def weights() -> dict[str, torch.Tensor]:
-        return load_file(tmp_path / "runs" / "tiny" / "heads" / "model.safetensors")
+    def weights(name: str) -> dict[str, torch.Tensor]:
+        return load_file(tmp_path / "runs" / name / "heads" / "model.safetensors")
 
     # Two processes with half the batch each take the steps that one takes with all of it.
-    job("distill.temperature=0.7", "train.batch_size=2", *SAME)
+    job("name=two", "shares=tiny", "distill.temperature=0.7", "train.batch_size=2", *SAME)
     root = tmp_path / "runs" / "tiny"
-    before, two = ids(root), weights()
+    before = ids(root)
+    assert set(before) == set(STAGES[:3]) and set(ids(tmp_path / "runs" / "two")) == {"heads"}
     assert len(list((root / "distill").glob("*.safetensors"))) == 4
     recipe = load_recipe(tiny, ["distill.temperature=0.7", "train.batch_size=4", *SAME])
     pipeline.train(recipe)
-    assert {name for name in STAGES if ids(root)[name] != before[name]} == {"heads"}
-    for name, tensor in weights().items():
+    assert ids(root) == before | {"heads": ids(root)["heads"]}
+    two = weights("two")
+    for name, tensor in weights("tiny").items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)

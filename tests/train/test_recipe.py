@@ -58,6 +58,8 @@ def test_defaults_and_drafter_options() -> None:
         ("target.model", None, ["target: expected exactly one of model and scratch"]),
         ("drafter.family", 1, ["drafter.family", "a string"]),
         ("name", "a/b", ["name: 'a/b'"]),
+        ("shares", "../a", ["shares: '../a'"]),
+        ("shares", "", ["shares: ''"]),
         ("seed", -1, ["seed", "at least 0"]),
         ("7", 1, ["7: unknown key"]),
     ],
@@ -179,6 +181,15 @@ def test_shipped_recipes_parse_by_name() -> None:
         assert load_recipe(name).name == name
     with pytest.raises(RecipeError, match="did you mean 'quickstart'"):
         load_recipe("quikstart")
+
+
+@pytest.mark.parametrize("name", shipped_recipes())
+def test_what_a_shipped_recipe_shares_is_the_same(name: str) -> None:
+    recipe = load_recipe(name)
+    if recipe.shares is not None:
+        other = load_recipe(recipe.shares)
+        for part in ("corpus", "target", "distill", "seed", "output"):
+            assert getattr(recipe, part) == getattr(other, part), part
 
 
 def test_to_dict_round_trip() -> None:

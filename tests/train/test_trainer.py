@@ -361,6 +361,7 @@ def norms_that_stayed(drafter: Drafter, before: dict[str, Tensor]) -> list[str]:
     ("family", "options", "norms"),
     [
         ("medusa", {"heads": 2, "output": "own"}, 0),
+        ("medusa2", {"heads": 2, "output": "own"}, 0),
         ("redrafter", {"depths": 2}, 0),
         ("draft_model", {"layers": 2}, 5),
     ],

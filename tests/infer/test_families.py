@@ -1,0 +1,129 @@
+"""Every family on every kind of tree, with every rule: greedy and sampled, alone and in a batch."""
+
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompts, tiny
+
+from headstart.heads import FAMILIES, Drafter, family
+from headstart.heads.draft_model import DraftModel
+from headstart.infer import Speculator, choices, parse_tree
+from headstart.infer.rules import EXPANSION, check_pair
+
+ROOT = Path(__file__).resolve().parents[2]
+TARGETS = {
+    "tiny": None,
+    "stories260k": ROOT.parent / "shared" / "models" / "stories260k",
+    "quickstart": ROOT / "runs" / "quickstart" / "target",
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "medusa": {"heads": 3},
+    "redrafter": {"depths": 3},
+    "draft_model": {"layers": 1},
+    "lookup": {},
+}
+"""A row for every family: what its recipe's drafter section says."""
+TREES = ["chain:3", "[[0],[1],[2],[0,0],[0,1],[0,0,0]]", "best-first:8,3,3", "beam:3,3"]
+LENGTHS = [9, 4, 7, 6]
+NEW = 10
+
+
+def test_every_family_has_a_row() -> None:
+    assert set(OPTIONS) == set(FAMILIES)
+
+
+@cache
+def target(name: str) -> Any:
+    if name == "tiny":
+        return tiny("llama")
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(TARGETS[name], dtype=torch.float64).eval()
+
+
+@cache
+def drafter(name: str, of: str) -> Drafter:
+    """As training would start it, with every weight moved a little."""
+    torch.manual_seed(5)
+    model, cls = target(of), family(name)
+    config: Any = cls.config_class
+    made = cls(config.for_target(model, **OPTIONS[name])).double().bind(model)
+    made.start_from_target(torch.arange(model.config.vocab_size))
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return made.eval()
+
+
+def cases() -> list[Any]:
+    found = []
+    for of, name, tree, batch in product(TARGETS, OPTIONS, TREES, (1, 4)):
+        folder, marks = TARGETS[of], []
+        if of == "quickstart" or (of == "stories260k" and batch == 1):
+            marks.append(pytest.mark.proof)
+        if folder is not None and not folder.is_dir():
+            marks.append(pytest.mark.skip(reason=f"{of} is not on this machine"))
+        found.append(
+            pytest.param(of, name, tree, batch, marks=marks, id=f"{of}-{name}-{tree[:5]}-{batch}")
+        )
+    return found
+
+
+@pytest.mark.parametrize(("of", "name", "tree", "batch"), cases())
+def test_greedy_text_is_that_of_generate(of: str, name: str, tree: str, batch: int) -> None:
+    ids, mask = prompts(LENGTHS[:batch])
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+    options["pad_token_id"] = 0
+    speculator = Speculator(target(of), drafter(name, of), tree=tree)
+    assert torch.equal(speculator.generate(ids, **options), target(of).generate(ids, **options))
+    assert speculator.stats.rounds > 0
+
+
+@pytest.mark.parametrize(("of", "name", "tree", "batch"), cases())
+def test_sampled_text(of: str, name: str, tree: str, batch: int) -> None:
+    """The rules of shared choices write plain decoding's text, the others each row's own."""
+    ids, mask = prompts(LENGTHS[:batch])
+    seeds = [11, 12, 13, 14][:batch]
+    options: dict[str, Any] = {
+        "max_new_tokens": NEW, "do_sample": True, "top_k": 0, "temperature": 0.8, "pad_token_id": 0,
+    }  # fmt: skip
+    model = target(of)
+    plain = Speculator(model).generate(ids, attention_mask=mask, seed=seeds, **options)
+    for rule in EXPANSION:
+        policy, expansion = parse_tree(tree), None
+        if rule == "greedy" or (rule == "block" and not policy.in_place):
+            continue
+        if rule in ("rejection", "traversal") and not hasattr(policy, "paths"):
+            expansion = check_pair("topk", rule)  # dynamic trees take no drawn children
+        speculator = Speculator(model, drafter(name, of), tree=tree, rule=rule, expansion=expansion)
+        text = speculator.generate(ids, attention_mask=mask, seed=seeds, **options)
+        if rule in ("match", "coupled"):
+            assert torch.equal(text, plain), rule
+            continue
+        assert text.shape == plain.shape and speculator.stats.rounds > 0
+        for row in range(batch if batch > 1 else 0):
+            own = ids[row : row + 1, -LENGTHS[row] :]
+            alone = speculator.generate(own, seed=[seeds[row]], **options)
+            assert torch.equal(alone[0, LENGTHS[row] :], text[row, ids.shape[1] :]), (rule, row)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_nothing_follows_an_end_token_that_was_walked_to(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nodes are asked level by level, those below an end token never are."""
+    monkeypatch.setattr(choices, "_AT_ONCE", 0)
+    ids, mask = prompts([9, 4, 7, 6])
+    model = target("tiny")
+    options: dict[str, Any] = {
+        "attention_mask": mask, "max_new_tokens": 24, "do_sample": True, "top_k": 0, "seed": 3,
+        "eos_token_id": list(range(0, 64, 9)), "pad_token_id": 0,
+    }  # fmt: skip
+    itself = DraftModel.of(tiny("llama")).bind(model) if name == "draft_model" else None
+    speculator = Speculator(model, itself or drafter(name, "tiny"), tree="chain:3")
+    text = speculator.generate(ids, **options)
+    assert torch.equal(text, Speculator(model).generate(ids, **options))

@@ -1,0 +1,389 @@
+"""Heads and target trained jointly: who learns when, what is kept, resumed, measured and loaded."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+
+import headstart
+from headstart.heads import Drafter, OptionError, load_drafter
+from headstart.heads.adapter import ADAPTER_WEIGHTS
+from headstart.heads.artifact import read_manifest
+from headstart.heads.medusa2 import Medusa2, Medusa2Config
+from headstart.infer import StaticTree
+from headstart.train import pipeline
+from headstart.train.distill import Rows
+from headstart.train.joint import how_far, load_options, text_loss
+from headstart.train.losses import Teacher, drift, forward_kl
+from headstart.train.recipe import Train, load_recipe
+from headstart.train.trainer import DraftedTarget, DrafterTrainer, training_arguments
+from headstart.train.validate import Validation, measure_tau
+from tests.train.counting import SIZE, counting_rows, counting_target
+from tests.train.test_pipeline import TINY
+
+SPEC = Train(learning_rate=1e-2, batch_size=4, max_steps=12, eval_every=4)
+
+
+def target() -> Any:
+    """Random, but the same at every call."""
+    torch.manual_seed(1)
+    return LlamaForCausalLM(counting_target().config).eval()
+
+
+def rows(count: int = 10, length: int = 12) -> Rows:
+    lengths = torch.full((count,), length).int()
+    return Rows(counting_rows(count, length).int(), lengths, torch.full_like(lengths, 2))
+
+
+def medusa2(model: Any, **options: Any) -> Medusa2:
+    options = {"heads": 2, "output": "own", "rank": 4, "heads_first": 0.0, **options}
+    drafter = Medusa2(Medusa2Config.for_target(model, **options)).bind(model)
+    drafter.start_from_target()
+    return drafter
+
+
+def validate(drafter: Drafter) -> dict[str, Any]:
+    prompts = list(counting_rows(3, 4))
+    return measure_tau(drafter.target, drafter, StaticTree.chain(2), "greedy", prompts, 12)
+
+
+def trainer(
+    folder: Path, spec: Train = SPEC, check: Callable[..., Any] = validate, **options: Any
+) -> DrafterTrainer:
+    model = target()
+    pair = DraftedTarget(model, medusa2(model, **options), spec.head_decay, spec.loss)
+    args = training_arguments(spec, folder, seed=3)
+    return DrafterTrainer(pair, args, rows(), spec, check, progress=False)
+
+
+def batch() -> dict[str, Tensor]:
+    tokens = counting_rows(4, 12)
+    supervised = torch.ones_like(tokens, dtype=torch.bool)
+    supervised[:, :3] = False
+    supervised[0, 8:] = False
+    return {"rows": torch.arange(4), "tokens": tokens, "supervised": supervised}
+
+
+def weights(run: DrafterTrainer) -> dict[str, Tensor]:
+    """Those of the heads and of the adapter."""
+    assert run.pair.drafter.adapter is not None
+    found = {name: tensor.clone() for name, tensor in run.pair.drafter.state_dict().items()}
+    factors = run.pair.drafter.adapter.parameters()
+    return found | {f"adapter {i}": p.detach().clone() for i, p in enumerate(factors)}
+
+
+def disturb(pair: DraftedTarget, scale: float = 0.3) -> None:
+    assert pair.drafter.adapter is not None
+    torch.manual_seed(4)
+    with torch.no_grad():
+        for parameter in pair.drafter.adapter.parameters():
+            parameter.normal_(0, scale)
+
+
+# The loss.
+
+
+@pytest.mark.parametrize("modules", [[], ["v_proj", "lm_head"]])
+def test_the_targets_own_loss_is_the_divergence_from_itself_without_adapter(
+    modules: list[str],
+) -> None:
+    model, data = target(), batch()
+    with torch.no_grad():
+        base = model(data["tokens"]).logits.log_softmax(-1)
+    pair = DraftedTarget(model, medusa2(model, modules=modules), 0.8)
+    assert pair(**data, weight=0.0)["loss"].item() == 0.0
+    disturb(pair)
+    with torch.no_grad():
+        adapted = model(data["tokens"]).logits.log_softmax(-1)
+        loss = pair(**data, weight=0.0)["loss"].item()
+    # Position t says what x_t+1 may be, and is compared where that is supervised.
+    where = functional.pad(data["supervised"][:, 1:], (0, 1))
+    expected = forward_kl(base[where], adapted[where]).mean().item()
+    assert loss == pytest.approx(expected, rel=1e-4) and loss > 1e-3
+    late = forward_kl(base[data["supervised"]], adapted[data["supervised"]]).mean().item()
+    assert abs(late - expected) > 1e-5, "the control: a mask that is one position off"
+    assert forward_kl(adapted[where], base[where]).mean().item() != pytest.approx(loss, rel=1e-3)
+
+
+def test_the_divergence_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its gradient, and with dropout before the output layer, which is run twice then."""
+    model = target()
+    pair = DraftedTarget(model, medusa2(model, modules=["lm_head"], dropout=0.5), 0.8).train()
+    disturb(pair)
+    teacher = pair.base
+    assert isinstance(teacher, Teacher) and pair.drafter.adapter is not None
+    base, adapted = torch.randn(9, SIZE), torch.randn(9, SIZE, requires_grad=True)
+    found = []
+    for kept in (10**6, SIZE * 3):
+        for drop in (False, True):
+            pair.drafter.adapter.train(drop)
+            torch.manual_seed(0)
+            layer = model.get_output_embeddings()
+            loss = drift(teacher, layer, base, adapted, torch.tensor(9), kept)
+            found.append((loss, torch.autograd.grad(loss, adapted)[0]))
+    (whole, slope), _, (parts, same), (_, dropped) = found
+    torch.testing.assert_close(parts, whole)
+    torch.testing.assert_close(same, slope)
+    # What is computed again must draw what was drawn: a gradient check by differences.
+    layer = model.get_output_embeddings()
+    with torch.no_grad():
+        nudge, values = torch.randn_like(adapted), []
+        for sign in (1, -1):
+            torch.manual_seed(0)
+            moved = adapted + sign * 1e-2 * nudge
+            values.append(drift(teacher, layer, base, moved, torch.tensor(9), SIZE * 3))
+        by_differences = (values[0] - values[1]) / 2e-2
+    torch.testing.assert_close(by_differences, (dropped * nudge).sum(), rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0])
+def test_the_heads_read_the_adapted_feature(limit: float) -> None:
+    """Cached features are the base's, which the divergence alone may read."""
+    model, data = target(), batch()
+    drafter = medusa2(model)
+    pair = DraftedTarget(model, drafter, 0.8)
+    assert pair.fill_cache(Rows(data["tokens"], *[torch.full((4,), 12)] * 2), limit) == (limit > 0)
+    disturb(pair)
+    alone = pair(**data)["loss"]
+    joint = pair(**data, weight=2.0)["loss"] - pair(**data, weight=1.0)["loss"]
+    assert abs(joint - alone) > 1e-3
+    with drafter.adapter.off():  # type: ignore[union-attr]
+        plain = pair(**data, weight=2.0)["loss"] - pair(**data, weight=1.0)["loss"]
+    torch.testing.assert_close(plain, alone, rtol=1e-4, atol=1e-4)
+
+
+def test_heads_alone_do_not_reach_the_adapter() -> None:
+    model, data = target(), batch()
+    pair = DraftedTarget(model, medusa2(model), 0.8)
+    disturb(pair)
+    factors = pair.drafter.adapter.parameters()  # type: ignore[union-attr]
+    pair(**data)["loss"].backward()
+    assert all(p.grad is not None and not p.grad.any() for p in factors)
+    pair(**data, weight=0.5)["loss"].backward()
+    assert all(p.grad is not None and p.grad.any() for p in factors)
+    frozen = [p for p in model.parameters() if not any(p is f for f in factors)]
+    assert frozen and not any(p.requires_grad for p in frozen)
+
+
+# Training.
+
+
+def test_heads_and_adapter_move_and_the_base_does_not(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    before, base, ids = weights(run), target(), batch()["tokens"]
+    report = run.fit()
+    assert report["steps"] == 12
+    for name, tensor in weights(run).items():
+        assert not torch.equal(tensor, before[name]), name
+    model, adapter = run.pair.target, run.pair.drafter.adapter
+    assert adapter is not None
+    with torch.no_grad():
+        expected = base(ids).logits
+        assert not torch.equal(model(ids).logits, expected)
+        with adapter.off():
+            assert torch.equal(model(ids).logits, expected)
+    adapter.detach()
+    mine, own = model.state_dict(), base.state_dict()
+    assert all(torch.equal(mine[name], tensor) for name, tensor in own.items())
+
+
+def test_the_adapter_waits_for_its_stage(tmp_path: Path) -> None:
+    """With `heads_first` 0.5 of 12 steps, its first is the seventh."""
+    seen, rates = [], []
+
+    def watched(drafter: Drafter) -> dict[str, Any]:
+        assert drafter.adapter is not None
+        seen.append([p.detach().clone() for p in drafter.adapter.parameters()])
+        return validate(drafter)
+
+    spec = replace(SPEC, eval_every=6, learning_rate=1e-3)
+    run = trainer(tmp_path, spec, watched, heads_first=0.5, head_rate=8.0)
+    start = weights(run)
+    step, weighed = run.compute_loss, []
+    forward = run.pair.forward
+
+    def noted(*args: Any, **how: Any) -> Any:
+        groups: Any = run.optimizer.param_groups  # type: ignore[union-attr]
+        rates.append({group["adapter"]: group["lr"] for group in groups})
+        return step(*args, **how)
+
+    def weigh(*args: Any, weight: float | None = None, **how: Any) -> Any:
+        weighed.append(weight)
+        return forward(*args, weight=weight, **how)
+
+    run.compute_loss = noted  # type: ignore[method-assign]
+    run.pair.forward = weigh  # type: ignore[method-assign]
+    run.fit()
+    assert all(torch.equal(p, start[f"adapter {i}"]) for i, p in enumerate(seen[0]))
+    assert all(not torch.equal(p, start[f"adapter {i}"]) for i, p in enumerate(seen[1]))
+    assert weighed == [None] * 6 + [0.2] * 6
+    heads, adapter = ([rate[adapted] for rate in rates] for adapted in (False, True))
+    assert not any(adapter[:6]) and all(rate > 0 for rate in (*heads, *adapter[6:]))
+    # Each rises and falls over its own stage; the middle of a stage is past its rise.
+    assert max(heads) == pytest.approx(8e-3, rel=0.05) and max(adapter) <= 1e-3
+    assert max(adapter) > 8e-4
+
+
+def test_a_sine_ramp_reaches_the_weight_at_the_end(tmp_path: Path) -> None:
+    run = trainer(tmp_path, ramp="sine", head_weight=0.5)
+    weighed, forward = [], run.pair.forward
+
+    def weigh(*args: Any, weight: float | None = None, **how: Any) -> Any:
+        weighed.append(weight)
+        return forward(*args, weight=weight, **how)
+
+    run.pair.forward = weigh  # type: ignore[method-assign]
+    run.fit()
+    assert weighed == sorted(weighed) and 0 < weighed[0] < 0.04 and weighed[-1] > 0.49
+
+
+@pytest.mark.parametrize(("size", "accumulation"), [(2, 4), (4, 2)])
+def test_accumulation_does_not_change_the_steps(
+    size: int, accumulation: int, tmp_path: Path
+) -> None:
+    found = []
+    for each, times in ((8, 1), (size, accumulation)):
+        spec = replace(SPEC, batch_size=each, gradient_accumulation=times, max_steps=2)
+        run = trainer(tmp_path / f"{each}", spec, dropout=0.0)
+        run.rows.written[::2, 6:] = False
+        run.fit()
+        found.append(weights(run))
+    for name, tensor in found[0].items():
+        torch.testing.assert_close(found[1][name], tensor, rtol=1e-3, atol=1e-4)
+
+
+def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
+    """Dropout, the ramp and both stages included."""
+    options: dict[str, Any] = {"heads_first": 0.4, "ramp": "sine", "dropout": 0.2}
+    whole = trainer(tmp_path / "whole", **options)
+    report = whole.fit()
+
+    class Killed(Exception):
+        pass
+
+    calls = []
+
+    def die_in_the_third(drafter: Drafter) -> dict[str, Any]:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise Killed
+        return validate(drafter)
+
+    with pytest.raises(Killed):
+        trainer(tmp_path / "cut", check=die_in_the_third, **options).fit()
+    torch.manual_seed(99)
+    again = trainer(tmp_path / "cut", **options)
+    assert again.fit()["tau"] == report["tau"]
+    for file in ("model.safetensors", ADAPTER_WEIGHTS, "optimizer.pt"):
+        one, two = (tmp_path / name / "checkpoint-12" / file for name in ("whole", "cut"))
+        if file == "optimizer.pt":
+            first, second = (torch.load(path, weights_only=True)["state"] for path in (one, two))
+            first = {f"{k} {n}": t for k, state in first.items() for n, t in state.items()}
+            second = {f"{k} {n}": t for k, state in second.items() for n, t in state.items()}
+        else:
+            first, second = load_file(one), load_file(two)
+        assert first.keys() == second.keys()
+        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items()), file
+
+
+def test_the_best_checkpoint_has_its_own_adapter(tmp_path: Path) -> None:
+    taus, seen = iter([1.5, 2.5, 2.0]), []
+    run: Any = None
+
+    def scripted(drafter: Drafter) -> dict[str, Any]:
+        seen.append(weights(run))
+        return {"tau": next(taus), "acceptance_by_depth": [], "tree": []}
+
+    run = trainer(tmp_path, check=scripted)
+    assert run.fit()["best_step"] == 8
+    for name, tensor in weights(run).items():
+        assert torch.equal(tensor, seen[1][name]) and not torch.equal(tensor, seen[2][name])
+
+
+# What is said of it.
+
+
+def test_held_out_loss_is_that_of_the_text(tmp_path: Path) -> None:
+    run = trainer(tmp_path)
+    texts = list(counting_rows(20, 10))
+    base, adapter = target(), run.pair.drafter.adapter
+    assert adapter is not None
+    disturb(run.pair)
+    found = how_far(run.pair.target, adapter, texts)  # type: ignore[arg-type]
+    stacked = torch.stack(texts)
+    for name, model in (("base", base), ("adapted", run.pair.target)):
+        with torch.no_grad():
+            loss = model(stacked, labels=stacked).loss.item()
+        assert found[name] == pytest.approx(loss, rel=1e-5)
+    assert found["tokens"] == 180 and found["adapted"] != pytest.approx(found["base"], rel=1e-4)
+    assert found["base"] == text_loss(base, texts)
+
+
+def test_the_tree_is_chosen_on_what_the_adapted_target_writes() -> None:
+    """Its text is not that of the validation before."""
+    model = target()
+    drafter = medusa2(model)
+    pair = DraftedTarget(model, drafter, 0.8)
+    check = Validation(model, list(counting_rows(3, 4)), 8, "sparse:4", "greedy")
+    check(drafter.eval())
+    before = check._texts
+    disturb(pair)
+    check(drafter)
+    assert before is not None and check._texts is not None and before is not check._texts
+
+
+def recipe(tmp_path: Path, **sections: Any) -> Any:
+    drafter = {"family": "medusa2", "heads": 2, "rank": 4, "head_weight": 1.0}
+    data = TINY | {"output": str(tmp_path / "runs"), "drafter": drafter} | sections
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(data))
+    return load_recipe(tmp_path / "r.yaml", ["train.learning_rate=3e-2"])
+
+
+def test_from_recipe_to_tokens(tmp_path: Path) -> None:
+    report = pipeline.run(recipe(tmp_path))
+    assert report["identical_to_plain"]
+    folder = Path(report["artifact"])
+    manifest = read_manifest(folder)
+    moved = manifest.metrics["held_out_loss"]
+    assert moved["base"] != moved["adapted"] and moved["tokens"] > 0
+    card = (folder / "README.md").read_text()
+    assert "adapted target" in card and f"{moved['adapted']:.4f}" in card
+    assert "the target's own" not in card
+
+    base: Any = AutoModelForCausalLM.from_pretrained(manifest.target)
+    tokenizer = AutoTokenizer.from_pretrained(manifest.target)
+    documents = pipeline.load_documents(folder.parent / "corpus", "held_out")
+    texts = pipeline.held_out_texts(tokenizer, documents, 16)
+    assert text_loss(base, texts) == pytest.approx(moved["base"], rel=1e-6)
+    drafter = load_drafter(folder, base, tokenizer)
+    assert text_loss(base, texts) == pytest.approx(moved["adapted"], rel=1e-4)
+    tree = StaticTree.parse(str(folder / "tree.json"))
+    prompts = pipeline.held_out_prompts(tokenizer, documents, 2, 16, 0, part="validation")
+    measured = measure_tau(base, drafter, tree, "greedy", prompts, 16)
+    assert measured["tau"] == pytest.approx(manifest.metrics["tau"])
+    speculator = headstart.load(manifest.target, folder)
+    prompt = prompts[0][None]
+    found = speculator.generate(prompt, max_new_tokens=12, do_sample=False)
+    assert torch.equal(found, base.generate(prompt, max_new_tokens=12, do_sample=False))
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed"
+)
+def test_what_needs_bitsandbytes_says_so(tmp_path: Path) -> None:
+    for ask in (
+        lambda: training_arguments(replace(SPEC, optimizer="adamw_8bit"), tmp_path, seed=0),
+        lambda: load_options("4bit", torch.device("cpu")),
+    ):
+        with pytest.raises(OptionError, match="needs bitsandbytes, which is not") as caught:
+            ask()
+        assert "\n" not in str(caught.value)
