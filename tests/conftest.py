@@ -8,6 +8,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import random
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -30,3 +31,11 @@ def seeded() -> None:
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def spoken() -> Iterator[None]:
+    """A test that quietens transformers, as the pipeline does, does so for itself alone."""
+    yield
+    if logging := sys.modules.get("transformers.utils.logging"):
+        logging.set_verbosity_warning()
