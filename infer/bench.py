@@ -23,9 +23,9 @@ from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads import OptionError
 
-from .loop import Stats
 from .rules import APPROXIMATE
 from .speculator import Speculator
+from .stats import Stats
 
 _REPLAYED_PROMPTS = 8
 """Prompts whose forwards are replayed alone to find the loop's own cost."""

@@ -6,10 +6,8 @@ that is read: how much each row accepted, and its tokens. The host cuts them whe
 
 from __future__ import annotations
 
-import itertools
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from .choices import matching
 from .policies import Children, Committed, Expansion, Policy, StaticTree
 from .record import Record
 from .rules import Rule
+from .stats import Emitted, Stats
 from .target import Target
 from .verified import Accepted, Text, Verified
 
@@ -32,75 +31,6 @@ _ROOM = 512
 """New tokens that cache and text are first made for; later they grow by half."""
 
 _NEVER = 1 << 60
-
-
-@dataclass(slots=True)
-class Emitted:
-    """One round's report, on the host.
-
-    Attributes:
-        count: [B] how many of each row's tokens are new.
-        nodes: [B] nodes on the accepted path before any cut, the root counted.
-        tokens: [B, A] the tokens, the new ones first.
-    """
-
-    count: np.ndarray
-    nodes: np.ndarray
-    tokens: np.ndarray
-
-
-class Stats:
-    """What the rounds of a request did. A row-round is one round of one unfinished row.
-
-    Args:
-        depth: D of the trees.
-
-    Attributes:
-        prefill_seconds: until the first token was there.
-        decode_seconds: from the first token to the last; what a streamer did with them counts too.
-    """
-
-    def __init__(self, depth: int = 0) -> None:
-        self.depth = depth
-        self.prefill_seconds = self.decode_seconds = 0.0
-        self._rounds: list[Emitted] = []
-
-    def add(self, emitted: Emitted) -> None:
-        """Note one round."""
-        self._rounds.append(emitted)
-
-    def extend(self, other: Stats) -> None:
-        """Note another request's rounds too."""
-        self._rounds += other._rounds
-
-    @property
-    def counts(self) -> np.ndarray:
-        """[rounds, B] tokens that each round emitted in each row; 0 in rows that had ended."""
-        return np.array([emitted.count for emitted in self._rounds], dtype=int)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens emitted in rounds; the first token of a row, which the prefill gives, is not."""
-        return sum(int(emitted.count.sum()) for emitted in self._rounds)
-
-    @property
-    def rounds(self) -> int:
-        """Active row-rounds."""
-        return sum(int((emitted.count > 0).sum()) for emitted in self._rounds)
-
-    @property
-    def tau(self) -> float:
-        """Tokens per round; NaN before the first round."""
-        return self.tokens / self.rounds if self.rounds else float("nan")
-
-    @property
-    def acceptance_by_depth(self) -> list[float]:
-        """Acceptance at depth 1 … D, given that the parent was accepted; NaN where none was."""
-        reached = np.zeros(self.depth + 1)
-        for emitted in self._rounds:
-            nodes = emitted.nodes[emitted.count > 0, None]
-            reached += (nodes > np.arange(self.depth + 1)).sum(0)
-        return [float(b / a) if a else float("nan") for a, b in itertools.pairwise(reached)]
 
 
 class _Watch:
@@ -285,7 +215,7 @@ class Decoding:
     @property
     def finished(self) -> bool:
         """Whether every row has ended."""
-        return not self._remaining.any()
+        return self._free <= 0 and not self._remaining.any()
 
     @property
     def sequences(self) -> Tensor:
@@ -303,13 +233,14 @@ class Decoding:
         written = torch.from_numpy(text).to(self._prompt.device)
         return torch.cat([self._prompt, written], 1)[:, :width]
 
-    def _emit(self, accepted: Accepted, features: Tensor) -> Emitted:
-        """Read what a round accepted, cut it at the budget and the end token, and go on from there.
+    def _hear(
+        self, tokens: Tensor, reached: Tensor
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+        """The round's one read: nodes [B] and tokens [B, A] of the accepted path.
 
-        Args:
-            features: [B, N, F] of the tree's nodes.
+        Also after which tokens [B, A] the criteria held, and which rows' proposals [B] were no
+        ranking; None where nobody asked.
         """
-        tokens, reached = accepted.tokens, accepted.count  # [B, A], [B]
         batch, steps = tokens.shape
         report = [tokens.flatten()]
         if steps > 1:
@@ -323,19 +254,28 @@ class Decoding:
         broken = None if self._watch is None else self._watch.broken()
         if broken is not None:
             report.append(broken)
-        host = torch.cat(report) if len(report) > 1 else report[0]
-        host = host.cpu().numpy()  # the round's one read
+        host = (torch.cat(report) if len(report) > 1 else report[0]).cpu().numpy()
 
-        size = batch * steps
-        written = host[:size].reshape(batch, steps)
+        size, met, bad = batch * steps, None, None
         nodes = host[size : size + batch] if steps > 1 else self._ones
+        if broken is not None:
+            bad, host = host[-batch:] > 0, host[:-batch]
+        if self.criteria:
+            met = host[-size:].reshape(batch, steps) > 0
+        return nodes, host[:size].reshape(batch, steps), met, bad
+
+    def _emit(self, accepted: Accepted, features: Tensor) -> Emitted:
+        """Read what a round accepted, cut it at the budget and the end token, and go on from there.
+
+        Args:
+            features: [B, N, F] of the tree's nodes.
+        """
+        tokens, reached = accepted.tokens, accepted.count  # [B, A], [B]
+        batch, steps = tokens.shape
+        nodes, written, met, broken = self._hear(tokens, reached)
         count, text = nodes, self.text
-        looked = bool(self.criteria) or self._free <= steps or self._special[written].any()
+        looked = met is not None or self._free <= steps or self._special[written].any()
         if looked:
-            met = None
-            if self.criteria:
-                end = len(host) - (0 if broken is None else batch)
-                met = host[end - size : end].reshape(batch, steps) > 0
             count = self._cut(nodes, written, met)
             reached = torch.from_numpy(count).to(reached.device)
             tokens = tokens.clamp(min=0)  # past an end token there may be none
@@ -364,9 +304,8 @@ class Decoding:
             positions = text.host_lengths - self._host_pads - 1  # [B] of the roots to come
             self.longest = int(positions.max())
             self._even = int(positions.min()) == self.longest
-        bad = broken is not None and bool(host[-batch:].any())
-        if bad or looked:
-            self._inspect(emitted, host[-batch:] > 0 if bad else np.zeros(batch, bool))
+        if looked or (broken is not None and broken.any()):
+            self._inspect(emitted, np.zeros(batch, bool) if broken is None else broken)
         return emitted
 
     def _cut(self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None) -> np.ndarray:

@@ -30,12 +30,13 @@ from headstart.heads.artifact import read_tree
 from headstart.heads.core import row_seeds
 
 from .dynamic import parse_tree
-from .loop import Decoding, Emitted, Stats
+from .loop import Decoding
 from .plan import read_plan
 from .policies import Expansion, Policy
 from .record import Record
 from .request import Ending, check_config, check_processors, read_inputs
 from .rules import RULES, check_pair, check_rule, check_sampling
+from .stats import Emitted, Stats
 from .target import Target
 
 
