@@ -22,6 +22,7 @@ TARGETS = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 3},
+    "medusa2": {"heads": 3, "rank": 4},
     "redrafter": {"depths": 3},
     "draft_model": {"layers": 1},
     "lookup": {},

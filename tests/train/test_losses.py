@@ -34,7 +34,7 @@ class Fixed(nn.Module):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
         self.taught_depths, self.draft_vocabulary = depths, None
-        self.config = SimpleNamespace(vocab_size=width)
+        self.config, self.adapter = SimpleNamespace(vocab_size=width), None
 
     def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
         return (features[where] * self.scale).expand(depths, -1, -1)
