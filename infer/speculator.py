@@ -351,11 +351,11 @@ def load(
         model = target
     if isinstance(drafter, str | Path):
         plan = read_plan(drafter, model) if tree is None else None
-        if plan is not None and not plan.tree:
-            return Speculator(model, rule=rule, expansion=expansion, tokenizer=tokenizer)
         if tree is None:
             tree = plan.tree if plan is not None else read_tree(drafter)
         drafter = load_drafter(drafter, model, tokenizer)
+        if plan is not None and not plan.tree:
+            drafter = None  # loaded all the same: it may have adapted the target
     return Speculator(
         model, drafter, tree=tree, rule=rule, expansion=expansion, tokenizer=tokenizer
     )
