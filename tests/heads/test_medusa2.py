@@ -77,7 +77,7 @@ def same_weights(model: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma3"])
 def test_the_target_is_its_old_self_without_the_adapter(name: str) -> None:
-    model, before = target(name), logits(target(name))
+    model, before = target(name).requires_grad_(True), logits(target(name))
     drafter = medusa2(model)
     assert drafter.adapter is not None
     drafter.adapter.attach(model)
