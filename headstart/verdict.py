@@ -40,14 +40,14 @@ def greedy_sentences(greedy: Greedy) -> list[str]:
     said = [
         f"{len(apart)} of {greedy.prompts} texts leave generate's, in {greedy.dtype}; "
         f"{greedy.tokens:,} tokens agree before that. {near} of them at a near-tie, where the "
-        "margin is at most twice what plain decoding differs from itself in a batch of copies."
+        "margin is at most twice what plain decoding differs from itself in another shape."
     ]
     said += [_explained(divergence) for divergence in apart[:_EXPLAINED]]
     if len(apart) > _EXPLAINED:
         said.append(f"… and {len(apart) - _EXPLAINED} more.")
     said.append(
         f"Plain decoding leaves its own text in {greedy.plain_divergences} of {greedy.prompts} "
-        f"prompts when it runs a batch of copies ({greedy.plain_tokens:,} tokens agree): "
+        f"prompts in a batch of copies or as one forward ({greedy.plain_tokens:,} tokens agree): "
         f"{_rate(greedy.plain_divergences or 0, greedy.plain_tokens)} against "
         f"{_rate(len(apart), greedy.tokens)} here."
     )
@@ -67,7 +67,9 @@ def sampled_sentences(sampled: Sampled) -> list[str]:
             f"Against plain decoding with the same seeds {sampled.seeded_differences} texts "
             f"differ; {sampled.seeded_tokens:,} tokens are the same."
         )
-    agrees = "agrees with" if sampled.holds else "is not"
+    if sampled.seeded_differences and sampled.holds:
+        said.append(f"In {sampled.dtype} rounding turns near-ties, with and without a drafter.")
+    agrees = "agrees with" if sampled.agrees else "is not"
     said.append(
         f"Over {sampled.draws:,} texts of one prompt the joint distribution of the first "
         f"{sampled.places} tokens {agrees} the target's: chi-square {sampled.statistic:.1f} over "
