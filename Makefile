@@ -13,7 +13,7 @@ quickstart: $(READY)
 	$(IN_VENV) headstart quickstart $(ARGS)
 
 test: $(READY)
-	$(IN_VENV) pytest $(ARGS)
+	$(IN_VENV) pytest -n auto $(ARGS)
 
 check: $(READY)
 	$(IN_VENV) ruff check .

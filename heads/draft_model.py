@@ -27,18 +27,15 @@ from .core import (
     SlabCache,
     UnsupportedTarget,
     check_tree,
+    in_steps,
     output_layer,
     prefill_forward,
     probe_layers,
     tree_forward,
-    tree_mask,
 )
 from .core.cache import LayerShape
 from .core.forward import decoder_layers
 from .drafter import Drafter, DrafterConfig, Step, last_true
-
-_STEP = 64
-"""Slots grow in steps of this size, so views and mask shapes seldom change."""
 
 _ROOM = 512
 """Tokens beyond the prompt that the cache is first made for; later it grows by half."""
@@ -132,10 +129,10 @@ class Drafted:
 
     def reserve(self, slots: int) -> int:
         """Make room for so many slots a row; returns them rounded up, to be attended to."""
-        live = -(-slots // _STEP) * _STEP
+        live = in_steps(slots)
         if live > self.slab.capacity:
             grown = self.slab.capacity + self.slab.capacity // 2
-            self.slab.reserve(max(live, -(-grown // _STEP) * _STEP))
+            self.slab.reserve(max(live, in_steps(grown)))
         return live
 
 
@@ -250,7 +247,7 @@ class DraftModel(Drafter):
                 f"the longest prompt has {length} tokens and the draft model {limit.positions} "
                 f"positions ({limit.reason}); shorten it, or use another drafter."
             )
-        state.slab.reserve(-(-(length + _ROOM) // _STEP) * _STEP)
+        state.slab.reserve(in_steps(length + _ROOM))
         # Nobody reads the logits, so any place will do for them.
         prefill_forward(self.model, state.slab, self._known(tokens), [length] * batch)
         state.longest, state.lengths = length, count
@@ -298,30 +295,10 @@ class DraftModel(Drafter):
         if driven.limit is not None:
             # What is drafted past the limit is any token; it must only stay legal to run.
             positions = positions.clamp(max=driven.limit.positions - 1)
-        first = depth.shape[1] - tokens.shape[1]
         tokens = self._known(tokens)
-        if first == 0:
-            return tree_forward(
-                self.model, state.slab, driven.windows, tokens, lengths, positions, ancestors, live
-            )
-        steps = torch.arange(first, depth.shape[1], device=tokens.device)
-        state.slab.aim(lengths.unsqueeze(1) + steps, live)
-
-        def mask(window: int | None) -> Tensor:
-            whole = tree_mask(lengths, positions, ancestors, live, state.slab.dtype, window)
-            return whole[:, :, first:]  # [B, 1, W, S]
-
-        by_type = driven.windows.by_type
-        model: Any = self.model
-        return model(
-            input_ids=tokens,
-            attention_mask={kind: mask(window) for kind, window in by_type.items()}
-            if by_type
-            else mask(driven.windows.single),
-            position_ids=positions[:, first:],
-            past_key_values=state.slab,
-            use_cache=True,
-        ).logits
+        return tree_forward(
+            self.model, state.slab, driven.windows, tokens, lengths, positions, ancestors, live
+        )
 
     def _drive(self) -> _Driven:
         place = (self.device, self.dtype)

@@ -76,15 +76,17 @@ class Step:
             best = scores.topk(min(count, scores.shape[-1]), dim=-1).indices  # [B, W, count]
         if best.shape[-1] < count:
             best = torch.nn.functional.pad(best, (0, count - best.shape[-1]), value=-1)
-        return best if self.vocabulary is None else self._to_target(best)
+        return self.named(best)
 
     def narrower_than(self, count: int) -> bool:
         """Whether a node may have fewer than `count` distinct proposals."""
         return self.logits is not None and self.logits.shape[-1] < count
 
-    def _to_target(self, ids: Tensor) -> Tensor:
-        assert self.vocabulary is not None
-        return torch.where(ids < 0, ids, self.vocabulary[ids.clamp(min=0)])
+    def named(self, columns: Tensor) -> Tensor:
+        """The target ids that columns of the logits stand for; -1 stays -1."""
+        if self.vocabulary is None:
+            return columns
+        return torch.where(columns < 0, columns, self.vocabulary[columns.clamp(min=0)])
 
 
 class DrafterConfig(PreTrainedConfig):

@@ -21,11 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .core import OptionError
+from .core import OptionError, in_steps
 from .drafter import Drafter, DrafterConfig, Step
-
-_SEARCHED_STEP = 64
-"""The columns that are searched grow in steps of this size, so shapes seldom change."""
 
 _SURE = 16.0
 """How far above a drafter's best logit an override stands: nearly certain, and still finite."""
@@ -144,9 +141,8 @@ class Lookup(Drafter):
         state.most = state.most + added if state.told is None else state.told + 1
         state.told = None
         slots = state.text.shape[1] - before - 1
-        if state.most > slots or slots % _SEARCHED_STEP:
-            room = max(state.most, slots + slots // 2)
-            room = -(-room // _SEARCHED_STEP) * _SEARCHED_STEP
+        if state.most > slots or slots != in_steps(slots):
+            room = in_steps(max(state.most, slots + slots // 2))
             state.text = torch.nn.functional.pad(state.text, (0, room - slots), value=-1)
             slots = room
         step = torch.arange(added, device=tokens.device)
@@ -161,7 +157,7 @@ class Lookup(Drafter):
             [B, S], 0 at the text's end itself and after it; and the positions [S].
         """
         before = self.config.max_match
-        searched = -(-state.most // _SEARCHED_STEP) * _SEARCHED_STEP
+        searched = in_steps(state.most)  # so shapes seldom change
         ends = torch.arange(searched, device=state.text.device)
         back = torch.arange(before, 0, -1, device=state.text.device)  # the suffix, in order
         suffix = state.text.gather(1, state.size + before - back)  # [B, P]

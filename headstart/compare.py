@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from headstart.commands import UsageError, one_line
-from headstart.report import Report, comparison_row, print_next_steps, print_shared
+from headstart.report import Report, comparison_row, print_next_steps, print_shared, titled
 from headstart.train.recipe import Recipe, load_recipe, shipped_recipes
 
 if TYPE_CHECKING:
@@ -105,12 +105,9 @@ def _trained(artifact: str) -> dict[str, Any]:
 
 def print_drafters(reports: Mapping[str, Report], plot: Path | None, out: TextIO) -> None:
     """Print a line for each drafter, why any failed, where the plot is and what to try next."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=out, markup=False, emoji=False, highlight=False)
-    console.print()
-    console.print(f"headstart quickstart: drafters on the target of {_BASE}", style="bold")
+    console = titled(out, f"headstart quickstart: drafters on the target of {_BASE}")
     console.print()
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="cyan")
     table.add_column("drafter", no_wrap=True)

@@ -134,14 +134,10 @@ def _file(path: Path, folder: Path, manifest: Manifest) -> Description:
 
 def print_description(found: Description, out: TextIO) -> None:
     """Print the table to `out`: colours on a terminal, plain text anywhere else."""
-    from rich.console import Console
-
-    from headstart.report import grid
+    from headstart.report import grid, titled
 
     width = min(shutil.get_terminal_size().columns, 100)
-    console = Console(file=out, markup=False, emoji=False, highlight=False, width=width)
-    console.print()
-    console.print(f"headstart inspect: {found['artifact']}", style="bold", soft_wrap=True)
+    console = titled(out, f"headstart inspect: {found['artifact']}", width)
     for rows in (_what(found), _for_whom(found), _how(found), _files(found)):
         if rows:
             console.print()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from headstart.report import grid
+from headstart.report import grid, titled
 
 if TYPE_CHECKING:
     from headstart.infer.plan import Plan
@@ -35,12 +35,9 @@ def check_plot(path: Path) -> None:
 
 def print_plan(plan: Plan, out: TextIO, title: str = "headstart plan") -> None:
     """Print candidates, costs and the choice: colours on a terminal, plain text anywhere else."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=out, markup=False, emoji=False, highlight=False)
-    console.print()
-    console.print(title, style="bold")
+    console = titled(out, title)
     console.print()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="cyan")
     table.add_column("tree", overflow="fold")

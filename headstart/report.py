@@ -56,14 +56,27 @@ def to_json(report: Report) -> str:
     return json.dumps(_finite(report), indent=2, ensure_ascii=False, allow_nan=False)
 
 
-def print_table(report: Report, out: TextIO, title: str = "headstart") -> None:
-    """Print the table to `out`: colours on a terminal, plain text anywhere else."""
+def plain_console(out: TextIO, width: int | None = None) -> Console:
+    """A console on `out`: colours on a terminal, plain text anywhere else.
+
+    Without markup: a tree or a path may hold square brackets.
+    """
     from rich.console import Console
 
-    # Without markup: a tree or a path may hold square brackets.
-    console = Console(file=out, markup=False, emoji=False, highlight=False)
+    return Console(file=out, markup=False, emoji=False, highlight=False, width=width)
+
+
+def titled(out: TextIO, title: str, width: int | None = None) -> Console:
+    """A `plain_console` with a title printed on it, which is never cut into lines."""
+    console = plain_console(out, width)
     console.print()
-    console.print(title, style="bold")
+    console.print(title, style="bold", soft_wrap=True)
+    return console
+
+
+def print_table(report: Report, out: TextIO, title: str = "headstart") -> None:
+    """Print the table to `out`: colours on a terminal, plain text anywhere else."""
+    console = titled(out, title)
     for rows in (_speed_rows(report), _output_rows(report), _setting_rows(report)):
         if rows:
             console.print()
@@ -75,12 +88,9 @@ def print_table(report: Report, out: TextIO, title: str = "headstart") -> None:
 
 def print_comparison(reports: Sequence[Report], out: TextIO, title: str) -> None:
     """Print a line for each report, of runs that share prompts and target."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=out, markup=False, emoji=False, highlight=False)
-    console.print()
-    console.print(title, style="bold")
+    console = titled(out, title)
     console.print()
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="cyan")
     table.add_column("tree", overflow="fold")

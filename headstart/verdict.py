@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TextIO
 
+from headstart.report import plain_console
+
 if TYPE_CHECKING:
     from headstart.infer.lossless import Divergence, Greedy, Sampled
 
@@ -12,10 +14,9 @@ _EXPLAINED = 5  # divergences told one by one
 
 def print_verdict(greedy: Greedy, sampled: Sampled, out: TextIO) -> None:
     """Print what was shown: colours on a terminal, plain text anywhere else."""
-    from rich.console import Console
     from rich.padding import Padding
 
-    console = Console(file=out, markup=False, emoji=False, highlight=False)
+    console = plain_console(out)
     for holds, title, said in (
         (greedy.holds, "Greedy text", greedy_sentences(greedy)),
         (sampled.holds, f"Sampled text, rule {sampled.rule}", sampled_sentences(sampled)),

@@ -23,6 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads import OptionError
 
+from .plan import dtype_name
 from .rules import APPROXIMATE
 from .speculator import Speculator
 from .stats import Stats
@@ -266,7 +267,7 @@ def _report(speculator: Speculator, measured: list[Measured], sampled: bool) -> 
         "tree": str(speculator.tree),
         "rule": rule,
         "exact": rule not in APPROXIMATE,
-        "dtype": str(model.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model),
         "device": model.device.type,
         "prompts": len(measured),
         "tokens": sum(map(len, texts)),

@@ -72,7 +72,7 @@ class Children:
         keys = place(lengths.unsqueeze(1) + depth, parents)  # [B, W]
         if self.expansion == "with_replacement":
             q = warped.softmax(-1).expand(-1, len(parents), -1)  # [B, W, Vd]
-            return named(draw(q, self.sampling.uniforms(keys, count, Stream.CHILDREN)), step)
+            return step.named(draw(q, self.sampling.uniforms(keys, count, Stream.CHILDREN)))
         # The best of log q + Gumbel noise are draws without replacement, in order (Gumbel top-k;
         # Kool, van Hoof and Welling 2019). Nothing takes the place of a child that q has none for.
         log_q = warped.log_softmax(-1)
@@ -80,13 +80,6 @@ class Children:
         support = log_q.isfinite().sum(-1, keepdim=True)  # [B, W or 1, 1]
         ranks = torch.arange(count, device=scores.device)
         return step.top(count, scores).masked_fill(ranks >= support, -1)
-
-
-def named(columns: Tensor, step: Step) -> Tensor:
-    """The target ids that columns of a Step's logits stand for; -1 stays -1."""
-    if step.vocabulary is None:
-        return columns
-    return torch.where(columns < 0, columns, step.vocabulary[columns.clamp(min=0)])
 
 
 def rows_of(step: Step, first: int, last: int) -> Step:

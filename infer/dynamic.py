@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
 
-from .children import SAMPLED, Children, Expansion, named, rows_of
+from .children import SAMPLED, Children, Expansion, rows_of
 from .policies import FORMS, Committed, Policy, StaticTree, check_depth
 
 _NEVER = float("-inf")
@@ -96,7 +96,7 @@ def best_children(
     values = values.double() - scores.logsumexp(-1, keepdim=True)
     # A child never scores above its parent, and what is no number is no candidate.
     values = values.clamp_(max=0).nan_to_num_(nan=_NEVER, neginf=_NEVER)
-    ids = named(columns, step).masked_fill(values == _NEVER, -1)
+    ids = step.named(columns).masked_fill(values == _NEVER, -1)
     missing = (0, count - most)
     return pad(ids, missing, value=-1), pad(values, missing, value=_NEVER)
 

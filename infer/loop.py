@@ -205,8 +205,9 @@ class Decoding:
         slots = min(self.longest + more + self.policy.nodes, self._most)
         self.target.reserve(slots)
         self._ample = self.longest + more - 1
-        missing = self._columns() - self.text.ids.shape[1] if self._read else 0
-        self.text.ids = torch.nn.functional.pad(self.text.ids, (0, missing), value=self.pad)
+        if self._read:
+            missing = self._columns() - self.text.ids.shape[1]
+            self.text.ids = torch.nn.functional.pad(self.text.ids, (0, missing), value=self.pad)
 
     def _columns(self) -> int:
         """Columns of text that rounds may write while the longest row has ample room."""

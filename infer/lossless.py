@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from headstart.heads import OptionError
 
+from .plan import dtype_name
 from .rules import APPROXIMATE
 from .speculator import Speculator
 
@@ -142,7 +143,7 @@ def compare_greedy(
         if differs:
             apart.append((number, same))
     if not apart:
-        return Greedy(len(prompts), compared, [], None, 0, _dtype(speculator))
+        return Greedy(len(prompts), compared, [], None, 0, dtype_name(speculator.model))
 
     plain_tokens = plain_apart = 0
     divergences = []
@@ -154,7 +155,8 @@ def compare_greedy(
         copies = ids.repeat(_COPIES, 1)
         mask = torch.ones_like(copies)
         wide = model.generate(copies, attention_mask=mask, **options, **logits)
-        same, differs = _agreement(alone.sequences, wide.sequences[:1], ids)
+        alike, differs = _agreement(alone.sequences, wide.sequences[:1], ids)
+        same = alike
         whole = _whole_text(model, alone.sequences, ids.shape[1])  # [new, V]
         written = alone.sequences[0, ids.shape[1] :]
         turned = (whole.argmax(-1) != written).nonzero()
@@ -166,7 +168,6 @@ def compare_greedy(
             ours = speculator.generate(ids, **options, **logits)
             there = alone.logits[place][0].float()
             best = there.topk(2).values
-            alike = _agreement(alone.sequences, wide.sequences[:1], ids)[0]
             steps = zip(alone.logits[: alike + 1], wide.logits[: alike + 1], strict=False)
             noise = max(_largest(a[0], b[0]) for a, b in steps)
             noise = max(noise, _largest(torch.cat(alone.logits), whole))
@@ -180,7 +181,7 @@ def compare_greedy(
                 )
             )
     return Greedy(
-        len(prompts), compared, divergences, plain_apart, plain_tokens, _dtype(speculator)
+        len(prompts), compared, divergences, plain_apart, plain_tokens, dtype_name(speculator.model)
     )
 
 
@@ -245,7 +246,7 @@ def compare_sampled(
         draws,
         len(_WIDTHS),
         *_chi_square(found, expected, draws),
-        _dtype(speculator),
+        dtype_name(speculator.model),
         tokens,
         differences,
     )
@@ -337,7 +338,3 @@ def _largest(one: Tensor, other: Tensor) -> float:
     """The largest difference of two rows of logits [V], where both are finite."""
     difference = (one.float() - other.float()).abs()
     return float(difference[difference.isfinite()].max())
-
-
-def _dtype(speculator: Speculator) -> str:
-    return str(speculator.model.dtype).removeprefix("torch.")

@@ -71,6 +71,11 @@ def device_name(device: torch.device) -> str:
     return threads + device.type
 
 
+def dtype_name(model: PreTrainedModel) -> str:
+    """What a model computes in, such as `float32`."""
+    return str(model.dtype).removeprefix("torch.")
+
+
 def write_plan(name: str | Path, plan: Plan) -> Path:
     """File a plan in an artifact's `plan.json`, beside those for other machines.
 
@@ -100,8 +105,7 @@ def read_plan(name: str | Path, target: PreTrainedModel, batch_size: int = 1) ->
     if not is_artifact(name):
         return None
     folder = artifact_folder(name)
-    dtype = str(target.dtype).removeprefix("torch.")
-    key = f"{device_name(target.device)}, {dtype}, batch {batch_size}"
+    key = f"{device_name(target.device)}, {dtype_name(target)}, batch {batch_size}"
     found = _plans(folder).get(key)
     if found is None:
         return None

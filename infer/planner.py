@@ -19,7 +19,7 @@ from headstart.heads import Drafter, OptionError
 
 from .costs import STEPS, Costs, decode_times, measure_costs, sizes
 from .optimal import OptimalTrees, expected_tokens
-from .plan import Plan, device_name
+from .plan import Plan, device_name, dtype_name
 from .policies import StaticTree
 from .ranks import BATCH, Replayed, acceptance, best_tree, measure_ranks, replay, write_texts
 from .speculator import Speculator
@@ -120,7 +120,7 @@ def make_plan(
     pays = best.best_known >= WORTH
     return Plan(
         device=device_name(target.device),
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=dtype_name(target),
         batch_size=batch_size,
         policy=best.name if pays else "plain",
         tree=best.tree if pays else [],

@@ -350,9 +350,10 @@ def load(
     else:
         model = target
     if isinstance(drafter, str | Path):
-        plan = read_plan(drafter, model) if tree is None else None
+        plan = None
         if tree is None:
-            tree = plan.tree if plan is not None else read_tree(drafter)
+            plan = read_plan(drafter, model)
+            tree = read_tree(drafter) if plan is None else plan.tree
         drafter = load_drafter(drafter, model, tokenizer)
         if plan is not None and not plan.tree:
             drafter = None  # loaded all the same: it may have adapted the target

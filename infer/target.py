@@ -15,13 +15,11 @@ from headstart.heads.core import (
     FeatureTap,
     PositionLimit,
     check_tree,
+    in_steps,
     prefill_forward,
     probe_layers,
     tree_forward,
 )
-
-_LIVE_STEP = 64
-"""Slots attended to grow in steps of this size, so views and mask shapes seldom change."""
 
 
 class Target:
@@ -63,7 +61,7 @@ class Target:
         """
         self._featureless = torch.empty(1, 1, 0, device=tokens.device)
         capacity = max(capacity, tokens.shape[1])
-        self.cache = SlabCache(self.shapes, tokens.shape[0], _in_steps(capacity))
+        self.cache = SlabCache(self.shapes, tokens.shape[0], in_steps(capacity))
         logits = prefill_forward(self.model, self.cache, tokens, counts)
         return logits, self._features(tokens)
 
@@ -105,7 +103,7 @@ class Target:
 
     def reserve(self, slots: int) -> int:
         """Make room for so many slots a row; returns them rounded up to the step they grow in."""
-        slots = _in_steps(slots)
+        slots = in_steps(slots)
         self.cache.reserve(slots)
         return slots
 
@@ -120,7 +118,3 @@ class Target:
         if self.tap is None:
             return self._featureless.expand(*tokens.shape, 0)
         return self.tap.take()
-
-
-def _in_steps(slots: int) -> int:
-    return -(-slots // _LIVE_STEP) * _LIVE_STEP

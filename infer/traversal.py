@@ -72,9 +72,8 @@ def node_weights(verified: Verified) -> tuple[Tensor, Tensor]:
     shape, starts = tree.topology, _starts(tree.topology)
     before = torch.ones(tree.tokens.shape, dtype=verified.sampling.dtype, device=tree.tokens.device)
     after = before.clone()
-    grouped = shape.parents.argsort(
-        dim=1, stable=True
-    )  # [B, N] siblings side by side, by their parent
+    # Siblings side by side, by their parent.
+    grouped = shape.parents.argsort(dim=1, stable=True)  # [B, N]
     everywhere = torch.ones_like(tree.tokens[:, 0], dtype=torch.bool)
     state = None
     for step in range(1, tree.nodes):

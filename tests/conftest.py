@@ -5,6 +5,8 @@ import os
 # Before any test imports the libraries, which read these once. A test that needs a model makes one.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+if "PYTEST_XDIST_WORKER" in os.environ:  # threads of workers side by side would wait on each other
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
 import sys

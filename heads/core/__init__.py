@@ -1,6 +1,6 @@
 """What drafters and runtime share: the token tree, the slab cache, one tree forward, sampling."""
 
-from .cache import LayerShape, SlabCache, probe_layers
+from .cache import LayerShape, SlabCache, in_steps, probe_layers
 from .errors import ArtifactError, DecodingError, HeadstartError, OptionError, UnsupportedTarget
 from .forward import (
     FINAL,
@@ -38,6 +38,7 @@ __all__ = [
     "check_tree",
     "draw",
     "gumbel",
+    "in_steps",
     "output_layer",
     "parents_of_paths",
     "place",

@@ -23,8 +23,16 @@ from transformers.cache_utils import (
 
 from .errors import UnsupportedTarget
 
+SLOT_STEP = 64
+"""Slots grow, and are attended to, in steps of this size, so shapes seldom change."""
+
 _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 """Subclasses of these hold states beside keys and values, so the exact type counts."""
+
+
+def in_steps(slots: int) -> int:
+    """So many slots, rounded up to whole steps of `SLOT_STEP`."""
+    return -(-slots // SLOT_STEP) * SLOT_STEP
 
 
 @dataclass(frozen=True)

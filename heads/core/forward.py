@@ -173,27 +173,30 @@ def tree_forward(
     live: int,
     seen: int | None = None,
 ) -> Tensor:
-    """Run N tree nodes per row on top of the cached prefix.
+    """Run the last N of G tree nodes per row on top of the cached prefix, and of the other nodes.
 
     Args:
         tokens: [B, N] int64.
         lengths: [B] int64, cached tokens per row; node n is written at slot length + n.
-        positions: [B, N] int64, each node's position: `lengths` + its depth.
-        ancestors: [B, N, N] bool.
-        live: slots to attend to, at least the longest row's length + N.
+        positions: [B, G] int64, each node's position: `lengths` + its depth.
+        ancestors: [B, G, G] bool.
+        live: slots to attend to, at least the longest row's length + G.
         seen: given for lone roots after rows that all have this length, `live` being one more: the
             model then needs no mask and does what it does when it decodes plainly.
 
     Returns:
         Logits [B, N, V] in the model's dtype.
     """
+    nodes = positions.shape[1]
+    first = nodes - tokens.shape[1]
     slots = lengths.unsqueeze(1)  # [B, 1]
-    if tokens.shape[1] > 1:
-        slots = slots + torch.arange(tokens.shape[1], device=lengths.device)  # [B, N]
+    if nodes > 1:
+        slots = slots + torch.arange(first, nodes, device=lengths.device)  # [B, N]
     slab.aim(slots, live, seen)
 
     def mask(window: int | None) -> Tensor:
-        return tree_mask(lengths, positions, ancestors, live, slab.dtype, window)
+        whole = tree_mask(lengths, positions, ancestors, live, slab.dtype, window)
+        return whole[:, :, first:] if first else whole  # [B, 1, N, S]
 
     attention_mask = None
     if seen is None:
@@ -206,7 +209,7 @@ def tree_forward(
     return model(
         input_ids=tokens,
         attention_mask=attention_mask,
-        position_ids=positions,
+        position_ids=positions[:, first:] if first else positions,
         past_key_values=slab,
         use_cache=True,
     ).logits

@@ -144,16 +144,18 @@ class Sampling:
 
         This is what a drafter's proposals get; the target gets all processors.
         """
-        flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype)
-        for processor in self.processors or ():
-            if isinstance(processor, WARPERS):
-                flat = processor(None, flat)  # type: ignore[arg-type]
-        return flat.view(logits.shape)
+        kept = [item for item in self.processors or () if isinstance(item, WARPERS)]
+        return self._row_by_row(logits, kept)
 
     def process_each(self, logits: Tensor) -> Tensor:
         """Apply every processor to each row of [..., V] by itself, in `dtype`; see `rowwise`."""
-        flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype, copy=True)
-        for processor in self.processors or ():
+        return self._row_by_row(logits, self.processors or (), copy=True)
+
+    def _row_by_row(
+        self, logits: Tensor, processors: Sequence[LogitsProcessor], copy: bool = False
+    ) -> Tensor:
+        flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype, copy=copy)
+        for processor in processors:
             flat = processor(None, flat)  # type: ignore[arg-type]
         return flat.view(logits.shape)
 

@@ -25,6 +25,7 @@ from headstart.heads import (
 )
 from headstart.heads import draft_model as module
 from headstart.heads.artifact import tokenizer_hash
+from headstart.heads.core import cache
 from headstart.heads.draft_model import DraftModel, DraftModelConfig, layers_of
 from headstart.infer import Speculator
 
@@ -143,7 +144,7 @@ def test_cached_steps_equal_fresh_forwards(name: str, told: bool) -> None:
 @pytest.mark.parametrize("told", [False, True], ids=["bound", "told"])
 def test_the_cache_grows(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_ROOM", 4)
-    monkeypatch.setattr(module, "_STEP", 4)
+    monkeypatch.setattr(cache, "SLOT_STEP", 4)
     assert largest_difference(student(), told) < 1e-10
 
 
@@ -188,7 +189,6 @@ def test_a_dropped_window_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = student("mistral")
     assert drafter._drive().windows.single == 9  # asked while it still works
     monkeypatch.setattr(forward, "tree_mask", wide)
-    monkeypatch.setattr(module, "tree_mask", wide)
     assert largest_difference(drafter) > 1e-2
 
 
