@@ -212,11 +212,11 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:
     with torch.no_grad():
         for function, args, kwargs in calls[1:]:
             if (slab := kwargs.get("past_key_values")) is not None:
-                # Where it writes does not matter any more; how many slots it reads does.
+                root, nodes = int(kwargs["position_ids"].min()), kwargs["input_ids"].shape[1]
                 masks = kwargs["attention_mask"]
                 mask = next(iter(masks.values())) if isinstance(masks, dict) else masks
-                nodes = torch.arange(mask.shape[2], device=mask.device)
-                slab.aim(nodes.unsqueeze(0), live=mask.shape[3])
+                live = root + 1 if mask is None else mask.shape[3]
+                slab.aim(range(root, root + nodes), live, root if mask is None else 0)
             started = time.perf_counter()
             function(*args, **kwargs)
             seconds += time.perf_counter() - started

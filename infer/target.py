@@ -44,7 +44,7 @@ class Target:
         self.tap = FeatureTap(model, feature_layers) if feature_layers else None
         if self.tap is not None:
             weakref.finalize(self, self.tap.close)
-        self.cache = SlabCache(self.shapes, 0, 0)
+        self.cache, self._featureless = SlabCache(self.shapes, 0, 0), torch.empty(0, 0, 0)
         self.limit = PositionLimit.of(model)
 
     def prefill(
@@ -59,7 +59,6 @@ class Target:
         Returns:
             Logits [B, V] after each row's last token, and features [B, T, F].
         """
-        self._featureless = torch.empty(1, 1, 0, device=tokens.device)
         capacity = max(capacity, tokens.shape[1])
         self.cache = SlabCache(self.shapes, tokens.shape[0], in_steps(capacity))
         logits = prefill_forward(self.model, self.cache, tokens, counts)
@@ -78,14 +77,12 @@ class Target:
         Returns:
             Logits [B, N, V] and features [B, N, F].
         """
-        live = self.reserve(longest + tree.nodes)
-        unmasked = even and tree.nodes == 1
-        if unmasked:
-            live = longest + 1
-        positions = lengths.unsqueeze(1)  # [B, 1]
-        if tree.nodes > 1:
-            positions = positions + tree.topology.depth  # [B, N]
-        if self.limit is not None and longest + tree.topology.max_depth >= self.limit.positions:
+        live, shape = self.reserve(longest + tree.nodes), tree.topology
+        if shape.max_depth == 0:
+            positions = lengths.unsqueeze(1)  # [B, 1]
+        else:
+            positions = shape.depth + (longest if even else lengths.unsqueeze(1))  # [B, N]
+        if self.limit is not None and longest + shape.max_depth >= self.limit.positions:
             # Nodes past the limit are never accepted; they must only stay legal to run.
             positions = positions.clamp(max=self.limit.positions - 1)
         logits = tree_forward(
@@ -95,9 +92,10 @@ class Target:
             tree.tokens,
             lengths,
             positions,
-            tree.topology.ancestors,
+            shape.ancestors,
             live,
-            longest if unmasked else None,
+            longest if even else None,
+            shape if shape.children is not None else None,
         )
         return logits, self._features(tree.tokens)
 
@@ -115,6 +113,8 @@ class Target:
         self.cache.commit(path)
 
     def _features(self, tokens: Tensor) -> Tensor:
-        if self.tap is None:
-            return self._featureless.expand(*tokens.shape, 0)
-        return self.tap.take()
+        if self.tap is not None:
+            return self.tap.take()
+        if self._featureless.shape[:2] != tokens.shape or self._featureless.device != tokens.device:
+            self._featureless = torch.empty(*tokens.shape, 0, device=tokens.device)
+        return self._featureless

@@ -141,14 +141,14 @@ class SlabCache(Cache):
                 group = (shape.device, shape.dtype, size)
                 self._members.setdefault(group, []).append((kind, layer))
         order = list(itertools.chain(*self._members.values()))
-        # Where the keys, and the values, of each layer stand among all slabs' entries.
+        # Where the keys and the values of each layer stand among all slabs' entries.
         self._entries = [
-            [order.index((kind, layer)) for layer in range(len(shapes))] for kind in (0, 1)
+            (order.index((0, layer)), order.index((1, layer))) for layer in range(len(shapes))
         ]
         self.live = self.seen = 0
-        self._aimed = torch.empty(0)
+        self._aimed: Tensor | range = range(0)
         self._slots: dict[torch.device, Tensor] = {}
-        self._written: list[list[Tensor]] | None = None
+        self._written: list[Tensor] | None = None  # what is aimed at, where that is a range
         self._slabs: list[Tensor] = []
         self.reserve(capacity)
 
@@ -166,42 +166,43 @@ class SlabCache(Cache):
                 slab[:, :, : self.capacity] = self._slabs[number]
             slabs.append(slab)  # [entries, B, S, H, D]
         self._slabs, self.capacity = slabs, capacity
-        self._flat = self._by_layer([slab.flatten(1, 2) for slab in slabs])  # [B*S, H, D]
-        self._full = self._by_layer([slab.transpose(2, 3) for slab in slabs])  # [B, H, S, D]
-        self._base = torch.arange(self.batch, device=self.shapes[0].device).unsqueeze(1) * capacity
+        self._rows = [slab.flatten(1, 2) for slab in slabs]  # [entries, B*S, H, D]
+        self._heads = [slab.transpose(2, 3) for slab in slabs]  # [entries, B, H, S, D]
+        self._flat = [view for slab in self._rows for view in slab.unbind(0)]
+        self._full = self._between(0, capacity)
+        numbers = torch.arange(self.batch * capacity, device=self.shapes[0].device)
+        self._numbers = numbers.view(self.batch, capacity)  # [B, S], the flat indices
         self._view(min(self.live, capacity))
 
-    def _by_layer(self, slabs: list[Tensor]) -> list[list[Tensor]]:
-        """Views of the slabs' entries: keys by layer, and values by layer."""
-        views = [view for slab in slabs for view in slab.unbind(0)]
-        return [[views[entry] for entry in kind] for kind in self._entries]
-
     def _view(self, live: int) -> None:
-        self.live = live
-        self._seen_keys, self._seen_values = self._between(0, live)
+        self.live, self._seen = live, self._between(0, live)
 
-    def _between(self, first: int, end: int) -> list[list[Tensor]]:
-        """Views of slots first … end - 1, [B, H, slots, D]: keys by layer, and values by layer."""
-        return self._by_layer([slab[:, :, first:end].transpose(2, 3) for slab in self._slabs])
+    def _between(self, first: int, end: int) -> list[Tensor]:
+        """Views of slots first … end - 1 of every entry, [B, H, slots, D] each."""
+        return [
+            view for slab in self._heads for view in slab.narrow(3, first, end - first).unbind(0)
+        ]
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the first layer's keys, which the attention mask takes."""
         return self.shapes[0].dtype
 
-    def aim(self, slots: Tensor, live: int, seen: int | None = None) -> None:
-        """Point the next forward at `slots` [B, N], attending to slots 0 … live - 1 of its row.
+    def aim(self, slots: Tensor | range, live: int, seen: int = 0) -> None:
+        """Point the next forward at `slots`, attending to slots 0 … live - 1 of each row.
 
         Args:
-            seen: given when all rows write slots seen … live - 1.
+            slots: [B, N] int64, or the range of slots that every row writes.
+            seen: what `get_seq_length` shall report, for a forward without a mask.
         """
-        self.seen, self._written = seen or 0, None
+        self.seen, self._aimed, self._written = seen, slots, None
         if live != self.live:
             self._view(live)
-        if seen is not None:
-            self._written = self._between(seen, live)
+        if isinstance(slots, range):
+            self._written = self._between(slots.start, slots.stop)
             return
-        self._aimed = slots + self._base if self.batch > 1 else slots  # [B, N]
+        if self.batch > 1:
+            self._aimed = slots + self._numbers[:, :1]  # [B, N]
         flat = self._aimed.flatten()
         self._slots = {device: flat.to(device) for device in self._devices}
 
@@ -209,33 +210,37 @@ class SlabCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Write [B, H, N, D] keys and values at the aimed slots; return views [B, H, live, D]."""
+        key, value = self._entries[layer_idx]
         if self._written is not None:
-            self._written[0][layer_idx].copy_(key_states)
-            self._written[1][layer_idx].copy_(value_states)
+            self._written[key].copy_(key_states)
+            self._written[value].copy_(value_states)
         elif self.batch == 1:
             # Flat indices are slots: write along them, without flattening the states.
             slots = self._slots[key_states.device]
-            self._full[0][layer_idx].index_copy_(2, slots, key_states)
-            self._full[1][layer_idx].index_copy_(2, slots, value_states)
+            self._full[key].index_copy_(2, slots, key_states)
+            self._full[value].index_copy_(2, slots, value_states)
         else:
             slots = self._slots[key_states.device]
             keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
-            self._flat[0][layer_idx].index_copy_(0, slots, keys.flatten(0, 1))
-            self._flat[1][layer_idx].index_copy_(0, slots, values.flatten(0, 1))
-        return self._seen_keys[layer_idx], self._seen_values[layer_idx]
+            self._flat[key].index_copy_(0, slots, keys.flatten(0, 1))
+            self._flat[value].index_copy_(0, slots, values.flatten(0, 1))
+        return self._seen[key], self._seen[value]
 
     def commit(self, path: Tensor) -> None:
         """Move what the last forward wrote for nodes `path` [B, A] to its first A slots, in order.
 
         One read and one write for all layers; everything is read before anything is written.
         """
-        source = self._aimed.gather(1, path).flatten()  # [B*A]
-        destination = self._aimed[:, : path.shape[1]].flatten()
-        for slab in self._slabs:
-            read, write = source.to(slab.device), destination.to(slab.device)
-            flat = slab.flatten(1, 2)  # [entries, B*S, H, D]
-            flat.index_copy_(1, write, flat.index_select(1, read))
+        aimed = self._aimed
+        if isinstance(aimed, range):
+            aimed = self._numbers[:, aimed.start : aimed.stop]
+        source = aimed.gather(1, path).flatten()  # [B*A]
+        destination = aimed[:, : path.shape[1]].flatten()
+        for rows in self._rows:  # [entries, B*S, H, D]
+            read, write = source.to(rows.device), destination.to(rows.device)
+            rows.index_copy_(1, write, rows.index_select(1, read))
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [B, H, S, D] each, all slots (for tests and tools)."""
-        return self._full[0][index], self._full[1][index]
+        key, value = self._entries[index]
+        return self._full[key], self._full[value]

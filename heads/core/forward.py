@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from .cache import SlabCache
 from .errors import OptionError, UnsupportedTarget
+from .tree import Topology
 
 FINAL = -1
 """Feature layer: the hidden state after the last norm, which the output layer reads."""
@@ -172,6 +173,7 @@ def tree_forward(
     ancestors: Tensor,
     live: int,
     seen: int | None = None,
+    shape: Topology | None = None,
 ) -> Tensor:
     """Run the last N of G tree nodes per row on top of the cached prefix, and of the other nodes.
 
@@ -181,31 +183,34 @@ def tree_forward(
         positions: [B, G] int64, each node's position: `lengths` + its depth.
         ancestors: [B, G, G] bool.
         live: slots to attend to, at least the longest row's length + G.
-        seen: given for lone roots after rows that all have this length, `live` being one more: the
-            model then needs no mask and does what it does when it decodes plainly.
+        seen: given where all rows have this length. Lone roots then need no mask, and the model
+            does what it does when it decodes plainly.
+        shape: what `ancestors` belong to, where all rows and many rounds share it.
 
     Returns:
         Logits [B, N, V] in the model's dtype.
     """
     nodes = positions.shape[1]
     first = nodes - tokens.shape[1]
-    slots = lengths.unsqueeze(1)  # [B, 1]
-    if nodes > 1:
-        slots = slots + torch.arange(first, nodes, device=lengths.device)  # [B, N]
-    slab.aim(slots, live, seen)
+    attention_mask: Any = None
+    if seen is not None and nodes == 1:
+        slab.aim(range(seen, seen + 1), seen + 1, seen)
+    else:
+        if seen is not None:
+            slab.aim(range(seen + first, seen + nodes), live)
+        else:
+            numbers = torch.arange(first, nodes, device=lengths.device)
+            slab.aim(lengths.unsqueeze(1) + numbers, live)
 
-    def mask(window: int | None) -> Tensor:
-        whole = tree_mask(lengths, positions, ancestors, live, slab.dtype, window)
-        return whole[:, :, first:] if first else whole  # [B, 1, N, S]
+        def mask(window: int | None) -> Tensor:
+            if seen is not None and shape is not None:
+                return shifted_mask(shape, slab, seen, live, window)
+            whole = tree_mask(lengths, positions, ancestors, live, slab.dtype, window)
+            return whole[:, :, first:] if first else whole  # [B, 1, N, S]
 
-    attention_mask = None
-    if seen is None:
-        by_type = windows.by_type
-        attention_mask = (
-            {kind: mask(window) for kind, window in by_type.items()}
-            if by_type
-            else mask(windows.single)
-        )
+        by_type = windows.by_type or {None: windows.single}
+        masks = {kind: mask(window) for kind, window in by_type.items()}
+        attention_mask = masks if windows.by_type else masks[None]
     return model(
         input_ids=tokens,
         attention_mask=attention_mask,
@@ -213,6 +218,28 @@ def tree_forward(
         past_key_values=slab,
         use_cache=True,
     ).logits
+
+
+def shifted_mask(
+    shape: Topology, slab: SlabCache, seen: int, live: int, window: int | None
+) -> Tensor:
+    """`tree_mask` of rows that all have length `seen`, [B, 1, N, S]: a view of a longer row's mask.
+
+    Relative to its row's length a tree's mask is the same at every length, so one for C cached
+    tokens, over twice as many slots, holds that of every shorter row, further to the right.
+    """
+    mask = shape.masks.get((window, slab.dtype))
+    if mask is None or mask.shape[-1] < 2 * slab.capacity:
+        lengths = torch.full_like(shape.depth[:1, 0], slab.capacity)  # [1]
+        ends = slab.capacity + shape.depth[:1]  # [1, N]
+        mask = tree_mask(
+            lengths, ends, shape.ancestors[:1], 2 * slab.capacity, slab.dtype, window
+        )
+        shape.masks[window, slab.dtype] = mask
+    mask = mask.narrow(-1, mask.shape[-1] // 2 - seen, live)
+    if mask.device.type != "cpu":
+        mask = mask.contiguous()  # kernels there want rows that begin at even addresses
+    return mask if slab.batch == 1 else mask.expand(slab.batch, -1, -1, -1)
 
 
 def prefill_forward(
@@ -231,14 +258,14 @@ def prefill_forward(
         Logits [B, V] after each row's last true token.
     """
     batch, length = tokens.shape
-    slots = torch.arange(length, device=tokens.device).expand(batch, -1)
-    slab.aim(slots, live=length)
+    positions = torch.arange(length, device=tokens.device).expand(batch, -1)
+    slab.aim(range(length), length)
     last = sorted({count - 1 for count in counts})
     options = {}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = torch.tensor(last, device=tokens.device)
     logits = model(
-        input_ids=tokens, position_ids=slots, past_key_values=slab, use_cache=True, **options
+        input_ids=tokens, position_ids=positions, past_key_values=slab, use_cache=True, **options
     ).logits
     column = [last.index(count - 1) if options else count - 1 for count in counts]
     rows = torch.arange(batch, device=logits.device)

@@ -8,8 +8,9 @@ before their children and siblings stand in the order in which they were drawn. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class Topology:
         max_depth: D, known on the host.
         width: the most children that a node has, or a bound on it, known on the host.
         children: the children of each node, where all rows share a shape that the host knows.
+        masks: the attention masks that were made for it, see `tree_forward`.
     """
 
     parents: Tensor
@@ -62,6 +64,7 @@ class Topology:
     max_depth: int
     width: int
     children: tuple[tuple[int, ...], ...] | None = None
+    masks: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
     def from_parents(
@@ -106,6 +109,29 @@ class Topology:
     def steps_to(self) -> Tensor:
         """[B, N] the nodes on the way to each node, itself and the root counted: depth + 1."""
         return self.depth + 1
+
+    @cached_property
+    def below_root(self) -> Tensor:
+        """[B, N, D] the nodes from the root's child to each node, counted through all rows."""
+        below = self.paths[:, :, 1:]
+        return below if self._firsts is None else below + self._firsts.view(-1, 1, 1)
+
+    def path_to(self, node: Tensor) -> Tensor:
+        """[B, D + 1] the path to each row's node [B], see `paths`."""
+        node = node if self._firsts is None else node + self._firsts
+        return self._lines.index_select(0, node)
+
+    @cached_property
+    def _lines(self) -> Tensor:
+        return self.paths.flatten(0, 1)  # [B * N, D + 1]
+
+    @cached_property
+    def _firsts(self) -> Tensor | None:
+        """[B] each row's root, counted through all rows; None for one row."""
+        batch = len(self.parents)
+        if batch == 1:
+            return None
+        return torch.arange(0, batch * self.nodes, self.nodes, device=self.parents.device)
 
     @cached_property
     def widths(self) -> tuple[int, ...]:

@@ -22,6 +22,7 @@ from headstart.heads.core import (
     tree_forward,
     tree_mask,
 )
+from headstart.heads.core.forward import shifted_mask
 
 LENGTHS = [5, 12, 1]  # shorter than the window of 9, past it, and a single token
 NODES = 11
@@ -182,6 +183,28 @@ def test_mask_by_hand() -> None:
     assert mask.min() == torch.finfo(torch.float32).min
     wide = tree_mask(torch.tensor([3]), positions, ancestors, 8, torch.float32)
     assert (wide[0, 0, :, :3] == 0).all()
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("window", [None, 2, 9, 50])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_kept_mask_fits_every_length(seed: int, window: int | None, batch: int) -> None:
+    """Also after the cache has grown; and it is made once for each capacity, not in each round."""
+    parents = torch.tensor([random_parents(NODES, torch.Generator().manual_seed(seed))])
+    shape = Topology.from_parents(parents, NODES - 1).expand(batch)
+    slab = SlabCache(probe_layers(tiny("llama")), batch, LIVE)
+    for capacity in (LIVE, 3 * LIVE):
+        slab.reserve(capacity)
+        kept = set()
+        for seen in range(capacity - NODES + 1):
+            lengths = torch.full((batch,), seen)
+            positions = lengths.unsqueeze(1) + shape.depth
+            for live in (seen + NODES, capacity):
+                rest = (shape.ancestors, live, slab.dtype, window)
+                found = shifted_mask(shape, slab, seen, live, window)
+                assert torch.equal(found, tree_mask(lengths, positions, *rest))
+                kept.add(found.untyped_storage().data_ptr())
+        assert len(kept) == 1 and len(shape.masks) == 1
 
 
 @pytest.mark.parametrize("layers", [[FINAL], [0], [1], [1, FINAL, 0]])
