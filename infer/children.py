@@ -87,4 +87,6 @@ def rows_of(step: Step, first: int, last: int) -> Step:
     if step.logits is None:
         assert step.ids is not None
         return replace(step, ids=step.ids[:, first:last])
+    if (first, last) == (0, step.logits.shape[1]):
+        return step
     return replace(step, logits=step.logits[:, first:last])

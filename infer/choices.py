@@ -82,10 +82,9 @@ def accept_matches(tree: TokenTree, choices: Tensor) -> Accepted:
     agrees = choices.gather(1, shape.parent_or_root) == tree.tokens  # [B, N]
     if tree.valid is not None:
         agrees = agrees & tree.valid
-    agrees[:, 0] = True  # the root is committed already
-    # A node counts when its whole way from the root agrees; at most one node of a depth can.
-    batch, nodes, steps = shape.paths.shape
-    whole = agrees.gather(1, shape.paths.reshape(batch, -1)).view(batch, nodes, steps).all(-1)
-    best = (whole * shape.steps_to).argmax(-1, keepdim=True)  # [B, 1]
-    path = shape.paths.gather(1, best.unsqueeze(-1).expand(-1, -1, steps)).squeeze(1)  # [B, A]
-    return Accepted(path, choices.gather(1, path), shape.steps_to.gather(1, best).squeeze(1))
+    # A node counts when its whole way from the root agrees; at most one node of a depth can. The
+    # root always does, and of several maxima the first is taken.
+    whole = agrees.take(shape.below_root).all(-1)  # [B, N]
+    count, best = torch.where(whole, shape.steps_to, 1).max(-1)  # [B], [B]
+    path = shape.path_to(best)  # [B, A]
+    return Accepted(path, choices.gather(1, path), count)

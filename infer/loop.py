@@ -179,7 +179,7 @@ class Decoding:
         self._watch = None
         if drafter is not None:
             drafter.tell(self.state, self.longest)
-        if drafter is not None and (self._round < 16 or self._round % 8 == 0):
+        if drafter is not None and self._round % 8 == 0:
             drafter = self._watch = _Watch(drafter)
         self._round += 1
         tree = self.policy.grow(drafter, self.state, self.committed, self.children)
@@ -243,19 +243,18 @@ class Decoding:
         ranking; None where nobody asked.
         """
         batch, steps = tokens.shape
-        report = [tokens.flatten()]
-        if steps > 1:
-            report.append(reached)
+        report = [tokens, reached] if steps > 1 else [tokens]
         if self._read:
             # What is cut is overwritten, or padding at the end. Nobody is shown an id below 0.
             columns = self.lengths.unsqueeze(1) + self._to_columns[:, :steps]
             self.text.ids.scatter_(1, columns, tokens.clamp(min=0))
         if self.criteria:
-            report.append(self._ask_criteria(steps).flatten())
+            report.append(self._ask_criteria(steps))
         broken = None if self._watch is None else self._watch.broken()
         if broken is not None:
             report.append(broken)
-        host = (torch.cat(report) if len(report) > 1 else report[0]).cpu().numpy()
+        whole = torch.cat([part.flatten() for part in report]) if len(report) > 1 else tokens
+        host = whole.cpu().numpy().ravel()
 
         size, met, bad = batch * steps, None, None
         nodes = host[size : size + batch] if steps > 1 else self._ones
@@ -284,11 +283,11 @@ class Decoding:
             self._free -= steps
             self._remaining = text.remaining = self._remaining - count
             text.host_lengths = text.host_lengths + count
-        root = tokens  # [B, 1]
-        if steps > 1:
+        root = tokens[:, -1:] if steps > 1 else tokens  # [B, 1]
+        if looked:
             root = tokens.gather(1, (reached - 1).clamp(min=0).unsqueeze(1))
-        if looked and self._emitted:  # rows that have ended stay where they are
-            root = torch.where(reached.unsqueeze(1) > 0, root, self.committed.root)
+            if self._emitted:  # rows that have ended stay where they are
+                root = torch.where(reached.unsqueeze(1) > 0, root, self.committed.root)
         self.lengths = self.lengths + reached
         if self._read:
             self.text.lengths = self.lengths + self._to_columns[:, 0]

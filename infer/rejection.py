@@ -206,7 +206,7 @@ def child_at(tree: TokenTree, node: Tensor, order: int) -> tuple[Tensor, Tensor]
 def finish(tree: TokenTree, node: Tensor, last: Tensor) -> Accepted:
     """Accept the path to each row's node [B, 1], and the token [B, 1] drawn after it."""
     shape = tree.topology
-    path = shape.paths.gather(1, node.unsqueeze(-1).expand(-1, -1, shape.max_depth + 1)).squeeze(1)
+    path = shape.path_to(node.squeeze(1))  # [B, A]
     count = shape.steps_to.gather(1, node)  # [B, 1]
     after = torch.cat([tree.tokens.gather(1, path[:, 1:]), last], dim=1)  # [B, A]
     steps = torch.arange(shape.max_depth + 1, device=last.device)

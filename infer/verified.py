@@ -62,8 +62,8 @@ class Text:
 class Accepted:
     """A round's outcome: path [B, A] of nodes from the root, emitted tokens [B, A], and count [B].
 
-    Entry j < count of `tokens` follows node `path[j]`; A = D + 1. The last of them is -1 where the
-    target's scores are no distribution.
+    Entry j < count of `tokens` follows node `path[j]`; A = D + 1. The last of them, which all
+    entries after it repeat, is -1 where the target's scores are no distribution.
     """
 
     path: Tensor
