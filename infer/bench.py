@@ -7,6 +7,7 @@ last; the prefill is reported apart.
 
 from __future__ import annotations
 
+import functools
 import math
 import statistics
 import sys
@@ -162,7 +163,8 @@ def bench(
         stats = speculator.stats
         loop = math.nan
         if number < _REPLAYED_PROMPTS and stats.rounds:
-            replayed = _replay(speculator, lambda ids=ids: contenders["speculator"](ids))
+            again = functools.partial(contenders["speculator"], ids)
+            replayed = statistics.median(_replay(speculator, again) for _ in range(repeats))
             loop = 1e3 * (runs["speculator"].seconds - replayed) / stats.rounds
         measured.append(Measured(runs, stats, loop))
     return _report(speculator, measured, sampled)

@@ -179,7 +179,7 @@ class Decoding:
         self._watch = None
         if drafter is not None:
             drafter.tell(self.state, self.longest)
-        if drafter is not None and self._round % 8 == 0:
+        if drafter is not None and (self._round < 16 or self._round % 8 == 0):
             drafter = self._watch = _Watch(drafter)
         self._round += 1
         tree = self.policy.grow(drafter, self.state, self.committed, self.children)

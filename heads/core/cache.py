@@ -195,14 +195,13 @@ class SlabCache(Cache):
             slots: [B, N] int64, or the range of slots that every row writes.
             seen: what `get_seq_length` shall report, for a forward without a mask.
         """
-        self.seen, self._aimed, self._written = seen, slots, None
+        self.seen, self._written = seen, None
         if live != self.live:
             self._view(live)
         if isinstance(slots, range):
-            self._written = self._between(slots.start, slots.stop)
+            self._aimed, self._written = slots, self._between(slots.start, slots.stop)
             return
-        if self.batch > 1:
-            self._aimed = slots + self._numbers[:, :1]  # [B, N]
+        self._aimed = slots + self._numbers[:, :1] if self.batch > 1 else slots  # [B, N]
         flat = self._aimed.flatten()
         self._slots = {device: flat.to(device) for device in self._devices}
 

@@ -232,9 +232,7 @@ def shifted_mask(
     if mask is None or mask.shape[-1] < 2 * slab.capacity:
         lengths = torch.full_like(shape.depth[:1, 0], slab.capacity)  # [1]
         ends = slab.capacity + shape.depth[:1]  # [1, N]
-        mask = tree_mask(
-            lengths, ends, shape.ancestors[:1], 2 * slab.capacity, slab.dtype, window
-        )
+        mask = tree_mask(lengths, ends, shape.ancestors[:1], 2 * slab.capacity, slab.dtype, window)
         shape.masks[window, slab.dtype] = mask
     mask = mask.narrow(-1, mask.shape[-1] // 2 - seen, live)
     if mask.device.type != "cpu":

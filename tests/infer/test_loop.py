@@ -15,6 +15,7 @@ from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from headstart.heads import Step
+from headstart.heads.core import forward
 from headstart.infer import Decoding, Speculator, target
 
 NEW = 20
@@ -172,6 +173,21 @@ def test_counting_rows_apart() -> None:
     stats = speculator.stats
     assert (stats.tokens, stats.rounds, stats.tau) == (8, 5, 8 / 5)
     assert stats.acceptance_by_depth == pytest.approx([1 / 5, 1, 1])
+
+
+@pytest.mark.parametrize(("name", "kinds"), [("llama", 1), ("gemma3", 2)])
+def test_a_static_tree_keeps_its_mask(
+    name: str, kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row is always of one length: a mask is made once for each kind of layer."""
+    made, true = [], forward.tree_mask
+    decoding = decoding_of(
+        tiny(name), make("cached", tiny(name), continuation(name)[1:2]), "[[0],[1]]"
+    )
+    monkeypatch.setattr(forward, "tree_mask", lambda *args: made.append(0) or true(*args))
+    ids, mask = prompts(LENGTHS)
+    assert len(rounds_of(decoding, ids[1:2, -4:], mask[1:2, -4:])) > 3
+    assert len(made) == kinds
 
 
 def test_no_round_has_no_tau() -> None:
