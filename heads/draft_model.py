@@ -236,8 +236,9 @@ class DraftModel(Drafter):
         lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
         return Drafted(SlabCache(shapes, batch, 0), 0, lengths)
 
-    def tell(self, state: Drafted, longest: int) -> None:
+    def tell(self, state: Drafted, longest: int, room: int) -> None:
         state.told = longest
+        state.reserve(longest + 1 + room)
 
     def prefill(self, state: Drafted, features: Tensor, tokens: Tensor, count: Tensor) -> None:
         batch, length = tokens.shape
@@ -247,10 +248,11 @@ class DraftModel(Drafter):
                 f"the longest prompt has {length} tokens and the draft model {limit.positions} "
                 f"positions ({limit.reason}); shorten it, or use another drafter."
             )
+        state.slab.clear()
         state.slab.reserve(in_steps(length + _ROOM))
         # Nobody reads the logits, so any place will do for them.
         prefill_forward(self.model, state.slab, self._known(tokens), [length] * batch)
-        state.longest, state.lengths = length, count
+        state.longest, state.lengths, state.told = length, count, None
 
     def begin(self, state: Drafted, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         batch, added = tokens.shape

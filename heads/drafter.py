@@ -194,14 +194,17 @@ class Drafter(PreTrainedModel):
         """A fresh state for `batch` rows of at most `capacity` tokens each."""
         return None
 
-    def tell(self, state: Any, longest: int) -> None:
+    def tell(self, state: Any, longest: int, room: int) -> None:
         """Hear before a round that no row's root stands past position `longest`.
 
-        For drafters with a cache, which must know on the host how much of it is in use.
+        For drafters with a cache, which must know on the host how much of it is in use. They make
+        room here, for `room` more tokens: inside of a round nothing that lasts is allocated.
         """
 
     def prefill(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> None:
         """See the prompt: features [B, T, F] and tokens [B, T], padded on the right to T.
+
+        A state that has served a request may be given again: this starts it anew.
 
         Args:
             count: [B] int64, true tokens of each row.

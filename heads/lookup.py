@@ -102,11 +102,12 @@ class Lookup(Drafter):
     def start(self, batch: int, capacity: int) -> Searched:
         return Searched()
 
-    def tell(self, state: Searched, longest: int) -> None:
+    def tell(self, state: Searched, longest: int, room: int) -> None:
         state.told = longest
+        self._reserve(state, longest + 1 + room)
 
     def prefill(self, state: Searched, features: Tensor, tokens: Tensor, count: Tensor) -> None:
-        state.most = tokens.shape[1]
+        state.most, state.told = tokens.shape[1], None
         before = self.config.max_match
         state.text = torch.nn.functional.pad(tokens, (before, 1), value=-1)
         state.size = count.unsqueeze(1)
@@ -140,15 +141,20 @@ class Lookup(Drafter):
         added, before = tokens.shape[1], self.config.max_match
         state.most = state.most + added if state.told is None else state.told + 1
         state.told = None
-        slots = state.text.shape[1] - before - 1
-        if state.most > slots or slots != in_steps(slots):
-            room = in_steps(max(state.most, slots + slots // 2))
-            state.text = torch.nn.functional.pad(state.text, (0, room - slots), value=-1)
-            slots = room
+        slots = self._reserve(state, state.most)
         step = torch.arange(added, device=tokens.device)
         slot = torch.where(step < count.unsqueeze(1), state.size + step, slots)
         state.text.scatter_(1, slot + before, tokens)
         state.size = state.size + count.unsqueeze(1)
+
+    def _reserve(self, state: Searched, tokens: int) -> int:
+        """Make room for so many tokens a row; returns the slots there are."""
+        slots = state.text.shape[1] - self.config.max_match - 1
+        if tokens <= slots and slots == in_steps(slots):
+            return slots
+        room = in_steps(max(tokens, slots + slots // 2))
+        state.text = torch.nn.functional.pad(state.text, (0, room - slots), value=-1)
+        return room
 
     def _match(self, state: Searched) -> tuple[Tensor, Tensor]:
         """How many tokens before and at each position equal the text's last ones.
@@ -231,9 +237,9 @@ class WithLookup(Drafter):
     def start(self, batch: int, capacity: int) -> _Both:
         return _Both(self.drafter.start(batch, capacity), self.lookup.start(batch, capacity))
 
-    def tell(self, state: _Both, longest: int) -> None:
-        self.drafter.tell(state.drafter, longest)
-        self.lookup.tell(state.searched, longest)
+    def tell(self, state: _Both, longest: int, room: int) -> None:
+        self.drafter.tell(state.drafter, longest, room)
+        self.lookup.tell(state.searched, longest, room)
 
     def prefill(self, state: _Both, features: Tensor, tokens: Tensor, count: Tensor) -> None:
         self.drafter.prefill(state.drafter, features, tokens, count)

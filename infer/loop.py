@@ -7,7 +7,9 @@ that is read: how much each row accepted, and its tokens. The host cuts them whe
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -18,12 +20,13 @@ from transformers import StoppingCriteriaList
 from headstart.heads import DecodingError, Drafter, OptionError, Sampling, Step, TokenTree
 
 from .choices import matching
+from .graphs import Rounds, addresses, bucket, settings
 from .policies import Children, Committed, Expansion, Policy, StaticTree
 from .record import Record
 from .rules import Rule
 from .stats import Emitted, Stats
 from .target import Target
-from .verified import Accepted, Text, Verified
+from .verified import Text, Verified
 
 _ROOT_ONLY = StaticTree([])
 
@@ -76,6 +79,8 @@ class Decoding:
         criteria: further stopping criteria, called after every token as `generate` calls them.
         pad: token id written after a row's end.
         record: takes the scores and logits of the text, when given.
+        rounds: captures rounds and replays them, when given; while the host reads one report, the
+            next round may run. Rounds whose text somebody reads run as they are written.
     """
 
     def __init__(
@@ -91,12 +96,17 @@ class Decoding:
         criteria: StoppingCriteriaList | None = None,
         pad: int = 0,
         record: Record | None = None,
+        rounds: Rounds | None = None,
     ):
+        self._read = bool(criteria) or not sampling.rowwise  # whether somebody reads the text
+        self._rounds = None if self._read or record is not None else rounds
+        if self._rounds is not None:
+            self._settings = settings(sampling)
+            sampling = self._rounds.keep_sampling(sampling)
         self.target, self.drafter, self.policy, self.sampling = target, drafter, policy, sampling
         self.record, self.rule = record, rule
         self.children = Children(expansion, sampling)
         self.eos, self.criteria, self.pad = list(eos), criteria, pad
-        self._read = bool(criteria) or not sampling.rowwise  # whether somebody reads the text
         self.stats = Stats(policy.max_depth)
 
     def prefill(self, ids: Tensor, mask: Tensor, new_tokens: int) -> Emitted:
@@ -133,10 +143,13 @@ class Decoding:
             self._held = np.full(batch, _NEVER)  # [B] text length where they first did
 
         room = min(new_tokens, _ROOM)
-        self._most = longest + new_tokens + self.policy.nodes  # slots, should all be needed
+        # A round that was begun before the last one was read runs past where its row was to end.
+        self._spill = 0 if self._rounds is None else 2 * (depth + 1)
+        self._room = self._spill + self.policy.nodes  # slots behind the longest root position
+        self._most = longest + new_tokens + self._room  # slots, should all be needed
         self._ample = longest + room - 1  # the longest root position that there is room for
         logits, features = self.target.prefill(
-            tokens, (width - self._host_pads).tolist(), longest + room + self.policy.nodes
+            tokens, (width - self._host_pads).tolist(), longest + room + self._room
         )
         # The tokens that need a second look: end tokens, and -1, which finds the last entry.
         self._special = np.zeros(logits.shape[-1] + 1, dtype=bool)
@@ -149,23 +162,40 @@ class Decoding:
             text = torch.full((batch, self._columns()), self.pad, device=device)
             text[:, :width] = ids
         ends = torch.from_numpy(self._special[:-1]).to(device) if self.eos else None
+        rounds = self._rounds
+        if rounds is not None and ends is not None:
+            ends = rounds.keep("ends", ends)
         self.text = Text(text, width, self._remaining, ends)
         self._to_columns = width + 1 - count.unsqueeze(1) + self.steps  # [B, A], from `lengths`
         self._prompt, self._emitted = ids, []
         self.longest, self._even = longest - 1, True  # the last prompt token is the root below
-        self.state = self._watch = None
-        self._round = 0
+        self.state = self._watch = self._alive = None
+        self._round, self._waiting, self._roots = 0, deque(), np.zeros(batch, dtype=int)
         if self.drafter is not None:
-            self.state = self.drafter.start(batch, self._most)
+            if rounds is None:
+                self.state = self.drafter.start(batch, self._most)
+            else:
+                self.state = rounds.state(self.drafter, batch, self._most)
             self.drafter.prefill(self.state, features, tokens, count)
 
         # The last prompt token is the root of a tree of one node, already verified by the prefill.
         root = tokens.gather(1, (count - 1).unsqueeze(1))  # [B, 1]
         topology, qrow = _ROOT_ONLY.shape(batch, device)
         tree = TokenTree(root, topology, None, qrow)
-        self.lengths = count - 1
-        features = features.gather(1, self.lengths.view(-1, 1, 1).expand(-1, 1, features.shape[-1]))
-        return self._accept(tree, logits.unsqueeze(1), features)
+        last = count - 1
+        features = features.gather(1, last.view(-1, 1, 1).expand(-1, 1, features.shape[-1]))
+        self.committed = Committed(features, root, torch.ones_like(count), root, last)
+        self.committed, report = self._accept(tree, logits.unsqueeze(1), features)
+        emitted = self._hear(report.cpu().numpy(), 1)
+        if rounds is not None:
+            self.committed = rounds.keep_committed(self.committed)
+            self._alive = rounds.keep("alive", torch.from_numpy(self._remaining > 0).to(count))
+        return emitted
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] cached tokens of each row, the position of its root."""
+        return self.committed.lengths
 
     def round(self) -> Emitted:
         """Draft, verify, accept and commit once, for every row; finished rows emit nothing.
@@ -173,38 +203,94 @@ class Decoding:
         Raises:
             DecodingError: the target's logits are NaN, or it has no further position.
         """
-        if self.longest > self._ample:
-            self._grow()
-        drafter: Any = self.drafter
-        self._watch = None
-        if drafter is not None:
-            drafter.tell(self.state, self.longest)
-        if drafter is not None and (self._round < 16 or self._round % 8 == 0):
-            drafter = self._watch = _Watch(drafter)
-        self._round += 1
-        tree = self.policy.grow(drafter, self.state, self.committed, self.children)
-        logits, features = self.target.verify(tree, self.lengths, self.longest, self._even)
-        emitted = self._accept(tree, logits, features)
+        if not self._waiting:
+            self._launch()
+        # Another may start while this one is read, but not where a row will have used its budget.
+        if self._rounds is not None and self._free > self._waiting[0][1]:
+            self._launch()
+        read, steps = self._waiting.popleft()
+        emitted = self._hear(read(), steps)
         self.stats.add(emitted)
         return emitted
 
-    def _accept(self, tree: TokenTree, logits: Tensor, features: Tensor) -> Emitted:
+    def _launch(self) -> None:
+        """Start a round."""
+        longest = self.longest + sum(steps for _, steps in self._waiting)
+        if longest > self._ample:
+            self._grow(longest)
+        rounds, watch = self._rounds, None
+        if self.drafter is not None and (rounds or self._round < 16 or self._round % 8 == 0):
+            watch = _Watch(self.drafter)
+        self._round += 1
+        if rounds is None:
+            if self.drafter is not None:
+                self.drafter.tell(self.state, longest, self._room)
+            self.committed, report = self._step(watch, longest, self._even)
+            self._waiting.append((lambda: report.cpu().numpy(), self.committed.tokens.shape[1]))
+            return
+        room = self.target.cache.capacity - self.policy.nodes
+        longest = min(bucket(longest + self._spill), room)
+        if self.drafter is not None:
+            self.drafter.tell(self.state, longest, self._room)
+            rounds.keep_state(self.state)
+        host = (self.policy, self.drafter, self.rule, self.children.expansion, self._settings)
+        shape = (self.committed.tokens.shape, longest, self.text.ends is None)
+        weight = self.target.model.get_input_embeddings().weight  # another one after a move
+        kind = (*host, *shape, addresses(self.target.cache, self.state, weight))
+
+        def work() -> tuple[Committed, Tensor]:
+            committed, report = self._step(watch, longest, False)
+            rounds.keep_state(self.state)
+            return rounds.keep_committed(committed), rounds.keep("report", report)
+
+        self.committed, report = rounds.run(kind, work)
+        self._waiting.append((rounds.send(report), self.committed.tokens.shape[1]))
+
+    def _step(self, watch: _Watch | None, longest: int, even: bool) -> tuple[Committed, Tensor]:
+        """Draft, verify, accept and commit, on the device alone.
+
+        Args:
+            longest: a bound on the roots' positions; even: whether they are all equal to it.
+
+        Returns:
+            What the next round starts from, and what the host should know of this one.
+        """
+        drafter: Any = watch or self.drafter
+        self._watch = watch
+        tree = self.policy.grow(drafter, self.state, self.committed, self.children)
+        logits, features = self.target.verify(tree, self.lengths, longest, even)
+        return self._accept(tree, logits, features)
+
+    def _accept(
+        self, tree: TokenTree, logits: Tensor, features: Tensor
+    ) -> tuple[Committed, Tensor]:
+        """Choose a path and keep it; see `_step`.
+
+        Args:
+            features: [B, N, F] of the tree's nodes.
+        """
         scores = None if self.record is None else []
         verified = Verified(tree, logits, self.sampling, self.lengths, self.text, scores)
         accepted = self.rule(verified)
         if not self.policy.in_place and tree.nodes > 1:
             self.target.commit(accepted.path)
-        emitted = self._emit(accepted, features)
-        if self.record is not None and scores:
-            self.record.add(accepted.path, emitted.count, scores=scores[0], logits=logits)
-        return emitted
+        self._noted = (accepted.path, scores[0], logits) if scores else None
+        tokens, count = accepted.tokens, accepted.count  # [B, A], [B]
+        report = self._report(tokens, count)
+        if self._alive is not None:
+            # The next round may begin before anybody has looked at these tokens.
+            count, tokens = count * self._alive, tokens.clamp(min=0)
+        root = tokens[:, -1:]  # [B, 1]; past a path's end its last token stands again
+        if self.drafter is not None:
+            path = accepted.path.unsqueeze(-1).expand(-1, -1, features.shape[-1])
+            features = features.gather(1, path)  # [B, A, F]
+        return Committed(features, tokens, count, root, self.lengths + count), report
 
-    def _grow(self) -> None:
+    def _grow(self, longest: int) -> None:
         """Make room for half as many tokens again; twice as many would cost too much memory."""
-        more = max(_ROOM, self.longest // 2)
-        slots = min(self.longest + more + self.policy.nodes, self._most)
-        self.target.reserve(slots)
-        self._ample = self.longest + more - 1
+        more = max(_ROOM, longest // 2)
+        self.target.reserve(min(longest + more + self._room, self._most))
+        self._ample = longest + more - 1
         if self._read:
             missing = self._columns() - self.text.ids.shape[1]
             self.text.ids = torch.nn.functional.pad(self.text.ids, (0, missing), value=self.pad)
@@ -234,16 +320,14 @@ class Decoding:
         written = torch.from_numpy(text).to(self._prompt.device)
         return torch.cat([self._prompt, written], 1)[:, :width]
 
-    def _hear(
-        self, tokens: Tensor, reached: Tensor
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
-        """The round's one read: nodes [B] and tokens [B, A] of the accepted path.
+    def _report(self, tokens: Tensor, count: Tensor) -> Tensor:
+        """What the host reads of a round: tokens [B, A] and nodes [B] of the accepted path.
 
         Also after which tokens [B, A] the criteria held, and which rows' proposals [B] were no
-        ranking; None where nobody asked.
+        ranking, where somebody asked.
         """
-        batch, steps = tokens.shape
-        report = [tokens, reached] if steps > 1 else [tokens]
+        steps = tokens.shape[1]
+        report = [tokens, count] if steps > 1 else [tokens]
         if self._read:
             # What is cut is overwritten, or padding at the end. Nobody is shown an id below 0.
             columns = self.lengths.unsqueeze(1) + self._to_columns[:, :steps]
@@ -253,49 +337,27 @@ class Decoding:
         broken = None if self._watch is None else self._watch.broken()
         if broken is not None:
             report.append(broken)
-        whole = torch.cat([part.flatten() for part in report]) if len(report) > 1 else tokens
-        host = whole.cpu().numpy().ravel()
+        return torch.cat([part.flatten() for part in report]) if len(report) > 1 else tokens
 
-        size, met, bad = batch * steps, None, None
-        nodes = host[size : size + batch] if steps > 1 else self._ones
-        if broken is not None:
-            bad, host = host[-batch:] > 0, host[:-batch]
+    def _hear(self, report: np.ndarray, steps: int) -> Emitted:
+        """Take a round's report and cut its tokens at the budget and at the end token."""
+        batch = len(self._remaining)
+        size, met = batch * steps, None
+        written, rest = report[:size].reshape(batch, steps), report[size:]
+        nodes = self._ones
+        if steps > 1:
+            nodes, rest = rest[:batch], rest[batch:]
         if self.criteria:
-            met = host[-size:].reshape(batch, steps) > 0
-        return nodes, host[:size].reshape(batch, steps), met, bad
-
-    def _emit(self, accepted: Accepted, features: Tensor) -> Emitted:
-        """Read what a round accepted, cut it at the budget and the end token, and go on from there.
-
-        Args:
-            features: [B, N, F] of the tree's nodes.
-        """
-        tokens, reached = accepted.tokens, accepted.count  # [B, A], [B]
-        batch, steps = tokens.shape
-        nodes, written, met, broken = self._hear(tokens, reached)
+            met, rest = rest[:size].reshape(batch, steps) > 0, rest[size:]
+        broken = rest > 0  # [B], or empty where nobody asked
         count, text = nodes, self.text
         looked = met is not None or self._free <= steps or self._special[written].any()
         if looked:
             count = self._cut(nodes, written, met)
-            reached = torch.from_numpy(count).to(reached.device)
-            tokens = tokens.clamp(min=0)  # past an end token there may be none
         else:
             self._free -= steps
             self._remaining = text.remaining = self._remaining - count
             text.host_lengths = text.host_lengths + count
-        root = tokens[:, -1:] if steps > 1 else tokens  # [B, 1]
-        if looked:
-            root = tokens.gather(1, (reached - 1).clamp(min=0).unsqueeze(1))
-            if self._emitted:  # rows that have ended stay where they are
-                root = torch.where(reached.unsqueeze(1) > 0, root, self.committed.root)
-        self.lengths = self.lengths + reached
-        if self._read:
-            self.text.lengths = self.lengths + self._to_columns[:, 0]
-        if self.drafter is not None:
-            path = accepted.path.unsqueeze(-1).expand(-1, -1, features.shape[-1])
-            features = features.gather(1, path)  # [B, A, F]
-        self.committed = Committed(features, tokens, reached, root, self.lengths)
-
         emitted = Emitted(count, nodes, written)
         self._emitted.append(emitted)
         if batch == 1:
@@ -304,9 +366,37 @@ class Decoding:
             positions = text.host_lengths - self._host_pads - 1  # [B] of the roots to come
             self.longest = int(positions.max())
             self._even = int(positions.min()) == self.longest
-        if looked or (broken is not None and broken.any()):
-            self._inspect(emitted, np.zeros(batch, bool) if broken is None else broken)
+        if looked:
+            self._rest(emitted)
+        if self._read:
+            self.text.lengths = self.lengths + self._to_columns[:, 0]
+        if self.record is not None and self._noted is not None:
+            path, scores, logits = self._noted
+            self.record.add(path, count, scores=scores, logits=logits)
+        if looked or broken.any():
+            self._inspect(emitted, broken)
         return emitted
+
+    def _rest(self, last: Emitted) -> None:
+        """Leave rows that have ended where they ended, which the device could not know."""
+        committed, device, count = self.committed, self.lengths.device, last.count
+        written = last.tokens[np.arange(len(count)), count - 1]
+        self._roots = np.where(count > 0, written, self._roots)
+        known = {
+            "count": np.zeros_like(count) if self._waiting else count,  # another round took them
+            "lengths": self.text.host_lengths - self._host_pads - 1,
+            "root": self._roots.clip(min=0)[:, None],
+        }
+        alive = torch.from_numpy(self._remaining > 0).to(device)
+        found = {"tokens": committed.tokens.clamp(min=0)}  # past an end token there may be none
+        for name, values in known.items():
+            here: Tensor = getattr(committed, name)
+            rows = alive.view(-1, *(1,) * (here.dim() - 1))
+            found[name] = torch.where(rows, here, torch.from_numpy(values).to(device))
+        self.committed = replace(committed, **found)
+        if self._rounds is not None:
+            self.committed = self._rounds.keep_committed(self.committed)
+            self._alive = self._rounds.keep("alive", alive.long())
 
     def _cut(self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None) -> np.ndarray:
         """How many of the tokens [B, A] are kept, [B], given the nodes that were accepted.
@@ -341,7 +431,7 @@ class Decoding:
         """Look for what went wrong in a round.
 
         Args:
-            broken: [B], the rows whose proposals were no ranking.
+            broken: [B], the rows whose proposals were no ranking; empty where nobody asked.
         """
         rows = np.arange(len(last.count))
         written = self.text.host_lengths - self._width
@@ -357,7 +447,7 @@ class Decoding:
                 f"row {row} has used all {self._context} positions of the target after "
                 f"{written[row]} new tokens; set max_new_tokens to at most that."
             )
-        if (broken & active).any() and self.drafter is not None:
+        if broken.size and (broken & active).any() and self.drafter is not None:
             warnings.warn(
                 f"{type(self.drafter).__name__} proposed NaN or infinite logits; decoding goes on "
                 "without it, more slowly: check its weights and dtype.",

@@ -30,6 +30,7 @@ from headstart.heads.artifact import read_tree
 from headstart.heads.core import row_seeds
 
 from .dynamic import parse_tree
+from .graphs import Rounds
 from .loop import Decoding
 from .plan import read_plan
 from .policies import Expansion, Policy
@@ -57,6 +58,9 @@ class Speculator:
         expansion: how children are chosen when sampling, see `Children`; None takes what the rule
             is best with.
         tokenizer: only needed for `stop_strings`.
+        graphs: whether rounds are captured as CUDA graphs and replayed, and overlap with the host's
+            reading; None for on a GPU only. A graph has the model's weights and hooks built in:
+            after changing them, make a new speculator.
 
     Attributes:
         stats: what the last call did.
@@ -71,6 +75,7 @@ class Speculator:
         rule: str | None = None,
         expansion: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        graphs: bool | None = None,
     ):
         if drafter is not None:
             drafter.bind(target)
@@ -86,6 +91,8 @@ class Speculator:
             target, () if drafter is None else tuple(drafter.config.feature_layers)
         )
         self.stats = Stats()
+        on_gpu = self.target.model.device.type == "cuda"
+        self.rounds = Rounds.on(target.device) if graphs or (graphs is None and on_gpu) else None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -210,6 +217,7 @@ class Speculator:
             criteria=ending.others,
             pad=_pad(config, ending.eos),
             record=record,
+            rounds=self.rounds,
         )
         self.stats = decoding.stats
         if streamer is not None:
@@ -329,6 +337,7 @@ def load(
     tree: Policy | str | Sequence[Sequence[int]] | None = None,
     rule: str | None = None,
     expansion: str | None = None,
+    graphs: bool | None = None,
     **options: Any,
 ) -> Speculator:
     """Load target and drafter and return the Speculator over them.
@@ -338,6 +347,7 @@ def load(
         drafter: a drafter, or the folder or Hub name of an artifact; None decodes plainly.
         tree: see `Speculator`; None takes the artifact's plan for this machine, where nothing pays
             to decode plainly, or else the tree that it was measured with.
+        rule, expansion, graphs: see `Speculator`.
         options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
 
     Raises:
@@ -358,5 +368,11 @@ def load(
         if plan is not None and not plan.tree:
             drafter = None  # loaded all the same: it may have adapted the target
     return Speculator(
-        model, drafter, tree=tree, rule=rule, expansion=expansion, tokenizer=tokenizer
+        model,
+        drafter,
+        tree=tree,
+        rule=rule,
+        expansion=expansion,
+        tokenizer=tokenizer,
+        graphs=graphs,
     )

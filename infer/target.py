@@ -50,7 +50,10 @@ class Target:
     def prefill(
         self, tokens: Tensor, counts: Sequence[int], capacity: int
     ) -> tuple[Tensor, Tensor]:
-        """Run prompts into a fresh cache with `capacity` slots a row.
+        """Run prompts into an empty cache with at least `capacity` slots a row.
+
+        The last request's cache is used again where it is large enough, so that what was captured
+        on its addresses stays good.
 
         Args:
             tokens: [B, T] int64, padded on the right.
@@ -59,8 +62,11 @@ class Target:
         Returns:
             Logits [B, V] after each row's last token, and features [B, T, F].
         """
-        capacity = max(capacity, tokens.shape[1])
-        self.cache = SlabCache(self.shapes, tokens.shape[0], in_steps(capacity))
+        capacity = in_steps(max(capacity, tokens.shape[1]))
+        if self.cache.batch == tokens.shape[0] and self.cache.capacity >= capacity:
+            self.cache.clear()
+        else:
+            self.cache = SlabCache(self.shapes, tokens.shape[0], capacity)
         logits = prefill_forward(self.model, self.cache, tokens, counts)
         return logits, self._features(tokens)
 

@@ -184,6 +184,16 @@ class SlabCache(Cache):
         ]
 
     @property
+    def address(self) -> tuple[int, ...]:
+        """Where the slabs lie and how they are laid out, which changes when they grow."""
+        return self.batch, self.capacity, *(slab.data_ptr() for slab in self._slabs)
+
+    def clear(self) -> None:
+        """Forget everything; see `reserve` for why that takes zeros."""
+        for slab in self._slabs:
+            slab.zero_()
+
+    @property
     def dtype(self) -> torch.dtype:
         """The dtype of the first layer's keys, which the attention mask takes."""
         return self.shapes[0].dtype

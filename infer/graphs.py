@@ -1,0 +1,232 @@
+"""Rounds captured once and replayed: on a GPU a whole round is one CUDA graph.
+
+A graph repeats the same kernels on the same addresses and runs no Python. So what one round hands
+to the next lives in tensors that stay (`Rounds.keep`), what the host decides is the graph's `kind`
+(tree, rule, batch, how many slots are attended to, where the caches lie), and everything else is
+read on the device. The first round of a kind runs as written, which warms everything up; the second
+is captured; all later ones are replayed.
+
+Example: lengths that grow by one a round, repeated at the address where they lie.
+
+>>> rounds = Rounds()
+>>> lengths = rounds.keep("lengths", torch.tensor([3, 5]))
+>>> for _ in range(3):
+...     lengths = rounds.run("grow", lambda: rounds.keep("lengths", lengths + 1))
+>>> lengths.tolist()
+[6, 8]
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.heads import Drafter, Sampling
+from headstart.heads.core import SlabCache, in_steps
+
+from .policies import Committed
+
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Does work once and returns what repeats it."""
+
+_Found = TypeVar("_Found")
+_Leaf = tuple[Any, str, Any]  # an object, an attribute of it, and the tensor that it holds
+
+_KINDS = 64
+"""So many graphs are held; then the oldest goes."""
+
+
+class CudaCapture:
+    """Captures work as CUDA graphs that share one pool of memory.
+
+    They may share it since they run one after another, and what one leaves for the next is copied
+    to tensors that lie outside of it.
+    """
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            work()
+        graph.replay()
+        return graph.replay
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """What repeats a kind of round, what it returned, and which attributes hold its tensors."""
+
+    replay: Callable[[], Any]
+    found: Any
+    held: list[_Leaf]
+
+
+class Rounds:
+    """The rounds of a speculator's requests, one after another.
+
+    Args:
+        capture: how; None where a device has no graphs: the same path, run as it is written.
+    """
+
+    def __init__(self, capture: Capture | None = None):
+        self._capture = capture
+        self._kept: dict[Hashable, Tensor] = {}
+        self._captured: dict[Hashable, _Captured | None] = {}  # None: seen once
+        self._states: dict[tuple[Drafter, int], Any] = {}
+        self._held: list[_Leaf] = []
+        self._sent: dict[torch.Size, list[Tensor]] = {}
+
+    @classmethod
+    def on(cls, device: torch.device) -> Rounds:
+        """As the device allows: CUDA graphs, or the same path uncaptured."""
+        return cls(CudaCapture() if device.type == "cuda" else None)
+
+    def keep(self, name: Hashable, value: Tensor) -> Tensor:
+        """A copy of `value` in the tensor that stays for this name, shape and dtype."""
+        key = (name, value.shape, value.dtype)
+        own = self._kept.get(key)
+        if own is None:
+            own = self._kept[key] = value.clone(memory_format=torch.contiguous_format)
+        elif own is not value:
+            own.copy_(value)
+        return own
+
+    def keep_committed(self, committed: Committed) -> Committed:
+        """What a round committed, in tensors that stay."""
+        kept = {f.name: self.keep(f.name, getattr(committed, f.name)) for f in fields(committed)}
+        return Committed(**kept)
+
+    def keep_sampling(self, sampling: Sampling) -> Sampling:
+        """The same seeds, in a tensor that stays."""
+        if sampling.seeds is None:
+            return sampling
+        return replace(sampling, seeds=self.keep("seeds", sampling.seeds))
+
+    def keep_state(self, state: Any) -> None:
+        """Put every tensor that a drafter's state holds where it stays."""
+        for owner, name, value in _leaves(state):
+            if isinstance(value, Tensor):
+                kept = self.keep((type(owner).__name__, name), value)
+                setattr(owner, name, kept)
+                self._held.append((owner, name, kept))
+
+    def state(self, drafter: Drafter, batch: int, capacity: int) -> Any:
+        """The drafter's state for a request, the one of the last request of as many rows."""
+        key = (drafter, batch)
+        if key not in self._states:
+            self._states[key] = drafter.start(batch, capacity)
+        return self._states[key]
+
+    def run(self, kind: Hashable, work: Callable[[], _Found]) -> _Found:
+        """Do a round.
+
+        Args:
+            kind: everything that the host decides about the round.
+            work: the round, which leaves all that outlasts it in tensors that stay.
+        """
+        known = self._captured.get(kind)
+        if known is not None:
+            known.replay()
+            for owner, name, kept in known.held:
+                setattr(owner, name, kept)
+            return known.found
+        self._held = []
+        if self._capture is None:
+            return work()
+        if kind not in self._captured:
+            self._captured[kind] = None
+            while len(self._captured) > _KINDS:
+                del self._captured[next(iter(self._captured))]
+            return work()
+        found: list[_Found] = []
+        try:
+            replay = self._capture(lambda: found.append(work()))
+        except RuntimeError as error:
+            self._capture = None
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+            warnings.warn(
+                f"this round cannot be captured as a CUDA graph ({reason}); decoding goes on "
+                "without graphs, more slowly: pass graphs=False to do so from the start.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return work()
+        self._captured[kind] = _Captured(replay, found[0], self._held)
+        return found[0]
+
+    def send(self, report: Tensor) -> Callable[[], np.ndarray]:
+        """Start copying a report to the host; what is returned waits for it, and for nothing later.
+
+        Of one shape, two may be on their way.
+        """
+        pinned = report.device.type == "cuda"
+        ring = self._sent.setdefault(report.shape, [])
+        if len(ring) < 2:
+            ring.append(torch.empty(report.shape, dtype=report.dtype, pin_memory=pinned))
+        else:
+            ring.append(ring.pop(0))
+        host = ring[-1]
+        host.copy_(report, non_blocking=True)
+        if not pinned:
+            return lambda: host.numpy().copy()
+        arrived = torch.cuda.Event()
+        arrived.record()
+
+        def read() -> np.ndarray:
+            arrived.synchronize()
+            return host.numpy().copy()
+
+        return read
+
+
+def bucket(slots: int) -> int:
+    """So many slots, rounded up by a quarter at most: a text as it grows needs few graphs.
+
+    >>> [bucket(n) for n in (1, 64, 65, 300, 513, 2049)]
+    [64, 64, 128, 320, 640, 2560]
+    """
+    step = in_steps(1)
+    while slots > 8 * step:
+        step *= 2
+    return -(-slots // step) * step
+
+
+def addresses(*owners: Any) -> Hashable:
+    """Where tensors, and those of caches and states, lie; a graph is only good for the same."""
+    found = [value for owner in owners for _, _, value in _leaves(owner)]
+    return tuple(
+        value.data_ptr() if isinstance(value, Tensor) else value.address for value in found
+    )
+
+
+def settings(sampling: Sampling) -> Hashable:
+    """All that a graph has built in of how tokens are chosen."""
+
+    def plain(value: Any) -> Hashable:
+        return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else repr(value)
+
+    processors = tuple(
+        (type(item), *((name, plain(value)) for name, value in sorted(vars(item).items())))
+        for item in sampling.processors or ()
+    )
+    return sampling.seeds is None, sampling.dtype, processors
+
+
+def _leaves(owner: Any, name: str = "") -> Iterator[_Leaf]:
+    """Every tensor and slab cache among an object's attributes, and among theirs, in order."""
+    if isinstance(owner, Tensor | SlabCache):
+        yield None, name, owner
+        return
+    for name, value in sorted(vars(owner).items()) if hasattr(owner, "__dict__") else ():
+        if isinstance(value, Tensor | SlabCache):
+            yield owner, name, value
+        else:
+            yield from _leaves(value)

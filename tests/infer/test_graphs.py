@@ -1,0 +1,171 @@
+"""Captured rounds write the text of rounds that run as written; a tape stands in for graphs."""
+
+from collections.abc import Callable
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from tape import Tape
+from test_families import LENGTHS, OPTIONS, TREES, drafter, target
+from tiny import prompts
+from torch import Tensor
+
+from headstart.heads import DecodingError
+from headstart.heads.lookup import WithLookup
+from headstart.infer import Decoding, Speculator, loop
+from headstart.infer.graphs import Rounds
+
+NEW = 24
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.8}
+STATIC = TREES[1]
+
+
+def captured(speculator: Speculator, capture: Callable | None = None) -> Tape:
+    """Give the speculator a tape in place of graphs."""
+    tape = Tape()
+    speculator.rounds = Rounds(capture or tape)
+    return tape
+
+
+def decode(speculator: Speculator, batch: int = 4, turn: int = 0, **options: Any) -> Tensor:
+    ids, mask = prompts([length + turn for length in LENGTHS[:batch]])
+    given: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False} | options
+    if given["do_sample"]:
+        given["seed"] = [11 + turn, 12, 13, 14 + turn][:batch]
+    return speculator.generate(ids, attention_mask=mask, **given)
+
+
+def both(name: str, tree: str = STATIC, **options: Any) -> tuple[Speculator, Speculator, Tape]:
+    """A speculator with a tape, and one that runs its rounds as written."""
+    made = [
+        Speculator(target("tiny"), drafter(name, "tiny"), tree=tree, **options) for _ in range(2)
+    ]
+    return *made, captured(made[0])  # type: ignore[return-value]
+
+
+def cases() -> list[Any]:
+    found = []
+    for name, tree, batch in product(OPTIONS, TREES, (1, 4)):
+        quick = batch == 4 and tree == (TREES[2] if name == "redrafter" else STATIC)
+        marks = () if quick else pytest.mark.proof
+        found.append(pytest.param(name, tree, batch, marks=marks, id=f"{name}-{tree[:5]}-{batch}"))
+    return found
+
+
+@pytest.mark.parametrize(("name", "tree", "batch"), cases())
+def test_replayed_rounds_write_the_same(name: str, tree: str, batch: int) -> None:
+    """Greedy and sampled, and request after request on the same graphs."""
+    for options in ({}, SAMPLED):
+        replayed, written, tape = both(name, tree)
+        taped = []
+        for turn in range(3):
+            text = decode(replayed, batch, turn, **options)
+            assert torch.equal(text, decode(written, batch, turn, **options)), turn
+            assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+            taped.append(tape.taped)
+        assert 0 < taped[-1] <= taped[0] + 2
+        assert tape.replayed > 4 * tape.taped
+
+
+@pytest.mark.parametrize("rule", ["rejection", "traversal", "typical"])
+def test_every_kind_of_rule(rule: str) -> None:
+    replayed, written, tape = both("medusa", rule=rule)
+    for turn in range(2):
+        assert torch.equal(
+            decode(replayed, turn=turn, **SAMPLED), decode(written, turn=turn, **SAMPLED)
+        )
+    assert tape.replayed
+
+
+def test_a_drafter_with_lookup_and_plain_decoding() -> None:
+    for tree, proposer in ((STATIC, WithLookup(drafter("medusa", "tiny"), 2)), ("plain", None)):
+        replayed, written = (Speculator(target("tiny"), proposer, tree=tree) for _ in range(2))
+        tape = captured(replayed)
+        for turn in range(2):
+            assert torch.equal(decode(replayed, turn=turn), decode(written, turn=turn))
+            assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+        assert tape.replayed
+
+
+def test_what_a_drafter_carries_over_matters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: were a state left where Python puts it, replayed rounds would draft otherwise."""
+    monkeypatch.setattr(Rounds, "keep_state", lambda self, state: None)
+    replayed, _, tape = both("draft_model")
+    decode(replayed)
+    assert not tape.taped  # it never lies where it lay before
+    monkeypatch.setattr(loop, "addresses", lambda *owners: None)
+    replayed, written, _ = both("draft_model")
+    assert torch.equal(decode(replayed), decode(written))  # the target decides
+    assert replayed.stats.counts.tolist() != written.stats.counts.tolist()
+
+
+def test_rows_end_while_the_next_round_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """End tokens come as a surprise; what a row's round ahead wrote is nobody's."""
+    ahead = []
+    launch = Decoding._launch
+
+    def counted(self: Decoding) -> None:
+        launch(self)
+        ahead.append(len(self._waiting))
+
+    monkeypatch.setattr(Decoding, "_launch", counted)
+    for name in ("medusa", "draft_model", "lookup"):
+        replayed, written, tape = both(name)
+        text = decode(written)
+        ends = [int(text[row, 9 + 4 * row + 2]) for row in range(4)]
+        for turn in range(2):
+            options: dict[str, Any] = {"eos_token_id": ends}
+            assert torch.equal(
+                decode(replayed, turn=turn, **options), decode(written, turn=turn, **options)
+            )
+            assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+        assert tape.replayed
+    assert max(ahead) == 2
+
+
+def test_caches_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "_ROOM", 8)
+    for name in ("medusa", "draft_model", "lookup"):
+        replayed, written, tape = both(name)
+        options: dict[str, Any] = {"max_new_tokens": 200}
+        assert torch.equal(decode(replayed, 2, **options), decode(written, 2, **options))
+        assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+        assert tape.taped > 1 and tape.replayed > 3 * tape.taped
+
+
+def test_rounds_whose_text_is_read_run_as_written() -> None:
+    replayed, written, tape = both("medusa")
+    options: dict[str, Any] = {"repetition_penalty": 1.3}
+    assert torch.equal(decode(replayed, **options), decode(written, **options))
+    assert tape.taped == 0
+
+
+def test_a_round_that_cannot_be_captured() -> None:
+    def refuse(work: Callable[[], Any]) -> Callable[[], Any]:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    replayed, written, _ = both("medusa")
+    captured(replayed, refuse)
+    with pytest.warns(RuntimeWarning, match="cannot be captured .*graphs=False"):
+        text = decode(replayed)
+    assert torch.equal(text, decode(written))
+
+
+def test_broken_scores_are_found_a_round_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = target("tiny")
+    replayed, _, _ = both("medusa")
+    seen = 0
+
+    def poison(module: Any, args: Any, output: Any) -> Any:
+        nonlocal seen
+        seen += 1
+        return output if seen < 4 else output * float("nan")
+
+    handle = model.get_output_embeddings().register_forward_hook(poison)
+    try:
+        with pytest.raises(DecodingError, match="NaN or infinite"):
+            replayed.rounds = Rounds()
+            decode(replayed)
+    finally:
+        handle.remove()
