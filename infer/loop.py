@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteriaList
 
-from headstart.heads import DecodingError, Drafter, OptionError, Sampling, Step, TokenTree
+from headstart.heads import Drafter, OptionError, Sampling, Step, TokenTree
 
 from .choices import matching
 from .graphs import Rounds, addresses, bucket, settings
 from .policies import Children, Committed, Expansion, Policy, StaticTree
 from .record import Record
+from .rows import Rows
 from .rules import Rule
 from .stats import Emitted, Stats
 from .target import Target
@@ -32,8 +33,6 @@ _ROOT_ONLY = StaticTree([])
 
 _ROOM = 512
 """New tokens that cache and text are first made for; later they grow by half."""
-
-_NEVER = 1 << 60
 
 
 class _Watch:
@@ -124,12 +123,11 @@ class Decoding:
         depth = self.policy.max_depth
         self.steps = torch.arange(depth + 1, device=device)  # [A]
         count = mask.sum(1)  # [B]
-        self._host_pads = width - count.cpu().numpy()
-        longest = int(width - self._host_pads.min())
+        pads = width - count.cpu().numpy()
+        longest = int(width - pads.min())
         # Text columns that are never all used: rows of short prompts may run ahead of the longest.
-        self._width, self._spare = width, int(self._host_pads.max()) - width + depth + 2
+        self._width, self._spare = width, int(pads.max()) - width + depth + 2
         limit = self.target.limit
-        self._context = None if limit is None else limit.positions
         if limit is not None and longest > limit.positions:
             raise OptionError(
                 f"the longest prompt has {longest} tokens and the target {limit.positions} "
@@ -137,11 +135,6 @@ class Decoding:
             )
         columns = torch.arange(longest, device=device) + (width - count).unsqueeze(1)
         tokens = ids.gather(1, columns.clamp(max=width - 1))  # [B, T], padded on the right
-        # Without an end token `generate` lets rows write on until the criteria held for all.
-        self._held = None
-        if self.criteria and not self.eos and batch > 1:
-            self._held = np.full(batch, _NEVER)  # [B] text length where they first did
-
         room = min(new_tokens, _ROOM)
         # A round that was begun before the last one was read runs past where its row was to end.
         self._spill = 0 if self._rounds is None else 2 * (depth + 1)
@@ -149,28 +142,26 @@ class Decoding:
         self._most = longest + new_tokens + self._room  # slots, should all be needed
         self._ample = longest + room - 1  # the longest root position that there is room for
         logits, features = self.target.prefill(
-            tokens, (width - self._host_pads).tolist(), longest + room + self._room
+            tokens, (width - pads).tolist(), longest + room + self._room
         )
-        # The tokens that need a second look: end tokens, and -1, which finds the last entry.
-        self._special = np.zeros(logits.shape[-1] + 1, dtype=bool)
-        self._special[[token for token in self.eos if 0 <= token < logits.shape[-1]]] = True
-        self._special[-1] = True
-        self._remaining, self._ones = np.full(batch, new_tokens), np.ones(batch, dtype=int)
-        self._free = 0  # so many tokens every row may emit before a bound cuts it, or more
+        together = bool(self.criteria) and not self.eos and batch > 1
+        context = None if limit is None else limit.positions
+        self.rows = Rows(
+            pads, width, new_tokens, self.eos, logits.shape[-1], context, together=together
+        )
         text = ids
         if self._read:
             text = torch.full((batch, self._columns()), self.pad, device=device)
             text[:, :width] = ids
-        ends = torch.from_numpy(self._special[:-1]).to(device) if self.eos else None
+        ends = torch.from_numpy(self.rows.special[:-1]).to(device) if self.eos else None
         rounds = self._rounds
         if rounds is not None and ends is not None:
             ends = rounds.keep("ends", ends)
-        self.text = Text(text, width, self._remaining, ends)
+        self.text = Text(text, width, self.rows.remaining, ends)
         self._to_columns = width + 1 - count.unsqueeze(1) + self.steps  # [B, A], from `lengths`
-        self._prompt, self._emitted = ids, []
-        self.longest, self._even = longest - 1, True  # the last prompt token is the root below
+        self._prompt = ids
         self.state = self._watch = self._alive = None
-        self._round, self._waiting, self._roots = 0, deque(), np.zeros(batch, dtype=int)
+        self._round, self._waiting = 0, deque()
         if self.drafter is not None:
             if rounds is None:
                 self.state = self.drafter.start(batch, self._most)
@@ -189,7 +180,7 @@ class Decoding:
         emitted = self._hear(report.cpu().numpy(), 1)
         if rounds is not None:
             self.committed = rounds.keep_committed(self.committed)
-            self._alive = rounds.keep("alive", torch.from_numpy(self._remaining > 0).to(count))
+            self._alive = rounds.keep("alive", torch.from_numpy(self.rows.remaining > 0).to(count))
         return emitted
 
     @property
@@ -206,7 +197,7 @@ class Decoding:
         if not self._waiting:
             self._launch()
         # Another may start while this one is read, but not where a row will have used its budget.
-        if self._rounds is not None and self._free > self._waiting[0][1]:
+        if self._rounds is not None and self.rows.free > self._waiting[0][1]:
             self._launch()
         read, steps = self._waiting.popleft()
         emitted = self._hear(read(), steps)
@@ -215,7 +206,7 @@ class Decoding:
 
     def _launch(self) -> None:
         """Start a round."""
-        longest = self.longest + sum(steps for _, steps in self._waiting)
+        longest = self.rows.longest + sum(steps for _, steps in self._waiting)
         if longest > self._ample:
             self._grow(longest)
         rounds, watch = self._rounds, None
@@ -225,7 +216,7 @@ class Decoding:
         if rounds is None:
             if self.drafter is not None:
                 self.drafter.tell(self.state, longest, self._room)
-            self.committed, report = self._step(watch, longest, self._even)
+            self.committed, report = self._step(watch, longest, self.rows.even)
             self._waiting.append((lambda: report.cpu().numpy(), self.committed.tokens.shape[1]))
             return
         room = self.target.cache.capacity - self.policy.nodes
@@ -302,23 +293,13 @@ class Decoding:
     @property
     def finished(self) -> bool:
         """Whether every row has ended."""
-        return self._free <= 0 and not self._remaining.any()
+        return self.rows.finished
 
     @property
     def sequences(self) -> Tensor:
         """[B, longest] the rows' text in the layout of `generate`, padded after each row's end."""
-        width = int(self.text.host_lengths.max())
-        if self._held is not None:
-            width = min(width, int(self._held.max()))
-        tokens = np.concatenate([emitted.tokens for emitted in self._emitted], 1)
-        true = np.concatenate(
-            [np.arange(e.tokens.shape[1]) < e.count[:, None] for e in self._emitted], 1
-        )
-        new = self.text.host_lengths[:, None] - self._width
-        text = np.full((len(new), int(new.max())), self.pad)
-        text[np.arange(text.shape[1]) < new] = tokens[true]
-        written = torch.from_numpy(text).to(self._prompt.device)
-        return torch.cat([self._prompt, written], 1)[:, :width]
+        new = torch.from_numpy(self.rows.text(self.pad)).to(self._prompt.device)
+        return torch.cat([self._prompt, new], 1)
 
     def _report(self, tokens: Tensor, count: Tensor) -> Tensor:
         """What the host reads of a round: tokens [B, A] and nodes [B] of the accepted path.
@@ -340,129 +321,63 @@ class Decoding:
         return torch.cat([part.flatten() for part in report]) if len(report) > 1 else tokens
 
     def _hear(self, report: np.ndarray, steps: int) -> Emitted:
-        """Take a round's report and cut its tokens at the budget and at the end token."""
-        batch = len(self._remaining)
-        size, met = batch * steps, None
-        written, rest = report[:size].reshape(batch, steps), report[size:]
-        nodes = self._ones
+        """Take a round's report, of paths of at most so many nodes; see `_report`."""
+        batch = len(self.rows.remaining)
+        size, met, nodes = batch * steps, None, np.ones(batch, dtype=int)
+        tokens, rest = report[:size].reshape(batch, steps), report[size:]
         if steps > 1:
             nodes, rest = rest[:batch], rest[batch:]
         if self.criteria:
             met, rest = rest[:size].reshape(batch, steps) > 0, rest[size:]
-        broken = rest > 0  # [B], or empty where nobody asked
-        count, text = nodes, self.text
-        looked = met is not None or self._free <= steps or self._special[written].any()
+        emitted, looked = self.rows.take(nodes, tokens, met)
+        self.text.host_lengths, self.text.remaining = self.rows.lengths, self.rows.remaining
         if looked:
-            count = self._cut(nodes, written, met)
-        else:
-            self._free -= steps
-            self._remaining = text.remaining = self._remaining - count
-            text.host_lengths = text.host_lengths + count
-        emitted = Emitted(count, nodes, written)
-        self._emitted.append(emitted)
-        if batch == 1:
-            self.longest += int(count[0])
-        else:
-            positions = text.host_lengths - self._host_pads - 1  # [B] of the roots to come
-            self.longest = int(positions.max())
-            self._even = int(positions.min()) == self.longest
-        if looked:
-            self._rest(emitted)
+            self._rest(emitted.count)
         if self._read:
             self.text.lengths = self.lengths + self._to_columns[:, 0]
         if self.record is not None and self._noted is not None:
             path, scores, logits = self._noted
-            self.record.add(path, count, scores=scores, logits=logits)
-        if looked or broken.any():
-            self._inspect(emitted, broken)
+            self.record.add(path, emitted.count, scores=scores, logits=logits)
+        if looked:
+            self.rows.check()
+        if rest.size and (rest[emitted.count > 0] > 0).any():  # proposals that were no ranking
+            self._go_on_without()
         return emitted
 
-    def _rest(self, last: Emitted) -> None:
-        """Leave rows that have ended where they ended, which the device could not know."""
-        committed, device, count = self.committed, self.lengths.device, last.count
-        written = last.tokens[np.arange(len(count)), count - 1]
-        self._roots = np.where(count > 0, written, self._roots)
-        known = {
+    def _rest(self, count: np.ndarray) -> None:
+        """Leave rows that have ended where they ended, which the device could not know.
+
+        Args:
+            count: [B], how many of a round's tokens were kept.
+        """
+        committed, device = self.committed, self.lengths.device
+        alive = torch.from_numpy(self.rows.remaining > 0).to(device)
+        ended = {
             "count": np.zeros_like(count) if self._waiting else count,  # another round took them
-            "lengths": self.text.host_lengths - self._host_pads - 1,
-            "root": self._roots.clip(min=0)[:, None],
+            "lengths": self.rows.positions,
+            "root": self.rows.roots[:, None],
         }
-        alive = torch.from_numpy(self._remaining > 0).to(device)
         found = {"tokens": committed.tokens.clamp(min=0)}  # past an end token there may be none
-        for name, values in known.items():
+        for name, values in ended.items():
             here: Tensor = getattr(committed, name)
-            rows = alive.view(-1, *(1,) * (here.dim() - 1))
-            found[name] = torch.where(rows, here, torch.from_numpy(values).to(device))
+            going = alive if here.dim() == 1 else alive.unsqueeze(1)
+            found[name] = torch.where(going, here, torch.from_numpy(values).to(device))
         self.committed = replace(committed, **found)
         if self._rounds is not None:
             self.committed = self._rounds.keep_committed(self.committed)
             self._alive = self._rounds.keep("alive", alive.long())
 
-    def _cut(self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None) -> np.ndarray:
-        """How many of the tokens [B, A] are kept, [B], given the nodes that were accepted.
-
-        Args:
-            met: [B, A] bool, after which tokens the criteria held.
-        """
-        text = self.text
-        count = np.minimum(nodes, self._remaining)
-        room = _NEVER
-        if self._context is not None:
-            # Nodes past the last position ran at a wrong one.
-            room = self._context - (text.host_lengths - self._host_pads - 1)
-            count = np.minimum(count, room)
-        count, stopped = _cut_at(self._special[tokens] & (tokens >= 0), count)
-        if met is not None and self._held is not None:
-            self._hold(met, count)
-        elif met is not None:
-            count, also = _cut_at(met, count)
-            stopped = stopped | also
-        text.host_lengths = text.host_lengths + count
-        remaining = self._remaining - count
-        remaining[stopped] = 0
-        if self._held is not None:
-            to_go = (self._held.max() - text.host_lengths).clip(0)
-            remaining = np.minimum(remaining, to_go)
-        self._remaining = text.remaining = remaining
-        self._free = int(np.minimum(remaining, room - count).min())
-        return count
-
-    def _inspect(self, last: Emitted, broken: np.ndarray) -> None:
-        """Look for what went wrong in a round.
-
-        Args:
-            broken: [B], the rows whose proposals were no ranking; empty where nobody asked.
-        """
-        rows = np.arange(len(last.count))
-        written = self.text.host_lengths - self._width
-        active = last.count > 0
-        for row in rows[active & (last.tokens[rows, last.count - 1] < 0)]:
-            raise DecodingError(
-                f"the target's scores for new token {written[row]} of row {row} are NaN or "
-                "infinite; load it in float32 or bfloat16, and check its weights and processors."
-            )
-        reached = self.text.host_lengths - self._host_pads - 1
-        for row in rows[(self._remaining > 0) & (reached >= (self._context or _NEVER))]:
-            raise DecodingError(
-                f"row {row} has used all {self._context} positions of the target after "
-                f"{written[row]} new tokens; set max_new_tokens to at most that."
-            )
-        if broken.size and (broken & active).any() and self.drafter is not None:
-            warnings.warn(
-                f"{type(self.drafter).__name__} proposed NaN or infinite logits; decoding goes on "
-                "without it, more slowly: check its weights and dtype.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            self.drafter = None
-            self.policy = _ROOT_ONLY
-
-    def _hold(self, met: np.ndarray, count: np.ndarray) -> None:
-        """Note in `_held` where each row's criteria first held, without ending the row."""
-        met = met & (np.arange(met.shape[1]) < count[:, None])
-        place = np.where(met.any(1), self.text.host_lengths + met.argmax(1) + 1, _NEVER)
-        assert self._held is not None
-        self._held = np.minimum(self._held, place)
+    def _go_on_without(self) -> None:
+        """Decode plainly from now on."""
+        if self.drafter is None:
+            return
+        warnings.warn(
+            f"{type(self.drafter).__name__} proposed NaN or infinite logits; decoding goes on "
+            "without it, more slowly: check its weights and dtype.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        self.drafter, self.policy = None, _ROOT_ONLY
 
     def _ask_criteria(self, steps: int) -> Tensor:
         """Whether the stopping criteria hold after each token [B, A], asked as `generate` asks."""
@@ -474,17 +389,3 @@ class Decoding:
                 answer = self.criteria(text, None)  # type: ignore[misc,arg-type]
                 met[:, step] |= answer.to(met.device) & mine
         return met
-
-
-def _cut_at(ends: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Shorten `count` [B] to end with the first token that ends its row.
-
-    Args:
-        ends: [B, A] bool, which tokens end a row.
-
-    Returns:
-        The new count, and which rows ended, both [B].
-    """
-    ends = ends & (np.arange(ends.shape[1]) < count[:, None])
-    stopped = np.logical_or.reduce(ends, 1)
-    return np.where(stopped, ends.argmax(1) + 1, count), stopped

@@ -1,0 +1,175 @@
+"""What the host knows of a batch's rows: how long each is, and where what it accepted is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from headstart.heads import DecodingError
+
+from .stats import Emitted
+
+_NEVER = 1 << 60
+
+
+class Rows:
+    """The rows of one batch of requests.
+
+    Args:
+        pads: [B] columns of padding before each prompt.
+        width: columns of the prompts, padding included.
+        new_tokens: at most so many tokens are emitted per row.
+        eos: token ids that end a row; vocabulary: V.
+        context: positions of the target, None without an end.
+        together: whether rows write on until the stopping criteria have held for all of them, as
+            they do under `generate` without an end token.
+
+    Attributes:
+        lengths: [B] columns of each row's text, padding included; they always count the root.
+        remaining: [B] tokens that each row may still emit.
+        longest: the largest position of a root; even: whether all roots stand there.
+        free: so many tokens every row may emit before a bound cuts it, or more.
+        special: [V + 1] bool, the tokens that need a second look: end tokens, and -1, which finds
+            the last entry.
+    """
+
+    def __init__(
+        self,
+        pads: np.ndarray,
+        width: int,
+        new_tokens: int,
+        eos: Sequence[int],
+        vocabulary: int,
+        context: int | None,
+        together: bool,
+    ):
+        batch = len(pads)
+        self._pads, self._width, self._context = pads, width, context
+        self.lengths, self.remaining = np.full(batch, width), np.full(batch, new_tokens)
+        # Until the prefill has emitted a token, the last one of the prompt is the root.
+        self.longest, self.even, self.free = width - int(pads.min()) - 1, True, 0
+        self.special = np.zeros(vocabulary + 1, dtype=bool)
+        self.special[[token for token in eos if 0 <= token < vocabulary]] = True
+        self.special[-1] = True
+        self._roots, self._emitted = np.zeros(batch, dtype=int), []
+        # [B] length of the text where each row's criteria first held.
+        self._held = np.full(batch, _NEVER) if together else None
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[B] the position of each root."""
+        return self.lengths - self._pads - 1
+
+    @property
+    def roots(self) -> np.ndarray:
+        """[B] the last token of each row that was cut."""
+        return self._roots.clip(min=0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether every row has ended."""
+        return self.free <= 0 and not self.remaining.any()
+
+    def take(
+        self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None = None
+    ) -> tuple[Emitted, bool]:
+        """Add what a round accepted to the rows, as far as they go.
+
+        Args:
+            nodes: [B] of the accepted path; tokens: [B, A] after them.
+            met: [B, A] bool, after which tokens the criteria held.
+
+        Returns:
+            The round's report, and whether a second look was needed: a row may have been cut, or
+            its token be none.
+        """
+        count, steps = nodes, tokens.shape[1]
+        looked = met is not None or self.free <= steps or bool(self.special[tokens].any())
+        if looked:
+            count = self._cut(nodes, tokens, met)
+            last = tokens[np.arange(len(count)), count - 1]
+            self._roots = np.where(count > 0, last, self._roots)
+        else:
+            self.free -= steps
+            self.remaining = self.remaining - count
+            self.lengths = self.lengths + count
+        if len(count) == 1:
+            self.longest += int(count[0])
+        else:
+            positions = self.positions
+            self.longest = int(positions.max())
+            self.even = int(positions.min()) == self.longest
+        emitted = Emitted(count, nodes, tokens)
+        self._emitted.append(emitted)
+        return emitted, looked
+
+    def _cut(self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None) -> np.ndarray:
+        """How many of the tokens [B, A] are kept, [B], given the nodes that were accepted."""
+        count, room = np.minimum(nodes, self.remaining), _NEVER
+        if self._context is not None:
+            # Nodes past the last position ran at a wrong one.
+            room = self._context - self.positions
+            count = np.minimum(count, room)
+        count, stopped = _cut_at(self.special[tokens] & (tokens >= 0), count)
+        if met is not None and self._held is not None:
+            inside = met & (np.arange(met.shape[1]) < count[:, None])
+            place = np.where(inside.any(1), self.lengths + inside.argmax(1) + 1, _NEVER)
+            self._held = np.minimum(self._held, place)
+        elif met is not None:
+            count, also = _cut_at(met, count)
+            stopped = stopped | also
+        self.lengths = self.lengths + count
+        remaining = self.remaining - count
+        remaining[stopped] = 0
+        if self._held is not None:
+            remaining = np.minimum(remaining, (self._held.max() - self.lengths).clip(0))
+        self.remaining = remaining
+        self.free = int(np.minimum(remaining, room - count).min())
+        return count
+
+    def check(self) -> None:
+        """Look for what went wrong in the last round.
+
+        Raises:
+            DecodingError: the target's scores were no distribution, or it has no further position.
+        """
+        last, written = self._emitted[-1], self.lengths - self._width
+        rows = np.arange(len(written))
+        for row in rows[(last.count > 0) & (last.tokens[rows, last.count - 1] < 0)]:
+            raise DecodingError(
+                f"the target's scores for new token {written[row]} of row {row} are NaN or "
+                "infinite; load it in float32 or bfloat16, and check its weights and processors."
+            )
+        for row in rows[(self.remaining > 0) & (self.positions >= (self._context or _NEVER))]:
+            raise DecodingError(
+                f"row {row} has used all {self._context} positions of the target after "
+                f"{written[row]} new tokens; set max_new_tokens to at most that."
+            )
+
+    def text(self, pad: int) -> np.ndarray:
+        """[B, longest] what the rows have emitted, padded after each row's end."""
+        tokens = np.concatenate([emitted.tokens for emitted in self._emitted], 1)
+        true = np.concatenate(
+            [np.arange(e.tokens.shape[1]) < e.count[:, None] for e in self._emitted], 1
+        )
+        new = self.lengths[:, None] - self._width
+        text = np.full((len(new), int(new.max())), pad)
+        text[np.arange(text.shape[1]) < new] = tokens[true]
+        if self._held is not None:
+            text = text[:, : max(int(self._held.max()) - self._width, 0)]
+        return text
+
+
+def _cut_at(ends: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Shorten `count` [B] to end with the first token that ends its row.
+
+    Args:
+        ends: [B, A] bool, which tokens end a row.
+
+    Returns:
+        The new count, and which rows ended, both [B].
+    """
+    ends = ends & (np.arange(ends.shape[1]) < count[:, None])
+    stopped = np.logical_or.reduce(ends, 1)
+    return np.where(stopped, ends.argmax(1) + 1, count), stopped
