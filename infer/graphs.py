@@ -112,11 +112,12 @@ class Rounds:
 
     def keep_state(self, state: Any) -> None:
         """Put every tensor that a drafter's state holds where it stays."""
-        for owner, name, value in _leaves(state):
-            if isinstance(value, Tensor):
-                kept = self.keep((type(owner).__name__, name), value)
-                setattr(owner, name, kept)
-                self._held.append((owner, name, kept))
+        self._held = [
+            (owner, name, self.keep((type(owner).__name__, name), value))
+            for owner, name, value in _leaves(state)
+            if isinstance(value, Tensor)
+        ]
+        _hold(self._held)
 
     def state(self, drafter: Drafter, batch: int, capacity: int) -> Any:
         """The drafter's state for a request, the one of the last request of as many rows."""
@@ -135,10 +136,8 @@ class Rounds:
         known = self._captured.get(kind)
         if known is not None:
             known.replay()
-            for owner, name, kept in known.held:
-                setattr(owner, name, kept)
+            _hold(known.held)
             return known.found
-        self._held = []
         if self._capture is None:
             return work()
         if kind not in self._captured:
@@ -147,10 +146,12 @@ class Rounds:
                 del self._captured[next(iter(self._captured))]
             return work()
         found: list[_Found] = []
+        held = self._held
         try:
             replay = self._capture(lambda: found.append(work()))
         except RuntimeError as error:
             self._capture = None
+            _hold(held)  # what the capture would have written was never there
             reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
             warnings.warn(
                 f"this round cannot be captured as a CUDA graph ({reason}); decoding goes on "
@@ -218,6 +219,11 @@ def settings(sampling: Sampling) -> Hashable:
         for item in sampling.processors or ()
     )
     return sampling.seeds is None, sampling.dtype, processors
+
+
+def _hold(leaves: list[_Leaf]) -> None:
+    for owner, name, kept in leaves:
+        setattr(owner, name, kept)
 
 
 def _leaves(owner: Any, name: str = "") -> Iterator[_Leaf]:
