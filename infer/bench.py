@@ -1,8 +1,6 @@
 """Measures a speculator against plain decoding in the same runtime and `generate` of transformers.
 
-The contenders decode each prompt in turn, several times over, and every figure is a median, so that
-a machine whose speed drifts slows all of them alike. Times run from a prompt's first token to its
-last; the prefill is reported apart.
+Every figure is a median over runs in which the contenders took turns (see `contenders`).
 """
 
 from __future__ import annotations
@@ -10,75 +8,24 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-import sys
-import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
-from transformers import DynamicCache, PreTrainedModel
-from transformers.generation.streamers import BaseStreamer
 
 from headstart.heads import OptionError
 
+from .contenders import Contender, Runs, bare_loop, generating, race, speculating
 from .plan import dtype_name
 from .rules import APPROXIMATE
 from .speculator import Speculator
 from .stats import Stats
+from .timing import Stopwatch
 
 _REPLAYED_PROMPTS = 8
 """Prompts whose forwards are replayed alone to find the loop's own cost."""
-
-
-class Timed(NamedTuple):
-    """One run of one contender: text [1, P + new], seconds until its first token, and after it."""
-
-    text: Tensor
-    prefill: float
-    decode: float
-
-
-class _Clock(BaseStreamer):
-    """A streamer that notes when `generate` hands over its first token."""
-
-    def __init__(self) -> None:
-        self.calls, self.first = 0, 0.0
-
-    def put(self, value: Tensor) -> None:
-        self.calls += 1
-        if self.calls == 2:  # the prompt comes before it
-            self.first = time.perf_counter()
-
-    def end(self) -> None:
-        pass
-
-
-@dataclass
-class Runs:
-    """One contender's runs of one prompt: seconds per run, and the new tokens of the last one."""
-
-    decode: list[float] = field(default_factory=list)
-    prefill: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-
-    def note(self, run: Timed, prompt: int) -> None:
-        """Keep one run of a prompt of so many tokens."""
-        self.decode.append(run.decode)
-        self.prefill.append(run.prefill)
-        self.tokens = run.text[0, prompt:].tolist()
-
-    @property
-    def seconds(self) -> float:
-        """The median run's seconds after the first token."""
-        return statistics.median(self.decode)
-
-    @property
-    def per_token(self) -> float:
-        """Milliseconds per token after the first."""
-        return 1e3 * self.seconds / max(len(self.tokens) - 1, 1)
 
 
 @dataclass(frozen=True)
@@ -88,10 +35,6 @@ class Measured:
     runs: dict[str, Runs]
     stats: Stats
     loop_ms: float
-
-
-Contender = Callable[[Tensor], Timed]
-"""Decodes one prompt [1, P]."""
 
 
 def bench(
@@ -129,59 +72,24 @@ def bench(
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": sampled}
     if sampled:
         options |= {"temperature": temperature, "top_k": 0}
-
-    def ours(decoder: Speculator) -> Contender:
-        extra = {"seed": seed} if sampled else {}
-
-        def decode(ids: Tensor) -> Timed:
-            text = decoder.generate(ids, **options, **extra)
-            return Timed(text, decoder.stats.prefill_seconds, decoder.stats.decode_seconds)
-
-        return decode
-
-    def generate(ids: Tensor) -> Timed:
-        clock, begun = _Clock(), time.perf_counter()
-        text = speculator.model.generate(ids, streamer=clock, **options)  # type: ignore[operator]
-        return Timed(text, clock.first - begun, time.perf_counter() - clock.first)
-
+    seeded = options | ({"seed": seed} if sampled else {})
+    model = speculator.model
     contenders: dict[str, Contender] = {
-        "plain": ours(Speculator(speculator.model)),
-        "speculator": ours(speculator),
-        "generate": generate,
-        "bare": lambda ids: _bare_loop(speculator.model, ids, new_tokens),
+        "plain": speculating(Speculator(model), **seeded),
+        "speculator": speculating(speculator, **seeded),
+        "generate": generating(model, **options),
+        "bare": bare_loop(model, new_tokens),
     }
-    device = speculator.model.device
     measured = []
-    for number, prompt in enumerate(tqdm(prompts, desc="bench", unit="prompt", file=sys.stderr)):
-        ids = prompt.reshape(1, -1).to(device)
-        runs = {name: Runs() for name in contenders}
-        for repeat in range(-1 if number == 0 else 0, repeats):
-            for name, decode in contenders.items():
-                run = decode(ids)
-                if repeat >= 0:
-                    runs[name].note(run, ids.shape[1])
+    for prompt, runs in race(contenders, prompts, model.device, repeats):
         stats = speculator.stats
         loop = math.nan
-        if number < _REPLAYED_PROMPTS and stats.rounds:
-            again = functools.partial(contenders["speculator"], ids)
+        if len(measured) < _REPLAYED_PROMPTS and stats.rounds and speculator.rounds is None:
+            again = functools.partial(contenders["speculator"], prompt)
             replayed = statistics.median(_replay(speculator, again) for _ in range(repeats))
             loop = 1e3 * (runs["speculator"].seconds - replayed) / stats.rounds
         measured.append(Measured(runs, stats, loop))
     return _report(speculator, measured, sampled)
-
-
-def _bare_loop(model: PreTrainedModel, ids: Tensor, new_tokens: int) -> Timed:
-    """The least that greedy decoding with transformers can be: a DynamicCache and an argmax."""
-    begun = time.perf_counter()
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
-        text = [ids, token]
-        first = time.perf_counter()
-        for _ in range(new_tokens - 1):
-            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-            text.append(token)
-    return Timed(torch.cat(text, 1), first - begun, time.perf_counter() - first)
 
 
 def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:
@@ -210,7 +118,7 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:
     finally:
         for owner, name in patches:
             object.__delattr__(owner, name)
-    seconds = 0.0
+    seconds, watch = 0.0, Stopwatch(target.model.device)
     with torch.no_grad():
         for function, args, kwargs in calls[1:]:
             if (slab := kwargs.get("past_key_values")) is not None:
@@ -219,9 +127,9 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:
                 mask = next(iter(masks.values())) if isinstance(masks, dict) else masks
                 live = root + 1 if mask is None else mask.shape[3]
                 slab.aim(range(root, root + nodes), live, root if mask is None else 0)
-            started = time.perf_counter()
+            started = watch.mark()
             function(*args, **kwargs)
-            seconds += time.perf_counter() - started
+            seconds += watch.between(started, watch.mark()) / 1e3
     return seconds
 
 

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,9 +19,10 @@ from .policies import StaticTree
 from .ranks import Tick, Written, decode_greedily
 from .speculator import Speculator
 from .target import Target
+from .timing import Call, interleaved, medians
 
 _CALLS = 8  # turns that each forward gets to be timed
-_BURST = 6  # calls in a turn
+_BURST = 5  # timed calls in a turn
 _RUNS = 5  # times each probe decodes
 
 STEPS = 2 * _CALLS + _RUNS
@@ -84,7 +83,8 @@ def measure_costs(
         depth: the deepest level that trees will have.
         tick: called after each of `STEPS` parts.
     """
-    verify = _verify_costs(target, drafter, texts, sizes(max_nodes), tick)
+    layers = drafter.config.feature_layers
+    verify = verify_costs(target, layers, _context(texts), sizes(max_nodes), tick)
     begin, extend = _drafter_costs(drafter, texts, sizes(max_nodes), depth, tick)
     probes = _probes(max_nodes, depth)
     prompts = [text.tokens[: text.prompt] for text in texts]
@@ -169,30 +169,33 @@ def _probes(max_nodes: int, depth: int) -> list[StaticTree]:
 
 
 @torch.no_grad()
-def _verify_costs(
+def verify_costs(
     model: PreTrainedModel,
-    drafter: Drafter,
-    texts: Sequence[Written],
+    feature_layers: Sequence[int],
+    context: Tensor,
     counts: Sequence[int],
-    tick: Tick,
+    tick: Tick = lambda: None,
 ) -> dict[int, float]:
-    target = Target(model, tuple(drafter.config.feature_layers))
-    context = _context(texts)  # [B, L]
+    """t(n): milliseconds of the target's forward over a tree of n nodes, medians, by n.
+
+    Args:
+        context: [B, L] int64, the tokens that are cached before the tree.
+        tick: called after each of `_CALLS` parts.
+    """
+    target = Target(model, tuple(feature_layers))
     batch, length = context.shape
     target.prefill(context, [length] * batch, length + max(counts))
     lengths = torch.full_like(context[:, 0], length)
-    trees = []
+    contenders: dict[int, Call] = {}
     for count in counts:
         topology, qrow = StaticTree([[r] for r in range(count - 1)]).shape(batch, context.device)
         tokens = context[:, :1].expand(-1, count).contiguous()
-        trees.append(TokenTree(tokens, topology, None, qrow))
-    contenders: list[Callable[[], Any]] = [
-        lambda tree=tree: target.verify(tree, lengths, length, even=True) for tree in trees
-    ]
-    times = _interleaved(contenders, context.device, tick)
+        tree = TokenTree(tokens, topology, None, qrow)
+        contenders[count] = lambda tree=tree: target.verify(tree, lengths, length, even=True)
+    times = interleaved(contenders, context.device, _CALLS, _BURST, tick)
     if target.tap is not None:
         target.tap.close()
-    return dict(zip(counts, times, strict=True))
+    return medians(times)
 
 
 @torch.no_grad()
@@ -202,7 +205,7 @@ def _drafter_costs(
     context = _context(texts)  # [B, L]
     features = _cut([text.features for text in texts], context.shape[1])  # [B, L, F]
     batch, length = context.shape
-    calls = (len(counts) + 1) * _CALLS * _BURST
+    calls = (len(counts) + 1) * _CALLS * (_BURST + 1)
     state = drafter.start(batch, length + calls + max(counts) + depth)
     count = torch.full_like(context[:, 0], length)
     drafter.prefill(state, features, context, count)
@@ -226,31 +229,9 @@ def _drafter_costs(
         return both
 
     levels = [] if drafter.independent or depth < 2 else list(counts)
-    alone, *together = _interleaved([begin, *map(extend, levels)], context.device, tick)
-    return alone, {n: max(t - alone, 0.0) for n, t in zip(levels, together, strict=True)}
-
-
-def _interleaved(
-    contenders: Sequence[Callable[[], Any]], device: torch.device, tick: Tick
-) -> list[float]:
-    """The median milliseconds of each, one after another, several times over."""
-    times: list[list[float]] = [[] for _ in contenders]
-    for _ in range(_CALLS):
-        for contender, mine in zip(contenders, times, strict=True):
-            for call in range(_BURST):
-                _wait(device)
-                begun = time.perf_counter()
-                contender()
-                _wait(device)
-                if call:  # the first one finds the caches full of another's data
-                    mine.append(1e3 * (time.perf_counter() - begun))
-        tick()
-    return [statistics.median(mine) for mine in times]
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    contenders = {0: begin, **{width: extend(width) for width in levels}}
+    times = medians(interleaved(contenders, context.device, _CALLS, _BURST, tick))
+    return times[0], {width: max(times[width] - times[0], 0.0) for width in levels}
 
 
 def _context(texts: Sequence[Written]) -> Tensor:

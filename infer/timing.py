@@ -1,0 +1,79 @@
+"""One clock for every device: CUDA events on a GPU, `perf_counter` elsewhere."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+Call = Callable[[], Any]
+
+
+def wait(device: torch.device) -> None:
+    """Let the device finish what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class Stopwatch:
+    """Marks points in a device's work, and says how far apart they are.
+
+    On a GPU a mark is an event in the stream: making it waits for nothing, and what lies between
+    two of them holds the time in which the device waited for the host as well.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def mark(self) -> Any:
+        """A point in time."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Milliseconds from one mark to another; waits until the device has reached both."""
+        if self.device.type != "cuda":
+            return 1e3 * (end - begin)
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+
+def interleaved(
+    contenders: Mapping[Any, Call],
+    device: torch.device,
+    repeats: int,
+    calls: int,
+    tick: Call = lambda: None,
+) -> dict[Any, list[float]]:
+    """Milliseconds a call of each contender, in each of `repeats` turns.
+
+    The contenders take turns, so that a machine whose speed drifts slows all of them alike. A turn
+    is one call that is not timed, since it finds the caches full of another's data, and `calls`
+    that are timed as a whole.
+
+    Args:
+        tick: called after each turn of all.
+    """
+    watch = Stopwatch(device)
+    times: dict[Any, list[float]] = {name: [] for name in contenders}
+    for _ in range(repeats):
+        for name, contender in contenders.items():
+            contender()
+            wait(device)
+            begun = watch.mark()
+            for _ in range(calls):
+                contender()
+            times[name].append(watch.between(begun, watch.mark()) / calls)
+        tick()
+    return times
+
+
+def medians(times: Mapping[Any, list[float]]) -> dict[Any, float]:
+    """The median of each contender's turns."""
+    return {name: statistics.median(each) for name, each in times.items()}
