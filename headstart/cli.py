@@ -33,6 +33,8 @@ _EXPANSION = (
     "topk, coupled, with_replacement or without_replacement (default: what the rule is best with)"
 )
 _SEVERAL = "; several times to compare"
+_SEVERAL_PARTS = ", several times for more (default: all)"
+_OF_ALL = " of drafters" + _SEVERAL_PARTS
 _TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
 _FAMILY = "medusa, redrafter, draft_model, lookup, …, or all: each of them on one target, compared"
 _DTYPE = "float32, bfloat16, … (default: as saved)"
@@ -108,9 +110,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     bench = _command(table, "bench", commands.bench, "measure against plain decoding and generate")
     _model_options(bench, several=True)
-    _prompt_options(bench)
+    _prompt_options(bench, required=False)
     _sampling_options(bench)
     _json_option(bench)
+    _suite_options(bench)
 
     plan = _command(
         table, "plan", commands.plan, "choose the tree that decodes fastest on this machine"
@@ -221,12 +224,12 @@ def _model_options(parser: argparse.ArgumentParser, several: bool = False) -> No
     parser.add_argument("--dtype", metavar="DTYPE", help=_DTYPE)
 
 
-def _prompt_options(parser: argparse.ArgumentParser) -> None:
+def _prompt_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
     parser.add_argument(
         "--prompts",
         metavar="FILE",
         type=Path,
-        required=True,
+        required=required,
         help="text, one prompt a line, or JSONL with prompt, messages, turns or text",
     )
     parser.add_argument("--limit", metavar="N", type=_positive, help="use only N prompts")
@@ -241,6 +244,23 @@ def _sampling_options(parser: argparse.ArgumentParser) -> None:
         "--temperature", metavar="T", type=_temperature, default=0.0, help="0 is greedy (default)"
     )
     parser.add_argument("--seed", metavar="S", type=int, help="makes sampling repeatable")
+
+
+def _suite_options(parser: argparse.ArgumentParser) -> None:
+    suite = parser.add_argument_group(
+        "suite", "a whole benchmark in place of a file of prompts; takes these options and --json"
+    )
+    suite.add_argument("--suite", metavar="NAME", help="gpu: what the runtime costs and is worth")
+    suite.add_argument("--part", metavar="PART", action="append", help="one part" + _SEVERAL_PARTS)
+    suite.add_argument("--family", metavar="NAME", action="append", help="one family" + _OF_ALL)
+    suite.add_argument("--device", choices=("cpu", "cuda"), help="(default: a GPU if there is one)")
+    suite.add_argument("--size", choices=("toy", "full"), help="(default: full on a GPU alone)")
+    suite.add_argument("--output", metavar="DIR", type=Path, help="(default: runs/suite-NAME)")
+    suite.add_argument(
+        "--trained", metavar="DIR", type=Path, help="trained before (default: trained, in --output)"
+    )
+    suite.add_argument("--corpus", metavar="FOLDER", help="the text that the target learns")
+    suite.add_argument("--fresh", action="store_true", help="measure again what is there already")
 
 
 def _json_option(parser: argparse.ArgumentParser) -> None:

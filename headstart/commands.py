@@ -128,6 +128,13 @@ def generate(options: argparse.Namespace) -> int:
 
 def bench(options: argparse.Namespace) -> int:
     """Measure every tree with every rule on a file of prompts, and print one table."""
+    if options.suite is not None:
+        return _suite(options)
+    for name in ("part", "family", "device", "size", "output", "trained", "corpus", "fresh"):
+        if getattr(options, name):
+            raise UsageError(f"--{name} belongs to a suite; give --suite gpu with it")
+    if options.prompts is None:
+        raise UsageError("the following arguments are required: --prompts, or --suite")
     documents = _documents(options)
     if options.temperature > 0 and "greedy" in (options.rule or ()):
         raise UsageError("--rule greedy with --temperature above 0; use match or coupled to sample")
@@ -166,6 +173,37 @@ def bench(options: argparse.Namespace) -> int:
     else:
         print_comparison(reports, sys.stdout, "headstart bench")
     return 0
+
+
+def _suite(options: argparse.Namespace) -> int:
+    """Measure the parts of a suite; the status is 1 where an entry could not be measured."""
+    from headstart.suite import make_job, run_suite
+
+    given = ("target", "drafter", "tree", "rule", "expansion", "dtype", "prompts", "limit")
+    for name in (*given, "prefix_tokens", "temperature", "seed"):
+        if getattr(options, name):
+            raise UsageError(f"--{name.replace('_', '-')} does not go with --suite; leave it out")
+    job = make_job(
+        options.suite,
+        options.part,
+        options.device,
+        options.size,
+        options.output,
+        options.trained,
+        options.family,
+        options.corpus,
+        options.fresh,
+    )
+    from headstart.report import to_json
+    from headstart.suite_report import print_suite
+
+    with _quiet_stdout():
+        report, whole = run_suite(job)
+    if options.json:
+        print(to_json(report))
+    else:
+        print_suite(report, sys.stdout)
+    return 0 if whole else 1
 
 
 def plan(options: argparse.Namespace) -> int:

@@ -112,8 +112,7 @@ def make_plan(
             )
         depth = ranks[0].shape[1]
         costs = measure_costs(target, drafter, texts[:batch_size], max_nodes, depth, bar.update)
-        shapes = _shapes(ranks, max_nodes, drafter.independent)
-        found = _judge(shapes, ranks, costs, batch_size)
+        found = rank_trees(ranks, costs, drafter.independent, max_nodes, batch_size)
         if measure:
             found = _measure(found, measure, target, drafter, trials, new_tokens, bar)
     best = found[0]
@@ -132,6 +131,19 @@ def make_plan(
         prompts=len(prompts),
         new_tokens=new_tokens,
     )
+
+
+def rank_trees(
+    ranks: Sequence[Tensor], costs: Costs, independent: bool, max_nodes: int, batch_size: int = 1
+) -> list[Candidate]:
+    """Every tree that is considered, by its expected speedup, the best first.
+
+    Args:
+        ranks: [M, K] for each text, see `measure_ranks`; the texts may be another model's than the
+            costs, which then says what such acceptance would be worth there.
+        independent: see `Drafter`.
+    """
+    return _judge(_shapes(ranks, max_nodes, independent), ranks, costs, batch_size)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 It stands in for a fine-tuned model where there is no model hub. Training is bounded by time: the
 learning rate decays over the elapsed share of `max_seconds`, so a slower machine sees fewer
-tokens and still ends at a learning rate of zero.
+tokens and still ends at a learning rate of zero. Where there is a GPU it is trained there, with
+products in bfloat16; weights and the optimizers' state stay float32.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def train_target(
     documents = load_documents(corpus_folder, "train")
     tokenizer = train_tokenizer(documents, spec.vocab_size, spec.context)
     tokens = pack(tokenizer, documents)
-    model = build_model(spec, tokenizer, seed)
+    model = build_model(spec, tokenizer, seed).to(_device())  # type: ignore[arg-type]
     metrics = _fit(model, tokens, spec, seed, progress)
     held_out = load_documents(corpus_folder, "held_out")
     if held_out:
@@ -125,6 +126,10 @@ def build_model(spec: Scratch, tokenizer: PreTrainedTokenizerFast, seed: int) ->
         return LlamaForCausalLM(config).float()
 
 
+def _device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def evaluate(
     model: LlamaForCausalLM, tokens: Tensor, length: int, max_rows: int = 128
 ) -> dict[str, float]:
@@ -137,7 +142,7 @@ def evaluate(
     model.eval()
     loss = hits = 0.0
     with torch.no_grad():
-        for batch in rows.split(16):
+        for batch in rows.to(model.device).split(16):
             logits = model(batch[:, :-1], use_cache=False).logits.float()  # [B, T, V]
             loss += float(_loss(logits, batch[:, 1:], "sum"))
             hits += float((logits.argmax(-1) == batch[:, 1:]).sum())
@@ -184,13 +189,14 @@ def _fit(
     bar = tqdm(total=1.0, desc="target", disable=not progress, bar_format=_BAR)
     # At least one step, then none that would end past the budget.
     while not losses or clock.share(steps_ahead=1.0) <= 1.0:
-        batch = rows.take(spec.batch_size)  # [B, T + 1]
+        batch = rows.take(spec.batch_size).to(model.device)  # [B, T + 1]
         scale = _schedule(clock.share(steps_ahead=0.5), spec.warmup_ratio)
         for optimizer in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = group["initial_lr"] * scale
-        logits = model(batch[:, :-1], use_cache=False).logits  # [B, T, V]
-        loss = _loss(logits, batch[:, 1:])
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+            logits = model(batch[:, :-1], use_cache=False).logits  # [B, T, V]
+            loss = _loss(logits, batch[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:

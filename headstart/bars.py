@@ -1,0 +1,154 @@
+"""The bars of the GPU suite: what must hold, each as a ratio of figures from one run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Parts = Mapping[str, Mapping[str, Any]]
+"""The entries of each part that were measured, by name."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What a value must be: at least, or at most, so much."""
+
+    least: float | None = None
+    most: float | None = None
+
+    def __str__(self) -> str:
+        if self.least is not None:
+            return f"≥ {self.least:g}"
+        return "–" if self.most is None else f"≤ {self.most:g}"
+
+    def holds(self, value: float) -> bool | None:
+        """Whether a value passes; None where there is no limit."""
+        if self.least is None and self.most is None:
+            return None
+        return (self.least is None or value >= self.least) and (
+            self.most is None or value <= self.most
+        )
+
+
+BARS: dict[str, tuple[str, Limit]] = {
+    "1a": ("plain decoding, share of the copy bandwidth", Limit()),
+    "1b": ("plain decoding, times as fast as eager generate", Limit(least=1)),
+    "1c": ("plain decoding, its time over a bare loop's", Limit(most=1.05)),
+    "2a": ("verifying 64 nodes over one, 2k context", Limit()),
+    "2b": ("verifying 128 nodes over one, 2k context", Limit()),
+    "2c": ("verifying 64 nodes over one, 32k context", Limit()),
+    "3": ("share of a round outside both forwards", Limit()),
+    "4": ("efficiency: speedup over plain decoding ÷ τ", Limit()),
+    "5": ("draft model's chain, times generate with it as assistant", Limit(least=1)),
+    "6": ("best tree, times as fast as the best chain", Limit(least=1)),
+    "7": ("a batch with the planner's tree, times plain decoding", Limit(least=1)),
+    "8": ("peak memory over plain + drafter's weights + its cache", Limit()),
+    "9": ("texts in float32 that differ by more than a near-tie", Limit(most=0)),
+}
+"""Every bar: what it says, and its limit. Those without a limit are reported as they are."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One value for one bar.
+
+    Attributes:
+        bar: its key in `BARS`; of: which family, batch or tree it is for.
+        value: None where it was not measured.
+        expected: whether it joins one model's costs and another's acceptance.
+    """
+
+    bar: str
+    of: str
+    value: float | None
+    expected: bool = False
+
+    @property
+    def status(self) -> str:
+        """met, missed, no limit, or not measured."""
+        if self.value is None:
+            return "not measured"
+        holds = BARS[self.bar][1].holds(self.value)
+        return "no limit" if holds is None else "met" if holds else "missed"
+
+    def to_dict(self) -> dict[str, Any]:
+        """As it stands in the report."""
+        what, limit = BARS[self.bar]
+        return {
+            "bar": self.bar, "what": what, "of": self.of, "value": self.value,
+            "limit": str(limit), "status": self.status, "expected": self.expected,
+        }  # fmt: skip
+
+
+def readings(parts: Parts, worth: Mapping[str, Any]) -> list[Reading]:
+    """Every bar with all its values; one without any has a reading that says so.
+
+    Args:
+        worth: what the costs are expected to be worth, see `suite_report.expected`.
+    """
+    found = [*_plain(parts), *_trees(parts), *_rounds(parts), *_decoding(parts, worth)]
+    known = {reading.bar for reading in found}
+    found += [Reading(bar, "", None) for bar in BARS if bar not in known]
+    return sorted(found, key=lambda reading: list(BARS).index(reading.bar))
+
+
+def _plain(parts: Parts) -> Iterator[Reading]:
+    for part in ("costs-8b", "costs-1b"):
+        if not (plain := parts[part].get("plain")):
+            continue
+        of, milliseconds = part.removeprefix("costs-"), plain["plain_ms_per_token"]
+        speed = plain["bytes_per_token"] / (milliseconds * 1e6)  # GB/s
+        yield Reading("1a", of, speed / plain["copy_gb_per_s"])
+        yield Reading("1b", of, plain["generate_ms_per_token"] / milliseconds)
+        yield Reading("1c", of, milliseconds / plain["bare_ms_per_token"])
+
+
+def _trees(parts: Parts) -> Iterator[Reading]:
+    """Of the 8 B shape, whatever contexts were timed: the shorter, then the longer."""
+    entries = [e for name, e in parts["costs-8b"].items() if name.startswith("trees at ")]
+    entries.sort(key=lambda entry: entry["context"])
+    wanted = [(("2a", "64"), ("2b", "128")), (("2c", "64"),)]
+    for entry, bars in zip(entries, wanted, strict=False):
+        times = entry["verify_ms"]
+        for bar, nodes in bars:
+            if nodes in times:
+                yield Reading(bar, f"8b at {entry['context']}", times[nodes] / times["1"])
+
+
+def _rounds(parts: Parts) -> Iterator[Reading]:
+    plain = parts["costs-8b"].get("plain", {}).get("peak_bytes")
+    for family, entry in parts["costs-8b"].items():
+        for kind, tree in entry.get("trees", {}).items():
+            of = f"{family}, {kind} of {tree['nodes']}"
+            yield Reading("3", of, 1 - tree["forwards_ms"] / tree["round_ms"])
+            yield Reading("4", of, entry["plain_ms"] / tree["round_ms"])
+            if plain and tree["peak_bytes"]:
+                fair = plain + entry["weight_bytes"] + entry["cache_bytes"]
+                yield Reading("8", of, tree["peak_bytes"] / fair)
+
+
+def _decoding(parts: Parts, worth: Mapping[str, Any]) -> Iterator[Reading]:
+    for family, entry in parts["contenders"].items():
+        times = entry["ms_per_token"]
+        for rival in ("assistant", "assistant_default"):
+            if rival in times:
+                of = f"{family}, {rival.replace('_', ' ')}"
+                yield Reading("5", of, ratio(times[rival], times["chain"]))
+        yield Reading("6", family, ratio(times["chain"], times["tree"]))
+    for family, kinds in worth.get("costs-8b", {}).items():
+        if {"tree", "chain"} <= set(kinds):
+            better = kinds["tree"]["speedup"] / kinds["chain"]["speedup"]
+            yield Reading("6", f"{family}, 8b", better, expected=True)
+    for name, entry in parts["batches"].items():
+        yield Reading("7", name, entry["speedup"])
+    for name, entry in worth.get("batches-8b", {}).items():
+        yield Reading("7", f"{name}, 8b", entry["speedup"], expected=True)
+    for family, entry in parts["identity"].items():
+        yield Reading("9", family, entry["divergences"] - entry["near_ties"])
+
+
+def ratio(slower: list[float], faster: list[float]) -> float:
+    """The median over prompts of one contender's time over another's, from the same turns."""
+    return statistics.median(a / b for a, b in zip(slower, faster, strict=True))

@@ -1,0 +1,124 @@
+"""What the suite measures with random weights: turns, shapes, the parts of a round, contenders."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny import prompts, tiny
+
+from headstart.heads.drafter import FAMILIES
+from headstart.infer import Speculator
+from headstart.infer.anatomy import dissect, held
+from headstart.infer.contenders import generating, race, speculating
+from headstart.infer.cost_suite import copy_bandwidth, plain_costs, usual_tree
+from headstart.infer.policies import StaticTree
+from headstart.infer.shapes import (
+    SHAPES,
+    random_drafter,
+    random_target,
+    read_bytes,
+    weight_bytes,
+)
+from headstart.infer.timing import interleaved, medians
+
+CPU = torch.device("cpu")
+
+
+def toy() -> Any:
+    return random_target(SHAPES["toy"], CPU, torch.float32)
+
+
+def test_contenders_take_turns_and_warm_up() -> None:
+    called: list[str] = []
+    contenders = {name: lambda name=name: called.append(name) for name in "ab"}
+    times = interleaved(contenders, CPU, repeats=2, calls=3)
+    assert called == [*"aaaa", *"bbbb"] * 2  # one of each four is not timed
+    assert {name: len(each) for name, each in times.items()} == {"a": 2, "b": 2}
+    assert medians({"a": [1.0, 9.0, 2.0]}) == {"a": 2.0}
+
+
+def test_shapes_are_made_on_their_device_in_their_dtype() -> None:
+    meta = torch.device("meta")
+    sizes = {"1b": (1.24e9, 1.24e9), "8b": (8.03e9, 8.03e9 - 128_256 * 4096)}
+    for name, (parameters, read) in sizes.items():
+        model = random_target(SHAPES[name], meta, torch.bfloat16)
+        kinds = {(p.device.type, p.dtype) for p in model.parameters()}
+        assert kinds == {("meta", torch.bfloat16)}
+        assert model.num_parameters() == pytest.approx(parameters, rel=0.01)
+        # An embedding that is the output layer as well is read whole.
+        assert read_bytes(model) == pytest.approx(2 * read, rel=0.01)
+    assert torch.get_default_dtype() == torch.float32
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_a_random_drafter_that_decodes(name: str) -> None:
+    target = toy().to(torch.bfloat16)
+    drafter = random_drafter(name, target)
+    weights = list(drafter.parameters())
+    assert {p.dtype for p in weights} <= {torch.bfloat16}
+    assert all(p.any() for p in weights) and (weight_bytes(drafter) > 0) == bool(weights)
+    width = drafter.config.to_dict().get("draft_vocab_size") or 0
+    assert width <= 512 // 4
+    ids = torch.arange(20).view(1, -1)
+    decoder = Speculator(target, drafter, tree="chain:2")
+    decoder.generate(ids, max_new_tokens=6, do_sample=False)
+    assert decoder.stats.rounds > 0
+
+
+def test_the_parts_of_a_round_are_the_round() -> None:
+    target = toy()
+    drafter = random_drafter("draft_model", target)
+    decoder = Speculator(target, drafter, tree="cartesian:2,2")
+    parts, state = dissect(decoder, torch.arange(24).view(1, -1), rounds=1)
+    inside = sum(value for name, value in parts.items() if name != "round")
+    assert parts["round"] == pytest.approx(inside)
+    assert all(parts[name] > 0 for name in ("round", "draft", "grow", "verify", "commit"))
+    # One layer's keys and values of 2 heads of 16, float32: at least those of the text.
+    assert state >= 2 * 2 * 16 * 4 * 24
+    assert "verify" not in vars(decoder.target) and "begin" not in vars(drafter)
+
+
+def test_a_state_counts_every_storage_once() -> None:
+    text = torch.zeros(4, 8)
+    state = {"text": text, "views": [text[0], (text[1],)], "layer": torch.nn.Linear(9, 9)}
+    assert held(state) == 128 and held(None) == 0
+
+
+def test_the_usual_tree_is_one() -> None:
+    tree = StaticTree(usual_tree(64, 5))
+    assert (tree.nodes, tree.max_depth) == (64, 5)
+
+
+def test_copies_count_what_is_read_and_written() -> None:
+    found = copy_bandwidth(CPU, [1, 2], repeats=2, calls=2)
+    assert set(found["by_megabytes"]) == {1, 2}
+    assert found["gb_per_s"] == found["by_megabytes"][2] > 0
+
+
+def test_plain_tokens_read_weights_and_cache() -> None:
+    found = plain_costs(toy(), context=40, new_tokens=4, repeats=1, megabytes=1)
+    assert found["cache_bytes_per_token"] == 40 * (2 * 2 * 2 * 16 * 4)
+    weights = found["weight_bytes_per_token"]
+    assert found["bytes_per_token"] == weights + found["cache_bytes_per_token"]
+    assert all(found[f"{who}_ms_per_token"] > 0 for who in ("plain", "generate", "bare"))
+    assert found["peak_bytes"] is None
+
+
+def test_first_tokens_of_an_assistant_come_together() -> None:
+    """A time per token leaves out those that came before the clock was started."""
+    target: Any = tiny("llama")
+    ids, _ = prompts([12])
+    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+    student: Any = tiny("llama")  # it proposes what the target says
+    student.generation_config.num_assistant_tokens = 4
+    student.generation_config.num_assistant_tokens_schedule = "constant"
+    student.generation_config.assistant_confidence_threshold = 0.0
+    racing = {
+        "plain": speculating(Speculator(target), **options),
+        "assistant": generating(target, **options, assistant_model=student),
+    }
+    ((_, runs),) = race(racing, [ids], target.device, repeats=1)
+    assert runs["assistant"].tokens == runs["plain"].tokens
+    assert (runs["plain"].first, runs["assistant"].first) == (1, 5)
+    seconds = runs["assistant"].seconds
+    assert runs["assistant"].per_token == pytest.approx(1e3 * seconds / (9 - 5))
