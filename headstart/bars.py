@@ -65,20 +65,24 @@ class Reading:
     value: float | None
     expected: bool = False
 
-    @property
-    def status(self) -> str:
-        """met, missed, no limit, or not measured."""
+    def status(self, judged: bool = True) -> str:
+        """met, missed, no limit, or not measured; not judged where a limit is not meant for it.
+
+        Exactness knows no size, and is always judged.
+        """
         if self.value is None:
             return "not measured"
         holds = BARS[self.bar][1].holds(self.value)
-        return "no limit" if holds is None else "met" if holds else "missed"
+        if holds is None:
+            return "no limit"
+        return ("met" if holds else "missed") if judged or self.bar == "9" else "not judged"
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self, judged: bool) -> dict[str, Any]:
         """As it stands in the report."""
         what, limit = BARS[self.bar]
         return {
             "bar": self.bar, "what": what, "of": self.of, "value": self.value,
-            "limit": str(limit), "status": self.status, "expected": self.expected,
+            "limit": str(limit), "status": self.status(judged), "expected": self.expected,
         }  # fmt: skip
 
 
@@ -142,9 +146,9 @@ def _decoding(parts: Parts, worth: Mapping[str, Any]) -> Iterator[Reading]:
             better = kinds["tree"]["speedup"] / kinds["chain"]["speedup"]
             yield Reading("6", f"{family}, 8b", better, expected=True)
     for name, entry in parts["batches"].items():
-        yield Reading("7", name, entry["speedup"])
+        yield Reading("7", f"{name}, {entry['policy']}", entry["speedup"])
     for name, entry in worth.get("batches-8b", {}).items():
-        yield Reading("7", f"{name}, 8b", entry["speedup"], expected=True)
+        yield Reading("7", f"{name}, 8b, {entry['tree']}", entry["speedup"], expected=True)
     for family, entry in parts["identity"].items():
         yield Reading("9", family, entry["divergences"] - entry["near_ties"])
 

@@ -56,7 +56,8 @@ class Scale:
         shapes: the random targets of the cost parts, by part.
         copies: MiB, what is copied.
         context, long_context: tokens in the cache of the random targets.
-        tokens: decoded behind them; repeats: turns of each contender.
+        tokens: decoded behind them; repeats: turns of each; turns: of the contenders that decode
+            with the trained target.
         trees: nodes of the trees verified; long_trees: behind the long context.
         nodes, depth: the largest and deepest tree planned.
         prompts, written: of the trained target's decoding: how many, and how long their answers.
@@ -73,6 +74,7 @@ class Scale:
     long_context: int = 32_768
     tokens: int = 48
     repeats: int = 5
+    turns: int = 3
     trees: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 96, 128)
     long_trees: tuple[int, ...] = (1, 16, 64)
     nodes: int = 64
@@ -93,13 +95,14 @@ SCALES = {
         long_context=192,
         tokens=8,
         repeats=2,
+        turns=1,
         trees=(1, 64, 128),
         long_trees=(1, 64),
         nodes=6,
         depth=3,
         prompts=4,
         written=12,
-        batches=(1, 2),
+        batches=(2,),
         recipe=(
             *("corpus.source=stdlib", "corpus.max_bytes=120000", "corpus.held_out=0.4"),
             *("target.dtype=float32", "target.scratch.vocab_size=300"),

@@ -192,7 +192,7 @@ def _race(job: Job, name: str) -> dict[str, Any]:
         decoder = cost_suite.speculator(pair.target, pair.drafter, candidate["tree"])
         racing[kind] = speculating(decoder, **options)
     racing |= _rivals(pair, best["chain"]["depth"], options)
-    raced = list(race(racing, pair.prompts[half:], job.on, job.scale.repeats, name))
+    raced = list(race(racing, pair.prompts[half:], job.on, job.scale.turns, name))
     per_token = {who: [runs[who].per_token for _, runs in raced] for who in racing}
     tokens = {who: [runs[who].tokens for _, runs in raced] for who in racing}
     return {

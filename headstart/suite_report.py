@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -14,8 +14,13 @@ from headstart.suite import PARTS, read_part
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from rich.table import Table
 
 _PLOT = "suite.png"
+_TITLES = {
+    "expected": "Expected of the rounds timed with random weights, best tree and best chain",
+    "decoding": "Decoding the trained target, batch 1: tokens a second, medians",
+}
 
 
 def report(folder: Path, draw: bool = True) -> dict[str, Any]:
@@ -43,12 +48,13 @@ def report(folder: Path, draw: bool = True) -> dict[str, Any]:
     for file in files.values():
         of = {k: v for k, v in file["conditions"].items() if k not in ("size", "scale", "corpus")}
         machines += [of] if of not in machines else []
+    sizes = sorted({file["conditions"]["size"] for file in files.values()})
     found: dict[str, Any] = {
         "folder": str(folder),
-        "sizes": sorted({file["conditions"]["size"] for file in files.values()}),
+        "sizes": sizes,
         "machines": machines,
         "parts": {part: _summary(file) for part, file in files.items()},
-        "bars": [reading.to_dict() for reading in readings(parts, worth)],
+        "bars": [r.to_dict(sizes == ["full"]) for r in readings(parts, worth)],
         "expected": worth,
         "mixed": _mixed(parts),
         "decoding": {family: _speeds(entry) for family, entry in parts["contenders"].items()},
@@ -109,8 +115,6 @@ def expected(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 
 def print_suite(found: Mapping[str, Any], out: TextIO) -> None:
     """Print the report: colours on a terminal, plain text anywhere else."""
-    from rich.table import Table
-
     sizes = ", ".join(found["sizes"]) or "nothing measured"
     console = titled(out, f"headstart bench --suite gpu ({sizes})")
     console.print()
@@ -120,30 +124,74 @@ def print_suite(found: Mapping[str, Any], out: TextIO) -> None:
         for part, of in found["parts"].items()
     ]
     console.print(grid(rows))
-    bars = Table(box=None, padding=(0, 1, 0, 0), header_style="cyan")
-    bars.add_column("", no_wrap=True)
-    bars.add_column("bar", overflow="fold")
-    bars.add_column("of", overflow="fold")
-    bars.add_column("value", justify="right", no_wrap=True)
-    bars.add_column("limit", justify="right", no_wrap=True)
-    bars.add_column("", no_wrap=True)
-    before = ""
-    for bar in found["bars"]:
-        value = "–" if bar["value"] is None else f"{bar['value']:.3f}"
-        status = bar["status"] + (" (expected)" if bar["expected"] else "")
-        what = "" if bar["bar"] == before else bar["what"]
-        number = "" if bar["bar"] == before else bar["bar"]
-        style = "bold red" if bar["status"] == "missed" else None
-        bars.add_row(number, what, bar["of"], value, bar["limit"], status, style=style)
-        before = bar["bar"]
     console.print()
-    console.print(bars)
+    console.print(_bars(found["bars"]))
+    for title, table in (("expected", _worth(found["expected"])), ("decoding", _decoded(found))):
+        if table.row_count:
+            console.print()
+            console.print(_TITLES[title], style="bold")
+            console.print(table)
     for said in _remarks(found):
         console.print()
         console.print(said, style="yellow")
     if found["plot"]:
         print(f"\nThe plot is {found['plot']}", file=out)
     print(f"\nThe files are in {found['folder']}", file=out)
+
+
+def _bars(bars: Sequence[Mapping[str, Any]]) -> Table:
+    """A line for each bar, and under it one for each of its values."""
+    table = _table(("", "bar"), ("value", "limit"), ("",))
+    before = ""
+    for bar in bars:
+        value = "–" if bar["value"] is None else f"{bar['value']:.3f}"
+        said = bar["status"] + (" (expected)" if bar["expected"] else "")
+        style = "bold red" if bar["status"] == "missed" else None
+        line = [value, bar["limit"], said]
+        if not bar["of"]:
+            table.add_row(bar["bar"], bar["what"], *line)
+            continue
+        if bar["bar"] != before:
+            table.add_row(bar["bar"], bar["what"])
+        table.add_row("", f"  {bar['of']}", *line, style=style)
+        before = bar["bar"]
+    return table
+
+
+def _worth(worth: Mapping[str, Any]) -> Table:
+    table = _table(("at", "drafter", "tree"), ("nodes", "τ", "efficiency", "× plain"))
+    for part in ("costs-1b", "costs-8b"):
+        for family, kinds in worth.get(part, {}).items():
+            for of in kinds.values():
+                figures = [f"{of[key]:.2f}" for key in ("tau", "efficiency", "speedup")]
+                shape = part.removeprefix("costs-")
+                table.add_row(shape, family, of["tree"], str(of["nodes"]), *figures)
+    return table
+
+
+def _decoded(found: Mapping[str, Any]) -> Table:
+    whos = list(dict.fromkeys(w for of in found["decoding"].values() for w in of["same_text"]))
+    table = _table(("drafter",), [who.replace("_", " ") for who in whos], ("same text",))
+    for family, of in found["decoding"].items():
+        speeds = [of["tokens_per_second"].get(who) for who in whos]
+        differ = [who for who, same in of["same_text"].items() if not same]
+        said = f"not {', '.join(differ)}" if differ else "all"
+        table.add_row(family, *(f"{speed:.0f}" if speed else "–" for speed in speeds), said)
+    return table
+
+
+def _table(names: Sequence[str], figures: Sequence[str], last: Sequence[str] = ()) -> Table:
+    """An empty table: names on the left, figures to the right, and more names."""
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 1, 0, 0), header_style="cyan")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for name in figures:
+        table.add_column(name, justify="right", overflow="fold")
+    for name in last:
+        table.add_column(name, overflow="fold")
+    return table
 
 
 def _remarks(found: Mapping[str, Any]) -> list[str]:
@@ -253,16 +301,21 @@ def _draw_speeds(axes: Axes, decoding: Mapping[str, Any]) -> None:
 
 
 def _draw_batches(axes: Axes, parts: Mapping[str, Any], worth: Mapping[str, Any]) -> None:
-    lines: dict[str, dict[int, float]] = {}
-    for name, entry in parts["batches"].items():
-        label = f"{entry['family']}, trained target"
-        lines.setdefault(label, {})[entry["batch"]] = parts["batches"][name]["speedup"]
+    """A colour for each family; what is expected is dashed."""
+    lines: dict[tuple[str, str], dict[int, float]] = {}
+    for entry in parts["batches"].values():
+        lines.setdefault((entry["family"], "o-"), {})[entry["batch"]] = entry["speedup"]
     for name, entry in worth.get("batches-8b", {}).items():
         of = parts["batches-8b"][name]
-        lines.setdefault(f"{of['family']}, 8b, expected", {})[of["batch"]] = entry["speedup"]
-    for label, line in lines.items():
-        axes.plot(list(line), list(line.values()), "o--" if "expected" in label else "o-",
-                  label=label)  # fmt: skip
+        lines.setdefault((of["family"], "x--"), {})[of["batch"]] = entry["speedup"]
+    families = list(dict.fromkeys(family for family, _ in lines))
+    for (family, style), line in lines.items():
+        label = family if style == "o-" else f"{family}, 8 B, expected"
+        colour = f"C{families.index(family)}"
+        axes.plot(list(line), list(line.values()), style, color=colour, label=label)
+    sizes = sorted({size for line in lines.values() for size in line})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [str(size) for size in sizes])
     axes.set(title="Batches, with the planner's tree", xlabel="rows", ylabel="× plain decoding")
     _legend(axes)
 

@@ -205,18 +205,19 @@ def _drafter_costs(
     context = _context(texts)  # [B, L]
     features = _cut([text.features for text in texts], context.shape[1])  # [B, L, F]
     batch, length = context.shape
-    calls = (len(counts) + 1) * _CALLS * (_BURST + 1)
-    state = drafter.start(batch, length + calls + max(counts) + depth)
+    state = drafter.start(batch, length + max(counts) + depth + 1)
     count = torch.full_like(context[:, 0], length)
     drafter.prefill(state, features, context, count)
     # A round hands over as many columns as a path can be long, of which few are true.
     some = [
         values[:, -1:].expand(-1, depth + 1, *values.shape[2:]) for values in (features, context)
     ]
-    one = torch.ones_like(count)
+    # As to rows that have ended: the work is the same, and the text does not grow meanwhile.
+    none = torch.zeros_like(count)
 
     def begin() -> None:
-        drafter.begin(state, some[0], some[1], one)
+        drafter.tell(state, length)
+        drafter.begin(state, some[0], some[1], none)
 
     def extend(width: int) -> Callable[[], None]:
         nodes = context[:, -1:].expand(-1, width)

@@ -67,6 +67,9 @@ def test_the_whole_suite_runs_offline_and_says_what_it_measured(measured: Any) -
     found = json.loads((folder / "report.json").read_text(encoding="utf-8"))
     known = {bar["bar"] for bar in found["bars"] if bar["value"] is not None}
     assert known == set(BARS) - {"8"}  # nobody tells how much memory a CPU process allocated
+    said = {bar["status"] for bar in found["bars"] if bar["bar"] != "9"}
+    assert said == {"no limit", "not judged", "not measured"}  # toy figures are no one's
+    assert [bar["status"] for bar in found["bars"] if bar["bar"] == "9"] == ["met"]
     assert found["mixed"] == [] and len(found["machines"]) == 1
     assert all(not part["errors"] for part in found["parts"].values())
     assert "Toy sizes show that everything runs" in printed and "(expected)" in printed
@@ -229,7 +232,7 @@ BY_HAND: dict[str, Any] = {
         "chain": [4.0, 6.0], "tree": [2.0, 2.0], "assistant": [2.0, 3.0],
     }}},
     "identity": {"medusa": {"divergences": 3, "near_ties": 2}},
-    "batches": {"medusa batch 4": {"speedup": 1.25}},
+    "batches": {"medusa batch 4": {"speedup": 1.25, "policy": "chain:2"}},
 }  # fmt: skip
 
 
@@ -248,17 +251,18 @@ def test_bars_by_hand() -> None:
     assert values["5", "medusa, assistant"] == 0.5  # the median of 2/4 and 3/6
     assert values["6", "medusa"] == 2.5 and not found["6", "medusa"].expected
     assert values["6", "medusa, 8b"] == 1.25 and found["6", "medusa, 8b"].expected
-    assert values["7", "medusa batch 4"] == 1.25
+    assert values["7", "medusa batch 4, chain:2"] == 1.25
     assert values["8", "medusa, tree of 3"] == pytest.approx(130 / 125)
     assert values["9", "medusa"] == 1
-    status = {key: reading.status for key, reading in found.items()}
+    status = {key: reading.status() for key, reading in found.items()}
     assert status["1b", "8b"] == status["6", "medusa"] == "met"
     assert status["5", "medusa, assistant"] == status["9", "medusa"] == "missed"
     assert status["1a", "8b"] == "no limit"
     nothing = readings({part: {} for part in PARTS}, {})
     assert [reading.bar for reading in nothing] == list(BARS)
-    assert {reading.status for reading in nothing} == {"not measured"}
-    assert Reading("1c", "8b", 1.06).status == "missed"
+    assert {reading.status() for reading in nothing} == {"not measured"}
+    high = Reading("1c", "8b", 1.06)
+    assert (high.status(), high.status(judged=False)) == ("missed", "not judged")
 
 
 def test_the_report_says_what_must_not_be_compared(tmp_path: Path) -> None:
