@@ -351,7 +351,7 @@ def _load(options: argparse.Namespace) -> Speculator:
             if is_artifact(options.drafter):
                 drafter, options.drafter = options.drafter, str(artifact_folder(options.drafter))
                 if options.target is None:
-                    options.target = _own_target(options.drafter, drafter)
+                    options.target = own_target(options.drafter, drafter)
             elif options.target is None:
                 raise UsageError(
                     f"--drafter {options.drafter} belongs to no target; name one with --target"
@@ -369,7 +369,7 @@ def _load(options: argparse.Namespace) -> Speculator:
             ) from error
 
 
-def _own_target(folder: str, drafter: str) -> str:
+def own_target(folder: str, drafter: str) -> str:
     """The target that an artifact was trained for: its folder on this machine, or its Hub name."""
     from headstart.heads.artifact import read_manifest
     from headstart.heads.hub import is_hub_name

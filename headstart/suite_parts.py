@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from headstart.commands import own_target
 from headstart.compare import quickstart_of
 from headstart.describe import describe
 from headstart.heads import Drafter, family, load_drafter
@@ -75,12 +76,15 @@ def trained_pair(job: Job, name: str, dtype: torch.dtype) -> Pair:
     """Load a family's drafter and its target; what is not trained yet is trained first."""
     recipe = recipe_of(job, name)
     folder = pipeline.train(recipe)
-    shared = recipe.folder.with_name(_BASE)
-    model = AutoModelForCausalLM.from_pretrained(shared / "target", dtype=dtype)
+    target = Path(own_target(str(folder), name))
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
     model.to(job.on).eval()  # type: ignore[arg-type]
-    tokenizer = AutoTokenizer.from_pretrained(shared / "target")
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    # Beside a target that is shared stands its corpus; one with settings of its own may share it.
+    runs = (target.parent, recipe.folder.with_name(_BASE))
+    corpus = next(run / "corpus" for run in runs if (run / "corpus" / RECORD).is_file())
     prompts = held_out_prompts(
-        tokenizer, load_documents(shared / "corpus", "held_out"), job.scale.prompts,
+        tokenizer, load_documents(corpus, "held_out"), job.scale.prompts,
         recipe.decode.prefix_tokens, recipe.seed,
     )  # fmt: skip
     tree = StaticTree(read_tree(folder) or [[0]])
@@ -102,7 +106,7 @@ def heads(job: Job, entries: Entries) -> None:
     def work(name: str) -> dict[str, Any]:
         folder = pipeline.train(recipe_of(job, name))
         found = describe(folder)
-        metrics = folder.parents[1] / _BASE / "target" / "metrics.json"
+        metrics = Path(own_target(str(folder), name)) / "metrics.json"
         return {
             "parameters": found["parameters"],
             "metrics": found["metrics"],

@@ -307,7 +307,7 @@ def test_generate_reads_a_file_or_stdin(
     assert capsys.readouterr().out.rstrip("\n") == plain_text(target, "from stdin", 8).rstrip("\n")
 
 
-def test_generate_takes_the_artifact_s_own_target_and_tree(
+def test_generate_takes_the_artifact_sown_target_and_tree(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     heads = artifact(target, tmp_path / "heads")
@@ -423,7 +423,7 @@ def test_the_artifact_names_its_target(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr("headstart.heads.artifact.read_manifest", lambda _: manifest)
 
     def own_target(folder: Path | str) -> str:
-        return commands._own_target(str(folder), "org/drafter")
+        return commands.own_target(str(folder), "org/drafter")
 
     here, moved = tmp_path / "here", tmp_path / "run" / "target"
     here.mkdir()

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -248,7 +249,8 @@ def test_bars_by_hand() -> None:
     assert values["2c", "8b at 32768"] == 1.5
     assert values["3", "medusa, tree of 3"] == pytest.approx(0.1)
     assert values["4", "medusa, tree of 3"] == 0.5
-    assert values["5", "medusa, assistant"] == 0.5  # the median of 2/4 and 3/6
+    assert values["5", "medusa, chain against assistant"] == 0.5  # the median of 2/4 and 3/6
+    assert values["5", "medusa, tree against assistant"] == 1.25
     assert values["6", "medusa"] == 2.5 and not found["6", "medusa"].expected
     assert values["6", "medusa, 8b"] == 1.25 and found["6", "medusa, 8b"].expected
     assert values["7", "medusa batch 4, chain:2"] == 1.25
@@ -256,7 +258,7 @@ def test_bars_by_hand() -> None:
     assert values["9", "medusa"] == 1
     status = {key: reading.status() for key, reading in found.items()}
     assert status["1b", "8b"] == status["6", "medusa"] == "met"
-    assert status["5", "medusa, assistant"] == status["9", "medusa"] == "missed"
+    assert status["5", "medusa, chain against assistant"] == status["9", "medusa"] == "missed"
     assert status["1a", "8b"] == "no limit"
     nothing = readings({part: {} for part in PARTS}, {})
     assert [reading.bar for reading in nothing] == list(BARS)
@@ -281,6 +283,22 @@ def shown(found: dict[str, Any]) -> str:
     out = io.StringIO()
     print_suite(found, out)
     return out.getvalue()
+
+
+def test_a_gpu_is_named_with_its_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = SimpleNamespace(total_memory=80, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    told = SimpleNamespace(stdout="580.95.05\n")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: told)
+    found = suite.machine(torch.device("cuda"))
+    assert (found["device"], found["driver"], found["memory_bytes"]) == ("a GPU", "580.95.05", 80)
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError("nvidia-smi")
+
+    monkeypatch.setattr(subprocess, "run", missing)
+    assert suite.machine(torch.device("cuda"))["driver"] is None
 
 
 def test_full_size_is_the_default_of_a_gpu_alone(

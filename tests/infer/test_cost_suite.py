@@ -37,6 +37,33 @@ def test_contenders_take_turns_and_warm_up() -> None:
     assert medians({"a": [1.0, 9.0, 2.0]}) == {"a": 2.0}
 
 
+def test_a_gpu_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in: marks are events in the stream, and only reading them waits."""
+    log: list[str] = []
+
+    class Event:
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self, stream: str) -> None:
+            log.append(f"mark in {stream}")
+
+        def synchronize(self) -> None:
+            log.append("wait")
+
+        def elapsed_time(self, end: Any) -> float:
+            return 12.0
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"{device}'s stream")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("whole device"))
+    gpu = torch.device("cuda")
+    times = interleaved({"a": lambda: log.append("call")}, gpu, repeats=1, calls=3)
+    mark = "mark in cuda's stream"
+    assert log == ["call", "whole device", mark, *["call"] * 3, mark, "wait"]
+    assert times == {"a": [4.0]}
+
+
 def test_shapes_are_made_on_their_device_in_their_dtype() -> None:
     meta = torch.device("meta")
     sizes = {"1b": (1.24e9, 1.24e9), "8b": (8.03e9, 8.03e9 - 128_256 * 4096)}
