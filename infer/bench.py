@@ -58,7 +58,8 @@ def bench(
         `identical_to_generate` (None when sampling: generate draws from another generator),
         `speedup_vs_plain` and `speedup_vs_generate` (median, min, max over prompts), milliseconds
         per token of every contender, `ms_per_round`, `loop_overhead_ms` (a round minus its forwards
-        replayed alone), the settings, and `distinct_4grams` of the text.
+        replayed alone; NaN where rounds are captured whole), the settings, and `distinct_4grams` of
+        the text.
 
     Raises:
         OptionError: no prompt, or fewer than two new tokens.
@@ -75,7 +76,7 @@ def bench(
     seeded = options | ({"seed": seed} if sampled else {})
     model = speculator.model
     contenders: dict[str, Contender] = {
-        "plain": speculating(Speculator(model), **seeded),
+        "plain": speculating(Speculator(model, graphs=speculator.rounds is not None), **seeded),
         "speculator": speculating(speculator, **seeded),
         "generate": generating(model, **options),
         "bare": bare_loop(model, new_tokens),
