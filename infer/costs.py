@@ -216,7 +216,7 @@ def _drafter_costs(
     none = torch.zeros_like(count)
 
     def begin() -> None:
-        drafter.tell(state, length)
+        drafter.tell(state, length, depth + 1 + max(counts))
         drafter.begin(state, some[0], some[1], none)
 
     def extend(width: int) -> Callable[[], None]:
