@@ -332,6 +332,10 @@ class DraftModel(Drafter):
         return torch.arange(known, device=layer.weight.device)
 
     @property
+    def writer(self) -> PreTrainedModel | None:
+        return self.model
+
+    @property
     def taught_depths(self) -> int:
         return 1
 

@@ -240,6 +240,14 @@ class Drafter(PreTrainedModel):
         return 0
 
     @property
+    def writer(self) -> PreTrainedModel | None:
+        """The language model in it that writes text without the target; None if there is none.
+
+        What it writes can then teach the drafter, see `headstart.train.on_policy`.
+        """
+        return None
+
+    @property
     def draft_vocabulary(self) -> Tensor | None:
         """[Vd] int64 target ids that the drafter knows, ascending; None for all."""
         return None

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import safetensors.torch
@@ -29,7 +30,10 @@ from .prefixes import DistillError, Windows, make_prefixes
 from .recipe import Distill
 from .stages import write_atomically
 
-__all__ = ["DistillError", "Rows", "Windows", "distill", "shard_rows", "summary", "true_lengths"]
+__all__ = [
+    "DistillError", "Rows", "Windows", "check_context", "distill", "shard_rows", "summary",
+    "true_lengths", "write_rows",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +59,7 @@ def distill(
         DistillError: no document gives a prefix, or the target's context is too short.
     """
     prefixes = make_prefixes(spec, tokenizer, documents)
-    _check_context(spec, target)
+    check_context(spec, target)
     # Drawn for all rows at once: what row i gets does not depend on which shards are missing.
     drawn = prefixes.draw(spec.examples, seed)
     if spec.prefix != "window" and spec.temperature == 0 and len(prefixes) < spec.examples:
@@ -76,7 +80,7 @@ def distill(
         parts = []
         for ids in torch.tensor(shard_rows(spec, shard)).split(spec.batch_size):
             batch = [prefixes[drawn[i]] for i in ids.tolist()]
-            parts.append(_write(speculator, batch, [seeds[i] for i in ids.tolist()], spec))
+            parts.append(write_rows(speculator, batch, [seeds[i] for i in ids.tolist()], spec))
             bar.update(len(ids))
             speed = bar.n * spec.new_tokens / clock.elapsed()
             bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
@@ -136,29 +140,40 @@ class _Clock:
         return self.limit is not None and self.elapsed() * (done + 1) / done > self.limit
 
 
-def _check_context(spec: Distill, target: PreTrainedModel) -> None:
+def check_context(spec: Distill, writer: PreTrainedModel, name: str = "target") -> None:
+    """Raise DistillError where rows are longer than the context of who writes them."""
     wanted = spec.prefix_tokens + spec.new_tokens
-    context = getattr(target.config.get_text_config(), "max_position_embeddings", None)
+    context = getattr(writer.config.get_text_config(), "max_position_embeddings", None)
     if context is not None and wanted > context:
         raise DistillError(
             f"distill.prefix_tokens {spec.prefix_tokens} and new_tokens {spec.new_tokens} make "
-            f"{wanted} tokens, but the target's context is {context}; lower one of them."
+            f"{wanted} tokens, but the {name}'s context is {context}; lower one of them."
         )
 
 
-def _write(
-    speculator: Speculator, prefixes: Sequence[Tensor], seeds: list[int], spec: Distill
+def write_rows(
+    speculator: Speculator,
+    prefixes: Sequence[Tensor],
+    seeds: list[int],
+    spec: Distill,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Continue prefixes [P] of any length.
+
+    Args:
+        seeds: one a row, of its sampling noise.
+        options: further ones of `generate`, such as another `eos_token_id` than the model's.
 
     Returns:
         On the CPU: the text [B, prefix_tokens + new_tokens], each row from column 0 on, its
         length [B], and its prefix's length [B].
     """
-    sampling = {"do_sample": False}
+    sampling: dict[str, Any] = {"do_sample": False}
     if spec.temperature > 0:
         # top_k=0: generate's default of 50 would cut the distribution that is to be learnt.
         sampling = {"do_sample": True, "temperature": spec.temperature, "top_k": 0, "seed": seeds}
+    config: Any = speculator.model.generation_config
+    end = options.get("eos_token_id", config.eos_token_id)
     counts = torch.tensor([len(prefix) for prefix in prefixes])
     width = int(counts.max())
     pads = width - counts  # [B], on the left
@@ -169,8 +184,9 @@ def _write(
         attention_mask=(torch.arange(width) >= pads.unsqueeze(1)).long().to(device),
         max_new_tokens=spec.new_tokens,
         **sampling,
+        **options,
     ).cpu()
-    lengths = true_lengths(text, speculator.model, width) - pads
+    lengths = true_lengths(text, end, width) - pads
     # Training rows are padded on the right; the batch may also have ended early.
     columns = torch.arange(spec.prefix_tokens + spec.new_tokens)
     source = (columns + pads.unsqueeze(1)).clamp(max=text.shape[1] - 1)
@@ -178,9 +194,8 @@ def _write(
     return tokens, lengths, counts
 
 
-def true_lengths(text: Tensor, target: PreTrainedModel, prefix: int) -> Tensor:
+def true_lengths(text: Tensor, end: int | list[int] | None, prefix: int) -> Tensor:
     """Tokens of each row up to its first end-of-text after the prefix, that one included.  # [B]"""
-    end = target.generation_config.eos_token_id  # type: ignore[union-attr]
     if end is None:
         return torch.full((len(text),), text.shape[1])
     ends = torch.isin(text[:, prefix:], torch.tensor(end, device=text.device))  # [B, new]

@@ -36,6 +36,7 @@ from headstart.infer import StaticTree, load
 from .corpus import build_corpus, load_documents
 from .distill import Rows, distill, summary
 from .joint import how_far, load_options
+from .on_policy import StudentText, check_on_policy
 from .recipe import Recipe, load_recipe
 from .stages import Stage, StageStore, write_atomically
 from .target import train_target
@@ -111,6 +112,7 @@ class _Run:
     def train(self) -> Stage:
         recipe, seed = self.recipe, self.recipe.seed
         taught = is_taught(recipe.drafter.family)  # first: a mistyped family answers at once
+        check_on_policy(recipe)
         corpus = self._stage(
             "corpus",
             {"corpus": dataclasses.asdict(recipe.corpus), "seed": seed},
@@ -219,7 +221,12 @@ class _Run:
             measured = {"steps": 0, "seconds": 0.0, **validation(drafter)}
         else:
             pair = DraftedTarget(model, drafter, recipe.train.head_decay, recipe.train.loss)
-            measured = DrafterTrainer(pair, self.args, data, recipe.train, validation).fit()
+            own = None
+            if spec := recipe.train.on_policy:
+                own = StudentText(spec, drafter, data, recipe.distill, self.args)
+            measured = DrafterTrainer(
+                pair, self.args, data, recipe.train, validation, student_text=own
+            ).fit()
         drafter.eval()
         if drafter.adapter is not None:
             texts = held_out_texts(tokenizer, documents, decode.prefix_tokens, recipe.seed)

@@ -109,6 +109,15 @@ LOSSES = (
 
 
 @dataclass(frozen=True)
+class OnPolicy:
+    """Text that the student writes while it is trained; the target says how wrong it is there."""
+
+    lmbda: float = _limited(0.5, gt=0, le=1)  # λ of GKD: share of the steps that learn from it
+    temperature: float = _limited(1.0, ge=0)  # of the student's sampling
+    every: int = _positive(8)  # steps whose text is written at once, so the age it may have
+
+
+@dataclass(frozen=True)
 class Train:
     """How the drafter is trained."""
 
@@ -124,6 +133,14 @@ class Train:
     head_decay: float = _limited(0.8, gt=0, le=1)  # weight of head k is head_decay ** k
     eval_every: int | None = _positive(None)  # steps between validations by real decoding
     feature_cache_mb: float = _limited(512.0, ge=0)  # keep the target's features up to this size
+    on_policy: OnPolicy | None = None  # null: all text is the target's
+
+    def __post_init__(self) -> None:
+        if self.on_policy is not None and self.loss == LOSSES[0]:
+            raise RecipeError(
+                f"train.on_policy: {self.loss} would teach the student its own text; set train.loss"
+                f" to what asks the target there: {', '.join(LOSSES[1:])}"
+            )
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ ends at a learning rate of zero. The best checkpoint is the one that decodes bes
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from .clock import Bounds, Clock, Progress
 from .distill import Rows
 from .joint import check_bitsandbytes, split_groups
 from .losses import LOSSES, Teacher, draft_loss, drift, head_labels, label_counts
+from .on_policy import StudentText
 from .recipe import Train
 from .stages import write_atomically
 
@@ -141,21 +143,24 @@ class DraftedTarget(nn.Module):
 
     def forward(
         self,
-        rows: Tensor,
+        rows: Tensor | None,
         tokens: Tensor,
         supervised: Tensor,
         counts: Tensor | None = None,
         weight: float | None = None,
     ) -> dict[str, Tensor]:
-        """The loss of a batch: rows [B], tokens [B, T], supervised [B, T] bool.
+        """The loss of a batch: tokens [B, T], supervised [B, T] bool.
 
         Args:
+            rows: [B], their numbers among those that were cached; None for any other text.
             counts: see `counts`, those of the whole step; this batch's when None.
             weight: of the drafter's loss beside the target's own, both of which then reach the
                 target's adapter; when None the drafter learns alone.
         """
         labels = self.labels(tokens, supervised)  # [K, B, T]
-        captured = self.features(tokens) if self.cache is None else self.cache[rows]  # [B, T, C]
+        captured = (
+            self.features(tokens) if self.cache is None or rows is None else self.cache[rows]
+        )  # [B, T, C]
         counts = self.counts(tokens, supervised) if counts is None else counts
         final = None  # what the target without adapter says, [B, T, D]
         if self.teacher is not None or self.base is not None:
@@ -240,6 +245,7 @@ class DrafterTrainer(Trainer):
         spec: the recipe's train section.
         validation: measures the drafter; its `tau` chooses the checkpoint.
         progress: whether to draw a bar on stderr.
+        student_text: the text that the drafter writes itself, for the steps that learn from it.
     """
 
     loss_is_scaled_for_ga = True
@@ -252,8 +258,10 @@ class DrafterTrainer(Trainer):
         spec: Train,
         validation: Callable[[Drafter], dict[str, Any]],
         progress: bool = True,
+        student_text: StudentText | None = None,
     ):
         self.pair, self.rows, self.spec, self.validation = model, rows, spec, validation
+        self.student_text = student_text
         self.folder = Path(args.output_dir or "")
         self.clock = Clock(args.max_steps, spec.max_seconds, spec.warmup_ratio)
         super().__init__(
@@ -308,6 +316,14 @@ class DrafterTrainer(Trainer):
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(chosen, factors)
         self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor]:
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        if self.student_text is not None:
+            batches = self.student_text.in_place_of(batches, self.state.global_step)
+        return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
         """Labels in the micro-batches of one step, of all processes.  # [K + 1]"""
