@@ -38,6 +38,7 @@ _OF_ALL = " of drafters" + _SEVERAL_PARTS
 _TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
 _FAMILY = "medusa, redrafter, draft_model, lookup, …, or all: each of them on one target, compared"
 _DTYPE = "float32, bfloat16, … (default: as saved)"
+_DEVICE = "cpu, cuda, cuda:1, … (default: a GPU if there is one)"
 _ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
 _DRAFTER = _ARTIFACT + "; or a smaller model; or lookup, or lookup+ARTIFACT"
 
@@ -120,7 +121,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--target", metavar="MODEL", help=_TARGET)
     plan.add_argument("--drafter", metavar="ARTIFACT", required=True, help=_ARTIFACT)
-    plan.add_argument("--dtype", metavar="DTYPE", help=_DTYPE)
+    _placing_options(plan)
     _prompt_options(plan)
     plan.add_argument(
         "--batch-size", metavar="N", type=_positive, default=1, help="prompts decoded at once"
@@ -221,7 +222,12 @@ def _model_options(parser: argparse.ArgumentParser, several: bool = False) -> No
     parser.add_argument("--tree", metavar="TREE", action=action, help=_TREE + more)
     parser.add_argument("--rule", metavar="RULE", action=action, help=_RULE + more)
     parser.add_argument("--expansion", metavar="EXPANSION", help=_EXPANSION)
+    _placing_options(parser)
+
+
+def _placing_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="DTYPE", help=_DTYPE)
+    parser.add_argument("--device", metavar="DEVICE", help=_DEVICE)
 
 
 def _prompt_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -248,12 +254,11 @@ def _sampling_options(parser: argparse.ArgumentParser) -> None:
 
 def _suite_options(parser: argparse.ArgumentParser) -> None:
     suite = parser.add_argument_group(
-        "suite", "a whole benchmark in place of a file of prompts; takes these options and --json"
+        "suite", "a whole benchmark in place of a file of prompts; takes these, --device and --json"
     )
     suite.add_argument("--suite", metavar="NAME", help="gpu: what the runtime costs and is worth")
     suite.add_argument("--part", metavar="PART", action="append", help="one part" + _SEVERAL_PARTS)
     suite.add_argument("--family", metavar="NAME", action="append", help="one family" + _OF_ALL)
-    suite.add_argument("--device", choices=("cpu", "cuda"), help="(default: a GPU if there is one)")
     suite.add_argument("--size", choices=("toy", "full"), help="(default: full on a GPU alone)")
     suite.add_argument("--output", metavar="DIR", type=Path, help="(default: runs/suite-NAME)")
     suite.add_argument(

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from headstart.infer import Speculator, Stats
 
 
@@ -130,7 +132,7 @@ def bench(options: argparse.Namespace) -> int:
     """Measure every tree with every rule on a file of prompts, and print one table."""
     if options.suite is not None:
         return _suite(options)
-    for name in ("part", "family", "device", "size", "output", "trained", "corpus", "fresh"):
+    for name in ("part", "family", "size", "output", "trained", "corpus", "fresh"):
         if getattr(options, name):
             raise UsageError(f"--{name} belongs to a suite; give --suite gpu with it")
     if options.prompts is None:
@@ -332,7 +334,7 @@ def _stats_line(stats: Stats, seconds: float) -> str:
 
 
 def _load(options: argparse.Namespace) -> Speculator:
-    """The Speculator for --target, --drafter, --tree, --rule and --dtype.
+    """The Speculator for --target, --drafter, --tree, --rule, --dtype and --device.
 
     Without --tree it takes the one that the artifact was measured with. Where trees or rules are
     lists, they are left to the caller.
@@ -360,6 +362,8 @@ def _load(options: argparse.Namespace) -> Speculator:
             raise UsageError("neither --target nor --drafter given; name at least one")
         import headstart
 
+        if (device := find_device(getattr(options, "device", None))).type != "cpu":
+            given["device_map"] = {"": device}
         try:
             return headstart.load(options.target, options.drafter, **given)
         except OSError as error:  # transformers' message may not even name the model
@@ -367,6 +371,27 @@ def _load(options: argparse.Namespace) -> Speculator:
                 f"--target {options.target} cannot be loaded; expected a folder or the name of a "
                 f"model that can be downloaded ({one_line(error)[:200]})"
             ) from error
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of --device; a GPU where there is one, when it was not given.
+
+    Raises:
+        UsageError: no such device, or none here.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    try:
+        device = torch.device(name or ("cuda" if gpus else "cpu"))
+    except RuntimeError as error:
+        raise UsageError(f"--device is {name!r}; expected cpu, cuda, cuda:1, …") from error
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise UsageError(
+            f"--device {name}, and torch {torch.__version__} finds {gpus} GPUs here; use --device "
+            "cpu, or another GPU"
+        )
+    return device
 
 
 def own_target(folder: str, drafter: str) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart import __version__
-from headstart.commands import UsageError, one_line
+from headstart.commands import UsageError, find_device, one_line
 
 if TYPE_CHECKING:
     import torch
@@ -183,13 +183,7 @@ def make_job(
     if device == "cpu":
         # Training takes a GPU wherever it sees one; torch has not looked yet.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    import torch
-
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            f"--device cuda, and torch {torch.__version__} finds no GPU here; use --device cpu"
-        )
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = find_device(device).type
     size = size or ("full" if device == "cuda" else "toy")
     folder = output or Path("runs") / f"suite-{suite}"
     return Job(

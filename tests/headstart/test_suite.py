@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from headstart import suite
-from headstart.bars import BARS, Reading, readings
+from headstart.bars import BARS, Limit, Reading, readings
 from headstart.cli import main
 from headstart.heads.drafter import FAMILIES
 from headstart.suite import PARTS, SCALES, Entries, Scale, make_job, write_json
@@ -157,7 +157,7 @@ def test_every_part_alone_for_every_family(tmp_path: Path) -> None:
         (["--suite", "gpus"], "did you mean 'gpu'"),
         (["--suite", "gpu", "--part", "costs-8"], "did you mean 'costs-8b'"),
         (["--suite", "gpu", "--family", "redraftr"], "did you mean 'redrafter'"),
-        (["--suite", "gpu", "--device", "cuda"], "finds no GPU here; use --device cpu"),
+        (["--suite", "gpu", "--device", "cuda"], "finds 0 GPUs here; use --device cpu"),
         (["--suite", "gpu", "--tree", "chain:4"], "--tree does not go with --suite"),
         (["--part", "costs-8b", "--prompts", "x.txt"], "--part belongs to a suite"),
         ([], "--prompts, or --suite"),
@@ -169,7 +169,7 @@ def test_mistakes_answer_before_any_work(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(suite, "run_suite", lambda *_: pytest.fail("it ran"))
     assert main(["bench", *arguments]) == 2
     assert said in last_line(capsys)
@@ -233,7 +233,7 @@ BY_HAND: dict[str, Any] = {
         "chain": [4.0, 6.0], "tree": [2.0, 2.0], "assistant": [2.0, 3.0],
     }}},
     "identity": {"medusa": {"divergences": 3, "near_ties": 2}},
-    "batches": {"medusa batch 4": {"speedup": 1.25, "policy": "chain:2"}},
+    "batches": {"medusa batch 4": {"speedup": 1.25, "policy": "chain:2", "batch": 4}},
 }  # fmt: skip
 
 
@@ -259,7 +259,10 @@ def test_bars_by_hand() -> None:
     status = {key: reading.status() for key, reading in found.items()}
     assert status["1b", "8b"] == status["6", "medusa"] == "met"
     assert status["5", "medusa, chain against assistant"] == status["9", "medusa"] == "missed"
-    assert status["1a", "8b"] == "no limit"
+    assert (status["1a", "8b"], status["2c", "8b at 32768"]) == ("met", "missed")
+    assert status["4", "medusa, tree of 3"] == status["7", "medusa batch 4, chain:2"] == "missed"
+    assert status["5", "medusa, tree against assistant"] == "no limit"
+    assert found["7", "medusa batch 4, chain:2"].limit == Limit(least=2)
     nothing = readings({part: {} for part in PARTS}, {})
     assert [reading.bar for reading in nothing] == list(BARS)
     assert {reading.status() for reading in nothing} == {"not measured"}
@@ -304,6 +307,6 @@ def test_a_gpu_is_named_with_its_driver(monkeypatch: pytest.MonkeyPatch) -> None
 def test_full_size_is_the_default_of_a_gpu_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert job_of(tmp_path, device=None).scale == Scale()
     assert job_of(tmp_path, device="cpu").scale == SCALES["toy"]
