@@ -120,7 +120,7 @@ def print_suite(found: Mapping[str, Any], out: TextIO) -> None:
     console.print()
     rows = [("on", f"{of['device']}, {_versions(of)}") for of in found["machines"]]
     rows += [
-        (part, f"{of['entries']} entries, {of['seconds']:.0f} s{_failed(of)}")
+        (part, f"entries: {of['entries']}, {of['seconds']:.0f} s{_failed(of)}")
         for part, of in found["parts"].items()
     ]
     console.print(grid(rows))
