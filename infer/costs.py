@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, TokenTree
 
+from .graphs import repeated
 from .policies import StaticTree
 from .ranks import Tick, Written, decode_greedily
 from .speculator import Speculator
@@ -187,11 +188,13 @@ def verify_costs(
     target.prefill(context, [length] * batch, length + max(counts))
     lengths = torch.full_like(context[:, 0], length)
     contenders: dict[int, Call] = {}
+    even = context.device.type == "cpu"  # a captured round takes lengths from the device
     for count in counts:
         topology, qrow = StaticTree([[r] for r in range(count - 1)]).shape(batch, context.device)
         tokens = context[:, :1].expand(-1, count).contiguous()
         tree = TokenTree(tokens, topology, None, qrow)
-        contenders[count] = lambda tree=tree: target.verify(tree, lengths, length, even=True)
+        contenders[count] = lambda tree=tree: target.verify(tree, lengths, length, even)
+    contenders = repeated(context.device, contenders)
     times = interleaved(contenders, context.device, _CALLS, _BURST, tick)
     if target.tap is not None:
         target.tap.close()
@@ -230,7 +233,8 @@ def _drafter_costs(
         return both
 
     levels = [] if drafter.independent or depth < 2 else list(counts)
-    contenders = {0: begin, **{width: extend(width) for width in levels}}
+    work = {0: begin, **{width: extend(width) for width in levels}}
+    contenders = repeated(context.device, work)
     times = medians(interleaved(contenders, context.device, _CALLS, _BURST, tick))
     return times[0], {width: max(times[width] - times[0], 0.0) for width in levels}
 
