@@ -3,7 +3,6 @@
 if __name__ != "headstart.heads":
     raise ImportError(f"imported as {__name__!r}; write `from headstart.heads import …` instead.")
 
-from .artifact import Manifest, fingerprint, load_drafter, save_drafter
 from .core import (
     FINAL,
     ArtifactError,
@@ -17,6 +16,9 @@ from .core import (
     UnsupportedTarget,
 )
 from .drafter import FAMILIES, Drafter, DrafterConfig, Step, family
+from .loading import load_drafter
+from .manifest import Manifest, fingerprint
+from .saving import save_drafter
 
 __all__ = [
     "FAMILIES",

@@ -21,7 +21,6 @@ from .artifact import (
     PLAN,
     TREE,
     WEIGHTS,
-    Manifest,
     artifact_folder,
     check_files,
     read_json,
@@ -29,6 +28,7 @@ from .artifact import (
 )
 from .core import ArtifactError
 from .hub import is_hub_name, split_revision, upload
+from .manifest import Manifest
 
 _TAGS = ["headstart", "speculative-decoding"]
 _HERE = '"PATH OF THIS FOLDER"'  # what a card that was not pushed says instead of a name

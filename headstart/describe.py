@@ -15,16 +15,15 @@ from headstart.heads.artifact import (
     FILES,
     MANIFEST,
     WEIGHTS,
-    Manifest,
     artifact_folder,
     check_files,
     check_target,
     read_manifest,
     read_tree,
-    sha256,
 )
 from headstart.heads.core import FINAL, ArtifactError
 from headstart.heads.drafter import DrafterConfig, family
+from headstart.heads.manifest import Manifest, sha256
 
 Description = dict[str, Any]
 

@@ -17,8 +17,8 @@ from headstart.heads.artifact import (
     is_artifact,
     read_json,
     read_manifest,
-    write_file,
 )
+from headstart.heads.saving import write_file
 
 _DAMAGED = "{path} is no plan that headstart wrote; delete it, or run headstart plan again."
 

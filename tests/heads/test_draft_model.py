@@ -24,9 +24,9 @@ from headstart.heads import (
     save_drafter,
 )
 from headstart.heads import draft_model as module
-from headstart.heads.artifact import tokenizer_hash
 from headstart.heads.core import cache
 from headstart.heads.draft_model import DraftModel, DraftModelConfig, layers_of
+from headstart.heads.manifest import tokenizer_hash
 from headstart.infer import Speculator
 
 sys.path.append(str(Path(__file__).parents[1] / "infer"))  # for its guard against host reads

@@ -19,7 +19,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.heads import ArtifactError, Manifest, fingerprint, save_drafter
-from headstart.heads.artifact import TREE, sha256, tokenizer_hash
+from headstart.heads.artifact import TREE
+from headstart.heads.manifest import sha256, tokenizer_hash
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.publish import clean_copy
 

@@ -23,7 +23,7 @@ from headstart.heads import (
     load_drafter,
     save_drafter,
 )
-from headstart.heads.artifact import tokenizer_hash
+from headstart.heads.manifest import tokenizer_hash
 from headstart.heads.medusa import Medusa, MedusaConfig
 
 OUTPUTS: dict[str, dict] = {

@@ -22,7 +22,8 @@ from headstart.heads import (
     save_drafter,
 )
 from headstart.heads.adapter import ADAPTER, ADAPTER_WEIGHTS
-from headstart.heads.artifact import MANIFEST, sha256
+from headstart.heads.artifact import MANIFEST
+from headstart.heads.manifest import sha256
 from headstart.heads.medusa2 import Medusa2, Medusa2Config
 from headstart.heads.publish import clean_copy
 from headstart.infer import Speculator

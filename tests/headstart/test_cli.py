@@ -176,7 +176,7 @@ def artifact(target: str, folder: Path, tree: str | None = "[[0], [1], [0, 0]]")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from headstart.heads import Manifest, fingerprint, save_drafter
-    from headstart.heads.artifact import tokenizer_hash
+    from headstart.heads.manifest import tokenizer_hash
     from headstart.heads.medusa import Medusa, MedusaConfig
 
     model: Any = AutoModelForCausalLM.from_pretrained(target)

@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headstart
-from headstart.heads.artifact import load_drafter, read_manifest
+from headstart.heads import load_drafter
+from headstart.heads.artifact import read_manifest
 from headstart.infer import StaticTree
 from headstart.train import main, pipeline
 from headstart.train.recipe import load_recipe
