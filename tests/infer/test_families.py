@@ -1,5 +1,10 @@
-"""Every family on every kind of tree, with every rule: greedy and sampled, alone and in a batch."""
+"""Every family on every kind of tree, with every rule: greedy and sampled, alone and in a batch.
 
+On the quickstart's target the drafters are those that `headstart train` left in `runs/`, and the
+prompts are its held-out files; elsewhere both are random.
+"""
+
+import json
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -8,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from tiny import prompts, tiny
+from torch import Tensor
 
-from headstart.heads import FAMILIES, Drafter, family
+from headstart.heads import FAMILIES, Drafter, family, load_drafter
 from headstart.heads.draft_model import DraftModel
 from headstart.infer import Speculator, choices, parse_tree
 from headstart.infer.rules import EXPANSION, check_pair
@@ -28,6 +34,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "lookup": {},
 }
 """A row for every family: what its recipe's drafter section says."""
+RECIPES = {
+    "medusa": "quickstart", "medusa2": "medusa2", "redrafter": "redrafter",
+    "draft_model": "draft-model",
+}  # fmt: skip
+"""The shipped recipe that trains each family for the quickstart's target."""
 TREES = ["chain:3", "[[0],[1],[2],[0,0],[0,1],[0,0,0]]", "best-first:8,3,3", "beam:3,3"]
 LENGTHS = [9, 4, 7, 6]
 NEW = 10
@@ -60,6 +71,30 @@ def drafter(name: str, of: str) -> Drafter:
     return made.eval()
 
 
+@cache
+def pair(of: str, name: str) -> tuple[Any, Drafter]:
+    """A target and its drafter; a trained one has a target of its own, which it may adapt."""
+    if of != "quickstart" or name not in RECIPES:
+        return target(of), drafter(name, of)
+    model = target.__wrapped__(of)
+    return model, load_drafter(ROOT / "runs" / RECIPES[name] / "heads", model)
+
+
+def asked(of: str, batch: int) -> tuple[Tensor, Tensor, int]:
+    """Prompts of unequal lengths, padded on the left, their mask, and how many tokens to write."""
+    if of != "quickstart":
+        return *prompts(LENGTHS[:batch]), NEW
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(TARGETS[of])
+    texts = (ROOT / "runs" / "quickstart" / "corpus" / "held_out.jsonl").read_text().splitlines()
+    ids, mask = torch.zeros(2, batch, 10 * max(LENGTHS[:batch]), dtype=torch.long)
+    for row, length in enumerate(LENGTHS[:batch]):
+        found = tokenizer(json.loads(texts[row])["text"], return_tensors="pt").input_ids
+        ids[row, -10 * length :], mask[row, -10 * length :] = found[0, : 10 * length], 1
+    return ids, mask, 4 * NEW
+
+
 def cases() -> list[Any]:
     found = []
     for of, name, tree, batch in product(TARGETS, OPTIONS, TREES, (1, 4)):
@@ -68,6 +103,10 @@ def cases() -> list[Any]:
             marks.append(pytest.mark.proof)
         if folder is not None and not folder.is_dir():
             marks.append(pytest.mark.skip(reason=f"{of} is not on this machine"))
+        elif of == "quickstart" and name in RECIPES:
+            recipe = RECIPES[name]
+            if not (ROOT / "runs" / recipe / "heads" / "headstart.json").is_file():
+                marks.append(pytest.mark.skip(reason=f"needs `headstart train {recipe}`"))
         found.append(
             pytest.param(of, name, tree, batch, marks=marks, id=f"{of}-{name}-{tree[:5]}-{batch}")
         )
@@ -76,23 +115,26 @@ def cases() -> list[Any]:
 
 @pytest.mark.parametrize(("of", "name", "tree", "batch"), cases())
 def test_greedy_text_is_that_of_generate(of: str, name: str, tree: str, batch: int) -> None:
-    ids, mask = prompts(LENGTHS[:batch])
-    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": NEW, "do_sample": False}
+    ids, mask, new = asked(of, batch)
+    options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": new, "do_sample": False}
     options["pad_token_id"] = 0
-    speculator = Speculator(target(of), drafter(name, of), tree=tree)
-    assert torch.equal(speculator.generate(ids, **options), target(of).generate(ids, **options))
-    assert speculator.stats.rounds > 0
+    model, draft = pair(of, name)
+    speculator = Speculator(model, draft, tree=tree)
+    assert torch.equal(speculator.generate(ids, **options), model.generate(ids, **options))
+    stats = speculator.stats
+    assert stats.rounds > 0 and (of != "quickstart" or stats.tau > 1), "nothing was accepted"
+    print(f"{of}, {name}, {tree}, {batch}: τ {stats.tau:.2f}")  # shown by `pytest -rP`
 
 
 @pytest.mark.parametrize(("of", "name", "tree", "batch"), cases())
 def test_sampled_text(of: str, name: str, tree: str, batch: int) -> None:
     """The rules of shared choices write plain decoding's text, the others each row's own."""
-    ids, mask = prompts(LENGTHS[:batch])
+    ids, mask, new = asked(of, batch)
     seeds = [11, 12, 13, 14][:batch]
     options: dict[str, Any] = {
-        "max_new_tokens": NEW, "do_sample": True, "top_k": 0, "temperature": 0.8, "pad_token_id": 0,
+        "max_new_tokens": new, "do_sample": True, "top_k": 0, "temperature": 0.8, "pad_token_id": 0,
     }  # fmt: skip
-    model = target(of)
+    model, draft = pair(of, name)
     plain = Speculator(model).generate(ids, attention_mask=mask, seed=seeds, **options)
     for rule in EXPANSION:
         policy, expansion = parse_tree(tree), None
@@ -100,16 +142,18 @@ def test_sampled_text(of: str, name: str, tree: str, batch: int) -> None:
             continue
         if rule in ("rejection", "traversal") and not hasattr(policy, "paths"):
             expansion = check_pair("topk", rule)  # dynamic trees take no drawn children
-        speculator = Speculator(model, drafter(name, of), tree=tree, rule=rule, expansion=expansion)
+        speculator = Speculator(model, draft, tree=tree, rule=rule, expansion=expansion)
         text = speculator.generate(ids, attention_mask=mask, seed=seeds, **options)
         if rule in ("match", "coupled"):
             assert torch.equal(text, plain), rule
             continue
         assert text.shape == plain.shape and speculator.stats.rounds > 0
         for row in range(batch if batch > 1 else 0):
-            own = ids[row : row + 1, -LENGTHS[row] :]
-            alone = speculator.generate(own, seed=[seeds[row]], **options)
-            assert torch.equal(alone[0, LENGTHS[row] :], text[row, ids.shape[1] :]), (rule, row)
+            own = ids[row][mask[row] == 1].unsqueeze(0)
+            alone = speculator.generate(own, seed=[seeds[row]], **options)[0, own.shape[1] :]
+            together = text[row, ids.shape[1] :]
+            assert torch.equal(alone, together[: len(alone)]), (rule, row)
+            assert not together[len(alone) :].any(), "only padding follows the row's end"
 
 
 @pytest.mark.parametrize("name", OPTIONS)
