@@ -35,7 +35,8 @@ def describe(name: str | Path) -> Description:
         A document for JSON. `problem` is None for a whole artifact, else the error that loading
         would give; what the damage hides is then missing. `files` has, for each file, its `bytes`,
         `sha256` and `check`: `ok`, `damaged`, or `unchecked` where there is nothing to check it
-        against.
+        against. `plans` has one entry for each machine that was planned for; where `current` is
+        false it was made for other weights, and loading passes it over.
 
     Raises:
         ArtifactError: there is no artifact of that name, or its manifest cannot be read.
@@ -49,7 +50,7 @@ def describe(name: str | Path) -> Description:
         "target_fingerprint": manifest.target_fingerprint,
         "tokenizer_hash": manifest.tokenizer_hash or None,
     }
-    for part in (_config, _weights, _tree):
+    for part in (_config, _weights, _tree, _plans):
         try:
             found |= part(folder, manifest)
         except (ValueError, OSError) as error:
@@ -115,6 +116,17 @@ def _tree(folder: Path, manifest: Manifest) -> Description:
         return {"tree": None}
     tree = StaticTree(paths)
     return {"tree": {"name": str(tree), "nodes": tree.nodes, "depth": tree.max_depth}}
+
+
+def _plans(folder: Path, manifest: Manifest) -> Description:
+    from headstart.infer.plan import read_plans
+
+    long = ("acceptance", "costs", "candidates", "weights_sha256")
+    plans = []
+    for plan in read_plans(folder):
+        shown = {name: value for name, value in vars(plan).items() if name not in long}
+        plans.append(shown | {"current": plan.weights_sha256 == manifest.weights_sha256})
+    return {"plans": plans}
 
 
 def _file(path: Path, folder: Path, manifest: Manifest) -> Description:
@@ -194,6 +206,7 @@ def _how(found: Description) -> list[tuple[str, str]]:
         rows.append(("acceptance at depth 1, 2, …", each))
     if tree := found.get("tree"):
         rows.append(("tree", f"{tree['name']}, {tree['nodes']} nodes"))
+    rows += [("plan", _planned(plan)) for plan in found.get("plans", [])]
     if recipe.get("name"):
         rows.append(("recipe", str(recipe["name"])))
     if source := (recipe.get("corpus") or {}).get("source"):
@@ -202,6 +215,17 @@ def _how(found: Description) -> list[tuple[str, str]]:
         rows.append(("training", f"{metrics['steps']} steps, {metrics['seconds']:.0f} s"))
     rows.append(("versions", "  ".join(f"{k} {v}" for k, v in found["versions"].items())))
     return rows
+
+
+def _planned(plan: Description) -> str:
+    from headstart.plans import at_once
+
+    said = "plain decoding, nothing pays"
+    if plan["tree"]:
+        said = f"{plan['policy']}, τ {plan['tau']:.2f}, {plan['speedup']:.2f} × plain"
+    if not plan["current"]:
+        said = f"for other weights, not used ({said})"
+    return f"{said}: {plan['device']}, {plan['dtype']}, {at_once(plan['batch_size'])}"
 
 
 def _files(found: Description) -> list[tuple[str, str]]:

@@ -58,7 +58,7 @@ def print_plan(plan: Plan, out: TextIO, title: str = "headstart plan") -> None:
 
 def sentences(plan: Plan) -> list[str]:
     """What the plan expects, and what that holds for."""
-    where = f"On this machine ({plan.device}, {plan.dtype}, {_at_once(plan.batch_size)})"
+    where = f"On this machine ({plan.device}, {plan.dtype}, {at_once(plan.batch_size)})"
     best = plan.candidates[0]
     fast = _times(best)
     if plan.tree:
@@ -117,7 +117,7 @@ def draw_plan(plan: Plan, path: Path) -> None:
     axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
     axes.set_xlabel("nodes of the tree, the root counted")
     axes.set_ylabel("speedup against plain decoding")
-    axes.set_title(f"{plan.device}, {plan.dtype}, {_at_once(plan.batch_size)}")
+    axes.set_title(f"{plan.device}, {plan.dtype}, {at_once(plan.batch_size)}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="lower center", ncols=2)
     figure.savefig(path, dpi=150)
@@ -168,5 +168,6 @@ def _times(candidate: dict[str, Any]) -> str:
     return f"{candidate['speedup']:.2f} times{real}"
 
 
-def _at_once(batch_size: int) -> str:
+def at_once(batch_size: int) -> str:
+    """How many prompts are decoded together, in words."""
     return "one prompt at a time" if batch_size == 1 else f"{batch_size} prompts at a time"

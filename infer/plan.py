@@ -109,11 +109,26 @@ def read_plan(name: str | Path, target: PreTrainedModel, batch_size: int = 1) ->
     found = _plans(folder).get(key)
     if found is None:
         return None
-    known = {each.name for each in fields(Plan)}
-    if not isinstance(found, dict) or set(found) != known:
-        raise ArtifactError(_DAMAGED.format(path=folder / PLAN))
-    plan = Plan(**found)
+    plan = _plan(found, folder)
     return plan if plan.weights_sha256 == read_manifest(folder).weights_sha256 else None
+
+
+def read_plans(folder: Path) -> list[Plan]:
+    """All plans in an artifact's folder, whatever machine and weights they are for.
+
+    Raises:
+        ArtifactError: `plan.json` is damaged.
+    """
+    return [_plan(found, folder) for found in _plans(folder).values()]
+
+
+def _plan(found: Any, folder: Path) -> Plan:
+    kinds = {"str": str, "int": int, "float": int | float}
+    known = {each.name: kinds.get(str(each.type), list | dict) for each in fields(Plan)}
+    whole = isinstance(found, dict) and set(found) == set(known)
+    if not whole or not all(isinstance(found[name], kind) for name, kind in known.items()):
+        raise ArtifactError(_DAMAGED.format(path=folder / PLAN))
+    return Plan(**found)
 
 
 def _plans(folder: Path) -> dict[str, Any]:

@@ -67,8 +67,24 @@ def test_a_drafter_that_pays(
     assert "decodes fastest: it is expected to write" in printed and "chain:4" in printed
     assert "holds for text like these 3 prompts" in printed
     assert f"The plan is in {tmp_path / 'heads' / 'plan.json'}" in printed
-    plans = json.loads((tmp_path / "heads" / "plan.json").read_text())
+    path = tmp_path / "heads" / "plan.json"
+    plans = json.loads(path.read_text())
     assert [key.rpartition(" ")[2] for key in plans] == ["2", "1"]
+
+    # Both are shown by `inspect`; one for other weights is said to be of no use.
+    plans[key]["weights_sha256"] = "0" * 64
+    path.write_text(json.dumps(plans))
+    shown = json.loads(table(["inspect", heads, "--json"], capsys))["plans"]
+    assert [(plan["batch_size"], plan["current"]) for plan in shown] == [(2, False), (1, True)]
+    for name in ("policy", "tree", "tau", "speedup", "device", "dtype"):
+        assert shown[0][name] == document[name]
+    printed = " ".join(table(["inspect", heads], capsys).split())
+    first = f"{best['name']}, τ {document['tau']:.2f}, {document['speedup']:.2f} × plain"
+    assert f"plan for other weights, not used ({first}): {document['device']}" in printed
+    assert "one prompt at a time" in printed and "2 prompts at a time" in printed
+    path.write_text(path.read_text()[:99])
+    assert main(["inspect", heads]) == 1
+    assert "no plan that headstart wrote" in " ".join(capsys.readouterr().out.split())
 
 
 def table(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
@@ -90,6 +106,9 @@ def test_a_drafter_that_does_not_pay(
     assert plan is not None and (plan.policy, plan.tree) == ("plain", [])
     loaded = headstart.load(target, heads)
     assert loaded.drafter is None and str(loaded.tree) == "plain"
+    assert "plan plain decoding, nothing pays:" in " ".join(
+        table(["inspect", heads], capsys).split()
+    )
     assert headstart.load(target, heads, tree="chain:2").drafter is not None
     assert "nothing pays" in table(command(heads, tmp_path), capsys)  # it can be planned again
 

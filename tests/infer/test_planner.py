@@ -229,3 +229,8 @@ def test_a_damaged_plan_is_named_and_can_be_replaced(
     write_plan(folder, plan)
     found = read_plan(folder, target)
     assert found is not None and found.tree == plan.tree
+    data = json.loads((folder / "plan.json").read_text())
+    data[plan.key]["tau"] = "fast"
+    (folder / "plan.json").write_text(json.dumps(data))
+    with pytest.raises(ArtifactError, match="delete it, or run headstart plan again"):
+        read_plan(folder, target)
