@@ -289,32 +289,6 @@ def family(name: str) -> type[Drafter]:
     return getattr(importlib.import_module(module), attribute)
 
 
-def check_draft_vocabulary(config: DrafterConfig, output: str, size: int) -> None:
-    """Refuse a `draft_vocab_size` that does not go with `output`.
-
-    Raises:
-        OptionError: a size without `trimmed`, or none with it, or more than the target knows.
-    """
-    if (output == "trimmed") != (size > 0) or size > max(config.vocab_size, 0):
-        raise OptionError(
-            f"drafter.draft_vocab_size is {size} with output {output!r}; expected "
-            f"1 … {config.vocab_size} with 'trimmed' and 0 otherwise."
-        )
-
-
-def most_frequent(token_counts: Tensor | None, size: int) -> Tensor:
-    """The `size` most frequent tokens of counts [V], ascending: what a trimmed vocabulary keeps.
-
-    Raises:
-        OptionError: there are no counts.
-    """
-    if token_counts is None:
-        raise OptionError(
-            "a trimmed vocabulary needs the corpus' token counts, found none; pass token_counts."
-        )
-    return token_counts.topk(size).indices.sort().values
-
-
 def last_true(values: Tensor, count: Tensor) -> Tensor:
     """The last true entry of each row: [B, A, F], [B] -> [B, F]. A row of count 0 gives entry 0."""
     index = (count - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, values.shape[-1])

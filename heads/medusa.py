@@ -15,14 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .core import OptionError, output_layer
-from .drafter import (
-    Drafter,
-    DrafterConfig,
-    Step,
-    check_draft_vocabulary,
-    last_true,
-    most_frequent,
-)
+from .drafter import DrafterConfig, Step, last_true
+from .vocabulary import Trimmable, check_draft_vocabulary
 
 
 @strict
@@ -56,12 +50,11 @@ class MedusaConfig(DrafterConfig):
         check_draft_vocabulary(self, self.output, self.draft_vocab_size)
 
 
-class Medusa(Drafter):
+class Medusa(Trimmable):
     """K heads that answer for every depth from one `begin`."""
 
     config_class = MedusaConfig
     config: MedusaConfig
-    vocabulary: Tensor
     independent = True
 
     def __init__(self, config: MedusaConfig):
@@ -73,19 +66,16 @@ class Medusa(Drafter):
         self.output = None
         if config.output != "shared":
             self.output = nn.Parameter(torch.empty(heads, width, size))
-        if config.output == "trimmed":
-            self.register_buffer("vocabulary", torch.arange(width))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         """Blocks start as the identity, so a shared output layer starts as the target's own."""
+        super()._init_weights(module)
         if module is self:
             nn.init.zeros_(self.weight)
             nn.init.zeros_(self.bias)
             if self.output is not None:
                 nn.init.zeros_(self.output)
-            if self.config.output == "trimmed":
-                self.vocabulary.copy_(torch.arange(len(self.vocabulary)))
 
     @property
     def max_depth(self) -> int:
@@ -99,21 +89,12 @@ class Medusa(Drafter):
             token_counts: [V], how often each token occurs in the corpus; `trimmed` keeps the most
                 frequent ones.
         """
-        if self.output is None:
-            return
-        rows = output_layer(self.target).weight  # [V, D]
-        if self.config.output == "trimmed":
-            self.vocabulary.copy_(most_frequent(token_counts, len(self.vocabulary)))
-            rows = rows[self.vocabulary.to(rows.device)]
-        self.output.copy_(rows.expand_as(self.output))
+        if self.output is not None:
+            self.output.copy_(self.rows_to_start_from(token_counts).expand_as(self.output))
 
     @property
     def taught_depths(self) -> int:
         return self.config.heads
-
-    @property
-    def draft_vocabulary(self) -> Tensor | None:
-        return self.vocabulary if self.config.output == "trimmed" else None
 
     def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
         return self._blocks(features[where], depths)  # the heads never see a token

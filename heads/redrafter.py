@@ -19,15 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .core import OptionError, output_layer
-from .drafter import (
-    Drafter,
-    DrafterConfig,
-    Step,
-    check_draft_vocabulary,
-    last_true,
-    most_frequent,
-)
+from .core import OptionError
+from .drafter import DrafterConfig, Step, last_true
+from .vocabulary import Trimmable, check_draft_vocabulary
 
 
 @strict
@@ -84,12 +78,11 @@ class _Block(nn.Module):
         return states + F.silu(self.linear(states))
 
 
-class ReDrafter(Drafter):
+class ReDrafter(Trimmable):
     """A recurrent cell, fed one drafted token after another. Its weights bear the paper's names."""
 
     config_class = ReDrafterConfig
     config: ReDrafterConfig
-    vocabulary: Tensor
 
     def __init__(self, config: ReDrafterConfig):
         super().__init__(config)
@@ -101,19 +94,16 @@ class ReDrafter(Drafter):
         blocks = [_Block(exit_dim) for _ in range(config.layers)]
         width = config.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Sequential(*blocks, nn.Linear(exit_dim, width, bias=False))
-        if config.output == "trimmed":
-            self.register_buffer("vocabulary", torch.arange(width))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         """Blocks start as the identity, the cell as a random code of the last tokens."""
+        super()._init_weights(module)
         if isinstance(module, nn.Linear):
             spread = 0.0 if isinstance(module, _Zero) else module.in_features**-0.5
             nn.init.normal_(module.weight, std=spread)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-        elif module is self and self.config.output == "trimmed":
-            self.vocabulary.copy_(torch.arange(len(self.vocabulary)))
 
     def bind(self, target: PreTrainedModel) -> Self:
         width = cast(Tensor, target.get_input_embeddings().weight).shape[-1]
@@ -132,10 +122,7 @@ class ReDrafter(Drafter):
             token_counts: [V], how often each token occurs in the corpus; `trimmed` keeps the most
                 frequent ones.
         """
-        rows = output_layer(self.target).weight  # [V, D]
-        if self.config.output == "trimmed":
-            self.vocabulary.copy_(most_frequent(token_counts, len(self.vocabulary)))
-            rows = rows[self.vocabulary.to(rows.device)]
+        rows = self.rows_to_start_from(token_counts)  # [Vd, D]
         if self.input_proj is None:
             output = self.lm_head[-1]
             assert isinstance(output, nn.Linear)
@@ -148,10 +135,6 @@ class ReDrafter(Drafter):
     @property
     def taught_depths(self) -> int:
         return self.config.depths
-
-    @property
-    def draft_vocabulary(self) -> Tensor | None:
-        return self.vocabulary if self.config.output == "trimmed" else None
 
     def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
         row, at = where.nonzero(as_tuple=True)  # [M] each

@@ -1,0 +1,65 @@
+"""A trimmed vocabulary: the drafter's output layer knows the most frequent tokens alone."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .core import OptionError, output_layer
+from .drafter import Drafter, DrafterConfig
+
+
+class Trimmable(Drafter):
+    """A drafter that knows the `draft_vocab_size` most frequent tokens, or all where that is 0.
+
+    Attributes:
+        vocabulary: [Vd] int64 target ids, ascending; there only where it is trimmed.
+    """
+
+    config: Any
+    vocabulary: Tensor
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        if self.config.draft_vocab_size:
+            self.register_buffer("vocabulary", torch.arange(self.config.draft_vocab_size))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self and self.config.draft_vocab_size:
+            self.vocabulary.copy_(torch.arange(len(self.vocabulary)))
+
+    @property
+    def draft_vocabulary(self) -> Tensor | None:
+        return self.vocabulary if self.config.draft_vocab_size else None
+
+    @torch.no_grad()
+    def rows_to_start_from(self, token_counts: Tensor | None) -> Tensor:
+        """Choose the vocabulary by counts [V]: the target's output weights of its tokens, [Vd, D].
+
+        Raises:
+            OptionError: it is trimmed, and there are no counts.
+        """
+        rows = output_layer(self.target).weight  # [V, D]
+        if not self.config.draft_vocab_size:
+            return rows
+        if token_counts is None:
+            raise OptionError(
+                "a trimmed vocabulary needs the corpus' token counts, found none; pass "
+                "token_counts."
+            )
+        most = token_counts.topk(len(self.vocabulary)).indices
+        self.vocabulary.copy_(most.sort().values)
+        return rows[self.vocabulary.to(rows.device)]
+
+
+def check_draft_vocabulary(config: DrafterConfig, output: str, size: int) -> None:
+    """Refuse a `draft_vocab_size` that does not go with `output`.
+
+    Raises:
+        OptionError: a size without `trimmed`, or none with it, or more than the target knows.
+    """
+    if (output == "trimmed") != (size > 0) or size > max(config.vocab_size, 0):
+        raise OptionError(
+            f"drafter.draft_vocab_size is {size} with output {output!r}; expected "
+            f"1 … {config.vocab_size} with 'trimmed' and 0 otherwise."
+        )
