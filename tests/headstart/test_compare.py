@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,7 @@ from headstart.cli import main
 from headstart.compare import draw_drafters, load_all, print_drafters, quickstart_of, quickstarts
 from headstart.heads.drafter import FAMILIES
 from headstart.report import KEYS
-
-TINY = [
-    "corpus.max_bytes=120000", "corpus.held_out=0.4",
-    "target.scratch.vocab_size=300", "target.scratch.hidden_size=32", "target.scratch.layers=2",
-    "target.scratch.intermediate_size=64", "target.scratch.context=128",
-    "target.scratch.sequence_length=32", "target.scratch.max_seconds=null",
-    "target.scratch.max_tokens=6000",
-    "distill.examples=24", "distill.prefix_tokens=16", "distill.new_tokens=16",
-    "distill.batch_size=8", "distill.shards=4",
-    "train.batch_size=4", "train.max_steps=8", "train.eval_every=8",
-    "decode.tree=sparse:4", "decode.prompts=2", "decode.prefix_tokens=16", "decode.new_tokens=16",
-    "decode.validation_prompts=2",
-]  # fmt: skip
+from tests.train.test_pipeline import TINY
 
 REPORT: dict[str, Any] = {
     "tau": 2.5,
@@ -107,11 +96,21 @@ def test_one_drafter_is_its_recipe(
     assert json.loads(capsys.readouterr().out) == {"tau": 2.5, "artifact": None}
 
 
+def overrides(settings: dict[str, Any], before: str = "") -> Iterator[str]:
+    """A recipe's sections as `a.b=value`."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from overrides(value, f"{before}{name}.")
+        else:
+            yield f"{before}{name}={json.dumps(value)}"
+
+
 def test_all_run_on_one_target_and_a_failure_costs_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    command = ["quickstart", "--drafter", "all", *TINY]
+    shared = {name: TINY[name] for name in ("corpus", "target", "distill", "train", "decode")}
+    command = ["quickstart", "--drafter", "all", *overrides(shared), "train.max_steps=8"]
     assert main([*command, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     found = document["drafters"]

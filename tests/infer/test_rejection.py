@@ -5,22 +5,28 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    TemperatureLogitsWarper,
-    TopPLogitsWarper,
+from transformers import LogitsProcessor, LogitsProcessorList
+from walker import (
+    KINDS,
+    NAN,
+    TEXT,
+    VOCAB,
+    WARPERS,
+    Walker,
+    agrees_with_the_walker,
+    answers,
+    judges_rows_as_if_alone,
+    never_accepts_a_drafter_of_nan,
+    random_tree,
+    vectors,
+    verified_of,
 )
-from walker import KINDS, TEXT, VOCAB, Walker, answers, random_tree, row_of, verified_of
 
 from headstart.heads import Sampling, TokenTree, Topology
 from headstart.heads.core import draw
 from headstart.infer import rejection as module
 from headstart.infer.rejection import accept_probability, accepts, rejection, residual, without
 from headstart.infer.verified import Text, Verified
-
-WARPERS = LogitsProcessorList([TemperatureLogitsWarper(0.9), TopPLogitsWarper(0.9)])
-NAN = float("nan")
 
 
 class Spread(LogitsProcessor):
@@ -29,10 +35,6 @@ class Spread(LogitsProcessor):
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
         less = torch.full_like(input_ids, -1, dtype=scores.dtype)
         return scores.scatter_add(1, input_ids, less)
-
-
-def vectors(*rows: list[float]) -> Tensor:
-    return torch.tensor(rows, dtype=torch.float64)
 
 
 def test_accepting_by_hand() -> None:
@@ -148,15 +150,7 @@ def test_the_second_child_is_judged_by_what_q_has_left() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("processors", [None, WARPERS, LogitsProcessorList([Spread()])])
 def test_rejection_against_the_walker(kind: str, processors: Any) -> None:
-    generator = torch.Generator().manual_seed(3)
-    deep = 0
-    for nodes in (1, 2, 5, 9, 14, 20) * 3:
-        tree = random_tree(kind, 16, nodes, generator)
-        verified = verified_of(tree, generator, processors)
-        expected = [Walker(verified, row).rejection() for row in range(16)]
-        assert answers(rejection(verified)) == expected
-        deep += sum(len(path) > 2 for path, _ in expected)
-    assert deep >= 8
+    agrees_with_the_walker(rejection, kind, processors)
 
 
 def test_the_walker_notices_a_wrong_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,11 +169,7 @@ def test_the_walker_notices_a_wrong_proposal(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_are_judged_as_if_alone(kind: str) -> None:
-    generator = torch.Generator().manual_seed(5)
-    verified = verified_of(random_tree(kind, 6, 11, generator), generator, WARPERS)
-    together = answers(rejection(verified))
-    for row in range(6):
-        assert answers(rejection(row_of(verified, row))) == together[row : row + 1]
+    judges_rows_as_if_alone(rejection, kind)
 
 
 def test_the_walk_stops_at_an_end_token() -> None:
@@ -208,15 +198,7 @@ def test_scores_that_are_no_distribution_show_as_minus_one() -> None:
 
 
 def test_a_drafter_of_nan_is_only_never_accepted() -> None:
-    generator = torch.Generator().manual_seed(8)
-    verified = verified_of(random_tree("with", 40, 9, generator), generator)
-    tree = verified.tree
-    assert tree.logits is not None
-    tree.logits[:] = NAN
-    found = answers(rejection(verified))
-    for row, (path, tokens) in enumerate(found):
-        walker = Walker(verified, row)
-        assert (path, tokens) == ([0], [walker.draw(walker.p(0))])
+    never_accepts_a_drafter_of_nan(rejection)
 
 
 def test_float32_decides_alike() -> None:

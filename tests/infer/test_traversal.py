@@ -5,10 +5,21 @@ from typing import Any
 
 import pytest
 import torch
-from test_rejection import NAN, WARPERS, vectors
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
-from walker import KINDS, Walker, answers, random_tree, row_of, verified_of
+from walker import (
+    KINDS,
+    NAN,
+    WARPERS,
+    Walker,
+    agrees_with_the_walker,
+    answers,
+    judges_rows_as_if_alone,
+    never_accepts_a_drafter_of_nan,
+    random_tree,
+    vectors,
+    verified_of,
+)
 
 from headstart.heads import OptionError, Sampling, TokenTree, Topology
 from headstart.infer import traversal as module
@@ -22,15 +33,7 @@ from headstart.infer.verified import Text, Verified
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("processors", [None, WARPERS])
 def test_traversal_against_the_recursion(kind: str, processors: Any) -> None:
-    generator = torch.Generator().manual_seed(3)
-    deep = 0
-    for nodes in (1, 2, 5, 9, 14, 20) * 3:
-        tree = random_tree(kind, 16, nodes, generator)
-        verified = verified_of(tree, generator, processors)
-        expected = [Walker(verified, row).traversal() for row in range(16)]
-        assert answers(traversal(verified)) == expected
-        deep += sum(len(path) > 2 for path, _ in expected)
-    assert deep >= 8
+    agrees_with_the_walker(traversal, kind, processors)
 
 
 @pytest.mark.parametrize("shape", ["chain:5", "cartesian:3,2,2", "[[0],[1],[0,0],[0,1],[1,0],[2]]"])
@@ -64,11 +67,7 @@ def test_the_recursion_notices_a_wrong_order(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_rows_are_judged_as_if_alone() -> None:
-    generator = torch.Generator().manual_seed(5)
-    verified = verified_of(random_tree("mixed", 6, 11, generator), generator, WARPERS)
-    together = answers(traversal(verified))
-    for row in range(6):
-        assert answers(traversal(row_of(verified, row))) == together[row : row + 1]
+    judges_rows_as_if_alone(traversal, "mixed")
 
 
 def chain_of(p: Tensor, q: Tensor, tokens: Tensor) -> Verified:
@@ -194,10 +193,4 @@ def test_scores_that_are_no_distribution_show_as_minus_one() -> None:
 
 
 def test_a_drafter_of_nan_is_only_never_accepted() -> None:
-    generator = torch.Generator().manual_seed(8)
-    verified = verified_of(random_tree("with", 40, 9, generator), generator)
-    assert verified.tree.logits is not None
-    verified.tree.logits[:] = NAN
-    for row, (path, tokens) in enumerate(answers(traversal(verified))):
-        walker = Walker(verified, row)
-        assert (path, tokens) == ([0], [walker.draw(walker.p(0))])
+    never_accepts_a_drafter_of_nan(traversal)

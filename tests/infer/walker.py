@@ -1,4 +1,4 @@
-"""Random verified trees, and the sampling rules written plainly: one row, lists, recursion."""
+"""Random verified trees, the sampling rules written plainly, and what both rules must pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from tiny import path_to, random_parents
 from torch import Tensor
-from transformers import LogitsProcessorList
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from headstart.heads import Sampling, TokenTree, Topology
 from headstart.heads.core import Stream, row_seeds
@@ -17,8 +17,16 @@ from headstart.infer.verified import Accepted, Text, Verified
 VOCAB, TEXT = 7, 4
 KINDS = ("points", "with", "without", "mixed", "narrow")
 
+WARPERS = LogitsProcessorList([TemperatureLogitsWarper(0.9), TopPLogitsWarper(0.9)])
+NAN = float("nan")
+
+Rule = Callable[[Verified], Accepted]
 Answer = tuple[list[int], list[int]]
 """A path, and the tokens that follow its nodes."""
+
+
+def vectors(*rows: list[float]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
 
 
 def random_tree(kind: str, batch: int, nodes: int, generator: torch.Generator) -> TokenTree:
@@ -200,3 +208,33 @@ class Walker:
         found = visit(0, 1.0)
         assert found is not None
         return found
+
+
+def agrees_with_the_walker(rule: Rule, kind: str, processors: LogitsProcessorList | None) -> None:
+    """On trees of many sizes, 16 rows each, the rule answers as the method of its name does."""
+    generator = torch.Generator().manual_seed(3)
+    deep = 0
+    for nodes in (1, 2, 5, 9, 14, 20) * 3:
+        verified = verified_of(random_tree(kind, 16, nodes, generator), generator, processors)
+        expected = [getattr(Walker(verified, row), rule.__name__)() for row in range(16)]
+        assert answers(rule(verified)) == expected
+        deep += sum(len(path) > 2 for path, _ in expected)
+    assert deep >= 8
+
+
+def judges_rows_as_if_alone(rule: Rule, kind: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    verified = verified_of(random_tree(kind, 6, 11, generator), generator, WARPERS)
+    together = answers(rule(verified))
+    for row in range(6):
+        assert answers(rule(row_of(verified, row))) == together[row : row + 1]
+
+
+def never_accepts_a_drafter_of_nan(rule: Rule) -> None:
+    generator = torch.Generator().manual_seed(8)
+    verified = verified_of(random_tree("with", 40, 9, generator), generator)
+    assert verified.tree.logits is not None
+    verified.tree.logits[:] = NAN
+    for row, found in enumerate(answers(rule(verified))):
+        walker = Walker(verified, row)
+        assert found == ([0], [walker.draw(walker.p(0))])
