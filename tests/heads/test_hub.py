@@ -4,6 +4,7 @@ import base64
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,10 +14,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from bytewise import save_target
 from hub_server import TOKEN, Hub, serving
 from tiny import one_line
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.heads import ArtifactError, Manifest, fingerprint, save_drafter
 from headstart.heads.artifact import TREE
@@ -27,11 +27,13 @@ from headstart.heads.publish import clean_copy
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT = "a prompt that nobody else may read"
 PLACE = "me/drafter"
+NOWHERE = "http://127.0.0.1:9"
 
-# Runs command lines in one process and prints what each gave: [status, stdout, stderr]. The command
-# `load` is not of the command line; it does in Python what `generate` does there.
+# Reads a line [token, command lines], runs them, and answers with a line of what each gave:
+# [status, stdout, stderr]. The command `load` is not of the command line; it does in Python what
+# `generate` does there.
 CLIENT = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
 from headstart import cli
 
 def main(arguments):
@@ -46,13 +48,15 @@ def main(arguments):
     assert speculator.stats.rounds and speculator.drafter is not None
     return 0
 
-results = []
-for arguments in json.loads(sys.argv[1]):
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main(arguments)
-    results.append([status, out.getvalue(), err.getvalue()])
-json.dump(results, sys.stdout)
+for line in sys.stdin:
+    os.environ["HF_TOKEN"], commands = json.loads(line)
+    results = []
+    for arguments in commands:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(arguments)
+        results.append([status, out.getvalue(), err.getvalue()])
+    print(json.dumps(results), flush=True)
 """
 
 
@@ -60,19 +64,7 @@ json.dump(results, sys.stdout)
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder: `target/`, a tiny Llama with a tokenizer, and `heads/`, drafter and card."""
     folder = tmp_path_factory.mktemp("run")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bytewise.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bytewise)
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=256, eos_token_id=None, bos_token_id=None,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    for part in (tokenizer, model):
-        part.save_pretrained(folder / "target")
+    model, tokenizer = save_target(folder / "target")
     write_heads(folder, model, tokenizer)
     return folder
 
@@ -103,37 +95,33 @@ def write_heads(folder: Path, model: Any, tokenizer: Any) -> None:
     (heads / "checkpoints" / "checkpoint-9" / "optimizer.pt").write_bytes(b"state")
 
 
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with serving() as hub:
-        yield hub
-
-
 class Machine:
-    """A machine with its own cache: runs command lines with the real client."""
+    """A machine with a cache: one process with the real client, which takes a while to start."""
 
-    def __init__(self, hub: Hub, home: Path, token: str | None = TOKEN):
+    def __init__(self, hub: Hub, home: Path, **env: str):
+        self.home, self.log = home, home.with_name(f"{id(self)}.log")
         self.env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
         self.env |= {
             "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
             "HF_HUB_DISABLE_TELEMETRY": "1", "COLUMNS": "80", "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
-        if token is not None:
-            self.env["HF_TOKEN"] = token
+        } | env  # fmt: skip
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", CLIENT], cwd=ROOT, env=self.env, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            )  # fmt: skip
 
-    def __call__(self, *commands: list[str], **env: str) -> list[tuple[int, str, str]]:
-        done = subprocess.run(
-            [sys.executable, "-c", CLIENT, json.dumps(commands)],
-            cwd=ROOT, env=self.env | env, capture_output=True, text=True, timeout=240,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert TOKEN not in done.stdout + done.stderr
-        return [tuple(result) for result in json.loads(done.stdout)]
+    def __call__(self, *commands: list[str], token: str = TOKEN) -> list[tuple[int, str, str]]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps([token, commands]), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        assert answer and TOKEN not in answer + self.log.read_text(), self.log.read_text()
+        return [tuple(result) for result in json.loads(answer)]
 
-    def errors(self, *commands: list[str], **env: str) -> list[str]:
+    def errors(self, *commands: list[str], token: str = TOKEN) -> list[str]:
         """The one line that each command ends with; a progress bar may come before it."""
         lines = []
-        for status, out, err in self(*commands, **env):
+        for status, out, err in self(*commands, token=token):
             assert status == 2 and out == "", (status, out, err)
             *before, line = err.splitlines()
             assert line.startswith("headstart: error: ")
@@ -141,10 +129,33 @@ class Machine:
             lines.append(line)
         return lines
 
+    def stop(self) -> None:
+        self.process.communicate()  # at the end of its commands it ends
+        assert self.process.returncode == 0, self.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, Machine]]:
+    with serving() as hub:
+        machine = Machine(hub, tmp_path_factory.mktemp("machine") / "home")
+        yield hub, machine
+        machine.stop()
+
 
 @pytest.fixture
-def machine(hub: Hub, tmp_path: Path) -> Machine:
-    return Machine(hub, tmp_path / "home")
+def hub(started: tuple[Hub, Machine]) -> Hub:
+    """An empty Hub, and a machine that has downloaded nothing."""
+    hub, machine = started
+    hub.repositories.clear()
+    hub.objects.clear()
+    hub.requests.clear()
+    shutil.rmtree(machine.home, ignore_errors=True)
+    return hub
+
+
+@pytest.fixture
+def machine(hub: Hub, started: tuple[Hub, Machine]) -> Machine:
+    return started[1]
 
 
 def push(run: Path, *more: str) -> list[str]:
@@ -156,7 +167,7 @@ def generate(run: Path, drafter: str) -> list[str]:
     return [*command, "--prompt", PROMPT, "--max-new-tokens", "24"]
 
 
-def test_push_update_load(hub: Hub, machine: Machine, run: Path, tmp_path: Path) -> None:
+def test_push_update_load(hub: Hub, machine: Machine, run: Path) -> None:
     """The whole way: dry run, push, push again, load by name, decode, and once more offline."""
     dry, first, again, named, local, plain, loaded = machine(
         push(run, "--dry-run"),
@@ -185,15 +196,16 @@ def test_push_update_load(hub: Hub, machine: Machine, run: Path, tmp_path: Path)
     assert named[1] == local[1] == plain[1] != ""
     assert loaded[1].rstrip() == named[1].rstrip()
     assert "rounds" in named[2] and named[2].split()[1] == local[2].split()[1]  # the same τ
-    down = {"HF_HUB_OFFLINE": "1", "HF_ENDPOINT": "http://127.0.0.1:9"}
-    offline, unknown, pushed = machine(
-        generate(run, PLACE), ["inspect", "me/unknown"], push(run), **down
+    offline_machine = Machine(hub, machine.home, HF_HUB_OFFLINE="1", HF_ENDPOINT=NOWHERE)
+    offline, unknown, pushed = offline_machine(
+        generate(run, PLACE), ["inspect", "me/unknown"], push(run)
     )
+    offline_machine.stop()
     assert offline[:2] == (0, named[1])
     for status, _, err in (unknown, pushed):
         assert status == 2 and "HF_HUB_OFFLINE is set" in err and len(err.splitlines()) == 1
 
-    no_secret_left_home(hub, run, tmp_path / "home", [dry, first, again, named])
+    no_secret_left_home(hub, run, machine.home, [dry, first, again, named])
 
 
 def no_secret_left_home(hub: Hub, run: Path, home: Path, printed: list) -> None:
@@ -356,17 +368,19 @@ def test_refused(hub: Hub, machine: Machine, run: Path) -> None:
     assert not any(request.path.endswith(".pt") for request in hub.requests)
 
 
-def test_without_rights(hub: Hub, run: Path, tmp_path: Path) -> None:
+def test_without_rights(hub: Hub, machine: Machine, run: Path) -> None:
     hub.add("me/private", {"config.json": b"{}"}, private=True)
     commands = push(run), ["inspect", "me/private"]
-    nobody = Machine(hub, tmp_path / "nobody", token=None).errors(*commands)
+    nobody = machine.errors(*commands, token="")
     assert all("`hf auth login`" in line for line in nobody) and "private" in nobody[1]
-    wrong = Machine(hub, tmp_path / "wrong", token="hf_" + "x" * 30).errors(*commands)
+    wrong = machine.errors(*commands, token="hf_" + "x" * 30)
     assert all("refuses the access token" in line for line in wrong)
     assert set(hub.repositories) == {"me/private"}
 
 
-def test_without_a_network(hub: Hub, machine: Machine, run: Path) -> None:
-    lines = machine.errors(push(run), ["inspect", PLACE], HF_ENDPOINT="http://127.0.0.1:9")
+def test_without_a_network(hub: Hub, run: Path, tmp_path: Path) -> None:
+    machine = Machine(hub, tmp_path / "home", HF_ENDPOINT=NOWHERE)
+    lines = machine.errors(push(run), ["inspect", PLACE])
+    machine.stop()
     assert all("the Hub cannot be reached" in line for line in lines)
     assert not hub.requests
