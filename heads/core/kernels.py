@@ -1,0 +1,244 @@
+"""The Triton kernel of tree attention; `attention.py` holds its definition and its layout.
+
+Split-KV, as in Flash-Decoding (Dao et al. 2023, crfm.stanford.edu/2023/10/12/flashdecoding.html):
+a first kernel attends to one part of the keys in each program and writes a partial output with its
+log-sum-exp, a second merges the parts.
+
+What a layer moves through the GPU's memory, by example: Llama-3-8B in bfloat16, one row, a prefix
+of 8,192 tokens and a tree of 64 nodes. 8 heads of keys and values, groups of 4, head dimension 128.
+
+- Keys and values: 2 × 8 × 8,192 × 128 × 2 bytes = 33.6 MB. This is the floor.
+- Masked sdpa repeats them for each query head: it writes 134 MB and reads them again, so it moves
+  nine times the floor. Here a group's queries are rows of one product with the keys that they
+  share: 4 × 64 = 256 rows.
+- The rows are cut into tiles of 64. A head's tiles stand next to each other in the grid, run at the
+  same time, and find in the L2 cache what one of them read.
+- 8 heads × 4 tiles are 32 programs; 9 splits fill the 132 multiprocessors of an H100 twice. Each
+  split, and the tree, writes its rows in float32: 10 × 32 × 64 × 128 × 4 bytes = 10.5 MB, which
+  the merge reads. These bytes are bounded by what fills the GPU, not by the text.
+- The packed tree is 64 × 66 × 4 bytes = 17 kB, of which programs of a prefix read a line each. An
+  additive mask is 64 × 8,256 × 2 bytes = 1.1 MB, read for each query head.
+
+A row of queries takes 4 × 128 operations for the 512 bytes of a key and its value, so 256 rows do
+256 operations a byte; where that comes near the GPU's ratio (some 300 on an H100), computing
+bounds, not reading. Prefixes end where device memory says, and programs past the end leave at once:
+the launch is the same however long the text is, as a captured CUDA graph needs.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+_WAVES = 2
+"""How often the splits fill the GPU: more hide the tail of the last ones, and merge more parts."""
+_MAX_SPLITS = 63
+_SHARED = 64 * 1024
+"""Bytes of keys and values on their way, in two stages; every GPU since Ampere has 99 kB."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the work is cut: rows of queries and slots of keys a step, warps and pipeline stages."""
+
+    rows: int
+    slots: int
+    warps: int = 4
+    stages: int = 2
+
+    @classmethod
+    def fit(cls, rows: int, key: int, value: int, itemsize: int) -> Tile:
+        """For so many rows a head, head dimensions and bytes a number.
+
+        Chosen so that what `ptxas` makes of it for compute capabilities 8.0 to 12.0 keeps 16-bit
+        work in registers, and keys and values in 99 kB of shared memory.
+
+        >>> Tile.fit(4, 128, 128, 2), Tile.fit(256, 128, 128, 2)
+        (Tile(rows=16, slots=64, warps=4, stages=2), Tile(rows=64, slots=64, warps=8, stages=2))
+        """
+        width = (_block(key) + _block(value)) * itemsize
+        slots = max(16, min(64, 1 << (_SHARED // (2 * width)).bit_length() - 1))
+        most = 64 if width <= 512 else 32 if width <= 1024 else 16
+        rows = max(16, min(most, triton.next_power_of_2(rows)))
+        return cls(rows, slots, 8 if rows * _block(value) * itemsize >= 1 << 14 else 4)
+
+
+@triton.jit
+def _absorb(
+    query, keys, values, seen, scale, softcap, top, total, output,
+    ok_slots, ok_key, ok_value, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Attend to one block of slots: the running maximum, total and output of each row, after it."""
+    key = tl.load(keys, mask=ok_key[:, None] & ok_slots[None, :], other=0.0)  # [D, slots]
+    score = tl.dot(query, key, input_precision="ieee") * scale
+    if CAPPED:
+        score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)  # tanh
+    score = tl.where(seen, score * 1.4426950408889634, float("-inf"))  # in powers of two
+    above = tl.maximum(top, tl.max(score, 1))
+    base = tl.where(above == float("-inf"), 0.0, above)
+    weight = tl.exp2(score - base[:, None])
+    fade = tl.exp2(top - base)
+    value = tl.load(values, mask=ok_slots[:, None] & ok_value[None, :], other=0.0)  # [slots, Dv]
+    output = tl.dot(weight.to(value.dtype), value, output * fade[:, None], input_precision="ieee")
+    return above, total * fade + tl.sum(weight, 1), output
+
+
+@triton.jit(do_not_specialize=["nodes", "tree", "splits", "p_row", "p_node"])
+def _attend(
+    q, k, v, packed, partial, lse, scale, softcap,
+    heads, groups, nodes, tree, splits,
+    q_row, q_head, q_node, k_row, k_head, k_slot, v_row, v_head, v_slot, p_row, p_node,
+    D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """A tile of one head's rows over one part of the slots; the last part is the tree.
+
+    Row r of a head is node r % N of its query r // N. Partial outputs are [P, B, Hq, N, Dv].
+    """
+    tile, pair, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row, head = (pair // heads).to(tl.int64), pair % heads
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    ok = rows < groups * nodes
+    query_head, node = head * groups + rows // nodes, rows % nodes
+    along, along_v, step = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK), tl.arange(0, SLOTS)
+    ok_key, ok_value = along < D, along_v < DV
+
+    sight = packed + row * p_row + node * p_node
+    end = tl.load(packed + row * p_row + 1)
+    first = tl.load(sight, mask=ok, other=2147483647)  # [ROWS], the oldest slot that a node sees
+    at = q + row * q_row + query_head * q_head + node * q_node
+    query = tl.load(at[:, None] + along[None, :], mask=ok[:, None] & ok_key[None, :], other=0.0)
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    output = tl.zeros([ROWS, DV_BLOCK], tl.float32)
+    keys = k + row * k_row + head * k_head + along[:, None]
+    values = v + row * v_row + head * v_head + along_v[None, :]
+    if part < splits:
+        oldest = tl.min(first, 0) // SLOTS * SLOTS
+        blocks = tl.cdiv(tl.maximum(end - oldest, 0), SLOTS)
+        each = tl.cdiv(blocks, splits) * SLOTS
+        low = oldest + part * each
+        high = tl.minimum(low + each, end)
+        key_at = keys + (low.to(tl.int64) + step)[None, :] * k_slot
+        value_at = values + (low.to(tl.int64) + step)[:, None] * v_slot
+        for start in range(low, high, SLOTS):
+            slots = start + step
+            seen = (slots < high)[None, :] & (slots[None, :] >= first[:, None])
+            top, total, output = _absorb(
+                query, key_at, value_at, seen, scale, softcap, top, total, output,
+                slots < high, ok_key, ok_value, CAPPED,
+            )  # fmt: skip
+            key_at += SLOTS * k_slot
+            value_at += SLOTS * v_slot
+    else:
+        key_at = keys + (end.to(tl.int64) + step)[None, :] * k_slot
+        value_at = values + (end.to(tl.int64) + step)[:, None] * v_slot
+        for start in range(0, tree, SLOTS):
+            others = start + step
+            inside = others < tree
+            bits = sight[:, None] + 2 + others[None, :]
+            seen = tl.load(bits, mask=ok[:, None] & inside[None, :], other=0) != 0
+            top, total, output = _absorb(
+                query, key_at, value_at, seen, scale, softcap, top, total, output,
+                inside, ok_key, ok_value, CAPPED,
+            )  # fmt: skip
+            key_at += SLOTS * k_slot
+            value_at += SLOTS * v_slot
+
+    output = output / tl.where(total == 0.0, 1.0, total)[:, None]
+    place = ((part * tl.num_programs(1) + pair).to(tl.int64) * groups) * nodes + rows
+    tl.store(lse + place, top + tl.log2(total), mask=ok)
+    there = partial + place[:, None] * DV + along_v[None, :]
+    tl.store(there, output, mask=ok[:, None] & ok_value[None, :])
+
+
+@triton.jit(do_not_specialize=["nodes", "parts", "count"])
+def _merge(
+    partial, lse, out, query_heads, nodes, parts, count,
+    DV: tl.constexpr, DV_BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """One row's parts, weighted by their share of the total; out is [B, N, Hq, Dv]."""
+    place = tl.program_id(0).to(tl.int64)  # in [B, Hq, N]
+    part, along = tl.arange(0, PARTS), tl.arange(0, DV_BLOCK)
+    ok, ok_value = part < parts, along < DV
+    at = part.to(tl.int64) * count + place
+    sums = tl.load(lse + at, mask=ok, other=float("-inf"))
+    weight = tl.exp2(sums - tl.max(sums, 0))
+    there = partial + at[:, None] * DV + along[None, :]
+    outputs = tl.load(there, mask=ok[:, None] & ok_value[None, :], other=0.0)
+    merged = tl.sum(outputs * weight[:, None], 0) / tl.sum(weight, 0)
+    node, above = place % nodes, place // nodes
+    row, head = above // query_heads, above % query_heads
+    at = ((row * nodes + node) * query_heads + head) * DV
+    tl.store(out + at + along, merged.to(out.dtype.element_ty), mask=ok_value)
+
+
+def split_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Tensor,
+    scaling: float,
+    softcap: float | None = None,
+    splits: int | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """`attention.tree_attention` by the kernel; the last dimension of each tensor is contiguous.
+
+    The launch depends on the shapes alone, of which `key` may be all of the cache's slots. A first
+    call compiles: make one before a CUDA graph is captured.
+
+    Args:
+        splits: programs that share a prefix; what fills the GPU when None.
+        tile: how the work is cut; `Tile.fit` when None.
+    """
+    attend: Any = _attend  # a kernel is called with its grid in brackets
+    merge: Any = _merge
+    batch, query_heads, nodes, size = query.shape
+    heads, width, tree = key.shape[1], value.shape[-1], packed.shape[-1] - 2
+    groups = query_heads // heads
+    query, packed = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, packed))
+    tile = tile or Tile.fit(groups * nodes, size, width, key.element_size())
+    tiles = triton.cdiv(groups * nodes, tile.rows)
+    if splits is None:
+        wanted = triton.cdiv(_WAVES * processors(query.device), tiles * batch * heads)
+        splits = max(1, min(wanted, triton.cdiv(key.shape[2], tile.slots), _MAX_SPLITS))
+    parts, count = splits + 1, batch * query_heads * nodes
+    partial = torch.empty(parts, count, width, dtype=torch.float32, device=query.device)
+    lse = torch.empty(parts, count, dtype=torch.float32, device=query.device)
+    out = torch.empty(batch, nodes, query_heads, width, dtype=query.dtype, device=query.device)
+    blocks = {"D_BLOCK": _block(size), "DV_BLOCK": _block(width)}
+    with torch.cuda.device(query.device if query.is_cuda else -1):
+        attend[(tiles, batch * heads, parts)](
+            query, key, value, packed, partial, lse, scaling, softcap or 0.0,
+            heads, groups, nodes, tree, splits,
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            packed.stride(0), packed.stride(2),
+            D=size, DV=width, **blocks, ROWS=tile.rows, SLOTS=tile.slots,
+            CAPPED=softcap is not None, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        merge[(count,)](
+            partial, lse, out, query_heads, nodes, parts, count,
+            DV=width, DV_BLOCK=blocks["DV_BLOCK"], PARTS=triton.next_power_of_2(parts),
+            num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _block(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 4 for the CPU, where only the interpreter runs."""
+    if device.type != "cuda":
+        return 4
+    return torch.cuda.get_device_properties(device).multi_processor_count
