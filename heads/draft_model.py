@@ -26,7 +26,7 @@ from .core import (
     PositionLimit,
     SlabCache,
     UnsupportedTarget,
-    check_tree,
+    choose_attention,
     in_steps,
     output_layer,
     prefill_forward,
@@ -307,7 +307,7 @@ class DraftModel(Drafter):
         if self._driven is None or self._driven.place != place:
             try:
                 windows, shapes = AttentionWindows.of(self.model), probe_layers(self.model)
-                check_tree(self.model, windows, shapes)
+                windows = choose_attention(self.model, windows, shapes, "auto")
             except UnsupportedTarget as error:
                 raise OptionError(f"no draft model: {error}") from error
             self._driven = _Driven(place, windows, shapes, PositionLimit.of(self.model))

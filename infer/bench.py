@@ -58,7 +58,7 @@ def bench(
         `identical_to_generate` (None when sampling: generate draws from another generator),
         `speedup_vs_plain` and `speedup_vs_generate` (median, min, max over prompts), milliseconds
         per token of every contender, `ms_per_round`, `loop_overhead_ms` (a round minus its forwards
-        replayed alone; NaN where rounds are captured whole), the settings, and `distinct_4grams` of
+        replayed alone; NaN where rounds are captured whole, or attend as trees), the settings, and `distinct_4grams` of
         the text.
 
     Raises:
@@ -85,7 +85,8 @@ def bench(
     for prompt, runs in race(contenders, prompts, model.device, repeats):
         stats = speculator.stats
         loop = math.nan
-        if len(measured) < _REPLAYED_PROMPTS and stats.rounds and speculator.rounds is None:
+        apart = speculator.rounds is None and not speculator.target.windows.tree
+        if apart and stats.rounds and len(measured) < _REPLAYED_PROMPTS:
             again = functools.partial(contenders["speculator"], prompt)
             replayed = statistics.median(_replay(speculator, again) for _ in range(repeats))
             loop = 1e3 * (runs["speculator"].seconds - replayed) / stats.rounds

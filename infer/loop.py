@@ -219,8 +219,12 @@ class Decoding:
             self.committed, report = self._step(watch, longest, self.rows.even)
             self._waiting.append((lambda: report.cpu().numpy(), self.committed.tokens.shape[1]))
             return
+        # Tree attention reads lengths on the device; so one graph serves all, unless drafters hear.
+        heard = self.drafter is not None and type(self.drafter).tell is not Drafter.tell
         room = self.target.cache.capacity - self.policy.nodes
-        longest = min(bucket(longest + self._spill), room)
+        if heard or not self.target.windows.tree:
+            room = min(bucket(longest + self._spill), room)
+        longest = room
         if self.drafter is not None:
             self.drafter.tell(self.state, longest, self._room)
             rounds.keep_state(self.state)

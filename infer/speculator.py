@@ -61,6 +61,8 @@ class Speculator:
         graphs: whether rounds are captured as CUDA graphs and replayed, and overlap with the host's
             reading; None for on a GPU only. A graph has the model's weights and hooks built in:
             after changing them, make a new speculator.
+        attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
+            see `heads/core/attention.py`; `auto`, that on CUDA, where the target passes a trial.
 
     Attributes:
         stats: what the last call did.
@@ -76,6 +78,7 @@ class Speculator:
         expansion: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
         graphs: bool | None = None,
+        attention: str = "auto",
     ):
         if drafter is not None:
             drafter.bind(target)
@@ -87,9 +90,8 @@ class Speculator:
         self.expansion: Expansion = check_pair(expansion, sampled)
         check_rule(sampled, self.tree)
         self.tree.check(drafter, self._expansion(sampled))
-        self.target = Target(
-            target, () if drafter is None else tuple(drafter.config.feature_layers)
-        )
+        layers = () if drafter is None else tuple(drafter.config.feature_layers)
+        self.target = Target(target, layers, attention)
         self.stats = Stats()
         on_gpu = self.target.model.device.type == "cuda"
         self.rounds = Rounds.on(target.device) if graphs or (graphs is None and on_gpu) else None
@@ -338,6 +340,7 @@ def load(
     rule: str | None = None,
     expansion: str | None = None,
     graphs: bool | None = None,
+    attention: str = "auto",
     **options: Any,
 ) -> Speculator:
     """Load target and drafter and return the Speculator over them.
@@ -347,7 +350,7 @@ def load(
         drafter: a drafter, or the folder or Hub name of an artifact; None decodes plainly.
         tree: see `Speculator`; None takes the artifact's plan for this machine, where nothing pays
             to decode plainly, or else the tree that it was measured with.
-        rule, expansion, graphs: see `Speculator`.
+        rule, expansion, graphs, attention: see `Speculator`.
         options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
 
     Raises:
@@ -375,4 +378,5 @@ def load(
         expansion=expansion,
         tokenizer=tokenizer,
         graphs=graphs,
+        attention=attention,
     )

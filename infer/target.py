@@ -14,7 +14,7 @@ from headstart.heads.core import (
     AttentionWindows,
     FeatureTap,
     PositionLimit,
-    check_tree,
+    choose_attention,
     in_steps,
     prefill_forward,
     probe_layers,
@@ -28,6 +28,7 @@ class Target:
     Args:
         model: any causal language model of transformers whose cache can be rolled back.
         feature_layers: the hidden states to capture, see `FeatureTap`; empty for none.
+        attention: how trees attend, see `choose_attention`.
 
     Raises:
         UnsupportedTarget: the model cannot be driven by a token tree; the message names why.
@@ -36,11 +37,13 @@ class Target:
         limit: how many positions the model has, None without an end; no row may run past it.
     """
 
-    def __init__(self, model: PreTrainedModel, feature_layers: Sequence[int] = ()):
+    def __init__(
+        self, model: PreTrainedModel, feature_layers: Sequence[int] = (), attention: str = "auto"
+    ):
         self.model = model
-        self.windows = AttentionWindows.of(model)
+        windows = AttentionWindows.of(model)
         self.shapes = probe_layers(model)
-        check_tree(model, self.windows, self.shapes)
+        self.windows = choose_attention(model, windows, self.shapes, attention)
         self.tap = FeatureTap(model, feature_layers) if feature_layers else None
         if self.tap is not None:
             weakref.finalize(self, self.tap.close)
@@ -84,6 +87,8 @@ class Target:
             Logits [B, N, V] and features [B, N, F].
         """
         live, shape = self.reserve(longest + tree.nodes), tree.topology
+        if self.windows.tree:
+            live, even = self.cache.capacity, False  # every row's length is read on the device
         if shape.max_depth == 0:
             positions = lengths.unsqueeze(1)  # [B, 1]
         else:

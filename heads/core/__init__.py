@@ -12,11 +12,12 @@ from .forward import (
     tree_forward,
     tree_mask,
 )
-from .probe import check_tree
+from .probe import ATTENTION, check_tree, choose_attention
 from .sampling import STATEFUL, Sampling, Stream, argmax, draw, gumbel, place, row_seeds, uniform
 from .tree import TokenTree, Topology, ancestor_mask, parents_of_paths
 
 __all__ = [
+    "ATTENTION",
     "FINAL",
     "STATEFUL",
     "ArtifactError",
@@ -36,6 +37,7 @@ __all__ = [
     "ancestor_mask",
     "argmax",
     "check_tree",
+    "choose_attention",
     "draw",
     "gumbel",
     "in_steps",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .attention import pack_tree, tree_attention_on
 from .cache import SlabCache
 from .errors import OptionError, UnsupportedTarget
 from .tree import Topology
@@ -37,10 +39,12 @@ class AttentionWindows:
     """Which masks a model wants: one window for all layers, or one for each layer type.
 
     A window of w lets a query at position p see positions p - w + 1 … p; None sees everything.
+    `tree` says that masks are packed trees, for tree attention.
     """
 
     single: int | None
     by_type: dict[str, int | None] | None
+    tree: bool = False
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> AttentionWindows:
@@ -193,6 +197,8 @@ def tree_forward(
     nodes = positions.shape[1]
     first = nodes - tokens.shape[1]
     attention_mask: Any = None
+    if windows.tree:
+        seen = None  # tree attention reads each row's length on the device, a lone root's too
     if seen is not None and nodes == 1:
         slab.aim(range(seen, seen + 1), seen + 1, seen)
     else:
@@ -205,19 +211,23 @@ def tree_forward(
         def mask(window: int | None) -> Tensor:
             if seen is not None and shape is not None:
                 return shifted_mask(shape, slab, seen, live, window)
-            whole = tree_mask(lengths, positions, ancestors, live, slab.dtype, window)
-            return whole[:, :, first:] if first else whole  # [B, 1, N, S]
+            if windows.tree:
+                whole = pack_tree(lengths, positions, ancestors, window)  # [B, 1, G, 2 + G]
+            else:
+                whole = tree_mask(lengths, positions, ancestors, live, slab.dtype, window)
+            return whole[:, :, first:] if first else whole  # [B, 1, N, …]
 
         by_type = windows.by_type or {None: windows.single}
         masks = {kind: mask(window) for kind, window in by_type.items()}
         attention_mask = masks if windows.by_type else masks[None]
-    return model(
-        input_ids=tokens,
-        attention_mask=attention_mask,
-        position_ids=positions[:, first:] if first else positions,
-        past_key_values=slab,
-        use_cache=True,
-    ).logits
+    with tree_attention_on(model) if windows.tree else nullcontext():
+        return model(
+            input_ids=tokens,
+            attention_mask=attention_mask,
+            position_ids=positions[:, first:] if first else positions,
+            past_key_values=slab,
+            use_cache=True,
+        ).logits
 
 
 def shifted_mask(

@@ -1,4 +1,4 @@
-"""Whether a token tree can drive a model: asked once, by running two small trees.
+"""Whether a token tree can drive a model, and how: asked once, by running two small trees.
 
 Not every model of transformers heeds an explicit mask and explicit positions. Some number their
 tokens by what the cache holds, some build a mask of their own (alibi), some unpack the mask in
@@ -7,12 +7,16 @@ another layout. Their tree logits differ from plain ones, whatever their names.
 
 from __future__ import annotations
 
+import logging
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .attention import no_kernel
 from .cache import LayerShape, SlabCache
-from .errors import UnsupportedTarget
+from .errors import OptionError, UnsupportedTarget
 from .forward import AttentionWindows, tree_forward
 from .tree import Topology
 
@@ -24,6 +28,61 @@ _PARENTS = [
 their ancestors: a model that sees everything, or counts slots, is far off there."""
 _COMPARED = 3
 """The last nodes of each row are compared with plain forwards of their paths."""
+
+
+ATTENTION = ("auto", "masked", "tree")
+"""How a tree's forward attends; see `choose_attention`."""
+
+logger = logging.getLogger(__name__)
+
+
+def choose_attention(
+    model: PreTrainedModel, windows: AttentionWindows, shapes: list[LayerShape], attention: str
+) -> AttentionWindows:
+    """Settle how a model attends to trees, by the trial of `check_tree`.
+
+    Args:
+        attention: `masked`, the model's own attention with an additive mask; `tree`, tree
+            attention, see `attention.py`; `auto`, the latter where it has its kernel and passes
+            the trial, else the former, with the reason in the log.
+
+    Returns:
+        The windows that `tree_forward` takes.
+
+    Raises:
+        UnsupportedTarget: the trial failed.
+    """
+    if attention not in ATTENTION:
+        raise OptionError(f"attention is {attention!r}; expected one of {', '.join(ATTENTION)}.")
+    if attention != "masked":
+        layers = {(s.device, s.dtype, max(s.key[1], s.value[1])) for s in shapes}
+        slow = next((reason for layer in layers if (reason := no_kernel(*layer))), None)
+        reason = _lost_softcap(model) or (slow if attention == "auto" else None)
+        if reason is None:
+            packed = replace(windows, tree=True)
+            try:
+                check_tree(model, packed, shapes)
+                return packed
+            except UnsupportedTarget as error:
+                reason = str(error).partition(";")[0]
+        if attention == "tree":
+            raise UnsupportedTarget(
+                f"{reason}; tree attention cannot drive it: use attention='masked'."
+            )
+        logger.info("No tree attention, but masks: %s.", reason)
+    check_tree(model, windows, shapes)
+    return windows
+
+
+def _lost_softcap(model: PreTrainedModel) -> str | None:
+    """Why tree attention would differ where it is right: the model's own leaves the softcap out."""
+    config = model.config.get_text_config(decoder=True)
+    if config._attn_implementation != "sdpa" or not getattr(config, "attn_logit_softcapping", None):
+        return None
+    return (
+        f"{config.model_type} runs as sdpa, which knows no softcap of scores: "
+        "model.set_attn_implementation('eager') gives it back"
+    )
 
 
 def check_tree(
@@ -101,7 +160,7 @@ def _tree_logits(
         return tree_forward(
             model, slab, windows, tokens, lengths, topology.depth, topology.ancestors, live
         )
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, UnsupportedTarget):
         raise
     except Exception as error:
         reason = str(error).partition("\n")[0]

@@ -1,13 +1,26 @@
 """Tree attention equals masked attention, whatever is ragged, windowed, capped or grouped."""
 
+import copy
+import logging
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
+import transformers as tf
+from tiny import COMMON, one_line, tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trees import SCALING, Case, Tree, make_tree
 
+from headstart.heads import OptionError, SlabCache, UnsupportedTarget
+from headstart.heads.core import (
+    AttentionWindows,
+    check_tree,
+    choose_attention,
+    probe_layers,
+    tree_forward,
+)
 from headstart.heads.core.attention import plain_attention, tree_attention
 
 SHOWS = 1e-2
@@ -78,3 +91,73 @@ def test_grouped_keys_are_never_repeated() -> None:
     with Sizes() as masked:
         tree.masked()
     assert plain.largest <= tree.key.nbytes < repeated <= masked.largest
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma3", "gpt2"])
+def test_the_trial_finds_rounding_only(name: str) -> None:
+    """And every layer's attention is the tree's, in that forward alone."""
+    model = tiny(name)
+    windows = choose_attention(model, AttentionWindows.of(model), probe_layers(model), "tree")
+    assert windows.tree
+    assert check_tree(model, windows, probe_layers(model)) <= 1e-12
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_forward_that_fails_leaves_the_model_as_it_was() -> None:
+    model = tiny("llama")
+    windows = AttentionWindows(None, None, tree=True)
+    slab, one = SlabCache(probe_layers(model), 1, 8), torch.zeros(1, 1, dtype=torch.long)
+    with pytest.raises(IndexError):
+        tree_forward(model, slab, windows, one + 10**6, one[0], one, torch.ones(1, 1, 1).bool(), 8)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def choose(model: Any, attention: str) -> AttentionWindows:
+    return choose_attention(model, AttentionWindows.of(model), probe_layers(model), attention)
+
+
+def test_without_its_kernel_masks_are_kept_and_the_reason_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "headstart"):
+        assert not choose(tiny("llama"), "auto").tree
+    assert [record.getMessage() for record in caplog.records] == [
+        "No tree attention, but masks: its kernel runs on CUDA, and the keys are on cpu."
+    ]
+    caplog.clear()
+    assert not choose(tiny("llama"), "masked").tree
+    assert not caplog.records
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "gemma3", "gpt2"])
+def test_with_its_kernel_it_is_taken(name: str, dtype: torch.dtype) -> None:
+    model = copy.deepcopy(tiny(name)).to("cuda", dtype)
+    assert choose(model, "auto").tree
+
+
+def test_what_it_cannot_attend_to_is_refused() -> None:
+    config = {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model: Any = tf.GptOssForCausalLM(tf.GptOssConfig(**config)).eval()
+    with pytest.raises(UnsupportedTarget, match="GptOssAttention attends with s_aux") as caught:
+        choose(model, "tree")
+    one_line(caught.value)
+    assert not choose(model, "auto").tree
+    with pytest.raises(OptionError, match="attention is 'flash'; expected one of auto") as refused:
+        choose(tiny("llama"), "flash")
+    one_line(refused.value)
+
+
+def test_a_softcap_that_the_model_leaves_out_is_not_put_in() -> None:
+    """Some releases of transformers run gemma2 as sdpa, without its softcap; the text is theirs."""
+    config: Any = tf.Gemma2Config(**COMMON)
+    config._attn_implementation = "eager"
+    model: Any = tf.Gemma2ForCausalLM(config).eval()
+    windows, shapes = AttentionWindows.of(model), probe_layers(model)
+    assert choose_attention(model, windows, shapes, "tree").tree
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(UnsupportedTarget, match="gemma2 runs as sdpa, which knows no softcap") as e:
+        choose_attention(model, windows, shapes, "tree")
+    one_line(e.value)

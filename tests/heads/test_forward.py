@@ -1,6 +1,6 @@
 """One forward over ragged trees equals a plain forward of each path, and what it refuses."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -73,14 +73,15 @@ def run_tree(
     all_nodes: bool = False,
     shift: int = 0,
     windows: AttentionWindows | None = None,
+    packed: bool = False,
 ) -> Tensor:
-    """Logits [B, N, V]; the options break one thing each."""
+    """Logits [B, N, V], by tree attention if `packed`; the other options break one thing each."""
     cache, _ = prefilled(model, batch)
     shape, lengths = batch.topology, torch.tensor(LENGTHS)
     return tree_forward(
         model,
         cache,
-        windows or AttentionWindows.of(model),
+        replace(windows or AttentionWindows.of(model), tree=packed),
         batch.tokens,
         lengths,
         lengths.unsqueeze(1) + shape.depth + shift,
@@ -114,6 +115,12 @@ def test_every_path_equals_a_plain_forward(name: str, implementation: str) -> No
 
 
 @pytest.mark.parametrize("name", CONFIGS)
+def test_so_it_does_by_tree_attention(name: str) -> None:
+    model, batch = tiny(name), make_batch(0)
+    assert distance(model, batch, run_tree(model, batch, packed=True)) <= TOLERANCE["sdpa"]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
 def test_prefill_equals_a_plain_forward(name: str) -> None:
     model, batch = tiny(name), make_batch(0)
     _, logits = prefilled(model, batch)
@@ -122,10 +129,12 @@ def test_prefill_equals_a_plain_forward(name: str) -> None:
         assert (plain - logits[row]).abs().max() <= 1e-10
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_seeing_other_branches_shows(name: str) -> None:
+def test_seeing_other_branches_shows(name: str, packed: bool) -> None:
     model, batch = tiny(name), make_batch(0)
-    assert distance(model, batch, run_tree(model, batch, all_nodes=True)) > SHOWS
+    logits = run_tree(model, batch, all_nodes=True, packed=packed)
+    assert distance(model, batch, logits) > SHOWS
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -134,12 +143,14 @@ def test_positions_off_by_one_show(name: str) -> None:
     assert distance(model, batch, run_tree(model, batch, shift=1)) > SHOWS
 
 
+@pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", WINDOWED)
-def test_a_dropped_window_shows(name: str) -> None:
+def test_a_dropped_window_shows(name: str, packed: bool) -> None:
     model, batch = tiny(name), make_batch(0)
     true = AttentionWindows.of(model)
     wide = AttentionWindows(None, true.by_type and dict.fromkeys(true.by_type))
-    assert distance(model, batch, run_tree(model, batch, windows=wide)) > SHOWS
+    logits = run_tree(model, batch, windows=wide, packed=packed)
+    assert distance(model, batch, logits) > SHOWS
 
 
 def test_windows_are_read_from_the_config() -> None:

@@ -88,6 +88,19 @@ def test_a_drafter_with_lookup_and_plain_decoding() -> None:
         assert tape.replayed
 
 
+def test_tree_attention_needs_one_graph() -> None:
+    """It reads lengths on the device; only a drafter that hears them splits the rounds by them."""
+    for name, buckets in (("medusa", 1), ("draft_model", 2)):
+        replayed, written, tape = both(name, attention="tree")
+        options: dict[str, Any] = {"max_new_tokens": 90}
+        text = decode(replayed, turn=1, **options)
+        assert torch.equal(text, decode(written, turn=1, **options))
+        assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+        masked = Speculator(target("tiny"), drafter(name, "tiny"), tree=STATIC)
+        assert torch.equal(text, decode(masked, turn=1, **options))
+        assert tape.taped == buckets
+
+
 def test_what_a_drafter_carries_over_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: were a state left where Python puts it, replayed rounds would draft otherwise."""
     monkeypatch.setattr(Rounds, "keep_state", lambda self, state: None)
