@@ -58,8 +58,8 @@ def bench(
         `identical_to_generate` (None when sampling: generate draws from another generator),
         `speedup_vs_plain` and `speedup_vs_generate` (median, min, max over prompts), milliseconds
         per token of every contender, `ms_per_round`, `loop_overhead_ms` (a round minus its forwards
-        replayed alone; NaN where rounds are captured whole, or attend as trees), the settings, and `distinct_4grams` of
-        the text.
+        replayed alone; NaN where rounds are captured whole, or attend as trees), the settings, and
+        `distinct_4grams` of the text.
 
     Raises:
         OptionError: no prompt, or fewer than two new tokens.

@@ -103,12 +103,9 @@ def plain_costs(
     }
 
 
-def tree_costs(
-    model: PreTrainedModel, context: int, nodes: Sequence[int], batch: int = 1
-) -> dict[int, float]:
+def tree_costs(model: PreTrainedModel, context: int, nodes: Sequence[int]) -> dict[int, float]:
     """t(n) behind a context: milliseconds of the target's forward over n nodes, by n."""
-    ids = random_prompt(model, context).expand(batch, -1)
-    return verify_costs(model, (), ids, nodes)
+    return verify_costs(model, (), random_prompt(model, context), nodes)
 
 
 def round_costs(
