@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, TrainerCallback
 
 from headstart.heads import OptionError
 from headstart.heads.adapter import Adapter
+
+from .clock import Clock
 
 _BATCH = 16  # texts a forward
 
@@ -30,6 +32,22 @@ def split_groups(optimizer: torch.optim.Optimizer, adapter: Adapter) -> None:
             if chosen:
                 groups.append({**group, "params": chosen, "lr": rate, "adapter": adapted})
     optimizer.param_groups[:] = groups
+
+
+class Waiting(TrainerCallback):
+    """Takes an adapter's gradients away, zeros all, for as long as the drafter learns alone.
+
+    Adam would count them as steps; told that so many are spent, it makes the first real ones
+    several times as long as the learning rate says.
+    """
+
+    def __init__(self, adapter: Adapter, clock: Clock):
+        self.adapter, self.clock = adapter, clock
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.adapter.schedule.weight_at(self.clock.at(state.global_step)) is None:
+            for parameter in self.adapter.parameters():
+                parameter.grad = None
 
 
 def check_bitsandbytes(setting: str, otherwise: str) -> None:

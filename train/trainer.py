@@ -28,7 +28,7 @@ from headstart.heads.core import FeatureTap, output_layer
 
 from .clock import Bounds, Clock, Progress
 from .distill import Rows
-from .joint import check_bitsandbytes, split_groups
+from .joint import Waiting, check_bitsandbytes, split_groups
 from .losses import LOSSES, Teacher, draft_loss, drift, head_labels, label_counts
 from .on_policy import StudentText
 from .recipe import Train
@@ -178,7 +178,7 @@ class DraftedTarget(nn.Module):
             layer = output_layer(self.target)
             moved = drift(self.base, layer, final[where], adapted[where], counts[-1])
             loss = weight * loss + moved
-        if self.drafter.adapter is not None:
+        if self.drafter.adapter is not None and weight is None and _in_parallel():
             # Every parameter must be reached, or data-parallel training waits for it.
             loss = loss + sum(p.float().sum() * 0.0 for p in self.drafter.adapter.parameters())
         return {"loss": loss}
@@ -230,6 +230,10 @@ class DraftedTarget(nn.Module):
             self.tap.close()
 
 
+def _in_parallel() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def _spoken(supervised: Tensor) -> Tensor:
     """Where the target's own next token is a label: supervised [B, T] -> [B, T]."""
     return functional.pad(supervised[:, 1:], (0, 1), value=False)
@@ -272,6 +276,8 @@ class DrafterTrainer(Trainer):
             callbacks=[Bounds(self.clock), Progress(self.clock, progress)],
         )
         self.remove_callback(PrinterCallback)  # it prints to stdout
+        if model.drafter.adapter is not None:
+            self.add_callback(Waiting(model.drafter.adapter, self.clock))
 
     def fit(self) -> dict[str, Any]:
         """Train, going on from the last whole checkpoint, and load the best one.

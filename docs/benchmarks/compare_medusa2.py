@@ -1,0 +1,110 @@
+"""Compares drafters that were trained on one target by tokens per round, paired over prompts.
+
+    python docs/benchmarks/compare_medusa2.py TARGET HELD_OUT DRAFTER [DRAFTER …] [--limit 192]
+
+HELD_OUT is a run's corpus/held_out.jsonl; prompts are those that the benchmark stage draws from it,
+64 tokens each, continued greedily by 128. A drafter with an adapter is measured twice: on what its
+adapted target writes, as it decodes; and on what the target wrote without it (`forced`), which
+tells better heads from other text. A t above about 2 is a difference that chance seldom makes.
+"""
+
+import argparse
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headstart.heads import Drafter, load_drafter
+from headstart.heads.core import FeatureTap
+from headstart.infer import StaticTree
+from headstart.infer.ranks import Written, measure_ranks, replay, write_texts
+from headstart.train.corpus import read_documents
+from headstart.train.joint import text_loss
+from headstart.train.validate import held_out_prompts, held_out_texts
+
+CHAIN = StaticTree.chain(4).paths
+Rounds = tuple[np.ndarray, np.ndarray]
+"""Tokens and rounds of each prompt, [P] each."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("target", "held_out"):
+        parser.add_argument(name)
+    parser.add_argument("drafters", nargs="+")
+    parser.add_argument("--limit", type=int, default=192)
+    options = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(options.target)
+    documents = list(read_documents(options.held_out))
+    prompts = held_out_prompts(tokenizer, documents, options.limit, 64)
+    held_out = held_out_texts(tokenizer, documents, 64)
+    first: list[Rounds] = []
+    base: list[torch.Tensor] = []
+    for folder in options.drafters:
+        target = AutoModelForCausalLM.from_pretrained(options.target).eval()
+        plain = text_loss(target, held_out)
+        drafter = load_drafter(folder, target, tokenizer).eval()
+        if not base:
+            fresh = AutoModelForCausalLM.from_pretrained(options.target).eval()
+            base = [text.tokens for text in write_texts(fresh, drafter, prompts, 128)]
+        texts = write_texts(target, drafter, prompts, 128)
+        ranks = measure_ranks(drafter, texts)
+        tree = StaticTree.parse(f"{folder}/tree.json")
+        found = [rounds(ranks, CHAIN), rounds(ranks, tree.paths)]
+        found.append(rounds(measure_ranks(drafter, read(drafter, base)), CHAIN))
+        first = first or found
+        same = [torch.equal(one.tokens, other) for one, other in zip(texts, base, strict=True)]
+        print(
+            f"{folder}: chain {against(found[0], first[0])}; {tree.nodes} nodes "
+            f"{against(found[1], first[1])}; forced chain {against(found[2], first[2])}; texts as "
+            f"the base's {np.mean(same):.2f}, distinct 4-grams of each text {distinct(texts):.3f}; "
+            f"held-out loss {text_loss(target, held_out) / plain - 1:+.2%}",
+            flush=True,
+        )
+
+
+@torch.no_grad()
+def read(drafter: Drafter, texts: list[torch.Tensor]) -> list[Written]:
+    """Texts [T] as the target reads them, of which the first 64 tokens are the prompt."""
+    tap = FeatureTap(drafter.target, list(drafter.config.feature_layers))
+    found = []
+    for text in texts:
+        drafter.target.get_decoder()(input_ids=text[None], use_cache=False)
+        found.append(Written(text, tap.take()[0].clone(), 64))
+    tap.close()
+    return found
+
+
+def rounds(ranks: list[torch.Tensor], paths: Sequence[Sequence[int]]) -> Rounds:
+    played = replay(ranks, paths)
+    return np.array(played.tokens), np.array(played.rounds)
+
+
+def against(found: Rounds, first: Rounds) -> str:
+    """τ with its standard error, and t of the difference from the first drafter's."""
+    (tau, own), (_, other) = estimate(*found), estimate(*first)
+    apart, error = tau - estimate(*first)[0], (own - other).std(ddof=1) / math.sqrt(len(own))
+    told = f", {apart:+.3f} t {apart / error:.1f}" if error else ""
+    return f"{tau:.3f} ± {own.std(ddof=1) / math.sqrt(len(own)):.3f}{told}"
+
+
+def estimate(tokens: np.ndarray, taken: np.ndarray) -> tuple[float, np.ndarray]:
+    """τ, and each prompt's part in its error (a ratio's linearisation)."""
+    tau = tokens.sum() / taken.sum()
+    return float(tau), (tokens - tau * taken) / taken.mean()
+
+
+def distinct(texts: list[Written]) -> float:
+    """The share of distinct 4-grams in what was written, the mean over texts."""
+    shares = []
+    for text in texts:
+        ids = text.tokens[text.prompt :].tolist()
+        grams = [tuple(ids[i : i + 4]) for i in range(len(ids) - 3)]
+        shares.append(len(set(grams)) / len(grams))
+    return float(np.mean(shares))
+
+
+if __name__ == "__main__":
+    main()
