@@ -173,7 +173,7 @@ def _merge(
     weight = tl.exp2(sums - tl.max(sums, 0))
     there = partial + at[:, None] * DV + along[None, :]
     outputs = tl.load(there, mask=ok[:, None] & ok_value[None, :], other=0.0)
-    merged = tl.sum(outputs * weight[:, None], 0) / tl.sum(weight, 0)
+    merged = tl.sum(outputs * weight[:, None], 0) / tl.sum(weight, 0)  # type: ignore[operator]
     node, above = place % nodes, place // nodes
     row, head = above // query_heads, above % query_heads
     at = ((row * nodes + node) * query_heads + head) * DV
