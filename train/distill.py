@@ -170,8 +170,9 @@ def write_rows(
     """
     sampling: dict[str, Any] = {"do_sample": False}
     if spec.temperature > 0:
-        # top_k=0: generate's default of 50 would cut the distribution that is to be learnt.
-        sampling = {"do_sample": True, "temperature": spec.temperature, "top_k": 0, "seed": seeds}
+        # generate's default, or the model's own config, would cut what is to be learnt.
+        whole = {"top_k": 0, "top_p": 1.0}
+        sampling = {"do_sample": True, "temperature": spec.temperature, "seed": seeds, **whole}
     config: Any = speculator.model.generation_config
     end = options.get("eos_token_id", config.eos_token_id)
     counts = torch.tensor([len(prefix) for prefix in prefixes])
