@@ -8,7 +8,7 @@ from scripted import SHAPES, Cached, make, rows_of
 from tiny import CONFIGS, prompts, tiny
 from torch import Tensor
 
-from headstart.heads.core import forward
+from headstart.heads.core import forward, probe
 from headstart.infer import Speculator, StaticTree, target
 
 NEW = 22
@@ -130,7 +130,7 @@ def test_seeing_other_branches_fails(name: str, monkeypatch: pytest.MonkeyPatch)
         return true(lengths, positions, torch.ones_like(ancestors), *rest, **named)
 
     monkeypatch.setattr(forward, "tree_mask", blind)
-    monkeypatch.setattr(target, "check_tree", lambda *args: None)  # which would refuse the model
+    monkeypatch.setattr(probe, "check_tree", lambda *args: None)  # which would refuse the model
     expected, out, _ = decode(name, "cached", "cartesian", 4, False, check=False)
     assert not torch.equal(out, expected)
 
