@@ -209,29 +209,36 @@ class Decoding:
         longest = self.rows.longest + sum(steps for _, steps in self._waiting)
         if longest > self._ample:
             self._grow(longest)
-        rounds, watch = self._rounds, None
-        if self.drafter is not None and (rounds or self._round < 16 or self._round % 8 == 0):
+        watch = None
+        if self.drafter is not None and (self._rounds or self._round < 16 or self._round % 8 == 0):
             watch = _Watch(self.drafter)
         self._round += 1
-        if rounds is None:
+        if self._rounds is not None:
+            read = self._rounds.send(self._captured(self._rounds, watch, longest))
+        else:
             if self.drafter is not None:
                 self.drafter.tell(self.state, longest, self._room)
             self.committed, report = self._step(watch, longest, self.rows.even)
-            self._waiting.append((lambda: report.cpu().numpy(), self.committed.tokens.shape[1]))
-            return
-        # Tree attention reads lengths on the device; so one graph serves all, unless drafters hear.
-        heard = self.drafter is not None and type(self.drafter).tell is not Drafter.tell
-        room = self.target.cache.capacity - self.policy.nodes
-        if heard or not self.target.windows.tree:
-            room = min(bucket(longest + self._spill), room)
-        longest = room
-        if self.drafter is not None:
-            self.drafter.tell(self.state, longest, self._room)
+            read = lambda: report.cpu().numpy()  # noqa: E731 - as `send` answers
+        self._waiting.append((read, self.committed.tokens.shape[1]))
+
+    def _captured(self, rounds: Rounds, watch: _Watch | None, longest: int) -> Tensor:
+        """Do a round on tensors that stay, perhaps by replaying it; returns its report."""
+        capacity, drafter = self.target.cache.capacity - self.policy.nodes, self.drafter
+        # Tree attention reads lengths on the device, so one graph serves all; unless drafters hear.
+        if self.target.windows.tree and (drafter is None or type(drafter).tell is Drafter.tell):
+            longest = capacity
+        else:
+            longest = min(bucket(longest + self._spill), capacity)
+        if drafter is not None:
+            drafter.tell(self.state, longest, self._room)
             rounds.keep_state(self.state)
-        host = (self.policy, self.drafter, self.rule, self.children.expansion, self._settings)
-        shape = (self.committed.tokens.shape, longest, self.text.ends is None)
         weight = self.target.model.get_input_embeddings().weight  # another one after a move
-        kind = (*host, *shape, addresses(self.target.cache, self.state, weight))
+        kind = (
+            *(self.policy, drafter, self.rule, self.children.expansion, self._settings),
+            *(self.committed.tokens.shape, longest, self.text.ends is None),
+            addresses(self.target.cache, self.state, weight),
+        )
 
         def work() -> tuple[Committed, Tensor]:
             committed, report = self._step(watch, longest, False)
@@ -239,7 +246,7 @@ class Decoding:
             return rounds.keep_committed(committed), rounds.keep("report", report)
 
         self.committed, report = rounds.run(kind, work)
-        self._waiting.append((rounds.send(report), self.committed.tokens.shape[1]))
+        return report
 
     def _step(self, watch: _Watch | None, longest: int, even: bool) -> tuple[Committed, Tensor]:
         """Draft, verify, accept and commit, on the device alone.
