@@ -6,8 +6,11 @@ All families share these functions; what a drafter must answer is `Drafter.state
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import math
 from collections.abc import Callable
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -278,12 +281,28 @@ def _sum(
     Args:
         lesson: the divergence from what a teacher says about the features [N, D] at places [M].
     """
-    logits = read(states).float()  # [M, Vd]
+    logits = read(states)  # [M, Vd]
     if lesson is None:
-        return functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+        return hard_loss(logits.device.type)(logits, labels)
+    logits = logits.float()
     divergence, teacher, final, taught = lesson
     log_p = teacher(final.index_select(0, taught))  # [M, Vd]
     return divergence(log_p, logits.log_softmax(-1)).masked_fill(labels == IGNORED, 0.0).sum()
+
+
+@cache
+def hard_loss(device: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The summed cross entropy of logits [M, Vd] and labels [M]: on a GPU liger_kernel's, if it is
+    installed, which makes no float32 copy of the logits and writes their gradient over them.
+
+    Args:
+        device: a type of devices, such as `cuda`.
+    """
+    if device == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
+        fused = importlib.import_module("liger_kernel.transformers.functional").liger_cross_entropy
+        return partial(fused, ignore_index=IGNORED, reduction="sum")
+    entropy = partial(functional.cross_entropy, ignore_index=IGNORED, reduction="sum")
+    return lambda logits, labels: entropy(logits.float(), labels)
 
 
 @torch.no_grad()

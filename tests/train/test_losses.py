@@ -1,8 +1,10 @@
 """Labels and losses of every depth, with numbers that can be worked out by hand."""
 
+import importlib.machinery
 import math
 import subprocess
 import sys
+import types
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 from headstart.heads import Drafter, OptionError
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.redrafter import ReDrafter, ReDrafterConfig
-from headstart.train import recipe
+from headstart.train import losses, recipe
 from headstart.train.losses import (
     IGNORED,
     LOSSES,
@@ -338,6 +340,45 @@ def test_logits_that_nobody_can_follow_are_refused() -> None:
     with pytest.raises(OptionError, match=r"train\.loss=cross_entropy") as caught:
         Teacher(target(kind="scaled"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_fused_kernel_is_taken_on_a_gpu_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A stand-in for liger_kernel; the numbers of both ways are compared on a GPU below."""
+    asked = []
+    kernel = types.ModuleType("liger_kernel.transformers.functional")
+    kernel.liger_cross_entropy = lambda *given, **how: asked.append(how) or torch.ones(())  # type: ignore[attr-defined]
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+        sys.modules[name].__spec__ = importlib.machinery.ModuleSpec(name, None)
+    monkeypatch.setitem(sys.modules, kernel.__name__, kernel)
+    losses.hard_loss.cache_clear()
+    logits, labels = torch.randn(5, 9), torch.tensor([1, -100, 3, 8, 0])
+    try:
+        assert losses.hard_loss("cuda")(logits, labels) == 1
+        assert asked == [{"ignore_index": -100, "reduction": "sum"}]
+        own = losses.hard_loss("cpu")(logits.bfloat16(), labels)
+    finally:
+        losses.hard_loss.cache_clear()
+    rows = labels >= 0
+    expected = -logits.bfloat16().float().log_softmax(-1)[rows, labels[rows]].sum()
+    torch.testing.assert_close(own, expected)
+
+
+@pytest.mark.gpu
+def test_a_fused_kernel_says_the_same() -> None:
+    pytest.importorskip("liger_kernel")
+    logits, labels = torch.randn(64, 1000, device="cuda"), torch.randint(1000, (64,)).cuda()
+    labels[::7] = -100
+    found = []
+    for device in ("cuda", "cpu"):
+        mine = logits.clone().requires_grad_()
+        loss = losses.hard_loss(device)(mine * 1, labels)
+        loss.backward()
+        assert mine.grad is not None
+        found.append((loss, mine.grad))
+    torch.testing.assert_close(found[0], found[1])
 
 
 MEMORY = """
