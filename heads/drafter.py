@@ -191,7 +191,11 @@ class Drafter(PreTrainedModel):
         """
 
     def start(self, batch: int, capacity: int) -> Any:
-        """A fresh state for `batch` rows of at most `capacity` tokens each."""
+        """A fresh state for `batch` rows of at most `capacity` tokens each.
+
+        A captured round runs no Python: what a round leaves to the next is tensors that are the
+        state's attributes, and slab caches. What is a number of Python's follows from `tell`.
+        """
         return None
 
     def tell(self, state: Any, longest: int, room: int) -> None:
