@@ -161,7 +161,7 @@ class Decoding:
         self._to_columns = width + 1 - count.unsqueeze(1) + self.steps  # [B, A], from `lengths`
         self._prompt = ids
         self.state = self._watch = self._alive = None
-        self._round, self._waiting = 0, deque()
+        self._round, self._waiting, self._one = 0, deque(), np.ones(batch, dtype=int)
         if self.drafter is not None:
             if rounds is None:
                 self.state = self.drafter.start(batch, self._most)
@@ -206,7 +206,9 @@ class Decoding:
 
     def _launch(self) -> None:
         """Start a round."""
-        longest = self.rows.longest + sum(steps for _, steps in self._waiting)
+        longest = self.rows.longest
+        if self._waiting:
+            longest += sum(steps for _, steps in self._waiting)
         if longest > self._ample:
             self._grow(longest)
         watch = None
@@ -282,7 +284,8 @@ class Decoding:
         if self._alive is not None:
             # The next round may begin before anybody has looked at these tokens.
             count, tokens = count * self._alive, tokens.clamp(min=0)
-        root = tokens[:, -1:]  # [B, 1]; past a path's end its last token stands again
+        # Past a path's end its last token stands again.
+        root = tokens[:, -1:] if tokens.shape[1] > 1 else tokens  # [B, 1]
         if self.drafter is not None:
             path = accepted.path.unsqueeze(-1).expand(-1, -1, features.shape[-1])
             features = features.gather(1, path)  # [B, A, F]
@@ -334,7 +337,7 @@ class Decoding:
     def _hear(self, report: np.ndarray, steps: int) -> Emitted:
         """Take a round's report, of paths of at most so many nodes; see `_report`."""
         batch = len(self.rows.remaining)
-        size, met, nodes = batch * steps, None, np.ones(batch, dtype=int)
+        size, met, nodes = batch * steps, None, self._one
         tokens, rest = report[:size].reshape(batch, steps), report[size:]
         if steps > 1:
             nodes, rest = rest[:batch], rest[batch:]
