@@ -68,7 +68,10 @@ def main() -> None:
 @torch.no_grad()
 def read(drafter: Drafter, texts: list[torch.Tensor]) -> list[Written]:
     """Texts [T] as the target reads them, of which the first 64 tokens are the prompt."""
-    tap = FeatureTap(drafter.target, list(drafter.config.feature_layers))
+    layers = list(drafter.config.feature_layers)
+    if not layers:
+        return [Written(text, torch.empty(len(text), 0), 64) for text in texts]
+    tap = FeatureTap(drafter.target, layers)
     found = []
     for text in texts:
         drafter.target.get_decoder()(input_ids=text[None], use_cache=False)
