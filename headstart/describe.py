@@ -192,6 +192,8 @@ def _moved(metrics: Description) -> list[tuple[str, str]]:
     loss = metrics.get("held_out_loss")
     if not isinstance(loss, dict):
         return []
+    if loss["adapted"] == loss["base"]:
+        return [("adapted", "not at all: it decoded best before its target began to learn")]
     share = loss["adapted"] / loss["base"] - 1
     moved = f"{loss['base']:.4f} to {loss['adapted']:.4f} nats a token ({share:+.2%})"
     return [("adapted: held-out loss", moved)]

@@ -217,6 +217,18 @@ def test_inspect_says_what_it_is(
     assert "NO" not in printed
 
 
+def test_inspect_says_how_far_a_target_moved() -> None:
+    from headstart.describe import _moved
+
+    def said(base: float, adapted: float) -> str:
+        ((_, text),) = _moved({"held_out_loss": {"base": base, "adapted": adapted}})
+        return text
+
+    assert said(4.0, 4.1) == "4.0000 to 4.1000 nats a token (+2.50%)"
+    assert said(4.0, 4.0).startswith("not at all")
+    assert _moved({}) == []
+
+
 def test_inspect_says_whether_it_fits(
     target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
