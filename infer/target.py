@@ -88,7 +88,7 @@ class Target:
         """
         live, shape = self.reserve(longest + tree.nodes), tree.topology
         if self.windows.tree:
-            live, even = self.cache.capacity, False  # every row's length is read on the device
+            live = self.cache.capacity  # one launch for every length
         if shape.max_depth == 0:
             positions = lengths.unsqueeze(1)  # [B, 1]
         else:

@@ -30,7 +30,8 @@ from headstart.heads import (
     fingerprint,
     save_drafter,
 )
-from headstart.heads.artifact import TREE, tokenizer_hash
+from headstart.heads.artifact import TREE
+from headstart.heads.manifest import tokenizer_hash
 from headstart.infer import StaticTree, load
 
 from .corpus import build_corpus, load_documents
