@@ -18,7 +18,7 @@ from headstart.compare import quickstart_of
 from headstart.describe import describe
 from headstart.heads import Drafter, family, load_drafter
 from headstart.heads.artifact import read_tree
-from headstart.infer import StaticTree, cost_suite
+from headstart.infer import Speculator, StaticTree, cost_suite
 from headstart.infer.contenders import Contender, generating, race, speculating
 from headstart.infer.costs import Costs
 from headstart.infer.lossless import compare_greedy
@@ -125,7 +125,7 @@ def acceptance(job: Job, entries: Entries) -> None:
         written, depth = job.scale.written, job.scale.depth
         texts = write_texts(pair.target, pair.drafter, pair.prompts, written)
         ranks = measure_ranks(pair.drafter, texts, depth)
-        decoder = cost_suite.speculator(pair.target, pair.drafter, pair.tree)
+        decoder = Speculator(pair.target, pair.drafter, tree=pair.tree)
         counts, grams = [], []
         for ids in pair.prompts:
             text = decoder.generate(ids, max_new_tokens=written, do_sample=False)
@@ -155,7 +155,7 @@ def identity(job: Job, entries: Entries) -> None:
 
     def work(name: str) -> dict[str, Any]:
         pair = trained_pair(job, name, torch.float32)
-        decoder = cost_suite.speculator(pair.target, pair.drafter, pair.tree)
+        decoder = Speculator(pair.target, pair.drafter, tree=pair.tree)
         found = compare_greedy(decoder, pair.prompts, job.scale.written, progress=True)
         ties = sum(divergence.near_tie for divergence in found.divergences)
         return {
@@ -189,11 +189,11 @@ def _race(job: Job, name: str) -> dict[str, Any]:
     best = {"tree": plan.candidates[0]}
     best["chain"] = next(c for c in plan.candidates if c["name"].startswith("chain:"))
     racing: dict[str, Contender] = {
-        "plain": speculating(cost_suite.speculator(pair.target), **options),
+        "plain": speculating(Speculator(pair.target), **options),
         "generate": generating(pair.target, **options),
     }
     for kind, candidate in best.items():
-        decoder = cost_suite.speculator(pair.target, pair.drafter, candidate["tree"])
+        decoder = Speculator(pair.target, pair.drafter, tree=candidate["tree"])
         racing[kind] = speculating(decoder, **options)
     racing |= _rivals(pair, best["chain"]["depth"], options)
     raced = list(race(racing, pair.prompts[half:], job.on, job.scale.turns, name))

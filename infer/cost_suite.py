@@ -27,18 +27,10 @@ from .shapes import read_bytes, weight_bytes
 from .speculator import Speculator
 from .timing import interleaved
 
-RUNTIME: dict[str, Any] = {}
-"""Options of every Speculator that the suite makes itself: how the runtime is told to decode."""
-
 Paths = Sequence[Sequence[int]]
 
 _USUAL = [0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01]
 """An acceptance vector like those of trained heads; it shapes trees that nothing better shapes."""
-
-
-def speculator(target: PreTrainedModel, drafter: Drafter | None = None, tree: Any = None) -> Any:
-    """A Speculator with the options of `RUNTIME`."""
-    return Speculator(target, drafter, tree=tree, **RUNTIME)
 
 
 def usual_tree(nodes: int, depth: int) -> list[list[int]]:
@@ -83,7 +75,7 @@ def plain_costs(
     ids = random_prompt(model, context - new_tokens // 2)
     most = peak(model, None, None, ids, new_tokens)  # while nobody else holds a cache
     options = {"max_new_tokens": new_tokens, "do_sample": False}
-    plain = speculator(model)
+    plain = Speculator(model)
     contenders = {
         "plain": speculating(plain, **options),
         "generate": generating(model, **options),
@@ -134,8 +126,8 @@ def round_costs(
     costs = planner_costs(model, drafter, ids, new_tokens, nodes, depth)
     shapes = {name: StaticTree(paths) for name, paths in choose(costs).items()}
     peaks = {name: peak(model, drafter, tree, ids, new_tokens) for name, tree in shapes.items()}
-    ours = {name: speculator(model, drafter, tree) for name, tree in shapes.items()}
-    done = decode_times({"plain": speculator(model), **ours}, [[ids[0]]] * repeats, new_tokens)
+    ours = {name: Speculator(model, drafter, tree=tree) for name, tree in shapes.items()}
+    done = decode_times({"plain": Speculator(model), **ours}, [[ids[0]]] * repeats, new_tokens)
     taken = {name: 1e3 * statistics.median(each) for name, each in done.per_round.items()}
     found: dict[str, Any] = {}
     cache = 0
@@ -192,9 +184,9 @@ def peak(
     """
     if ids.device.type != "cuda":
         return None
-    decode_greedily(speculator(model, drafter, tree), list(ids), new_tokens)  # libraries' own
+    decode_greedily(Speculator(model, drafter, tree=tree), list(ids), new_tokens)  # libraries' own
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(ids.device)
-    decode_greedily(speculator(model, drafter, tree), list(ids), new_tokens)
+    decode_greedily(Speculator(model, drafter, tree=tree), list(ids), new_tokens)
     return torch.cuda.max_memory_allocated(ids.device)
