@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -20,25 +19,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from .core import (
-    AttentionWindows,
-    OptionError,
-    PositionLimit,
-    SlabCache,
-    UnsupportedTarget,
-    choose_attention,
-    in_steps,
-    output_layer,
-    prefill_forward,
-    probe_layers,
-    tree_forward,
-)
-from .core.cache import LayerShape
+from .core import OptionError, output_layer
 from .core.forward import decoder_layers
 from .drafter import Drafter, DrafterConfig, Step, last_true
-
-_ROOM = 512
-"""Tokens beyond the prompt that the cache is first made for; later it grows by half."""
+from .layers import CachedLayers, Drafted
 
 
 @strict
@@ -107,45 +91,6 @@ def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConf
     return student
 
 
-@dataclass
-class Drafted:
-    """A request's state.
-
-    Attributes:
-        slab: keys and values; slot s of the committed text holds position s, and the nodes grown in
-            this round stand after it.
-        longest: a bound on any row's committed tokens, on the host.
-        told: the largest root position, where the loop tells it before a round.
-        lengths: [B] committed tokens.
-        ancestors: [B, G, G] bool, of the nodes grown in this round; depth: [B, G], theirs.
-    """
-
-    slab: SlabCache
-    longest: int
-    lengths: Tensor
-    told: int | None = None
-    ancestors: Tensor = field(init=False)
-    depth: Tensor = field(init=False)
-
-    def reserve(self, slots: int) -> int:
-        """Make room for so many slots a row; returns them rounded up, to be attended to."""
-        live = in_steps(slots)
-        if live > self.slab.capacity:
-            grown = self.slab.capacity + self.slab.capacity // 2
-            self.slab.reserve(max(live, in_steps(grown)))
-        return live
-
-
-@dataclass(frozen=True)
-class _Driven:
-    """What the student's forwards need to know about it, and where that holds."""
-
-    place: tuple[torch.device, torch.dtype]
-    windows: AttentionWindows
-    shapes: list[LayerShape]
-    limit: PositionLimit | None
-
-
 class _Answer(BaseModelOutputWithPast):
     """A decoder's answer that has nothing but final states, whatever a model may look for."""
 
@@ -172,7 +117,7 @@ class DraftModel(Drafter):
             own = AutoConfig.for_model(**(config.student or {}))
             student = AutoModelForCausalLM.from_config(own)
         self.model: PreTrainedModel = student
-        self._driven: _Driven | None = None
+        self._layers = CachedLayers(self.model)
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
@@ -232,86 +177,23 @@ class DraftModel(Drafter):
             tensor.copy_(source[name])
 
     def start(self, batch: int, capacity: int) -> Drafted:
-        shapes = self._drive().shapes
-        lengths = torch.zeros(batch, dtype=torch.long, device=self.device)
-        return Drafted(SlabCache(shapes, batch, 0), 0, lengths)
+        return self._layers.start(batch)
 
     def tell(self, state: Drafted, longest: int, room: int) -> None:
-        state.told = longest
-        state.reserve(longest + 1 + room)
+        self._layers.tell(state, longest, room)
 
     def prefill(self, state: Drafted, features: Tensor, tokens: Tensor, count: Tensor) -> None:
-        batch, length = tokens.shape
-        limit = self._drive().limit
-        if limit is not None and length > limit.positions:
-            raise OptionError(
-                f"the longest prompt has {length} tokens and the draft model {limit.positions} "
-                f"positions ({limit.reason}); shorten it, or use another drafter."
-            )
-        state.slab.clear()
-        state.slab.reserve(in_steps(length + _ROOM))
-        # Nobody reads the logits, so any place will do for them.
-        prefill_forward(self.model, state.slab, self._known(tokens), [length] * batch)
-        state.longest, state.lengths, state.told = length, count, None
+        known = self._known(tokens)
+        self._layers.prefill(state, tokens.shape[1], count, input_ids=known)
 
     def begin(self, state: Drafted, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
-        batch, added = tokens.shape
-        longest = state.longest if state.told is None else state.told + 1
-        live = state.reserve(longest + added)
-        state.longest = longest + (added if state.told is None else 0)
-        state.told = None
-        steps = torch.arange(added, device=tokens.device)
-        ancestors = (steps.unsqueeze(1) >= steps).expand(batch, -1, -1)  # a chain
-        depth = (steps + 1).expand(batch, -1)
-        logits = self._run(state, tokens, depth, ancestors, live)  # [B, A, V]
-        # What the padding wrote lies behind the text, where this round's nodes are written.
-        state.lengths = state.lengths + count
-        state.ancestors = ancestors[:, :0, :0]
-        state.depth = depth[:, :0]
-        return self._step(last_true(logits, count).unsqueeze(1))
+        known = self._known(tokens)
+        found = self._layers.begin(state, tokens.shape[1], count, input_ids=known)
+        return self._step(last_true(found.logits, count).unsqueeze(1))
 
     def extend(self, state: Drafted, tokens: Tensor, parent: Tensor) -> Step:
-        width, grown = tokens.shape[1], state.depth.shape[1]
-        pad = torch.nn.functional.pad
-        above = pad(state.ancestors, (0, 0, 1, 0))  # entry 0 is the root, which has none here
-        above = above.gather(1, (parent + 1).unsqueeze(-1).expand(-1, -1, grown))  # [B, W, G]
-        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-        state.ancestors = torch.cat(
-            [pad(state.ancestors, (0, width)), torch.cat([above, own], 2)], 1
-        )  # [B, G+W, G+W]
-        depth = pad(state.depth, (1, 0)).gather(1, parent + 1) + 1  # [B, W]
-        state.depth = torch.cat([state.depth, depth], 1)
-        live = state.reserve(state.longest + grown + width)
-        return self._step(self._run(state, tokens, state.depth, state.ancestors, live))
-
-    def _run(
-        self, state: Drafted, tokens: Tensor, depth: Tensor, ancestors: Tensor, live: int
-    ) -> Tensor:
-        """Run the last W of G nodes that stand after the committed text; logits [B, W, V].
-
-        Args:
-            depth: [B, G], 1 at the first position after the text; ancestors: [B, G, G].
-        """
-        driven, lengths = self._drive(), state.lengths
-        positions = lengths.unsqueeze(1) + depth - 1  # [B, G]
-        if driven.limit is not None:
-            # What is drafted past the limit is any token; it must only stay legal to run.
-            positions = positions.clamp(max=driven.limit.positions - 1)
-        tokens = self._known(tokens)
-        return tree_forward(
-            self.model, state.slab, driven.windows, tokens, lengths, positions, ancestors, live
-        )
-
-    def _drive(self) -> _Driven:
-        place = (self.device, self.dtype)
-        if self._driven is None or self._driven.place != place:
-            try:
-                windows, shapes = AttentionWindows.of(self.model), probe_layers(self.model)
-                windows = choose_attention(self.model, windows, shapes, "auto")
-            except UnsupportedTarget as error:
-                raise OptionError(f"no draft model: {error}") from error
-            self._driven = _Driven(place, windows, shapes, PositionLimit.of(self.model))
-        return self._driven
+        found = self._layers.extend(state, parent, input_ids=self._known(tokens))
+        return self._step(found.logits)
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Target ids as the student's; padding rows of a larger target are beyond its table."""

@@ -7,10 +7,12 @@ from .forward import (
     AttentionWindows,
     FeatureTap,
     PositionLimit,
+    causal_run,
     output_layer,
     prefill_forward,
     tree_forward,
     tree_mask,
+    tree_run,
 )
 from .probe import ATTENTION, check_tree, choose_attention
 from .sampling import STATEFUL, Sampling, Stream, argmax, draw, gumbel, place, row_seeds, uniform
@@ -36,6 +38,7 @@ __all__ = [
     "UnsupportedTarget",
     "ancestor_mask",
     "argmax",
+    "causal_run",
     "check_tree",
     "choose_attention",
     "draw",
@@ -49,5 +52,6 @@ __all__ = [
     "row_seeds",
     "tree_forward",
     "tree_mask",
+    "tree_run",
     "uniform",
 ]

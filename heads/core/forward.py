@@ -172,17 +172,28 @@ def tree_forward(
     slab: SlabCache,
     windows: AttentionWindows,
     tokens: Tensor,
+    *driving: Any,
+) -> Tensor:
+    """The logits [B, N, V], in the model's dtype, of nodes with these tokens [B, N]; `tree_run`."""
+    return tree_run(model, slab, windows, {"input_ids": tokens}, *driving).logits
+
+
+def tree_run(
+    model: PreTrainedModel,
+    slab: SlabCache,
+    windows: AttentionWindows,
+    inputs: dict[str, Tensor],
     lengths: Tensor,
     positions: Tensor,
     ancestors: Tensor,
     live: int,
     seen: int | None = None,
     shape: Topology | None = None,
-) -> Tensor:
+) -> Any:
     """Run the last N of G tree nodes per row on top of the cached prefix, and of the other nodes.
 
     Args:
-        tokens: [B, N] int64.
+        inputs: what the model reads, by its own name: [B, N] `input_ids`, or `inputs_embeds`.
         lengths: [B] int64, cached tokens per row; node n is written at slot length + n.
         positions: [B, G] int64, each node's position: `lengths` + its depth.
         ancestors: [B, G, G] bool.
@@ -192,10 +203,10 @@ def tree_forward(
         shape: what `ancestors` belong to, where all rows and many rounds share it.
 
     Returns:
-        Logits [B, N, V] in the model's dtype.
+        The model's own output.
     """
     nodes = positions.shape[1]
-    first = nodes - tokens.shape[1]
+    first = nodes - next(iter(inputs.values())).shape[1]
     attention_mask: Any = None
     if windows.tree:
         seen = None  # tree attention reads each row's length on the device, a lone root's too
@@ -222,12 +233,12 @@ def tree_forward(
         attention_mask = masks if windows.by_type else masks[None]
     with tree_attention_on(model) if windows.tree else nullcontext():
         return model(
-            input_ids=tokens,
+            **inputs,
             attention_mask=attention_mask,
             position_ids=positions[:, first:] if first else positions,
             past_key_values=slab,
             use_cache=True,
-        ).logits
+        )
 
 
 def shifted_mask(
@@ -253,10 +264,7 @@ def shifted_mask(
 def prefill_forward(
     model: PreTrainedModel, slab: SlabCache, tokens: Tensor, counts: Sequence[int]
 ) -> Tensor:
-    """Run prompts [B, T], padded on the right, into an empty cache.
-
-    No mask is given: rows start at slot 0, so plain causal attention is right for every row and the
-    model builds it as it always does; what the padding writes is overwritten later.
+    """Run prompts [B, T], padded on the right, into an empty cache; see `causal_run`.
 
     Args:
         tokens: [B, T] int64.
@@ -265,19 +273,32 @@ def prefill_forward(
     Returns:
         Logits [B, V] after each row's last true token.
     """
-    batch, length = tokens.shape
-    positions = torch.arange(length, device=tokens.device).expand(batch, -1)
-    slab.aim(range(length), length)
     last = sorted({count - 1 for count in counts})
     options = {}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = torch.tensor(last, device=tokens.device)
-    logits = model(
-        input_ids=tokens, position_ids=positions, past_key_values=slab, use_cache=True, **options
-    ).logits
+    logits = causal_run(model, slab, {"input_ids": tokens}, **options).logits
     column = [last.index(count - 1) if options else count - 1 for count in counts]
-    rows = torch.arange(batch, device=logits.device)
+    rows = torch.arange(len(tokens), device=logits.device)
     return logits[rows, torch.tensor(column, device=logits.device)]  # [B, V]
+
+
+def causal_run(
+    model: PreTrainedModel, slab: SlabCache, inputs: dict[str, Tensor], **options: Any
+) -> Any:
+    """Run texts [B, T], padded on the right, into an empty cache; returns the model's own output.
+
+    No mask is given: rows start at slot 0, so plain causal attention is right for every row and the
+    model builds it as it always does; what the padding writes is overwritten later.
+
+    Args:
+        inputs: see `tree_run`; options: for the model's forward.
+    """
+    given = next(iter(inputs.values()))
+    batch, length = given.shape[:2]
+    positions = torch.arange(length, device=given.device).expand(batch, -1)
+    slab.aim(range(length), length)
+    return model(**inputs, position_ids=positions, past_key_values=slab, use_cache=True, **options)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -23,9 +23,10 @@ from headstart.heads import (
     load_drafter,
     save_drafter,
 )
-from headstart.heads import draft_model as module
+from headstart.heads import layers as module
 from headstart.heads.core import cache
 from headstart.heads.draft_model import DraftModel, DraftModelConfig, layers_of
+from headstart.heads.layers import CachedLayers
 from headstart.heads.manifest import tokenizer_hash
 from headstart.infer import Speculator
 
@@ -148,29 +149,29 @@ def test_the_cache_grows(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest_difference(student(), told) < 1e-10
 
 
-def shifted_position(self: DraftModel, state: Any, tokens: Tensor, depth: Tensor, *rest) -> Tensor:
-    return RUN(self, state, tokens, depth + 1, *rest)
+def shifted_position(self: CachedLayers, state: Any, inputs: Any, depth: Tensor, *rest) -> Tensor:
+    return RUN(self, state, inputs, depth + 1, *rest)
 
 
-def shifted_slot(self: DraftModel, state: Any, tokens: Tensor, depth: Tensor, *rest) -> Tensor:
+def shifted_slot(self: CachedLayers, state: Any, inputs: Any, depth: Tensor, *rest) -> Tensor:
     lengths, state.lengths = state.lengths, state.lengths + 1
     try:
-        return RUN(self, state, tokens, depth - 1, *rest)
+        return RUN(self, state, inputs, depth - 1, *rest)
     finally:
         state.lengths = lengths
 
 
-def without_siblings_apart(self: DraftModel, state: Any, tokens: Tensor, depth: Tensor, seen, live):
-    return RUN(self, state, tokens, depth, torch.ones_like(seen), live)
+def without_siblings_apart(self: CachedLayers, state: Any, inputs: Any, depth: Tensor, seen, live):
+    return RUN(self, state, inputs, depth, torch.ones_like(seen), live)
 
 
-RUN = DraftModel._run
+RUN = CachedLayers._run
 WRONG = {"position": shifted_position, "slot": shifted_slot, "ancestors": without_siblings_apart}
 
 
 @pytest.mark.parametrize("wrong", WRONG)
 def test_one_index_off_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DraftModel, "_run", WRONG[wrong])
+    monkeypatch.setattr(CachedLayers, "_run", WRONG[wrong])
     assert largest_difference(student()) > 1e-2
     if wrong != "ancestors":  # in a chain all are ancestors but the padding
         drafter = DraftModel.of(tiny("llama")).bind(tiny("llama"))
@@ -187,7 +188,7 @@ def test_a_dropped_window_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return true(lengths, positions, ancestors, live, dtype, None)
 
     drafter = student("mistral")
-    assert drafter._drive().windows.single == 9  # asked while it still works
+    assert drafter._layers.driven.windows.single == 9  # asked while it still works
     monkeypatch.setattr(forward, "tree_mask", wide)
     assert largest_difference(drafter) > 1e-2
 
