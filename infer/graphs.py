@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from headstart.heads import Drafter, Sampling
 from headstart.heads.core import SlabCache, in_steps
@@ -226,10 +227,12 @@ def settings(sampling: Sampling) -> Hashable:
     def plain(value: Any) -> Hashable:
         return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else repr(value)
 
-    processors = tuple(
-        (type(item), *((name, plain(value)) for name, value in sorted(vars(item).items())))
-        for item in sampling.processors or ()
-    )
+    def built_in(item: LogitsProcessor) -> Hashable:
+        if item is sampling.penalty:
+            return type(item), item.penalty  # what it ignores is on the device
+        return type(item), *((name, plain(value)) for name, value in sorted(vars(item).items()))
+
+    processors = tuple(map(built_in, sampling.processors or ()))
     return sampling.seeds is None, sampling.dtype, processors
 
 

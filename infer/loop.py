@@ -27,7 +27,7 @@ from .rows import Rows
 from .rules import Rule
 from .stats import Emitted, Stats
 from .target import Target
-from .verified import Text, Verified
+from .verified import Text, Verified, seen_in
 
 _ROOT_ONLY = StaticTree([])
 
@@ -97,7 +97,7 @@ class Decoding:
         record: Record | None = None,
         rounds: Rounds | None = None,
     ):
-        self._read = bool(criteria) or not sampling.rowwise  # whether somebody reads the text
+        self._read = bool(criteria or sampling.readers)  # whether somebody reads the text
         self._rounds = None if self._read or record is not None else rounds
         if self._rounds is not None:
             self._settings = settings(sampling)
@@ -157,7 +157,11 @@ class Decoding:
         rounds = self._rounds
         if rounds is not None and ends is not None:
             ends = rounds.keep("ends", ends)
-        self.text = Text(text, width, self.rows.remaining, ends)
+        seen, penalty = None, self.sampling.penalty
+        if penalty is not None and not self.sampling.readers:
+            seen = seen_in(ids, logits.shape[-1], penalty.prompt_ignore_length)  # [B, V + 1]
+            seen = seen if rounds is None else rounds.keep("seen", seen)
+        self.text = Text(text, width, self.rows.remaining, ends, seen)
         self._to_columns = width + 1 - count.unsqueeze(1) + self.steps  # [B, A], from `lengths`
         self._prompt = ids
         self.state = self._watch = self._alive = None
@@ -281,6 +285,8 @@ class Decoding:
         self._noted = (accepted.path, scores[0], logits) if scores else None
         tokens, count = accepted.tokens, accepted.count  # [B, A], [B]
         report = self._report(tokens, count)
+        if self.text.seen is not None:
+            self.text.seen.scatter_(1, tokens.clamp(min=0), True)
         if self._alive is not None:
             # The next round may begin before anybody has looked at these tokens.
             count, tokens = count * self._alive, tokens.clamp(min=0)

@@ -12,6 +12,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
 )
 from transformers.generation.configuration_utils import GenerationMode
@@ -74,11 +75,12 @@ def check_config(config: GenerationConfig, model: PreTrainedModel) -> None:
         )
 
 
-def check_processors(processors: LogitsProcessorList, batch: int) -> None:
-    """Refuse processors that keep a state for the batch as a whole when rows run apart.
+def check_processors(processors: LogitsProcessorList, batch: int, width: int) -> None:
+    """Refuse processors that no tree can follow, for prompts [B, P].
 
     Raises:
-        OptionError: naming the processor.
+        OptionError: naming the processor: one that keeps a state for the batch as a whole when rows
+            run apart, or a penalty that is to ignore more than the prompt.
     """
     for processor in processors:
         if batch > 1 and isinstance(processor, STATEFUL):
@@ -86,6 +88,13 @@ def check_processors(processors: LogitsProcessorList, batch: int) -> None:
                 f"{type(processor).__name__} keeps a state that all rows share, and speculating "
                 f"rows advance apart; found {batch} rows: give it one prompt at a time."
             )
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            ignored = processor.prompt_ignore_length
+            if ignored is not None and (most := int(torch.as_tensor(ignored).max())) > width:
+                raise OptionError(
+                    f"prompt_ignore_length of {type(processor).__name__} is {most} and the prompt "
+                    f"has {width} tokens; expected no more than those."
+                )
 
 
 def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Tensor:

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import cast, get_args
 
 from headstart.heads import OptionError, Sampling
-from headstart.heads.core.sampling import ROWWISE
 
 from .choices import matching
 from .policies import Expansion, Policy
@@ -42,7 +41,7 @@ EXPANSION: dict[str, Expansion] = {
 APPROXIMATE = {"typical"}
 """The rules that change the distribution of the text; never a default, and labelled."""
 
-ROWWISE_ONLY = {"block", "traversal", "typical"}
+NO_READERS = {"block", "traversal", "typical"}
 """The rules that judge nodes off the walked path, where processors cannot read the text."""
 
 _DRAWN = ("with_replacement", "without_replacement")
@@ -121,9 +120,8 @@ def check_sampling(rule: str, sampling: Sampling) -> None:
         OptionError: a rule that judges nodes off the walked path, with a processor that reads the
             text.
     """
-    if rule in ROWWISE_ONLY and not sampling.rowwise:
-        processors = sampling.processors or ()
-        names = [type(item).__name__ for item in processors if not isinstance(item, ROWWISE)]
+    if rule in NO_READERS and sampling.readers:
+        names = [type(item).__name__ for item in sampling.readers]
         raise OptionError(
             f"rule {rule!r} judges nodes off the walked path, found {', '.join(names)}, which may "
             "read the text before a node; use rule 'rejection' or 'coupled', or leave it out."

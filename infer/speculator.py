@@ -201,7 +201,7 @@ class Speculator:
         batch, width = input_ids.shape
         ending = Ending.of(stopping_criteria, width)
         sampling = self._sampling(config, logits_processor, seed, input_ids)
-        check_processors(sampling.processors or LogitsProcessorList(), batch)
+        check_processors(sampling.processors or LogitsProcessorList(), batch, width)
         if streamer is not None and batch > 1:
             raise OptionError(f"a streamer takes one row, found {batch}; stream one prompt a call.")
         rule = self._rule(sampling)

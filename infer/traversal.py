@@ -36,8 +36,8 @@ from .verified import Accepted, Verified
 
 
 def traversal(verified: Verified) -> Accepted:
-    """Accept the first flagged node in post-order; needs processors that read one row alone."""
-    assert verified.sampling.rowwise, "processors that read the text"
+    """Accept the first flagged node in post-order; processors may not read the text."""
+    assert not verified.sampling.readers, "processors that read the text"
     tree, uniforms = verified.tree, verdicts(verified)
     before, after = node_weights(verified)
     flagged = torch.ones_like(tree.tokens, dtype=torch.bool)

@@ -21,8 +21,8 @@ def typical(verified: Verified, epsilon: float = 0.09, delta: float = 0.3) -> Ac
 
     Approximate: this rule changes the distribution of the text. A token x after a node is typical
     when p(x) > min(epsilon, delta · exp(−H)), with p the target's processed distribution there and
-    H its entropy in nats. Of paths of one length the likeliest is accepted. Needs processors that
-    read one row alone. Unlike Medusa, H is taken without adding 1e-5 inside its logarithm.
+    H its entropy in nats. Of paths of one length the likeliest is accepted. No processor may
+    read the text. Unlike Medusa, H is taken without adding 1e-5 inside its logarithm.
     """
     tree, shape = verified.tree, verified.tree.topology
     good, likelihood = typical_nodes(verified, epsilon, delta)
@@ -42,7 +42,7 @@ def typical_nodes(verified: Verified, epsilon: float, delta: float) -> tuple[Ten
 
     The root is typical, with log-likelihood 0; so has every node that is not typical.
     """
-    assert verified.sampling.rowwise, "processors that read the text"
+    assert not verified.sampling.readers, "processors that read the text"
     tree, shape = verified.tree, verified.tree.topology
     good = torch.zeros_like(tree.tokens, dtype=torch.bool)
     likelihood = torch.zeros(tree.tokens.shape, dtype=verified.sampling.dtype, device=good.device)

@@ -20,6 +20,7 @@ class Text:
         ids: [B, C] int64 with room to grow, of which each row uses the same `width` columns so far.
         remaining: [B] tokens that each row may still emit, on the host; without a bound when None.
         ends: [V] bool, the tokens that end a row; none when None.
+        seen: [B, V + 1] bool, the tokens that a repetition penalty is for, see `seen_in`.
 
     Attributes:
         lengths: [B] int64, columns in use, padding included; always count the root.
@@ -32,8 +33,9 @@ class Text:
         width: int,
         remaining: np.ndarray | None = None,
         ends: Tensor | None = None,
+        seen: Tensor | None = None,
     ):
-        self.ids, self.remaining, self.ends = ids, remaining, ends
+        self.ids, self.remaining, self.ends, self.seen = ids, remaining, ends, seen
         self.lengths = torch.full_like(ids[:, 0], width)
         self.host_lengths = np.full(len(ids), width)
 
@@ -56,6 +58,26 @@ class Text:
             scores = processed if scores is None else torch.where(mine, processed, scores)
         assert scores is not None
         return scores
+
+
+def seen_in(ids: Tensor, vocab: int, ignored: Tensor | int | None = None) -> Tensor:
+    """Which tokens texts [B, P] hold, as the repetition penalty counts them: [B, V + 1] bool.
+
+    The last column takes what does not count, and ids that the output layer does not have.
+
+    Args:
+        ignored: so many tokens at the beginning of every row, or of each [B], do not count.
+
+    >>> seen_in(torch.tensor([[0, 2, 2, 7]]), 4, 1).tolist()
+    [[False, False, True, False, True]]
+    """
+    ids = ids.clamp(max=vocab)
+    if ignored is not None:
+        first = torch.as_tensor(ignored, device=ids.device).view(-1, 1)  # [B, 1] or [1, 1]
+        ids = ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) < first, vocab)
+    return torch.zeros(len(ids), vocab + 1, dtype=torch.bool, device=ids.device).scatter_(
+        1, ids, True
+    )
 
 
 @dataclass(slots=True)
@@ -105,8 +127,8 @@ class Verified:
         sampling = self.sampling
         at = node.unsqueeze(-1).expand(-1, -1, self.logits.shape[-1])  # [B, 1, V]
         logits = self.logits.gather(1, at).squeeze(1)  # [B, V]
-        if sampling.rowwise:
-            scores = sampling.process_each(logits)
+        if not sampling.readers:
+            scores = sampling.process_each(logits, self._seen_at(node))
         else:
             rows = None
             if sampling.particular:
@@ -125,9 +147,20 @@ class Verified:
             self.kept[0].scatter_(1, at, here)
         return scores
 
+    def _seen_at(self, node: Tensor) -> Tensor | None:
+        """What a penalty after each row's node [B, 1] is for, [B, V] bool; None without one."""
+        seen, shape = self.text.seen, self.tree.topology
+        if seen is None:
+            return None
+        vocab = seen.shape[1] - 1
+        if shape.max_depth:
+            path = self.tree.tokens.gather(1, shape.path_to(node.squeeze(1)))  # [B, A]
+            seen = seen.scatter(1, path.clamp(0, vocab), True)
+        return seen[:, :vocab]
+
     def write(self, level: int, token: Tensor) -> None:
         """Note the token [B, 1] that follows the path of `level` tokens; the commit overwrites."""
-        if not self.sampling.rowwise:
+        if self.sampling.readers:
             self.text.ids.scatter_(1, self.text.lengths.unsqueeze(1) + level, token)
 
     def ends(self, token: Tensor) -> Tensor | None:

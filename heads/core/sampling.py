@@ -22,6 +22,7 @@ from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     SuppressTokensLogitsProcessor,
     SynthIDTextWatermarkLogitsProcessor,
     TemperatureLogitsWarper,
@@ -126,6 +127,25 @@ class Sampling:
         return all(isinstance(processor, ROWWISE) for processor in self.processors or ())
 
     @cached_property
+    def readers(self) -> tuple[LogitsProcessor, ...]:
+        """The processors that may read the text before a row of logits, beside the `penalty`."""
+        return tuple(
+            processor
+            for processor in self.processors or ()
+            if not isinstance(processor, ROWWISE) and processor is not self.penalty
+        )
+
+    @cached_property
+    def penalty(self) -> RepetitionPenaltyLogitsProcessor | None:
+        """The repetition penalty, where there is just one: it need not read the text.
+
+        It asks no more than which tokens the text holds, which the device can keep.
+        """
+        kind = RepetitionPenaltyLogitsProcessor
+        found = [processor for processor in self.processors or () if type(processor) is kind]
+        return found[0] if len(found) == 1 else None
+
+    @cached_property
     def particular(self) -> bool:
         """Whether a processor may fail, or count, on a text that the target never wrote.
 
@@ -147,16 +167,28 @@ class Sampling:
         kept = [item for item in self.processors or () if isinstance(item, WARPERS)]
         return self._row_by_row(logits, kept)
 
-    def process_each(self, logits: Tensor) -> Tensor:
-        """Apply every processor to each row of [..., V] by itself, in `dtype`; see `rowwise`."""
-        return self._row_by_row(logits, self.processors or (), copy=True)
+    def process_each(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
+        """Apply every processor to each row of [..., V] by itself, in `dtype`.
+
+        Args:
+            seen: [..., V] bool, what a `penalty` is for. No processor may be among the `readers`.
+        """
+        return self._row_by_row(logits, self.processors or (), seen, copy=True)
 
     def _row_by_row(
-        self, logits: Tensor, processors: Sequence[LogitsProcessor], copy: bool = False
+        self,
+        logits: Tensor,
+        processors: Sequence[LogitsProcessor],
+        seen: Tensor | None = None,
+        copy: bool = False,
     ) -> Tensor:
         flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype, copy=copy)
         for processor in processors:
-            flat = processor(None, flat)  # type: ignore[arg-type]
+            if processor is self.penalty:
+                assert seen is not None
+                flat = penalise(flat, seen.reshape(flat.shape), self.penalty.penalty)
+            else:
+                flat = processor(None, flat)  # type: ignore[arg-type]
         return flat.view(logits.shape)
 
     def process(self, prefix: Tensor, logits: Tensor, rows: Sequence[bool] | None = None) -> Tensor:
@@ -211,6 +243,20 @@ class Sampling:
         assert self.seeds is not None
         numbers = torch.arange(draws, device=positions.device)
         return uniform(self.seeds, positions, _in_stream(numbers, stream))
+
+
+def penalise(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """What the repetition penalty (Keskar et al. 2019, arXiv 1909.05858) makes of scores.
+
+    Args:
+        scores: [..., V]; seen: [..., V] bool, the tokens that are penalised.
+
+    >>> scores, seen = torch.tensor([[3.0, -2.0, 1.0]]), torch.tensor([[True, True, False]])
+    >>> penalise(scores, seen, 2.0).tolist()
+    [[1.5, -4.0, 1.0]]
+    """
+    less = torch.where(scores < 0, scores * penalty, scores / penalty)
+    return torch.where(seen, less, scores)
 
 
 def place(positions: Tensor, nodes: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ from headstart.heads import Sampling, Step, TokenTree
 from headstart.heads.core.sampling import Stream
 from headstart.infer.policies import Children, Committed, Expansion, Policy
 from headstart.infer.rules import Rule
-from headstart.infer.verified import Accepted, Text, Verified
+from headstart.infer.verified import Accepted, Text, Verified, seen_in
 
 ROWS = 1 << 14  # boxes that are run as one batch
 EDGE = 1e-15  # thresholds this near to a box's face are the face
@@ -372,7 +372,8 @@ class Round:
         children = Children(self.expansion, sampling)
         tree = self.policy.grow(drafter, SimpleNamespace(), committed, children)
         logits = self.tables.verify(tree)
-        text = Text(torch.nn.functional.pad(root, (0, depth + 2)), 1)
+        seen = seen_in(root, self.tables.vocab) if sampling.penalty else None
+        text = Text(torch.nn.functional.pad(root, (0, depth + 2)), 1, seen=seen)
         return self.rule(Verified(tree, logits, sampling, lengths, text))
 
     def target_law(self) -> Tensor:

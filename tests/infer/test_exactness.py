@@ -15,6 +15,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -27,8 +28,8 @@ from headstart.infer.dynamic import parse_tree
 from headstart.infer.rules import (
     APPROXIMATE,
     EXPANSION,
+    NO_READERS,
     REFUSED,
-    ROWWISE_ONLY,
     RULES,
     check_rule,
     check_sampling,
@@ -60,6 +61,7 @@ WARPS: dict[str, list[Any]] = {
     "all": [TemperatureLogitsWarper(2.5), TopKLogitsWarper(3), TopPLogitsWarper(0.9)],
     "min_p": [TemperatureLogitsWarper(1.3), MinPLogitsWarper(0.2)],
     "prefix": [AfterLast(), TemperatureLogitsWarper(0.9)],
+    "penalty": [RepetitionPenaltyLogitsProcessor(1.6), TemperatureLogitsWarper(0.9)],
 }
 
 # Tree, V, what the drafter is (see `Tables`), and the tokens that it knows.
@@ -107,7 +109,7 @@ def applies(pair: tuple[str, str], tree: str, warp: str = "plain") -> bool:
         return False
     if expansion in SAMPLED and tree.startswith(DYNAMIC):
         return False
-    return warp != "prefix" or rule not in ROWWISE_ONLY
+    return warp != "prefix" or rule not in NO_READERS
 
 
 def round_of(
@@ -174,7 +176,7 @@ def ask(pair: tuple[str, str], trial: Round) -> None:
 @pytest.mark.parametrize("pair", ENUMERATED, ids="-".join)
 def test_what_is_not_proved_is_refused(pair: tuple[str, str]) -> None:
     for shape in SMALL.values():
-        for warp in ("plain", "prefix"):
+        for warp in ("plain", "prefix", "penalty"):
             trial = round_of(pair, shape, warp)
             if applies(pair, shape[0], warp):
                 ask(pair, trial)
@@ -225,7 +227,7 @@ def test_the_round_writes_what_the_target_chooses(pair: tuple[str, str], shape: 
     if not applies(pair, SMALL[shape][0]):
         return
     rows, agreed, deep = 500, 0, 0
-    for warp in ("plain", "top_p", "prefix"):
+    for warp in ("plain", "top_p", "prefix", "penalty"):
         trial = round_of(pair, SMALL[shape], warp, apart=0.4)
         seeds = None if pair[1] == "greedy" else row_seeds(7, rows)
         sampling = Sampling(seeds, trial.processors, torch.float64)

@@ -149,9 +149,43 @@ def test_caches_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rounds_whose_text_is_read_run_as_written() -> None:
     replayed, written, tape = both("medusa")
-    options: dict[str, Any] = {"repetition_penalty": 1.3}
+    options: dict[str, Any] = {"no_repeat_ngram_size": 2}
     assert torch.equal(decode(replayed, **options), decode(written, **options))
     assert tape.taped == 0
+
+
+@pytest.mark.parametrize("rule", [None, "coupled", "rejection", "traversal", "typical"])
+def test_a_repetition_penalty_is_captured(rule: str | None) -> None:
+    """Beside other processors, with end tokens, and another request's tokens forgotten."""
+    replayed, written, tape = both("medusa", rule=rule)
+    for turn in range(3):
+        options: dict[str, Any] = {"repetition_penalty": 1.6, "eos_token_id": 40}
+        options |= {"suppress_tokens": [3, 4]} if rule is None else {**SAMPLED, "top_k": 20}
+        text = decode(replayed, turn=turn, **options)
+        assert torch.equal(text, decode(written, turn=turn, **options))
+        assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+        if rule is None:
+            ids, mask = prompts([length + turn for length in LENGTHS])
+            options |= {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
+            model: Any = target("tiny")
+            assert torch.equal(text, model.generate(ids, attention_mask=mask, **options))
+    assert tape.replayed > 3 * tape.taped > 0
+    assert not torch.equal(text, decode(written, turn=2, **options | {"repetition_penalty": 1.0}))
+
+
+def test_which_tokens_were_seen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: were it left where each request makes it, others would be penalised by it."""
+    true = Rounds.keep
+    monkeypatch.setattr(
+        Rounds,
+        "keep",
+        lambda self, name, value: value if name == "seen" else true(self, name, value),
+    )
+    replayed, written, _ = both("medusa")
+    options: dict[str, Any] = {"repetition_penalty": 1.6}
+    assert torch.equal(decode(replayed, **options), decode(written, **options))
+    turned = (decode(each, turn=1, **options) for each in (replayed, written))
+    assert not torch.equal(*turned)
 
 
 def test_a_round_that_cannot_be_captured() -> None:

@@ -79,6 +79,15 @@ class Ladder:
 
 PROCESSORS: dict[str, Any] = {
     "repetition_penalty": lambda: {"repetition_penalty": 1.7},
+    "prompt_ignore_length": lambda: {
+        "logits_processor": [tf.RepetitionPenaltyLogitsProcessor(1.7, 5)]
+    },
+    "two penalties": lambda: {
+        "logits_processor": [
+            tf.RepetitionPenaltyLogitsProcessor(1.7),
+            tf.RepetitionPenaltyLogitsProcessor(1.4, 9),
+        ]
+    },
     "encoder_repetition_penalty": lambda: {"encoder_repetition_penalty": 1.8},
     "no_repeat_ngram_size": lambda: {"no_repeat_ngram_size": 2},
     "encoder_no_repeat_ngram_size": lambda: {"encoder_no_repeat_ngram_size": 1},
@@ -250,6 +259,18 @@ def test_processors_with_a_state(what: str, name: str) -> None:
     ids, more = inputs(3)
     with pytest.raises(OptionError, match=r"LogitsProcessor keeps a state .* 3 rows") as caught:
         ours.generate(ids, **base(**more), **STATEFUL[what]())
+    one_line(caught.value)
+
+
+def test_a_penalty_that_ignores_more_than_the_prompt() -> None:
+    ids, more = inputs(3)
+    for ignored in (9, torch.tensor([0, 5, 9])):
+        options = base(logits_processor=[tf.RepetitionPenaltyLogitsProcessor(1.7, ignored)], **more)
+        expected = tiny("llama").generate(ids, **options)
+        assert torch.equal(Speculator(tiny("llama")).generate(ids, **options), expected)
+    options["logits_processor"] = [tf.RepetitionPenaltyLogitsProcessor(1.7, ignored + 1)]
+    with pytest.raises(OptionError, match=r"is 10 and the prompt has 9 tokens") as caught:
+        Speculator(tiny("llama")).generate(ids, **options)
     one_line(caught.value)
 
 

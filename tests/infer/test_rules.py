@@ -17,8 +17,8 @@ from headstart.infer.policies import Expansion
 from headstart.infer.rules import (
     APPROXIMATE,
     EXPANSION,
+    NO_READERS,
     REFUSED,
-    ROWWISE_ONLY,
     RULES,
     check_pair,
 )
@@ -48,7 +48,7 @@ def test_every_pair_is_legal_or_refused_with_the_reason(pair: tuple[str, str]) -
 def test_the_table_is_whole() -> None:
     pairs = set(itertools.product(EXPANSIONS, EXPANSION))
     assert pairs == LEGAL | set(REFUSED) and len(pairs) == 28 and len(LEGAL) == 15
-    assert set(RULES) == set(EXPANSION) >= APPROXIMATE | ROWWISE_ONLY
+    assert set(RULES) == set(EXPANSION) >= APPROXIMATE | NO_READERS
     assert all((expansion, rule) in LEGAL for rule, expansion in EXPANSION.items())
 
 

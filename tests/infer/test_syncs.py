@@ -14,8 +14,10 @@ from tiny import CONFIGS, VOCAB, prompts, tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
+    LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -116,10 +118,13 @@ def test_no_family_of_targets_waits(name: str) -> None:
         assert run_rounds(started(medusa(name), "cartesian:2,2", "coupled", name)) > 2
 
 
-def test_processors_that_read_the_text_do_not_wait() -> None:
+PENALTIES = [RepetitionPenaltyLogitsProcessor(1.3), NoBadWordsLogitsProcessor([[3], [1, 2]])]
+
+
+@pytest.mark.parametrize("reader", PENALTIES, ids=lambda item: type(item).__name__)
+def test_processors_of_the_text_do_not_wait(reader: LogitsProcessor) -> None:
     ids, mask = prompts(LENGTHS)
-    penalty = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.3), *WARPERS])
-    chosen = Sampling(row_seeds(3, len(LENGTHS)), penalty)
+    chosen = Sampling(row_seeds(3, len(LENGTHS)), LogitsProcessorList([reader, *WARPERS]))
     decoding = decoding_of(tiny("llama"), medusa(), "cartesian:3,2", chosen, expansion="coupled")
     with torch.no_grad():
         decoding.prefill(ids, mask, 16)

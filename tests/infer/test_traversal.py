@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import RepetitionPenaltyLogitsProcessor
+from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsProcessor
 from walker import (
     KINDS,
     NAN,
@@ -167,10 +167,14 @@ def test_block_refuses_a_policy_that_branches_before_it_grows() -> None:
 
 
 def test_processors_that_read_the_text_are_refused() -> None:
-    reading = Sampling(torch.tensor([1]), type(WARPERS)([RepetitionPenaltyLogitsProcessor(1.2)]))
+    penalty = RepetitionPenaltyLogitsProcessor(1.2)
+    counting = Sampling(torch.tensor([1]), type(WARPERS)([penalty, *WARPERS]))
+    ngrams = NoRepeatNGramLogitsProcessor(2)
+    reading = Sampling(torch.tensor([1]), type(WARPERS)([penalty, ngrams, *WARPERS]))
     for rule in ("block", "traversal", "typical"):
         check_sampling(rule, Sampling(torch.tensor([1]), WARPERS))
-        with pytest.raises(OptionError, match=f"'{rule}'.*RepetitionPenaltyLogitsProcessor"):
+        check_sampling(rule, counting)
+        with pytest.raises(OptionError, match=f"'{rule}'.* found NoRepeatNGramLogitsProcessor, "):
             check_sampling(rule, reading)
     check_sampling("rejection", reading)
 
