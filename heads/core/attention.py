@@ -146,16 +146,24 @@ def plain_attention(
 
 
 @cache
+def no_triton(device: torch.device) -> str | None:
+    """Why no Triton kernel runs on a device; None where one does."""
+    if device.type != "cuda":
+        return f"its kernel runs on CUDA, and the keys are on {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "its kernel needs triton, which is not installed"
+    return None
+
+
+@cache
 def no_kernel(device: torch.device, dtype: torch.dtype, size: int) -> str | None:
     """Why the kernel cannot run there; None where it can.
 
     Args:
         size: the larger head dimension.
     """
-    if device.type != "cuda":
-        return f"its kernel runs on CUDA, and the keys are on {device.type}"
-    if importlib.util.find_spec("triton") is None:
-        return "its kernel needs triton, which is not installed"
+    if (reason := no_triton(device)) is not None:
+        return reason
     if dtype not in _KERNEL_TYPES:
         return f"its kernel knows no {dtype}"
     if size > _KERNEL_SIZE:

@@ -21,6 +21,7 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
+from .attention import no_triton
 from .errors import UnsupportedTarget
 
 SLOT_STEP = 64
@@ -83,6 +84,20 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
             "it plainly, with model.generate."
         )
     return shapes
+
+
+def plain_move(rows: Tensor, aimed: Tensor, path: Tensor) -> None:
+    """Move what stands where nodes `path` were aimed to where the first A nodes were, in order.
+
+    Everything is read before anything is written.
+
+    Args:
+        rows: [entries, B*S, H, D], moved in place.
+        aimed: [B, N] int64, the flat index of each node's slot.
+        path: [B, A] int64.
+    """
+    source, destination = aimed.gather(1, path), aimed[:, : path.shape[1]]  # [B, A]
+    rows.index_copy_(1, destination.flatten(), rows.index_select(1, source.flatten()))
 
 
 class _Layer(CacheLayerMixin):
@@ -238,16 +253,16 @@ class SlabCache(Cache):
     def commit(self, path: Tensor) -> None:
         """Move what the last forward wrote for nodes `path` [B, A] to its first A slots, in order.
 
-        One read and one write for all layers; everything is read before anything is written.
+        One move for all layers of a slab, see `plain_move`; on CUDA one launch, where triton is.
         """
         aimed = self._aimed
         if isinstance(aimed, range):
             aimed = self._numbers[:, aimed.start : aimed.stop]
-        source = aimed.gather(1, path).flatten()  # [B*A]
-        destination = aimed[:, : path.shape[1]].flatten()
         for rows in self._rows:  # [entries, B*S, H, D]
-            read, write = source.to(rows.device), destination.to(rows.device)
-            rows.index_copy_(1, write, rows.index_select(1, read))
+            move = plain_move
+            if no_triton(rows.device) is None:
+                from .kernels import move_path as move
+            move(rows, aimed.to(rows.device), path.to(rows.device))
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [B, H, S, D] each, all slots (for tests and tools)."""

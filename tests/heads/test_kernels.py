@@ -27,6 +27,13 @@ CASES = [
     (Case(rows=1, heads=1, groups=2, nodes=128, slots=200, size=64, softcap=2.0), F16),
     (Case(groups=4, nodes=16, slots=200, size=256), BF16),
 ]
+MOVES = [
+    (F32, (2, 8), [[0, 2, 4, 4], [0, 1, 3, 5], [0, 5, 5, 5]]),  # paths end, and repeat their last
+    (BF16, (3, 24), [[0, 3, 4, 6, 7]]),  # columns that are no power of two
+    (torch.float64, (8, 80), [[3, 2, 1, 0], [0, 0, 1, 2]]),  # several blocks; what is read, written
+    (F16, (1, 4), [[2], [0]]),
+]
+"""Of keys moved along paths: their dtype, heads and size, and each row's path."""
 without_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
@@ -50,6 +57,22 @@ def worst(tree: Tree, splits: int | None = None, told: torch.Tensor | None = Non
     return (out.float() - plain.float()).abs().max().item()
 
 
+def moved(dtype: torch.dtype, shape: tuple[int, int], paths: list[list[int]], on: str) -> int:
+    """How many numbers a move by the kernel leaves otherwise than the plain one; ragged rows."""
+    from headstart.heads.core.cache import plain_move
+    from headstart.heads.core.kernels import move_path
+
+    batch, slots, nodes = len(paths), 20, 8
+    rows = torch.randn(3, batch * slots, *shape, device=on).to(dtype)
+    starts = torch.arange(batch, device=on) * (slots + 3)  # each row's first slot, and its length
+    aimed = starts.unsqueeze(1) + torch.arange(nodes, device=on)
+    path, plain = torch.tensor(paths, device=on), rows.clone()
+    plain_move(plain, aimed, path)
+    assert not torch.equal(plain, rows)
+    move_path(rows, aimed, path)
+    return int((rows != plain).sum())
+
+
 def interpreted() -> dict[str, float]:
     """By case, the difference in units of what is allowed; and for other splits of one case."""
     cases = [(case, dtype) for case, dtype in CASES if dtype != BF16]  # it multiplies their bits
@@ -60,6 +83,7 @@ def interpreted() -> dict[str, float]:
     tree = make_tree(case, dtype)
     blind = torch.eye(case.nodes, dtype=torch.bool).expand_as(tree.ancestors)
     wrong = {"blind": tree.packed(ancestors=blind), "longer": tree.packed(tree.lengths + 1)}
+    off |= {f"move {number}": moved(*case, "cpu") for number, case in enumerate(MOVES)}
     return off | {name: worst(tree, told=told) / CLOSE[dtype] for name, told in wrong.items()}
 
 
@@ -74,9 +98,10 @@ def test_in_the_interpreter() -> None:
         pytest.skip("this triton's interpreter cannot read scalars of this numpy")
     assert out.returncode == 0, out.stderr[-2000:]
     off = json.loads(out.stdout.splitlines()[-1])
-    assert len(off) == 10
+    assert len(off) == 14
     for name, difference in off.items():
-        assert (difference <= 1) == (name not in ("blind", "longer")), (name, difference)
+        most = 0 if name.startswith("move") else 1
+        assert (difference <= most) == (name not in ("blind", "longer")), (name, difference)
 
 
 @without_triton
@@ -88,15 +113,17 @@ def test_it_compiles_for_gpus_that_are_not_here(
     import triton  # type: ignore[import-not-found]
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
 
-    from headstart.heads.core.kernels import Tile, _attend, _merge
+    from headstart.heads.core.kernels import Tile, _attend, _merge, _move
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it does compile
     tile = Tile.fit(256, 128, 128, 2)
     types = dict.fromkeys("qkv", "*bf16") | {"out": "*bf16", "packed": "*i32"}
+    types |= {"rows": "*bf16", "aimed": "*i64", "path": "*i64"}
     types |= {"partial": "*fp32", "lse": "*fp32", "scale": "fp32", "softcap": "fp32"}
     sizes = {"D": 128, "DV": 128, "D_BLOCK": 128, "DV_BLOCK": 128, "PARTS": 16}
     sizes |= {"ROWS": tile.rows, "SLOTS": tile.slots, "CAPPED": True}
-    kernels: list[Any] = [_attend, _merge]
+    sizes |= {"STEPS": 8, "COLUMNS": 512}
+    kernels: list[Any] = [_attend, _merge, _move]
     for kernel in kernels:
         names = kernel.arg_names
         signature = {n: "constexpr" if n in sizes else types.get(n, "i32") for n in names}
@@ -104,7 +131,9 @@ def test_it_compiles_for_gpus_that_are_not_here(
         even = {  # pointers and strides, as a launch finds them
             (place,): [["tt.divisibility", 16]]
             for place, name in enumerate(names)
-            if signature[name][0] == "*" or name[:2] in ("q_", "k_", "v_")
+            if signature[name][0] == "*"
+            or name[:2] in ("q_", "k_", "v_")
+            or name in ("per_entry", "columns")
         }
         made = triton.compile(
             triton.compiler.ASTSource(kernel, signature, constants, even),
@@ -114,6 +143,10 @@ def test_it_compiles_for_gpus_that_are_not_here(
         assert made.metadata.shared <= 99 * 1024
         if kernel is _attend:
             assert "mma" in made.asm["ptx"] and "cp.async" in made.asm["ptx"]
+        if kernel is _move:
+            ptx = made.asm["ptx"]
+            assert ptx.rindex("ld.global") < ptx.rindex("bar.sync") < ptx.index("st.global")
+            assert "ld.global.v4" in ptx and "st.global.v4" in ptx  # sixteen bytes at once
 
 
 @pytest.mark.gpu
@@ -121,6 +154,13 @@ def test_it_compiles_for_gpus_that_are_not_here(
 @pytest.mark.parametrize("case, dtype", CASES, ids=str)
 def test_compiled(case: Case, dtype: torch.dtype) -> None:
     assert worst(make_tree(case, dtype).to("cuda")) <= CLOSE[dtype]
+
+
+@pytest.mark.gpu
+@without_triton
+@pytest.mark.parametrize("case", MOVES, ids=str)
+def test_a_path_moves_on_a_gpu(case: tuple) -> None:
+    assert not moved(*case, "cuda")
 
 
 @pytest.mark.gpu
