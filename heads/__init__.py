@@ -19,6 +19,7 @@ from .drafter import FAMILIES, Drafter, DrafterConfig, Step, family
 from .loading import load_drafter
 from .manifest import Manifest, fingerprint
 from .saving import save_drafter
+from .several import Several
 
 __all__ = [
     "FAMILIES",
@@ -31,6 +32,7 @@ __all__ = [
     "Manifest",
     "OptionError",
     "Sampling",
+    "Several",
     "SlabCache",
     "Step",
     "TokenTree",

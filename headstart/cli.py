@@ -23,7 +23,8 @@ from headstart.commands import UsageError, one_line
 _OVERRIDES = "settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)"
 _TREE = (
     "chain:K, cartesian:A,B,…, best-first:NODES,WIDTH,DEPTH, beam:WIDTH,LENGTH or a JSON file of "
-    "rank paths (default: the artifact's plan or tree)"
+    "rank paths; with several drafters one for each, joined by + (default: the artifact's plan or "
+    "tree)"
 )
 _RULE = (
     "greedy, match, coupled, rejection, block, traversal or typical, which is approximate "
@@ -216,7 +217,11 @@ def _recipe_options(parser: argparse.ArgumentParser) -> None:
 def _model_options(parser: argparse.ArgumentParser, several: bool = False) -> None:
     parser.add_argument("--target", metavar="MODEL", help=_TARGET)
     parser.add_argument(
-        "--drafter", metavar="ARTIFACT", help=f"{_DRAFTER} (default: none, plain decoding)"
+        "--drafter",
+        metavar="ARTIFACT",
+        action="append",
+        help=f"{_DRAFTER}; several times to decode with all of them together (default: none, plain "
+        "decoding)",
     )
     action, more = ("append", _SEVERAL) if several else ("store", "")
     parser.add_argument("--tree", metavar="TREE", action=action, help=_TREE + more)

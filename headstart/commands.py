@@ -347,30 +347,37 @@ def _load(options: argparse.Namespace) -> Speculator:
     if isinstance(getattr(options, "tree", None), list):
         given["tree"] = "plain"  # the drafter is wanted, whatever its plan says
     with _quiet_stdout():
-        if options.drafter is not None:
-            from headstart.heads.artifact import artifact_folder, is_artifact
-
-            if is_artifact(options.drafter):
-                drafter, options.drafter = options.drafter, str(artifact_folder(options.drafter))
-                if options.target is None:
-                    options.target = own_target(options.drafter, drafter)
-            elif options.target is None:
-                raise UsageError(
-                    f"--drafter {options.drafter} belongs to no target; name one with --target"
-                )
-        elif options.target is None:
+        drafters = _drafters(options)
+        if not drafters and options.target is None:
             raise UsageError("neither --target nor --drafter given; name at least one")
         import headstart
 
         if (device := find_device(getattr(options, "device", None))).type != "cpu":
             given["device_map"] = {"": device}
         try:
-            return headstart.load(options.target, options.drafter, **given)
+            return headstart.load(options.target, drafters, **given)
         except OSError as error:  # transformers' message may not even name the model
             raise UsageError(
                 f"--target {options.target} cannot be loaded; expected a folder or the name of a "
                 f"model that can be downloaded ({one_line(error)[:200]})"
             ) from error
+
+
+def _drafters(options: argparse.Namespace) -> list[str]:
+    """What --drafter names, artifacts by their folders; fills in --target where one knows it."""
+    from headstart.heads.artifact import artifact_folder, is_artifact
+
+    named = options.drafter or []
+    named = [named] if isinstance(named, str) else named
+    found = [str(artifact_folder(name)) if is_artifact(name) else name for name in named]
+    for name, folder in zip(named, found, strict=True):
+        if options.target is None and is_artifact(name):
+            options.target = own_target(folder, name)
+    if named and options.target is None:
+        raise UsageError(
+            f"--drafter {' and '.join(named)} belongs to no target; name one with --target"
+        )
+    return found
 
 
 def find_device(name: str | None) -> torch.device:

@@ -10,6 +10,7 @@ from .rules import check_pair
 from .speculator import Speculator, load
 from .stats import Stats
 from .target import Target
+from .union import Union
 
 __all__ = [
     "Beam",
@@ -20,6 +21,7 @@ __all__ = [
     "StaticTree",
     "Stats",
     "Target",
+    "Union",
     "check_pair",
     "load",
     "parse_tree",

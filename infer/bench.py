@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import OptionError
+from headstart.heads.several import members
 
 from .contenders import Contender, Runs, bare_loop, generating, race, speculating
 from .plan import dtype_name
@@ -100,7 +101,7 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:
     Every call is recorded while decoding and then repeated with nothing in between; the prefill's
     are left out.
     """
-    target, drafter = speculator.target, speculator.drafter
+    target, drafters = speculator.target, members(speculator.drafter)
     calls: list[tuple[Callable, tuple, dict]] = []
 
     def recorded(function: Callable) -> Callable:
@@ -111,8 +112,7 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:
         return record
 
     patches = [(target.model, "forward")]
-    if drafter is not None:
-        patches += [(drafter, "begin"), (drafter, "extend")]
+    patches += [(drafter, name) for drafter in drafters for name in ("begin", "extend")]
     for owner, name in patches:
         object.__setattr__(owner, name, recorded(getattr(owner, name)))
     try:

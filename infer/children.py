@@ -32,10 +32,13 @@ class Children:
             will use has been added; `with_replacement` draws them independently, as SpecInfer does;
             `without_replacement` draws distinct ones, as Sequoia does.
         sampling: seeds and processors; proposals follow its row-wise warpers.
+        first: the number of the root, in a tree of several drafters: nodes are counted on, since
+            nodes of one number would share their draws, and be no independent draws.
     """
 
     expansion: Expansion = "topk"
     sampling: Sampling = Sampling()  # noqa: RUF009 - it is frozen
+    first: int = 0
 
     @property
     def sampled(self) -> bool:
@@ -62,14 +65,15 @@ class Children:
         Args:
             step: a row of proposals for each parent, or, where children are drawn, one for all.
             lengths, depth: see `scores`.
-            parents: [W] the parents' numbers in the tree, which key the draws.
+            parents: [W] the parents' numbers in the tree, which key the draws; see `first`.
 
         Candidates are taken as they stand.
         """
         if step.logits is None or not self.sampled:
             return step.top(count, self.scores(step, lengths, depth))
         warped = self.sampling.warp(step.logits)  # [B, W or 1, Vd]
-        keys = place(lengths.unsqueeze(1) + depth, parents)  # [B, W]
+        numbers = parents + self.first if self.first else parents
+        keys = place(lengths.unsqueeze(1) + depth, numbers)  # [B, W]
         if self.expansion == "with_replacement":
             q = warped.softmax(-1).expand(-1, len(parents), -1)  # [B, W, Vd]
             return step.named(draw(q, self.sampling.uniforms(keys, count, Stream.CHILDREN)))

@@ -51,22 +51,32 @@ def _walk(verified: Verified, positions: Tensor) -> Tensor:
     batch, nodes = tree.tokens.shape
     node = torch.zeros(batch, 1, dtype=torch.long, device=device)  # [B, 1]
     alive = torch.ones_like(node, dtype=torch.bool)
+    # Twins have one text, and each its own children: all of them are on the way.
+    reached = torch.arange(nodes, device=device) == node  # [B, N]
+    below = tree.topology.parents == 0
     choices = torch.full((batch, nodes), -1, device=device)
+    asked = choices if verified.kept is None else torch.zeros_like(choices)  # whose scores they had
     for level in range(tree.topology.max_depth + 1):
         scores = verified.scores_at(node, level, alive)
         if scores is None:
             break
         token = verified.sampling.choose(scores.unsqueeze(1), positions.gather(1, node))  # [B, 1]
-        choices.scatter_(1, node, torch.where(alive, token, choices.gather(1, node)))
-        match = (tree.topology.parents == node) & (tree.tokens == token)
+        choices = torch.where(reached, token, choices)
+        if verified.kept is not None:
+            asked = torch.where(reached, node, asked)
+        reached = below & (tree.tokens == token)
         if tree.valid is not None:
-            match = match & tree.valid
-        alive = alive & match.any(1, keepdim=True)
+            reached = reached & tree.valid
         token = token.clamp(min=0)
         if (ends := verified.ends(token)) is not None:
-            alive = alive & ~ends
+            reached = reached & ~ends
         verified.write(level, token)
-        node = torch.where(alive, match.byte().argmax(1, keepdim=True), node)
+        alive = reached.any(1, keepdim=True)
+        below = reached.gather(1, tree.topology.parent_or_root)
+        node = torch.where(alive, reached.byte().argmax(1, keepdim=True), node)
+    if verified.kept:
+        each = asked.unsqueeze(-1).expand(-1, -1, verified.kept[0].shape[-1])
+        verified.kept[0] = verified.kept[0].gather(1, each)
     return choices
 
 

@@ -19,6 +19,7 @@ from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
 
 from .children import SAMPLED, Children, Expansion, rows_of
 from .policies import FORMS, Committed, Policy, StaticTree, check_depth
+from .union import Union
 
 _NEVER = float("-inf")
 
@@ -306,18 +307,25 @@ def final_beams(levels: Sequence[Level], width: int) -> list[Tensor]:
 
 DYNAMIC = {"best-first": BestFirst, "beam": Beam}
 
-TREES = f"best-first:NODES,WIDTH,DEPTH[,FRONTIER], beam:WIDTH,LENGTH[,NODES], {FORMS}"
+TREES = (
+    f"best-first:NODES,WIDTH,DEPTH[,FRONTIER], beam:WIDTH,LENGTH[,NODES], {FORMS}; with several "
+    "drafters a tree for each, joined by +"
+)
 """How all trees are written."""
 
 
 def parse_tree(text: str | Sequence[Sequence[int]] | Policy) -> Policy:
     """The policy that a text names: `best-first:…`, `beam:…`, or what `StaticTree.parse` reads.
 
+    Several, joined by `+`, are the `Union` of a tree for each of several drafters.
+
     Raises:
         OptionError: anything else.
 
     >>> str(parse_tree("beam:3,4")), parse_tree("beam:3,4").nodes
     ('beam:3,4', 13)
+    >>> parse_tree("beam:3,4+chain:2").nodes
+    15
     """
     if not isinstance(text, str):
         return text if hasattr(text, "grow") else StaticTree(text)  # type: ignore[return-value,arg-type]
@@ -332,6 +340,8 @@ def parse_tree(text: str | Sequence[Sequence[int]] | Policy) -> Policy:
             pass
     else:
         tree = StaticTree.read(text)
+    if tree is None and "+" in text:
+        return Union([parse_tree(part) for part in text.split("+")])
     if tree is None:
         raise OptionError(f"tree is {text!r}; expected plain, {TREES}.")
     return tree

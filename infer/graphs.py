@@ -114,8 +114,9 @@ class Rounds:
     def keep_state(self, state: Any) -> None:
         """Put every tensor that a drafter's state holds where it stays."""
         self._held = [
-            (owner, name, self.keep((type(owner).__name__, name), value))
-            for owner, name, value in _leaves(state)
+            (owner, name, self.keep((number, type(owner).__name__, name), value))
+            for number, each in enumerate(state if isinstance(state, list) else [state])
+            for owner, name, value in _leaves(each)
             if isinstance(value, Tensor)
         ]
         _hold(self._held)
@@ -246,6 +247,8 @@ def _leaves(owner: Any, name: str = "") -> Iterator[_Leaf]:
     if isinstance(owner, Tensor | SlabCache):
         yield None, name, owner
         return
+    for each in owner if isinstance(owner, list) else ():  # several drafters' states
+        yield from _leaves(each)
     for name, value in sorted(vars(owner).items()) if hasattr(owner, "__dict__") else ():
         if isinstance(value, Tensor | SlabCache):
             yield owner, name, value

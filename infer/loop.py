@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from headstart.heads import Drafter, OptionError, Sampling, Step, TokenTree
+from headstart.heads.several import Member, Several
 
 from .choices import matching
 from .graphs import Rounds, addresses, bucket, settings
@@ -41,9 +42,13 @@ class _Watch:
     They cannot harm the text, only its speed, so not every round is watched.
     """
 
-    def __init__(self, drafter: Drafter):
-        self.drafter, self.independent = drafter, drafter.independent
+    def __init__(self, drafter: Drafter | Member):
+        self.drafter, self.config, self.independent = drafter, drafter.config, drafter.independent
         self._best: list[Tensor] = []  # [B] each: the largest logit, NaN where there is one
+        if isinstance(drafter, Several):
+            self.members = [_Watch(member) for member in drafter.members]
+            for member in self.members:
+                member._best = self._best
 
     def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         return self._note(self.drafter.begin(state, features, tokens, count))

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from headstart.heads import Drafter, OptionError, TokenTree, Topology
 from headstart.heads.core import parents_of_paths
+from headstart.heads.several import members
 
 from .children import Children, Expansion, rows_of
 
@@ -81,10 +82,15 @@ class Policy(Protocol):
 
 
 def check_depth(tree: Policy, drafter: Drafter | None) -> None:
-    """Refuse a tree without a drafter, or with one that does not look as far ahead."""
+    """Refuse a tree without a drafter, or with several, or one that does not look as far ahead."""
     if drafter is None and tree.nodes > 1:
         raise OptionError(
             f"tree {tree} needs a drafter, found none; give one, or use tree 'plain'."
+        )
+    if (found := len(members(drafter))) > 1 and tree.nodes > 1:
+        raise OptionError(
+            f"tree {tree} is grown by one drafter, found {found}; give a tree with a part for "
+            f"each, such as {'+'.join(['chain:4'] * found)}."
         )
     deepest = None if drafter is None else drafter.max_depth
     if deepest is not None and tree.max_depth > deepest:
@@ -260,13 +266,7 @@ class StaticTree:
     @lru_cache(maxsize=8)  # noqa: B019 - trees are few and live as long as their speculator
     def shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
         """The topology for `batch` rows, and its `qrow` [B, N]: every child is a point mass."""
-        parents = torch.tensor([self.parents], device=device)
-        children = tuple(
-            tuple(node for node in range(1, self.nodes) if self.parents[node] == parent)
-            for parent in range(self.nodes)
-        )
-        topology = Topology.from_parents(parents, self.max_depth, self.width, children)
-        topology = topology.expand(batch)
+        topology = fixed_shape(self.parents, self.max_depth, device).expand(batch)
         return topology, torch.full_like(topology.parents, -1)
 
     @lru_cache(maxsize=8)  # noqa: B019
@@ -306,6 +306,16 @@ class StaticTree:
     @cached_property
     def _branching(self) -> set[int]:
         return set(self.parents[1:])
+
+
+def fixed_shape(parents: Sequence[int], max_depth: int, device: torch.device) -> Topology:
+    """The topology of one row whose parents the host knows."""
+    children = tuple(
+        tuple(node for node in range(1, len(parents)) if parents[node] == parent)
+        for parent in range(len(parents))
+    )
+    width = max(map(len, children))
+    return Topology.from_parents(torch.tensor([parents], device=device), max_depth, width, children)
 
 
 def _filled(

@@ -8,6 +8,11 @@ token is drawn from what p has become. The emitted text has exactly the target's
 2305.09781; without replacement: Chen et al. 2024, Sequoia, arXiv 2402.12374). A child that was not
 drawn but chosen, such as a top-k token, is a point mass: its q is 1 at the child itself.
 
+Nothing above asks where a child came from, only that it was drawn from its q whatever was drawn
+before it. So the children of several drafters may stand below one parent, one drafter's after the
+other's: each is tried with its own drafter's q, against what the earlier ones have left of p. Twins
+stay twins; to drop one would change what it was drawn from.
+
 Every decision is `accept_probability`, `residual`, `without`, `accepts` or `draw`, in the dtype of
 `Sampling`. Only one row of the vocabulary is held for each row of the batch, never one per node.
 """
@@ -106,6 +111,8 @@ def rejection(verified: Verified) -> Accepted:
         for order in range(tree.topology.widths[level]):
             child, there = child_at(tree, node, order)
             there = there & open_
+            if level == 0 and order in tree.turns:
+                state.q = turn(verified, order)
             probability, rejected = attempt(tree, state, child, there)
             yes = accepts(uniforms, child.squeeze(1), probability)
             state = rejected
@@ -169,11 +176,30 @@ def proposal(verified: Verified, node: Tensor) -> Tensor | None:
 
     Zeros where the drafter gave no distribution, so that nothing drawn from it is accepted.
     """
-    tree, sampling = verified.tree, verified.sampling
+    tree = verified.tree
     if tree.logits is None:
         return None
     rows = tree.qrow.masked_fill(tree.topology.parents != node, -1)  # [B, N]
-    row = rows.amax(1).clamp(min=0).view(-1, 1, 1)  # siblings share it, but for point masses
+    return _distribution(verified, rows.amax(1))  # siblings share it, but for point masses
+
+
+def turn(verified: Verified, order: int) -> Tensor | None:
+    """What the root's children from `order` on were drawn from, see `TokenTree.turns`.
+
+    Their drafter drew independently of those before it, so it begins with all of its q.
+    """
+    tree = verified.tree
+    if tree.logits is None:
+        return None
+    assert tree.topology.children is not None, "drawn children in a tree that the host cannot see"
+    return _distribution(verified, tree.qrow[:, tree.topology.children[0][order]])
+
+
+def _distribution(verified: Verified, row: Tensor) -> Tensor:
+    """A row [B] of the proposals as probabilities over the target's vocabulary, [B, V]."""
+    tree, sampling = verified.tree, verified.sampling
+    assert tree.logits is not None
+    row = row.clamp(min=0).view(-1, 1, 1)
     logits = tree.logits.gather(1, row.expand(-1, -1, tree.logits.shape[-1])).squeeze(1)
     q = sampling.warp(logits).softmax(-1).nan_to_num(0)  # [B, Vd]
     vocabulary, width = tree.vocabulary, verified.logits.shape[-1]

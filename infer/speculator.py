@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from headstart.heads import Drafter, OptionError, Sampling, load_drafter
 from headstart.heads.artifact import read_tree
 from headstart.heads.core import row_seeds
+from headstart.heads.several import Several, members
 
 from .dynamic import parse_tree
 from .graphs import Rounds
@@ -39,6 +41,7 @@ from .request import Ending, check_config, check_processors, read_inputs
 from .rules import RULES, check_pair, check_rule, check_sampling
 from .stats import Emitted, Stats
 from .target import Target
+from .union import Union
 
 
 class Speculator:
@@ -51,8 +54,9 @@ class Speculator:
 
     Args:
         target: a causal language model of transformers, in eval mode.
-        drafter: bound to that target, or None to decode plainly in the same runtime.
-        tree: a policy, or what `parse_tree` reads; the deepest chain when None.
+        drafter: bound to that target, or None to decode plainly in the same runtime; or several,
+            whose trees are verified together, see `Union`.
+        tree: a policy, or what `parse_tree` reads; the deepest chain (of each) when None.
         rule: who is accepted when sampling, a name in `RULES`; None takes `coupled`. All but
             `typical` keep the target's distribution. Without sampling every rule is `greedy`.
         expansion: how children are chosen when sampling, see `Children`; None takes what the rule
@@ -71,7 +75,7 @@ class Speculator:
     def __init__(
         self,
         target: PreTrainedModel,
-        drafter: Drafter | None = None,
+        drafter: Drafter | Sequence[Drafter] | None = None,
         *,
         tree: Policy | str | Sequence[Sequence[int]] | None = None,
         rule: str | None = None,
@@ -80,12 +84,12 @@ class Speculator:
         graphs: bool | None = None,
         attention: str = "auto",
     ):
+        if drafter is not None and not isinstance(drafter, Drafter):
+            drafter = Several(drafter) if len(drafter) > 1 else next(iter(drafter), None)
         if drafter is not None:
             drafter.bind(target)
         self.drafter, self.rule, self.tokenizer = drafter, rule, tokenizer
-        if tree is None:
-            tree = "plain" if drafter is None else f"chain:{drafter.max_depth or 4}"
-        self.tree = parse_tree(tree)
+        self.tree = own_tree(members(drafter)) if tree is None else parse_tree(tree)
         sampled = "coupled" if rule is None else rule
         self.expansion: Expansion = check_pair(expansion, sampled)
         check_rule(sampled, self.tree)
@@ -333,7 +337,7 @@ def _check_padding(
 
 def load(
     target: PreTrainedModel | str | Path,
-    drafter: Drafter | str | Path | None = None,
+    drafter: Drafter | str | Path | Sequence[Drafter | str | Path] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     tree: Policy | str | Sequence[Sequence[int]] | None = None,
@@ -347,9 +351,10 @@ def load(
 
     Args:
         target: a model, or the folder or Hub name of one (its tokenizer is then loaded too).
-        drafter: a drafter, or the folder or Hub name of an artifact; None decodes plainly.
+        drafter: a drafter, or the folder or Hub name of an artifact; None decodes plainly; several
+            decode together, see `Union`.
         tree: see `Speculator`; None takes the artifact's plan for this machine, where nothing pays
-            to decode plainly, or else the tree that it was measured with.
+            to decode plainly, or else the tree that it was measured with; of several, each one's.
         rule, expansion, graphs, attention: see `Speculator`.
         options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
 
@@ -362,17 +367,24 @@ def load(
         tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
     else:
         model = target
-    if isinstance(drafter, str | Path):
-        plan = None
+    single = drafter is None or isinstance(drafter, Drafter | str | Path)
+    found: list[Any] = [each for each in ([drafter] if single else drafter) if each is not None]
+    trees: list[Any] = [None] * len(found)
+    for number, name in enumerate(found):
+        if isinstance(name, Drafter):
+            continue
         if tree is None:
-            plan = read_plan(drafter, model)
-            tree = read_tree(drafter) if plan is None else plan.tree
-        drafter = load_drafter(drafter, model, tokenizer)
-        if plan is not None and not plan.tree:
-            drafter = None  # loaded all the same: it may have adapted the target
+            plan = read_plan(name, model)
+            alone = plan is not None and (plan.tree or len(found) == 1)
+            trees[number] = plan.tree if alone else read_tree(name)
+        found[number] = load_drafter(name, model, tokenizer)
+    if trees == [[]]:
+        found = []  # it does not pay; it was loaded all the same, as it may have adapted the target
+    if tree is None:
+        tree = own_tree(found, trees)
     return Speculator(
         model,
-        drafter,
+        found,
         tree=tree,
         rule=rule,
         expansion=expansion,
@@ -380,3 +392,18 @@ def load(
         graphs=graphs,
         attention=attention,
     )
+
+
+def own_tree(drafters: Sequence[Any], trees: Sequence[Any] = ()) -> Policy:
+    """The tree that drafters decode with where none is given: the union of each one's.
+
+    Args:
+        trees: of some of them; the deepest chain is taken for the others.
+    """
+    parts = [
+        parse_tree(tree or f"chain:{drafter.max_depth or 4}")
+        for drafter, tree in itertools.zip_longest(drafters, trees[: len(drafters)])
+    ]
+    if len(parts) > 1:
+        return Union(parts)
+    return parts[0] if parts else parse_tree("plain")

@@ -31,7 +31,7 @@ from torch import Tensor
 from headstart.heads import OptionError, Topology
 from headstart.heads.core import draw
 
-from .rejection import State, accepts, attempt, child_at, finish, proposal, verdicts
+from .rejection import State, accepts, attempt, child_at, finish, proposal, turn, verdicts
 from .verified import Accepted, Verified
 
 
@@ -47,6 +47,8 @@ def traversal(verified: Verified) -> Accepted:
     state = _begin(verified, node, before)
     for order in range(tree.topology.width):
         child, there = child_at(tree, node, order)
+        if order in tree.turns and (q := turn(verified, order)) is not None:
+            state.q = torch.where(node == 0, q, state.q)  # type: ignore[arg-type]
         _, state = attempt(tree, state, child, there)
     return finish(tree, node, draw(state.p, uniforms[:, -1:]))
 
@@ -85,6 +87,8 @@ def node_weights(verified: Verified) -> tuple[Tensor, Tensor]:
                 begun = _choose(shape.rank.gather(1, child) == 0, begun, state)
             state = begun
         assert state is not None
+        if step - 1 in tree.turns:  # the root's children come first
+            state.q = turn(verified, step - 1)
         there = everywhere if tree.valid is None else tree.valid.gather(1, child).squeeze(1)
         weight, state = attempt(tree, state, child, there)
         before.scatter_(1, child, weight.unsqueeze(1))

@@ -171,6 +171,8 @@ class TokenTree:
             node is a point mass.
         vocabulary: [Vd] target ids that the columns of `logits` stand for; 0 … V - 1 when None.
         replacement: whether siblings were drawn with replacement.
+        turns: with several drafters, the root's children, by order, that are the first of another
+            one's: from there on siblings were drawn from that one's row, whoever came before.
     """
 
     tokens: Tensor
@@ -180,6 +182,7 @@ class TokenTree:
     logits: Tensor | None = None
     vocabulary: Tensor | None = None
     replacement: bool = False
+    turns: tuple[int, ...] = ()
 
     @property
     def nodes(self) -> int:

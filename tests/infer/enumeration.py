@@ -29,6 +29,7 @@ from transformers import LogitsProcessorList
 
 from headstart.heads import Sampling, Step, TokenTree
 from headstart.heads.core.sampling import Stream
+from headstart.heads.several import Member
 from headstart.infer.policies import Children, Committed, Expansion, Policy
 from headstart.infer.rules import Rule
 from headstart.infer.verified import Accepted, Text, Verified, seen_in
@@ -309,6 +310,10 @@ class Tables:
 
     # What a policy asks of a drafter.
 
+    def start(self) -> Any:
+        """A round's state."""
+        return SimpleNamespace()
+
     def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         batch = len(tokens)
         state.codes = torch.zeros(batch, 1, dtype=torch.long)  # the root's, then the grown nodes'
@@ -332,6 +337,41 @@ class Tables:
             few = (best[..., :1] + torch.arange(best.shape[-1])) % self.vocab >= self.vocab - 1
             return Step(ids=best.masked_fill(few, -1).sort(-1, descending=True).values)
         return Step(logits, self.vocabulary)
+
+
+class SeveralTables(Tables):
+    """One target, and drafters of their own kinds; `narrow` is what the first one knows.
+
+    Args:
+        kinds: see `Tables`, one for each drafter, joined by +.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        depth: int,
+        seed: int = 0,
+        kinds: str = "levels+heads",
+        narrow: list[int] | None = None,
+        apart: float = 1.0,
+    ):
+        first, *rest = kinds.split("+")
+        super().__init__(vocab, depth, seed, first, narrow, apart)
+        # The others draft for the same target, but are wrong in their own ways.
+        others = [Tables(vocab, depth, seed, kind) for kind in rest]
+        for number, other in enumerate(others, start=1):
+            draw = torch.Generator().manual_seed(seed + 100 * number)
+            for logits in other.drafts:
+                noise = torch.randn(logits.shape, generator=draw, dtype=torch.float64)
+                logits += apart * noise
+        self.config = SimpleNamespace(vocab_size=vocab)
+        alone: list[Any] = [Tables(vocab, depth, seed, first, narrow, apart), *others]
+        for each in alone:
+            each.config = self.config
+        self.members = [Member(each, number, [], 0) for number, each in enumerate(alone)]
+
+    def start(self) -> Any:
+        return [SimpleNamespace() for _ in self.members]
 
 
 @dataclass(frozen=True)
@@ -370,7 +410,7 @@ class Round:
         committed = Committed(nothing, root, torch.ones(batch, dtype=long), root, lengths)
         drafter: Any = self.tables
         children = Children(self.expansion, sampling)
-        tree = self.policy.grow(drafter, SimpleNamespace(), committed, children)
+        tree = self.policy.grow(drafter, self.tables.start(), committed, children)
         logits = self.tables.verify(tree)
         seen = seen_in(root, self.tables.vocab) if sampling.penalty else None
         text = Text(torch.nn.functional.pad(root, (0, depth + 2)), 1, seen=seen)
@@ -386,7 +426,8 @@ class Round:
     def law(self, ranks: int | None = None) -> Law:
         """Enumerate the round, with orders of `ranks` tokens; of a node's children when None."""
         if ranks is None:
-            ranks = max(int(getattr(self.policy, "width", 1)), 1)
+            parts = getattr(self.policy, "parts", [self.policy])
+            ranks = max(1, *(int(getattr(part, "width", 1)) for part in parts))
         vocab, depth = self.tables.vocab, self.policy.max_depth
         written = [torch.zeros(vocab**d, dtype=torch.float64) for d in range(depth + 2)]
         waiting, count = [Boxes.whole(ranks)], 0

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from enumeration import POSITION, ROOT, Round, Tables
+from enumeration import POSITION, ROOT, Round, SeveralTables, Tables
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -79,6 +79,10 @@ SMALL: dict[str, Shape] = {
     "best first": ("best-first:6,2,2", 4, "levels", None),
     "best first of heads": ("best-first:6,3,2", 4, "heads", None),
     "beam": ("beam:2,3", 3, "levels", None),
+    "union": ("chain:2+[[0],[1]]", 3, "levels+heads", None),
+    "union of vocabularies": ("[[0],[1]]+chain:1", 4, "levels+levels", [3, 1]),
+    "union with candidates": ("[[0]]+chain:2", 3, "lookup+levels", None),
+    "union grown anew": ("best-first:4,2,2+beam:2,2", 3, "levels+heads", None),
 }
 
 FULL: dict[str, Shape] = {
@@ -96,6 +100,12 @@ FULL: dict[str, Shape] = {
     "best first of heads": ("best-first:12,4,3", 5, "heads", None),
     "beam": ("beam:3,3", 5, "levels", None),
     "beam of heads": ("beam:3,3,6", 5, "heads", None),
+    "union": ("[[0],[1],[0,0],[1,0]]+cartesian:2", 3, "levels+heads", None),
+    "union of three": ("cartesian:2+chain:1+chain:2", 3, "heads+levels+levels", None),
+    "union of vocabularies": ("[[0],[1],[0,0]]+chain:2", 4, "heads+levels", [3, 1]),
+    "union with candidates": ("cartesian:2+cartesian:2,1", 4, "levels+lookup", None),
+    "union of candidates first": ("cartesian:2,1+cartesian:2", 4, "lookup+heads", None),
+    "union grown anew": ("beam:2,3+chain:3+best-first:8,2,3", 4, "levels+lookup+heads", None),
 }
 
 
@@ -105,9 +115,9 @@ DYNAMIC = ("best-first", "beam")
 def applies(pair: tuple[str, str], tree: str, warp: str = "plain") -> bool:
     """Whether the pair takes that tree and those processors."""
     expansion, rule = pair
-    if rule in CHAINS_ONLY and not tree.startswith("chain"):
+    if rule in CHAINS_ONLY and (not tree.startswith("chain") or "+" in tree):
         return False
-    if expansion in SAMPLED and tree.startswith(DYNAMIC):
+    if expansion in SAMPLED and any(name in tree for name in DYNAMIC):
         return False
     return warp != "prefix" or rule not in NO_READERS
 
@@ -117,7 +127,8 @@ def round_of(
 ) -> Round:
     tree, vocab, kind, narrow = shape
     policy = parse_tree(tree)
-    tables = Tables(vocab, policy.max_depth, seed, kind, narrow, apart)
+    known = SeveralTables if "+" in kind else Tables
+    tables = known(vocab, policy.max_depth, seed, kind, narrow, apart)
     expansion: Any = pair[0]
     return Round(tables, policy, RULES[pair[1]], expansion, LogitsProcessorList(WARPS[warp]))
 

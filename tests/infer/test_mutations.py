@@ -19,7 +19,7 @@ from test_exactness import EXACT, SMALL, round_of
 from torch import Tensor
 
 from headstart.heads import Sampling, TokenTree
-from headstart.infer import StaticTree, children, policies, rejection
+from headstart.infer import StaticTree, Union, children, policies, rejection
 from headstart.infer.verified import Verified
 
 KILLED = 1e-6
@@ -160,13 +160,17 @@ def drawn_logits(tree: TokenTree) -> Tensor:
     return found.masked_fill(tree.qrow < 0, 0)
 
 
-def changed_afterwards(patch: pytest.MonkeyPatch, change: Callable[[TokenTree], TokenTree]) -> None:
+def changed_afterwards(
+    patch: pytest.MonkeyPatch, change: Callable[[TokenTree], TokenTree], policy: Any = StaticTree
+) -> None:
     """Grow as before, then change the tree."""
-    true = StaticTree.grow
-    patch.setattr(StaticTree, "grow", lambda self, *args: change(true(self, *args)))
+    true = policy.grow
+    patch.setattr(policy, "grow", lambda self, *args: change(true(self, *args)))
 
 
-def dropping(patch: pytest.MonkeyPatch, drop: Callable[[TokenTree], Tensor]) -> None:
+def dropping(
+    patch: pytest.MonkeyPatch, drop: Callable[[TokenTree], Tensor], policy: Any = StaticTree
+) -> None:
     """Grow as before, then take nodes [B, N] out, with all below them."""
 
     def change(tree: TokenTree) -> TokenTree:
@@ -177,7 +181,7 @@ def dropping(patch: pytest.MonkeyPatch, drop: Callable[[TokenTree], Tensor]) -> 
         paths = tree.topology.paths
         return replace(tree, valid=keep.gather(1, paths.flatten(1)).view(paths.shape).all(-1))
 
-    changed_afterwards(patch, change)
+    changed_afterwards(patch, change, policy)
 
 
 @bug
@@ -200,14 +204,36 @@ def drawn_children_reranked(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def duplicates_merged(patch: pytest.MonkeyPatch) -> None:
-    def drop(tree: TokenTree) -> Tensor:
-        parents, tokens = tree.topology.parents, tree.tokens
-        twins = (parents.unsqueeze(1) == parents.unsqueeze(2)) & (
-            tokens.unsqueeze(1) == tokens.unsqueeze(2)
-        )
-        return twins.tril(-1).any(-1)
+    dropping(patch, twins)
 
-    dropping(patch, drop)
+
+def twins(tree: TokenTree) -> Tensor:
+    """[B, N] the nodes whose token an earlier sibling has."""
+    parents, tokens = tree.topology.parents, tree.tokens
+    same = (parents.unsqueeze(1) == parents.unsqueeze(2)) & (
+        tokens.unsqueeze(1) == tokens.unsqueeze(2)
+    )
+    return same.tril(-1).any(-1)
+
+
+@bug
+def twins_of_several_drafters_merged(patch: pytest.MonkeyPatch) -> None:
+    dropping(patch, twins, Union)
+
+
+@bug
+def draws_shared_by_several_drafters(patch: pytest.MonkeyPatch) -> None:
+    """Both roots have number 0, and so the same uniforms."""
+    true = children.Children.take
+    patch.setattr(
+        children.Children, "take", lambda self, *args: true(replace(self, first=0), *args)
+    )
+
+
+@bug
+def one_q_for_several_drafters(patch: pytest.MonkeyPatch) -> None:
+    """The children of the root are all weighed by one drafter's proposals."""
+    patch.setattr(Union, "_turns", ())
 
 
 @bug
@@ -295,6 +321,9 @@ HARM = {
     "drawn child pruned": Where(TREES, DRAWN, "wide"),
     "drawn children reranked": Where(TREES, DRAWN, "wide"),
     "duplicates merged": Where(TREES, ("with_replacement",), "wide"),
+    "twins of several drafters merged": Where(TREES, DRAWN, "union"),
+    "draws shared by several drafters": Where(TREES, ("with_replacement",), "union"),
+    "one q for several drafters": Where(TREES, DRAWN, "union"),
     "off by one depth": Where(TREES, CHILDREN),
     "off by one head": Where(TREES, DRAWN, "cartesian of heads"),
     "uniform fallback when exhausted": Where(TREES, ("without_replacement",), "wide", "top_k"),
