@@ -16,6 +16,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, OptionError
+from headstart.heads.several import members
 
 from .costs import STEPS, Costs, decode_times, measure_costs, sizes
 from .optimal import OptimalTrees, expected_tokens
@@ -97,6 +98,11 @@ def make_plan(
             f"found {len(prompts)} prompts, batch size {batch_size}, {max_nodes} nodes and "
             f"{measure} trees to measure; planning needs a prompt for each row of a batch, and at "
             "least 2 nodes."
+        )
+    if (several := len(members(drafter))) > 1:
+        raise OptionError(
+            f"found {several} drafters, and a plan is one drafter's; plan them one by one: "
+            "together they decode with their own trees."
         )
     prompts = [prompt.flatten().to(target.device) for prompt in prompts]
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]

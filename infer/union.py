@@ -175,14 +175,16 @@ def _proposals(trees: Sequence[TokenTree], vocab: int) -> tuple[Tensor, Tensor, 
     widths = {each.shape[-1] for each in logits}
     if any(tree.vocabulary is not vocabulary for tree in drawn) or len(widths) > 1:
         widest = max(vocab, *widths)
-        logits = [_spread(each, tree.vocabulary, widest) for each, tree in zip(logits, drawn)]
+        logits = [_spread(tree, widest) for tree in drawn]
         vocabulary = None
     return torch.cat(qrow, 1), torch.cat(logits, 1), vocabulary
 
 
-def _spread(logits: Tensor, vocabulary: Tensor | None, vocab: int) -> Tensor:
-    """Logits [B, G, Vd] at the columns of their tokens, [B, G, vocab]; -inf elsewhere."""
-    if vocabulary is None:
+def _spread(tree: TokenTree, vocab: int) -> Tensor:
+    """A tree's proposals with each in the column of its token, [B, G, vocab]; -inf elsewhere."""
+    logits = tree.logits
+    assert logits is not None
+    if tree.vocabulary is None:
         return pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
     empty = logits.new_full((*logits.shape[:-1], vocab), -torch.inf)
-    return empty.index_copy(2, vocabulary, logits)
+    return empty.index_copy(2, tree.vocabulary, logits)

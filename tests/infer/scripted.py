@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from headstart.heads import FINAL, Drafter, DrafterConfig, Sampling, Step
 from headstart.heads.core import FeatureTap
-from headstart.infer import Decoding, StaticTree, Target
+from headstart.infer import Decoding, Target, parse_tree
 
 WIDTH = 4  # ranked tokens per proposal
 
@@ -251,7 +251,7 @@ def decoding_of(
     """The loop without `generate` around it, to be driven round by round."""
     layers = () if drafter is None else tuple(drafter.config.feature_layers)
     runner = Target(target, layers)
-    return Decoding(runner, drafter, StaticTree.parse(tree), sampling or Sampling(), **options)
+    return Decoding(runner, drafter, parse_tree(tree), sampling or Sampling(), **options)
 
 
 def rows_of(ids: Tensor, mask: Tensor) -> list[list[int]]:

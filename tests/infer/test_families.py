@@ -15,7 +15,7 @@ import torch
 from tiny import prompts, tiny
 from torch import Tensor
 
-from headstart.heads import FAMILIES, Drafter, family, load_drafter
+from headstart.heads import FAMILIES, Drafter, Several, family, load_drafter
 from headstart.heads.draft_model import DraftModel
 from headstart.infer import Speculator, choices, parse_tree
 from headstart.infer.rules import EXPANSION, check_pair
@@ -40,6 +40,8 @@ RECIPES = {
 }  # fmt: skip
 """The shipped recipe that trains each family for the quickstart's target."""
 TREES = ["chain:3", "[[0],[1],[2],[0,0],[0,1],[0,0,0]]", "best-first:8,3,3", "beam:3,3"]
+UNIONS = {"medusa+lookup": TREES[0], "draft_model+redrafter": TREES[1]}
+"""Drafters that decode together; the first one's tree stays, the last one's is each of `TREES`."""
 LENGTHS = [9, 4, 7, 6]
 NEW = 10
 
@@ -57,9 +59,16 @@ def target(name: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(TARGETS[name], dtype=torch.float64).eval()
 
 
+def trees(name: str) -> list[str]:
+    """The trees of a family, or of drafters that decode together."""
+    return [f"{UNIONS[name]}+{tree}" for tree in TREES] if name in UNIONS else TREES
+
+
 @cache
 def drafter(name: str, of: str) -> Drafter:
     """As training would start it, with every weight moved a little."""
+    if name in UNIONS:
+        return Several([drafter(each, of) for each in name.split("+")])
     torch.manual_seed(5)
     model, cls = target(of), family(name)
     config: Any = cls.config_class
@@ -97,9 +106,11 @@ def asked(of: str, batch: int) -> tuple[Tensor, Tensor, int]:
 
 def cases() -> list[Any]:
     found = []
-    for of, name, tree, batch in product(TARGETS, OPTIONS, TREES, (1, 4)):
+    pairs = [(name, tree) for name in (*OPTIONS, *UNIONS) for tree in trees(name)]
+    for of, (name, tree), batch in product(TARGETS, pairs, (1, 4)):
         folder, marks = TARGETS[of], []
-        if of == "quickstart" or (of == "stories260k" and batch == 1):
+        quick = of == "tiny" and batch == 4 if name in UNIONS else (of, batch) != ("stories260k", 1)
+        if of == "quickstart" or not quick:
             marks.append(pytest.mark.proof)
         if folder is not None and not folder.is_dir():
             marks.append(pytest.mark.skip(reason=f"{of} is not on this machine"))
@@ -108,7 +119,14 @@ def cases() -> list[Any]:
             if not (ROOT / "runs" / recipe / "heads" / "headstart.json").is_file():
                 marks.append(pytest.mark.skip(reason=f"needs `headstart train {recipe}`"))
         found.append(
-            pytest.param(of, name, tree, batch, marks=marks, id=f"{of}-{name}-{tree[:5]}-{batch}")
+            pytest.param(
+                of,
+                name,
+                tree,
+                batch,
+                marks=marks,
+                id=f"{of}-{name}-{tree.rpartition('+')[2][:5]}-{batch}",
+            )
         )
     return found
 
@@ -140,7 +158,8 @@ def test_sampled_text(of: str, name: str, tree: str, batch: int) -> None:
         policy, expansion = parse_tree(tree), None
         if rule == "greedy" or (rule == "block" and not policy.in_place):
             continue
-        if rule in ("rejection", "traversal") and not hasattr(policy, "paths"):
+        static = all(hasattr(part, "paths") for part in getattr(policy, "parts", [policy]))
+        if rule in ("rejection", "traversal") and not static:
             expansion = check_pair("topk", rule)  # dynamic trees take no drawn children
         speculator = Speculator(model, draft, tree=tree, rule=rule, expansion=expansion)
         text = speculator.generate(ids, attention_mask=mask, seed=seeds, **options)

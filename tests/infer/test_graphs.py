@@ -1,5 +1,6 @@
 """Captured rounds write the text of rounds that run as written; a tape stands in for graphs."""
 
+import copy
 from collections.abc import Callable
 from itertools import product
 from typing import Any
@@ -11,7 +12,7 @@ from test_families import LENGTHS, OPTIONS, TREES, drafter, target
 from tiny import prompts
 from torch import Tensor
 
-from headstart.heads import DecodingError
+from headstart.heads import DecodingError, Drafter
 from headstart.heads.lookup import WithLookup
 from headstart.infer import Decoding, Speculator, loop
 from headstart.infer.graphs import Rounds
@@ -76,6 +77,32 @@ def test_every_kind_of_rule(rule: str) -> None:
             decode(replayed, turn=turn, **SAMPLED), decode(written, turn=turn, **SAMPLED)
         )
     assert tape.replayed
+
+
+@pytest.mark.parametrize("rule", ["coupled", "traversal"])
+def test_several_drafters(rule: str) -> None:
+    """Two of one family too: what each carries over is kept apart."""
+    proposers = [drafter("draft_model", "tiny"), drafter("lookup", "tiny"), other_student()]
+    tree = f"chain:2+chain:3+{STATIC}"
+    replayed, written = (
+        Speculator(target("tiny"), proposers, tree=tree, rule=rule) for _ in range(2)
+    )
+    tape = captured(replayed)
+    for turn, options in enumerate(({}, SAMPLED, {})):
+        assert torch.equal(
+            decode(replayed, turn=turn, **options), decode(written, turn=turn, **options)
+        )
+        assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+    assert tape.replayed > 4 * tape.taped
+
+
+def other_student() -> Drafter:
+    """A draft model as wide as the first, but with other weights."""
+    student = copy.deepcopy(drafter("draft_model", "tiny"))
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.mul_(0.8)
+    return student.bind(target("tiny"))
 
 
 def test_a_drafter_with_lookup_and_plain_decoding() -> None:

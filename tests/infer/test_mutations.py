@@ -322,7 +322,7 @@ HARM = {
     "drawn children reranked": Where(TREES, DRAWN, "wide"),
     "duplicates merged": Where(TREES, ("with_replacement",), "wide"),
     "twins of several drafters merged": Where(TREES, DRAWN, "union"),
-    "draws shared by several drafters": Where(TREES, ("with_replacement",), "union"),
+    "draws shared by several drafters": Where(TREES, DRAWN, "union"),
     "one q for several drafters": Where(TREES, DRAWN, "union"),
     "off by one depth": Where(TREES, CHILDREN),
     "off by one head": Where(TREES, DRAWN, "cartesian of heads"),

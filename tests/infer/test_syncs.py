@@ -24,11 +24,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from headstart.heads import Sampling, Step
+from headstart.heads import Sampling, Several, Step
 from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Decoding
-from headstart.infer.rules import EXPANSION
+from headstart.infer.rules import EXPANSION, RULES
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal"}
 READS |= {"unique_dim", "_unique2", "unique_consecutive", "nonzero_numpy"}
@@ -85,9 +85,8 @@ def script() -> Tensor:
 
 def started(drafter: Any, tree: Any, rule: str, name: str = "llama") -> Decoding:
     ids, mask = prompts(LENGTHS)
-    decoding = decoding_of(
-        tiny(name), drafter, tree, sampling(rule), expansion=EXPANSION[rule], eos=[VOCAB - 1]
-    )
+    options: dict[str, Any] = {"rule": RULES[rule], "expansion": EXPANSION[rule]}
+    decoding = decoding_of(tiny(name), drafter, tree, sampling(rule), eos=[VOCAB - 1], **options)
     decoding.prefill(ids, mask, 16)
     return decoding
 
@@ -109,6 +108,18 @@ def test_a_round_does_not_wait(tree: Any, rule: str) -> None:
     drafters += [make(shape, tiny("llama"), script()) for shape in ("heads", "cached", "lookup")]
     with torch.no_grad():
         for drafter in drafters:
+            assert run_rounds(started(drafter, tree, rule)) > 2
+
+
+@pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "traversal"])
+def test_several_drafters_do_not_wait(rule: str) -> None:
+    shapes = ("heads", "cached", "lookup")
+    drafter = Several([make(shape, tiny("llama"), script()) for shape in shapes])
+    trees = ["cartesian:2,2+chain:3+[[0],[1]]"]
+    if rule in ("greedy", "coupled"):
+        trees.append("best-first:6,2,3+chain:2+beam:2,3")
+    with torch.no_grad():
+        for tree in trees:
             assert run_rounds(started(drafter, tree, rule)) > 2
 
 
