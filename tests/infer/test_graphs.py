@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 from headstart.heads import DecodingError, Drafter
 from headstart.heads.lookup import WithLookup
 from headstart.infer import Decoding, Speculator, loop
-from headstart.infer.graphs import Rounds
+from headstart.infer.graphs import Rounds, addresses
 
 NEW = 24
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.8}
@@ -79,9 +80,21 @@ def test_every_kind_of_rule(rule: str) -> None:
     assert tape.replayed
 
 
+def test_what_several_drafters_carry_over_is_kept_apart() -> None:
+    """States of one family look alike: a tensor that stays is one drafter's own."""
+    rounds, states = Rounds(), [SimpleNamespace(), SimpleNamespace()]
+    where = []
+    for turn in range(2):
+        for number, state in enumerate(states):
+            state.size = torch.tensor([10 * turn + number])
+        rounds.keep_state(states)
+        assert [int(state.size) for state in states] == [10 * turn, 10 * turn + 1]
+        where.append(addresses(states))
+    assert where[0] == where[1] and len(set(where[0])) == 2
+
+
 @pytest.mark.parametrize("rule", ["coupled", "traversal"])
 def test_several_drafters(rule: str) -> None:
-    """Two of one family too: what each carries over is kept apart."""
     proposers = [drafter("draft_model", "tiny"), drafter("lookup", "tiny"), other_student()]
     tree = f"chain:2+chain:3+{STATIC}"
     replayed, written = (

@@ -1,0 +1,97 @@
+"""Compares two drafters with their union at equal numbers of nodes, paired over prompts.
+
+    python docs/benchmarks/compare_union.py TARGET DRAFTER PROMPTS [--other lookup]
+        [--limit 12] [--repeats 3] [--temperature 0]
+
+PROMPTS is what `headstart bench --prompts` takes; windows of 64 tokens of it are continued by 128.
+Every other window is measured, and on those between them DRAFTER's trees are fitted. All contenders
+decode each prompt in turn, several times over: times are medians, and × plain is the median over
+prompts of plain decoding's milliseconds per token by the contender's. `ahead` counts the prompts on
+which a contender took fewer rounds than DRAFTER alone with as many nodes; `behind`, more.
+"""
+
+import argparse
+import statistics
+from typing import Any
+
+import torch
+
+import headstart
+from headstart.heads import load_drafter
+from headstart.infer import Speculator, StaticTree, Union
+from headstart.infer.contenders import race, speculating
+from headstart.infer.ranks import best_tree, measure_ranks, write_texts
+from headstart.train.corpus import read_documents
+
+SPLITS = {8: [(2, 6), (4, 4), (6, 2)], 12: [(4, 8), (8, 4)]}
+"""For so many nodes, how many are DRAFTER's and the other's; the root is one of DRAFTER's."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("target", "drafter", "prompts"):
+        parser.add_argument(name)
+    parser.add_argument("--other", default="lookup")
+    parser.add_argument("--limit", type=int, default=12)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    options = parser.parse_args()
+    loaded = headstart.load(options.target, options.drafter)
+    model, drafter, tokenizer = loaded.model, loaded.drafter, loaded.tokenizer
+    assert drafter is not None and tokenizer is not None
+    other = load_drafter(options.other, model, tokenizer)
+    override = load_drafter(f"lookup+{options.drafter}", model, tokenizer)
+    texts = [tokenizer(d.text)["input_ids"] for d in read_documents(options.prompts)]
+    windows = [t[at : at + 64] for t in texts for at in range(0, len(t) - 63, 64)]
+    spaced = windows[:: max(len(windows) // (2 * options.limit), 1)][: 2 * options.limit]
+    prompts = [torch.tensor(window) for window in spaced]
+    ranks = measure_ranks(drafter, write_texts(model, drafter, prompts[1::2], 128))
+
+    ways: dict[str, Speculator] = {"plain": Speculator(model)}
+    for nodes, splits in SPLITS.items():
+        whole = best_tree(ranks, nodes)
+        ways[f"{nodes} alone"] = Speculator(model, drafter, tree=whole)
+        ways[f"{nodes} {options.other}"] = Speculator(model, other, tree=f"chain:{nodes - 1}")
+        ways[f"{nodes} lookup+"] = Speculator(model, override, tree=whole)
+        for own, others in splits:
+            tree = Union([StaticTree(best_tree(ranks, own)), StaticTree.chain(others)])
+            ways[f"{nodes} union {own}+{others}"] = Speculator(model, [drafter, other], tree=tree)
+    given: dict[str, Any] = {"max_new_tokens": 128, "do_sample": options.temperature > 0}
+    if options.temperature > 0:
+        given |= {"temperature": options.temperature, "top_k": 0, "seed": 0}
+    report(ways, prompts[::2], options.repeats, given)
+
+
+def report(
+    ways: dict[str, Speculator], prompts: list[torch.Tensor], repeats: int, given: dict[str, Any]
+) -> None:
+    """Race them, and print a line for each."""
+    contenders = {name: speculating(speculator, **given) for name, speculator in ways.items()}
+    runs: dict[str, list[Any]] = {name: [] for name in ways}
+    counts: dict[str, list[tuple[int, int]]] = {name: [] for name in ways}
+    grams: list[tuple[int, ...]] = []
+    for prompt, raced in race(contenders, prompts, ways["plain"].model.device, repeats):
+        text = raced["plain"].tokens
+        grams += [tuple(text[at : at + 4]) for at in range(len(text) - 3)]
+        for name, speculator in ways.items():
+            runs[name].append(raced[name])
+            counts[name].append((speculator.stats.tokens, speculator.stats.rounds))
+            assert raced[name].tokens == text, (name, prompt)
+    print(f"{len(prompts)} prompts, distinct 4-grams {len(set(grams)) / len(grams):.2f}")
+    for name in ways:
+        tokens, rounds = (sum(column) for column in zip(*counts[name], strict=True))
+        pairs = zip(runs["plain"], runs[name], strict=True)
+        speedup = statistics.median(plain.per_token / mine.per_token for plain, mine in pairs)
+        took = [1e3 * run.seconds / n for run, (_, n) in zip(runs[name], counts[name], strict=True)]
+        alone = counts.get(f"{name.split()[0]} alone", counts[name])
+        both = list(zip(counts[name], alone, strict=True))
+        fewer, more = sum(a[1] < b[1] for a, b in both), sum(a[1] > b[1] for a, b in both)
+        print(
+            f"{name:<18} τ {tokens / rounds:.2f}  {statistics.median(took):.2f} ms a round  "
+            f"× plain {speedup:.2f}  ahead {fewer}, behind {more}",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    main()
