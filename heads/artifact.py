@@ -88,15 +88,15 @@ def read_manifest(name: str | Path) -> Manifest:
 def read_tree(name: str | Path) -> list[list[int]] | None:
     """The rank paths that an artifact was measured with; None where it has none."""
     behind = beyond_lookup(name)
-    if behind is None or model_alone(behind):
+    if behind is None or is_foreign(behind):
         return None
     path = artifact_folder(behind) / TREE
     return read_json(path) if path.is_file() else None
 
 
 def is_artifact(name: str | Path) -> bool:
-    """Whether a drafter's name is an artifact's, not `lookup` or a plain language model's."""
-    return beyond_lookup(name) == name and not model_alone(name)
+    """Whether a drafter's name is an artifact's, not `lookup` or somebody else's checkpoint."""
+    return beyond_lookup(name) == name and not is_foreign(name)
 
 
 def beyond_lookup(name: str | Path) -> str | Path | None:
@@ -107,8 +107,8 @@ def beyond_lookup(name: str | Path) -> str | Path | None:
     return behind if plus else None
 
 
-def model_alone(name: str | Path) -> bool:
-    """Whether a name is that of a language model without our manifest."""
+def is_foreign(name: str | Path) -> bool:
+    """Whether a name is somebody else's checkpoint: a language model's, or another's drafter."""
     folder = Path(name)
     if not folder.is_dir():
         repository, _ = split_revision(str(name))
@@ -117,7 +117,7 @@ def model_alone(name: str | Path) -> bool:
         folder = download(str(name), [CONFIG, MANIFEST])
     if (folder / MANIFEST).is_file() or not (folder / CONFIG).is_file():
         return False
-    kind = str(read_json(folder / CONFIG).get("model_type", "headstart_"))
+    kind = str(read_json(folder / CONFIG).get("model_type"))
     return not kind.startswith("headstart_")
 
 

@@ -161,6 +161,26 @@ class Drafter(PreTrainedModel):
             )
         return self._target[0]
 
+    @classmethod
+    def translate(
+        cls, config: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """A checkpoint of the method's authors, or of another trainer, as this family has it.
+
+        Args:
+            config: its `config.json`; published ones contradict their tensors, which are right.
+            tensors: its weights, by the names that they have there.
+
+        Returns:
+            The fields of this family's config that the checkpoint knows, the rest being the
+            target's or the defaults; and the tensors under this class's names, of whatever dtype.
+            None where it is none of this family's.
+
+        Raises:
+            ArtifactError: it is one of this family's, and cannot be said exactly in its terms.
+        """
+        return None
+
     def bind(self, target: PreTrainedModel) -> Self:
         """Borrow what the drafter needs of the target, such as its output layer, without owning it.
 

@@ -1,4 +1,6 @@
-"""Loads drafters by name: an artifact's, with its adapter; a plain language model; `lookup`."""
+"""Loads drafters by name: an artifact's, with its adapter; somebody else's drafter or language model;
+`lookup`.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ from .artifact import (
     beyond_lookup,
     check_files,
     check_target,
-    model_alone,
+    is_foreign,
     read_manifest,
 )
 from .core import ArtifactError, output_layer
+from .dialects import load_foreign
 from .drafter import Drafter, family
 from .hub import split_revision
 from .lookup import WithLookup
@@ -44,14 +47,15 @@ def load_drafter(
     adapter is merged into the weights, in place, and decoding has the adapted target's output.
 
     Args:
-        name: an artifact's folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub; or those of any
-            smaller causal language model with the target's tokenizer; or `lookup`, which has no
-            weights; or `lookup+NAME`, which overrides a drafter while a match is long.
+        name: an artifact's folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub; or those of a
+            drafter that others trained, see `dialects`; or of any smaller causal language model
+            with the target's tokenizer; or `lookup`, which has no weights; or `lookup+NAME`, which
+            overrides a drafter while a match is long.
         target: the causal language model that the drafter was trained for.
         tokenizer: checked against the one the drafter was trained with, where given; for a language
             model that headstart did not save, the target's own is loaded where it is not given.
-        allow_pickle: read `pytorch_model.bin` where there is no `model.safetensors`; tensors alone
-            are unpickled.
+        allow_pickle: read `pytorch_model.bin`, or another's file of heads, where there are no
+            safetensors; tensors alone are unpickled.
         options: passed to `from_pretrained`, such as `dtype`; the default is the target's.
 
     Raises:
@@ -65,8 +69,10 @@ def load_drafter(
         drafter = load_drafter(behind, target, tokenizer, allow_pickle=allow_pickle, **options)
         return WithLookup(drafter).eval().bind(target)
     options = {"dtype": target.dtype, **options}
-    if model_alone(name):
-        return _load_model(str(name), target, tokenizer, options).to(device).eval().bind(target)  # type: ignore[arg-type]
+    if is_foreign(name):
+        found = load_foreign(name, target, allow_pickle, options)
+        found = found or _load_model(str(name), target, tokenizer, options)
+        return found.to(device).eval().bind(target)  # type: ignore[arg-type]
     folder = artifact_folder(name, allow_pickle)
     manifest = read_manifest(folder)
     check_target(manifest, target, tokenizer, folder)

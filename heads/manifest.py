@@ -28,6 +28,8 @@ class Manifest:
         adapter_sha256: of the adapter's weights, likewise; empty without adapter. The drafter then
             drafts for the target with that adapter, and the target named here is its base.
         adapter_base: see `Adapter.digest`, likewise.
+        origin: the checkpoint of others that it was made from, with its commit where it has one;
+            empty for what was trained here.
         recipe: the recipe that trained it, as plain data.
         metrics: measured figures, such as tau.
         versions: library versions of the training run.
@@ -40,6 +42,7 @@ class Manifest:
     weights_sha256: str = ""
     adapter_sha256: str = ""
     adapter_base: str = ""
+    origin: str = ""
     recipe: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(

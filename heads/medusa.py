@@ -5,18 +5,22 @@ output layer predicts t + 1. A head is L residual blocks x + SiLU(Wx + b) and an
 heads live in one stacked parameter, so a round costs one batched product per block.
 """
 
+import re
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .core import OptionError, output_layer
+from .core import ArtifactError, OptionError, output_layer
 from .drafter import DrafterConfig, Step, last_true
 from .vocabulary import Trimmable, check_draft_vocabulary
+
+_INSIDE = "medusa_head."  # what the names of heads begin with in a whole model's weights
+_PLACE = re.compile(r"(\d+)\.\d+\.(linear\.(weight|bias)|weight)")
 
 
 @strict
@@ -76,6 +80,45 @@ class Medusa(Trimmable):
             nn.init.zeros_(self.bias)
             if self.output is not None:
                 nn.init.zeros_(self.output)
+
+    @classmethod
+    def translate(
+        cls, config: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """The authors' heads (github.com/FasterDecoding/Medusa), alone or inside of their target.
+
+        Head k, from 0, has the tensors `{k}.{l}.linear.weight` and `.bias` for its blocks l = 0 …
+        L - 1. In the first layout its own output layer follows, `{k}.{L}.weight`; in the second
+        (`version` 2 in the config) all heads go through the target's. Inside of a model the names
+        begin with `medusa_head.`. K and L are counted: the config of a published checkpoint of five
+        heads says two.
+        """
+        inside = [name for name in tensors if name.startswith(_INSIDE)]
+        heads = {n.removeprefix(_INSIDE): tensors[n] for n in inside or tensors}
+        places = [_PLACE.fullmatch(name) for name in heads]
+        if not heads or not all(places):
+            return None
+        count = 1 + max(int(place[1]) for place in places if place)
+        layers = sum(name.startswith("0.") and name.endswith("linear.weight") for name in heads)
+        blocks = [[f"{k}.{layer}.linear" for k in range(count)] for layer in range(layers)]
+        outputs = [f"{k}.{layers}.weight" for k in range(count)]
+        outputs = outputs if outputs[0] in heads else []
+        expected = {f"{each}.{part}" for b in blocks for each in b for part in ("weight", "bias")}
+        if odd := sorted(heads.keys() ^ expected ^ set(outputs)):
+            raise ArtifactError(
+                f"{count} Medusa heads of {layers} blocks each would have other tensors: {odd[0]} is "
+                "missing or one too many; expected heads that are alike."
+            )
+        found = {
+            part: torch.stack([torch.stack([heads[f"{each}.{part}"] for each in b]) for b in blocks])
+            for part in ("weight", "bias")
+        }  # [L, K, D, D] and [L, K, D]
+        known = {"heads": count, "layers": layers, "output": "own" if outputs else "shared"}
+        known["hidden_size"] = found["bias"].shape[-1]
+        if outputs:
+            found["output"] = torch.stack([heads[name] for name in outputs])  # [K, V, D]
+            known["vocab_size"] = found["output"].shape[1]
+        return known, found
 
     @property
     def max_depth(self) -> int:

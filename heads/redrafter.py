@@ -10,6 +10,7 @@ with is the target's own (`distill`): one continuation, whose every position ser
 paper's distillation instead lets the target continue anew from each position of a corpus.
 """
 
+import re
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, Self, cast
 
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .core import OptionError
+from .core import ArtifactError, OptionError
 from .drafter import DrafterConfig, Step, last_true
 from .vocabulary import Trimmable, check_draft_vocabulary
+
+_AUTHORS = "recurrent_drafting_drafter"  # the model type in their configs
 
 
 @strict
@@ -104,6 +107,26 @@ class ReDrafter(Trimmable):
             nn.init.normal_(module.weight, std=spread)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
+
+    @classmethod
+    def translate(
+        cls, config: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """The authors' drafters (github.com/apple/ml-recurrent-drafter), whose tensors bear the
+        same names. The config's `exit_dim` and `num_draft_layers` may be unset: they are counted.
+        """
+        if config.get("model_type") != _AUTHORS and "rnn_w.weight" not in tensors:
+            return None
+        layers = sum(re.fullmatch(r"lm_head\.\d+\.linear\.weight", n) is not None for n in tensors)
+        output, cell = tensors.get(f"lm_head.{layers}.weight"), tensors.get("rnn_w.weight")
+        if output is None or cell is None:
+            raise ArtifactError(
+                f"it has no {'rnn_w.weight' if cell is None else f'lm_head.{layers}.weight'}, found "
+                f"{layers} blocks and rnn {config.get('rnn')} in its config; expected a recurrent "
+                "cell: a plain sum of embeddings has no counterpart here."
+            )
+        known = {"layers": layers, "hidden_size": cell.shape[0], "vocab_size": output.shape[0]}
+        return known | {"exit_dim": output.shape[1]}, tensors
 
     def bind(self, target: PreTrainedModel) -> Self:
         width = cast(Tensor, target.get_input_embeddings().weight).shape[-1]

@@ -1,5 +1,5 @@
 """The command line: `headstart quickstart | train | generate | bench | plan |
-verify-lossless | inspect | push`.
+verify-lossless | convert | inspect | push`.
 
 Results go to stdout; progress, statistics and errors go to stderr. Nothing heavy is imported until
 a command runs, so `--help` answers at once. A mistake of the user's ends with one line and exit
@@ -41,7 +41,8 @@ _FAMILY = "medusa, redrafter, draft_model, lookup, …, or all: each of them on 
 _DTYPE = "float32, bfloat16, … (default: as saved)"
 _DEVICE = "cpu, cuda, cuda:1, … (default: a GPU if there is one)"
 _ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
-_DRAFTER = _ARTIFACT + "; or a smaller model; or lookup, or lookup+ARTIFACT"
+_DRAFTER = _ARTIFACT + "; or another's checkpoint; or a smaller model; or lookup, lookup+ARTIFACT"
+_PICKLE = "read the tensors alone of a drafter's file that is a pickle"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -156,6 +157,16 @@ def build_parser() -> argparse.ArgumentParser:
     verify.add_argument("--seed", metavar="N", type=int, default=0)
     _json_option(verify)
 
+    convert = _command(
+        table, "convert", commands.convert, "make an artifact of another's checkpoint of a drafter"
+    )
+    convert.add_argument("checkpoint", metavar="CHECKPOINT", help=_ARTIFACT)
+    convert.add_argument("folder", metavar="FOLDER", help="where to write the artifact")
+    convert.add_argument(
+        "--target", metavar="MODEL", required=True, help="the model that it was trained for"
+    )
+    convert.add_argument("--allow-pickle", action="store_true", help=_PICKLE)
+
     inspect = _command(table, "inspect", commands.inspect, "show what an artifact is, and check it")
     inspect.add_argument("artifact", metavar="ARTIFACT", help=_ARTIFACT)
     inspect.add_argument("--target", metavar="MODEL", help="load this model: does it fit?")
@@ -223,6 +234,7 @@ def _model_options(parser: argparse.ArgumentParser, several: bool = False) -> No
         help=f"{_DRAFTER}; several times to decode with all of them together (default: none, plain "
         "decoding)",
     )
+    parser.add_argument("--allow-pickle", action="store_true", help=_PICKLE)
     action, more = ("append", _SEVERAL) if several else ("store", "")
     parser.add_argument("--tree", metavar="TREE", action=action, help=_TREE + more)
     parser.add_argument("--rule", metavar="RULE", action=action, help=_RULE + more)

@@ -182,7 +182,7 @@ def _suite(options: argparse.Namespace) -> int:
     from headstart.suite import make_job, run_suite
 
     given = ("target", "drafter", "tree", "rule", "expansion", "dtype", "prompts", "limit")
-    for name in (*given, "prefix_tokens", "temperature", "seed"):
+    for name in (*given, "prefix_tokens", "temperature", "seed", "allow_pickle"):
         if getattr(options, name):
             raise UsageError(f"--{name.replace('_', '-')} does not go with --suite; leave it out")
     job = make_job(
@@ -215,9 +215,14 @@ def plan(options: argparse.Namespace) -> int:
     if options.plot is not None:
         check_plot(options.plot)
     documents = _documents(options)
-    from headstart.heads.artifact import artifact_folder
+    from headstart.heads.artifact import artifact_folder, is_artifact
 
     with _quiet_stdout():
+        if not is_artifact(options.drafter):
+            raise UsageError(
+                f"--drafter {options.drafter} is no artifact, and the plan belongs into one; make "
+                "one of a checkpoint with headstart convert"
+            )
         folder = artifact_folder(options.drafter)
     if not os.access(folder, os.W_OK):
         raise UsageError(f"{folder} cannot be written, and the plan belongs there; copy it first")
@@ -282,6 +287,24 @@ def verify(options: argparse.Namespace) -> int:
     return 0 if greedy.holds and sampled.holds else 1
 
 
+def convert(options: argparse.Namespace) -> int:
+    """Make an artifact of somebody else's checkpoint; stdout holds its folder."""
+    from headstart.heads.conversion import convert as write
+
+    target = _load(argparse.Namespace(target=options.target, drafter=None))
+    assert target.tokenizer is not None  # loaded together with the target
+    with _quiet_stdout():
+        folder = write(
+            options.checkpoint,
+            target.model,
+            target.tokenizer,
+            options.folder,
+            allow_pickle=options.allow_pickle,
+        )
+    print(folder)
+    return 0
+
+
 def inspect(options: argparse.Namespace) -> int:
     """Show what an artifact is; the status is 1 where it is damaged or does not fit --target."""
     from headstart.describe import describe, fits, print_description
@@ -344,6 +367,8 @@ def _load(options: argparse.Namespace) -> Speculator:
         for name in ("tree", "rule", "expansion", "dtype")
         if isinstance(getattr(options, name, None), str)
     }
+    if getattr(options, "allow_pickle", False):
+        given["allow_pickle"] = True
     if isinstance(getattr(options, "tree", None), list):
         given["tree"] = "plain"  # the drafter is wanted, whatever its plan says
     with _quiet_stdout():

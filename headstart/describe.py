@@ -46,6 +46,7 @@ def describe(name: str | Path) -> Description:
     found: Description = {"artifact": str(name), "folder": str(folder), "problem": None}
     found |= {
         "family": manifest.family,
+        "origin": manifest.origin or None,
         "target": manifest.target,
         "target_fingerprint": manifest.target_fingerprint,
         "tokenizer_hash": manifest.tokenizer_hash or None,
@@ -160,6 +161,8 @@ def print_description(found: Description, out: TextIO) -> None:
 
 def _what(found: Description) -> list[tuple[str, str]]:
     rows = [("family", found["family"])]
+    if found["origin"]:
+        rows.append(("made from", found["origin"]))
     if found.get("options"):
         rows.append(("options", "  ".join(f"{k} {v}" for k, v in found["options"].items())))
     if found.get("tensors"):
@@ -203,6 +206,8 @@ def _how(found: Description) -> list[tuple[str, str]]:
     rows, metrics, recipe = [], found["metrics"], found["recipe"]
     if isinstance(metrics.get("tau"), int | float):
         rows.append(("tokens per round (τ)", f"{metrics['tau']:.2f}, when it was trained"))
+    else:
+        rows.append(("tokens per round (τ)", "not measured"))
     if shares := metrics.get("acceptance_by_depth"):
         each = "  ".join("–" if share is None else f"{share:.0%}" for share in shares)
         rows.append(("acceptance at depth 1, 2, …", each))

@@ -345,17 +345,19 @@ def load(
     expansion: str | None = None,
     graphs: bool | None = None,
     attention: str = "auto",
+    allow_pickle: bool = False,
     **options: Any,
 ) -> Speculator:
     """Load target and drafter and return the Speculator over them.
 
     Args:
         target: a model, or the folder or Hub name of one (its tokenizer is then loaded too).
-        drafter: a drafter, or the folder or Hub name of an artifact; None decodes plainly; several
-            decode together, see `Union`.
+        drafter: a drafter, or the folder or Hub name of one, see `load_drafter`; None decodes
+            plainly; several decode together, see `Union`.
         tree: see `Speculator`; None takes the artifact's plan for this machine, where nothing pays
             to decode plainly, or else the tree that it was measured with; of several, each one's.
         rule, expansion, graphs, attention: see `Speculator`.
+        allow_pickle: see `load_drafter`.
         options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
 
     Raises:
@@ -377,7 +379,7 @@ def load(
             plan = read_plan(name, model)
             alone = plan is not None and (plan.tree or len(found) == 1)
             trees[number] = plan.tree if alone else read_tree(name)
-        found[number] = load_drafter(name, model, tokenizer)
+        found[number] = load_drafter(name, model, tokenizer, allow_pickle=allow_pickle)
     if trees == [[]]:
         found = []  # it does not pay; it was loaded all the same, as it may have adapted the target
     if tree is None:
