@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from .core import OptionError, output_layer
+from .core import OptionError, output_layer, weight_of
 from .core.forward import decoder_layers
 from .drafter import Drafter, DrafterConfig, Step, last_true
 from .layers import CachedLayers, Drafted
@@ -158,6 +158,9 @@ class DraftModel(Drafter):
         self.config.hidden_size, self.config.vocab_size = text.hidden_size, text.vocab_size
         return super().bind(target)
 
+    def borrowed(self, target: PreTrainedModel) -> list[torch.nn.Module]:
+        return []
+
     @torch.no_grad()
     def start_from_target(self, token_counts: Tensor | None = None) -> None:
         """Give the student its first weights: the target's chosen layers, or the model named."""
@@ -169,12 +172,12 @@ class DraftModel(Drafter):
             return
         chosen, layers = self.config.chosen(self.target), decoder_layers(self.target)
         prefix = next(name for name, module in self.target.named_modules() if module is layers)
-        source = self.target.state_dict()
         for name, tensor in self.model.state_dict().items():
             if name.startswith(f"{prefix}."):
                 layer, _, rest = name.removeprefix(f"{prefix}.").partition(".")
                 name = f"{prefix}.{chosen[int(layer)]}.{rest}"
-            tensor.copy_(source[name])
+            module, _, name = name.rpartition(".")
+            tensor.copy_(weight_of(self.target.get_submodule(module), name))
 
     def start(self, batch: int, capacity: int) -> Drafted:
         return self._layers.start(batch)

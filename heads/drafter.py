@@ -29,11 +29,11 @@ from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from .adapter import Adapter
-from .core import FINAL, OptionError, output_layer
+from .core import FINAL, OptionError, device_of, keep_resident, output_layer
 
 FAMILIES: dict[str, str] = {
     "draft_model": "headstart.heads.draft_model:DraftModel",
@@ -194,14 +194,22 @@ class Drafter(PreTrainedModel):
                 f"vocabulary {own.vocab_size}, found {text.hidden_size} and {text.vocab_size}; "
                 "load the target it was trained for."
             )
-        devices = {p.device for p in self.parameters()} | {output_layer(target).weight.device}
+        devices = {p.device for p in self.parameters()} | {device_of(output_layer(target))}
         if len(devices) > 1:
             raise OptionError(
                 f"drafter and target are on different devices, {' and '.join(map(str, devices))}; "
                 "move the drafter to the device of the target's output layer."
             )
+        keep_resident(target, self.borrowed(target))
         object.__setattr__(self, "_target", (target,))
         return self
+
+    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+        """The target's layers that this drafter calls while decoding.
+
+        Where the target's weights are streamed in for each forward, these are brought in to stay.
+        """
+        return [target.get_input_embeddings(), output_layer(target)]
 
     def start_from_target(self, token_counts: Tensor | None = None) -> None:
         """Take from the bound target what the drafter starts its training from; nothing here.

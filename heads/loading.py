@@ -25,7 +25,7 @@ from .artifact import (
     is_foreign,
     read_manifest,
 )
-from .core import ArtifactError, output_layer
+from .core import ArtifactError, device_of, output_layer
 from .dialects import load_foreign
 from .drafter import Drafter, family
 from .hub import split_revision
@@ -41,7 +41,7 @@ def load_drafter(
     allow_pickle: bool = False,
     **options: Any,
 ) -> Drafter:
-    """Load a drafter and bind it to its target, on the target's device.
+    """Load a drafter and bind it to its target, on the device that the target's output layer runs on.
 
     A drafter that was trained with its target (Medusa-2) changes the target that is passed: its
     adapter is merged into the weights, in place, and decoding has the adapted target's output.
@@ -61,7 +61,7 @@ def load_drafter(
     Raises:
         ArtifactError: damaged files, or not the target or tokenizer that it was trained for.
     """
-    device = output_layer(target).weight.device
+    device = device_of(output_layer(target))
     if (behind := beyond_lookup(name)) is None:
         cls = family(LOOKUP)
         return cls(cls.config_class.for_target(target)).eval().bind(target)  # type: ignore[arg-type]

@@ -99,6 +99,9 @@ class Lookup(Drafter):
         self.config.save_pretrained(folder)
         save_file({}, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
+    def borrowed(self, target: PreTrainedModel) -> list[torch.nn.Module]:
+        return []
+
     def start(self, batch: int, capacity: int) -> Searched:
         return Searched()
 
@@ -233,6 +236,9 @@ class WithLookup(Drafter):
     def bind(self, target: PreTrainedModel) -> Self:
         self.drafter.bind(target)
         return super().bind(target)
+
+    def borrowed(self, target: PreTrainedModel) -> list[torch.nn.Module]:
+        return self.drafter.borrowed(target)
 
     def start(self, batch: int, capacity: int) -> _Both:
         return _Both(self.drafter.start(batch, capacity), self.lookup.start(batch, capacity))

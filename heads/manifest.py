@@ -7,12 +7,14 @@ import json
 import platform
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from .core import weight_of
 
 
 @dataclass
@@ -60,13 +62,13 @@ def fingerprint(target: PreTrainedModel) -> str:
     The rounding makes it the same whether the target is loaded in float64, float32 or bfloat16.
     """
     digest = hashlib.sha256()
-    tensors = {"embedding": cast(Tensor, target.get_input_embeddings().weight)}
+    layers = {"embedding": target.get_input_embeddings()}
     for name, module in target.named_modules():
         weight = getattr(module, "weight", None)
         if "norm" in type(module).__name__.lower() and isinstance(weight, nn.Parameter):
-            tensors[name] = weight
-    for name in sorted(tensors):
-        values = tensors[name].detach().to("cpu", torch.bfloat16).contiguous()
+            layers[name] = module
+    for name in sorted(layers):
+        values = weight_of(layers[name]).detach().to("cpu", torch.bfloat16).contiguous()
         digest.update(f"{name}{tuple(values.shape)}".encode())
         digest.update(values.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()

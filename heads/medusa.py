@@ -14,6 +14,7 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from .core import ArtifactError, OptionError, output_layer
 from .drafter import DrafterConfig, Step, last_true
@@ -134,6 +135,9 @@ class Medusa(Trimmable):
         """
         if self.output is not None:
             self.output.copy_(self.rows_to_start_from(token_counts).expand_as(self.output))
+
+    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+        return [output_layer(target)] if self.output is None else []
 
     @property
     def taught_depths(self) -> int:

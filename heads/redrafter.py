@@ -137,6 +137,9 @@ class ReDrafter(Trimmable):
             )
         return super().bind(target)
 
+    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+        return [target.get_input_embeddings()]
+
     @torch.no_grad()
     def start_from_target(self, token_counts: Tensor | None = None) -> None:
         """Start as the target's own output layer, blind to the cell; see `Medusa`.

@@ -91,6 +91,9 @@ class Several(Drafter):
             member.drafter.bind(target)
         return super().bind(target)
 
+    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+        return []  # each has borrowed for itself
+
     def start(self, batch: int, capacity: int) -> list[Any]:
         return [member.drafter.start(batch, capacity) for member in self.members]
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .core import OptionError, output_layer
+from .core import OptionError, output_layer, weight_of
 from .drafter import Drafter, DrafterConfig
 
 
@@ -39,7 +39,7 @@ class Trimmable(Drafter):
         Raises:
             OptionError: it is trimmed, and there are no counts.
         """
-        rows = output_layer(self.target).weight  # [V, D]
+        rows = weight_of(output_layer(self.target))  # [V, D]
         if not self.config.draft_vocab_size:
             return rows
         if token_counts is None:

@@ -109,7 +109,7 @@ def generate(options: argparse.Namespace) -> int:
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not messages)
     if inputs.input_ids.shape[1] == 0:
         raise UsageError("the prompt has no token in this model's vocabulary; give another")
-    inputs = inputs.to(speculator.model.device)
+    inputs = inputs.to(speculator.device)
     sampling = {
         name: getattr(options, name)
         for name in ("temperature", "top_p", "top_k", "seed")
@@ -264,7 +264,7 @@ def verify(options: argparse.Namespace) -> int:
     from headstart.report import to_json
     from headstart.verdict import print_verdict
 
-    device = speculator.model.device
+    device = speculator.device
     prompts = [
         _encode(document, speculator, options.prefix_tokens).to(device) for document in documents
     ]

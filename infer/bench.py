@@ -83,7 +83,7 @@ def bench(
         "bare": bare_loop(model, new_tokens),
     }
     measured = []
-    for prompt, runs in race(contenders, prompts, model.device, repeats):
+    for prompt, runs in race(contenders, prompts, speculator.device, repeats):
         stats = speculator.stats
         loop = math.nan
         apart = speculator.rounds is None and not speculator.target.windows.tree
@@ -120,7 +120,7 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:
     finally:
         for owner, name in patches:
             object.__delattr__(owner, name)
-    seconds, watch = 0.0, Stopwatch(target.model.device)
+    seconds, watch = 0.0, Stopwatch(target.device)
     with torch.no_grad():
         for function, args, kwargs in calls[1:]:
             if (slab := kwargs.get("past_key_values")) is not None:
@@ -180,7 +180,7 @@ def _report(speculator: Speculator, measured: list[Measured], sampled: bool) -> 
         "rule": rule,
         "exact": rule not in APPROXIMATE,
         "dtype": dtype_name(model),
-        "device": model.device.type,
+        "device": speculator.device.type,
         "prompts": len(measured),
         "tokens": sum(map(len, texts)),
         "distinct_4grams": len(set(grams)) / len(grams) if grams else math.nan,

@@ -18,6 +18,7 @@ from headstart.heads.artifact import (
     read_json,
     read_manifest,
 )
+from headstart.heads.core import device_of, streamed_from
 from headstart.heads.saving import write_file
 
 _DAMAGED = "{path} is no plan that headstart wrote; delete it, or run headstart plan again."
@@ -28,7 +29,7 @@ class Plan:
     """What to decode with on one kind of machine.
 
     Attributes:
-        device: see `device_name`; dtype, such as `float32`; batch_size: prompts at once.
+        device: see `machine`; dtype, such as `float32`; batch_size: prompts at once.
         policy: the chosen candidate's name, `plain` where nothing pays.
         tree: its rank paths; empty for plain decoding.
         tau, speedup: expected of it; 1 for plain decoding.
@@ -71,6 +72,15 @@ def device_name(device: torch.device) -> str:
     return threads + device.type
 
 
+def machine(target: PreTrainedModel) -> str:
+    """The kind of machine, and what is streamed on it of a target that does not fit.
+
+    Example: `NVIDIA L40, 90% from cpu`.
+    """
+    name, streamed = device_name(device_of(target)), streamed_from(target)
+    return f"{name}, {streamed}" if streamed else name
+
+
 def dtype_name(model: PreTrainedModel) -> str:
     """What a model computes in, such as `float32`."""
     return str(model.dtype).removeprefix("torch.")
@@ -105,7 +115,7 @@ def read_plan(name: str | Path, target: PreTrainedModel, batch_size: int = 1) ->
     if not is_artifact(name):
         return None
     folder = artifact_folder(name)
-    key = f"{device_name(target.device)}, {dtype_name(target)}, batch {batch_size}"
+    key = f"{machine(target)}, {dtype_name(target)}, batch {batch_size}"
     found = _plans(folder).get(key)
     if found is None:
         return None

@@ -16,11 +16,12 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, OptionError
+from headstart.heads.core import device_of
 from headstart.heads.several import members
 
 from .costs import STEPS, Costs, decode_times, measure_costs, sizes
 from .optimal import OptimalTrees, expected_tokens
-from .plan import Plan, device_name, dtype_name
+from .plan import Plan, dtype_name, machine
 from .policies import StaticTree
 from .ranks import BATCH, Replayed, acceptance, best_tree, measure_ranks, replay, write_texts
 from .speculator import Speculator
@@ -104,7 +105,7 @@ def make_plan(
             f"found {several} drafters, and a plan is one drafter's; plan them one by one: "
             "together they decode with their own trees."
         )
-    prompts = [prompt.flatten().to(target.device) for prompt in prompts]
+    prompts = [prompt.flatten().to(device_of(target)) for prompt in prompts]
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
     trials = batches * -(-_RUNS // len(batches)) if measure else []
     parts = 2 * -(-len(prompts) // BATCH) + STEPS + len(trials)
@@ -124,7 +125,7 @@ def make_plan(
     best = found[0]
     pays = best.best_known >= WORTH
     return Plan(
-        device=device_name(target.device),
+        device=machine(target),
         dtype=dtype_name(target),
         batch_size=batch_size,
         policy=best.name if pays else "plain",

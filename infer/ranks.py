@@ -95,7 +95,7 @@ def write_texts(
 
 def decode_greedily(speculator: Speculator, prompts: Sequence[Tensor], new_tokens: int) -> Tensor:
     """Decode a batch of prompts [P]: [B, the longest P + new] int64, padded on the left."""
-    device = speculator.model.device
+    device = speculator.device
     flipped = pad_sequence([prompt.flip(0) for prompt in prompts], batch_first=True)
     mask = pad_sequence([torch.ones_like(p) for p in prompts], batch_first=True).flip(1)
     return speculator.generate(

@@ -28,7 +28,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import Drafter, OptionError, Sampling, load_drafter
 from headstart.heads.artifact import read_tree
-from headstart.heads.core import row_seeds
+from headstart.heads.core import offloaded, row_seeds
 from headstart.heads.several import Several, members
 
 from .dynamic import parse_tree
@@ -63,8 +63,8 @@ class Speculator:
             is best with.
         tokenizer: only needed for `stop_strings`.
         graphs: whether rounds are captured as CUDA graphs and replayed, and overlap with the host's
-            reading; None for on a GPU only. A graph has the model's weights and hooks built in:
-            after changing them, make a new speculator.
+            reading; None for on a GPU only, and not for weights that are streamed in. A graph has
+            the model's weights and hooks built in: after changing them, make a new speculator.
         attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
             see `heads/core/attention.py`; `auto`, that on CUDA, where the target passes a trial.
 
@@ -97,13 +97,24 @@ class Speculator:
         layers = () if drafter is None else tuple(drafter.config.feature_layers)
         self.target = Target(target, layers, attention)
         self.stats = Stats()
-        on_gpu = self.target.model.device.type == "cuda"
-        self.rounds = Rounds.on(target.device) if graphs or (graphs is None and on_gpu) else None
+        device, streamed = self.device, offloaded(target)
+        if graphs and streamed:
+            raise OptionError(
+                "graphs is True, and the target's weights are streamed in for each forward, which "
+                "no graph repeats; leave graphs out, or load the target whole."
+            )
+        captured = device.type == "cuda" and not streamed if graphs is None else graphs
+        self.rounds = Rounds.on(device) if captured else None
 
     @property
     def model(self) -> PreTrainedModel:
         """The target."""
         return self.target.model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target runs, wherever its weights are kept."""
+        return self.target.device
 
     def generate(self, input_ids: Tensor | None = None, **options: Any) -> Any:
         """`model.generate(input_ids, custom_generate=self, **options)`, and what that cannot do.

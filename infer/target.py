@@ -15,6 +15,7 @@ from headstart.heads.core import (
     FeatureTap,
     PositionLimit,
     choose_attention,
+    device_of,
     in_steps,
     prefill_forward,
     probe_layers,
@@ -49,6 +50,11 @@ class Target:
             weakref.finalize(self, self.tap.close)
         self.cache, self._featureless = SlabCache(self.shapes, 0, 0), torch.empty(0, 0, 0)
         self.limit = PositionLimit.of(model)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target runs, and takes its tokens."""
+        return device_of(self.model)
 
     def prefill(
         self, tokens: Tensor, counts: Sequence[int], capacity: int

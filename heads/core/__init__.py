@@ -14,6 +14,7 @@ from .forward import (
     tree_mask,
     tree_run,
 )
+from .offload import device_of, keep_resident, offloaded, streamed_from, weight_of
 from .probe import ATTENTION, check_tree, choose_attention
 from .sampling import STATEFUL, Sampling, Stream, argmax, draw, gumbel, place, row_seeds, uniform
 from .tree import TokenTree, Topology, ancestor_mask, parents_of_paths
@@ -41,17 +42,22 @@ __all__ = [
     "causal_run",
     "check_tree",
     "choose_attention",
+    "device_of",
     "draw",
     "gumbel",
     "in_steps",
+    "keep_resident",
+    "offloaded",
     "output_layer",
     "parents_of_paths",
     "place",
     "prefill_forward",
     "probe_layers",
     "row_seeds",
+    "streamed_from",
     "tree_forward",
     "tree_mask",
     "tree_run",
     "uniform",
+    "weight_of",
 ]

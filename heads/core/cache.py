@@ -23,6 +23,7 @@ from transformers.cache_utils import (
 
 from .attention import no_triton
 from .errors import UnsupportedTarget
+from .offload import device_of
 
 SLOT_STEP = 64
 """Slots grow, and are attended to, in steps of this size, so shapes seldom change."""
@@ -58,7 +59,7 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     was_training = model.training
     model.eval()
     with torch.no_grad():
-        token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+        token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
         model(input_ids=token, past_key_values=cache, use_cache=True)
     model.train(was_training)
     shapes = []

@@ -18,6 +18,7 @@ from .attention import no_kernel
 from .cache import LayerShape, SlabCache
 from .errors import OptionError, UnsupportedTarget
 from .forward import AttentionWindows, tree_forward
+from .offload import device_of
 from .tree import Topology
 
 _PARENTS = [
@@ -101,10 +102,10 @@ def check_tree(
         UnsupportedTarget: the difference is more than rounding, or the tree forward fails.
     """
     config = model.config.get_text_config(decoder=True)
-    parents = torch.tensor(_PARENTS, device=model.device)
+    parents = torch.tensor(_PARENTS, device=device_of(model))
     topology = Topology.from_parents(parents, max_depth=5)
     # From the middle of the vocabulary, away from special tokens.
-    tokens = torch.arange(parents.numel(), device=model.device) + config.vocab_size // 2
+    tokens = torch.arange(parents.numel(), device=parents.device) + config.vocab_size // 2
     tokens = (tokens % config.vocab_size).view_as(parents)  # [2, N]
     paths = tokens.gather(1, topology.paths[:, -_COMPARED:].flatten(1))  # [2, 3(D+1)]
 

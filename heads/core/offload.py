@@ -1,0 +1,105 @@
+"""Models whose weights do not fit: accelerate's hooks stream them in, from CPU memory or disk.
+
+Between forwards such a weight lies on the `meta` device, with a shape and no data. Its module's
+hook brings it to the device that the module runs on, for as long as the module's forward takes. So
+a layer is called, not multiplied with; and what reads a weight asks for it here.
+
+Sources: accelerate's `dispatch_model`, `cpu_offload` and `disk_offload`; transformers' `device_map`
+and `max_memory` end in the first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import align_module_device, has_offloaded_params
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .errors import UnsupportedTarget
+
+
+def offloaded(model: nn.Module) -> bool:
+    """Whether any weight of a model is brought in for every forward."""
+    return any(map(has_offloaded_params, model.modules()))
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device that a module runs on, going by its first weight: there its inputs belong."""
+    first, weight = next(
+        (part, weight) for part in module.modules() for weight in part.parameters(recurse=False)
+    )
+    if not has_offloaded_params(first):
+        return weight.device
+    hook: Any = first._hf_hook
+    return torch.empty(0, device=hook.execution_device).device  # with its index, as weights have it
+
+
+def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
+    """A module's own weight to read or copy from, on the device that the module runs on.
+
+    Raises:
+        UnsupportedTarget: it has no data, and no hook that would know where it is.
+    """
+    with align_module_device(module):
+        weight = getattr(module, name)
+    if weight.is_meta:
+        raise UnsupportedTarget(
+            f"the {name} of a {type(module).__name__} has no data and no offloading hook of its "
+            "own; load the target with from_pretrained, with a device_map where it does not fit."
+        )
+    return weight
+
+
+def keep_resident(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
+    """Bring in the weights of a model's layers to stay, for the model and for who else calls them.
+
+    Embedding and output layer go on sharing a weight where they do.
+    """
+    streamed = [part for layer in layers for part in layer.modules() if has_offloaded_params(part)]
+    for part in streamed:
+        hook: Any = part._hf_hook
+        hook.pre_forward(part)
+        hook.offload = False  # it goes on moving inputs, and weights no longer
+    first, last = (_end(model, end) for end in ("input", "output"))
+    tied = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
+    if tied and first in streamed and last in streamed and device_of(first) == device_of(last):
+        last.weight = first.weight
+
+
+def streamed_from(model: PreTrainedModel) -> str:
+    """Where a model's layers are streamed from, and how many of them; empty where none are.
+
+    The share is that of their bytes, to a tenth: where each layer lies may depend on what memory
+    was free. Embedding and output layer are not counted, since a drafter may have made them stay.
+
+    Example: `90% from disk`.
+    """
+    ends = [_end(model, end) for end in ("input", "output")]
+    sizes: Counter[str] = Counter()
+    for module in model.modules():
+        hook: Any = module._hf_hook if has_offloaded_params(module) else None
+        for name, weight in module.named_parameters(recurse=False):
+            if module not in ends:
+                sizes[_place(hook, name)] += weight.numel() * weight.element_size()
+    places = [place for place in ("cpu", "disk") if sizes[place]]
+    share = round(10 * (1 - sizes[""] / max(sizes.total(), 1)))
+    return f"{10 * share}% from {' and '.join(places)}" if places else ""
+
+
+def _end(model: PreTrainedModel, end: str) -> Any:
+    return getattr(model, f"get_{end}_embeddings")()
+
+
+def _place(hook: Any, name: str) -> str:
+    """Where a hook has a weight of its module: `cpu` or `disk`; empty where it stays."""
+    if hook is None:
+        return ""
+    kept, prefix = hook.weights_map, ""
+    if hasattr(kept, "prefix"):
+        kept, prefix = kept.dataset, kept.prefix
+    in_memory = getattr(kept, "state_dict", kept)  # accelerate's loader holds that, and files
+    return "cpu" if f"{prefix}{name}" in in_memory else "disk"
