@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from .core import ArtifactError, OptionError, output_layer
+from .core import ArtifactError, OptionError, device_of, offloaded, output_layer, weight_of
 
 ADAPTER = "adapter"
 ADAPTER_CONFIG = f"{ADAPTER}/adapter_config.json"
@@ -111,6 +111,7 @@ class Adapter:
                 torch.manual_seed(_SEED)
                 warnings.simplefilter("ignore")  # of the layers' kinds, which are no news here
                 self._wrapped = peft.get_peft_model(target, config)
+                self._bring_in()
         except ValueError as error:
             reason = " ".join(str(error).split())[:160]
             raise OptionError(
@@ -160,7 +161,7 @@ class Adapter:
         """
         found = hashlib.sha256()
         for name, layer in self._layers().items():
-            weight = layer.get_base_layer().weight
+            weight = weight_of(layer.get_base_layer())
             if not weight.is_floating_point():
                 return ""
             rows = weight.detach()[[0, -1]].to("cpu", torch.bfloat16).contiguous()
@@ -208,10 +209,22 @@ class Adapter:
     def merge(self) -> None:
         """Make the adapter's change part of the target's own weights.
 
-        Quantized weights would be rounded again, so there the adapter stays beside them.
+        Quantized weights would be rounded again, and streamed ones are files that are not ours to
+        write: there the adapter stays beside them.
         """
-        if all(w.get_base_layer().weight.is_floating_point() for w in self._layers().values()):
+        plain = all(w.get_base_layer().weight.is_floating_point() for w in self._layers().values())
+        if plain and not offloaded(self._wrapped):
             self._leave(self._wrapped.merge_and_unload)
+
+    def _bring_in(self) -> None:
+        """Give data to factors that peft put beside a streamed weight, which has none itself."""
+        for layer in self._layers().values():
+            if layer.get_base_layer().weight.is_meta:
+                place = device_of(layer.get_base_layer())
+                for part in (layer.lora_A, layer.lora_B):
+                    part.to_empty(device=place)
+                for name in layer.lora_A:
+                    layer.reset_lora_parameters(name, True)
 
     def _leave(self, how: Any) -> None:
         how()
