@@ -66,7 +66,8 @@ def keep_resident(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
         hook.offload = False  # it goes on moving inputs, and weights no longer
     first, last = (_end(model, end) for end in ("input", "output"))
     tied = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
-    if tied and first in streamed and last in streamed and device_of(first) == device_of(last):
+    here = not any(map(has_offloaded_params, (first, last)))
+    if streamed and tied and here and device_of(first) == device_of(last):
         last.weight = first.weight
 
 
