@@ -41,7 +41,7 @@ def load_drafter(
     allow_pickle: bool = False,
     **options: Any,
 ) -> Drafter:
-    """Load a drafter and bind it to its target, on the device that the target's output layer runs on.
+    """Load a drafter and bind it to its target, where the target's output layer runs.
 
     A drafter that was trained with its target (Medusa-2) changes the target that is passed: its
     adapter is merged into the weights, in place, and decoding has the adapted target's output.

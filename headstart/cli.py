@@ -12,6 +12,7 @@ import argparse
 import io
 import math
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -40,6 +41,14 @@ _TARGET = "the model to make faster: a folder or a Hub name (default: the artifa
 _FAMILY = "medusa, redrafter, draft_model, lookup, …, or all: each of them on one target, compared"
 _DTYPE = "float32, bfloat16, … (default: as saved)"
 _DEVICE = "cpu, cuda, cuda:1, … (default: a GPU if there is one)"
+_MEMORY = (
+    "for a target that does not fit: so much of its weights is kept on each device, and the rest is "
+    "streamed in from CPU memory, then from disk; e.g. 0=20GB,cpu=100GB, or cpu=8GB without a GPU"
+)
+_FOLDER = (
+    "where weights are written that --max-memory leaves to the disk and that are not read from the "
+    "target's own safetensors"
+)
 _ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
 _DRAFTER = _ARTIFACT + "; or another's checkpoint; or a smaller model; or lookup, lookup+ARTIFACT"
 _PICKLE = "read the tensors alone of a drafter's file that is a pickle"
@@ -129,7 +138,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--batch-size", metavar="N", type=_positive, default=1, help="prompts decoded at once"
     )
     plan.add_argument(
-        "--max-nodes", metavar="N", type=_positive, default=64, help="the largest tree considered"
+        "--max-nodes",
+        metavar="N",
+        type=_positive,
+        help="the largest tree considered (default: 64, or 768 with --max-memory)",
     )
     plan.add_argument(
         "--measure",
@@ -245,6 +257,8 @@ def _model_options(parser: argparse.ArgumentParser, several: bool = False) -> No
 def _placing_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", metavar="DTYPE", help=_DTYPE)
     parser.add_argument("--device", metavar="DEVICE", help=_DEVICE)
+    parser.add_argument("--max-memory", metavar="DEVICE=SIZE,…", type=_memory, help=_MEMORY)
+    parser.add_argument("--offload-folder", metavar="DIR", type=Path, help=_FOLDER)
 
 
 def _prompt_options(parser: argparse.ArgumentParser, required: bool = True) -> None:
@@ -314,6 +328,24 @@ def _whole(text: str) -> int:
 
 def _temperature(text: str) -> float:
     return _number(text, float, lambda t: 0 <= t < math.inf, "a finite number from 0")
+
+
+def _memory(text: str) -> dict[int | str, str]:
+    """Sizes by device, in transformers' words.
+
+    >>> _memory("0=20GB,cpu=1.5GiB")
+    {0: '20GB', 'cpu': '1.5GiB'}
+    """
+    found: dict[int | str, str] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+|cpu)=(\d+(?:\.\d+)?[KMG]i?B)", part.strip())
+        if match is None:
+            raise argparse.ArgumentTypeError(
+                f"found {text!r}, expected sizes by device in KB, MB or GB, such as 0=20GB,cpu=1.5GB"
+            )
+        device, size = match.groups()
+        found[device if device == "cpu" else int(device)] = size
+    return found
 
 
 def _share(text: str) -> float:

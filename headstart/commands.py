@@ -182,7 +182,8 @@ def _suite(options: argparse.Namespace) -> int:
     from headstart.suite import make_job, run_suite
 
     given = ("target", "drafter", "tree", "rule", "expansion", "dtype", "prompts", "limit")
-    for name in (*given, "prefix_tokens", "temperature", "seed", "allow_pickle"):
+    given += ("prefix_tokens", "temperature", "seed", "allow_pickle", "max_memory", "offload_folder")
+    for name in given:
         if getattr(options, name):
             raise UsageError(f"--{name.replace('_', '-')} does not go with --suite; leave it out")
     job = make_job(
@@ -357,7 +358,7 @@ def _stats_line(stats: Stats, seconds: float) -> str:
 
 
 def _load(options: argparse.Namespace) -> Speculator:
-    """The Speculator for --target, --drafter, --tree, --rule, --dtype and --device.
+    """The Speculator for --target, --drafter, --tree, --rule, --dtype and where it is placed.
 
     Without --tree it takes the one that the artifact was measured with. Where trees or rules are
     lists, they are left to the caller.
@@ -377,8 +378,7 @@ def _load(options: argparse.Namespace) -> Speculator:
             raise UsageError("neither --target nor --drafter given; name at least one")
         import headstart
 
-        if (device := find_device(getattr(options, "device", None))).type != "cpu":
-            given["device_map"] = {"": device}
+        given |= _placing(options)
         try:
             return headstart.load(options.target, drafters, **given)
         except OSError as error:  # transformers' message may not even name the model
@@ -403,6 +403,30 @@ def _drafters(options: argparse.Namespace) -> list[str]:
             f"--drafter {' and '.join(named)} belongs to no target; name one with --target"
         )
     return found
+
+
+def _placing(options: argparse.Namespace) -> dict[str, Any]:
+    """What --device, --max-memory and --offload-folder are to `from_pretrained`."""
+    name, memory = getattr(options, "device", None), getattr(options, "max_memory", None)
+    folder = getattr(options, "offload_folder", None)
+    if memory is None:
+        if folder is not None:
+            raise UsageError("--offload-folder without --max-memory, and nothing is offloaded")
+        device = find_device(name)
+        return {} if device.type == "cpu" else {"device_map": {"": device}}
+    if name is not None:
+        raise UsageError("--max-memory names the devices itself; leave --device out")
+    import torch
+
+    missing = [
+        device for device in memory if device not in ("cpu", *range(torch.cuda.device_count()))
+    ]
+    if missing:
+        raise UsageError(
+            f"--max-memory names GPU {missing[0]}, and torch {torch.__version__} finds "
+            f"{torch.cuda.device_count()} GPUs here; name those that are, or cpu alone"
+        )
+    return {"device_map": "auto", "max_memory": memory, "offload_folder": folder}
 
 
 def find_device(name: str | None) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, TokenTree
+from headstart.heads.core import device_of, offloaded
 
 from .graphs import repeated
 from .policies import StaticTree
@@ -25,6 +27,10 @@ from .timing import Call, interleaved, medians
 _CALLS = 8  # turns that each forward gets to be timed
 _BURST = 5  # timed calls in a turn
 _RUNS = 5  # times each probe decodes
+_WARM = 16  # new tokens that warm up what has no graphs to capture
+
+SECONDS = 300.0
+"""No timing goes on for longer, but that each contender has a turn; slow targets get few."""
 
 STEPS = 2 * _CALLS + _RUNS
 """How often `measure_costs` ticks."""
@@ -92,8 +98,8 @@ def measure_costs(
     new_tokens = max(len(text.tokens) - text.prompt for text in texts)
     speculators = {str(tree): Speculator(target, drafter, tree=tree) for tree in probes}
     speculators |= {"plain": Speculator(target)}
-    seconds = decode_times(speculators, [prompts] * _RUNS, new_tokens, tick)
-    rounds = {name: 1e3 * statistics.median(each) for name, each in seconds.per_round.items()}
+    done = decode_times(speculators, [prompts] * _RUNS, new_tokens, tick, SECONDS)
+    rounds = {name: 1e3 * statistics.median(each) for name, each in done.per_round.items()}
     costs = Costs(rounds["plain"], verify, begin, extend, (0.0, 0.0, 0.0))
     rest = [rounds[str(tree)] - costs.forwards(tree) for tree in probes]
     shape = [(1.0, tree.nodes, tree.max_depth) for tree in probes]
@@ -134,26 +140,30 @@ def decode_times(
     batches: Sequence[Sequence[Tensor]],
     new_tokens: int,
     tick: Tick = lambda: None,
+    seconds: float = math.inf,
 ) -> Decoded:
     """Decode batches of prompts [P] greedily with every speculator in turn, once warmed up.
 
     Args:
-        tick: called after each batch.
+        tick: called after each batch, and for those that are left out.
+        seconds: after so many no further batch is begun; the first one always is.
     """
     found = Decoded({name: [] for name in speculators}, Counter(), Counter(), Counter())
-    for number, prompts in enumerate([batches[0], *batches]):
-        for name, speculator in speculators.items():
+    end = time.perf_counter() + seconds
+    for speculator in speculators.values():
+        warm = new_tokens if speculator.rounds is not None else min(new_tokens, _WARM)
+        decode_greedily(speculator, batches[0], warm)
+    for number, prompts in enumerate(batches):
+        late = number > 0 and time.perf_counter() > end
+        for name, speculator in () if late else speculators.items():
             decode_greedily(speculator, prompts, new_tokens)
             stats = speculator.stats
-            if number == 0:
-                continue  # warms up
             loops = len(stats.counts)
             found.per_round[name].append(stats.decode_seconds / max(loops, 1))
             found.loops[name] += loops
             found.rounds[name] += stats.rounds
             found.tokens[name] += stats.tokens
-        if number:
-            tick()
+        tick()
     return found
 
 
@@ -188,14 +198,15 @@ def verify_costs(
     target.prefill(context, [length] * batch, length + max(counts))
     lengths = torch.full_like(context[:, 0], length)
     contenders: dict[int, Call] = {}
-    even = context.device.type == "cpu"  # a captured round takes lengths from the device
+    captured = _captured(model)
+    even = not captured  # a captured round takes lengths from the device
     for count in counts:
         topology, qrow = StaticTree([[r] for r in range(count - 1)]).shape(batch, context.device)
         tokens = context[:, :1].expand(-1, count).contiguous()
         tree = TokenTree(tokens, topology, None, qrow)
         contenders[count] = lambda tree=tree: target.verify(tree, lengths, length, even)
-    contenders = repeated(context.device, contenders)
-    times = interleaved(contenders, context.device, _CALLS, _BURST, tick)
+    contenders = repeated(context.device, contenders) if captured else contenders
+    times = interleaved(contenders, context.device, _CALLS, _BURST, tick, SECONDS)
     if target.tap is not None:
         target.tap.close()
     return medians(times)
@@ -234,9 +245,14 @@ def _drafter_costs(
 
     levels = [] if drafter.independent or depth < 2 else list(counts)
     work = {0: begin, **{width: extend(width) for width in levels}}
-    contenders = repeated(context.device, work)
-    times = medians(interleaved(contenders, context.device, _CALLS, _BURST, tick))
+    contenders = repeated(context.device, work) if _captured(drafter.target) else work
+    times = medians(interleaved(contenders, context.device, _CALLS, _BURST, tick, SECONDS))
     return times[0], {width: max(times[width] - times[0], 0.0) for width in levels}
+
+
+def _captured(target: PreTrainedModel) -> bool:
+    """Whether a target's rounds run as graphs."""
+    return device_of(target).type == "cuda" and not offloaded(target)
 
 
 def _context(texts: Sequence[Written]) -> Tensor:

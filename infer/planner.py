@@ -16,14 +16,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, OptionError
-from headstart.heads.core import device_of
+from headstart.heads.core import device_of, offloaded
 from headstart.heads.several import members
 
-from .costs import STEPS, Costs, decode_times, measure_costs, sizes
+from .costs import SECONDS, STEPS, Costs, decode_times, measure_costs, sizes
 from .optimal import OptimalTrees, expected_tokens
 from .plan import Plan, dtype_name, machine
 from .policies import StaticTree
-from .ranks import BATCH, Replayed, acceptance, best_tree, measure_ranks, replay, write_texts
+from .ranks import BATCH, RANKS, Replayed, acceptance, best_tree, measure_ranks, replay, write_texts
 from .speculator import Speculator
 
 WORTH = 1.02
@@ -35,7 +35,9 @@ _CARTESIAN = (
     (2, 1), (3, 1), (2, 2), (2, 1, 1), (3, 2, 1), (2, 2, 2), (4, 2, 1, 1), (3, 2, 1, 1, 1),
     (4, 3, 2, 1), (6, 3, 2),
 )  # fmt: skip
-_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16)  # limits tried where every level costs a forward
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # limits tried where every level costs a forward
+_SMALL = 64  # trees of more nodes reach deeper, and to ranks that are less likely
+_HUGE = 768  # Sequoia's for a target in CPU memory
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def make_plan(
     prompts: Sequence[Tensor],
     *,
     batch_size: int = 1,
-    max_nodes: int = 64,
+    max_nodes: int | None = None,
     new_tokens: int = 128,
     measure: int = 0,
     progress: bool = False,
@@ -87,13 +89,16 @@ def make_plan(
     Args:
         drafter: bound to the target.
         prompts: token ids, each [P] or [1, P].
-        max_nodes: the largest tree considered, the root counted.
+        max_nodes: the largest tree considered, the root counted; None takes 64, or 768 for a target
+            whose weights are streamed in, where a node costs next to nothing.
         measure: decode with the best so many candidates, and let that decide among them.
         progress: show a bar on stderr.
 
     Raises:
         OptionError: too few prompts, nodes or new tokens, or prompts that the target ends at once.
     """
+    if max_nodes is None:
+        max_nodes = _HUGE if offloaded(target) else _SMALL
     if batch_size < 1 or max_nodes < 2 or measure < 0 or len(prompts) < batch_size:
         raise OptionError(
             f"found {len(prompts)} prompts, batch size {batch_size}, {max_nodes} nodes and "
@@ -111,7 +116,7 @@ def make_plan(
     parts = 2 * -(-len(prompts) // BATCH) + STEPS + len(trials)
     with tqdm(total=parts, desc="plan", unit="part", disable=not progress) as bar:
         texts = write_texts(target, drafter, prompts, new_tokens, bar.update)
-        ranks = measure_ranks(drafter, texts, min(max_nodes - 1, _DEPTHS[-1]), bar.update)
+        ranks = measure_ranks(drafter, texts, min(max_nodes - 1, _reach(max_nodes)[0]), bar.update)
         if not sum(map(len, ranks)):
             raise OptionError(
                 "the target ends every text after its first token, so there is no round to plan; "
@@ -186,15 +191,21 @@ def _shapes(ranks: Sequence[Tensor], max_nodes: int, independent: bool) -> Itera
         yield _Shape(name, paths, Replayed(tokens, rounds))
 
 
+def _reach(max_nodes: int) -> tuple[int, int]:
+    """How deep trees of at most so many nodes go, and how many ranks they tell apart."""
+    return (16, RANKS) if max_nodes <= _SMALL else (_DEPTHS[-1], 32)
+
+
 def _fitted(
     ranks: Sequence[Tensor], max_nodes: int, independent: bool
 ) -> dict[str, list[list[int]]]:
     """Trees made for these ranks, by name: sparse measured ones and optimal static ones."""
     depth, trees = ranks[0].shape[1], {}
-    accept = acceptance(ranks)[0]  # [K, W]
+    width = _reach(max_nodes)[1]
+    accept = acceptance(ranks, width)[0]  # [K, W]
     counts = sizes(max_nodes)[2:] or [max_nodes]
     for count in counts:
-        trees[f"sparse:{count}"] = best_tree(ranks, count)
+        trees[f"sparse:{count}"] = best_tree(ranks, count, width=width)
     # Heads that answer at once make a shallow tree no cheaper.
     limits = [depth] if independent else [d for d in _DEPTHS if d < depth] + [depth]
     for limit in limits:
@@ -250,7 +261,7 @@ def _measure(
     speculators = {"plain": Speculator(target)}
     for candidate in found[:count]:
         speculators[candidate.name] = Speculator(target, drafter, tree=candidate.tree)
-    done = decode_times(speculators, batches, new_tokens, bar.update)
+    done = decode_times(speculators, batches, new_tokens, bar.update, SECONDS)
 
     def measured(candidate: Candidate) -> Candidate:
         # The median round of all runs, since a machine that stalls does so in a few of them.

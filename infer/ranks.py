@@ -28,7 +28,7 @@ MISSED = 1 << 20
 
 BATCH = 32  # texts written and recorded at once
 _DEPTH = 8  # levels recorded of a drafter that has no bound of its own
-_RANKS = 10  # deeper ranks are never worth a node, and few prompts would overrate them
+RANKS = 10  # deeper ones are not worth a node of a small tree, and few prompts overrate them
 
 Tick = Callable[[], object]
 _T = TypeVar("_T")
@@ -204,7 +204,7 @@ def _rank(step: Step, row: int, wanted: Tensor) -> Tensor:
     return rank if known is None else torch.where(known, rank, MISSED)
 
 
-def acceptance(ranks: Sequence[Tensor], width: int = _RANKS) -> tuple[np.ndarray, np.ndarray]:
+def acceptance(ranks: Sequence[Tensor], width: int = RANKS) -> tuple[np.ndarray, np.ndarray]:
     """The acceptance vector: how often the true token stands at rank b.
 
     Args:
@@ -274,7 +274,9 @@ def _rounds(row: list[tuple[int, ...]], tree: set[tuple[int, ...]]) -> Iterator[
         at += depth + 1
 
 
-def best_tree(ranks: Sequence[Tensor], nodes: int, passes: int = 4) -> list[list[int]]:
+def best_tree(
+    ranks: Sequence[Tensor], nodes: int, passes: int = 4, width: int = RANKS
+) -> list[list[int]]:
     """The static tree of `nodes` nodes, the root counted, that accepts most (Medusa's sparse tree).
 
     A position accepts the node of rank path (r1 … rd) when the true tokens stand at just those
@@ -286,6 +288,7 @@ def best_tree(ranks: Sequence[Tensor], nodes: int, passes: int = 4) -> list[list
 
     Args:
         ranks: [M, K] for each text, see `measure_ranks`.
+        width: how many ranks a node may have.
 
     Returns:
         Rank paths, most frequent first.
@@ -299,7 +302,7 @@ def best_tree(ranks: Sequence[Tensor], nodes: int, passes: int = 4) -> list[list
     for _ in range(passes):
         counts: Counter[tuple[int, ...]] = Counter()
         for position in starts:
-            likely = itertools.takewhile(lambda rank: rank < _RANKS, position)
+            likely = itertools.takewhile(lambda rank: rank < width, position)
             counts.update(itertools.accumulate((rank,) for rank in likely))
         # Shorter first among equals, so that every path comes after its prefixes.
         order = sorted(counts, key=lambda path: (-counts[path], len(path), path))

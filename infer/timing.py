@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -10,6 +11,9 @@ from typing import Any
 import torch
 
 Call = Callable[[], Any]
+
+_LONG = 0.2
+"""A call that takes so many seconds is timed well enough alone."""
 
 
 def wait(device: torch.device) -> None:
@@ -50,26 +54,32 @@ def interleaved(
     repeats: int,
     calls: int,
     tick: Call = lambda: None,
+    seconds: float = math.inf,
 ) -> dict[Any, list[float]]:
     """Milliseconds a call of each contender, in each of `repeats` turns.
 
     The contenders take turns, so that a machine whose speed drifts slows all of them alike. A turn
     is one call that is not timed, since it finds the caches full of another's data, and `calls`
-    that are timed as a whole.
+    that are timed as a whole; of long calls, one.
 
     Args:
-        tick: called after each turn of all.
+        tick: called after each turn of all, and for those that are left out.
+        seconds: after so many no further turn of all is begun; the first one always is.
     """
     watch = Stopwatch(device)
     times: dict[Any, list[float]] = {name: [] for name in contenders}
-    for _ in range(repeats):
-        for name, contender in contenders.items():
+    end = time.perf_counter() + seconds
+    for turn in range(repeats):
+        late = turn > 0 and time.perf_counter() > end
+        for name, contender in () if late else contenders.items():
+            started = time.perf_counter()
             contender()
             wait(device)
+            burst = calls if time.perf_counter() - started < _LONG else 1
             begun = watch.mark()
-            for _ in range(calls):
+            for _ in range(burst):
                 contender()
-            times[name].append(watch.between(begun, watch.mark()) / calls)
+            times[name].append(watch.between(begun, watch.mark()) / burst)
         tick()
     return times
 
