@@ -77,7 +77,7 @@ def bench(
     seeded = options | ({"seed": seed} if sampled else {})
     model = speculator.model
     contenders: dict[str, Contender] = {
-        "plain": speculating(Speculator(model, graphs=speculator.rounds is not None), **seeded),
+        "plain": speculating(_plain(speculator), **seeded),
         "speculator": speculating(speculator, **seeded),
         "generate": generating(model, **options),
         "bare": bare_loop(model, new_tokens),
@@ -93,6 +93,12 @@ def bench(
             loop = 1e3 * (runs["speculator"].seconds - replayed) / stats.rounds
         measured.append(Measured(runs, stats, loop))
     return _report(speculator, measured, sampled)
+
+
+def _plain(speculator: Speculator) -> Speculator:
+    """Plain decoding by the same means."""
+    graphs, compiled = speculator.rounds is not None, speculator.target.compile
+    return Speculator(speculator.model, graphs=graphs, compile=compiled)
 
 
 def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:

@@ -67,6 +67,8 @@ class Speculator:
             the model's weights and hooks built in: after changing them, make a new speculator.
         attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
             see `heads/core/attention.py`; `auto`, that on CUDA, where the target passes a trial.
+        compile: whether the target's forwards are compiled, or the mode of `torch.compile`, see
+            `Target`; the first round of each batch size then takes long.
 
     Attributes:
         stats: what the last call did.
@@ -83,6 +85,7 @@ class Speculator:
         tokenizer: PreTrainedTokenizerBase | None = None,
         graphs: bool | None = None,
         attention: str = "auto",
+        compile: bool | str = False,
     ):
         if drafter is not None and not isinstance(drafter, Drafter):
             drafter = Several(drafter) if len(drafter) > 1 else next(iter(drafter), None)
@@ -95,7 +98,7 @@ class Speculator:
         check_rule(sampled, self.tree)
         self.tree.check(drafter, self._expansion(sampled))
         layers = () if drafter is None else tuple(drafter.config.feature_layers)
-        self.target = Target(target, layers, attention)
+        self.target = Target(target, layers, attention, compile)
         self.stats = Stats()
         device, streamed = self.device, offloaded(target)
         if graphs and streamed:
@@ -357,6 +360,7 @@ def load(
     graphs: bool | None = None,
     attention: str = "auto",
     allow_pickle: bool = False,
+    compile: bool | str = False,
     **options: Any,
 ) -> Speculator:
     """Load target and drafter and return the Speculator over them.
@@ -367,7 +371,7 @@ def load(
             plainly; several decode together, see `Union`.
         tree: see `Speculator`; None takes the artifact's plan for this machine, where nothing pays
             to decode plainly, or else the tree that it was measured with; of several, each one's.
-        rule, expansion, graphs, attention: see `Speculator`.
+        rule, expansion, graphs, attention, compile: see `Speculator`.
         allow_pickle: see `load_drafter`.
         options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
 
@@ -404,6 +408,7 @@ def load(
         tokenizer=tokenizer,
         graphs=graphs,
         attention=attention,
+        compile=compile,
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads import SlabCache, TokenTree
+from headstart.heads import OptionError, SlabCache, TokenTree
 from headstart.heads.core import (
     AttentionWindows,
     FeatureTap,
@@ -22,6 +24,32 @@ from headstart.heads.core import (
     tree_forward,
 )
 
+MODES = ("default", "max-autotune-no-cudagraphs")
+"""The modes of `torch.compile` that capture no graphs of their own; ours hold the whole round."""
+
+
+def _compiled(model: PreTrainedModel, mode: bool | str, attention: str) -> Callable[..., Any]:
+    """A model's forward, compiled for the shapes that it meets; hooks of its parts run in it."""
+    mode = "default" if mode is True else mode
+    if mode not in MODES:
+        raise OptionError(
+            f"compile is {mode!r}; expected True, False or one of {', '.join(MODES)}: rounds are "
+            "captured as graphs whole."
+        )
+    if attention == "masked":
+        raise OptionError(
+            "compile with attention='masked': its masks grow with the text, and each would be "
+            "compiled anew; leave attention out."
+        )
+
+    def run(**inputs: Any) -> Any:
+        return model(**inputs)
+
+    # What is compiled is kept by code, and its guards overlook hooks: with code of its own, a
+    # target never meets what was compiled for another one's features.
+    own = FunctionType(run.__code__.replace(), globals(), closure=run.__closure__)
+    return torch.compile(own, dynamic=False, mode=mode)
+
 
 class Target:
     """A causal language model behind the three calls of a round.
@@ -30,8 +58,11 @@ class Target:
         model: any causal language model of transformers whose cache can be rolled back.
         feature_layers: the hidden states to capture, see `FeatureTap`; empty for none.
         attention: how trees attend, see `choose_attention`.
+        compile: whether forwards over trees are compiled by `torch.compile`, once for each shape,
+            or the mode in which; they attend by tree attention then. Prompts run as they are.
 
     Raises:
+        OptionError: a mode that captures graphs itself, or masked attention to be compiled.
         UnsupportedTarget: the model cannot be driven by a token tree; the message names why.
 
     Attributes:
@@ -39,12 +70,19 @@ class Target:
     """
 
     def __init__(
-        self, model: PreTrainedModel, feature_layers: Sequence[int] = (), attention: str = "auto"
+        self,
+        model: PreTrainedModel,
+        feature_layers: Sequence[int] = (),
+        attention: str = "auto",
+        compile: bool | str = False,
     ):
-        self.model = model
+        self.model, self.compile = model, compile
+        self._run = _compiled(model, compile, attention) if compile else None
         windows = AttentionWindows.of(model)
         self.shapes = probe_layers(model)
-        self.windows = choose_attention(model, windows, self.shapes, attention)
+        self.windows = choose_attention(
+            model, windows, self.shapes, "tree" if compile else attention, bool(compile)
+        )
         self.tap = FeatureTap(model, feature_layers) if feature_layers else None
         if self.tap is not None:
             weakref.finalize(self, self.tap.close)
@@ -113,6 +151,7 @@ class Target:
             live,
             longest if even else None,
             shape if shape.children is not None else None,
+            self._run,
         )
         return logits, self._features(tree.tokens)
 

@@ -9,6 +9,10 @@ be computed apart, and prefixes be split further.
 Models reach it through transformers' `AttentionInterface`: the packed tree travels where their 4-D
 mask does, one for each layer type where windows differ, and `tree_attention_on` turns a model's
 attention to it for one forward. The model keeps its own attention for everything else.
+
+A forward that is compiled gets no cache: its layers hand over the keys and values of the tree, and
+attention writes them to the slab itself, in one operator that no compiler looks into. What a graph
+was compiled for are then the shapes of the tree alone, not where the slab lies and how long it is.
 """
 
 from __future__ import annotations
@@ -17,13 +21,16 @@ import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from .errors import UnsupportedTarget
+
+if TYPE_CHECKING:
+    from .cache import SlabCache
 
 NAME = "headstart_tree"
 """Under which the attention is registered."""
@@ -171,6 +178,42 @@ def no_kernel(device: torch.device, dtype: torch.dtype, size: int) -> str | None
     return None
 
 
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Tensor,
+    layer: int,
+    scaling: float,
+    softcap: float | None,
+) -> Tensor:
+    """Write a layer's new keys and values [B, Hkv, N, D] to the slab, and attend to what it holds.
+
+    See `tree_attention` for the rest.
+    """
+    slab = _slabs[-1]
+    assert slab is not None
+    keys, values = slab.update(key, value, layer)
+    return tree_attention(query, keys, values, packed, scaling, softcap)
+
+
+# No argument is said to be written, and none is: compilers take slabs for no part of their graph.
+# Calls are not merged or reordered, since each has a layer of its own and feeds the next one.
+_opaque = torch.library.custom_op(
+    "headstart::attend",
+    _attend,
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor packed, int layer, float scaling, "
+    "float? softcap) -> Tensor",
+)
+
+
+@_opaque.register_fake
+def _shape_of(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+    batch, heads, nodes, _ = query.shape
+    return query.new_empty(batch, nodes, heads, value.shape[-1])
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -181,7 +224,10 @@ def _attention(
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What models call: query [B, Hq, N, D], and the packed tree where their mask is."""
+    """What models call: query [B, Hq, N, D], and the packed tree where their mask is.
+
+    Keys and values are all that is cached, or the tree's own where the model has no cache.
+    """
     if attention_mask is None or attention_mask.dtype != torch.int32:
         found = "no mask" if attention_mask is None else f"a mask of {attention_mask.dtype}"
         raise UnsupportedTarget(
@@ -195,6 +241,10 @@ def _attention(
                 "use attention='masked'."
             )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if torch.compiler.is_compiling():
+        return _opaque(query, key, value, attention_mask, module.layer_idx, scale, softcap), None
+    if _slabs[-1] is not None:
+        return _attend(query, key, value, attention_mask, module.layer_idx, scale, softcap), None
     return tree_attention(query, key, value, attention_mask, scale, softcap), None
 
 
@@ -202,9 +252,16 @@ def _attention(
 AttentionInterface.register(NAME, _attention)
 
 
+_slabs: list[SlabCache | None] = []
+"""Of the forwards that run now, the slabs that attention writes; the last is the innermost's."""
+
+
 @contextmanager
-def tree_attention_on(model: PreTrainedModel) -> Iterator[None]:
+def tree_attention_on(model: PreTrainedModel, slab: SlabCache | None = None) -> Iterator[None]:
     """For one forward, a model's layers attend by `tree_attention`; their mask is `pack_tree`'s.
+
+    Args:
+        slab: aimed at where attention writes, when the model is given no cache.
 
     Other forwards of the model, before and after, keep its own attention. Not for two threads that
     run one model at once.
@@ -212,7 +269,9 @@ def tree_attention_on(model: PreTrainedModel) -> Iterator[None]:
     config: Any = model.get_decoder().config  # the wrapper's may be another copy
     own = config._attn_implementation
     config._attn_implementation = NAME
+    _slabs.append(slab)
     try:
         yield
     finally:
+        _slabs.pop()
         config._attn_implementation = own

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -39,12 +39,14 @@ class AttentionWindows:
     """Which masks a model wants: one window for all layers, or one for each layer type.
 
     A window of w lets a query at position p see positions p - w + 1 … p; None sees everything.
-    `tree` says that masks are packed trees, for tree attention.
+    `tree` says that masks are packed trees, for tree attention; `cacheless`, that the model is then
+    given no cache, which attention writes itself.
     """
 
     single: int | None
     by_type: dict[str, int | None] | None
     tree: bool = False
+    cacheless: bool = False
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> AttentionWindows:
@@ -189,6 +191,7 @@ def tree_run(
     live: int,
     seen: int | None = None,
     shape: Topology | None = None,
+    run: Callable[..., Any] | None = None,
 ) -> Any:
     """Run the last N of G tree nodes per row on top of the cached prefix, and of the other nodes.
 
@@ -201,6 +204,7 @@ def tree_run(
         seen: given where all rows have this length. Lone roots then need no mask, and the model
             does what it does when it decodes plainly.
         shape: what `ancestors` belong to, where all rows and many rounds share it.
+        run: the model, compiled, where it is given no cache; as it is when None.
 
     Returns:
         The model's own output.
@@ -231,14 +235,15 @@ def tree_run(
         by_type = windows.by_type or {None: windows.single}
         masks = {kind: mask(window) for kind, window in by_type.items()}
         attention_mask = masks if windows.by_type else masks[None]
+    driving = {
+        "attention_mask": attention_mask,
+        "position_ids": positions[:, first:] if first else positions,
+    }
+    if windows.cacheless:
+        with tree_attention_on(model, slab):
+            return (run or model)(**inputs, **driving, use_cache=False)
     with tree_attention_on(model) if windows.tree else nullcontext():
-        return model(
-            **inputs,
-            attention_mask=attention_mask,
-            position_ids=positions[:, first:] if first else positions,
-            past_key_values=slab,
-            use_cache=True,
-        )
+        return model(**inputs, **driving, past_key_values=slab, use_cache=True)
 
 
 def shifted_mask(

@@ -2,9 +2,9 @@
 
 `attention.py` holds the definition and the layout of the one, `cache.py` those of the other.
 
-Tree attention is split-KV, as in Flash-Decoding (Dao et al. 2023, crfm.stanford.edu/2023/10/12/flashdecoding.html):
-a first kernel attends to one part of the keys in each program and writes a partial output with its
-log-sum-exp, a second merges the parts.
+Tree attention is split-KV, as in Flash-Decoding (Dao et al. 2023, crfm.stanford.edu/2023/10/12/
+flashdecoding.html): a first kernel attends to one part of the keys in each program and writes a
+partial output with its log-sum-exp, a second merges the parts.
 
 What a layer moves through the GPU's memory, by example: Llama-3-8B in bfloat16, one row, a prefix
 of 8,192 tokens and a tree of 64 nodes. 8 heads of keys and values, groups of 4, head dimension 128.

@@ -38,7 +38,11 @@ logger = logging.getLogger(__name__)
 
 
 def choose_attention(
-    model: PreTrainedModel, windows: AttentionWindows, shapes: list[LayerShape], attention: str
+    model: PreTrainedModel,
+    windows: AttentionWindows,
+    shapes: list[LayerShape],
+    attention: str,
+    cacheless: bool = False,
 ) -> AttentionWindows:
     """Settle how a model attends to trees, by the trial of `check_tree`.
 
@@ -46,6 +50,7 @@ def choose_attention(
         attention: `masked`, the model's own attention with an additive mask; `tree`, tree
             attention, see `attention.py`; `auto`, the latter where it has its kernel and passes
             the trial, else the former, with the reason in the log.
+        cacheless: whether the model shall be given no cache, to be compiled; `tree` then.
 
     Returns:
         The windows that `tree_forward` takes.
@@ -60,16 +65,15 @@ def choose_attention(
         slow = next((reason for layer in layers if (reason := no_kernel(*layer))), None)
         reason = _lost_softcap(model) or (slow if attention == "auto" else None)
         if reason is None:
-            packed = replace(windows, tree=True)
+            packed = replace(windows, tree=True, cacheless=cacheless)
             try:
                 check_tree(model, packed, shapes)
                 return packed
             except UnsupportedTarget as error:
                 reason = str(error).partition(";")[0]
         if attention == "tree":
-            raise UnsupportedTarget(
-                f"{reason}; tree attention cannot drive it: use attention='masked'."
-            )
+            way = "leave compile out" if cacheless else "use attention='masked'"
+            raise UnsupportedTarget(f"{reason}; tree attention cannot drive it: {way}.")
         logger.info("No tree attention, but masks: %s.", reason)
     check_tree(model, windows, shapes)
     return windows

@@ -1,0 +1,122 @@
+"""Compiled forwards write the same text: one graph for each shape, without breaks.
+
+The default tests trace and split the graphs as ever, and run them by torch's own operators; the
+proofs have them written by inductor.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from test_families import TREES, drafter, target
+from test_graphs import SAMPLED, captured, decode
+from tiny import COMMON, one_line, tiny
+from torch._dynamo.utils import counters
+
+from headstart.heads import OptionError, UnsupportedTarget
+from headstart.heads.core import attention
+from headstart.infer import Speculator, loop
+
+STATIC = TREES[1]
+
+
+@pytest.fixture(autouse=True)
+def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    if not request.node.get_closest_marker("proof"):
+        true = functools.partial(torch.compile, backend="aot_eager")
+        monkeypatch.setattr(torch, "compile", true)
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def counted() -> tuple[int, int]:
+    """Graphs, and breaks between them."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def pair(name: str | None, tree: str = STATIC, **options: Any) -> tuple[Speculator, Speculator]:
+    """A speculator that compiles, and one that does not."""
+    proposer = None if name is None else drafter(name, "tiny")
+    made = {"tree": tree, **options}
+    compiled = Speculator(target("tiny"), proposer, compile=True, **made)
+    return compiled, Speculator(target("tiny"), proposer, **made)
+
+
+def test_one_graph_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks, however long the text is, and wherever its cache lies."""
+    monkeypatch.setattr(loop, "_ROOM", 8)
+    compiled, plain = pair("medusa")
+    for turn, options in enumerate(({"max_new_tokens": 90}, SAMPLED)):
+        text = decode(compiled, turn=turn, **options)
+        assert torch.equal(text, decode(plain, turn=turn, **options))
+        assert compiled.stats.counts.tolist() == plain.stats.counts.tolist()
+        assert counted() == (1, 0)
+    assert torch.equal(decode(compiled, 2), decode(plain, 2))
+    assert counted() == (2, 0)
+
+
+def test_features_are_those_of_their_own_drafter() -> None:
+    """Forwards of one shape whose hooks differ; what is compiled does not look at hooks."""
+    for name in (None, "medusa", "draft_model", "medusa"):
+        compiled, plain = pair(name, "plain" if name is None else "chain:2")
+        assert torch.equal(decode(compiled), decode(plain))
+        assert compiled.stats.counts.tolist() == plain.stats.counts.tolist()
+
+
+def test_windows_that_differ_by_layer() -> None:
+    model = tiny("gemma3")
+    options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
+    ids = torch.arange(11).view(1, -1)
+    text = model.generate(ids, **options)  # type: ignore[operator]
+    assert torch.equal(Speculator(model, compile=True).generate(ids, **options), text)
+    assert counted() == (1, 0)
+
+
+def test_captured_rounds_may_be_compiled() -> None:
+    compiled, plain = pair("medusa")
+    tape = captured(compiled)
+    for turn in range(2):
+        assert torch.equal(decode(compiled, turn=turn), decode(plain, turn=turn))
+    assert tape.replayed > tape.taped > 0 and counted() == (1, 0)
+
+
+def test_the_cache_is_written_by_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A control: were it not, later rounds would see other keys."""
+    monkeypatch.setattr(
+        attention,
+        "_attend",
+        lambda query, key, value, packed, layer, *rest: attention.tree_attention(
+            query, *(view for view in attention._slabs[-1].layer(layer)), packed, *rest
+        ),
+    )
+    with pytest.raises(UnsupportedTarget, match=r"differ from plain ones .*leave compile out"):
+        pair("medusa")
+
+
+def test_what_cannot_be_compiled_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"compile is 'reduce-overhead'; expected True") as caught:
+        Speculator(target("tiny"), compile="reduce-overhead")
+    one_line(caught.value)
+    with pytest.raises(OptionError, match="compile with attention='masked'") as caught:
+        Speculator(target("tiny"), compile=True, attention="masked")
+    one_line(caught.value)
+    config = {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model: Any = tf.GptOssForCausalLM(tf.GptOssConfig(**config)).eval()
+    with pytest.raises(UnsupportedTarget, match=r"s_aux.*: leave compile out") as refused:
+        Speculator(model, compile=True)
+    one_line(refused.value)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", [None, "medusa", "draft_model"])
+def test_inductor_writes_the_same(name: str | None) -> None:
+    compiled, plain = pair(name, "plain" if name is None else STATIC)
+    for turn, options in enumerate(({"max_new_tokens": 90}, SAMPLED)):
+        text = decode(compiled, turn=turn, **options)
+        assert torch.equal(text, decode(plain, turn=turn, **options))
+        assert compiled.stats.counts.tolist() == plain.stats.counts.tolist()
+    assert counted() == (1, 0)
