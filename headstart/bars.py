@@ -37,6 +37,7 @@ BARS: dict[str, tuple[str, Limit]] = {
     "1a": ("plain decoding, share of the copy bandwidth", Limit(least=0.6)),
     "1b": ("plain decoding, times as fast as eager generate", Limit(least=1)),
     "1c": ("plain decoding, its time over a bare loop's", Limit(most=1.05)),
+    "1d": ("plain decoding, compiled, share of the copy bandwidth", Limit(least=0.75)),
     "2a": ("verifying 64 nodes over one, 2k context", Limit(most=1.15)),
     "2b": ("verifying 128 nodes over one, 2k context", Limit(most=1.35)),
     "2c": ("verifying 64 nodes over one, 32k context", Limit(most=1.25)),
@@ -120,14 +121,16 @@ def readings(parts: Parts, worth: Mapping[str, Any]) -> list[Reading]:
 
 def _plain(parts: Parts) -> Iterator[Reading]:
     for part in ("costs-8b", "costs-1b"):
-        if not (plain := parts[part].get("plain")):
-            continue
-        of, milliseconds = part.removeprefix("costs-"), plain["plain_ms_per_token"]
-        speed = plain["bytes_per_token"] / (milliseconds * 1e6)  # GB/s
-        share = speed / plain["copy_gb_per_s"]
-        yield Reading("1a", of, share, own=None if of == "8b" else Limit())
-        yield Reading("1b", of, plain["generate_ms_per_token"] / milliseconds)
-        yield Reading("1c", of, milliseconds / plain["bare_ms_per_token"])
+        of = part.removeprefix("costs-")
+        for bar, name in (("1a", "plain"), ("1d", "compiled")):
+            if entry := parts[part].get(name):
+                speed = entry["bytes_per_token"] / (entry[f"{name}_ms_per_token"] * 1e6)  # GB/s
+                share = speed / entry["copy_gb_per_s"]
+                yield Reading(bar, of, share, own=None if of == "8b" else Limit())
+        if plain := parts[part].get("plain"):
+            milliseconds = plain["plain_ms_per_token"]
+            yield Reading("1b", of, plain["generate_ms_per_token"] / milliseconds)
+            yield Reading("1c", of, milliseconds / plain["bare_ms_per_token"])
 
 
 def _trees(parts: Parts) -> Iterator[Reading]:

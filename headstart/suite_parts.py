@@ -274,11 +274,9 @@ def batches(job: Job, entries: Entries) -> None:
 def costs(part: str, job: Job, entries: Entries) -> None:
     """What decoding costs at the part's shape."""
     scale, model = job.scale, _target_of(job, part)
-    most = max(scale.copies)
-    entries.measure(
-        "plain",
-        lambda: cost_suite.plain_costs(model(), scale.context, scale.tokens, scale.repeats, most),
-    )
+    given = (scale.context, scale.tokens, scale.repeats, max(scale.copies))
+    entries.measure("plain", lambda: cost_suite.plain_costs(model(), *given))
+    entries.measure("compiled", lambda: cost_suite.compiled_costs(model(), *given))
     for length, nodes in ((scale.context, scale.trees), (scale.long_context, scale.long_trees)):
         entries.measure(
             f"trees at {length}",

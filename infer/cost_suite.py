@@ -82,16 +82,50 @@ def plain_costs(
         "bare": bare_loop(model, new_tokens),
     }
     ((_, runs),) = race(contenders, [ids], model.device, repeats, f"plain at {context}")
-    cached = cache_bytes(plain)
     return {
         "context": context,
         "new_tokens": new_tokens,
         **{f"{name}_ms_per_token": each.per_token for name, each in runs.items()},
-        "weight_bytes_per_token": read_bytes(model),
-        "cache_bytes_per_token": cached * context,
-        "copy_gb_per_s": copy_bandwidth(model.device, [megabytes], repeats, 4)["gb_per_s"],
-        "bytes_per_token": read_bytes(model) + cached * context,
+        **_reading(plain, context, repeats, megabytes),
         "peak_bytes": most,
+    }
+
+
+def compiled_costs(
+    model: PreTrainedModel, context: int, new_tokens: int, repeats: int, megabytes: int
+) -> dict[str, Any]:
+    """Plain decoding at batch 1 with compiled forwards, and as it is, in turns; see `plain_costs`.
+
+    Returns:
+        Milliseconds a token of both, what a token reads, and `compile_seconds`, the first round's.
+    """
+    ids = random_prompt(model, context - new_tokens // 2)
+    options = {"max_new_tokens": new_tokens, "do_sample": False}
+    compiled = Speculator(model, compile=True)
+    decode_greedily(compiled, list(ids), 2)
+    seconds = compiled.stats.decode_seconds
+    contenders = {
+        "compiled": speculating(compiled, **options),
+        "plain": speculating(Speculator(model), **options),
+    }
+    ((_, runs),) = race(contenders, [ids], model.device, repeats, f"compiled at {context}")
+    return {
+        "context": context,
+        "new_tokens": new_tokens,
+        **{f"{name}_ms_per_token": each.per_token for name, each in runs.items()},
+        **_reading(compiled, context, repeats, megabytes),
+        "compile_seconds": seconds,
+    }
+
+
+def _reading(decoder: Speculator, context: int, repeats: int, megabytes: int) -> dict[str, Any]:
+    """What a plain token reads, and how fast the device copies."""
+    model, cached = decoder.model, cache_bytes(decoder) * context
+    return {
+        "weight_bytes_per_token": read_bytes(model),
+        "cache_bytes_per_token": cached,
+        "copy_gb_per_s": copy_bandwidth(model.device, [megabytes], repeats, 4)["gb_per_s"],
+        "bytes_per_token": read_bytes(model) + cached,
     }
 
 

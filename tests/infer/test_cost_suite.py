@@ -10,7 +10,7 @@ from headstart.heads.drafter import FAMILIES
 from headstart.infer import Speculator
 from headstart.infer.anatomy import dissect, held
 from headstart.infer.contenders import generating, race, speculating
-from headstart.infer.cost_suite import copy_bandwidth, plain_costs, usual_tree
+from headstart.infer.cost_suite import compiled_costs, copy_bandwidth, plain_costs, usual_tree
 from headstart.infer.policies import StaticTree
 from headstart.infer.shapes import (
     SHAPES,
@@ -129,6 +129,20 @@ def test_plain_tokens_read_weights_and_cache() -> None:
     assert found["bytes_per_token"] == weights + found["cache_bytes_per_token"]
     assert all(found[f"{who}_ms_per_token"] > 0 for who in ("plain", "generate", "bare"))
     assert found["peak_bytes"] is None
+
+
+def test_compiled_tokens_read_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+    true = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda run, **how: compiled.append(how) or true(run, backend="eager")
+    )
+    found = compiled_costs(toy(), context=40, new_tokens=4, repeats=1, megabytes=1)
+    plain = plain_costs(toy(), context=40, new_tokens=4, repeats=1, megabytes=1)
+    assert compiled == [{"dynamic": False, "mode": "default"}]
+    assert found["bytes_per_token"] == plain["bytes_per_token"]
+    times = ("compiled_ms_per_token", "plain_ms_per_token", "compile_seconds")
+    assert all(found[name] > 0 for name in times)
 
 
 def test_first_tokens_of_an_assistant_come_together() -> None:
