@@ -42,8 +42,8 @@ _FAMILY = "medusa, redrafter, draft_model, lookup, …, or all: each of them on 
 _DTYPE = "float32, bfloat16, … (default: as saved)"
 _DEVICE = "cpu, cuda, cuda:1, … (default: a GPU if there is one)"
 _MEMORY = (
-    "for a target that does not fit: so much of its weights is kept on each device, and the rest is "
-    "streamed in from CPU memory, then from disk; e.g. 0=20GB,cpu=100GB, or cpu=8GB without a GPU"
+    "for a target that does not fit: so much of its weights is kept on each device, and the rest "
+    "is streamed in from CPU memory, then disk; e.g. 0=20GB,cpu=100GB, or cpu=8GB without a GPU"
 )
 _FOLDER = (
     "where weights are written that --max-memory leaves to the disk and that are not read from the "
@@ -341,7 +341,7 @@ def _memory(text: str) -> dict[int | str, str]:
         match = re.fullmatch(r"(\d+|cpu)=(\d+(?:\.\d+)?[KMG]i?B)", part.strip())
         if match is None:
             raise argparse.ArgumentTypeError(
-                f"found {text!r}, expected sizes by device in KB, MB or GB, such as 0=20GB,cpu=1.5GB"
+                f"found {text!r}, expected a size for each device, such as 0=20GB,cpu=1.5GB"
             )
         device, size = match.groups()
         found[device if device == "cpu" else int(device)] = size

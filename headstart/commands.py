@@ -418,13 +418,11 @@ def _placing(options: argparse.Namespace) -> dict[str, Any]:
         raise UsageError("--max-memory names the devices itself; leave --device out")
     import torch
 
-    missing = [
-        device for device in memory if device not in ("cpu", *range(torch.cuda.device_count()))
-    ]
-    if missing:
+    gpus = torch.cuda.device_count()
+    if missing := [device for device in memory if device not in ("cpu", *range(gpus))]:
         raise UsageError(
-            f"--max-memory names GPU {missing[0]}, and torch {torch.__version__} finds "
-            f"{torch.cuda.device_count()} GPUs here; name those that are, or cpu alone"
+            f"--max-memory names GPU {missing[0]}, and torch {torch.__version__} finds {gpus} GPUs "
+            "here; name those that are, or cpu alone"
         )
     return {"device_map": "auto", "max_memory": memory, "offload_folder": folder}
 

@@ -99,7 +99,10 @@ def write_plan(name: str | Path, plan: Plan) -> Path:
         plans = _plans(folder)
     except ArtifactError:
         plans = {}  # a damaged file holds nothing worth keeping
-    text = json.dumps(plans | {plan.key: asdict(plan)}, indent=2, allow_nan=False)
+    kept = asdict(plan)
+    for candidate in kept["candidates"]:
+        candidate.pop("tree", None)  # of hundreds, each of up to hundreds of paths
+    text = json.dumps(plans | {plan.key: kept}, indent=2, allow_nan=False)
     write_file(folder / PLAN, text + "\n")
     return folder / PLAN
 

@@ -406,6 +406,26 @@ def test_a_traceback_shows_no_prompt(
     assert SECRET not in done.stdout + done.stderr and "hf_b" not in done.stdout + done.stderr
 
 
+def test_what_does_not_fit_is_streamed_in(
+    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from headstart.heads.core import streamed_from
+    from headstart.infer import Speculator
+
+    places, generate = [], Speculator.generate
+
+    def noted(self: Speculator, *args: Any, **options: Any) -> Any:
+        places.append(streamed_from(self.model))
+        return generate(self, *args, **options)
+
+    monkeypatch.setattr(Speculator, "generate", noted)
+    command = ["generate", "--drafter", artifact(target, tmp_path / "heads"), "--prompt", "hello"]
+    for memory in ("cpu=1GB", "cpu=0MB"):
+        assert main([*command, "--max-new-tokens", "8", "--max-memory", memory]) == 0
+        assert capsys.readouterr().out.rstrip("\n") == plain_text(target, "hello", 8).rstrip("\n")
+    assert places == ["", "100% from disk"]
+
+
 def test_a_seed_repeats_a_sample(target: str, capsys: pytest.CaptureFixture[str]) -> None:
     def sample(seed: str) -> str:
         command = ["generate", "--target", target, "--prompt", "hi", "--max-new-tokens", "16"]
@@ -440,6 +460,8 @@ def test_the_artifact_names_its_target(tmp_path: Path, monkeypatch: pytest.Monke
 
 # How it fails.
 
+_PLACED = ["generate", "--target", "t", "--prompt", "x"]
+
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
@@ -468,6 +490,10 @@ def test_the_artifact_names_its_target(tmp_path: Path, monkeypatch: pytest.Monke
         (["generate", "--top-p", "1.5"], "found '1.5', expected a number above 0, at most 1"),
         (["generate", "--target", "no/such-model", "--prompt", SECRET], "no/such-model"),
         (["generate", "--drafter", "./no-such-folder", "--prompt", SECRET], "no-such-folder"),
+        (["generate", "--max-memory", "cpu=2"], "found 'cpu=2', expected a size for each device"),
+        ([*_PLACED, "--max-memory", "99=1GB,cpu=1GB"], "--max-memory names GPU 99"),
+        ([*_PLACED, "--max-memory", "cpu=1GB", "--device", "cpu"], "leave --device out"),
+        ([*_PLACED, "--offload-folder", "there"], "--offload-folder without --max-memory"),
         (["generate", SECRET], "arguments too many: 1"),
         (["bench", "--target", "t"], "--prompts"),
         (["bench", "--target", "t", "--prompts", "none.txt"], "none.txt"),
