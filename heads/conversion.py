@@ -31,7 +31,7 @@ def convert(
 
     Args:
         name: a folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub.
-        target: the model that it was trained for.
+        target: the model that it was trained for, loaded from a folder or the Hub.
         folder: where to write; an artifact that stands there is replaced.
         allow_pickle: see `load_drafter`.
 
@@ -42,6 +42,10 @@ def convert(
         raise ArtifactError(
             f"{name} is not somebody else's checkpoint; expected one with a config.json and "
             "without headstart.json: an artifact needs no conversion."
+        )
+    if not target.name_or_path:
+        raise ArtifactError(
+            "the target has no name for the artifact to remember; load it with from_pretrained."
         )
     drafter = load_drafter(name, target, tokenizer, allow_pickle=allow_pickle, dtype="auto")
     origin = str(name)

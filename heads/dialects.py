@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from huggingface_hub.errors import StrictDataclassError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
@@ -29,8 +28,6 @@ logger = logging.getLogger(__name__)
 HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt", WEIGHTS, PICKLE)
 """The files of weights that a drafter may have; the first that is there is read."""
 
-# What torch raises on damaged pickles, beside an error of its own.
-_TORN = (RuntimeError, ValueError, LookupError, TypeError, AttributeError)
 _INSIDE = ("medusa_num_heads", "hydra_num_heads")  # what says that a model's config is a drafter's
 
 
@@ -116,14 +113,15 @@ def _read(weights: Path) -> dict[str, Tensor]:
         if weights.suffix == ".safetensors":
             return load_file(weights)
         tensors = torch.load(weights, map_location="cpu", weights_only=True)
-    except torch.OutOfMemoryError:
+    except MemoryError:
         raise
-    except (UnpicklingError, SafetensorError, OSError, EOFError, *_TORN) as error:
+    except Exception as error:  # there is hardly one that torch does not raise on a torn pickle
         raise ArtifactError(
             f"{weights} holds more than tensors, or is damaged, and is not read; ask for "
             "safetensors, or download it again."
         ) from error
-    if not isinstance(tensors, dict) or not all(isinstance(t, Tensor) for t in tensors.values()):
+    whole = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
+    if not whole or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
         raise ArtifactError(
             f"{weights} holds a {type(tensors).__name__}, expected tensors by name; export the "
             "state dict of the heads alone."
@@ -173,7 +171,13 @@ def _config(
     options = {field: known[field] for field in known if field in config_class.OPTIONS}
     config = config_class.for_target(target, **options)
     for field in known.keys() - options.keys():
-        setattr(config, field, known[field])
+        try:
+            setattr(config, field, known[field])
+        except StrictDataclassError as error:
+            raise ArtifactError(
+                f"{name} says {field} {known[field]!r}, which is of another kind than expected; "
+                "correct its config.json."
+            ) from error
     return config
 
 

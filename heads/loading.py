@@ -1,6 +1,4 @@
-"""Loads drafters by name: an artifact's, with its adapter; somebody else's drafter or language model;
-`lookup`.
-"""
+"""Loads drafters by name: an artifact, with its adapter; another's drafter or model; `lookup`."""
 
 from __future__ import annotations
 

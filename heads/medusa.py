@@ -99,7 +99,7 @@ class Medusa(Trimmable):
         places = [_PLACE.fullmatch(name) for name in heads]
         if not heads or not all(places):
             return None
-        count = 1 + max(int(place[1]) for place in places if place)
+        count = len({place[1] for place in places if place})
         layers = sum(name.startswith("0.") and name.endswith("linear.weight") for name in heads)
         blocks = [[f"{k}.{layer}.linear" for k in range(count)] for layer in range(layers)]
         outputs = [f"{k}.{layers}.weight" for k in range(count)]
@@ -107,18 +107,20 @@ class Medusa(Trimmable):
         expected = {f"{each}.{part}" for b in blocks for each in b for part in ("weight", "bias")}
         if odd := sorted(heads.keys() ^ expected ^ set(outputs)):
             raise ArtifactError(
-                f"{count} Medusa heads of {layers} blocks each would have other tensors: {odd[0]} is "
-                "missing or one too many; expected heads that are alike."
+                f"of {count} heads of {layers} blocks each {odd[0]} is missing or one too many; "
+                "expected heads that are alike."
             )
         found = {
-            part: torch.stack([torch.stack([heads[f"{each}.{part}"] for each in b]) for b in blocks])
+            part: torch.stack(
+                [torch.stack([heads[f"{each}.{part}"] for each in b]) for b in blocks]
+            )
             for part in ("weight", "bias")
         }  # [L, K, D, D] and [L, K, D]
-        known = {"heads": count, "layers": layers, "output": "own" if outputs else "shared"}
-        known["hidden_size"] = found["bias"].shape[-1]
+        known: dict[str, Any] = {"heads": count, "layers": layers}
+        known |= {"output": "shared", "hidden_size": found["bias"].shape[-1]}
         if outputs:
             found["output"] = torch.stack([heads[name] for name in outputs])  # [K, V, D]
-            known["vocab_size"] = found["output"].shape[1]
+            known |= {"output": "own", "vocab_size": found["output"].shape[1]}
         return known, found
 
     @property

@@ -62,7 +62,9 @@ def clean_copy(
     manifest = read_manifest(folder)
     check_files(folder, manifest)
     target = _public_name(manifest, target_name)
-    clean = _cleaner(_paths([manifest.recipe, manifest.metrics, manifest.origin]) | {manifest.target: target})
+    clean = _cleaner(
+        _paths([manifest.recipe, manifest.metrics, manifest.origin]) | {manifest.target: target}
+    )
 
     shutil.copyfile(folder / WEIGHTS, into / WEIGHTS)
     documents = [CONFIG, MANIFEST, TREE, PLAN]

@@ -119,12 +119,13 @@ class ReDrafter(Trimmable):
             return None
         layers = sum(re.fullmatch(r"lm_head\.\d+\.linear\.weight", n) is not None for n in tensors)
         output, cell = tensors.get(f"lm_head.{layers}.weight"), tensors.get("rnn_w.weight")
-        if output is None or cell is None:
+        if cell is None:
             raise ArtifactError(
-                f"it has no {'rnn_w.weight' if cell is None else f'lm_head.{layers}.weight'}, found "
-                f"{layers} blocks and rnn {config.get('rnn')} in its config; expected a recurrent "
-                "cell: a plain sum of embeddings has no counterpart here."
+                f"it has no rnn_w.weight, and rnn is {config.get('rnn')} in its config; expected a "
+                "recurrent cell: one that sums embeddings has no counterpart here."
             )
+        if output is None:
+            raise ArtifactError(f"after {layers} blocks, lm_head.{layers}.weight is missing.")
         known = {"layers": layers, "hidden_size": cell.shape[0], "vocab_size": output.shape[0]}
         return known | {"exit_dim": output.shape[1]}, tensors
 

@@ -21,6 +21,8 @@ from headstart.infer import Speculator
 
 SIZE = COMMON["hidden_size"]
 Tensors = dict[str, Tensor]
+PT, SAFE = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
+MODEL = "model.safetensors"
 VICUNA = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_layers": 1}
 
 
@@ -40,9 +42,7 @@ def write(folder: Path, config: dict[str, Any], tensors: Any, file: str) -> Path
 
 def block(states: Tensor, tensors: Tensors, place: str) -> Tensor:
     """x + SiLU(Wx + b), as both public definitions have it."""
-    return states + F.silu(
-        F.linear(states, tensors[f"{place}.weight"], tensors[f"{place}.bias"])
-    )
+    return states + F.silu(F.linear(states, tensors[f"{place}.weight"], tensors[f"{place}.bias"]))
 
 
 def decodes_exactly(drafter: Drafter) -> None:
@@ -83,22 +83,24 @@ def medusa_logits(tensors: Tensors, features: Tensor, heads: int, layers: int) -
 @pytest.mark.parametrize(
     ("file", "heads", "layers", "own", "prefix"),
     [
-        ("medusa_lm_head.pt", 5, 1, True, ""),  # the first layout
-        ("medusa_lm_head.safetensors", 3, 1, False, ""),  # the second
-        ("medusa_lm_head.safetensors", 11, 2, True, ""),
-        ("model.safetensors", 2, 1, True, "medusa_head."),  # inside of their target
+        (PT, 5, 1, True, ""),  # the first layout
+        (SAFE, 3, 1, False, ""),  # the second
+        (SAFE, 11, 2, True, ""),
+        (MODEL, 2, 1, True, "medusa_head."),  # inside of their target
     ],
 )
 @torch.no_grad()
-def test_medusa(
-    file: str, heads: int, layers: int, own: bool, prefix: str, tmp_path: Path
-) -> None:
+def test_medusa(file: str, heads: int, layers: int, own: bool, prefix: str, tmp_path: Path) -> None:
     tensors = medusa(heads, layers, own, prefix)
     others = {"model.norm.weight": normal(SIZE)} if prefix else {}
     config = VICUNA | {"medusa_num_heads": 2}  # what the published config of five heads says
     write(tmp_path, config | ({"model_type": "llama"} if prefix else {}), tensors | others, file)
     drafter: Any = load_drafter(tmp_path, tiny("llama"), allow_pickle=True)
-    assert (drafter.config.heads, drafter.config.layers, drafter.max_depth) == (heads, layers, heads)
+    assert (drafter.config.heads, drafter.config.layers, drafter.max_depth) == (
+        heads,
+        layers,
+        heads,
+    )
     assert drafter.dtype == torch.float64 and not drafter.training
     features = normal(4, 1, SIZE)
     count = torch.ones(4, dtype=torch.long)
@@ -117,7 +119,7 @@ def test_a_block_that_all_layers_share(tmp_path: Path) -> None:
         tensors[f"{k}.2.weight"] = tensors.pop(f"{k}.1.weight")
         for part in ("weight", "bias"):
             tensors[f"{k}.1.linear.{part}"] = tensors[f"{k}.0.linear.{part}"]
-    write(tmp_path, VICUNA, tensors, "medusa_lm_head.pt")
+    write(tmp_path, VICUNA, tensors, PT)
     drafter: Any = load_drafter(tmp_path, tiny("llama"), allow_pickle=True)
     features = normal(1, 1, SIZE)
     step = drafter.begin(None, features, torch.zeros(1, 1, dtype=torch.long), torch.ones(1).long())
@@ -167,7 +169,7 @@ def redrafter_logits(tensors: Tensors, feature: Tensor, tokens: list[int], layer
 def test_redrafter(exit_dim: int, layers: int, tmp_path: Path) -> None:
     tensors = redrafter(exit_dim, layers)
     sizes = {"hidden_size": SIZE, "vocab_size": VOCAB, "exit_dim": -1, "num_draft_layers": -1}
-    write(tmp_path, REDRAFTER | sizes, tensors, "model.safetensors")
+    write(tmp_path, REDRAFTER | sizes, tensors, MODEL)
     drafter: Any = load_drafter(tmp_path, tiny("llama"))
     feature, state = normal(1, 1, SIZE), drafter.start(1, 8)
     root, child = torch.tensor([[5]]), torch.tensor([[9]])
@@ -182,10 +184,22 @@ def test_redrafter(exit_dim: int, layers: int, tmp_path: Path) -> None:
 # What is said, and what is refused.
 
 
-def test_what_is_not_known_is_said_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    write(tmp_path, VICUNA, medusa(), "medusa_lm_head.safetensors")
+def test_without_a_network_the_cache_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, VICUNA, medusa(), SAFE)
+    asked: list[str] = []
+    monkeypatch.setattr("headstart.heads.artifact.download", lambda name, files: tmp_path)
+    monkeypatch.setattr(
+        "headstart.heads.dialects.file_names", lambda name: asked.append(name) or []
+    )
+    monkeypatch.setattr(
+        "headstart.heads.dialects.download", lambda name, files: asked.extend(files) or tmp_path
+    )
+    assert load_drafter("them/heads@v1", tiny("llama")).max_depth == 5
+    assert asked == ["config.json", "config.json", "them/heads@v1", "config.json", SAFE]
+
+
+def test_what_is_not_known_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, VICUNA, medusa(), SAFE)
     with caplog.at_level(logging.WARNING, "headstart.heads.dialects"):
         drafter = load_drafter(tmp_path, tiny("llama"), dtype=torch.bfloat16)
     (record,) = [each for each in caplog.records if each.name == "headstart.heads.dialects"]
@@ -205,7 +219,6 @@ def without(tensors: Tensors, name: str) -> Tensors:
     return {other: tensor for other, tensor in tensors.items() if other != name}
 
 
-PT, SAFE = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
 LLAMA = {"model_type": "llama"}
 
 
@@ -226,13 +239,13 @@ LLAMA = {"model_type": "llama"}
         (VICUNA, lambda: {}, "weights.bin", "no file of weights"),
         (VICUNA, lambda: {"x": Bomb()}, PT, "more than tensors"),
         (VICUNA, lambda: [normal(3)], PT, "a list, expected tensors by name"),
-        (LLAMA | {"medusa_num_heads": 5}, lambda: {}, "model-00001-of-2.safetensors", "no one file"),
-        (REDRAFTER, lambda: without(redrafter(), "rnn_w.weight"), "model.safetensors", "rnn_w"),
-        (REDRAFTER, lambda: without(redrafter(), "lm_head.2.weight"), "model.safetensors",
+        (LLAMA | {"medusa_num_heads": 5}, lambda: {}, "m-1-of-2.safetensors", "no one file"),
+        (REDRAFTER, lambda: without(redrafter(), "rnn_w.weight"), MODEL, "rnn_w"),
+        (REDRAFTER, lambda: without(redrafter(), "lm_head.2.weight"), MODEL,
          "lm_head.2.weight"),
-        (REDRAFTER, lambda: redrafter() | {"more": normal(2)}, "model.safetensors", "found more [2]"),
-        ({"model_type": "x"}, lambda: {"x": normal(3)}, "model.safetensors", "of another kind"),
-        (LLAMA, lambda: {"model.norm.weight": normal(3)}, "model.safetensors", "no tokenizer"),
+        (REDRAFTER, lambda: redrafter() | {"more": normal(2)}, MODEL, "found more [2]"),
+        ({"model_type": "x"}, lambda: {"x": normal(3)}, MODEL, "of another kind"),
+        (LLAMA, lambda: {"model.norm.weight": normal(3)}, MODEL, "no tokenizer"),
     ],
 )  # fmt: skip
 def test_refused(
@@ -247,7 +260,7 @@ def test_refused(
     assert not (tmp_path / "boom").exists()
 
 
-@pytest.mark.parametrize("file", ["medusa_lm_head.pt", "hydra_lm_head.pt", "pytorch_model.bin"])
+@pytest.mark.parametrize("file", [PT, "hydra_lm_head.pt", "pytorch_model.bin"])
 def test_a_pickle_is_asked_for(file: str, tmp_path: Path) -> None:
     write(tmp_path, VICUNA, medusa(), file)
     with pytest.raises(ArtifactError, match="--allow-pickle") as caught:

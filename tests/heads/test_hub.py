@@ -1,6 +1,7 @@
 """Push, update, load by name: the real client and the real command line against a local Hub."""
 
 import base64
+import io
 import json
 import os
 import re
@@ -366,6 +367,40 @@ def test_refused(hub: Hub, machine: Machine, run: Path) -> None:
         assert said in line
     # No pickle was even fetched.
     assert not any(request.path.endswith(".pt") for request in hub.requests)
+
+
+def test_a_checkpoint_of_others(hub: Hub, machine: Machine, run: Path, tmp_path: Path) -> None:
+    """Loaded by name and converted; files are fetched by name, a pickle where it is asked for."""
+    heads = {f"{head}.0.linear.weight": torch.randn(32, 32) for head in range(2)}
+    heads |= {f"{head}.0.linear.bias": torch.randn(32) for head in range(2)}
+    weights, theirs, ours = io.BytesIO(), "them/medusa", tmp_path / "heads"
+    torch.save(heads, weights)
+    files = {"config.json": b'{"medusa_num_heads": 5}', "medusa_lm_head.pt": weights.getvalue()}
+    repository = hub.add(theirs, files | {"code.py": b"1 / 0", "training_args.bin": b"\x80"})
+    command, plain = generate(run, theirs), generate(run, PLACE)[:3] + generate(run, PLACE)[5:]
+    refused, alone = machine(command, [*command[:1], *command[3:]])
+    assert refused[0] == alone[0] == 2
+    assert "--allow-pickle" in refused[2].splitlines()[-1] and "name one with --target" in alone[2]
+    assert not any(request.path.endswith(".pt") for request in hub.requests)
+
+    target = ["--target", str(run / "target")]
+    loaded, without, converted, inspected, again, looked = machine(
+        [*command, "--allow-pickle"],
+        plain,
+        ["convert", theirs, str(ours), *target, "--allow-pickle"],
+        ["inspect", str(ours), "--json"],
+        generate(run, str(ours)),
+        ["inspect", str(ours)],
+    )
+    results = (loaded, without, converted, inspected, again, looked)
+    assert [status for status, *_ in results] == [0] * 6, results
+    assert loaded[1] == without[1] == again[1] != "" and "Only shapes show" in loaded[2]
+    assert converted[1] == f"{ours}\n" and "not measured" in looked[1]
+    found = json.loads(inspected[1])
+    assert found["origin"] == f"{theirs}@{repository.branches['main']}"
+    assert (found["problem"], found["metrics"], found["options"]["heads"]) == (None, {}, 2)
+    fetched = {r.path.rsplit("/", 1)[1] for r in hub.requests if "/resolve/" in r.path}
+    assert fetched == {"config.json", "medusa_lm_head.pt"}
 
 
 def test_without_rights(hub: Hub, machine: Machine, run: Path) -> None:
