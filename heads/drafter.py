@@ -37,6 +37,7 @@ from .core import FINAL, OptionError, device_of, keep_resident, output_layer
 
 FAMILIES: dict[str, str] = {
     "draft_model": "headstart.heads.draft_model:DraftModel",
+    "hydra": "headstart.heads.hydra:Hydra",
     "lookup": "headstart.heads.lookup:Lookup",
     "medusa": "headstart.heads.medusa:Medusa",
     "medusa2": "headstart.heads.medusa2:Medusa2",

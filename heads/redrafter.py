@@ -12,7 +12,7 @@ paper's distillation instead lets the target continue anew from each position of
 
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from .core import ArtifactError, OptionError
 from .drafter import DrafterConfig, Step, last_true
-from .vocabulary import Trimmable, check_draft_vocabulary
+from .vocabulary import Grounded, check_draft_vocabulary
 
 _AUTHORS = "recurrent_drafting_drafter"  # the model type in their configs
 
@@ -81,7 +81,7 @@ class _Block(nn.Module):
         return states + F.silu(self.linear(states))
 
 
-class ReDrafter(Trimmable):
+class ReDrafter(Grounded):
     """A recurrent cell, fed one drafted token after another. Its weights bear the paper's names."""
 
     config_class = ReDrafterConfig
@@ -129,15 +129,6 @@ class ReDrafter(Trimmable):
         known = {"layers": layers, "hidden_size": cell.shape[0], "vocab_size": output.shape[0]}
         return known | {"exit_dim": output.shape[1]}, tensors
 
-    def bind(self, target: PreTrainedModel) -> Self:
-        width = cast(Tensor, target.get_input_embeddings().weight).shape[-1]
-        if width != self.config.hidden_size:
-            raise OptionError(
-                f"the target's embedding is {width} wide and its hidden state "
-                f"{self.config.hidden_size}; redrafter needs them alike: use another drafter."
-            )
-        return super().bind(target)
-
     def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
         return [target.get_input_embeddings()]
 
@@ -156,7 +147,7 @@ class ReDrafter(Trimmable):
             output.weight.copy_(torch.cat([rows, torch.zeros_like(rows)], dim=1))
         # Embeddings come in all sizes; the cell's input should be of size 1.
         every = torch.arange(self.config.vocab_size, device=rows.device)
-        size = self._embed(every[:4096]).square().mean().sqrt()
+        size = self.embed(every[:4096]).square().mean().sqrt()
         self.rnn_w.weight.div_(size.clamp(min=1e-6))
 
     @property
@@ -195,13 +186,7 @@ class ReDrafter(Trimmable):
 
     def _step(self, tokens: Tensor, cell: Tensor) -> Tensor:
         """Tokens [...] and the states before them [..., D] -> the states after them [..., D]."""
-        return F.silu(self.rnn_w(self._embed(tokens)) + self.rnn_u(cell))
-
-    def _embed(self, tokens: Tensor) -> Tensor:
-        """The target's embeddings of tokens [...], which are never trained: [..., D]."""
-        embedding = self.target.get_input_embeddings()
-        with torch.no_grad():
-            return embedding(tokens).to(self.rnn_w.weight)
+        return F.silu(self.rnn_w(self.embed(tokens)) + self.rnn_u(cell))
 
     def _propose(self, state: ReDrafterState, cell: Tensor) -> Step:
         feature = state.feature.unsqueeze(1).expand(-1, cell.shape[1], -1)

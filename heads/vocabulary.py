@@ -1,9 +1,10 @@
-"""A trimmed vocabulary: the drafter's output layer knows the most frequent tokens alone."""
+"""What tokens are to a drafter: a trimmed vocabulary to write, the target's embedding to read."""
 
-from typing import Any
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .core import OptionError, output_layer, weight_of
 from .drafter import Drafter, DrafterConfig
@@ -50,6 +51,26 @@ class Trimmable(Drafter):
         most = token_counts.topk(len(self.vocabulary)).indices
         self.vocabulary.copy_(most.sort().values)
         return rows[self.vocabulary.to(rows.device)]
+
+
+class Grounded(Trimmable):
+    """A drafter that reads the drafted tokens, by the target's embedding, beside its feature."""
+
+    def bind(self, target: PreTrainedModel) -> Self:
+        width = cast(Tensor, target.get_input_embeddings().weight).shape[-1]
+        if width != self.config.hidden_size:
+            family = self.config.model_type.removeprefix("headstart_")
+            raise OptionError(
+                f"the target's embedding is {width} wide and its hidden state "
+                f"{self.config.hidden_size}; {family} needs them alike: use another drafter."
+            )
+        return super().bind(target)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's embeddings of tokens [...], which are never trained: [..., D]."""
+        embedding = self.target.get_input_embeddings()
+        with torch.no_grad():
+            return embedding(tokens).to(self.dtype)
 
 
 def check_draft_vocabulary(config: DrafterConfig, output: str, size: int) -> None:

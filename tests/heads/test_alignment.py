@@ -28,6 +28,9 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("redrafter", {"depths": DEPTHS}),
     ("redrafter", {"depths": DEPTHS, "exit_dim": 24, "layers": 1}),
     ("redrafter", {"depths": DEPTHS, "output": "trimmed", "draft_vocab_size": 40}),
+    ("hydra", {"heads": DEPTHS, "layers": 2, "output": "own"}),
+    ("hydra", {"heads": DEPTHS, "output": "shared", "prefix": True}),
+    ("hydra", {"heads": DEPTHS, "output": "trimmed", "draft_vocab_size": 40, "prefix": True}),
     ("draft_model", {"layers": 1}),
 ]
 """A family's options; every family that is trained has a row."""

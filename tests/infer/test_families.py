@@ -30,13 +30,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 3},
     "medusa2": {"heads": 3, "rank": 4},
     "redrafter": {"depths": 3},
+    "hydra": {"heads": 3, "layers": 2, "prefix": True},
     "draft_model": {"layers": 1},
     "lookup": {},
 }
 """A row for every family: what its recipe's drafter section says."""
 RECIPES = {
     "medusa": "quickstart", "medusa2": "medusa2", "redrafter": "redrafter",
-    "draft_model": "draft-model",
+    "hydra": "hydra", "draft_model": "draft-model",
 }  # fmt: skip
 """The shipped recipe that trains each family for the quickstart's target."""
 TREES = ["chain:3", "[[0],[1],[2],[0,0],[0,1],[0,0,0]]", "best-first:8,3,3", "beam:3,3"]

@@ -363,6 +363,7 @@ def norms_that_stayed(drafter: Drafter, before: dict[str, Tensor]) -> list[str]:
         ("medusa", {"heads": 2, "output": "own"}, 0),
         ("medusa2", {"heads": 2, "output": "own"}, 0),
         ("redrafter", {"depths": 2}, 0),
+        ("hydra", {"heads": 2, "layers": 2, "output": "own", "prefix": True}, 3),
         ("draft_model", {"layers": 2}, 5),
     ],
 )

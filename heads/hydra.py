@@ -1,0 +1,300 @@
+"""Hydra heads (Ankner et al. 2024, arXiv 2402.05109): Medusa's heads that see what was drafted.
+
+    z = [h_t ; c E(x_t+1) … c E(x_t+k)]   E is the target's own embedding; z is (k + 1) D wide
+    s = Rz + r + SiLU(Wz + w)             depth k's first block, which leaves D
+    s = s + SiLU(As + a)                  its other blocks
+    logits of x_t+k+1 = output layer(s)
+
+h_t is the target's feature f_t or, with `prefix`, what one Llama layer and a norm of the drafter's
+own make of f_0 … f_t: with that, more blocks and the target's distribution as the label, the paper
+calls the drafter Hydra++. Every depth has weights of its own. So a grown level is one product with
+each of them: the rows of a path are a thousandth of the weights that they meet, and are gathered
+whole rather than multiplied in parts.
+"""
+
+import re
+from collections.abc import Callable
+from itertools import product
+from typing import Any, ClassVar, Literal, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from .core import FINAL, ArtifactError, FeatureTap, OptionError, output_layer
+from .drafter import DrafterConfig, Step, last_true
+from .layers import CachedLayers, Drafted, layer_like, own_layers
+from .vocabulary import Grounded, check_draft_vocabulary
+
+
+@strict
+class HydraConfig(DrafterConfig):
+    """Hydra's shape.
+
+    Attributes:
+        heads: K, how many tokens beyond the next one are predicted.
+        layers: L blocks per head.
+        prefix: whether a layer with a cache of its own reads the features first (Hydra++).
+        output: as Medusa's: `shared` borrows the target's output layer, `own` gives each head its
+            own, `trimmed` one over the `draft_vocab_size` most frequent tokens of the corpus.
+        draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
+        dropout: of what every block and output layer reads, while training.
+        layer: the prefix's layer, see `layer_like`; taken from the target.
+        embedding_scale: what embeddings are multiplied by; found when training starts, 1 in
+            published heads.
+    """
+
+    model_type = "headstart_hydra"
+    heads: int = 4
+    layers: int = 1
+    prefix: bool = False
+    output: Literal["shared", "own", "trimmed"] = "shared"
+    draft_vocab_size: int = 0
+    dropout: float = 0.0
+    layer: dict[str, Any] | None = None
+    embedding_scale: float = 1.0
+
+    OPTIONS: ClassVar[tuple[str, ...]] = (
+        *("heads", "layers", "prefix", "output", "draft_vocab_size", "dropout"),
+    )
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        config = super().for_target(target, **options)
+        if config.prefix:
+            config.layer = layer_like(target)
+        return config
+
+    def validate_hydra(self) -> None:
+        """Part of the config's own validation: what single fields cannot say."""
+        if self.heads < 1 or self.layers < 1 or not 0 <= self.dropout < 1:
+            raise OptionError(
+                f"drafter.heads is {self.heads}, drafter.layers {self.layers} and drafter.dropout "
+                f"{self.dropout}; expected at least 1, at least 1, and a share below 1."
+            )
+        check_draft_vocabulary(self, self.output, self.draft_vocab_size)
+
+
+_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.((?:linear|res_connection)\.(?:weight|bias))")
+_OUTPUT = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)")
+_BORROWED = re.compile(r"input_embed_fn\.weight|.*\.embed_tokens\.weight|.*\.rotary_emb\..*")
+"""Names in a checkpoint of the authors; the last are the target's, or follow from its config."""
+
+
+class HydraState:
+    """A round.
+
+    Attributes:
+        paths: [B, W, (k + 1) D], z of the nodes grown last, at depth k - 1; the root's to begin.
+        first: the number of the first of them among all that were grown; -1 for the root.
+        cached: the prefix's state, where there is one.
+    """
+
+    paths: Tensor
+    first: int
+
+    def __init__(self, cached: Drafted | None):
+        self.cached = cached
+
+
+class _Narrowing(nn.Linear):
+    """What stands beside a block that reads more than it leaves; starts as the identity on h."""
+
+
+class _Block(nn.Module):
+    """x + SiLU(Wx + b), or Rx + r + SiLU(Wx + b) where x is wider than what is left of it."""
+
+    def __init__(self, width: int, size: int):
+        super().__init__()
+        self.linear = nn.Linear(width, size)
+        self.res_connection = _Narrowing(width, size) if width != size else nn.Identity()
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.res_connection(states) + F.silu(self.linear(states))
+
+
+class Hydra(Grounded):
+    """K heads, of which each sees the tokens that the ones before it drafted."""
+
+    config_class = HydraConfig
+    config: HydraConfig
+
+    def __init__(self, config: HydraConfig):
+        super().__init__(config)
+        size, layers = config.hidden_size, config.layers
+        self.prefix = self._cached = None
+        if config.prefix:
+            assert config.layer is not None, "HydraConfig.for_target says which"
+            self.prefix, shapes = own_layers(config.layer)
+            self.prefix.norm = LlamaRMSNorm(size, config.layer["rms_norm_eps"])
+            self._cached = CachedLayers(self.prefix, shapes)
+        widths = [[(k + 1) * size] + [size] * (layers - 1) for k in range(1, config.heads + 1)]
+        self.mlp = nn.ModuleList(
+            nn.ModuleList(_Block(width, size) for width in head) for head in widths
+        )
+        self.output = None
+        if config.output != "shared":
+            known = config.draft_vocab_size or config.vocab_size
+            self.output = nn.ModuleList(nn.Linear(size, known) for _ in range(config.heads))
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Blocks start as the identity on h; the prefix initialises itself."""
+        super()._init_weights(module)
+        if isinstance(module, nn.Linear):
+            (nn.init.eye_ if isinstance(module, _Narrowing) else nn.init.zeros_)(module.weight)
+            nn.init.zeros_(module.bias)
+
+    @property
+    def max_depth(self) -> int:
+        return self.config.heads
+
+    @torch.no_grad()
+    def start_from_target(self, token_counts: Tensor | None = None) -> None:
+        """Start every head as the target's own output layer, see `Medusa`.
+
+        Args:
+            token_counts: [V], how often each token occurs in the corpus; `trimmed` keeps the most
+                frequent ones.
+        """
+        if self.output is not None:
+            rows = self.rows_to_start_from(token_counts)  # [Vd, D]
+            for layer in self.output:
+                layer.weight.copy_(rows)
+        if self.prefix is not None:
+            layer = self.prefix.layers[0]
+            layer.self_attn.o_proj.weight.zero_()
+            layer.mlp.down_proj.weight.zero_()
+            self.prefix.norm.weight.fill_(self._size_of_features())
+        # Embeddings come in all sizes; beside the features theirs should be 1.
+        some = torch.arange(min(4096, self.config.vocab_size), device=self.device)
+        size = self.embed(some).square().mean().sqrt().item()
+        self.config.embedding_scale = 1 / max(size, 1e-6)
+
+    def _size_of_features(self) -> float:
+        """Their root mean square over some text, so that a norm can leave them as they are."""
+        tap = FeatureTap(self.target, [FINAL])
+        some = torch.arange(min(64, self.config.vocab_size), device=self.target.device)
+        self.target.get_decoder()(input_ids=some.unsqueeze(0), use_cache=False)
+        size = tap.take().float().square().mean().sqrt().item()
+        tap.close()
+        return size
+
+    @classmethod
+    def translate(
+        cls, config: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        """The authors' heads (github.com/zankner/Hydra), with or without the prefix.
+
+        Head i, from 0, has blocks `hydra_mlp.{i}.{j}` and an output layer `hydra_lm_head.{i}`; with
+        the prefix, every other place of both is a dropout's. There the blocks after a head's first
+        are one and the same under several names, of which a file may hold one alone; here they are
+        copies. The prefix is a whole one-layer model, with an embedding that nothing reads.
+        """
+        if not any(name.startswith("hydra_mlp.") for name in tensors):
+            return None
+        arch, offset = config.get("hydra_head_arch", "mlp"), config.get("hidden_state_offset", 0)
+        prefix = any(name.startswith("prefix_embeding_layer.") for name in tensors)
+        grounded = any(".res_connection." in name for name in tensors)
+        if arch not in ("mlp", "prefix-mlp") or not grounded or offset:
+            raise ArtifactError(
+                f"its hydra_head_arch is {arch!r}, grounded_heads {grounded} and "
+                f"hidden_state_offset {offset}; expected 'mlp' or 'prefix-mlp', True and 0."
+            )
+        found: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            if block := _BLOCK.fullmatch(name):
+                head, place, part = block.groups()
+                found[f"mlp.{head}.{int(place) // (2 if prefix else 1)}.{part}"] = tensor
+            elif output := _OUTPUT.fullmatch(name):
+                found[f"output.{output[1]}.{output[2]}"] = tensor
+            elif not _BORROWED.fullmatch(name):
+                found[name.replace("prefix_embeding_layer.", "prefix.")] = tensor
+        heads = sum(name.endswith(".res_connection.weight") for name in found)
+        layers = sum(
+            re.fullmatch(r"mlp\.0\.\d+\.linear\.weight", name) is not None for name in found
+        )
+        if layers == 2:
+            layers = max(layers, config.get("hydra_num_layers", layers))
+        for head, layer, part in product(range(heads), range(2, layers), ("weight", "bias")):
+            second = found.get(f"mlp.{head}.1.linear.{part}")
+            if second is not None:
+                found.setdefault(f"mlp.{head}.{layer}.linear.{part}", second)
+        known = {"heads": heads, "layers": layers, "prefix": prefix, "output": "own"}
+        if (output := found.get("output.0.weight")) is not None:
+            known |= {"vocab_size": output.shape[0], "hidden_size": output.shape[1]}
+        return known, found
+
+    @property
+    def taught_depths(self) -> int:
+        return self.config.heads
+
+    def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+        row, at = where.nonzero(as_tuple=True)  # [M] each
+        features = features.to(self.dtype)
+        if self.prefix is not None:
+            features = self.prefix(inputs_embeds=features, use_cache=False)[0]
+        path, found = features[row, at], []
+        for depth in range(1, depths + 1):
+            # Past the row's end any token will do.
+            seen = self._embedded(tokens[row, (at + depth).clamp(max=tokens.shape[1] - 1)])
+            path = torch.cat([path, seen], -1)  # [M, (depth + 1) D]
+            found.append(self._hidden(path))
+        return torch.stack(found)  # [K, M, D]
+
+    def readout(self, depth: int) -> Callable[[Tensor], Tensor]:
+        if self.output is not None:
+            return self.output[depth - 1]
+        layer = output_layer(self.target)
+        return lambda states: layer(states.to(layer.weight.dtype))
+
+    def start(self, batch: int, capacity: int) -> HydraState:
+        return HydraState(None if self._cached is None else self._cached.start(batch))
+
+    def tell(self, state: HydraState, longest: int, room: int) -> None:
+        if self._cached is not None and state.cached is not None:
+            self._cached.tell(state.cached, longest, room)
+
+    def prefill(self, state: HydraState, features: Tensor, tokens: Tensor, count: Tensor) -> None:
+        if self._cached is not None and state.cached is not None:
+            # Each row's last feature comes again, with the first token.
+            before = features[:, :-1].to(self.dtype)
+            self._cached.prefill(state.cached, before.shape[1], count - 1, inputs_embeds=before)
+
+    def begin(self, state: HydraState, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        features = features.to(self.dtype)
+        if self._cached is not None and state.cached is not None:
+            features = self._cached.begin(
+                state.cached, features.shape[1], count, inputs_embeds=features
+            )[0]
+        root = last_true(tokens.unsqueeze(-1), count)  # [B, 1]
+        path = torch.cat([last_true(features, count), self._embedded(root[:, 0])], -1)
+        state.paths, state.first = path.unsqueeze(1), -1  # [B, 1, 2 D]
+        return self._propose(state)
+
+    def extend(self, state: HydraState, tokens: Tensor, parent: Tensor) -> Step:
+        above = state.paths  # [B, W', k D]
+        place = (parent - state.first).unsqueeze(-1).expand(-1, -1, above.shape[-1])
+        state.first += above.shape[1]
+        state.paths = torch.cat([above.gather(1, place), self._embedded(tokens)], -1)
+        return self._propose(state)
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        return self.embed(tokens) * self.config.embedding_scale
+
+    def _propose(self, state: HydraState) -> Step:
+        hidden = self._hidden(state.paths)  # [B, W, D]
+        return Step(self.readout(self._depth(state.paths))(hidden), self.draft_vocabulary)
+
+    def _hidden(self, path: Tensor) -> Tensor:
+        """z [..., (k + 1) D] -> the states of depth k [..., D]."""
+        states, dropout = path, self.config.dropout if self.training else 0.0
+        for block in self.mlp[self._depth(path) - 1]:
+            states = block(F.dropout(states, dropout) if dropout else states)
+        return F.dropout(states, dropout) if dropout else states
+
+    def _depth(self, path: Tensor) -> int:
+        return path.shape[-1] // self.config.hidden_size - 1

@@ -1,0 +1,303 @@
+"""Hydra: the formula, trees, the prefix, what it starts as, checkpoints of others, options."""
+
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from safetensors import safe_open
+from tiny import VOCAB, one_line, tiny
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import LlamaConfig, LlamaModel
+
+from headstart.heads import (
+    ArtifactError,
+    Manifest,
+    OptionError,
+    fingerprint,
+    load_drafter,
+    save_drafter,
+)
+from headstart.heads.hydra import Hydra, HydraConfig
+
+SIZE, HEADS = 32, 3
+OPTIONS: dict[str, dict[str, Any]] = {
+    "own": {"output": "own", "layers": 3},
+    "shared": {},
+    "trimmed": {"output": "trimmed", "draft_vocab_size": 20},
+    "prefix": {"prefix": True, "layers": 2},
+}
+KEPT = torch.arange(1, VOCAB, 3)[:20]  # the tokens that the counts below make the most frequent
+
+
+def hydra(options: str, random: bool = True) -> Hydra:
+    model = tiny("llama")
+    config = HydraConfig.for_target(model, heads=HEADS, **OPTIONS[options])
+    drafter = Hydra(config).double().bind(model)
+    counts = torch.ones(VOCAB, dtype=torch.long)
+    counts[KEPT] = 10
+    drafter.start_from_target(counts)
+    if random:
+        for parameter in drafter.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return drafter.eval()
+
+
+def prefix_by_hand(weights: dict[str, Tensor], features: Tensor) -> Tensor:
+    """Features [B, T, D] after a one-layer model of transformers with these weights."""
+    sizes = {
+        name: getattr(tiny("llama").config, name)
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads",
+                     "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters")
+    }  # fmt: skip
+    model = LlamaModel(LlamaConfig(**sizes, vocab_size=VOCAB, num_hidden_layers=1)).double()
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    assert missing == ["embed_tokens.weight"] and not unexpected
+    return model(inputs_embeds=features).last_hidden_state
+
+
+def by_hand(drafter: Hydra, feature: Tensor, tokens: list[int]) -> Tensor:
+    """Logits [Vd] after what stands for h [D] and the tokens since, from the formula."""
+    weights, head = drafter.state_dict(), len(tokens) - 1
+    embedding = tiny("llama").model.embed_tokens.weight
+    states = torch.cat([feature, *embedding[tokens] * drafter.config.embedding_scale])
+
+    def linear(name: str, given: Tensor) -> Tensor:
+        name = f"mlp.{head}.{name}"
+        return weights[f"{name}.weight"] @ given + weights[f"{name}.bias"]
+
+    for layer in range(drafter.config.layers):
+        beside = states if layer else linear("0.res_connection", states)
+        states = beside + F.silu(linear(f"{layer}.linear", states))
+    if drafter.output is None:
+        return tiny("llama").lm_head.weight @ states
+    return weights[f"output.{head}.weight"] @ states + weights[f"output.{head}.bias"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_tree_follows_the_formula_along_every_path(options: str) -> None:
+    drafter = hydra(options)
+    prompt, committed = [4, 2], torch.tensor([[3, 1], [0, 2], [2, 3]])
+    text = torch.randn(2, 12, SIZE, dtype=torch.float64)  # each row's features, as they come
+    used = torch.tensor(prompt)
+    state = drafter.start(2, 40)
+    first = torch.stack([F.pad(text[row, :n], (0, 0, 0, 4 - n), value=7.0)
+                         for row, n in enumerate(prompt)])  # fmt: skip
+    drafter.prefill(state, first, torch.zeros(2, 4, dtype=torch.long), used)
+    used = used - 1  # the prompt's last feature comes again
+    for count in committed:  # nothing of a round is left in the next one
+        features = torch.stack([text[row, int(used[row]) :][:3] for row in range(2)])
+        tokens = torch.randint(VOCAB, (2, 3))
+        used = used + count
+        steps = [drafter.begin(state, features, tokens, count)]
+        # Level 1: nodes a b under the root; level 2: c d under b, e under a.
+        levels = [torch.randint(VOCAB, (2, width)) for width in (2, 3)]
+        for level, parent in zip(levels, [[-1, -1], [1, 1, 0]], strict=True):
+            steps.append(drafter.extend(state, level, torch.tensor([parent] * 2)))
+        for row in range(2):
+            if not count[row]:
+                continue  # the row has ended: any answer will do
+            root, read = int(tokens[row, int(count[row]) - 1]), text[row, : int(used[row])]
+            if drafter.prefix is not None:
+                read = prefix_by_hand(drafter.prefix.state_dict(), read.unsqueeze(0))[0]
+            a, b, c, d, e = torch.cat([level[row] for level in levels]).tolist()
+            paths = [[[]], [[a], [b]], [[b, c], [b, d], [a, e]]]
+            for step, expected in zip(steps, paths, strict=True):
+                assert step.logits is not None and step.logits.shape[1] == len(expected)
+                for node, path in enumerate(expected):
+                    logits = by_hand(drafter, read[-1], [root, *path])
+                    torch.testing.assert_close(step.logits[row, node], logits)
+    assert not drafter.independent and drafter.max_depth == drafter.taught_depths == HEADS
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_a_new_head_says_what_the_target_says(options: str) -> None:
+    """Blocks start as the identity on h, and the prefix as all but that: its norm has one size."""
+    drafter, model = hydra(options, random=False), tiny("llama")
+    text = torch.randint(VOCAB, (2, 6))
+    features, every = model.model(text)[0].detach(), torch.ones_like(text, dtype=torch.bool)
+    states = drafter.states(features, text, every, HEADS)
+    expected = model.lm_head(features).flatten(0, 1)
+    if options == "trimmed":
+        assert drafter.vocabulary.tolist() == KEPT.tolist()
+        expected = expected[:, KEPT]
+    for depth in range(1, HEADS + 1):
+        logits = drafter.readout(depth)(states[depth - 1])
+        if options == "prefix":
+            size = features.square().mean(-1).sqrt().flatten().unsqueeze(-1)
+            assert (size.max() / size.min()) < 1.5
+            assert drafter.prefix is not None
+            level = cast(Tensor, drafter.prefix.norm.weight)[0]
+            assert 0.8 < size.mean() / level < 1.25
+            logits = logits * size / level
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def public(arch: str, layers: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A checkpoint's config and tensors under the names of its authors, with random values."""
+    config = {
+        "hydra_num_heads": HEADS, "hydra_num_layers": layers, "hydra_head_arch": arch,
+        "grounded_heads": True, "hidden_state_offset": 0, "base_model_name_or_path": "tiny",
+    }  # fmt: skip
+    step = 2 if arch == "prefix-mlp" else 1  # dropouts stand between the blocks
+    shapes: dict[str, tuple[int, ...]] = {"input_embed_fn.weight": (VOCAB, SIZE)}
+    for head in range(HEADS):
+        wide = (head + 2) * SIZE
+        name = f"hydra_mlp.{head}.{step - 1}"
+        for part in ("linear", "res_connection"):
+            shapes |= {f"{name}.{part}.weight": (SIZE, wide), f"{name}.{part}.bias": (SIZE,)}
+        for layer in range(1, layers):
+            name = f"hydra_mlp.{head}.{step * layer + step - 1}.linear"
+            shapes |= {f"{name}.weight": (SIZE, SIZE), f"{name}.bias": (SIZE,)}
+        name = f"hydra_lm_head.{head}" + (".1" if step == 2 else "")
+        shapes |= {f"{name}.weight": (VOCAB, SIZE), f"{name}.bias": (VOCAB,)}
+    tensors = {
+        name: torch.randn(shape, dtype=torch.float64) * 0.3 for name, shape in shapes.items()
+    }
+    for head in range(HEADS):  # one block under all names but the first
+        for layer in range(2, layers):
+            for part in ("weight", "bias"):
+                block = f"hydra_mlp.{head}.{{}}.linear.{part}"
+                same = tensors[block.format(2 * step - 1)]
+                tensors[block.format(step * layer + step - 1)] = same
+    if arch == "prefix-mlp":
+        own = LlamaModel(LlamaConfig(**{**tiny("llama").config.to_dict(), "num_hidden_layers": 1}))
+        for name, tensor in own.double().state_dict().items():
+            tensors[f"prefix_embeding_layer.{name}"] = torch.randn_like(tensor) * 0.3
+        rotary = "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"
+        tensors[rotary] = torch.ones(4)
+    return config, tensors
+
+
+def public_logits(
+    config: dict[str, Any], tensors: dict[str, Tensor], features: Tensor, tokens: Tensor
+) -> Tensor:
+    """What the published heads say of features [B, T, D] and their tokens [B, T].
+
+    Head i reads [h ; E(y_t+1) … E(y_t+1+i)]; the first block has a residual of its own.
+    """
+    prefixed = config["hydra_head_arch"] == "prefix-mlp"
+    step, hidden = (2 if prefixed else 1), features
+    if prefixed:
+        start = "prefix_embeding_layer."
+        own = {
+            name.removeprefix(start): tensor
+            for name, tensor in tensors.items()
+            if name.startswith(start) and "embed_tokens" not in name and "rotary" not in name
+        }
+        hidden = prefix_by_hand(own, features)
+    embedding, found = tiny("llama").model.embed_tokens.weight, []
+    for head in range(HEADS):
+        seen = [embedding[tokens.roll(-shift, 1)] for shift in range(1, head + 2)]
+        states = torch.cat([hidden, *seen], -1)
+        for layer in range(config["hydra_num_layers"]):
+            name = f"hydra_mlp.{head}.{step * layer + step - 1}"
+            weight, bias = tensors[f"{name}.linear.weight"], tensors[f"{name}.linear.bias"]
+            beside = states
+            if not layer:
+                name = f"{name}.res_connection"
+                beside = F.linear(states, tensors[f"{name}.weight"], tensors[f"{name}.bias"])
+            states = beside + F.silu(F.linear(states, weight, bias))
+        name = f"hydra_lm_head.{head}" + (".1" if prefixed else "")
+        found.append(F.linear(states, tensors[f"{name}.weight"], tensors[f"{name}.bias"]))
+    return torch.stack(found)  # [K, B, T, V]
+
+
+@pytest.mark.parametrize(("arch", "layers"), [("mlp", 1), ("mlp", 3), ("prefix-mlp", 4)])
+@pytest.mark.parametrize("shared", ["named", "once"])
+def test_a_public_checkpoint_says_what_it_says_there(arch: str, layers: int, shared: str) -> None:
+    config, tensors = public(arch, layers)
+    given, step = tensors, 2 if arch == "prefix-mlp" else 1
+    if shared == "once":  # a format that keeps one of several names of a tensor
+        given = {
+            name: tensor
+            for name, tensor in tensors.items()
+            if not name.startswith("hydra_mlp") or int(name.split(".")[2]) < 2 * step
+        }
+    translated = Hydra.translate(config, given)
+    assert translated is not None
+    fields, weights = translated
+    assert (fields.pop("hidden_size"), fields.pop("vocab_size")) == (SIZE, VOCAB)
+    drafter = Hydra(HydraConfig.for_target(tiny("llama"), **fields)).double().bind(tiny("llama"))
+    drafter.load_state_dict(weights)
+    drafter.eval()
+    tokens = torch.randint(VOCAB, (2, 7))
+    features = torch.randn(2, 7, SIZE, dtype=torch.float64)
+    expected = public_logits(config, tensors, features, tokens)
+    where = torch.ones_like(tokens, dtype=torch.bool)
+    states = drafter.states(features, tokens, where, HEADS).unflatten(1, (2, 7))
+    for depth in range(1, HEADS + 1):
+        known = slice(0, 7 - depth)  # beyond, the published roll wraps round
+        logits = drafter.readout(depth)(states[depth - 1])
+        torch.testing.assert_close(logits[:, known], expected[depth - 1][:, known])
+
+
+def test_checkpoints_of_others() -> None:
+    config, tensors = public("mlp", 1)
+    assert Hydra.translate(config, {"0.0.linear.weight": torch.ones(2, 2)}) is None
+    blind = {name: tensor for name, tensor in tensors.items() if "res_connection" not in name}
+    for change, given, named in (
+        ({"hydra_head_arch": "cross-attn"}, tensors, "hydra_head_arch is 'cross-attn'"),
+        ({"hydra_head_arch": "eagle-attn"}, tensors, "hydra_head_arch is 'eagle-attn'"),
+        ({"grounded_heads": False}, blind, "grounded_heads False"),
+        ({"hidden_state_offset": 1}, tensors, "hidden_state_offset 1"),
+    ):
+        with pytest.raises(ArtifactError) as caught:
+            Hydra.translate({**config, **change}, given)
+        assert named in one_line(caught.value)
+    translated = Hydra.translate(config, {**tensors, "hydra_gate.weight": torch.ones(1)})
+    assert translated is not None and "hydra_gate.weight" in translated[1]  # fits no drafter
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_round_trip(options: str, tmp_path: Path) -> None:
+    drafter, model = hydra(options), tiny("llama")
+    folder = save_drafter(drafter, tmp_path / "it", Manifest("hydra", "tiny", fingerprint(model)))
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        kinds = {name.partition(".")[0] for name in set(file.keys())}
+    extra = {"own": {"output"}, "trimmed": {"output", "vocabulary"}, "prefix": {"prefix"}}
+    assert kinds == {"mlp", *extra.get(options, ())}  # and so nothing of the target
+    loaded = load_drafter(folder, model)
+    assert isinstance(loaded, Hydra)
+    assert loaded.state_dict().keys() == drafter.state_dict().keys()
+    assert loaded.config.embedding_scale == drafter.config.embedding_scale != 1
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+
+
+def test_dropout_is_for_training_alone() -> None:
+    drafter = Hydra(HydraConfig.for_target(tiny("llama"), heads=1, dropout=0.5)).double()
+    drafter.bind(tiny("llama"))
+    text, features = torch.ones(1, 40, dtype=torch.long), torch.ones(1, 40, SIZE).double()
+    every = torch.ones_like(text, dtype=torch.bool)
+    assert torch.equal(drafter.eval().states(features, text, every, 1)[0], features[0])
+    dropped = drafter.train().states(features, text, every, 1)[0]
+    assert set(dropped.unique().tolist()) == {0.0, 4.0}  # before the block, and after it
+    assert 0.6 < (dropped == 0).double().mean() < 0.9
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"heads": 0}, "drafter.heads is 0"),
+        ({"layers": 0}, "drafter.layers 0"),
+        ({"dropout": 1.0}, "drafter.dropout 1.0"),
+        ({"output": "trimmed"}, "draft_vocab_size is 0"),
+        ({"draft_vocab_size": 8}, "draft_vocab_size is 8 with output 'shared'"),
+        ({"prefix": 3}, "prefix"),
+        ({"layer": {}}, "drafter.layer is not an option of 'hydra'"),
+    ],
+)
+def test_bad_options_are_one_line(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(OptionError) as caught:
+        HydraConfig.for_target(tiny("llama"), **options)
+    assert named in one_line(caught.value)
+
+
+def test_an_embedding_of_another_width_is_refused() -> None:
+    drafter = Hydra(HydraConfig(hidden_size=16, vocab_size=VOCAB))
+    with pytest.raises(OptionError, match=r"hidden state 16; hydra needs") as caught:
+        drafter.bind(tiny("llama"))
+    one_line(caught.value)
