@@ -37,6 +37,8 @@ from .core import FINAL, OptionError, device_of, keep_resident, output_layer
 
 FAMILIES: dict[str, str] = {
     "draft_model": "headstart.heads.draft_model:DraftModel",
+    "eagle": "headstart.heads.eagle:Eagle",
+    "eagle3": "headstart.heads.eagle:Eagle3",
     "hydra": "headstart.heads.hydra:Hydra",
     "lookup": "headstart.heads.lookup:Lookup",
     "medusa": "headstart.heads.medusa:Medusa",
@@ -271,6 +273,18 @@ class Drafter(PreTrainedModel):
         language model, is taught all of them by one.
         """
         return 0
+
+    def predicted_features(self, states: Tensor) -> Tensor | None:
+        """What a drafter takes the target's final features to be, for a loss that compares them.
+
+        Args:
+            states: [K, M, D'], see `states`.
+
+        Returns:
+            [K, M, D], at depth k and position t the final feature at t + k; None for a drafter that
+            foretells none.
+        """
+        return None
 
     @property
     def writer(self) -> PreTrainedModel | None:

@@ -70,7 +70,7 @@ class Grounded(Trimmable):
         """The target's embeddings of tokens [...], which are never trained: [..., D]."""
         embedding = self.target.get_input_embeddings()
         with torch.no_grad():
-            return embedding(tokens).to(self.dtype)
+            return embedding(tokens).to(self.device, self.dtype)
 
 
 def check_draft_vocabulary(config: DrafterConfig, output: str, size: int) -> None:

@@ -164,6 +164,7 @@ def draft_loss(
     teacher: Teacher | None = None,
     final: Tensor | None = None,
     kept: int = _KEPT_LOGITS,
+    feature_weight: float = 0.0,
 ) -> Tensor:
     """The sum over depths k = 1 … K of decay**k times the depth's mean loss.
 
@@ -182,6 +183,8 @@ def draft_loss(
         final: [B, T, D], the target's features that its output layer reads.
         kept: logits that may be held for the backward pass; where there are more, they are computed
             in chunks of at most so many, and again on the way back.
+        feature_weight: of the distance between the drafter's `predicted_features` and the target's,
+            which is added to each position's loss; any but 0 needs `final`.
 
     Returns:
         The loss, float32 scalar; 0 with zero gradients when there is no label.
@@ -203,6 +206,14 @@ def draft_loss(
     spoken = None if final is None else final.flatten(0, 1)  # [B * T, D]
     place = where.flatten().nonzero().squeeze(1)  # [M]
     assert divergence is None or (teacher is not None and spoken is not None)
+    if feature_weight:
+        foretold = drafter.predicted_features(states)  # [K, M, D]
+        assert foretold is not None and spoken is not None
+        for depth in range(1, depths + 1):
+            taught = (place + depth).clamp(max=len(spoken) - 1)
+            apart = feature_distance(foretold[depth - 1], spoken.index_select(0, taught))  # [M]
+            weight = feature_weight * decay**depth / counts[depth - 1].clamp(min=1)
+            total = total + weight * apart.masked_fill(labels[depth - 1] == IGNORED, 0.0).sum()
     for depth in range(1, depths + 1):
         read = drafter.readout(depth)
         weight = decay**depth / counts[depth - 1].clamp(min=1)
@@ -228,6 +239,16 @@ def draft_loss(
                 nats = _sum(*chosen)
             total = total + weight * nats
     return total
+
+
+def feature_distance(foretold: Tensor, features: Tensor) -> Tensor:
+    """The smooth L1 distance of features, the mean over their entries: [M, D], [M, D] -> [M].
+
+    With the soft cross entropy it is the loss of EAGLE-1 (arXiv 2401.15077), which weighs the
+    distance ten times as much.
+    """
+    apart = functional.smooth_l1_loss(foretold.float(), features.float(), reduction="none")
+    return apart.mean(-1)
 
 
 def drift(

@@ -221,12 +221,13 @@ class _Run:
         if data is None:
             measured = {"steps": 0, "seconds": 0.0, **validation(drafter)}
         else:
-            pair = DraftedTarget(model, drafter, recipe.train.head_decay, recipe.train.loss)
+            train = recipe.train
+            pair = DraftedTarget(model, drafter, train.head_decay, train.loss, train.feature_weight)
             own = None
-            if spec := recipe.train.on_policy:
+            if spec := train.on_policy:
                 own = StudentText(spec, drafter, data, recipe.distill, self.args)
             measured = DrafterTrainer(
-                pair, self.args, data, recipe.train, validation, student_text=own
+                pair, self.args, data, train, validation, student_text=own
             ).fit()
         drafter.eval()
         if drafter.adapter is not None:

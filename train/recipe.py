@@ -132,6 +132,7 @@ class Train:
     optimizer: str = _limited("adamw", choices=("adamw", "adamw_8bit"))  # the last: bitsandbytes
     head_decay: float = _limited(0.8, gt=0, le=1)  # weight of head k is head_decay ** k
     eval_every: int | None = _positive(None)  # steps between validations by real decoding
+    feature_weight: float = _limited(0.0, ge=0)  # of the distance to the target's features (EAGLE)
     feature_cache_mb: float = _limited(512.0, ge=0)  # keep the target's features up to this size
     on_policy: OnPolicy | None = None  # null: all text is the target's
 

@@ -96,9 +96,11 @@ class DraftedTarget(nn.Module):
     Args:
         head_decay: the weight of depth k in the loss is head_decay**k.
         loss: one of `LOSSES`.
+        feature_weight: see `draft_loss`.
 
     Raises:
-        OptionError: a drafter that is not trained, or a loss that the target cannot teach.
+        OptionError: a drafter that is not trained, or a loss that the target cannot teach, or that
+            asks the drafter for features that it does not foretell.
     """
 
     accepts_loss_kwargs = True  # the loss is scaled for gradient accumulation already
@@ -109,6 +111,7 @@ class DraftedTarget(nn.Module):
         drafter: Drafter,
         head_decay: float,
         loss: str = "cross_entropy",
+        feature_weight: float = 0.0,
     ):
         super().__init__()
         if not drafter.taught_depths:
@@ -117,8 +120,8 @@ class DraftedTarget(nn.Module):
             )
         self.target = target.requires_grad_(False).eval()
         self.drafter = drafter
-        self.head_decay, self.loss = head_decay, loss
-        self.teacher = self.base = None
+        self.head_decay, self.loss, self.feature_weight = head_decay, loss, feature_weight
+        self.teacher = self.base = self.final = None
         layers = list(drafter.config.feature_layers)
         self.size = target.config.get_text_config(decoder=True).hidden_size
         self.width = len(layers) * self.size  # F, what the drafter reads
@@ -126,7 +129,12 @@ class DraftedTarget(nn.Module):
             self.teacher = Teacher(target, drafter.draft_vocabulary)
         if drafter.adapter is not None:
             self.base = Teacher(target)  # holds on to the output layer as it is now
-        if self.teacher or self.base:
+        if feature_weight and drafter.predicted_features(torch.empty(0, 0, self.size)) is None:
+            raise OptionError(
+                f"train.feature_weight is {feature_weight}, and {type(drafter).__name__} foretells "
+                "no features that the target's could be compared with; set it to 0."
+            )
+        if self.teacher or self.base or feature_weight:
             layers = layers if FINAL in layers else [*layers, FINAL]
             self.final = layers.index(FINAL) * self.size
         self.captured = len(layers) * self.size
@@ -163,16 +171,17 @@ class DraftedTarget(nn.Module):
         )  # [B, T, C]
         counts = self.counts(tokens, supervised) if counts is None else counts
         final = None  # what the target without adapter says, [B, T, D]
-        if self.teacher is not None or self.base is not None:
+        if self.final is not None:
             final = captured[..., self.final : self.final + self.size]
         if weight is not None:
             captured = self._run(tokens)
         features = captured[..., : self.width]  # [B, T, F]
         loss = draft_loss(
             self.drafter, features, tokens, labels, counts,
-            self.head_decay, self.loss, self.teacher, final,
+            self.head_decay, self.loss, self.teacher, final, feature_weight=self.feature_weight,
         )  # fmt: skip
         if weight is not None and self.base is not None and final is not None:
+            assert self.final is not None
             adapted = captured[..., self.final : self.final + self.size]
             where = _spoken(supervised)
             layer = output_layer(self.target)

@@ -31,13 +31,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "medusa2": {"heads": 3, "rank": 4},
     "redrafter": {"depths": 3},
     "hydra": {"heads": 3, "layers": 2, "prefix": True},
+    "eagle": {},
+    "eagle3": {"depths": 3},
     "draft_model": {"layers": 1},
     "lookup": {},
 }
 """A row for every family: what its recipe's drafter section says."""
 RECIPES = {
     "medusa": "quickstart", "medusa2": "medusa2", "redrafter": "redrafter",
-    "hydra": "hydra", "draft_model": "draft-model",
+    "hydra": "hydra", "eagle": "eagle", "eagle3": "eagle3", "draft_model": "draft-model",
 }  # fmt: skip
 """The shipped recipe that trains each family for the quickstart's target."""
 TREES = ["chain:3", "[[0],[1],[2],[0,0],[0,1],[0,0,0]]", "best-first:8,3,3", "beam:3,3"]
