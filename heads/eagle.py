@@ -27,6 +27,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from .core import OptionError, output_layer
 from .drafter import DrafterConfig, Step, last_true
+from .eagle_checkpoints import eagle1, eagle3
 from .layers import CachedLayers, Drafted, layer_like, own_layers
 from .vocabulary import Grounded, check_draft_vocabulary
 
@@ -134,14 +135,20 @@ class Eagle(Grounded):
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
         self.model.layers[0].input_layernorm = nn.Identity()
 
+    @classmethod
+    def translate(
+        cls, config: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        return eagle1(config, tensors)
+
     def _first(self, features: Tensor) -> Tensor:
         """The target's features [..., F] in the place of a hidden state: [..., D]."""
-        return features.to(self.fc.weight.dtype)
+        return features.to(self.dtype)
 
     def _pairs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         """Tokens [...] and the hidden states before them [..., D]: what the layer reads."""
         pairs = torch.cat([self.embed(tokens), hidden], -1)
-        return self.fc(pairs).to(hidden.dtype)
+        return self.fc(pairs).to(self.dtype)  # under autocast too: what is added to stays precise
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] -> logits [..., Vd]."""
@@ -251,6 +258,12 @@ class Eagle3(Eagle):
         self.norm = LlamaRMSNorm(size, eps=inner.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
 
+    @classmethod
+    def translate(
+        cls, config: dict[str, Any], tensors: dict[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+        return eagle3(config, tensors)
+
     def bind(self, target: PreTrainedModel) -> Self:
         self.config.feature_layers = self.config.feature_layers or mixed_layers(target)
         return super().bind(target)
@@ -266,8 +279,7 @@ class Eagle3(Eagle):
         self.lm_head.weight.copy_(self.rows_to_start_from(token_counts))
 
     def _first(self, features: Tensor) -> Tensor:
-        features = super()._first(features)
-        return self.fc(features).to(features.dtype)
+        return self.fc(super()._first(features)).to(self.dtype)
 
     def _pairs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat([self.embed(tokens), hidden], -1)

@@ -223,10 +223,11 @@ def own_layers(layer: dict[str, Any], count: int = 1) -> tuple[LlamaModel, list[
     """Decoder layers, read by `inputs_embeds` alone and without a final norm, and what they cache.
 
     Args:
-        layer: see `layer_like`; may say more of what `LlamaConfig` knows.
+        layer: see `layer_like`; may say more of what `LlamaConfig` knows, and `rope_scaling`.
     """
-    sizes = {name: value for name, value in layer.items() if name != "rope_theta"}
-    rope = {"rope_type": "default", "rope_theta": layer["rope_theta"]}
+    sizes = {name: value for name, value in layer.items() if not name.startswith("rope_")}
+    rope = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
+    rope["rope_theta"] = layer["rope_theta"]
     config = LlamaConfig(
         **sizes, vocab_size=1, num_hidden_layers=count, rope_parameters=rope,
         bos_token_id=None, eos_token_id=None,

@@ -18,7 +18,6 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from .core import ArtifactError, OptionError
 from .drafter import DrafterConfig, Step, last_true

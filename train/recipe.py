@@ -129,6 +129,7 @@ class Train:
     max_seconds: float | None = _positive(None)
     warmup_ratio: float = _limited(0.1, ge=0, lt=1)
     weight_decay: float = _limited(0.0, ge=0)
+    clip: float = _positive(1.0)  # the norm that gradients are clipped to
     optimizer: str = _limited("adamw", choices=("adamw", "adamw_8bit"))  # the last: bitsandbytes
     head_decay: float = _limited(0.8, gt=0, le=1)  # weight of head k is head_decay ** k
     eval_every: int | None = _positive(None)  # steps between validations by real decoding

@@ -57,6 +57,7 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "max_steps": spec.max_steps,
         "learning_rate": spec.learning_rate,
         "weight_decay": spec.weight_decay,
+        "max_grad_norm": spec.clip,
         "per_device_train_batch_size": spec.batch_size,
         "gradient_accumulation_steps": spec.gradient_accumulation,
         "seed": seed,
