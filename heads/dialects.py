@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt", WEIGHTS, PICKLE)
 """The files of weights that a drafter may have; the first that is there is read."""
 
+_SHARDS = WEIGHTS + ".index.json"
 _INSIDE = ("medusa_num_heads", "hydra_num_heads")  # what says that a model's config is a drafter's
 
 
@@ -76,8 +77,8 @@ def _weights(name: str | Path, folder: Path, allow_pickle: bool) -> Path | None:
     names = [] if Path(name).is_dir() else file_names(str(name))
     names = names or [path.name for path in folder.iterdir()]
     chosen = next((file for file in HEADS if file in names), None)
-    if chosen is None:
-        return None
+    if chosen is None or (chosen == PICKLE and _SHARDS in names):
+        return None  # a language model in several files, which may stand beside an older pickle
     if not chosen.endswith(".safetensors") and not allow_pickle:
         raise ArtifactError(
             f"{name} holds its weights in {chosen}, a pickle, which can run any code; ask for "

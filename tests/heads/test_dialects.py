@@ -75,7 +75,8 @@ def medusa_logits(tensors: Tensors, features: Tensor, heads: int, layers: int) -
         states = features
         for layer in range(layers):
             states = block(states, tensors, f"{k}.{layer}.linear")
-        output = tensors.get(f"{k}.{layers}.weight", tiny("llama").lm_head.weight)
+        shared: Tensor = tiny("llama").lm_head.weight
+        output = tensors.get(f"{k}.{layers}.weight", shared)
         found.append(F.linear(states, output))
     return torch.stack(found, 1)
 
@@ -267,6 +268,13 @@ def test_a_pickle_is_asked_for(file: str, tmp_path: Path) -> None:
         load_drafter(tmp_path, tiny("llama"))
     assert file in one_line(caught.value)
     load_drafter(tmp_path, tiny("llama"), allow_pickle=True)
+
+
+def test_a_pickle_beside_a_whole_model_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA, medusa(), "pytorch_model.bin")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="no tokenizer"):
+        load_drafter(tmp_path, tiny("llama"))
 
 
 def test_damage(tmp_path: Path) -> None:

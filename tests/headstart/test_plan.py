@@ -50,6 +50,15 @@ def command(heads: str, folder: Path, *more: str) -> list[str]:
     return ["plan", "--drafter", heads, *prompts, *more]
 
 
+def test_a_plan_belongs_into_an_artifact(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Said at once, and not when all has been measured."""
+    assert main(command(str(model), tmp_path, "--target", str(model))) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no artifact" in line and "headstart convert" in line
+
+
 def test_a_drafter_that_pays(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
