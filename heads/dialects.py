@@ -1,9 +1,10 @@
 """Drafters that others trained: checkpoints of the methods' authors, read as our families.
 
 A folder or Hub repository with a `config.json` and one file of weights, see `HEADS`, and without
-our manifest. Each family is asked whether it is one of its own, see `Drafter.translate`. Nothing
-there proves which target it was trained for, so its shapes are all that is checked: for another
-target of the same shape it drafts badly, and the output is that target's all the same.
+our manifest; or a whole model with heads inside, which may be in several files. Each family is
+asked whether it is one of its own, see `Drafter.translate`. Nothing there proves which target it
+was trained for, so its shapes are all that is checked: for another target of the same shape it
+drafts badly, and the output is that target's all the same.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def load_foreign(
     """
     folder = checkpoint_folder(name)
     said = read_json(folder / CONFIG)
-    weights = _weights(name, folder, allow_pickle)
-    found = None if weights is None else _translate(said, weights)
+    weights = _weights(name, folder, said, allow_pickle)
+    found = _translate(said, weights) if weights else None
     if found is None:
         _check_model(name, said, weights)
         return None
@@ -72,36 +73,52 @@ def checkpoint_folder(name: str | Path, file: str = CONFIG) -> Path:
     return Path(name) if Path(name).is_dir() else download(str(name), [CONFIG, file])
 
 
-def _weights(name: str | Path, folder: Path, allow_pickle: bool) -> Path | None:
+def _weights(
+    name: str | Path, folder: Path, said: dict[str, Any], allow_pickle: bool
+) -> list[Path]:
+    """The files of weights; none where a language model has several, as they do not interest."""
     # Where the Hub cannot be asked, the cache tells what was fetched before.
     names = [] if Path(name).is_dir() else file_names(str(name))
     names = names or [path.name for path in folder.iterdir()]
-    chosen = next((file for file in HEADS if file in names), None)
-    if chosen is None or (chosen == PICKLE and _SHARDS in names):
-        return None  # a language model in several files, which may stand beside an older pickle
-    if not chosen.endswith(".safetensors") and not allow_pickle:
+    chosen = [file for file in HEADS if file in names][:1]
+    if _SHARDS in names and chosen in ([], [PICKLE]):
+        chosen = _shards(name, names) if any(key in said for key in _INSIDE) else []
+    if any(not file.endswith(".safetensors") for file in chosen) and not allow_pickle:
         raise ArtifactError(
-            f"{name} holds its weights in {chosen}, a pickle, which can run any code; ask for "
+            f"{name} holds its weights in {chosen[0]}, a pickle, which can run any code; ask for "
             "safetensors, or have its tensors alone read with allow_pickle=True (--allow-pickle)."
         )
-    return checkpoint_folder(name, chosen) / chosen
+    return [checkpoint_folder(name, file) / file for file in chosen]
+
+
+def _shards(name: str | Path, names: list[str]) -> list[str]:
+    """The files that the index names, each of them in the folder itself."""
+    index = read_json(checkpoint_folder(name, _SHARDS) / _SHARDS).get("weight_map")
+    files = list(index.values()) if isinstance(index, dict) else [index]
+    for file in files:
+        if file not in names or Path(file).name != file or not file.endswith(".safetensors"):
+            raise ArtifactError(
+                f"{name} has a {_SHARDS} that names {file!r}, which is not there; download both "
+                "again."
+            )
+    return sorted(set(files))
 
 
 def _translate(
-    said: dict[str, Any], weights: Path
+    said: dict[str, Any], weights: list[Path]
 ) -> tuple[type[Drafter], dict[str, Any], dict[str, Tensor]] | None:
-    """The family that knows a file of weights, and what it makes of it."""
-    tensors = _read(weights)
+    """The family that knows these weights, and what it makes of them."""
+    tensors = {key: tensor for file in weights for key, tensor in _read(file).items()}
     for each in FAMILIES:
         kind = family(each)
         try:
             found = kind.translate(said, tensors)
         except ArtifactError as error:
-            raise ArtifactError(f"{weights} is not read: {error}") from error
+            raise ArtifactError(f"{weights[0]} is not read: {error}") from error
         except RuntimeError as error:  # torch's, of tensors that do not go together
             reason = " ".join(str(error).split())[:160]
             raise ArtifactError(
-                f"{weights} looks like a checkpoint of {each}, and its tensors do not fit together "
+                f"{weights[0]} looks like one of {each}, and its tensors do not fit together "
                 f"({reason}); download it again."
             ) from error
         if found is not None:
@@ -130,19 +147,19 @@ def _read(weights: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _check_model(name: str | Path, said: dict[str, Any], weights: Path | None) -> None:
+def _check_model(name: str | Path, said: dict[str, Any], weights: list[Path]) -> None:
     """Refuse what no family reads, unless it may be a language model.
 
     Raises:
         ArtifactError: its file, or its config, is a drafter's.
     """
     known = ", ".join(each for each in FAMILIES if each != LOOKUP)
-    if weights is not None and weights.name not in (WEIGHTS, PICKLE):
-        what = f"its {weights.name} has tensors that no family here knows"
-    elif merged := [key for key in _INSIDE if key in said]:
-        what = f"its config has {merged[0]}, and no one file holds heads alone or the whole model"
+    if any(file.name in HEADS and file.name not in (WEIGHTS, PICKLE) for file in weights):
+        what = f"its {weights[0].name} has tensors that no family here knows"
+    elif inside := [key for key in _INSIDE if key in said]:
+        what = f"its config has {inside[0]}, and no weights of such heads were found in safetensors"
     elif said.get("model_type") not in CONFIG_MAPPING:
-        found = "no file of weights" if weights is None else f"a {weights.name} of another kind"
+        found = f"a {weights[0].name} of another kind" if weights else "no file of weights"
         what = f"its model type is {said.get('model_type')!r}, with {found}"
     else:
         return

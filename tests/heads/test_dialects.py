@@ -23,6 +23,7 @@ SIZE = COMMON["hidden_size"]
 Tensors = dict[str, Tensor]
 PT, SAFE = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
 MODEL = "model.safetensors"
+LLAMA = {"model_type": "llama"}
 VICUNA = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_layers": 1}
 
 
@@ -128,6 +129,26 @@ def test_a_block_that_all_layers_share(tmp_path: Path) -> None:
     torch.testing.assert_close(step.logits, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("file", ["m-2.safetensors", "../out.safetensors", "m-3.safetensors", 7])
+def test_heads_inside_of_a_model_in_several_files(file: Any, tmp_path: Path) -> None:
+    heads = medusa(2, 1, True, "medusa_head.")
+    config = LLAMA | {"medusa_num_heads": 2}
+    folder = write(
+        tmp_path / "whole", config, {"model.norm.weight": normal(SIZE)}, "m-1.safetensors"
+    )
+    write(folder, config, heads, "m-2.safetensors")
+    save_file(heads, tmp_path / "out.safetensors")
+    places = {"model.norm.weight": "m-1.safetensors"} | dict.fromkeys(heads, file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    if file == "m-2.safetensors":
+        drafter: Any = load_drafter(folder, tiny("llama"))
+        assert torch.equal(drafter.output[1], heads["medusa_head.1.1.weight"])
+        return
+    with pytest.raises(ArtifactError, match="which is not there"):
+        load_drafter(folder, tiny("llama"))
+
+
 # ReDrafter.
 
 
@@ -220,9 +241,6 @@ def without(tensors: Tensors, name: str) -> Tensors:
     return {other: tensor for other, tensor in tensors.items() if other != name}
 
 
-LLAMA = {"model_type": "llama"}
-
-
 @pytest.mark.parametrize(
     ("config", "tensors", "file", "said"),
     [
@@ -240,7 +258,7 @@ LLAMA = {"model_type": "llama"}
         (VICUNA, lambda: {}, "weights.bin", "no file of weights"),
         (VICUNA, lambda: {"x": Bomb()}, PT, "more than tensors"),
         (VICUNA, lambda: [normal(3)], PT, "a list, expected tensors by name"),
-        (LLAMA | {"medusa_num_heads": 5}, lambda: {}, "m-1-of-2.safetensors", "no one file"),
+        (LLAMA | {"medusa_num_heads": 5}, lambda: {}, "m-1-of-2.safetensors", "no weights of such"),
         (REDRAFTER, lambda: without(redrafter(), "rnn_w.weight"), MODEL, "rnn_w"),
         (REDRAFTER, lambda: without(redrafter(), "lm_head.2.weight"), MODEL,
          "lm_head.2.weight"),
