@@ -162,12 +162,13 @@ class Hydra(Grounded):
         """
         if self.output is not None:
             rows = self.rows_to_start_from(token_counts)  # [Vd, D]
-            for layer in self.output:
+            outputs: Any = self.output
+            for layer in outputs:
                 layer.weight.copy_(rows)
         if self.prefix is not None:
-            layer = self.prefix.layers[0]
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
+            own: Any = self.prefix.layers[0]
+            own.self_attn.o_proj.weight.zero_()
+            own.mlp.down_proj.weight.zero_()
             self.prefix.norm.weight.fill_(self._size_of_features())
         # Embeddings come in all sizes; beside the features theirs should be 1.
         some = torch.arange(min(4096, self.config.vocab_size), device=self.device)
@@ -292,7 +293,8 @@ class Hydra(Grounded):
     def _hidden(self, path: Tensor) -> Tensor:
         """z [..., (k + 1) D] -> the states of depth k [..., D]."""
         states, dropout = path, self.config.dropout if self.training else 0.0
-        for block in self.mlp[self._depth(path) - 1]:
+        blocks: Any = self.mlp[self._depth(path) - 1]
+        for block in blocks:
             states = block(F.dropout(states, dropout) if dropout else states)
         return F.dropout(states, dropout) if dropout else states
 

@@ -163,7 +163,7 @@ def test_rows_end_while_the_next_round_runs(monkeypatch: pytest.MonkeyPatch) -> 
         ahead.append(len(self._waiting))
 
     monkeypatch.setattr(Decoding, "_launch", counted)
-    for name in ("medusa", "draft_model", "lookup"):
+    for name in ("medusa", "hydra", "draft_model", "lookup"):
         replayed, written, tape = both(name)
         text = decode(written)
         ends = [int(text[row, 9 + 4 * row + 2]) for row in range(4)]
@@ -179,7 +179,7 @@ def test_rows_end_while_the_next_round_runs(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_caches_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "_ROOM", 8)
-    for name in ("medusa", "draft_model", "lookup"):
+    for name in ("medusa", "hydra", "draft_model", "lookup"):
         replayed, written, tape = both(name)
         options: dict[str, Any] = {"max_new_tokens": 200}
         assert torch.equal(decode(replayed, 2, **options), decode(written, 2, **options))
