@@ -141,6 +141,9 @@ class Eagle(Grounded):
     ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         return eagle1(config, tensors)
 
+    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+        return [*super().borrowed(target), output_layer(target)]
+
     def _first(self, features: Tensor) -> Tensor:
         """The target's features [..., F] in the place of a hidden state: [..., D]."""
         return features.to(self.dtype)
@@ -267,6 +270,9 @@ class Eagle3(Eagle):
     def bind(self, target: PreTrainedModel) -> Self:
         self.config.feature_layers = self.config.feature_layers or mixed_layers(target)
         return super().bind(target)
+
+    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+        return [target.get_input_embeddings()]
 
     @torch.no_grad()
     def start_from_target(self, token_counts: Tensor | None = None) -> None:

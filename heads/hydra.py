@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from .core import FINAL, ArtifactError, FeatureTap, OptionError, output_layer
+from .core import FINAL, ArtifactError, FeatureTap, OptionError, device_of, output_layer
 from .drafter import DrafterConfig, Step, last_true
 from .layers import CachedLayers, Drafted, layer_like, own_layers
 from .vocabulary import Grounded, check_draft_vocabulary
@@ -152,6 +152,10 @@ class Hydra(Grounded):
     def max_depth(self) -> int:
         return self.config.heads
 
+    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+        own = [] if self.output is not None else [output_layer(target)]
+        return [*super().borrowed(target), *own]
+
     @torch.no_grad()
     def start_from_target(self, token_counts: Tensor | None = None) -> None:
         """Start every head as the target's own output layer, see `Medusa`.
@@ -178,7 +182,7 @@ class Hydra(Grounded):
     def _size_of_features(self) -> float:
         """Their root mean square over some text, so that a norm can leave them as they are."""
         tap = FeatureTap(self.target, [FINAL])
-        some = torch.arange(min(64, self.config.vocab_size), device=self.target.device)
+        some = torch.arange(min(64, self.config.vocab_size), device=device_of(self.target))
         self.target.get_decoder()(input_ids=some.unsqueeze(0), use_cache=False)
         size = tap.take().float().square().mean().sqrt().item()
         tap.close()

@@ -128,9 +128,6 @@ class ReDrafter(Grounded):
         known = {"layers": layers, "hidden_size": cell.shape[0], "vocab_size": output.shape[0]}
         return known | {"exit_dim": output.shape[1]}, tensors
 
-    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
-        return [target.get_input_embeddings()]
-
     @torch.no_grad()
     def start_from_target(self, token_counts: Tensor | None = None) -> None:
         """Start as the target's own output layer, blind to the cell; see `Medusa`.

@@ -66,6 +66,9 @@ class Grounded(Trimmable):
             )
         return super().bind(target)
 
+    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+        return [target.get_input_embeddings()]
+
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's embeddings of tokens [...], which are never trained: [..., D]."""
         embedding = self.target.get_input_embeddings()

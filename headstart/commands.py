@@ -181,8 +181,10 @@ def _suite(options: argparse.Namespace) -> int:
     """Measure the parts of a suite; the status is 1 where an entry could not be measured."""
     from headstart.suite import make_job, run_suite
 
-    given = ("target", "drafter", "tree", "rule", "expansion", "dtype", "prompts", "limit")
-    given += ("prefix_tokens", "temperature", "seed", "allow_pickle", "max_memory", "offload_folder")
+    given = (
+        *("target", "drafter", "tree", "rule", "expansion", "dtype", "prompts", "limit"),
+        *("prefix_tokens", "temperature", "seed", "allow_pickle", "max_memory", "offload_folder"),
+    )
     for name in given:
         if getattr(options, name):
             raise UsageError(f"--{name.replace('_', '-')} does not go with --suite; leave it out")
