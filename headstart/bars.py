@@ -150,7 +150,9 @@ def _rounds(parts: Parts) -> Iterator[Reading]:
     for family, entry in parts["costs-8b"].items():
         for kind, tree in entry.get("trees", {}).items():
             of = f"{family}, {kind} of {tree['nodes']}"
-            yield Reading("3", of, 1 - tree["forwards_ms"] / tree["round_ms"])
+            inside = tree["parts"]  # of the same rounds
+            forwards = inside["draft"] + inside["verify"]
+            yield Reading("3", of, 1 - forwards / inside["round"])
             least = Limit(least=EFFICIENCY.get(family))
             yield Reading("4", of, entry["plain_ms"] / tree["round_ms"], own=least)
             if plain and tree["peak_bytes"]:

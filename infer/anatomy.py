@@ -15,17 +15,23 @@ from transformers import LogitsProcessorList
 
 from headstart.heads import Sampling
 
+from .graphs import Rounds
 from .loop import Decoding
 from .rules import RULES
 from .speculator import Speculator
 from .timing import Stopwatch
 
-_WARM_UP = 3  # rounds that are not counted
+_WARM_UP = 3  # rounds that are not counted: as written, captured, and a round ahead
+_TOGETHER = 8  # captured rounds that are timed as a whole, since the host runs ahead of them
 
 
 @torch.no_grad()
 def dissect(speculator: Speculator, ids: Tensor, rounds: int) -> tuple[dict[str, float], int]:
     """Decode greedily, and note when each part of a round begins and ends.
+
+    Of captured rounds the marks are part of the graph. Then some rounds are timed together, as they
+    follow each other, and the parts are those of the last one; those among which another graph was
+    captured do not count. Where the host runs each round itself, so is each timed.
 
     Args:
         ids: [B, P] int64, without padding.
@@ -34,12 +40,13 @@ def dissect(speculator: Speculator, ids: Tensor, rounds: int) -> tuple[dict[str,
     Returns:
         Milliseconds a round, medians: `round` as a whole; `draft`, the drafter's forwards; `grow`,
         what else the tree took; `verify`, the target's forward; `commit`, the cache; `accept`, all
-        that is left, the host's read with it. And the bytes of the drafter's state.
+        that is left, and what lies between two rounds. And the bytes of the drafter's state.
     """
     target, drafter, tree = speculator.target, speculator.drafter, speculator.tree
-    none = LogitsProcessorList()
-    decoding = Decoding(target, drafter, tree, Sampling(None, none), rule=RULES["greedy"])
-    wanted = (rounds + _WARM_UP + 1) * (tree.max_depth + 1)
+    own = None if speculator.rounds is None else Rounds.on(ids.device)
+    greedy = Sampling(None, LogitsProcessorList())
+    decoding = Decoding(target, drafter, tree, greedy, rule=RULES["greedy"], rounds=own)
+    wanted = (rounds + _TOGETHER + _WARM_UP + 1) * (tree.max_depth + 1)
     decoding.prefill(ids, torch.ones_like(ids), wanted)
     watch = Stopwatch(ids.device)
     spans: dict[str, list[tuple[Any, Any]]] = defaultdict(list)
@@ -47,23 +54,26 @@ def dissect(speculator: Speculator, ids: Tensor, rounds: int) -> tuple[dict[str,
     owners["commit"] = (target, ["commit"])
     if drafter is not None:
         owners["draft"] = (drafter, ["begin", "extend"])
-    found: dict[str, list[float]] = defaultdict(list)
+    owners["round"] = (decoding, ["_step"])
+    found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
+    together = _TOGETHER if own is not None and own.captures else 1
     with _watched(owners, spans, watch):
-        for number in range(rounds + _WARM_UP):
-            spans.clear()
-            begun = watch.mark()
+        for _ in range(_WARM_UP):
             decoding.round()
-            spans["round"].append((begun, watch.mark()))
-            if number < _WARM_UP:
-                continue
+        for _ in range(0, rounds, together):
+            before = spans["round"]
+            begun = watch.mark()
+            for _ in range(together):
+                decoding.round()
+            whole = watch.between(begun, watch.mark()) / together
             took = {part: sum(watch.between(*span) for span in spans[part]) for part in
-                    ("round", "draft", "grow", "verify", "commit")}  # fmt: skip
+                    ("draft", "grow", "verify", "commit")}  # fmt: skip
             took["grow"] -= took["draft"]
-            inside = ("draft", "grow", "verify", "commit")
-            took["accept"] = took["round"] - sum(took[part] for part in inside)
-            for part, milliseconds in took.items():
-                found[part].append(milliseconds)
-    return {part: statistics.median(each) for part, each in found.items()}, held(decoding.state)
+            took |= {"round": whole, "accept": whole - sum(took.values())}
+            found[spans["round"] is before].append(took)
+    counted = found[True] or found[False]  # by replays alone, where there are any
+    parts = {part: statistics.median(took[part] for took in counted) for part in counted[0]}
+    return parts, held(decoding.state)
 
 
 @contextmanager
@@ -72,10 +82,15 @@ def _watched(
     spans: dict[str, list[tuple[Any, Any]]],
     watch: Stopwatch,
 ) -> Iterator[None]:
-    """Note when methods of single objects begin and end, by the part that they belong to."""
+    """Note when methods of single objects begin and end, by the part that they belong to.
+
+    A round that begins forgets the last one's; a replayed one, which runs no Python, leaves them.
+    """
 
     def watched(part: str, method: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
+            if part == "round":
+                spans.clear()
             begun = watch.mark()
             answer = method(*args, **kwargs)
             spans[part].append((begun, watch.mark()))

@@ -152,8 +152,8 @@ def round_costs(
 
     Returns:
         `plain_ms`, a round of plain decoding run in turns with the trees, and for each of the
-        `trees` its `paths`, `nodes`, `round_ms`, the `parts` of a round (see `dissect`),
-        `forwards_ms`, target and drafter timed alone, and `peak_bytes`. Of the drafter its
+        `trees` its `paths`, `nodes`, `round_ms`, the `parts` of a round as it is decoded (see
+        `dissect`), and `peak_bytes`. Of the drafter its
         `weight_bytes` and `cache_bytes`, which is its state's. And the planner's `costs`.
     """
     ids = random_prompt(model, context - new_tokens // 2)
@@ -172,7 +172,6 @@ def round_costs(
             "tree": str(tree),
             "nodes": tree.nodes,
             "round_ms": taken[name],
-            "forwards_ms": costs.forwards(tree),
             "parts": parts,
             "peak_bytes": peaks[name],
         }

@@ -90,6 +90,11 @@ class Rounds:
         """As the device allows: CUDA graphs, or the same path uncaptured."""
         return cls(CudaCapture() if device.type == "cuda" else None)
 
+    @property
+    def captures(self) -> bool:
+        """Whether rounds are captured, as they are until one cannot be."""
+        return self._capture is not None
+
     def keep(self, name: Hashable, value: Tensor) -> Tensor:
         """A copy of `value` in the tensor that stays for this name, shape and dtype."""
         key = (name, value.shape, value.dtype)

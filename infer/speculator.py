@@ -68,7 +68,8 @@ class Speculator:
         attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
             see `heads/core/attention.py`; `auto`, that on CUDA, where the target passes a trial.
         compile: whether the target's forwards are compiled, or the mode of `torch.compile`, see
-            `Target`; the first round of each batch size then takes long.
+            `Target`. The first round of each batch size then takes long, and types of 16 bits round
+            otherwise, so near-ties may fall otherwise than without.
 
     Attributes:
         stats: what the last call did.

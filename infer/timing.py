@@ -26,7 +26,8 @@ class Stopwatch:
     """Marks points in a device's work, and says how far apart they are.
 
     On a GPU a mark is an event in the stream: making it waits for nothing, and what lies between
-    two of them holds the time in which the device waited for the host as well.
+    two of them holds the time in which the device waited for the host as well. Made while a graph
+    is captured it is part of the graph, and each replay makes it anew.
     """
 
     def __init__(self, device: torch.device):
@@ -36,7 +37,7 @@ class Stopwatch:
         """A point in time."""
         if self.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True, external=True)
         event.record(torch.cuda.current_stream(self.device))
         return event
 

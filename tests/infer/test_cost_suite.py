@@ -4,13 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from tape import Tape
 from tiny import prompts, tiny
 
 from headstart.heads.drafter import FAMILIES
-from headstart.infer import Speculator
+from headstart.infer import Speculator, anatomy
 from headstart.infer.anatomy import dissect, held
 from headstart.infer.contenders import generating, race, speculating
 from headstart.infer.cost_suite import compiled_costs, copy_bandwidth, plain_costs, usual_tree
+from headstart.infer.graphs import Rounds
 from headstart.infer.policies import StaticTree
 from headstart.infer.shapes import (
     SHAPES,
@@ -42,8 +44,8 @@ def test_a_gpu_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> No
     log: list[str] = []
 
     class Event:
-        def __init__(self, enable_timing: bool):
-            assert enable_timing
+        def __init__(self, enable_timing: bool, external: bool):
+            assert enable_timing and external  # or a graph would hold no mark
 
         def record(self, stream: str) -> None:
             log.append(f"mark in {stream}")
@@ -103,6 +105,45 @@ def test_the_parts_of_a_round_are_the_round() -> None:
     # One layer's keys and values of 2 heads of 16, float32: at least those of the text.
     assert state >= 2 * 2 * 16 * 4 * 24
     assert "verify" not in vars(decoder.target) and "begin" not in vars(drafter)
+
+
+class Ticks:
+    """A stopwatch on the device, which a mark moves on by one, also in a round that is replayed."""
+
+    now = torch.zeros(1)
+
+    def __init__(self, device: torch.device):
+        pass
+
+    def mark(self) -> torch.Tensor:
+        self.now.add_(1)
+        return self.now.clone()
+
+    def between(self, begin: torch.Tensor, end: torch.Tensor) -> float:
+        assert begin <= end and self.now - end <= 16, "marks of an earlier round"
+        return float(end - begin)
+
+
+@pytest.mark.parametrize("tree", ["cartesian:2,2", "chain:1"])
+def test_captured_rounds_are_taken_apart_where_they_run(
+    tree: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Marks are replayed with the round, so none of them is an earlier one's, of twelve ticks."""
+    target, tape = toy(), Tape()
+    monkeypatch.setattr(anatomy, "Stopwatch", Ticks)
+    monkeypatch.setattr(Rounds, "on", lambda device: Rounds(tape))
+    drafter = random_drafter("draft_model", target)
+    found = []
+    for graphs in (True, False):
+        decoder = Speculator(target, drafter, tree=tree, graphs=graphs)
+        found.append(dissect(decoder, torch.arange(24).view(1, -1), rounds=16)[0])
+    replayed, written = found
+    assert tape.replayed >= 16 > tape.taped
+    inside = ("draft", "grow", "verify", "commit")
+    assert [replayed[part] for part in inside] == [written[part] for part in inside]
+    # A mark at both ends of a round as a whole, of which eight share one pair.
+    assert replayed["round"] == written["round"] - 1 + 1 / 8
+    assert sum(replayed[part] for part in (*inside, "accept")) == replayed["round"]
 
 
 def test_a_state_counts_every_storage_once() -> None:
