@@ -32,8 +32,8 @@ from .errors import UnsupportedTarget
 if TYPE_CHECKING:
     from .cache import SlabCache
 
-NAME = "headstart_tree"
-"""Under which the attention is registered."""
+NAME, CACHELESS = "headstart_tree", "headstart_tree_cacheless"
+"""Under which the attention is registered; the latter where the model is given no cache."""
 
 _UNKNOWN = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 """What else models hand to their attention, and would be lost here."""
@@ -191,9 +191,7 @@ def _attend(
 
     See `tree_attention` for the rest.
     """
-    slab = _slabs[-1]
-    assert slab is not None
-    keys, values = slab.update(key, value, layer)
+    keys, values = _slabs[-1].update(key, value, layer)
     return tree_attention(query, keys, values, packed, scaling, softcap)
 
 
@@ -219,15 +217,40 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Any,
     scaling: float | None = None,
     softcap: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What models call: query [B, Hq, N, D], and the packed tree where their mask is.
+    """What models call: query [B, Hq, N, D], and the packed tree where their mask is."""
+    scale = _checked(module, query, attention_mask, scaling, options)
+    return tree_attention(query, key, value, attention_mask, scale, softcap), None
 
-    Keys and values are all that is cached, or the tree's own where the model has no cache.
-    """
+
+def _cacheless(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """What models call that have no cache: keys and values are the tree's own."""
+    scale = _checked(module, query, attention_mask, scaling, options)
+    attend: Any = _opaque if torch.compiler.is_compiling() else _attend
+    return attend(query, key, value, attention_mask, module.layer_idx, scale, softcap), None
+
+
+def _checked(
+    module: nn.Module,
+    query: Tensor,
+    attention_mask: Any,
+    scaling: float | None,
+    options: dict[str, Any],
+) -> float:
+    """Refuse what tree attention would leave out; returns what scores are multiplied by."""
     if attention_mask is None or attention_mask.dtype != torch.int32:
         found = "no mask" if attention_mask is None else f"a mask of {attention_mask.dtype}"
         raise UnsupportedTarget(
@@ -240,20 +263,16 @@ def _attention(
                 f"{type(module).__name__} attends with {name}, which tree attention does not know; "
                 "use attention='masked'."
             )
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if torch.compiler.is_compiling():
-        return _opaque(query, key, value, attention_mask, module.layer_idx, scale, softcap), None
-    if _slabs[-1] is not None:
-        return _attend(query, key, value, attention_mask, module.layer_idx, scale, softcap), None
-    return tree_attention(query, key, value, attention_mask, scale, softcap), None
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
 
 
 # Without an entry in AttentionMaskInterface, transformers passes a 4-D mask on and makes none.
 AttentionInterface.register(NAME, _attention)
+AttentionInterface.register(CACHELESS, _cacheless)
 
 
-_slabs: list[SlabCache | None] = []
-"""Of the forwards that run now, the slabs that attention writes; the last is the innermost's."""
+_slabs: list[SlabCache] = []
+"""Where attention writes in forwards that run without a cache; the last is the innermost's."""
 
 
 @contextmanager
@@ -268,10 +287,11 @@ def tree_attention_on(model: PreTrainedModel, slab: SlabCache | None = None) -> 
     """
     config: Any = model.get_decoder().config  # the wrapper's may be another copy
     own = config._attn_implementation
-    config._attn_implementation = NAME
-    _slabs.append(slab)
+    config._attn_implementation = NAME if slab is None else CACHELESS
+    _slabs.extend([] if slab is None else [slab])
     try:
         yield
     finally:
-        _slabs.pop()
         config._attn_implementation = own
+        if slab is not None:
+            _slabs.pop()

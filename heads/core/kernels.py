@@ -44,7 +44,7 @@ _MAX_SPLITS = 63
 _SHARED = 64 * 1024
 """Bytes of keys and values on their way, in two stages; every GPU since Ampere has 99 kB."""
 _MOVED = 8 * 1024
-"""Bytes that a program moves at once, which it holds in registers: a quarter of four warps'."""
+"""Bytes that a program moves at once: sixteen registers of each thread of four warps."""
 
 
 @dataclass(frozen=True)
