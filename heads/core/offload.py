@@ -75,17 +75,17 @@ def streamed_from(model: PreTrainedModel) -> str:
     """Where a model's layers are streamed from, and how many of them; empty where none are.
 
     The share is that of their bytes, to a tenth: where each layer lies may depend on what memory
-    was free. Embedding and output layer are not counted, since a drafter may have made them stay.
+    was free. What a drafter changes is not counted: embedding and output layer, which it may have
+    made stay, and the modules of an adapter, which have no hooks.
 
     Example: `90% from disk`.
     """
     ends = [_end(model, end) for end in ("input", "output")]
     sizes: Counter[str] = Counter()
     for module in model.modules():
-        hook: Any = module._hf_hook if has_offloaded_params(module) else None
-        for name, weight in module.named_parameters(recurse=False):
-            if module not in ends:
-                sizes[_place(hook, name)] += weight.numel() * weight.element_size()
+        if hasattr(module, "_hf_hook") and module not in ends:
+            for name, weight in module.named_parameters(recurse=False):
+                sizes[_place(module, name)] += weight.numel() * weight.element_size()
     places = [place for place in ("cpu", "disk") if sizes[place]]
     share = round(10 * (1 - sizes[""] / max(sizes.total(), 1)))
     return f"{10 * share}% from {' and '.join(places)}" if places else ""
@@ -95,10 +95,11 @@ def _end(model: PreTrainedModel, end: str) -> Any:
     return getattr(model, f"get_{end}_embeddings")()
 
 
-def _place(hook: Any, name: str) -> str:
-    """Where a hook has a weight of its module: `cpu` or `disk`; empty where it stays."""
-    if hook is None:
+def _place(module: nn.Module, name: str) -> str:
+    """Where a module's weight is fetched from: `cpu` or `disk`; empty where it stays."""
+    if not has_offloaded_params(module):
         return ""
+    hook: Any = module._hf_hook
     kept, prefix = hook.weights_map, ""
     if hasattr(kept, "prefix"):
         kept, prefix = kept.dataset, kept.prefix

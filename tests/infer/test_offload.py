@@ -52,7 +52,9 @@ def test_greedy_text_is_that_of_generate(
     """An artifact loads onto a target that is elsewhere; drafting waits for none of its weights."""
     whole = saved(name, tmp_path / "heads")
     model = streamed_tiny(place, tmp_path)
+    before = machine(model)
     draft: Any = load_drafter(tmp_path / "heads", model, dtype=torch.float64)
+    assert machine(model) == before, "its plan is looked up before it is loaded"
     drafting, fetched = [False], [0]
     fetch = OffloadedWeightsLoader.__getitem__
 
