@@ -402,7 +402,7 @@ def _drafters(options: argparse.Namespace) -> list[str]:
             options.target = own_target(folder, name)
     if named and options.target is None:
         raise UsageError(
-            f"--drafter {' and '.join(named)} belongs to no target; name one with --target"
+            f"--drafter {' --drafter '.join(named)} belongs to no target; name one with --target"
         )
     return found
 

@@ -23,7 +23,7 @@ from headstart.infer.contenders import race, speculating
 from headstart.infer.ranks import best_tree, measure_ranks, write_texts
 from headstart.train.corpus import read_documents
 
-SPLITS = {8: [(2, 6), (4, 4), (6, 2)], 12: [(4, 8), (8, 4)]}
+SPLITS = {8: [(2, 6), (4, 4)], 12: [(4, 8), (8, 4)]}
 """For so many nodes, how many are DRAFTER's and the other's; the root is one of DRAFTER's."""
 
 

@@ -323,6 +323,32 @@ def test_generate_takes_the_artifact_sown_target_and_tree(
     assert str(commands._load(options).tree) == "chain:2"
 
 
+def test_several_drafters_decode_together(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The target of the one that knows it; each one's tree, or a tree with a part for each."""
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abcdef\n")
+    both = ["--drafter", "lookup", "--drafter", artifact(target, tmp_path / "heads")]
+    assert main(["generate", *both, "--prompt", "hi", "--max-new-tokens", "12"]) == 0
+    assert capsys.readouterr().out.rstrip("\n") == plain_text(target, "hi", 12).rstrip("\n")
+    options = commands.argparse.Namespace(target=None, drafter=both[1::2], tree=None, rule=None)
+    assert str(commands._load(options).tree) == "chain:4+sparse:2/1"
+    command = ["bench", *both, "--prompts", str(prompts), "--new-tokens", "6", "--json"]
+    trees = ["chain:3+chain:1", "cartesian:2,1+chain:2"]
+    assert main([*command, "--tree", trees[0], "--tree", trees[1]]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [(run["tree"], run["nodes"]) for run in runs] == [
+        ("chain:3+chain:1", 5), ("sparse:2/2+chain:2", 7),
+    ]  # fmt: skip
+    assert all(run["identical_to_generate"] for run in runs)
+    assert all(run["loop_overhead_ms"] < run["ms_per_round"] for run in runs)
+    assert main([*command, "--tree", "chain:3"]) == 2
+    assert "grown by one drafter, found 2" in capsys.readouterr().err
+    assert main(["generate", "--drafter", "lookup", "--drafter", "lookup", "--prompt", "x"]) == 2
+    assert "lookup --drafter lookup belongs to no target" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def chat_target(target: str, tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same model with a chat template that takes users' and assistants' turns alone."""
