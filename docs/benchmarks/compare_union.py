@@ -1,9 +1,9 @@
 """Compares two drafters with their union at equal numbers of nodes, paired over prompts.
 
     python docs/benchmarks/compare_union.py TARGET DRAFTER PROMPTS [--other lookup]
-        [--limit 12] [--repeats 3] [--temperature 0]
+        [--limit 12] [--repeats 3] [--temperature 0] [--prefix-tokens 64]
 
-PROMPTS is what `headstart bench --prompts` takes; windows of 64 tokens of it are continued by 128.
+PROMPTS is what `headstart bench --prompts` takes; windows of 64 tokens are continued by 128.
 Every other window is measured, and on those between them DRAFTER's trees are fitted. All contenders
 decode each prompt in turn, several times over: times are medians, and × plain is the median over
 prompts of plain decoding's milliseconds per token by the contender's. `ahead` counts the prompts on
@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--prefix-tokens", type=int, default=64)
     options = parser.parse_args()
     loaded = headstart.load(options.target, options.drafter)
     model, drafter, tokenizer = loaded.model, loaded.drafter, loaded.tokenizer
@@ -42,7 +43,8 @@ def main() -> None:
     other = load_drafter(options.other, model, tokenizer)
     override = load_drafter(f"lookup+{options.drafter}", model, tokenizer)
     texts = [tokenizer(d.text)["input_ids"] for d in read_documents(options.prompts)]
-    windows = [t[at : at + 64] for t in texts for at in range(0, len(t) - 63, 64)]
+    width = options.prefix_tokens
+    windows = [t[at : at + width] for t in texts for at in range(0, len(t) - width + 1, width)]
     spaced = windows[:: max(len(windows) // (2 * options.limit), 1)][: 2 * options.limit]
     prompts = [torch.tensor(window) for window in spaced]
     ranks = measure_ranks(drafter, write_texts(model, drafter, prompts[1::2], 128))
