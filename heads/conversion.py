@@ -74,7 +74,7 @@ It drafts several tokens a round, which the target verifies in one forward; the 
 target's own. The weights are those of `{manifest.origin}`, in headstart's layout: whose work they
 are, how they were trained and under which licence is said there.
 
-**Nothing has been measured** since: `headstart plan` and `headstart bench` do that.
+**Nothing was measured** when it was made: `headstart plan` and `headstart bench` do that.
 
 ```python
 import headstart
