@@ -77,15 +77,15 @@ def by_hand(drafter: Hydra, feature: Tensor, tokens: list[int]) -> Tensor:
 
 @torch.no_grad()
 @pytest.mark.parametrize("options", OPTIONS)
-def test_a_tree_follows_the_formula_along_every_path(options: str) -> None:
-    drafter = hydra(options)
-    prompt, committed = [4, 2], torch.tensor([[3, 1], [0, 2], [2, 3]])
+@pytest.mark.parametrize("prompt", [[4, 2], [1, 1]])
+def test_a_tree_follows_the_formula_along_every_path(options: str, prompt: list[int]) -> None:
+    drafter, longest = hydra(options), max(prompt)
+    committed = torch.tensor([[3, 1], [0, 2], [2, 3]])
     text = torch.randn(2, 12, SIZE, dtype=torch.float64)  # each row's features, as they come
     used = torch.tensor(prompt)
     state = drafter.start(2, 40)
-    first = torch.stack([F.pad(text[row, :n], (0, 0, 0, 4 - n), value=7.0)
-                         for row, n in enumerate(prompt)])  # fmt: skip
-    drafter.prefill(state, first, torch.zeros(2, 4, dtype=torch.long), used)
+    read = [F.pad(text[r, :n], (0, 0, 0, longest - n), value=7.0) for r, n in enumerate(prompt)]
+    drafter.prefill(state, torch.stack(read), torch.zeros(2, longest, dtype=torch.long), used)
     used = used - 1  # the prompt's last feature comes again
     for count in committed:  # nothing of a round is left in the next one
         features = torch.stack([text[row, int(used[row]) :][:3] for row in range(2)])
