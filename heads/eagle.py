@@ -10,7 +10,7 @@ on itself: a drafted token is paired with the hidden state of its parent.
 
 EAGLE-1 (Li et al. 2024, arXiv 2401.15077) reads the final features, and its hidden state is the
 next one, as good as it can tell: the target's own output layer reads it. EAGLE-2 (arXiv 2406.16858)
-is the same drafter under the trees of `headstart.infer.dynamic`, `best-first:61,10,6` as published.
+is the same drafter under the trees of `headstart.infer.dynamic`, `best-first:61,10,7` as published.
 EAGLE-3 (arXiv 2503.01840) mixes features of three depths, has an output layer of its own, and is
 free to put into its hidden state what helps it: it is taught as it drafts, several tokens in a row
 on hidden states of its own, and no feature is asked for.
@@ -38,13 +38,14 @@ class EagleConfig(DrafterConfig):
 
     Attributes:
         layer: the decoder layer's sizes, see `layer_like`; by default the target's own.
-        depths: K, how many tokens in a row a training loss covers: 1 as published.
+        depths: K, how many tokens in a row a training loss covers: 1 as published. With more it is
+            taught on its own hidden states, as it drafts (HASS, arXiv 2408.15766).
         draft_vocab_size: 0, the target's output layer knows every token.
     """
 
     model_type = "headstart_eagle"
     layer: dict[str, Any] | None = None
-    depths: int = 1
+    depths: int = 4
     draft_vocab_size: int = 0
 
     OPTIONS: ClassVar[tuple[str, ...]] = ("depths",)
@@ -143,6 +144,22 @@ class Eagle(Grounded):
 
     def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
         return [*super().borrowed(target), output_layer(target)]
+
+    @torch.no_grad()
+    def start_from_target(self, token_counts: Tensor | None = None) -> None:
+        """Start as the target's own output layer: the feature, with the token beside it, passes a
+        layer that adds nothing yet."""
+        _spread(self.model)
+        layer, size = self.model.layers[0], self.config.hidden_size
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+        # Embeddings come in all sizes; what is added should be of size 1.
+        every = torch.arange(self.config.vocab_size, device=self.fc.weight.device)
+        scale = self.embed(every[:4096]).square().mean().sqrt().clamp(min=1e-6)
+        token, feature = self.fc.weight.chunk(2, 1)
+        token.normal_().div_(scale * size**0.5)
+        feature.copy_(torch.eye(size))
+        self.fc.bias.zero_()
 
     def _first(self, features: Tensor) -> Tensor:
         """The target's features [..., F] in the place of a hidden state: [..., D]."""
@@ -276,12 +293,37 @@ class Eagle3(Eagle):
 
     @torch.no_grad()
     def start_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Start from the target's own output layer.
+        """Start as EAGLE-1 does: with the last feature and the token beside it, read by the
+        target's own norm and output layer.
+
+        The token must come through attention, which reads the pair itself at first: queries and
+        keys make the same of embeddings, and a pair fits none as well as itself.
 
         Args:
             token_counts: [V], how often each token occurs in the corpus; `trimmed` keeps the most
                 frequent ones.
         """
+        _spread(self.model)
+        size, attention = self.config.hidden_size, self.model.layers[0].self_attn
+        self.model.layers[0].mlp.down_proj.weight.zero_()
+        query, key, value = (
+            getattr(attention, f"{name}_proj").weight.unflatten(0, (-1, attention.head_dim))
+            for name in "qkv"
+        )  # [H, d, 2 D]
+        key[..., :size].mul_(2**0.5)  # of size 1 for an embedding alone
+        query[..., :size] = key[..., :size].repeat_interleave(len(query) // len(key), 0)
+        value[..., :size].mul_(2**0.5)
+        value[..., size:] = 0
+        for each in (query, key):
+            each[..., size:].mul_(0.3)  # too little to change what fits best
+        self.fc.weight.zero_()
+        self.fc.weight[:, -size:] = torch.eye(size)
+        norm = getattr(self.target.get_decoder(), "norm", None)
+        if norm is not None:
+            # What it multiplies by, whether it keeps that less 1, takes off a mean, or adds a bias.
+            signs = torch.ones_like(norm.weight)
+            signs[::2] = -1
+            self.norm.weight.copy_((norm(signs) - norm(-signs)) * signs / 2)
         self.lm_head.weight.copy_(self.rows_to_start_from(token_counts))
 
     def _first(self, features: Tensor) -> Tensor:
@@ -295,3 +337,10 @@ class Eagle3(Eagle):
 
     def predicted_features(self, states: Tensor) -> Tensor | None:
         return None
+
+
+def _spread(model: nn.Module) -> None:
+    """Random weights that keep the size of what passes through, however wide the layers are."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)

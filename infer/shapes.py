@@ -40,12 +40,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 5, "output": "shared"},
     "medusa2": {"heads": 5, "output": "shared"},
     "redrafter": {"output": "trimmed", "draft_vocab_size": 32_000},
-    "hydra": {
-        "layers": 4,
-        "prefix": True,
-        "output": "trimmed",
-        "draft_vocab_size": 32_000,
-    },
+    "hydra": {"layers": 4, "prefix": True, "output": "trimmed", "draft_vocab_size": 32_000},
+    "eagle3": {"output": "trimmed", "draft_vocab_size": 32_000},
     "draft_model": {"layers": 1},
 }
 """How a family's drafter is shaped beside a random target; any other has its config's defaults."""

@@ -298,7 +298,9 @@ def test_round_trip(name: str, options: dict[str, Any], tmp_path: Path) -> None:
         features = torch.ones(1, 9, SIZE * len(each.config.feature_layers), dtype=torch.float64)
         each.prefill(state, features, ids, torch.tensor([9]))
         proposals.append(each.begin(state, features[:, :1], ids[:, :1], torch.tensor([1])).logits)
-    torch.testing.assert_close(*proposals, rtol=1e-6, atol=1e-6)  # rotary positions too, which are not saved
+    torch.testing.assert_close(
+        *proposals, rtol=1e-6, atol=1e-6
+    )  # rotary positions too, which are not saved
 
 
 def test_which_layers_are_mixed() -> None:

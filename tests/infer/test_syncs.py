@@ -24,7 +24,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from headstart.heads import Sampling, Several, Step
+from headstart.heads import Drafter, Sampling, Several, Step, family
 from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Decoding
@@ -75,6 +75,12 @@ def medusa(name: str = "llama", **options: Any) -> Medusa:
     return drafter.eval()
 
 
+def eagle(name: str) -> Drafter:
+    cls: Any = family(name)
+    drafter = cls(cls.config_class.for_target(tiny("llama"))).double()
+    return drafter.bind(tiny("llama")).eval()
+
+
 def script() -> Tensor:
     ids, mask = prompts(LENGTHS)
     out = tiny("llama").generate(
@@ -105,6 +111,7 @@ def run_rounds(decoding: Decoding, watch: Callable[[], Any] = NoSync) -> int:
 @pytest.mark.parametrize("tree", ["plain", "chain:4", "cartesian:3,2,1", "[[0],[1],[0,0],[1,1]]"])
 def test_a_round_does_not_wait(tree: Any, rule: str) -> None:
     drafters: list[Any] = [medusa(), medusa(output="trimmed", draft_vocab_size=9)]
+    drafters += [eagle("eagle"), eagle("eagle3")]
     drafters += [make(shape, tiny("llama"), script()) for shape in ("heads", "cached", "lookup")]
     with torch.no_grad():
         for drafter in drafters:

@@ -44,6 +44,9 @@ class Fixed(nn.Module):
     def readout(self, depth: int) -> Any:
         return lambda states: states
 
+    def predicted_features(self, states: Tensor) -> Tensor:
+        return states
+
 
 def every(tokens: Tensor) -> Tensor:
     return torch.ones_like(tokens, dtype=torch.bool)
@@ -100,6 +103,21 @@ def test_pinned_numbers(kept: int) -> None:
     wrong, right = math.log(4), math.log(4 / 3)
     assert fixed_loss(Fixed(), leaning, labels, 0.5, kept=kept).item() == pytest.approx(
         0.5 * (right + wrong) / 2 + 0.25 * wrong
+    )
+
+
+@pytest.mark.parametrize("kept", [2**20, 1])
+def test_pinned_distances_of_features(kept: int) -> None:
+    """Depth k at position t foretells the feature at t + k; what has no label is left out."""
+    tokens = torch.tensor([[0, 0, 0, 1]])
+    labels = head_labels(tokens, every(tokens), 2)
+    final = torch.tensor([[[7.0, 7.0], [1.0, 0.0], [2.0, 0.0], [9.0, 9.0]]])
+    flat = torch.zeros(1, 4, 2)  # the logits, and what is foretold
+    # Smooth L1 of 0 and 1 is 1/2, of 0 and 2 it is 3/2; the mean is over two entries.
+    first, second = (0.25 + 0.75) / 2, 0.75
+    given: dict[str, Any] = {"final": final, "kept": kept, "feature_weight": 10.0}
+    assert fixed_loss(Fixed(), flat, labels, 0.5, **given).item() == pytest.approx(
+        0.5 * (LN2 + 10 * first) + 0.25 * (LN2 + 10 * second)
     )
 
 

@@ -364,6 +364,8 @@ def norms_that_stayed(drafter: Drafter, before: dict[str, Tensor]) -> list[str]:
         ("medusa2", {"heads": 2, "output": "own"}, 0),
         ("redrafter", {"depths": 2}, 0),
         ("hydra", {"heads": 2, "layers": 2, "output": "own", "prefix": True}, 3),
+        ("eagle", {"depths": 2}, 1),
+        ("eagle3", {"depths": 2}, 4),
         ("draft_model", {"layers": 2}, 5),
     ],
 )
@@ -381,6 +383,21 @@ def test_every_weight_moves_and_is_kept_in_float32(
         assert tensor.dtype == torch.float32 and not torch.equal(tensor, before[name]), name
     for state in run.optimizer.state.values():  # type: ignore[union-attr]
         assert {value.dtype for value in state.values()} == {torch.float32}
+
+
+def test_features_are_compared_where_they_are_foretold() -> None:
+    drafter = drafter_of(random_target(), "eagle", depths=2)
+    batch = torch.arange(2), counting_rows(2, 12), torch.ones(2, 12, dtype=torch.bool)
+    losses = [
+        DraftedTarget(drafter.target, drafter, 1.0, feature_weight=w)(*batch)["loss"]
+        for w in (0.0, 1.0, 3.0)
+    ]
+    assert losses[1] > losses[0]
+    torch.testing.assert_close(losses[2] - losses[0], 3 * (losses[1] - losses[0]))
+    for name in ("eagle3", "medusa"):
+        other = drafter_of(random_target(), name)
+        with pytest.raises(OptionError, match=r"feature_weight is 1.0, and .* foretells no"):
+            DraftedTarget(other.target, other, 1.0, feature_weight=1.0)
 
 
 def test_norms_in_bfloat16_stay_where_they_are(tmp_path: Path) -> None:
