@@ -386,15 +386,16 @@ def load(
     else:
         model = target
     single = drafter is None or isinstance(drafter, Drafter | str | Path)
-    found: list[Any] = [each for each in ([drafter] if single else drafter) if each is not None]
+    given: Any = [drafter] if single else drafter
+    found: list[Any] = [each for each in given if each is not None]
     trees: list[Any] = [None] * len(found)
     for number, name in enumerate(found):
         if isinstance(name, Drafter):
             continue
         if tree is None:
             plan = read_plan(name, model)
-            alone = plan is not None and (plan.tree or len(found) == 1)
-            trees[number] = plan.tree if alone else read_tree(name)
+            pays = plan is not None and (plan.tree or len(found) == 1)
+            trees[number] = plan.tree if plan and pays else read_tree(name)
         found[number] = load_drafter(name, model, tokenizer, allow_pickle=allow_pickle)
     if trees == [[]]:
         found = []  # it does not pay; it was loaded all the same, as it may have adapted the target

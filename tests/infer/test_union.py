@@ -7,7 +7,6 @@ import pytest
 import torch
 from scripted import Cached, make, rows_of
 from tiny import one_line, prompts, tiny
-from torch import Tensor
 
 from headstart.heads import OptionError, Several, Step
 from headstart.heads.medusa import Medusa, MedusaConfig
@@ -26,11 +25,11 @@ def decode(speculator: Speculator, **options: Any) -> Any:
     return speculator.generate(ids, attention_mask=mask, **given | options)
 
 
-def plain(**options: Any) -> Tensor:
+def plain(**options: Any) -> Any:
     return decode(Speculator(tiny("llama")), **options)
 
 
-def several(*shapes: str, mode: str = "sometimes", text: Tensor | None = None) -> Several:
+def several(*shapes: str, mode: str = "sometimes", text: Any = None) -> Several:
     """Scripted drafters of a text, greedy when None; those with a cache then check the loop."""
     (ids, mask), rows = prompts(LENGTHS), None
     if text is None:
@@ -62,10 +61,10 @@ def test_what_stands_below_a_twin_is_not_lost(monkeypatch: pytest.MonkeyPatch) -
     wanted = {"return_dict_in_generate": True, "output_scores": True} | SAMPLED
     drafter = several("heads", "cached", mode="always", text=plain(**SAMPLED))
     speculator = Speculator(tiny("llama"), drafter, tree="chain:1+chain:4", rule="match")
-    expected = plain(**wanted)
+    expected: Any = plain(**wanted)
     for at_once in (choices._AT_ONCE, 0):
         monkeypatch.setattr(choices, "_AT_ONCE", at_once)
-        found = decode(speculator, **wanted)
+        found: Any = decode(speculator, **wanted)
         assert torch.equal(found.sequences, expected.sequences)
         assert (speculator.stats.counts[:-1] == 5).all() and speculator.stats.rounds > 9
         for mine, own in zip(found.scores, expected.scores, strict=True):
