@@ -7,9 +7,8 @@
 
 h_t is the target's feature f_t or, with `prefix`, what one Llama layer and a norm of the drafter's
 own make of f_0 … f_t: with that, more blocks and the target's distribution as the label, the paper
-calls the drafter Hydra++. Every depth has weights of its own. So a grown level is one product with
-each of them: the rows of a path are a thousandth of the weights that they meet, and are gathered
-whole rather than multiplied in parts.
+calls the drafter Hydra++. Every depth has weights of its own, so all nodes of a grown level meet
+the same ones, in one product each; a path's row is little beside them, and is gathered whole.
 """
 
 import re
