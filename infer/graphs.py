@@ -234,8 +234,8 @@ def settings(sampling: Sampling) -> Hashable:
         return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else repr(value)
 
     def built_in(item: LogitsProcessor) -> Hashable:
-        if item is sampling.penalty:
-            return type(item), item.penalty  # what it ignores is on the device
+        if (penalty := sampling.penalty) is not None and item is penalty:
+            return type(item), penalty.penalty  # what it ignores is on the device
         return type(item), *((name, plain(value)) for name, value in sorted(vars(item).items()))
 
     processors = tuple(map(built_in, sampling.processors or ()))

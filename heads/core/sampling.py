@@ -183,10 +183,11 @@ class Sampling:
         copy: bool = False,
     ) -> Tensor:
         flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype, copy=copy)
+        penalty = self.penalty
         for processor in processors:
-            if processor is self.penalty:
+            if penalty is not None and processor is penalty:
                 assert seen is not None
-                flat = penalise(flat, seen.reshape(flat.shape), self.penalty.penalty)
+                flat = penalise(flat, seen.reshape(flat.shape), penalty.penalty)
             else:
                 flat = processor(None, flat)  # type: ignore[arg-type]
         return flat.view(logits.shape)

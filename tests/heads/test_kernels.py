@@ -159,8 +159,9 @@ def test_compiled(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @without_triton
 @pytest.mark.parametrize("case", MOVES, ids=str)
-def test_a_path_moves_on_a_gpu(case: tuple) -> None:
-    assert not moved(*case, "cuda")
+def test_a_path_moves_on_a_gpu(case: Any) -> None:
+    dtype, shape, paths = case
+    assert not moved(dtype, shape, paths, "cuda")
 
 
 @pytest.mark.gpu

@@ -86,13 +86,12 @@ def test_captured_rounds_may_be_compiled() -> None:
 
 def test_the_cache_is_written_by_attention_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: were it not, later rounds would see other keys."""
-    monkeypatch.setattr(
-        attention,
-        "_attend",
-        lambda query, key, value, packed, layer, *rest: attention.tree_attention(
-            query, *(view for view in attention._slabs[-1].layer(layer)), packed, *rest
-        ),
-    )
+
+    def only_attend(query: Any, key: Any, value: Any, packed: Any, layer: int, *rest: Any) -> Any:
+        keys, values = attention._slabs[-1].layer(layer)
+        return attention.tree_attention(query, keys, values, packed, *rest)
+
+    monkeypatch.setattr(attention, "_attend", only_attend)
     with pytest.raises(UnsupportedTarget, match=r"differ from plain ones .*leave compile out"):
         pair("medusa")
 

@@ -198,19 +198,20 @@ def test_rounds_whose_text_is_read_run_as_written() -> None:
 def test_a_repetition_penalty_is_captured(rule: str | None) -> None:
     """Beside other processors, with end tokens, and another request's tokens forgotten."""
     replayed, written, tape = both("medusa", rule=rule)
+    options: dict[str, Any] = {"repetition_penalty": 1.6, "eos_token_id": 40}
+    options |= {"suppress_tokens": [3, 4]} if rule is None else {**SAMPLED, "top_k": 20}
     for turn in range(3):
-        options: dict[str, Any] = {"repetition_penalty": 1.6, "eos_token_id": 40}
-        options |= {"suppress_tokens": [3, 4]} if rule is None else {**SAMPLED, "top_k": 20}
         text = decode(replayed, turn=turn, **options)
         assert torch.equal(text, decode(written, turn=turn, **options))
         assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
         if rule is None:
             ids, mask = prompts([length + turn for length in LENGTHS])
-            options |= {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
+            free: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
             model: Any = target("tiny")
-            assert torch.equal(text, model.generate(ids, attention_mask=mask, **options))
+            assert torch.equal(text, model.generate(ids, attention_mask=mask, **free, **options))
     assert tape.replayed > 3 * tape.taped > 0
-    assert not torch.equal(text, decode(written, turn=2, **options | {"repetition_penalty": 1.0}))
+    without: dict[str, Any] = options | {"repetition_penalty": 1.0}
+    assert not torch.equal(decode(replayed, **options), decode(replayed, **without))
 
 
 def test_which_tokens_were_seen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
