@@ -1,9 +1,10 @@
 """Compiled forwards write the same text: one graph for each shape, without breaks.
 
 The default tests trace and split the graphs as ever, and run them by torch's own operators; the
-proofs have them written by inductor.
+proofs, and a GPU, have them written by inductor.
 """
 
+import copy
 import functools
 from collections.abc import Iterator
 from typing import Any
@@ -25,7 +26,7 @@ STATIC = TREES[1]
 
 @pytest.fixture(autouse=True)
 def graphs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    if not request.node.get_closest_marker("proof"):
+    if not any(map(request.node.get_closest_marker, ("proof", "gpu"))):
         true = functools.partial(torch.compile, backend="aot_eager")
         monkeypatch.setattr(torch, "compile", true)
     counters.clear()
@@ -119,3 +120,13 @@ def test_inductor_writes_the_same(name: str | None) -> None:
         assert torch.equal(text, decode(plain, turn=turn, **options))
         assert compiled.stats.counts.tolist() == plain.stats.counts.tolist()
     assert counted() == (1, 0)
+
+
+@pytest.mark.gpu
+def test_captured_rounds_are_compiled_on_a_gpu() -> None:
+    model: Any = copy.deepcopy(tiny("llama")).to("cuda", torch.float32)
+    options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "repetition_penalty": 1.3}
+    ids = torch.arange(11, device="cuda").view(1, -1)
+    compiled = Speculator(model, compile=True)
+    assert torch.equal(compiled.generate(ids, **options), model.generate(ids, **options))
+    assert counted() == (1, 0) and compiled.rounds is not None and compiled.rounds.captures

@@ -12,7 +12,7 @@ from headstart.infer import Speculator, anatomy
 from headstart.infer.anatomy import dissect, held
 from headstart.infer.contenders import generating, race, speculating
 from headstart.infer.cost_suite import compiled_costs, copy_bandwidth, plain_costs, usual_tree
-from headstart.infer.graphs import Rounds
+from headstart.infer.graphs import CudaCapture, Rounds
 from headstart.infer.policies import StaticTree
 from headstart.infer.shapes import (
     SHAPES,
@@ -21,7 +21,7 @@ from headstart.infer.shapes import (
     read_bytes,
     weight_bytes,
 )
-from headstart.infer.timing import interleaved, medians
+from headstart.infer.timing import Stopwatch, interleaved, medians
 
 CPU = torch.device("cpu")
 
@@ -144,6 +144,24 @@ def test_captured_rounds_are_taken_apart_where_they_run(
     # A mark at both ends of a round as a whole, of which eight share one pair.
     assert replayed["round"] == written["round"] - 1 + 1 / 8
     assert sum(replayed[part] for part in (*inside, "accept")) == replayed["round"]
+
+
+@pytest.mark.gpu
+def test_marks_in_a_graph_are_made_anew() -> None:
+    device = torch.device("cuda")
+    watch, marks = Stopwatch(device), []
+    matrix = torch.randn(2048, 2048, device=device)
+
+    def work() -> None:
+        marks.append(watch.mark())
+        torch.mm(matrix, matrix)
+        marks.append(watch.mark())
+
+    torch.mm(matrix, matrix)  # libraries' own
+    replay = CudaCapture()(work)
+    begun = watch.mark()
+    replay()
+    assert watch.between(*marks) > 0 and watch.between(begun, marks[0]) >= 0
 
 
 def test_a_state_counts_every_storage_once() -> None:
