@@ -13,7 +13,7 @@ from test_families import OPTIONS, TREES
 from tiny import one_line, prompts, tiny
 
 from headstart.heads import Manifest, OptionError, family, fingerprint, load_drafter, save_drafter
-from headstart.infer import Speculator, planner
+from headstart.infer import Speculator, costs, planner
 from headstart.infer import target as runner
 from headstart.infer.costs import Costs, measure_costs
 from headstart.infer.graphs import Rounds
@@ -99,6 +99,8 @@ def test_no_graph_repeats_what_comes_from_the_host(
     monkeypatch.setattr(Rounds, "on", lambda device: Rounds())
     assert Speculator(model).rounds is None
     assert Speculator(tiny("llama")).rounds is not None
+    monkeypatch.setattr(costs, "device_of", lambda model: torch.device("cuda"))
+    assert costs._captured(tiny("llama")) and not costs._captured(model), "what is timed"
 
 
 def test_a_plan_is_for_weights_in_one_place(
@@ -111,11 +113,11 @@ def test_a_plan_is_for_weights_in_one_place(
     assert len({machine(model) for model in (target, *away.values())}) == 4
     asked = []
 
-    def costs(*args: Any) -> Costs:
+    def flat(*args: Any) -> Costs:
         asked.append(args[3])
         return Costs(10.0, {1: 10.0, 768: 10.0}, 0.5, {}, (0.0, 0.0, 0.0))
 
-    monkeypatch.setattr(planner, "measure_costs", costs)
+    monkeypatch.setattr(planner, "measure_costs", flat)
     for model in (target, away["disk"]):
         drafter.bind(model)
         plan = make_plan(model, drafter, list(counting_rows(2, 5)), new_tokens=9)
