@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from headstart import __version__, commands
-from headstart.commands import UsageError, one_line
+from headstart.inputs import UsageError, one_line
 
 _OVERRIDES = "settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)"
 _TREE = (

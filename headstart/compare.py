@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from headstart.commands import UsageError, one_line
+from headstart.inputs import UsageError, one_line
 from headstart.report import Report, comparison_row, print_next_steps, print_shared, titled
 from headstart.train.recipe import Recipe, load_recipe, shipped_recipes
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart import __version__
-from headstart.commands import UsageError, find_device, one_line
+from headstart.inputs import UsageError, find_device, one_line
 
 if TYPE_CHECKING:
     import torch

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from headstart.commands import own_target
 from headstart.compare import quickstart_of
 from headstart.describe import describe
 from headstart.heads import Drafter, family, load_drafter
@@ -25,6 +24,7 @@ from headstart.infer.lossless import compare_greedy
 from headstart.infer.planner import make_plan, rank_trees
 from headstart.infer.ranks import measure_ranks, replay, write_texts
 from headstart.infer.shapes import SHAPES, random_drafter, random_target
+from headstart.inputs import own_target
 from headstart.suite import Entries, Job, read_part
 from headstart.train import pipeline
 from headstart.train.corpus import load_documents

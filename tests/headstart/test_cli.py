@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headstart import cli, commands
+from headstart import cli, inputs
 from headstart.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -313,14 +313,14 @@ def test_generate_takes_the_artifact_sown_target_and_tree(
     command = ["generate", "--drafter", heads, "--prompt", "hi", "--max-new-tokens", "12"]
     assert main(command) == 0
     assert capsys.readouterr().out.rstrip("\n") == plain_text(target, "hi", 12).rstrip("\n")
-    options = commands.argparse.Namespace(target=None, drafter=heads, tree=None, rule=None)
-    tree: Any = commands._load(options).tree
+    options = inputs.argparse.Namespace(target=None, drafter=heads, tree=None, rule=None)
+    tree: Any = inputs.load_speculator(options).tree
     assert tree.paths == ((0,), (1,), (0, 0))
-    options = commands.argparse.Namespace(target=None, drafter=heads, tree="chain:1", rule=None)
-    assert str(commands._load(options).tree) == "chain:1"
+    options = inputs.argparse.Namespace(target=None, drafter=heads, tree="chain:1", rule=None)
+    assert str(inputs.load_speculator(options).tree) == "chain:1"
     plain = artifact(target, tmp_path / "without", tree=None)
-    options = commands.argparse.Namespace(target=None, drafter=plain, tree=None, rule=None)
-    assert str(commands._load(options).tree) == "chain:2"
+    options = inputs.argparse.Namespace(target=None, drafter=plain, tree=None, rule=None)
+    assert str(inputs.load_speculator(options).tree) == "chain:2"
 
 
 def test_several_drafters_decode_together(
@@ -332,8 +332,8 @@ def test_several_drafters_decode_together(
     both = ["--drafter", "lookup", "--drafter", artifact(target, tmp_path / "heads")]
     assert main(["generate", *both, "--prompt", "hi", "--max-new-tokens", "12"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == plain_text(target, "hi", 12).rstrip("\n")
-    options = commands.argparse.Namespace(target=None, drafter=both[1::2], tree=None, rule=None)
-    assert str(commands._load(options).tree) == "chain:4+sparse:2/1"
+    options = inputs.argparse.Namespace(target=None, drafter=both[1::2], tree=None, rule=None)
+    assert str(inputs.load_speculator(options).tree) == "chain:4+sparse:2/1"
     command = ["bench", *both, "--prompts", str(prompts), "--new-tokens", "6", "--json"]
     trees = ["chain:3+chain:1", "cartesian:2,1+chain:2"]
     assert main([*command, "--tree", trees[0], "--tree", trees[1]]) == 0
@@ -468,7 +468,7 @@ def test_the_artifact_names_its_target(tmp_path: Path, monkeypatch: pytest.Monke
         monkeypatch.setattr("headstart.heads.artifact.read_manifest", lambda _: manifest)
 
     def own_target(folder: Path | str) -> str:
-        return commands.own_target(str(folder), "org/drafter")
+        return inputs.own_target(str(folder), "org/drafter")
 
     here, moved = tmp_path / "here", tmp_path / "run" / "target"
     here.mkdir()
@@ -480,7 +480,7 @@ def test_the_artifact_names_its_target(tmp_path: Path, monkeypatch: pytest.Monke
     trained_for("org/model")
     assert own_target("somewhere") == "org/model"  # on the Hub
     trained_for("runs/elsewhere/gone")
-    with pytest.raises(commands.UsageError, match="pass --target runs/elsewhere/gone"):
+    with pytest.raises(inputs.UsageError, match="pass --target runs/elsewhere/gone"):
         own_target(tmp_path / "run" / "heads")
 
 
