@@ -123,7 +123,7 @@ class Eagle(Grounded):
     """EAGLE-1, and what EAGLE-3 has in common with it."""
 
     config_class = EagleConfig
-    config: EagleConfig
+    config: Any
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
@@ -150,7 +150,8 @@ class Eagle(Grounded):
         """Start as the target's own output layer: the feature, with the token beside it, passes a
         layer that adds nothing yet."""
         _spread(self.model)
-        layer, size = self.model.layers[0], self.config.hidden_size
+        layer: Any = self.model.layers[0]
+        size = self.config.hidden_size
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
         # Embeddings come in all sizes; what is added should be of size 1.
@@ -270,7 +271,6 @@ class Eagle3(Eagle):
     """EAGLE-3."""
 
     config_class = Eagle3Config
-    config: Eagle3Config
 
     def _make(self, config: Eagle3Config) -> None:
         size, inner = config.hidden_size, self.model.config
@@ -305,8 +305,9 @@ class Eagle3(Eagle):
                 frequent ones.
         """
         _spread(self.model)
-        size, attention = self.config.hidden_size, self.model.layers[0].self_attn
-        self.model.layers[0].mlp.down_proj.weight.zero_()
+        layer: Any = self.model.layers[0]
+        size, attention = self.config.hidden_size, layer.self_attn
+        layer.mlp.down_proj.weight.zero_()
         query, key, value = (
             getattr(attention, f"{name}_proj").weight.unflatten(0, (-1, attention.head_dim))
             for name in "qkv"

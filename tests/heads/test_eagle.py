@@ -110,6 +110,7 @@ def by_hand(
     inside = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
     embedding = tiny("llama").model.embed_tokens.weight
     hidden = features if version == 1 else F.linear(features, tensors["fc.weight"])
+    out = hidden
     for end in range(len(features), len(tokens) + 1):
         words = embedding[torch.tensor(tokens[:end])]
         if version == 1:
