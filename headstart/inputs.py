@@ -206,10 +206,10 @@ def encode(document: Any, speculator: Speculator, limit: int | None) -> Any:
     """Token ids [1, T] of a prompt; a chat goes through the tokenizer's template, if it has one."""
     tokenizer = speculator.tokenizer
     assert tokenizer is not None  # loaded together with the target
-    text, templated = document.text, bool(document.messages and tokenizer.chat_template)
-    if templated:
+    text, chat = document.text, bool(document.messages and tokenizer.chat_template)
+    if chat:
         text = templated(tokenizer, document.messages)
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not templated).input_ids
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat).input_ids
     if ids.shape[1] == 0:
         raise UsageError(f"{document.id}: the prompt has no token in this model's vocabulary")
     return ids[:, :limit]

@@ -391,6 +391,19 @@ def test_generate_chats_only_when_asked(
         assert printed.rstrip("\n") == plain_text(chat_target, prompt, 8).rstrip("\n"), prompt
 
 
+def test_prompts_that_are_chats_go_through_the_template(chat_target: str, target: str) -> None:
+    from headstart.train.corpus import Document
+
+    for folder, before in ((chat_target, "<user>a<assistant>"), (target, "")):
+        options = inputs.argparse.Namespace(target=folder, drafter=None)
+        speculator = inputs.load_speculator(options)
+        messages = [{"role": "user", "content": "a"}]
+        ids = inputs.encode(Document("1", "a", messages), speculator, None)
+        tokenizer: Any = speculator.tokenizer
+        wanted = tokenizer(before or "a", add_special_tokens=not before).input_ids
+        assert ids.tolist() == [wanted]
+
+
 def test_a_chat_that_does_not_fit(
     target: str, chat_target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
