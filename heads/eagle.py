@@ -154,11 +154,8 @@ class Eagle(Grounded):
         size = self.config.hidden_size
         layer.self_attn.o_proj.weight.zero_()
         layer.mlp.down_proj.weight.zero_()
-        # Embeddings come in all sizes; what is added should be of size 1.
-        every = torch.arange(self.config.vocab_size, device=self.fc.weight.device)
-        scale = self.embed(every[:4096]).square().mean().sqrt().clamp(min=1e-6)
         token, feature = self.fc.weight.chunk(2, 1)
-        token.normal_().div_(scale * size**0.5)
+        token.normal_().div_(self.size_of_embeddings() * size**0.5)  # what is added is of size 1
         feature.copy_(torch.eye(size))
         self.fc.bias.zero_()
 

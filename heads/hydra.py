@@ -173,10 +173,7 @@ class Hydra(Grounded):
             own.self_attn.o_proj.weight.zero_()
             own.mlp.down_proj.weight.zero_()
             self.prefix.norm.weight.fill_(self._size_of_features())
-        # Embeddings come in all sizes; beside the features theirs should be 1.
-        some = torch.arange(min(4096, self.config.vocab_size), device=self.device)
-        size = self.embed(some).square().mean().sqrt().item()
-        self.config.embedding_scale = 1 / max(size, 1e-6)
+        self.config.embedding_scale = 1 / self.size_of_embeddings().item()
 
     def _size_of_features(self) -> float:
         """Their root mean square over some text, so that a norm can leave them as they are."""

@@ -141,10 +141,7 @@ class ReDrafter(Grounded):
             output = self.lm_head[-1]
             assert isinstance(output, nn.Linear)
             output.weight.copy_(torch.cat([rows, torch.zeros_like(rows)], dim=1))
-        # Embeddings come in all sizes; the cell's input should be of size 1.
-        every = torch.arange(self.config.vocab_size, device=rows.device)
-        size = self.embed(every[:4096]).square().mean().sqrt()
-        self.rnn_w.weight.div_(size.clamp(min=1e-6))
+        self.rnn_w.weight.div_(self.size_of_embeddings())  # so the cell's input is of size 1
 
     @property
     def taught_depths(self) -> int:

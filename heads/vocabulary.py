@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .core import OptionError, output_layer, weight_of
+from .core import OptionError, device_of, output_layer, weight_of
 from .drafter import Drafter, DrafterConfig
 
 
@@ -74,6 +74,13 @@ class Grounded(Trimmable):
         embedding = self.target.get_input_embeddings()
         with torch.no_grad():
             return embedding(tokens).to(self.device, self.dtype)
+
+    @torch.no_grad()
+    def size_of_embeddings(self) -> Tensor:
+        """The root mean square of their entries, a scalar: targets differ widely in it."""
+        place = device_of(self.target.get_input_embeddings())
+        some = torch.arange(min(4096, self.config.vocab_size), device=place)
+        return self.embed(some).square().mean().sqrt().clamp(min=1e-6)
 
 
 def check_draft_vocabulary(config: DrafterConfig, output: str, size: int) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_eagle as eagle
+import test_hydra as hydra
 import torch
 import transformers as tf
 from safetensors.torch import save_file
@@ -201,6 +203,40 @@ def test_redrafter(exit_dim: int, layers: int, tmp_path: Path) -> None:
         expected = redrafter_logits(tensors, feature[0, 0], tokens, layers)
         torch.testing.assert_close(step.logits[0, 0], expected, rtol=1e-12, atol=1e-12)
     decodes_exactly(drafter)
+
+
+# Hydra and EAGLE, whose own tests compare them with their definitions.
+
+
+def reads(folder: Path, name: str, fields: dict[str, Any], weights: Tensors) -> None:
+    """The checkpoint in a folder loads as this family, with these fields and weights."""
+    drafter = load_drafter(folder, tiny("llama"), allow_pickle=True)
+    assert type(drafter) is family(name) and drafter.dtype == torch.float64
+    assert {field: getattr(drafter.config, field) for field in fields} == fields
+    found = drafter.state_dict()
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[key], weights[key]) for key in found)
+    decodes_exactly(drafter)
+
+
+@pytest.mark.parametrize("arch", ["mlp", "prefix-mlp"])
+def test_hydra(arch: str, tmp_path: Path) -> None:
+    config, tensors = hydra.public(arch, 2)
+    write(tmp_path, config, tensors, "hydra_lm_head.pt")
+    found = family("hydra").translate(config, tensors)
+    assert found is not None
+    reads(tmp_path, "hydra", *found)
+
+
+@pytest.mark.parametrize("dialect", eagle.DIALECTS)
+def test_eagle(dialect: str, tmp_path: Path) -> None:
+    version, prefix, config, trimmed = eagle.DIALECTS[dialect]
+    tensors = eagle.published(version, prefix, trimmed)
+    write(tmp_path, config, tensors, "pytorch_model.bin" if version == 1 else MODEL)
+    name = "eagle" if version == 1 else "eagle3"
+    found = family(name).translate(config, tensors)
+    assert found is not None
+    reads(tmp_path, name, *found)
 
 
 # What is said, and what is refused.
