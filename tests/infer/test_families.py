@@ -86,10 +86,13 @@ def drafter(name: str, of: str) -> Drafter:
 @cache
 def pair(of: str, name: str) -> tuple[Any, Drafter]:
     """A target and its drafter; a trained one has a target of its own, which it may adapt."""
-    if of != "quickstart" or name not in RECIPES:
+    trained = [RECIPES[each] for each in name.split("+") if each in RECIPES]
+    if of != "quickstart" or not trained:
         return target(of), drafter(name, of)
     model = target.__wrapped__(of)
-    return model, load_drafter(ROOT / "runs" / RECIPES[name] / "heads", model)
+    found = [load_drafter(ROOT / "runs" / recipe / "heads", model) for recipe in trained]
+    found += [drafter(each, of) for each in name.split("+") if each not in RECIPES]
+    return model, Several(found) if len(found) > 1 else found[0]
 
 
 def asked(of: str, batch: int) -> tuple[Tensor, Tensor, int]:
@@ -117,10 +120,10 @@ def cases() -> list[Any]:
             marks.append(pytest.mark.proof)
         if folder is not None and not folder.is_dir():
             marks.append(pytest.mark.skip(reason=f"{of} is not on this machine"))
-        elif of == "quickstart" and name in RECIPES:
-            recipe = RECIPES[name]
-            if not (ROOT / "runs" / recipe / "heads" / "headstart.json").is_file():
-                marks.append(pytest.mark.skip(reason=f"needs `headstart train {recipe}`"))
+        elif of == "quickstart":
+            for recipe in (RECIPES[each] for each in name.split("+") if each in RECIPES):
+                if not (ROOT / "runs" / recipe / "heads" / "headstart.json").is_file():
+                    marks.append(pytest.mark.skip(reason=f"needs `headstart train {recipe}`"))
         found.append(
             pytest.param(
                 of,
