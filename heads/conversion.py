@@ -53,7 +53,7 @@ def convert(
         commit = checkpoint_folder(name).name  # of the snapshot in the cache
         origin = f"{split_revision(origin)[0]}@{commit}"
     manifest = Manifest(
-        family=drafter.config.model_type.removeprefix("headstart_"),
+        family=drafter.config.family_name(),
         target=target.name_or_path,
         target_fingerprint=fingerprint(target),
         tokenizer_hash=tokenizer_hash(tokenizer),

@@ -213,7 +213,7 @@ def _check_tensors(
     for key in sorted(expected.keys() | found.keys()):
         if found.get(key) != expected.get(key):
             raise ArtifactError(
-                f"{name} does not fit as {config.model_type.removeprefix('headstart_')}: found "
+                f"{name} does not fit as {config.family_name()}: found "
                 f"{key} {found.get(key, 'missing')}, expected {expected.get(key, 'none')}; load "
                 "the target that it was trained for."
             )

@@ -110,6 +110,11 @@ class DrafterConfig(PreTrainedConfig):
     """The names that a recipe's drafter section may set."""
 
     @classmethod
+    def family_name(cls) -> str:
+        """The family's name in `FAMILIES`."""
+        return cls.model_type.removeprefix("headstart_")
+
+    @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
         """A config with the target's shapes and a recipe's options.
 
@@ -118,7 +123,7 @@ class DrafterConfig(PreTrainedConfig):
         """
         unknown = sorted(set(options) - set(cls.OPTIONS))
         if unknown:
-            name = cls.model_type.removeprefix("headstart_")
+            name = cls.family_name()
             raise OptionError(
                 f"drafter.{unknown[0]} is not an option of {name!r}; expected one of: "
                 f"{', '.join(cls.OPTIONS)}."

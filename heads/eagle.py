@@ -170,8 +170,7 @@ class Eagle(Grounded):
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., D] -> logits [..., Vd]."""
-        layer = output_layer(self.target)
-        return layer(hidden.to(layer.weight.dtype))
+        return self.target_logits(hidden)
 
     def start(self, batch: int, capacity: int) -> _State:
         return _State(self._layers.start(batch))

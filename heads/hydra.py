@@ -249,8 +249,7 @@ class Hydra(Grounded):
     def readout(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.output is not None:
             return self.output[depth - 1]
-        layer = output_layer(self.target)
-        return lambda states: layer(states.to(layer.weight.dtype))
+        return self.target_logits
 
     def start(self, batch: int, capacity: int) -> HydraState:
         return HydraState(None if self._cached is None else self._cached.start(batch))

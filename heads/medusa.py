@@ -152,8 +152,7 @@ class Medusa(Trimmable):
         if self.output is not None:
             # One view for all chunks: each view of the stack costs a gradient of the whole stack.
             return partial(F.linear, weight=self.output[depth - 1])
-        layer = output_layer(self.target)
-        return lambda states: layer(states.to(layer.weight.dtype))
+        return self.target_logits
 
     def begin(self, state: None, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         states = self._blocks(last_true(features, count), self.config.heads)  # [K, B, D]

@@ -33,6 +33,11 @@ class Trimmable(Drafter):
     def draft_vocabulary(self) -> Tensor | None:
         return self.vocabulary if self.config.draft_vocab_size else None
 
+    def target_logits(self, states: Tensor) -> Tensor:
+        """States [..., D] through the target's own output layer: [..., V]."""
+        layer = output_layer(self.target)
+        return layer(states.to(layer.weight.dtype))
+
     @torch.no_grad()
     def rows_to_start_from(self, token_counts: Tensor | None) -> Tensor:
         """Choose the vocabulary by counts [V]: the target's output weights of its tokens, [Vd, D].
@@ -59,7 +64,7 @@ class Grounded(Trimmable):
     def bind(self, target: PreTrainedModel) -> Self:
         width = cast(Tensor, target.get_input_embeddings().weight).shape[-1]
         if width != self.config.hidden_size:
-            family = self.config.model_type.removeprefix("headstart_")
+            family = self.config.family_name()
             raise OptionError(
                 f"the target's embedding is {width} wide and its hidden state "
                 f"{self.config.hidden_size}; {family} needs them alike: use another drafter."

@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -220,37 +220,13 @@ def _attention(
     attention_mask: Any,
     scaling: float | None = None,
     softcap: float | None = None,
+    cacheless: bool = False,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What models call: query [B, Hq, N, D], and the packed tree where their mask is."""
-    scale = _checked(module, query, attention_mask, scaling, options)
-    return tree_attention(query, key, value, attention_mask, scale, softcap), None
+    """What models call: query [B, Hq, N, D], and the packed tree where their mask is.
 
-
-def _cacheless(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """What models call that have no cache: keys and values are the tree's own."""
-    scale = _checked(module, query, attention_mask, scaling, options)
-    attend: Any = _opaque if torch.compiler.is_compiling() else _attend
-    return attend(query, key, value, attention_mask, module.layer_idx, scale, softcap), None
-
-
-def _checked(
-    module: nn.Module,
-    query: Tensor,
-    attention_mask: Any,
-    scaling: float | None,
-    options: dict[str, Any],
-) -> float:
-    """Refuse what tree attention would leave out; returns what scores are multiplied by."""
+    Keys and values are all that is cached, or without a cache the tree's own.
+    """
     if attention_mask is None or attention_mask.dtype != torch.int32:
         found = "no mask" if attention_mask is None else f"a mask of {attention_mask.dtype}"
         raise UnsupportedTarget(
@@ -263,12 +239,16 @@ def _checked(
                 f"{type(module).__name__} attends with {name}, which tree attention does not know; "
                 "use attention='masked'."
             )
-    return query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if not cacheless:
+        return tree_attention(query, key, value, attention_mask, scale, softcap), None
+    attend: Any = _opaque if torch.compiler.is_compiling() else _attend
+    return attend(query, key, value, attention_mask, module.layer_idx, scale, softcap), None
 
 
 # Without an entry in AttentionMaskInterface, transformers passes a 4-D mask on and makes none.
 AttentionInterface.register(NAME, _attention)
-AttentionInterface.register(CACHELESS, _cacheless)
+AttentionInterface.register(CACHELESS, partial(_attention, cacheless=True))
 
 
 _slabs: list[SlabCache] = []
