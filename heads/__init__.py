@@ -3,6 +3,9 @@
 if __name__ != "headstart.heads":
     raise ImportError(f"imported as {__name__!r}; write `from headstart.heads import …` instead.")
 
+from .artifacts.loading import load_drafter
+from .artifacts.manifest import Manifest, fingerprint
+from .artifacts.saving import save_drafter
 from .core import (
     FINAL,
     ArtifactError,
@@ -16,10 +19,7 @@ from .core import (
     UnsupportedTarget,
 )
 from .drafter import FAMILIES, Drafter, DrafterConfig, Step, family
-from .loading import load_drafter
-from .manifest import Manifest, fingerprint
-from .saving import save_drafter
-from .several import Several
+from .group import Several
 
 __all__ = [
     "FAMILIES",

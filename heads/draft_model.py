@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from .core import OptionError, output_layer, weight_of
 from .core.forward import decoder_layers
 from .drafter import Drafter, DrafterConfig, Step, last_true
-from .layers import CachedLayers, Drafted
+from .parts.cached_layers import CachedLayers, Drafted
 
 
 @strict

@@ -32,8 +32,8 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .adapter import Adapter
 from .core import FINAL, OptionError, device_of, keep_resident, output_layer
+from .parts.adapter import Adapter
 
 FAMILIES: dict[str, str] = {
     "draft_model": "headstart.heads.draft_model:DraftModel",

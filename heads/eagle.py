@@ -9,8 +9,8 @@ on itself: a drafted token is paired with the hidden state of its parent.
                                 -> h_3: x_4   -> h_4: x_5 -> h_5: x_6
 
 EAGLE-1 (Li et al. 2024, arXiv 2401.15077) reads the final features, and its hidden state is the
-next one, as good as it can tell: the target's own output layer reads it. EAGLE-2 (arXiv 2406.16858)
-is the same drafter under the trees of `headstart.infer.dynamic`, `best-first:61,10,7` as published.
+next one, as good as it can tell: the target's own output layer reads it. EAGLE-2 (arXiv
+2406.16858) is the same drafter under best-first trees, `best-first:61,10,7` as published.
 EAGLE-3 (arXiv 2503.01840) mixes features of three depths, has an output layer of its own, and is
 free to put into its hidden state what helps it: it is taught as it drafts, several tokens in a row
 on hidden states of its own, and no feature is asked for.
@@ -27,9 +27,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from .core import OptionError, output_layer
 from .drafter import DrafterConfig, Step, last_true
-from .eagle_checkpoints import eagle1, eagle3
-from .layers import CachedLayers, Drafted, layer_like, own_layers
-from .vocabulary import Grounded, check_draft_vocabulary
+from .parts.cached_layers import CachedLayers, Drafted, layer_like, own_layers
+from .parts.eagle_checkpoints import eagle1, eagle3
+from .parts.vocabulary import Grounded, check_draft_vocabulary
 
 
 @strict

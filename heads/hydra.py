@@ -25,8 +25,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .core import FINAL, ArtifactError, FeatureTap, OptionError, device_of, output_layer
 from .drafter import DrafterConfig, Step, last_true
-from .layers import CachedLayers, Drafted, layer_like, own_layers
-from .vocabulary import Grounded, check_draft_vocabulary
+from .parts.cached_layers import CachedLayers, Drafted, layer_like, own_layers
+from .parts.vocabulary import Grounded, check_draft_vocabulary
 
 
 @strict

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from .core import ArtifactError, OptionError, output_layer
 from .drafter import DrafterConfig, Step, last_true
-from .vocabulary import Trimmable, check_draft_vocabulary
+from .parts.vocabulary import Trimmable, check_draft_vocabulary
 
 _INSIDE = "medusa_head."  # what the names of heads begin with in a whole model's weights
 _PLACE = re.compile(r"(\d+)\.\d+\.(linear\.(weight|bias)|weight)")

@@ -11,9 +11,9 @@ from typing import Any, ClassVar, Literal, Self
 
 from huggingface_hub.dataclasses import strict
 
-from .adapter import Adapter, Schedule
 from .core import OptionError
 from .medusa import Medusa, MedusaConfig
+from .parts.adapter import Adapter, Schedule
 
 
 @strict

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from .core import ArtifactError, OptionError
 from .drafter import DrafterConfig, Step, last_true
-from .vocabulary import Grounded, check_draft_vocabulary
+from .parts.vocabulary import Grounded, check_draft_vocabulary
 
 _AUTHORS = "recurrent_drafting_drafter"  # the model type in their configs
 

@@ -63,7 +63,7 @@ def _compare(options: argparse.Namespace) -> int:
         reports = compare.run_all(recipes, options.fresh)
         plot = compare.draw_drafters(reports, next(iter(recipes.values())).folder)
     if options.json:
-        from headstart.report import to_json
+        from headstart.reports.tables import to_json
 
         print(to_json({"drafters": reports, "plot": plot and str(plot)}))
     else:
@@ -133,7 +133,7 @@ def bench(options: argparse.Namespace) -> int:
     first = load_speculator(options)
     trees, rules = options.tree or [first.tree], options.rule or [None]
     from headstart.infer import Speculator
-    from headstart.infer.bench import bench as measure
+    from headstart.infer.measure.bench import bench as measure
 
     def speculators() -> Iterator[Speculator]:
         for tree, rule in itertools.product(trees, rules):
@@ -158,7 +158,7 @@ def bench(options: argparse.Namespace) -> int:
     if len(reports) == 1:
         _print_report(reports[0], options.json, "headstart bench")
         return 0
-    from headstart.report import print_comparison, to_json
+    from headstart.reports.tables import print_comparison, to_json
 
     if options.json:
         print(to_json({"runs": reports}))
@@ -169,7 +169,7 @@ def bench(options: argparse.Namespace) -> int:
 
 def _suite(options: argparse.Namespace) -> int:
     """Measure the parts of a suite; the status is 1 where an entry could not be measured."""
-    from headstart.suite import make_job, run_suite
+    from benchmarks.gpu.suite import make_job, run_suite
 
     given = (
         *("target", "drafter", "tree", "rule", "expansion", "dtype", "prompts", "limit"),
@@ -189,8 +189,8 @@ def _suite(options: argparse.Namespace) -> int:
         options.corpus,
         options.fresh,
     )
-    from headstart.report import to_json
-    from headstart.suite_report import print_suite
+    from benchmarks.gpu.report import print_suite
+    from headstart.reports.tables import to_json
 
     with quiet_stdout():
         report, whole = run_suite(job)
@@ -203,12 +203,12 @@ def _suite(options: argparse.Namespace) -> int:
 
 def plan(options: argparse.Namespace) -> int:
     """Choose a tree for this machine, write it into the artifact, and say what it is worth."""
-    from headstart.plans import check_plot, draw_plan, print_plan
+    from headstart.reports.plans import check_plot, draw_plan, print_plan
 
     if options.plot is not None:
         check_plot(options.plot)
     documents = read_documents(options)
-    from headstart.heads.artifact import artifact_folder, is_artifact
+    from headstart.heads.artifacts.files import artifact_folder, is_artifact
 
     with quiet_stdout():
         if not is_artifact(options.drafter):
@@ -222,9 +222,9 @@ def plan(options: argparse.Namespace) -> int:
     options.tree = "plain"  # the drafter is wanted, whatever an earlier plan says
     speculator = load_speculator(options)
     assert speculator.drafter is not None
-    from headstart.infer.plan import write_plan
-    from headstart.infer.planner import make_plan
-    from headstart.report import to_json
+    from headstart.heads.artifacts.plan import write_plan
+    from headstart.infer.measure.planner import make_plan
+    from headstart.reports.tables import to_json
 
     prompts = [encode(document, speculator, options.prefix_tokens) for document in documents]
     with quiet_stdout():
@@ -253,9 +253,9 @@ def verify(options: argparse.Namespace) -> int:
     """Test on the user's models that the text is the target's; the status is 1 where it is not."""
     documents = read_documents(options)
     speculator = load_speculator(options)
-    from headstart.infer.lossless import compare_greedy, compare_sampled
-    from headstart.report import to_json
-    from headstart.verdict import print_verdict
+    from headstart.infer.measure.lossless import compare_greedy, compare_sampled
+    from headstart.reports.tables import to_json
+    from headstart.reports.verdict import print_verdict
 
     device = speculator.device
     prompts = [
@@ -282,7 +282,7 @@ def verify(options: argparse.Namespace) -> int:
 
 def convert(options: argparse.Namespace) -> int:
     """Make an artifact of somebody else's checkpoint; stdout holds its folder."""
-    from headstart.heads.conversion import convert as write
+    from headstart.heads.artifacts.conversion import convert as write
 
     target = load_speculator(argparse.Namespace(target=options.target, drafter=None))
     assert target.tokenizer is not None  # loaded together with the target
@@ -300,8 +300,8 @@ def convert(options: argparse.Namespace) -> int:
 
 def inspect(options: argparse.Namespace) -> int:
     """Show what an artifact is; the status is 1 where it is damaged or does not fit --target."""
-    from headstart.describe import describe, fits, print_description
-    from headstart.report import to_json
+    from headstart.reports.describe import describe, fits, print_description
+    from headstart.reports.tables import to_json
 
     with quiet_stdout():
         found = describe(options.artifact)
@@ -319,8 +319,8 @@ def inspect(options: argparse.Namespace) -> int:
 
 def push(options: argparse.Namespace) -> int:
     """Publish a clean copy of an artifact; stdout holds its address, or the dry run's listing."""
-    from headstart.heads.publish import clean_copy
-    from headstart.heads.publish import push as upload
+    from headstart.heads.artifacts.publish import clean_copy
+    from headstart.heads.artifacts.publish import push as upload
 
     at = f"@{options.revision}" if options.revision else ""
     repository = options.repository + at
@@ -350,7 +350,7 @@ def _stats_line(stats: Stats, seconds: float) -> str:
 
 
 def _print_report(report: Any, as_json: bool, title: str) -> None:
-    from headstart.report import print_next_steps, print_table, to_json
+    from headstart.reports.tables import print_next_steps, print_table, to_json
 
     if as_json:
         print(to_json(report))

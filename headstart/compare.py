@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from headstart.inputs import UsageError, one_line
-from headstart.report import Report, comparison_row, print_next_steps, print_shared, titled
+from headstart.reports.tables import Report, comparison_row, print_next_steps, print_shared, titled
 from headstart.train.recipe import Recipe, load_recipe, shipped_recipes
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def run_all(recipes: Mapping[str, Recipe], fresh: bool = False) -> dict[str, dic
 
 
 def _trained(artifact: str) -> dict[str, Any]:
-    from headstart.describe import describe
+    from headstart.reports.describe import describe
 
     found = describe(artifact)
     return {"parameters": found["parameters"], "train_seconds": found["metrics"]["seconds"]}

@@ -77,7 +77,7 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
 
 def _drafters(options: argparse.Namespace) -> list[str]:
     """What --drafter names, artifacts by their folders; fills in --target where one knows it."""
-    from headstart.heads.artifact import artifact_folder, is_artifact
+    from headstart.heads.artifacts.files import artifact_folder, is_artifact
 
     named = options.drafter or []
     named = [named] if isinstance(named, str) else named
@@ -137,8 +137,8 @@ def find_device(name: str | None) -> torch.device:
 
 def own_target(folder: str, drafter: str) -> str:
     """The target that an artifact was trained for: its folder on this machine, or its Hub name."""
-    from headstart.heads.artifact import read_manifest
-    from headstart.heads.hub import is_hub_name
+    from headstart.heads.artifacts.files import read_manifest
+    from headstart.heads.artifacts.hub import is_hub_name
 
     name = read_manifest(folder).target
     target = Path(name)
@@ -177,7 +177,7 @@ def read_chat(options: argparse.Namespace) -> list[dict[str, str]]:
     """The conversation in a .jsonl file, or any other prompt as a user's message."""
     if options.file is None or options.file.suffix != ".jsonl":
         return [{"role": "user", "content": read_prompt(options).strip()}]
-    from headstart.train import corpus
+    from headstart.train.data import corpus
 
     documents = corpus.read_documents(options.file)
     if len(documents) != 1:
@@ -194,7 +194,7 @@ def _read_text(path: Path) -> str:
 
 def read_documents(options: argparse.Namespace) -> list[Any]:
     """The prompts that --prompts and --limit name."""
-    from headstart.train import corpus
+    from headstart.train.data import corpus
 
     documents = corpus.read_documents(options.prompts)[: options.limit]
     if not documents:

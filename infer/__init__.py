@@ -3,14 +3,14 @@
 if __name__ != "headstart.infer":
     raise ImportError(f"imported as {__name__!r}; write `from headstart.infer import …` instead.")
 
-from .dynamic import Beam, BestFirst, parse_tree
 from .loop import Decoding
-from .policies import Policy, StaticTree
-from .rules import check_pair
+from .rules.registry import check_pair
 from .speculator import Speculator, load
 from .stats import Stats
 from .target import Target
-from .union import Union
+from .trees.dynamic import Beam, BestFirst, parse_tree
+from .trees.policies import Policy, StaticTree
+from .trees.union import Union
 
 __all__ = [
     "Beam",

@@ -18,17 +18,17 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from headstart.heads import Drafter, OptionError, Sampling, Step, TokenTree
-from headstart.heads.several import Member, Several
+from headstart.heads.group import Member, Several
 
-from .choices import matching
 from .graphs import Rounds, addresses, bucket, settings
-from .policies import Children, Committed, Expansion, Policy, StaticTree
 from .record import Record
 from .rows import Rows
-from .rules import Rule
+from .rules.matching import matching
+from .rules.registry import Rule
+from .rules.rule_api import Text, Verified, seen_in
 from .stats import Emitted, Stats
 from .target import Target
-from .verified import Text, Verified, seen_in
+from .trees.policies import Children, Committed, Expansion, Policy, StaticTree
 
 _ROOT_ONLY = StaticTree([])
 

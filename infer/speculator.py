@@ -27,21 +27,21 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import Drafter, OptionError, Sampling, load_drafter
-from headstart.heads.artifact import read_tree
+from headstart.heads.artifacts.files import read_tree
+from headstart.heads.artifacts.plan import read_plan
 from headstart.heads.core import offloaded, row_seeds
-from headstart.heads.several import Several, members
+from headstart.heads.group import Several, members
 
-from .dynamic import parse_tree
 from .graphs import Rounds
 from .loop import Decoding
-from .plan import read_plan
-from .policies import Expansion, Policy
 from .record import Record
 from .request import Ending, check_config, check_processors, read_inputs
-from .rules import RULES, check_pair, check_rule, check_sampling
+from .rules.registry import RULES, check_pair, check_rule, check_sampling
 from .stats import Emitted, Stats
 from .target import Target
-from .union import Union
+from .trees.dynamic import parse_tree
+from .trees.policies import Expansion, Policy
+from .trees.union import Union
 
 
 class Speculator:

@@ -25,7 +25,7 @@ MAY_IMPORT = {
 def room_files(room: str) -> list[Path]:
     # headstart/ holds symlinks to the other rooms, which are not part of it.
     if room == "headstart":
-        return sorted((ROOT / room).glob("*.py"))
+        return sorted((ROOT / room).glob("*.py")) + sorted((ROOT / room).glob("reports/*.py"))
     return sorted((ROOT / room).rglob("*.py"))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from headstart.heads import OptionError
-from headstart.heads.adapter import Adapter
+from headstart.heads.parts.adapter import Adapter
 
 from .clock import Clock
 

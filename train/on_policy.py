@@ -21,7 +21,7 @@ from headstart.heads import Drafter, OptionError, family
 from headstart.heads.core import output_layer, row_seeds
 from headstart.infer import Speculator
 
-from .distill import Rows, check_context, write_rows
+from .data.distill import Rows, check_context, write_rows
 from .recipe import Distill, OnPolicy, Recipe
 
 

@@ -22,25 +22,18 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from headstart.heads import (
-    Drafter,
-    DrafterConfig,
-    Manifest,
-    family,
-    fingerprint,
-    save_drafter,
-)
-from headstart.heads.artifact import TREE
-from headstart.heads.manifest import tokenizer_hash
+from headstart.heads import Drafter, DrafterConfig, Manifest, family, fingerprint, save_drafter
+from headstart.heads.artifacts.files import TREE
+from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.infer import StaticTree, load
 
-from .corpus import build_corpus, load_documents
-from .distill import Rows, distill, summary
+from .data.corpus import build_corpus, load_documents
+from .data.distill import Rows, distill, summary
 from .joint import how_far, load_options
 from .on_policy import StudentText, check_on_policy
 from .recipe import Recipe, load_recipe
+from .scratch_target import train_target
 from .stages import Stage, StageStore, write_atomically
-from .target import train_target
 from .trainer import DraftedTarget, DrafterTrainer, training_arguments
 from .validate import Validation, held_out_prompts, held_out_texts
 
@@ -59,8 +52,8 @@ def train(recipe: Recipe, fresh: bool = False) -> Path:
 def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
     """Train, then measure on held-out prompts; returns the benchmark's report.
 
-    The report is `headstart.infer.bench.bench`'s, with `stage_seconds` and `artifact` added, and
-    `held_out`, the file that the prompts came from.
+    The report is that of `headstart.infer.measure.bench`, with `stage_seconds` and `artifact`
+    added, and `held_out`, the file that the prompts came from.
     """
     road = _Run(recipe, fresh)
     artifact = road.train()
@@ -165,7 +158,7 @@ class _Run:
         )
 
     def bench(self, artifact: Stage) -> Stage:
-        from headstart.infer.bench import bench
+        from headstart.infer.measure.bench import bench
 
         decode = self.recipe.decode
         corpus, target = self.store.finished["corpus"], self.store.finished["target"]

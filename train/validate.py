@@ -17,10 +17,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads import Drafter
 from headstart.infer import Speculator, StaticTree, Stats
-from headstart.infer.ranks import Written, best_tree, measure_ranks, write_texts
+from headstart.infer.measure.ranks import Written, best_tree, measure_ranks, write_texts
 
-from .corpus import Document
-from .distill import Windows
+from .data.corpus import Document
+from .data.distill import Windows
 
 _BATCH = 32  # prompts decoded at once
 

@@ -1,14 +1,9 @@
-"""One thread, and `tiny` importable by name; what a test hooks onto a shared model is taken off."""
+"""Tests of drafters run on one thread."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
-
-sys.path.append(str(Path(__file__).parent))
-pytest.register_assert_rewrite("tiny")
 
 
 @pytest.fixture(autouse=True)

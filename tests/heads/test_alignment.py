@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, tiny
 from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.heads import FAMILIES, FINAL, Drafter, family
 from headstart.heads.core import FeatureTap
 from headstart.train.trainer import DraftedTarget
+from tests.support.tiny import VOCAB, tiny
 
 DEPTHS, PROMPT, LENGTH, BATCH = 3, 4, 14, 2
 

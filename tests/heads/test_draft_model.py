@@ -1,7 +1,6 @@
 """A draft model: cached tree steps against fresh forwards, students, the artifact, the loop."""
 
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file
-from tiny import CLASSES, COMMON, CONFIGS, VOCAB, one_line, prompts, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -23,14 +21,13 @@ from headstart.heads import (
     load_drafter,
     save_drafter,
 )
-from headstart.heads import layers as module
+from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.core import cache
 from headstart.heads.draft_model import DraftModel, DraftModelConfig, layers_of
-from headstart.heads.layers import CachedLayers
-from headstart.heads.manifest import tokenizer_hash
+from headstart.heads.parts import cached_layers as module
+from headstart.heads.parts.cached_layers import CachedLayers
 from headstart.infer import Speculator
-
-sys.path.append(str(Path(__file__).parents[1] / "infer"))  # for its guard against host reads
+from tests.support.tiny import CLASSES, COMMON, CONFIGS, VOCAB, one_line, prompts, tiny
 
 MODEL = Path(__file__).resolve().parents[3] / "shared" / "models" / "stories260k"
 NEW = 24
@@ -248,8 +245,8 @@ def test_past_the_student_s_positions() -> None:
 @pytest.mark.parametrize("tree", ["chain:4", "cartesian:3,2,1"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_a_round_does_not_wait(name: str, tree: str) -> None:
-    from scripted import decoding_of  # type: ignore[import-not-found]
-    from test_syncs import run_rounds  # type: ignore[import-not-found]
+    from tests.infer.test_syncs import run_rounds
+    from tests.support.scripted import decoding_of
 
     ids, mask = prompts([9, 4, 7])
     decoding = decoding_of(tiny("llama"), student(name), tree)

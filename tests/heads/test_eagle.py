@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tiny import VOCAB, one_line, tiny
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,6 +26,7 @@ from headstart.heads import (
 )
 from headstart.heads.eagle import Eagle, Eagle3, mixed_layers
 from headstart.infer import Speculator
+from tests.support.tiny import VOCAB, one_line, tiny
 
 SIZE, HEADS, KV, WIDE, EPS, THETA = 32, 4, 2, 24, 1e-5, 5_000.0
 KEPT = torch.arange(1, VOCAB, 3)[:20]

@@ -6,7 +6,6 @@ from typing import Any, cast
 import pytest
 import torch
 from safetensors import safe_open
-from tiny import VOCAB, one_line, tiny
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaModel
@@ -20,6 +19,7 @@ from headstart.heads import (
     save_drafter,
 )
 from headstart.heads.hydra import Hydra, HydraConfig
+from tests.support.tiny import VOCAB, one_line, tiny
 
 SIZE, HEADS = 32, 3
 OPTIONS: dict[str, dict[str, Any]] = {

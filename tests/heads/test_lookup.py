@@ -1,13 +1,10 @@
 """Prompt lookup against a plain Python reference, alone and as an override, in the decode loop."""
 
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny import VOCAB, one_line, prompts, tiny
 from torch import Tensor
 
 import headstart
@@ -16,8 +13,7 @@ from headstart.heads.draft_model import DraftModel, DraftModelConfig
 from headstart.heads.lookup import Lookup, LookupConfig, WithLookup
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator
-
-sys.path.append(str(Path(__file__).parents[1] / "infer"))  # for its guard against host reads
+from tests.support.tiny import VOCAB, one_line, prompts, tiny
 
 SHAPE: dict[str, Any] = {"hidden_size": 32, "vocab_size": VOCAB}
 NEW = 40
@@ -255,8 +251,8 @@ def test_it_is_loaded_by_name() -> None:
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("tree", ["chain:4", "cartesian:3,2,1"])
 def test_a_round_does_not_wait(name: str, tree: str) -> None:
-    from scripted import decoding_of  # type: ignore[import-not-found]
-    from test_syncs import run_rounds  # type: ignore[import-not-found]
+    from tests.infer.test_syncs import run_rounds
+    from tests.support.scripted import decoding_of
 
     ids, mask = prompts([9, 4, 7])
     decoding = decoding_of(tiny("llama"), DRAFTERS[name]().bind(tiny("llama")), tree)

@@ -7,7 +7,6 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from tiny import VOCAB, one_line, tiny
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
@@ -23,8 +22,9 @@ from headstart.heads import (
     load_drafter,
     save_drafter,
 )
-from headstart.heads.manifest import tokenizer_hash
+from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.medusa import Medusa, MedusaConfig
+from tests.support.tiny import VOCAB, one_line, tiny
 
 OUTPUTS: dict[str, dict] = {
     "shared": {"output": "shared"},

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import one_line, prompts, tiny
 from torch import Tensor
 
 from headstart.heads import (
@@ -21,12 +20,13 @@ from headstart.heads import (
     load_drafter,
     save_drafter,
 )
-from headstart.heads.adapter import ADAPTER, ADAPTER_WEIGHTS
-from headstart.heads.artifact import MANIFEST
-from headstart.heads.manifest import sha256
+from headstart.heads.artifacts.files import MANIFEST
+from headstart.heads.artifacts.manifest import sha256
+from headstart.heads.artifacts.publish import clean_copy
 from headstart.heads.medusa2 import Medusa2, Medusa2Config
-from headstart.heads.publish import clean_copy
+from headstart.heads.parts.adapter import ADAPTER, ADAPTER_WEIGHTS
 from headstart.infer import Speculator
+from tests.support.tiny import one_line, prompts, tiny
 
 PROMPTS, MASK = prompts([5, 8])
 

@@ -6,20 +6,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from tiny import VOCAB, one_line, tiny
 from torch import Tensor
 from torch.nn import functional as F
 
-from headstart.heads import (
-    Manifest,
-    OptionError,
-    family,
-    fingerprint,
-    load_drafter,
-    save_drafter,
-)
+from headstart.heads import Manifest, OptionError, family, fingerprint, load_drafter, save_drafter
 from headstart.heads.redrafter import ReDrafter, ReDrafterConfig
 from headstart.infer import Speculator, StaticTree
+from tests.support.tiny import VOCAB, one_line, tiny
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "own": {},

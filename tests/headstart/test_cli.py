@@ -20,7 +20,7 @@ SECRET = "the secret words"
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> str:
-    from tests.heads.bytewise import save_target
+    from tests.support.bytewise import save_target
 
     folder = tmp_path_factory.mktemp("model")
     save_target(folder)
@@ -98,7 +98,7 @@ def test_bench_loads_and_measures(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     door = Door({"tau": 1.0, "artifact": None})
-    monkeypatch.setattr("headstart.infer.bench.bench", door)
+    monkeypatch.setattr("headstart.infer.measure.bench.bench", door)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("abcdef\nghijkl\nmnopqr\n")
     arguments = ["bench", "--target", target, "--prompts", str(prompts), "--dtype", "float64"]
@@ -140,7 +140,7 @@ def test_bench_compares_trees_and_rules(
     ]  # fmt: skip
 
     door = Door()
-    monkeypatch.setattr("headstart.infer.bench.bench", door)
+    monkeypatch.setattr("headstart.infer.measure.bench.bench", door)
     for wrong in (["--tree", "chain:9"], ["--tree", "chian:2"], ["--rule", "greedier"]):
         assert main([*command, *pairs[:6], *wrong]) == 2
         assert wrong[1].partition(":")[0] in last_line(capsys)
@@ -163,7 +163,7 @@ def artifact(target: str, folder: Path, tree: str | None = "[[0], [1], [0, 0]]")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from headstart.heads import Manifest, fingerprint, save_drafter
-    from headstart.heads.manifest import tokenizer_hash
+    from headstart.heads.artifacts.manifest import tokenizer_hash
     from headstart.heads.medusa import Medusa, MedusaConfig
 
     model: Any = AutoModelForCausalLM.from_pretrained(target)
@@ -218,7 +218,7 @@ def test_inspect_says_what_it_is(
 
 
 def test_inspect_says_how_far_a_target_moved() -> None:
-    from headstart.describe import _moved
+    from headstart.reports.describe import _moved
 
     def said(base: float, adapted: float) -> str:
         ((_, text),) = _moved({"held_out_loss": {"base": base, "adapted": adapted}})
@@ -392,7 +392,7 @@ def test_generate_chats_only_when_asked(
 
 
 def test_prompts_that_are_chats_go_through_the_template(chat_target: str, target: str) -> None:
-    from headstart.train.corpus import Document
+    from headstart.train.data.corpus import Document
 
     for folder, before in ((chat_target, "<user>a<assistant>"), (target, "")):
         options = inputs.argparse.Namespace(target=folder, drafter=None)
@@ -478,7 +478,7 @@ def test_a_seed_repeats_a_sample(target: str, capsys: pytest.CaptureFixture[str]
 def test_the_artifact_names_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def trained_for(name: str) -> None:
         manifest = SimpleNamespace(target=name)
-        monkeypatch.setattr("headstart.heads.artifact.read_manifest", lambda _: manifest)
+        monkeypatch.setattr("headstart.heads.artifacts.files.read_manifest", lambda _: manifest)
 
     def own_target(folder: Path | str) -> str:
         return inputs.own_target(str(folder), "org/drafter")

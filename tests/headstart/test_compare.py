@@ -12,7 +12,7 @@ from headstart import compare
 from headstart.cli import main
 from headstart.compare import draw_drafters, load_all, print_drafters, quickstart_of, quickstarts
 from headstart.heads.drafter import FAMILIES
-from headstart.report import KEYS
+from headstart.reports.tables import KEYS
 from tests.train.test_pipeline import TINY
 
 REPORT: dict[str, Any] = {

@@ -17,7 +17,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from tests.train.counting import SIZE, counting_target
+    from tests.support.counting import SIZE, counting_target
 
     folder = tmp_path_factory.mktemp("model")
     letters = {chr(ord("a") + i) if i < 26 else f"<{i}>": i for i in range(SIZE)}
@@ -33,7 +33,7 @@ def artifact(model: Path, folder: Path, hopeless: bool = False) -> str:
     from transformers import AutoModelForCausalLM
 
     from headstart.heads import Manifest, fingerprint, save_drafter
-    from tests.train.counting import counting_drafter
+    from tests.support.counting import counting_drafter
 
     target: Any = AutoModelForCausalLM.from_pretrained(model)
     drafter = counting_drafter(target, heads=4)
@@ -105,7 +105,7 @@ def test_a_drafter_that_does_not_pay(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import headstart
-    from headstart.infer.plan import read_plan
+    from headstart.heads.artifacts.plan import read_plan
 
     heads = artifact(model, tmp_path / "heads", hopeless=True)
     printed = " ".join(table(command(heads, tmp_path), capsys).split())

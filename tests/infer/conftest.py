@@ -1,20 +1,15 @@
-"""One thread, helpers importable by name, and no hooks left on the models that tests share."""
+"""One thread, and no hooks left on the models that tests share."""
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parent.parent / "heads")]
-pytest.register_assert_rewrite("tiny", "scripted")
+from tests.support.tiny import CONFIGS, tiny
 
 
 @pytest.fixture(autouse=True)
 def one_thread_and_clean_models() -> Iterator[None]:
-    from tiny import CONFIGS, tiny
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

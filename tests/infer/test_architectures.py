@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from scripted import make
-from tiny import COMMON, VOCAB, one_line, prompts
 from torch import Tensor
 
 from headstart.heads import DecodingError, UnsupportedTarget
 from headstart.heads.core import forward
 from headstart.infer import Speculator, Target, target
+from tests.support.scripted import make
+from tests.support.tiny import COMMON, VOCAB, one_line, prompts
 
 NEW = 64
 LENGTHS = [13, 7, 10, 3]  # around the window of 9, so that drafts cross it

@@ -10,13 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import test_oracle
 import torch
-from enumeration import Orders
-from scripted import ScriptedConfig, decoding_of, rows_of
-from test_exactness import LEGAL
-from test_oracle import Case, Run, draw_case, left_padded
-from tiny import prompts
 from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
@@ -25,8 +19,14 @@ from headstart.heads import Drafter, Sampling, Step
 from headstart.heads.core import row_seeds
 from headstart.heads.core.sampling import Stream, place
 from headstart.infer import Decoding, Target
-from headstart.infer.dynamic import parse_tree
-from headstart.infer.rules import APPROXIMATE, RULES
+from headstart.infer.rules.registry import APPROXIMATE, RULES
+from headstart.infer.trees.dynamic import parse_tree
+from tests.infer import test_oracle
+from tests.infer.test_exactness import LEGAL
+from tests.infer.test_oracle import Case, Run, draw_case, left_padded
+from tests.support.enumeration import Orders
+from tests.support.scripted import ScriptedConfig, decoding_of, rows_of
+from tests.support.tiny import prompts
 
 VOCAB = 6
 FIRST = 4  # tokens whose joint law is compared: one of the prefill, three of the rounds

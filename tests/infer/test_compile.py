@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from test_families import TREES, drafter, target
-from test_graphs import SAMPLED, captured, decode
-from tiny import COMMON, one_line, tiny
 from torch._dynamo.utils import counters
 
 from headstart.heads import OptionError, UnsupportedTarget
 from headstart.heads.core import attention
 from headstart.infer import Speculator, loop
+from tests.infer.test_families import TREES, drafter, target
+from tests.infer.test_graphs import SAMPLED, captured, decode
+from tests.support.tiny import COMMON, one_line, tiny
 
 STATIC = TREES[1]
 

@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from enumeration import POSITION, ROOT, Round, SeveralTables, Tables
 from torch import Tensor
 from transformers import (
     LogitsProcessor,
@@ -23,9 +22,7 @@ from transformers import (
 
 from headstart.heads import OptionError, Sampling
 from headstart.heads.core import row_seeds
-from headstart.infer.children import SAMPLED, Expansion
-from headstart.infer.dynamic import parse_tree
-from headstart.infer.rules import (
+from headstart.infer.rules.registry import (
     APPROXIMATE,
     EXPANSION,
     NO_READERS,
@@ -34,6 +31,9 @@ from headstart.infer.rules import (
     check_rule,
     check_sampling,
 )
+from headstart.infer.trees.children import SAMPLED, Expansion
+from headstart.infer.trees.dynamic import parse_tree
+from tests.support.enumeration import POSITION, ROOT, Round, SeveralTables, Tables
 
 EXACT = 1e-12
 SHOWS = 1e-3

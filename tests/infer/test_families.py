@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prompts, tiny
 from torch import Tensor
 
 from headstart.heads import FAMILIES, Drafter, Several, family, load_drafter
 from headstart.heads.draft_model import DraftModel
-from headstart.infer import Speculator, choices, parse_tree
-from headstart.infer.rules import EXPANSION, check_pair
+from headstart.infer import Speculator, parse_tree
+from headstart.infer.rules import matching as choices
+from headstart.infer.rules.registry import EXPANSION, check_pair
+from tests.support.tiny import prompts, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
 TARGETS = {

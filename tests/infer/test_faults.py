@@ -7,9 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from scripted import Heads, Script, decoding_of, make
-from test_loop import letters
-from tiny import CLASSES, CONFIGS, VOCAB, one_line, prompts, tiny
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import GenerationConfig, LogitsProcessorList
@@ -19,6 +16,9 @@ from headstart.heads import DecodingError, HeadstartError, OptionError, Sampling
 from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, load
+from tests.infer.test_loop import letters
+from tests.support.scripted import Heads, Script, decoding_of, make
+from tests.support.tiny import CLASSES, CONFIGS, VOCAB, one_line, prompts, tiny
 
 NEW = 20
 LENGTHS = [9, 4, 7]

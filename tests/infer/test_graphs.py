@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from tape import Tape
-from test_families import LENGTHS, OPTIONS, TREES, drafter, target
-from tiny import prompts
 from torch import Tensor
 
 from headstart.heads import DecodingError, Drafter
 from headstart.heads.lookup import WithLookup
 from headstart.infer import Decoding, Speculator, loop
 from headstart.infer.graphs import Rounds, addresses
+from tests.infer.test_families import LENGTHS, OPTIONS, TREES, drafter, target
+from tests.support.tape import Tape
+from tests.support.tiny import prompts
 
 NEW = 24
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.8}

@@ -4,12 +4,12 @@ from functools import cache
 
 import pytest
 import torch
-from scripted import SHAPES, Cached, make, rows_of
-from tiny import CONFIGS, prompts, tiny
 from torch import Tensor
 
 from headstart.heads.core import forward, probe
 from headstart.infer import Speculator, StaticTree, target
+from tests.support.scripted import SHAPES, Cached, make, rows_of
+from tests.support.tiny import CONFIGS, prompts, tiny
 
 NEW = 22
 LENGTHS = {1: [11], 4: [13, 7, 10, 3]}

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from scripted import Heads, Script, Scripted, decoding_of, make, rows_of
-from tiny import CONFIGS, VOCAB, prompts, tiny
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria
@@ -17,6 +15,8 @@ from transformers.generation.stopping_criteria import StopStringCriteria
 from headstart.heads import Step
 from headstart.heads.core import forward
 from headstart.infer import Decoding, Speculator, target
+from tests.support.scripted import Heads, Script, Scripted, decoding_of, make, rows_of
+from tests.support.tiny import CONFIGS, VOCAB, prompts, tiny
 
 NEW = 20
 LENGTHS = [9, 4, 7, 12]

@@ -15,12 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_exactness import EXACT, SMALL, round_of
 from torch import Tensor
 
 from headstart.heads import Sampling, TokenTree
-from headstart.infer import StaticTree, Union, children, policies, rejection
-from headstart.infer.verified import Verified
+from headstart.infer import StaticTree, Union
+from headstart.infer.rules import rejection
+from headstart.infer.rules.rule_api import Verified
+from headstart.infer.trees import children, policies
+from tests.infer.test_exactness import EXACT, SMALL, round_of
 
 KILLED = 1e-6
 
@@ -37,7 +39,7 @@ def bug(patch: Callable[[pytest.MonkeyPatch], None]) -> Patch:
 def everywhere(patch: pytest.MonkeyPatch, name: str, new: Callable[..., Any]) -> None:
     """Replace one of rejection.py's functions, also where traversal.py calls it."""
     for module in ("rejection", "traversal"):
-        found = sys.modules[f"headstart.infer.{module}"]
+        found = sys.modules[f"headstart.infer.rules.{module}"]
         if hasattr(found, name):
             patch.setattr(found, name, new)
 

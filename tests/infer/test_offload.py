@@ -8,21 +8,22 @@ from typing import Any
 import pytest
 import torch
 from accelerate.utils.offload import OffloadedWeightsLoader
-from streamed import PLACES, streamed, streamed_tiny
-from test_families import OPTIONS, TREES
-from tiny import one_line, prompts, tiny
 
 from headstart.heads import Manifest, OptionError, family, fingerprint, load_drafter, save_drafter
-from headstart.infer import Speculator, costs, planner
+from headstart.heads.artifacts.plan import machine, read_plan, write_plan
+from headstart.infer import Speculator
 from headstart.infer import target as runner
-from headstart.infer.costs import Costs, measure_costs
 from headstart.infer.graphs import Rounds
-from headstart.infer.plan import machine, read_plan, write_plan
-from headstart.infer.planner import make_plan, rank_trees
-from headstart.infer.policies import StaticTree
-from headstart.infer.ranks import MISSED, write_texts
-from headstart.infer.timing import interleaved
-from tests.train.counting import counting_drafter, counting_rows, counting_target
+from headstart.infer.measure import costs, planner
+from headstart.infer.measure.costs import Costs, measure_costs
+from headstart.infer.measure.planner import make_plan, rank_trees
+from headstart.infer.measure.ranks import MISSED, write_texts
+from headstart.infer.measure.timing import interleaved
+from headstart.infer.trees.policies import StaticTree
+from tests.infer.test_families import OPTIONS, TREES
+from tests.support.counting import counting_drafter, counting_rows, counting_target
+from tests.support.streamed import PLACES, streamed, streamed_tiny
+from tests.support.tiny import one_line, prompts, tiny
 
 
 def saved(name: str, folder: Path) -> Any:

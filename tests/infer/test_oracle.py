@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import SHAPES, decoding_of, make, rows_of
-from tiny import VOCAB, path_to, prompts, tiny
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -20,6 +18,8 @@ from transformers import (
 from headstart.heads import Sampling, SlabCache
 from headstart.heads.core import forward, parents_of_paths, row_seeds
 from headstart.infer import Decoding, target
+from tests.support.scripted import SHAPES, decoding_of, make, rows_of
+from tests.support.tiny import VOCAB, path_to, prompts, tiny
 
 ROUNDS = 10  # at most, of one case
 CASES, PROOF_CASES = range(12), range(100, 225)

@@ -8,9 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from scripted import make
-from test_loop import letters
-from tiny import CONFIGS, VOCAB, one_line, prompts, tiny
 from torch import Tensor
 from torch.nn.functional import pad
 from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
@@ -18,6 +15,9 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from headstart.heads import OptionError
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, target
+from tests.infer.test_loop import letters
+from tests.support.scripted import make
+from tests.support.tiny import CONFIGS, VOCAB, one_line, prompts, tiny
 
 NEW = 20
 EOS = 5

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from scripted import make
-from tiny import CONFIGS, VOCAB, one_line, prompts, tiny
 from torch import Tensor
 from transformers import GenerationConfig, TextStreamer
 from transformers.generation.streamers import BaseStreamer
@@ -27,6 +25,8 @@ from headstart.heads import (
 )
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, StaticTree, load
+from tests.support.scripted import make
+from tests.support.tiny import CONFIGS, VOCAB, one_line, prompts, tiny
 
 NEW = 12
 

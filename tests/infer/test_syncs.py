@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from scripted import Heads, Script, decoding_of, make
-from tiny import CONFIGS, VOCAB, prompts, tiny
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -28,7 +26,9 @@ from headstart.heads import Drafter, Sampling, Several, Step, family
 from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Decoding
-from headstart.infer.rules import EXPANSION, RULES
+from headstart.infer.rules.registry import EXPANSION, RULES
+from tests.support.scripted import Heads, Script, decoding_of, make
+from tests.support.tiny import CONFIGS, VOCAB, prompts, tiny
 
 READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal"}
 READS |= {"unique_dim", "_unique2", "unique_consecutive", "nonzero_numpy"}

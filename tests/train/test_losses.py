@@ -17,14 +17,7 @@ from headstart.heads import Drafter, OptionError
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.redrafter import ReDrafter, ReDrafterConfig
 from headstart.train import losses, recipe
-from headstart.train.losses import (
-    IGNORED,
-    LOSSES,
-    Teacher,
-    draft_loss,
-    head_labels,
-    label_counts,
-)
+from headstart.train.losses import IGNORED, LOSSES, Teacher, draft_loss, head_labels, label_counts
 
 LN2 = math.log(2)
 

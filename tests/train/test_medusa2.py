@@ -16,19 +16,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import headstart
 from headstart.heads import Drafter, OptionError, load_drafter
-from headstart.heads.adapter import ADAPTER_WEIGHTS
-from headstart.heads.artifact import read_manifest
+from headstart.heads.artifacts.files import read_manifest
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.medusa2 import Medusa2, Medusa2Config
+from headstart.heads.parts.adapter import ADAPTER_WEIGHTS
 from headstart.infer import StaticTree
 from headstart.train import pipeline
-from headstart.train.distill import Rows
+from headstart.train.data.distill import Rows
 from headstart.train.joint import how_far, load_options, text_loss
 from headstart.train.losses import Teacher, drift, forward_kl
 from headstart.train.recipe import Train, load_recipe
 from headstart.train.trainer import DraftedTarget, DrafterTrainer, training_arguments
 from headstart.train.validate import Validation, measure_tau
-from tests.train.counting import SIZE, counting_rows, counting_target
+from tests.support.counting import SIZE, counting_rows, counting_target
 from tests.train.test_pipeline import TINY
 
 SPEC = Train(learning_rate=1e-2, batch_size=4, max_steps=12, eval_every=4)

@@ -15,11 +15,11 @@ from transformers import LlamaForCausalLM
 from headstart.heads import FAMILIES, OptionError
 from headstart.heads.draft_model import DraftModel
 from headstart.train import on_policy
-from headstart.train.distill import DistillError, Rows
+from headstart.train.data.distill import DistillError, Rows
 from headstart.train.on_policy import StudentText, check_on_policy
 from headstart.train.recipe import Distill, OnPolicy, RecipeError, Train, parse_recipe
 from headstart.train.trainer import DraftedTarget, DrafterTrainer, training_arguments
-from tests.train.counting import SIZE, counting_rows, counting_target
+from tests.support.counting import SIZE, counting_rows, counting_target
 from tests.train.test_pipeline import ROOT, SAME, TINY, launch
 from tests.train.test_trainer import IDLE, drafter_of
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headstart
 from headstart.heads import load_drafter
-from headstart.heads.artifact import read_manifest
+from headstart.heads.artifacts.files import read_manifest
 from headstart.infer import StaticTree
 from headstart.train import main, pipeline
 from headstart.train.recipe import load_recipe
@@ -113,7 +113,7 @@ def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_run_adds_the_benchmark(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bench = pytest.importorskip("headstart.infer.bench")
+    bench = pytest.importorskip("headstart.infer.measure.bench")
     calls = []
 
     def counted(*args: Any, **how: Any) -> dict[str, Any]:
@@ -214,7 +214,7 @@ from headstart.train import main
 main(sys.argv[1:])
 """
 IN_TARGET = """
-import headstart.train.target as room
+import headstart.train.scratch_target as room
 def stop(*args, **how):
     print("now", flush=True)
     time.sleep(60)

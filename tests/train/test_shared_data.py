@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from headstart.train.corpus import build_corpus, load_documents, read_documents
-from headstart.train.documents import Document, file_kind
+from headstart.train.data.corpus import build_corpus, load_documents, read_documents
+from headstart.train.data.documents import Document, file_kind
 from headstart.train.recipe import Corpus
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data"

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer
 import headstart
 from headstart.infer import Speculator, Stats
 from headstart.train import pipeline
-from headstart.train.corpus import load_documents
-from headstart.train.prefixes import make_prefixes
+from headstart.train.data.corpus import load_documents
+from headstart.train.data.prefixes import make_prefixes
 from headstart.train.recipe import Recipe, RecipeError, load_recipe
 from headstart.train.validate import held_out_prompts
 
@@ -78,7 +78,7 @@ def test_a_few_seconds_of_training_help(tmp_path: Path) -> None:
 def test_the_openings_are_the_models_own_and_seeded(tmp_path: Path) -> None:
     from itertools import islice
 
-    from headstart.train.openings import write_openings
+    from headstart.train.data.sampled_corpus import write_openings
 
     def openings(seed: int) -> list[str]:
         return [d.text for d in islice(write_openings(str(MODEL), 12, seed), 80)]

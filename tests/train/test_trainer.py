@@ -29,7 +29,7 @@ from headstart.heads import (
 from headstart.heads.drafter import last_true
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import StaticTree
-from headstart.train.distill import Rows
+from headstart.train.data.distill import Rows
 from headstart.train.pipeline import make_drafter
 from headstart.train.recipe import Train, parse_recipe
 from headstart.train.trainer import (
@@ -40,7 +40,7 @@ from headstart.train.trainer import (
     training_arguments,
 )
 from headstart.train.validate import Validation, measure_tau
-from tests.train.counting import SIZE, counting_drafter, counting_rows, counting_target
+from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
 
 SPEC = Train(learning_rate=3e-2, batch_size=4, max_steps=12, eval_every=4)
 

@@ -6,16 +6,11 @@ from torch import Tensor
 
 from headstart.heads.medusa import Medusa
 from headstart.infer import StaticTree
-from headstart.infer.ranks import MISSED, Written, best_tree, measure_ranks, write_texts
-from headstart.train.corpus import Document
-from headstart.train.target import train_tokenizer
-from headstart.train.validate import (
-    Validation,
-    ValidationError,
-    held_out_prompts,
-    measure_tau,
-)
-from tests.train.counting import SIZE, counting_drafter, counting_rows, counting_target
+from headstart.infer.measure.ranks import MISSED, Written, best_tree, measure_ranks, write_texts
+from headstart.train.data.corpus import Document
+from headstart.train.scratch_target import train_tokenizer
+from headstart.train.validate import Validation, ValidationError, held_out_prompts, measure_tau
+from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
 
 DOCUMENTS = [
     Document(str(n), " ".join(f"word{n} {n * k}" for k in range(12 * (n + 1)))) for n in range(6)

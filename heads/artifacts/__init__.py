@@ -1,0 +1,1 @@
+"""Artifacts, the folders that hold trained drafters: written, found, read, checked and shared."""

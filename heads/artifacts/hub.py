@@ -1,0 +1,165 @@
+"""Hub repositories by name: `ORG/NAME` or `ORG/NAME@REVISION`, and what can go wrong on the way.
+
+Only files whose names are asked for are ever fetched. Transport and log-in are huggingface_hub's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from huggingface_hub import HfApi, get_token, snapshot_download
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import disable_progress_bars
+
+from ..core import ArtifactError
+
+# Failures below HTTP: the base error of the HTTP library that huggingface_hub happens to use.
+_TRANSPORT: type[Exception] = HfHubHTTPError.__bases__[0]
+_LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether `text` has the form of a repository's name: `NAME` or `ORG/NAME`, no path.
+
+    >>> [is_hub_name(text) for text in ("org/name", "gpt2", "runs/x/target", "/data/model", "../x")]
+    [True, True, False, False, False]
+    """
+    return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text, re.ASCII) is not None
+
+
+def split_revision(name: str) -> tuple[str, str | None]:
+    """`ORG/NAME@REVISION` as repository and branch, tag or commit.
+
+    >>> split_revision("org/name@v2"), split_revision("org/name")
+    (('org/name', 'v2'), ('org/name', None))
+    """
+    repository, at, revision = name.partition("@")
+    return repository, revision if at else None
+
+
+def download(name: str, files: Sequence[str]) -> Path:
+    """The folder in huggingface_hub's cache that holds these files of a repository.
+
+    Without a network it is the one that was downloaded before.
+
+    Raises:
+        ArtifactError: no such repository or revision, no right to read it, no network.
+    """
+    repository, revision = split_revision(name)
+    with _one_line(f"no drafter at {name!r}"):
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
+
+
+def file_names(name: str) -> list[str]:
+    """The names of all files in a repository; empty when it cannot be asked."""
+    try:
+        return _names(HfApi(), *split_revision(name))
+    except (ValueError, OSError, _TRANSPORT):
+        return []
+
+
+def upload(
+    folder: Path, name: str, files: Sequence[str], marker: str, private: bool = False
+) -> str:
+    """Make `files` of a repository what `folder` holds, in one commit; create it where missing.
+
+    Those of `files` that the folder lacks are deleted there; other files are left alone.
+
+    Args:
+        name: `ORG/NAME`, or `ORG/NAME@BRANCH`; a new branch starts at the main one.
+        marker: the file that shows that an existing repository is one of ours.
+
+    Returns:
+        The address of the repository.
+
+    Raises:
+        ArtifactError: not logged in, no right to write, a repository of something else, no network.
+    """
+    repository, branch = split_revision(name)
+    if get_token() is None:
+        raise ArtifactError(f"{repository} cannot be written to: no access token; {_LOG_IN}.")
+    disable_progress_bars()
+    api = HfApi()
+    with _one_line(f"{repository} cannot be written to"):
+        present = _present(api, repository, branch)
+        if present is None:
+            api.create_repo(repository, private=private or None, exist_ok=True)
+        elif marker not in present and (own := set(files) & set(present) - {"README.md"}):
+            raise ArtifactError(
+                f"{repository} is taken: it holds {min(own)} and no {marker}, so it is no drafter "
+                "of headstart; choose another name."
+            )
+        if branch is not None:
+            api.create_branch(repository, branch=branch, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            revision=branch,
+            commit_message="Upload a headstart drafter",
+            allow_patterns=list(files),
+            delete_patterns=list(files),
+        )
+    return f"{api.endpoint}/{repository}"
+
+
+def _present(api: HfApi, repository: str, branch: str | None) -> list[str] | None:
+    """The files that a push would meet; None where the repository is missing."""
+    try:
+        return _names(api, repository, branch)
+    except RevisionNotFoundError:
+        return _names(api, repository, None)
+    except RepositoryNotFoundError:
+        return None
+
+
+def _names(api: HfApi, repository: str, revision: str | None) -> list[str]:
+    # `list_repo_files` would try for a minute where there is no network.
+    siblings = api.model_info(repository, revision=revision).siblings
+    return [sibling.rfilename for sibling in siblings or []]
+
+
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """Turn every error of the Hub's client into one line that starts with `what`."""
+    try:
+        yield
+    except ArtifactError:
+        raise
+    except (ValueError, OSError, _TRANSPORT) as error:
+        raise ArtifactError(f"{what}: {_reason(error)}.") from error
+
+
+def _reason(error: BaseException) -> str:
+    cause = error.__cause__
+    if isinstance(error, LocalEntryNotFoundError) and cause is not None:
+        return _reason(cause)  # it only adds that the cache does not have it either
+    if isinstance(error, OfflineModeIsEnabled | LocalEntryNotFoundError):
+        return "it was never downloaded here and HF_HUB_OFFLINE is set; unset it or fetch it first"
+    if isinstance(error, RevisionNotFoundError):
+        return "the repository has no such revision; check what follows the @"
+    if isinstance(error, HfHubHTTPError):
+        status = error.response.status_code
+        if "Invalid credentials" in str(error) or (status == 401 and get_token() is not None):
+            return f"the Hub refuses the access token, or the name is wrong ({status}); {_LOG_IN}"
+        if isinstance(error, RepositoryNotFoundError):
+            return f"no such repository, or a private or gated one; check the name, or {_LOG_IN}"
+        if status == 403:
+            return "the access token has no right to do so (403); ask the owner, or use another"
+        return f"the Hub answered {status}; try again later"
+    if isinstance(error, HFValidationError):
+        return "neither a folder nor the name of a Hub repository; check the name"
+    if isinstance(error, ValueError):  # the Hub's verdict on the card, or on a malformed answer
+        return " ".join(str(error).split()).rstrip(".")
+    if isinstance(error, _TRANSPORT):
+        return f"the Hub cannot be reached ({type(error).__name__}); check network and HF_ENDPOINT"
+    return " ".join(str(error).split()).rstrip(".")

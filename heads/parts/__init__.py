@@ -1,0 +1,1 @@
+"""What several drafters are built from: vocabularies, cached layers, adapters."""

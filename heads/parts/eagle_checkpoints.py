@@ -1,0 +1,156 @@
+"""EAGLE heads of other trainers: what their configs and tensors are called here.
+
+Three dialects are read. The authors' own (github.com/SafeAILab/EAGLE) have the config of a Llama of
+one layer; SpecForge's (github.com/sgl-project/SpecForge) are the same, and may add `eagle_config`;
+speculators' (github.com/vllm-project/speculators) tell of the layer inside of their config.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ..core import ArtifactError
+
+_Found = tuple[dict[str, Any], dict[str, Tensor]]
+
+_AUX = "eagle_aux_hidden_state_layer_ids"
+
+
+def eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> _Found | None:
+    """EAGLE-1 and 2 heads of the authors, and HASS's, which are alike; see `Drafter.translate`.
+
+    Some have no bias in `fc`. Their embedding is the target's own, and left out.
+    """
+    found = _renamed(tensors, "layers.0.")
+    if _widths(found) != (2, 1):
+        return None
+    found.setdefault("fc.bias", torch.zeros_like(found["fc.weight"][:, 0]))
+    known = {"layer": _layer(config, found), "hidden_size": len(found["fc.weight"])}
+    return _with_vocabulary(known, _told(config).get("vocab_size")), found
+
+
+def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> _Found | None:
+    """EAGLE-3 heads of the authors and SpecForge (`midlayer`), or of speculators (`layers.0`).
+
+    The draft vocabulary is told by `d2t`, each token's target id less its own, or the ids
+    themselves; where there is `t2d`, a mask over the target's tokens, it says which.
+    """
+    inside = any(name.startswith("layers.0.") for name in tensors)
+    found = _renamed(tensors, "layers.0." if inside else "midlayer.")
+    if _widths(found)[1] != 2:
+        return None
+    for name in ("norm_output", "norm_before_fc", "fc_norm", "embed_requires_grad"):
+        if config.get(name):
+            raise ArtifactError(
+                f"its config sets {name}, a variant of EAGLE-3 that is not run here; expected a "
+                "head without it."
+            )
+    known = {"layer": _layer(config, found), "hidden_size": len(found["fc.weight"])}
+    known["norm_before_residual"] = bool(config.get("norm_before_residual"))
+    # At the top, as vLLM reads them, these are the layers whose input is read; in `eagle_config`,
+    # as SGLang reads them, those whose output is.
+    nested = (config.get("eagle_config") or {}).get(_AUX) or []
+    if layers := config.get(_AUX) or [layer + 1 for layer in nested]:
+        known["feature_layers"] = layers
+    offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
+    size = _told(config).get("vocab_size") if mask is None else len(mask)
+    if offsets is not None and (ids := _vocabulary(offsets, mask, size)) is not None:
+        found["vocabulary"] = ids
+        known |= {"output": "trimmed", "draft_vocab_size": len(ids)}
+    return _with_vocabulary(known, size), found
+
+
+def _with_vocabulary(known: dict[str, Any], size: int | None) -> dict[str, Any]:
+    return known if size is None else {**known, "vocab_size": size}
+
+
+def _renamed(tensors: dict[str, Tensor], layer: str) -> dict[str, Tensor]:
+    """A checkpoint's tensors under our names, without those that are not the drafter's own."""
+    foreign = ("embed_tokens.weight", "rotary_emb.inv_freq")
+    return {
+        name.replace(layer, "model.layers.0.", 1) if name.startswith(layer) else name: tensor
+        for name, tensor in tensors.items()
+        if not name.endswith(foreign)
+    }
+
+
+def _widths(found: dict[str, Tensor]) -> tuple[float, float]:
+    """How many times as wide as the hidden state are what `fc` and what attention read."""
+    fc, query = found.get("fc.weight"), found.get("model.layers.0.self_attn.q_proj.weight")
+    if fc is None or query is None:
+        return 0, 0
+    return fc.shape[1] / fc.shape[0], query.shape[1] / fc.shape[0]
+
+
+def _told(config: dict[str, Any]) -> dict[str, Any]:
+    """Where a config tells of the layer."""
+    return config.get("transformer_layer_config") or config
+
+
+def _layer(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Any]:
+    """The layer that a checkpoint has, see `layer_like`; what its tensors lack is made up for.
+
+    Raises:
+        ArtifactError: no number of heads, or rotary positions of an unknown kind.
+    """
+    told, size = _told(config), len(found["fc.weight"])
+    heads = told.get("num_attention_heads")
+    if not heads:
+        raise ArtifactError(
+            "its config does not say num_attention_heads; restore the one that was published."
+        )
+    rope = {**(told.get("rope_scaling") or {}), **(told.get("rope_parameters") or {})}
+    theta = rope.pop("rope_theta", None) or told.get("rope_theta") or 10_000.0
+    rope = {"rope_type": rope.pop("type", "default"), **rope}
+    kind = rope["rope_type"]
+    if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+        raise ArtifactError(
+            f"its rotary positions are of kind {kind!r}; expected default or one of: "
+            f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}."
+        )
+    up = found.get("model.layers.0.mlp.up_proj.weight")
+    layer = {
+        "hidden_size": size,
+        "intermediate_size": told.get("intermediate_size") if up is None else len(up),
+        "num_attention_heads": heads,
+        "num_key_value_heads": told.get("num_key_value_heads") or heads,
+        "head_dim": told.get("head_dim") or size // heads,
+        "hidden_act": told.get("hidden_act", "silu"),
+        "max_position_embeddings": told.get("max_position_embeddings", 2048),
+        "rms_norm_eps": told.get("rms_norm_eps", 1e-6),
+        "rope_theta": theta,
+        "rope_scaling": None if kind == "default" else rope,
+    }
+    bias = found.get("model.layers.0.self_attn.q_proj.bias")
+    if bias is not None:
+        layer["attention_bias"] = True  # in transformers' layer the output has one as well
+        nothing = torch.zeros(size, dtype=bias.dtype)
+        found.setdefault("model.layers.0.self_attn.o_proj.bias", nothing)
+    return layer
+
+
+def _vocabulary(offsets: Tensor, mask: Tensor | None, size: int | None) -> Tensor | None:
+    """The draft vocabulary [Vd], ascending; None where it is the whole of the target's.
+
+    Raises:
+        ArtifactError: it is none, or its two tables contradict each other.
+    """
+    ids = offsets.long() + torch.arange(len(offsets))
+    if mask is not None and not torch.equal(ids, kept := mask.nonzero().flatten()):
+        if not torch.equal(offsets.long(), kept):
+            raise ArtifactError(
+                f"its d2t and t2d contradict each other, {len(ids)} and {len(kept)} draft tokens, "
+                "not the same ones; download it again."
+            )
+        ids = kept
+    rising = bool((ids.diff() > 0).all())
+    if not rising or ids[0] < 0 or (size is not None and ids[-1] >= size):
+        raise ArtifactError(
+            f"its d2t names {len(ids)} tokens from {int(ids.min())} to {int(ids.max())}, "
+            f"{'ascending' if rising else 'out of order'}; expected ascending ids below {size}."
+        )
+    return None if len(ids) == size else ids

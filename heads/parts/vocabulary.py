@@ -1,0 +1,101 @@
+"""What tokens are to a drafter: a trimmed vocabulary to write, the target's embedding to read."""
+
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..core import OptionError, device_of, output_layer, weight_of
+from ..drafter import Drafter, DrafterConfig
+
+
+class Trimmable(Drafter):
+    """A drafter that knows the `draft_vocab_size` most frequent tokens, or all where that is 0.
+
+    Attributes:
+        vocabulary: [Vd] int64 target ids, ascending; there only where it is trimmed.
+    """
+
+    config: Any
+    vocabulary: Tensor
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        if self.config.draft_vocab_size:
+            self.register_buffer("vocabulary", torch.arange(self.config.draft_vocab_size))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if module is self and self.config.draft_vocab_size:
+            self.vocabulary.copy_(torch.arange(len(self.vocabulary)))
+
+    @property
+    def draft_vocabulary(self) -> Tensor | None:
+        return self.vocabulary if self.config.draft_vocab_size else None
+
+    def target_logits(self, states: Tensor) -> Tensor:
+        """States [..., D] through the target's own output layer: [..., V]."""
+        layer = output_layer(self.target)
+        return layer(states.to(layer.weight.dtype))
+
+    @torch.no_grad()
+    def rows_to_start_from(self, token_counts: Tensor | None) -> Tensor:
+        """Choose the vocabulary by counts [V]: the target's output weights of its tokens, [Vd, D].
+
+        Raises:
+            OptionError: it is trimmed, and there are no counts.
+        """
+        rows = weight_of(output_layer(self.target))  # [V, D]
+        if not self.config.draft_vocab_size:
+            return rows
+        if token_counts is None:
+            raise OptionError(
+                "a trimmed vocabulary needs the corpus' token counts, found none; pass "
+                "token_counts."
+            )
+        most = token_counts.topk(len(self.vocabulary)).indices
+        self.vocabulary.copy_(most.sort().values)
+        return rows[self.vocabulary.to(rows.device)]
+
+
+class Grounded(Trimmable):
+    """A drafter that reads the drafted tokens, by the target's embedding, beside its feature."""
+
+    def bind(self, target: PreTrainedModel) -> Self:
+        width = cast(Tensor, target.get_input_embeddings().weight).shape[-1]
+        if width != self.config.hidden_size:
+            family = self.config.family_name()
+            raise OptionError(
+                f"the target's embedding is {width} wide and its hidden state "
+                f"{self.config.hidden_size}; {family} needs them alike: use another drafter."
+            )
+        return super().bind(target)
+
+    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+        return [target.get_input_embeddings()]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The target's embeddings of tokens [...], which are never trained: [..., D]."""
+        embedding = self.target.get_input_embeddings()
+        with torch.no_grad():
+            return embedding(tokens).to(self.device, self.dtype)
+
+    @torch.no_grad()
+    def size_of_embeddings(self) -> Tensor:
+        """The root mean square of their entries, a scalar: targets differ widely in it."""
+        place = device_of(self.target.get_input_embeddings())
+        some = torch.arange(min(4096, self.config.vocab_size), device=place)
+        return self.embed(some).square().mean().sqrt().clamp(min=1e-6)
+
+
+def check_draft_vocabulary(config: DrafterConfig, output: str, size: int) -> None:
+    """Refuse a `draft_vocab_size` that does not go with `output`.
+
+    Raises:
+        OptionError: a size without `trimmed`, or none with it, or more than the target knows.
+    """
+    if (output == "trimmed") != (size > 0) or size > max(config.vocab_size, 0):
+        raise OptionError(
+            f"drafter.draft_vocab_size is {size} with output {output!r}; expected "
+            f"1 … {config.vocab_size} with 'trimmed' and 0 otherwise."
+        )

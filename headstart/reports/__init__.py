@@ -1,0 +1,1 @@
+"""What a person sees of results: tables, plots and descriptions."""

@@ -1,0 +1,1 @@
+"""Who is accepted: the acceptance rules, and the table of them."""

@@ -1,0 +1,1 @@
+"""How a token tree grows: static, optimal, best-first, beam, and the union of several drafters."""

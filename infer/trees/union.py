@@ -1,0 +1,190 @@
+"""The union of several drafters' trees: each grows its own part, the target verifies all at once.
+
+Source: SpecInfer's merge of several small models' trees (Miao et al. 2024, arXiv 2305.09781). The
+parts hang below one root, one drafter's after the other's, and are verified in one forward. The
+union of `chain:2` and `[[0],[1]]`, whose drafters propose a b and a c:
+
+    root ┬ a ─ b     the first one's
+         ├ a         the second one's; a twin
+         └ c
+
+Twins are not merged. A tree has as many nodes in every round, so a merge would not shorten the
+forward; where children are drawn it would bias the text; and rules that follow the target's own
+choice walk down all twins at once (`choices`), so nothing that stands below one of them is lost.
+The sampling rules accept one of the twins, and go on with its children alone.
+
+With drawn children siblings of one drafter come after those of another, each tried with its own
+drafter's q: exact, with candidates such as lookup's among them too, for every rule that is exact
+with a tree of one (the argument is in `rejection`, its proof by enumeration in test_exactness.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from headstart.heads import Drafter, OptionError, TokenTree, Topology
+from headstart.heads.group import members
+
+from .children import Children, Expansion
+from .policies import Committed, Policy, StaticTree, fixed_shape
+
+
+class Union:
+    """Several trees under one root, one for each of several drafters (`Several`), in their order.
+
+    Args:
+        parts: at least two, none of them plain.
+
+    Raises:
+        OptionError: fewer parts, or one without a node.
+
+    >>> tree = Union([StaticTree.chain(2), StaticTree.parse("[[0],[1]]")])
+    >>> str(tree), tree.nodes, tree.max_depth
+    ('chain:2+sparse:2', 5, 2)
+    >>> tree.shape(1, torch.device("cpu"))[0].parents.tolist()
+    [[-1, 0, 1, 0, 0]]
+    """
+
+    in_place = False
+
+    def __init__(self, parts: Sequence[Policy]):
+        self.parts = tuple(parts)
+        if len(self.parts) < 2 or any(part.nodes < 2 for part in self.parts):
+            raise OptionError(
+                f"tree {self} is no union; expected two or more trees, each with a node beside "
+                "the root: leave a drafter out that shall propose nothing."
+            )
+        self.nodes = 1 + sum(part.nodes - 1 for part in self.parts)
+        self.max_depth = max(part.max_depth for part in self.parts)
+        self._static = all(isinstance(part, StaticTree) for part in self.parts)
+
+    def __str__(self) -> str:
+        return "+".join(map(str, self.parts))
+
+    def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
+        """Refuse what any part refuses of its drafter, and another number of drafters.
+
+        Raises:
+            OptionError: with the reason.
+        """
+        found = members(drafter)
+        if len(found) != len(self.parts):
+            raise OptionError(
+                f"tree {self} has {len(self.parts)} parts, found {len(found) or 'no'} drafters; "
+                "give a drafter for each part, in the same order."
+            )
+        for part, member in zip(self.parts, found, strict=True):
+            part.check(member, expansion)
+
+    def grow(
+        self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
+    ) -> TokenTree:
+        """Propose a tree under `committed.root`."""
+        trees, first = [], 0
+        for part, member in zip(self.parts, members(drafter), strict=True):
+            own = replace(children, first=first)
+            trees.append(part.grow(member, state, committed, own))
+            first += part.nodes
+        tokens = torch.cat([committed.root, *(tree.tokens[:, 1:] for tree in trees)], 1)  # [B, N]
+        valid = _valid(trees)
+        if not self._static:
+            assert valid is not None, "a tree that is made anew says which nodes it has"
+            topology = self._grown(trees, valid)
+            return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
+        topology, qrow = self.shape(*tokens.shape[:1], tokens.device)
+        if all(tree.logits is None for tree in trees):
+            return TokenTree(tokens, topology, valid, qrow)
+        assert drafter is not None
+        return TokenTree(
+            tokens,
+            topology,
+            valid,
+            *_proposals(trees, drafter.config.vocab_size),
+            children.expansion == "with_replacement",
+            self._turns,
+        )
+
+    @property
+    def _turns(self) -> tuple[int, ...]:
+        """Which of the root's children, by order, are the first of each part."""
+        assert self._static
+        counts = (part.parents.count(0) for part in self.parts if isinstance(part, StaticTree))
+        return (0, *accumulate(counts))[:-1]
+
+    @lru_cache(maxsize=8)  # noqa: B019 - trees are few and live as long as their speculator
+    def shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
+        """The topology of static parts for `batch` rows, and its `qrow`; see `StaticTree.shape`."""
+        parents = [-1]
+        for part in self.parts:
+            assert isinstance(part, StaticTree)
+            first = len(parents) - 1
+            parents += [parent + first if parent else 0 for parent in part.parents[1:]]
+        topology = fixed_shape(parents, self.max_depth, device).expand(batch)
+        return topology, torch.full_like(topology.parents, -1)
+
+    def _grown(self, trees: Sequence[TokenTree], valid: Tensor) -> Topology:
+        """The topology of parts that are new in every round."""
+        shifted, first = [], 0
+        for tree in trees:
+            above = tree.topology.parents[:, 1:]
+            shifted.append(torch.where(above > 0, above + first, above))
+            first += tree.nodes - 1
+        parents = pad(torch.cat(shifted, 1), (1, 0), value=-1)  # [B, N]
+        width = sum(tree.topology.width for tree in trees)
+        topology = Topology.from_parents(parents, self.max_depth, width)
+        # Nodes that a part lacks hang on the root before the next part's: they are not counted, or
+        # a sibling's rank would pass the bound on what a node has.
+        siblings = (parents.unsqueeze(1) == parents.unsqueeze(2)) & valid.unsqueeze(1)
+        return replace(topology, rank=siblings.tril(-1).sum(-1))
+
+
+def _valid(trees: Sequence[TokenTree]) -> Tensor | None:
+    """[B, N] which nodes of the union may be accepted; None for all."""
+    if all(tree.valid is None for tree in trees):
+        return None
+    each = [
+        torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid
+        for tree in trees
+    ]
+    return torch.cat([each[0], *(valid[:, 1:] for valid in each[1:])], 1)
+
+
+def _proposals(trees: Sequence[TokenTree], vocab: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The union's `qrow` [B, N], its proposals [B, G, Vd], and what their columns stand for.
+
+    Proposals over different vocabularies are spread over the target's `vocab`, -inf where a drafter
+    does not know a token: the softmax of what is left is the same.
+    """
+    qrow, logits, before = [torch.full_like(trees[0].qrow[:, :1], -1)], [], 0
+    for tree in trees:
+        own = tree.qrow[:, 1:]
+        qrow.append(torch.where(own < 0, own, own + before))
+        if tree.logits is not None:
+            before += tree.logits.shape[1]
+            logits.append(tree.logits)
+    drawn = [tree for tree in trees if tree.logits is not None]
+    vocabulary = drawn[0].vocabulary
+    widths = {each.shape[-1] for each in logits}
+    if any(tree.vocabulary is not vocabulary for tree in drawn) or len(widths) > 1:
+        widest = max(vocab, *widths)
+        logits = [_spread(tree, widest) for tree in drawn]
+        vocabulary = None
+    return torch.cat(qrow, 1), torch.cat(logits, 1), vocabulary
+
+
+def _spread(tree: TokenTree, vocab: int) -> Tensor:
+    """A tree's proposals with each in the column of its token, [B, G, vocab]; -inf elsewhere."""
+    logits = tree.logits
+    assert logits is not None
+    if tree.vocabulary is None:
+        return pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
+    empty = logits.new_full((*logits.shape[:-1], vocab), -torch.inf)
+    return empty.index_copy(2, tree.vocabulary, logits)

@@ -1,0 +1,81 @@
+"""An artifact made of somebody else's checkpoint: what it says, and what is not converted."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from headstart.heads import ArtifactError, load_drafter
+from headstart.heads.artifacts.conversion import convert
+from headstart.heads.artifacts.files import read_manifest
+from headstart.heads.artifacts.publish import clean_copy
+from headstart.infer import Speculator
+from tests.support.artifacts import save
+from tests.support.bytewise import save_target
+from tests.support.tiny import one_line, tiny
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any, Path]:
+    folder = tmp_path_factory.mktemp("model") / "target"
+    _, tokenizer = save_target(folder)
+    return AutoModelForCausalLM.from_pretrained(folder), tokenizer, folder
+
+
+def checkpoint(folder: Path) -> Path:
+    """Three Medusa heads in the authors' second layout, bfloat16."""
+    folder.mkdir()
+    (folder / "config.json").write_text('{"medusa_num_heads": 1}')
+    tensors = {}
+    for head in range(3):
+        tensors[f"{head}.0.linear.weight"] = torch.randn(32, 32).bfloat16()
+        tensors[f"{head}.0.linear.bias"] = torch.randn(32).bfloat16()
+    save_file(tensors, folder / "medusa_lm_head.safetensors")
+    return folder
+
+
+def test_it_becomes_an_artifact(target: Any, tmp_path: Path) -> None:
+    model, tokenizer, _ = target
+    theirs = checkpoint(tmp_path / "theirs")
+    ours = convert(theirs, model, tokenizer, tmp_path / "ours")
+    manifest = read_manifest(ours)
+    assert (manifest.family, manifest.origin) == ("medusa", str(theirs))
+    assert (manifest.metrics, manifest.recipe) == ({}, {})
+    assert "Nothing was measured" in (ours / "README.md").read_text()
+    kept: Any = load_drafter(ours, model, tokenizer, dtype="auto")
+    first: Any = load_drafter(theirs, model, dtype="auto")
+    assert kept.dtype == torch.bfloat16 and torch.equal(kept.weight, first.weight)
+    text = Speculator(model, kept).generate(torch.tensor([[7, 8, 9]]), max_new_tokens=8)
+    assert text.shape == (1, 11)
+
+    # What is pushed names the origin without the path of this machine.
+    (tmp_path / "out").mkdir()
+    clean_copy(ours, tmp_path / "out", "me/drafter", "me/base")
+    assert json.loads((tmp_path / "out" / "headstart.json").read_text())["origin"] == "theirs"
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "made from `theirs`" in card and str(tmp_path) not in card
+
+
+def test_a_smaller_model_becomes_an_artifact(target: Any, tmp_path: Path) -> None:
+    model, tokenizer, place = target
+    ours = convert(place, model, tokenizer, tmp_path / "ours")
+    assert (read_manifest(ours).family, read_manifest(ours).origin) == ("draft_model", str(place))
+    assert load_drafter(ours, model, tokenizer).max_depth is None
+
+
+def test_what_is_not_converted(target: Any, tmp_path: Path) -> None:
+    model, tokenizer, _ = target
+    for name in (save(tmp_path / "artifact"), "lookup", f"lookup+{tmp_path}"):
+        with pytest.raises(ArtifactError, match="not somebody else's checkpoint") as caught:
+            convert(name, model, tokenizer, tmp_path / "ours")
+        one_line(caught.value)
+    taken = checkpoint(tmp_path / "theirs")
+    with pytest.raises(ArtifactError, match="no name"):
+        convert(taken, tiny("llama"), tokenizer, tmp_path / "ours")
+    with pytest.raises(ArtifactError, match="choose another folder"):
+        convert(taken, model, tokenizer, taken)
+    assert (taken / "medusa_lm_head.safetensors").is_file()

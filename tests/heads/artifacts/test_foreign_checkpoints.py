@@ -1,0 +1,355 @@
+"""Checkpoints of others: what they compute by their public definitions, and what is refused."""
+
+import json
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional as F
+
+from headstart.heads import ArtifactError, Drafter, load_drafter
+from headstart.heads.artifacts.files import is_artifact, is_foreign
+from headstart.heads.drafter import FAMILIES, family
+from headstart.infer import Speculator
+from tests.heads import test_eagle as eagle
+from tests.heads import test_hydra as hydra
+from tests.support.tiny import COMMON, VOCAB, one_line, prompts, tiny
+
+SIZE = COMMON["hidden_size"]
+Tensors = dict[str, Tensor]
+PT, SAFE = "medusa_lm_head.pt", "medusa_lm_head.safetensors"
+MODEL = "model.safetensors"
+LLAMA = {"model_type": "llama"}
+VICUNA = {"base_model_name_or_path": "lmsys/vicuna-7b-v1.3", "medusa_num_layers": 1}
+
+
+def normal(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64) / shape[-1] ** 0.5
+
+
+def write(folder: Path, config: dict[str, Any], tensors: Any, file: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    if file.endswith(".safetensors"):
+        save_file({name: t.contiguous() for name, t in tensors.items()}, folder / file)
+    else:
+        torch.save(tensors, folder / file)
+    return folder
+
+
+def block(states: Tensor, tensors: Tensors, place: str) -> Tensor:
+    """x + SiLU(Wx + b), as both public definitions have it."""
+    return states + F.silu(F.linear(states, tensors[f"{place}.weight"], tensors[f"{place}.bias"]))
+
+
+def decodes_exactly(drafter: Drafter) -> None:
+    ids, _ = prompts([7])
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    speculator = Speculator(tiny("llama"), drafter)
+    text = speculator.generate(ids, **options)
+    assert torch.equal(text, Speculator(tiny("llama")).generate(ids, **options))
+    assert speculator.stats.rounds > 0
+
+
+# Medusa.
+
+
+def medusa(heads: int = 5, layers: int = 1, own: bool = True, prefix: str = "") -> Tensors:
+    tensors = {}
+    for k in range(heads):
+        for layer in range(layers):
+            tensors[f"{prefix}{k}.{layer}.linear.weight"] = normal(SIZE, SIZE)
+            tensors[f"{prefix}{k}.{layer}.linear.bias"] = normal(SIZE)
+        if own:
+            tensors[f"{prefix}{k}.{layers}.weight"] = normal(VOCAB, SIZE)
+    return tensors
+
+
+def medusa_logits(tensors: Tensors, features: Tensor, heads: int, layers: int) -> Tensor:
+    """Features [B, D] -> [B, K, V]: Sequential(block × L, Linear), head by head."""
+    found = []
+    for k in range(heads):
+        states = features
+        for layer in range(layers):
+            states = block(states, tensors, f"{k}.{layer}.linear")
+        shared: Tensor = tiny("llama").lm_head.weight
+        output = tensors.get(f"{k}.{layers}.weight", shared)
+        found.append(F.linear(states, output))
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize(
+    ("file", "heads", "layers", "own", "prefix"),
+    [
+        (PT, 5, 1, True, ""),  # the first layout
+        (SAFE, 3, 1, False, ""),  # the second
+        (SAFE, 11, 2, True, ""),
+        (MODEL, 2, 1, True, "medusa_head."),  # inside of their target
+    ],
+)
+@torch.no_grad()
+def test_medusa(file: str, heads: int, layers: int, own: bool, prefix: str, tmp_path: Path) -> None:
+    tensors = medusa(heads, layers, own, prefix)
+    others = {"model.norm.weight": normal(SIZE)} if prefix else {}
+    config = VICUNA | {"medusa_num_heads": 2}  # what the published config of five heads says
+    write(tmp_path, config | ({"model_type": "llama"} if prefix else {}), tensors | others, file)
+    drafter: Any = load_drafter(tmp_path, tiny("llama"), allow_pickle=True)
+    assert (drafter.config.heads, drafter.config.layers, drafter.max_depth) == (
+        heads,
+        layers,
+        heads,
+    )
+    assert drafter.dtype == torch.float64 and not drafter.training
+    features = normal(4, 1, SIZE)
+    count = torch.ones(4, dtype=torch.long)
+    step = drafter.begin(None, features, torch.zeros(4, 1, dtype=torch.long), count)
+    bare = {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+    expected = medusa_logits(bare, features[:, 0], heads, layers)
+    torch.testing.assert_close(step.logits, expected, rtol=1e-12, atol=1e-12)
+    decodes_exactly(drafter)
+
+
+@torch.no_grad()
+def test_a_block_that_all_layers_share(tmp_path: Path) -> None:
+    """The authors' heads of several layers hold one block under several names."""
+    tensors = medusa(heads=2, layers=1)
+    for k in range(2):
+        tensors[f"{k}.2.weight"] = tensors.pop(f"{k}.1.weight")
+        for part in ("weight", "bias"):
+            tensors[f"{k}.1.linear.{part}"] = tensors[f"{k}.0.linear.{part}"]
+    write(tmp_path, VICUNA, tensors, PT)
+    drafter: Any = load_drafter(tmp_path, tiny("llama"), allow_pickle=True)
+    features = normal(1, 1, SIZE)
+    step = drafter.begin(None, features, torch.zeros(1, 1, dtype=torch.long), torch.ones(1).long())
+    expected = medusa_logits(tensors, features[:, 0], heads=2, layers=2)
+    torch.testing.assert_close(step.logits, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("file", ["m-2.safetensors", "../out.safetensors", "m-3.safetensors", 7])
+def test_heads_inside_of_a_model_in_several_files(file: Any, tmp_path: Path) -> None:
+    heads = medusa(2, 1, True, "medusa_head.")
+    config = LLAMA | {"medusa_num_heads": 2}
+    folder = write(
+        tmp_path / "whole", config, {"model.norm.weight": normal(SIZE)}, "m-1.safetensors"
+    )
+    write(folder, config, heads, "m-2.safetensors")
+    save_file(heads, tmp_path / "out.safetensors")
+    places = {"model.norm.weight": "m-1.safetensors"} | dict.fromkeys(heads, file)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": places}))
+    if file == "m-2.safetensors":
+        drafter: Any = load_drafter(folder, tiny("llama"))
+        assert torch.equal(drafter.output[1], heads["medusa_head.1.1.weight"])
+        return
+    with pytest.raises(ArtifactError, match="which is not there"):
+        load_drafter(folder, tiny("llama"))
+
+
+# ReDrafter.
+
+
+def redrafter(exit_dim: int = 2 * SIZE, layers: int = 2) -> Tensors:
+    tensors = {
+        "rnn_w.weight": normal(SIZE, SIZE),
+        "rnn_u.weight": normal(SIZE, SIZE),
+        "rnn_u.bias": normal(SIZE),
+        f"lm_head.{layers}.weight": normal(VOCAB, exit_dim),
+    }
+    for layer in range(layers):
+        tensors[f"lm_head.{layer}.linear.weight"] = normal(exit_dim, exit_dim)
+        tensors[f"lm_head.{layer}.linear.bias"] = normal(exit_dim)
+    if exit_dim != 2 * SIZE:
+        tensors["input_proj.weight"] = normal(exit_dim, 2 * SIZE)
+        tensors["input_proj.bias"] = normal(exit_dim)
+    return tensors
+
+
+REDRAFTER = {"model_type": "recurrent_drafting_drafter", "rnn": True, "num_lookback_tokens": -1}
+
+
+def redrafter_logits(tensors: Tensors, feature: Tensor, tokens: list[int], layers: int) -> Tensor:
+    """[V] after a feature [D] and the tokens since."""
+    cell = torch.zeros(SIZE, dtype=torch.float64)
+    for token in tokens:
+        word = tiny("llama").get_input_embeddings().weight[token]
+        from_cell = F.linear(cell, tensors["rnn_u.weight"], tensors["rnn_u.bias"])
+        cell = F.silu(F.linear(word, tensors["rnn_w.weight"]) + from_cell)
+    states = torch.cat([feature, cell])
+    if "input_proj.weight" in tensors:
+        states = F.linear(states, tensors["input_proj.weight"], tensors["input_proj.bias"])
+    for layer in range(layers):
+        states = block(states, tensors, f"lm_head.{layer}.linear")
+    return F.linear(states, tensors[f"lm_head.{layers}.weight"])
+
+
+@pytest.mark.parametrize(("exit_dim", "layers"), [(2 * SIZE, 2), (48, 1)])
+@torch.no_grad()
+def test_redrafter(exit_dim: int, layers: int, tmp_path: Path) -> None:
+    tensors = redrafter(exit_dim, layers)
+    sizes = {"hidden_size": SIZE, "vocab_size": VOCAB, "exit_dim": -1, "num_draft_layers": -1}
+    write(tmp_path, REDRAFTER | sizes, tensors, MODEL)
+    drafter: Any = load_drafter(tmp_path, tiny("llama"))
+    feature, state = normal(1, 1, SIZE), drafter.start(1, 8)
+    root, child = torch.tensor([[5]]), torch.tensor([[9]])
+    first = drafter.begin(state, feature, root, torch.ones(1, dtype=torch.long))
+    then = drafter.extend(state, child, torch.tensor([[-1]]))
+    for step, tokens in ((first, [5]), (then, [5, 9])):
+        expected = redrafter_logits(tensors, feature[0, 0], tokens, layers)
+        torch.testing.assert_close(step.logits[0, 0], expected, rtol=1e-12, atol=1e-12)
+    decodes_exactly(drafter)
+
+
+# Hydra and EAGLE, whose own tests compare them with their definitions.
+
+
+def reads(folder: Path, name: str, fields: dict[str, Any], weights: Tensors) -> None:
+    """The checkpoint in a folder loads as this family, with these fields and weights."""
+    drafter = load_drafter(folder, tiny("llama"), allow_pickle=True)
+    assert type(drafter) is family(name) and drafter.dtype == torch.float64
+    assert {field: getattr(drafter.config, field) for field in fields} == fields
+    found = drafter.state_dict()
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[key], weights[key]) for key in found)
+    decodes_exactly(drafter)
+
+
+@pytest.mark.parametrize("arch", ["mlp", "prefix-mlp"])
+def test_hydra(arch: str, tmp_path: Path) -> None:
+    config, tensors = hydra.public(arch, 2)
+    write(tmp_path, config, tensors, "hydra_lm_head.pt")
+    found = family("hydra").translate(config, tensors)
+    assert found is not None
+    reads(tmp_path, "hydra", *found)
+
+
+@pytest.mark.parametrize("dialect", eagle.DIALECTS)
+def test_eagle(dialect: str, tmp_path: Path) -> None:
+    version, prefix, config, trimmed = eagle.DIALECTS[dialect]
+    tensors = eagle.published(version, prefix, trimmed)
+    write(tmp_path, config, tensors, "pytorch_model.bin" if version == 1 else MODEL)
+    name = "eagle" if version == 1 else "eagle3"
+    found = family(name).translate(config, tensors)
+    assert found is not None
+    reads(tmp_path, name, *found)
+
+
+# What is said, and what is refused.
+
+
+def test_without_a_network_the_cache_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, VICUNA, medusa(), SAFE)
+    asked: list[str] = []
+    monkeypatch.setattr("headstart.heads.artifacts.files.download", lambda name, files: tmp_path)
+    monkeypatch.setattr(
+        "headstart.heads.artifacts.foreign_checkpoints.file_names",
+        lambda name: asked.append(name) or [],
+    )
+    monkeypatch.setattr(
+        "headstart.heads.artifacts.foreign_checkpoints.download",
+        lambda name, files: asked.extend(files) or tmp_path,
+    )
+    assert load_drafter("them/heads@v1", tiny("llama")).max_depth == 5
+    assert asked == ["config.json", "config.json", "them/heads@v1", "config.json", SAFE]
+
+
+def test_what_is_not_known_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path, VICUNA, medusa(), SAFE)
+    with caplog.at_level(logging.WARNING, "headstart.heads.artifacts.foreign_checkpoints"):
+        drafter = load_drafter(tmp_path, tiny("llama"), dtype=torch.bfloat16)
+    (record,) = [
+        each
+        for each in caplog.records
+        if each.name == "headstart.heads.artifacts.foreign_checkpoints"
+    ]
+    assert "Only shapes" in record.message and "lmsys/vicuna-7b-v1.3" in record.message
+    assert drafter.dtype == torch.bfloat16
+    assert is_foreign(tmp_path) and not is_artifact(tmp_path)
+
+
+class Bomb:
+    """Unpickling it runs code."""
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (os.environ["BOMB"],)
+
+
+def without(tensors: Tensors, name: str) -> Tensors:
+    return {other: tensor for other, tensor in tensors.items() if other != name}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "file", "said"),
+    [
+        (VICUNA, lambda: without(medusa(), "4.1.weight"), SAFE, "4.1.weight is missing"),
+        (VICUNA, lambda: medusa() | {"0.1.bias": normal(4)}, SAFE, "no family here"),
+        (VICUNA, lambda: medusa() | {"2.0.linear.weight": normal(4, 4)}, SAFE, "together"),
+        (VICUNA, lambda: {"0.0.weight": normal(VOCAB, SIZE)}, SAFE, "together"),
+        (VICUNA, lambda: {"0.0.linear.weight": normal(48, 48), "0.0.linear.bias": normal(48)}, SAFE,
+         "hidden size 48, and this one's is 32"),
+        (VICUNA, lambda: {n: t[:40] if n.endswith("1.weight") else t for n, t in medusa().items()},
+         SAFE, "vocabulary 40, and this one's is 64"),
+        (VICUNA, lambda: {n: t[:, :9] if "linear.weight" in n else t for n, t in medusa().items()},
+         SAFE, "found weight [1, 5, 32, 9], expected [1, 5, 32, 32]"),
+        (VICUNA, lambda: {"x": normal(3)}, SAFE, "no family here"),
+        (VICUNA, lambda: {}, "weights.bin", "no file of weights"),
+        (VICUNA, lambda: {"x": Bomb()}, PT, "more than tensors"),
+        (VICUNA, lambda: [normal(3)], PT, "a list, expected tensors by name"),
+        (LLAMA | {"medusa_num_heads": 5}, lambda: {}, "m-1-of-2.safetensors", "no weights of such"),
+        (REDRAFTER, lambda: without(redrafter(), "rnn_w.weight"), MODEL, "rnn_w"),
+        (REDRAFTER, lambda: without(redrafter(), "lm_head.2.weight"), MODEL,
+         "lm_head.2.weight"),
+        (REDRAFTER, lambda: redrafter() | {"more": normal(2)}, MODEL, "found more [2]"),
+        ({"model_type": "x"}, lambda: {"x": normal(3)}, MODEL, "of another kind"),
+        (LLAMA, lambda: {"model.norm.weight": normal(3)}, MODEL, "no tokenizer"),
+    ],
+)  # fmt: skip
+def test_refused(
+    config: dict, tensors: Any, file: str, said: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("BOMB", str(tmp_path / "boom"))
+    folder = write(tmp_path / "heads", config, tensors(), file)
+    with pytest.raises(ArtifactError) as caught:
+        load_drafter(folder, tiny("llama"), allow_pickle=True)
+    assert said in one_line(caught.value)
+    assert not (tmp_path / "boom").exists()
+
+
+@pytest.mark.parametrize("file", [PT, "hydra_lm_head.pt", "pytorch_model.bin"])
+def test_a_pickle_is_asked_for(file: str, tmp_path: Path) -> None:
+    write(tmp_path, VICUNA, medusa(), file)
+    with pytest.raises(ArtifactError, match="--allow-pickle") as caught:
+        load_drafter(tmp_path, tiny("llama"))
+    assert file in one_line(caught.value)
+    load_drafter(tmp_path, tiny("llama"), allow_pickle=True)
+
+
+def test_a_pickle_beside_a_whole_model_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA, medusa(), "pytorch_model.bin")
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ArtifactError, match="no tokenizer"):
+        load_drafter(tmp_path, tiny("llama"))
+
+
+def test_damage(tmp_path: Path) -> None:
+    for file in (SAFE, PT):
+        folder = write(tmp_path / file, VICUNA, medusa(), file)
+        data = (folder / file).read_bytes()
+        for length in (0, 7, 100, len(data) // 2):
+            (folder / file).write_bytes(data[:length])
+            with pytest.raises(ArtifactError, match="damaged") as caught:
+                load_drafter(folder, tiny("llama"), allow_pickle=True)
+            one_line(caught.value)
+
+
+def test_no_family_takes_a_language_model() -> None:
+    """Small models draft as they are, whichever family is asked."""
+    model: Any = tiny("llama")
+    for name in FAMILIES:
+        assert family(name).translate(tf.LlamaConfig().to_dict(), model.state_dict()) is None

@@ -1,0 +1,421 @@
+"""Push, update, load by name: the real client and the real command line against a local Hub."""
+
+import base64
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from headstart.heads import ArtifactError, Manifest, fingerprint, save_drafter
+from headstart.heads.artifacts.files import TREE
+from headstart.heads.artifacts.manifest import sha256, tokenizer_hash
+from headstart.heads.artifacts.publish import clean_copy
+from headstart.heads.medusa import Medusa, MedusaConfig
+from tests.support.bytewise import save_target
+from tests.support.hub_server import TOKEN, Hub, serving
+from tests.support.tiny import one_line
+
+ROOT = Path(__file__).resolve().parents[3]
+PROMPT = "a prompt that nobody else may read"
+PLACE = "me/drafter"
+NOWHERE = "http://127.0.0.1:9"
+
+# Reads a line [token, command lines], runs them, and answers with a line of what each gave:
+# [status, stdout, stderr]. The command `load` is not of the command line; it does in Python what
+# `generate` does there.
+CLIENT = """
+import contextlib, io, json, os, sys
+from headstart import cli
+
+def main(arguments):
+    if arguments[0] != "load":
+        return cli.main(arguments)
+    import headstart
+    target, drafter, prompt, new_tokens = arguments[1:]
+    speculator = headstart.load(target, drafter)
+    ids = speculator.tokenizer(prompt, return_tensors="pt").input_ids
+    text = speculator.generate(ids, max_new_tokens=int(new_tokens), do_sample=False)
+    print(speculator.tokenizer.decode(text[0, ids.shape[1]:], skip_special_tokens=True))
+    assert speculator.stats.rounds and speculator.drafter is not None
+    return 0
+
+for line in sys.stdin:
+    os.environ["HF_TOKEN"], commands = json.loads(line)
+    results = []
+    for arguments in commands:
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = main(arguments)
+        results.append([status, out.getvalue(), err.getvalue()])
+    print(json.dumps(results), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder: `target/`, a tiny Llama with a tokenizer, and `heads/`, drafter and card."""
+    folder = tmp_path_factory.mktemp("run")
+    model, tokenizer = save_target(folder / "target")
+    write_heads(folder, model, tokenizer)
+    return folder
+
+
+def write_heads(folder: Path, model: Any, tokenizer: Any) -> None:
+    from headstart.train.pipeline import model_card
+    from headstart.train.recipe import load_recipe
+
+    drafter = Medusa(MedusaConfig.for_target(model, heads=2)).bind(model)
+    torch.nn.init.normal_(drafter.weight, std=0.2)
+    corpus = folder / "secret corpus.txt"
+    recipe = load_recipe("quickstart", [f"corpus.source={corpus}", f"output={folder}"])
+    tree = [[0], [1], [0, 0]]
+    manifest = Manifest(
+        family="medusa",
+        target=str(folder / "target"),
+        target_fingerprint=fingerprint(model),
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        recipe=recipe.to_dict(),
+        metrics={
+            "tau": 1.5, "tree": tree, "acceptance_by_depth": [0.3, None], "steps": 9, "seconds": 2,
+        },
+    )  # fmt: skip
+    heads = save_drafter(drafter, folder / "heads", manifest, model_card(recipe, manifest))
+    (heads / TREE).write_text(json.dumps(tree))
+    (heads / "stage.json").write_text("{}")  # what a run leaves beside the artifact
+    (heads / "checkpoints" / "checkpoint-9").mkdir(parents=True)
+    (heads / "checkpoints" / "checkpoint-9" / "optimizer.pt").write_bytes(b"state")
+
+
+class Machine:
+    """A machine with a cache: one process with the real client, which takes a while to start."""
+
+    def __init__(self, hub: Hub, home: Path, **env: str):
+        self.home, self.log = home, home.with_name(f"{id(self)}.log")
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING"))}
+        self.env |= {
+            "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1",
+            "HF_HUB_DISABLE_TELEMETRY": "1", "COLUMNS": "80", "OMP_NUM_THREADS": "1",
+        } | env  # fmt: skip
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", CLIENT], cwd=ROOT, env=self.env, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log,
+            )  # fmt: skip
+
+    def __call__(self, *commands: list[str], token: str = TOKEN) -> list[tuple[int, str, str]]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps([token, commands]), file=self.process.stdin, flush=True)
+        answer = self.process.stdout.readline()
+        assert answer and TOKEN not in answer + self.log.read_text(), self.log.read_text()
+        return [tuple(result) for result in json.loads(answer)]
+
+    def errors(self, *commands: list[str], token: str = TOKEN) -> list[str]:
+        """The one line that each command ends with; a progress bar may come before it."""
+        lines = []
+        for status, out, err in self(*commands, token=token):
+            assert status == 2 and out == "", (status, out, err)
+            *before, line = err.splitlines()
+            assert line.startswith("headstart: error: ")
+            assert all(not bar or "Fetching" in bar for bar in before), err
+            lines.append(line)
+        return lines
+
+    def stop(self) -> None:
+        self.process.communicate()  # at the end of its commands it ends
+        assert self.process.returncode == 0, self.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Hub, Machine]]:
+    with serving() as hub:
+        machine = Machine(hub, tmp_path_factory.mktemp("machine") / "home")
+        yield hub, machine
+        machine.stop()
+
+
+@pytest.fixture
+def hub(started: tuple[Hub, Machine]) -> Hub:
+    """An empty Hub, and a machine that has downloaded nothing."""
+    hub, machine = started
+    hub.repositories.clear()
+    hub.objects.clear()
+    hub.requests.clear()
+    shutil.rmtree(machine.home, ignore_errors=True)
+    return hub
+
+
+@pytest.fixture
+def machine(hub: Hub, started: tuple[Hub, Machine]) -> Machine:
+    return started[1]
+
+
+def push(run: Path, *more: str) -> list[str]:
+    return ["push", str(run / "heads"), PLACE, "--target-name", "me/base", *more]
+
+
+def generate(run: Path, drafter: str) -> list[str]:
+    command = ["generate", "--target", str(run / "target"), "--drafter", drafter]
+    return [*command, "--prompt", PROMPT, "--max-new-tokens", "24"]
+
+
+def test_push_update_load(hub: Hub, machine: Machine, run: Path) -> None:
+    """The whole way: dry run, push, push again, load by name, decode, and once more offline."""
+    dry, first, again, named, local, plain, loaded = machine(
+        push(run, "--dry-run"),
+        push(run, "--license", "apache-2.0"),
+        push(run, "--license", "apache-2.0"),
+        generate(run, PLACE),
+        generate(run, str(run / "heads")),
+        generate(run, PLACE)[:3] + generate(run, PLACE)[5:],
+        ["load", str(run / "target"), PLACE, PROMPT, "24"],
+    )
+    statuses = [status for status, *_ in (dry, first, again, named, local, plain, loaded)]
+    assert statuses == [0] * 7, (dry, first, again, named, loaded)
+    assert "optimizer" not in dry[1] and "stage.json" not in dry[1]
+    assert first[1] == again[1] == f"{hub.url}/{PLACE}\n"
+
+    repository = hub.repositories[PLACE]
+    files = repository.files()
+    assert set(files) == {
+        ".gitattributes", "config.json", "model.safetensors", "headstart.json", "tree.json",
+        "README.md",
+    }  # fmt: skip
+    assert len(repository.commits) == 2, "the second push changed nothing"
+    assert files["model.safetensors"] == (run / "heads" / "model.safetensors").read_bytes()
+    assert not repository.private
+
+    assert named[1] == local[1] == plain[1] != ""
+    assert loaded[1].rstrip() == named[1].rstrip()
+    assert "rounds" in named[2] and named[2].split()[1] == local[2].split()[1]  # the same τ
+    offline_machine = Machine(hub, machine.home, HF_HUB_OFFLINE="1", HF_ENDPOINT=NOWHERE)
+    offline, unknown, pushed = offline_machine(
+        generate(run, PLACE), ["inspect", "me/unknown"], push(run)
+    )
+    offline_machine.stop()
+    assert offline[:2] == (0, named[1])
+    for status, _, err in (unknown, pushed):
+        assert status == 2 and "HF_HUB_OFFLINE is set" in err and len(err.splitlines()) == 1
+
+    no_secret_left_home(hub, run, machine.home, [dry, first, again, named])
+
+
+def no_secret_left_home(hub: Hub, run: Path, home: Path, printed: list) -> None:
+    """Neither the token, the prompt nor a path of this machine is anywhere but where it belongs."""
+    sent = [body for request in hub.requests for body in bodies(request.body)]
+    urls = [request.path.encode() for request in hub.requests]
+    others = [
+        f"{key}: {value}".encode()
+        for request in hub.requests
+        for key, value in request.headers.items()
+        if key.lower() != "authorization"
+    ]
+    cached = [path.read_bytes() for path in home.rglob("*") if path.is_file()]
+    logs = [(out + err).encode() for _, out, err in printed]
+    places = [*sent, *urls, *others, *cached]
+    for secret in (TOKEN, PROMPT, str(run), "secret corpus.txt/"):
+        assert not any(secret.encode() in place for place in places), secret
+    assert not any(word.encode() in log for log in logs for word in (TOKEN, PROMPT))
+    # The control: the same search finds what was sent, the token where it must be.
+    assert any(b"draft_vocab_size" in body for body in sent)
+    assert any(f"Bearer {TOKEN}" in str(request.headers) for request in hub.requests)
+
+
+def bodies(body: bytes) -> list[bytes]:
+    """A request's body, and what it holds in base64."""
+    inside = re.findall(rb'"(?:content|sample)": ?"([A-Za-z0-9+/=]{16,})"', body)
+    return [body, *map(base64.b64decode, inside)]
+
+
+def test_the_pushed_texts(run: Path, tmp_path: Path) -> None:
+    files = clean_copy(run / "heads", tmp_path, "me/drafter@v2", "me/base", "mit")
+    assert [file.name for file in files] == [
+        "config.json", "model.safetensors", "headstart.json", "tree.json", "README.md",
+    ]  # fmt: skip
+    manifest = json.loads((tmp_path / "headstart.json").read_text())
+    assert manifest["target"] == "me/base"
+    assert manifest["recipe"]["corpus"]["source"] == "secret corpus.txt"
+    assert manifest["recipe"]["output"] == run.name
+    assert manifest["weights_sha256"] == sha256(tmp_path / "model.safetensors")
+    _, front, body = (tmp_path / "README.md").read_text().split("---\n", 2)
+    assert yaml.safe_load(front) == {
+        "library_name": "headstart",
+        "tags": ["speculative-decoding", "medusa", "headstart"],
+        "base_model": "me/base",
+        "license": "mit",
+    }
+    assert "drafter for `me/base`" in body and "1.50" in body
+    (code,) = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
+    compile(code, "README.md", "exec")
+    assert "headstart.load('me/base', \"me/drafter@v2\"" in code
+    assert "PATH OF" not in body and str(run) not in body
+
+
+def test_a_card_by_hand_and_a_label(run: Path, tmp_path: Path) -> None:
+    """What the owner wrote stays; a target that is on no Hub is no base_model."""
+    heads, out = tmp_path / "heads", tmp_path / "out"
+    out.mkdir()
+    copy_of(run, heads)
+    (heads / "README.md").write_text(
+        f"---\ntags: mine\nlanguage: en\n---\nSee {heads}/notes.md, {run}/target, https://h/a/b "
+        "and the route /v1/chat.\n"
+    )
+    clean_copy(heads, out, "me/drafter", "our own 7B")
+    _, front, body = (out / "README.md").read_text().split("---\n", 2)
+    data = yaml.safe_load(front)
+    assert data["tags"] == ["mine", "headstart", "speculative-decoding", "medusa"]
+    assert data["language"] == "en" and "base_model" not in data
+    assert body == "See notes.md, our own 7B, https://h/a/b and the route /v1/chat.\n"
+    (heads / "README.md").unlink()
+    clean_copy(heads, out, "me/drafter", "me/base")
+    assert "headstart.load('me/base', \"me/drafter\")" in (out / "README.md").read_text()
+
+
+def copy_of(run: Path, heads: Path) -> None:
+    heads.mkdir()
+    for file in (run / "heads").iterdir():
+        if file.is_file():
+            (heads / file.name).write_bytes(file.read_bytes())
+
+
+@pytest.mark.parametrize(
+    ("name", "target", "spoil", "said"),
+    [
+        ("me/drafter", None, None, "--target-name"),
+        ("me/drafter", "{run}/target", None, "a path of this machine"),
+        ("me/drafter", " ", None, "--target-name"),
+        ("drafter", "me/base", None, "expected ORG/NAME"),
+        ("me/a/b", "me/base", None, "expected ORG/NAME"),
+        ("../x", "me/base", None, "expected ORG/NAME"),
+        ("me/drafter", "me/base", ("README.md", "---\na: [\n---\n"), "front matter"),
+        ("me/drafter", "me/base", ("README.md", f"log in with {TOKEN}"), "access token"),
+        ("me/drafter", "me/base", ("model.safetensors", "gone"), "model.safetensors"),
+        ("me/drafter", "me/base", ("tree.json", "["), "tree.json"),
+    ],
+)
+def test_what_is_not_pushed(
+    name: str, target: str | None, spoil: Any, said: str, run: Path, tmp_path: Path
+) -> None:
+    heads, out = tmp_path / "heads", tmp_path / "out"
+    out.mkdir()
+    copy_of(run, heads)
+    if spoil:
+        (heads / spoil[0]).write_text(spoil[1])
+    with pytest.raises(ArtifactError) as caught:
+        clean_copy(heads, out, name, target and target.format(run=run))
+    assert said in one_line(caught.value)
+    assert TOKEN not in str(caught.value)
+
+
+def test_branches(hub: Hub, machine: Machine, run: Path) -> None:
+    """A revision is pushed to its own branch, and loaded by `@`; private where it is asked for."""
+    pushed, generated, inspected, main, missing = machine(
+        push(run, "--revision", "v2", "--private"),
+        generate(run, f"{PLACE}@v2"),
+        ["inspect", f"{PLACE}@v2", "--json"],
+        ["inspect", PLACE],
+        ["inspect", f"{PLACE}@v3"],
+    )
+    assert (pushed[0], generated[0], inspected[0]) == (0, 0, 0), (pushed, generated, inspected)
+    repository = hub.repositories[PLACE]
+    assert repository.private
+    assert set(repository.files("main")) == {".gitattributes"}
+    assert "model.safetensors" in repository.files("v2")
+    found = json.loads(inspected[1])
+    assert (found["problem"], found["target"]) == (None, "me/base")
+    assert main[0] == 2 and "holds no headstart.json" in main[2]
+    assert missing[0] == 2 and "no such revision" in missing[2]
+
+
+def test_an_update_and_a_listing_that_climbs_out(
+    hub: Hub, machine: Machine, run: Path, tmp_path: Path
+) -> None:
+    """What the artifact lost goes, what is not ours stays; no name leaves the cache's folder."""
+    evil = {"../../../../evil.json": b"{}", "/evil.json": b"{}", "sub/../../config.json": b"{}"}
+    hub.add(PLACE, {"headstart.json": b"{}", "plan.json": b"{}", "LICENSE": b"mine"} | evil)
+    pushed, inspected = machine(push(run), ["inspect", PLACE, "--json"])
+    assert (pushed[0], inspected[0]) == (0, 0), (pushed, inspected)
+    files = hub.repositories[PLACE].files()
+    assert "plan.json" not in files and files["LICENSE"] == b"mine"
+    listed = {file["name"] for file in json.loads(inspected[1])["files"]}
+    assert listed == set(files) - {"LICENSE", *evil}
+    assert not list(tmp_path.rglob("evil.json"))
+    assert not any("evil" in request.path for request in hub.requests)
+
+
+def test_refused(hub: Hub, machine: Machine, run: Path) -> None:
+    hub.add(PLACE, {"config.json": b"{}", "model.safetensors": b"a model of another kind"})
+    hub.add("me/pickled", {"config.json": b"{}", "medusa_lm_head.pt": b"\x80"})
+    taken, foreign, *loads = machine.errors(
+        push(run),
+        [word.replace(PLACE, "them/drafter") for word in push(run)],
+        *(["inspect", name] for name in ("me/nothing", "me/pickled", "me/a/b")),
+    )
+    assert "is taken: it holds config.json" in taken
+    assert len(hub.repositories[PLACE].commits) == 1
+    assert "no right" in foreign and set(hub.repositories) == {PLACE, "me/pickled"}
+    for line, said in zip(loads, ("no such repository", "a pickle", "neither a"), strict=True):
+        assert said in line
+    # No pickle was even fetched.
+    assert not any(request.path.endswith(".pt") for request in hub.requests)
+
+
+def test_a_checkpoint_of_others(hub: Hub, machine: Machine, run: Path, tmp_path: Path) -> None:
+    """Loaded by name and converted; files are fetched by name, a pickle where it is asked for."""
+    heads = {f"{head}.0.linear.weight": torch.randn(32, 32) for head in range(2)}
+    heads |= {f"{head}.0.linear.bias": torch.randn(32) for head in range(2)}
+    weights, theirs, ours = io.BytesIO(), "them/medusa", tmp_path / "heads"
+    torch.save(heads, weights)
+    files = {"config.json": b'{"medusa_num_heads": 5}', "medusa_lm_head.pt": weights.getvalue()}
+    repository = hub.add(theirs, files | {"code.py": b"1 / 0", "training_args.bin": b"\x80"})
+    command, plain = generate(run, theirs), generate(run, PLACE)[:3] + generate(run, PLACE)[5:]
+    refused, alone = machine(command, [*command[:1], *command[3:]])
+    assert refused[0] == alone[0] == 2
+    assert "--allow-pickle" in refused[2].splitlines()[-1] and "name one with --target" in alone[2]
+    assert not any(request.path.endswith(".pt") for request in hub.requests)
+
+    target = ["--target", str(run / "target")]
+    loaded, without, converted, inspected, again, looked = machine(
+        [*command, "--allow-pickle"],
+        plain,
+        ["convert", theirs, str(ours), *target, "--allow-pickle"],
+        ["inspect", str(ours), "--json"],
+        generate(run, str(ours)),
+        ["inspect", str(ours)],
+    )
+    results = (loaded, without, converted, inspected, again, looked)
+    assert [status for status, *_ in results] == [0] * 6, results
+    assert loaded[1] == without[1] == again[1] != "" and "Only shapes show" in loaded[2]
+    assert converted[1] == f"{ours}\n" and "not measured" in looked[1]
+    found = json.loads(inspected[1])
+    assert found["origin"] == f"{theirs}@{repository.branches['main']}"
+    assert (found["problem"], found["metrics"], found["options"]["heads"]) == (None, {}, 2)
+    fetched = {r.path.rsplit("/", 1)[1] for r in hub.requests if "/resolve/" in r.path}
+    assert fetched == {"config.json", "medusa_lm_head.pt"}
+
+
+def test_without_rights(hub: Hub, machine: Machine, run: Path) -> None:
+    hub.add("me/private", {"config.json": b"{}"}, private=True)
+    commands = push(run), ["inspect", "me/private"]
+    nobody = machine.errors(*commands, token="")
+    assert all("`hf auth login`" in line for line in nobody) and "private" in nobody[1]
+    wrong = machine.errors(*commands, token="hf_" + "x" * 30)
+    assert all("refuses the access token" in line for line in wrong)
+    assert set(hub.repositories) == {"me/private"}
+
+
+def test_without_a_network(hub: Hub, run: Path, tmp_path: Path) -> None:
+    machine = Machine(hub, tmp_path / "home", HF_ENDPOINT=NOWHERE)
+    lines = machine.errors(push(run), ["inspect", PLACE])
+    machine.stop()
+    assert all("the Hub cannot be reached" in line for line in lines)
+    assert not hub.requests

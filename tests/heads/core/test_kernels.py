@@ -1,0 +1,192 @@
+"""The Triton kernel equals the plain form: in Triton's interpreter here, compiled on a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.heads.core.attention import plain_attention
+from tests.support.trees import SCALING, Case, Tree, make_tree
+
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+CLOSE = {F32: 1e-5, F16: 4e-3, BF16: 3e-2}
+CASES = [
+    (Case(nodes=1, slots=70), F32),
+    (Case(rows=3, heads=1, groups=4, slots=200, size=64), F32),
+    (Case(groups=8, nodes=33, slots=150, size=80, last=9), F32),
+    (Case(rows=1, groups=2, nodes=70, slots=150, size=24, value=10, window=9), F32),
+    (Case(groups=4, slots=200, size=128, window=100, softcap=2.0), F32),
+    (Case(rows=1, heads=1, groups=2, nodes=128, slots=200, size=64, softcap=2.0), F16),
+    (Case(groups=4, nodes=16, slots=200, size=256), BF16),
+]
+MOVES = [
+    (F32, (2, 8), [[0, 2, 4, 4], [0, 1, 3, 5], [0, 5, 5, 5]]),  # paths end, and repeat their last
+    (BF16, (3, 24), [[0, 3, 4, 6, 7]]),  # columns that are no power of two
+    (torch.float64, (8, 80), [[3, 2, 1, 0], [0, 0, 1, 2]]),  # several blocks; what is read, written
+    (F16, (1, 4), [[2], [0]]),
+]
+"""Of keys moved along paths: their dtype, heads and size, and each row's path."""
+without_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+
+
+def worst(tree: Tree, splits: int | None = None, told: torch.Tensor | None = None) -> float:
+    """The largest difference between kernel and plain form; slots past the tree hold NaN.
+
+    Args:
+        told: another packed tree for the kernel.
+    """
+    from headstart.heads.core.kernels import split_attention
+
+    packed, softcap = tree.packed(), tree.case.softcap
+    plain = plain_attention(tree.query, tree.key, tree.value, packed, SCALING, softcap)
+    key, value = tree.key.clone(), tree.value.clone()
+    for row, length in enumerate(tree.lengths.tolist()):
+        key[row, :, length + tree.case.nodes :] = torch.nan
+        value[row, :, length + tree.case.nodes :] = torch.nan
+    told = packed if told is None else told
+    out = split_attention(tree.query, key, value, told, SCALING, softcap, splits)
+    assert out.dtype == plain.dtype and out.shape == plain.shape
+    return (out.float() - plain.float()).abs().max().item()
+
+
+def moved(dtype: torch.dtype, shape: tuple[int, int], paths: list[list[int]], on: str) -> int:
+    """How many numbers a move by the kernel leaves otherwise than the plain one; ragged rows."""
+    from headstart.heads.core.cache import plain_move
+    from headstart.heads.core.kernels import move_path
+
+    batch, slots, nodes = len(paths), 20, 8
+    rows = torch.randn(3, batch * slots, *shape, device=on).to(dtype)
+    starts = torch.arange(batch, device=on) * (slots + 3)  # each row's first slot, and its length
+    aimed = starts.unsqueeze(1) + torch.arange(nodes, device=on)
+    path, plain = torch.tensor(paths, device=on), rows.clone()
+    plain_move(plain, aimed, path)
+    assert not torch.equal(plain, rows)
+    move_path(rows, aimed, path)
+    return int((rows != plain).sum())
+
+
+def interpreted() -> dict[str, float]:
+    """By case, the difference in units of what is allowed; and for other splits of one case."""
+    cases = [(case, dtype) for case, dtype in CASES if dtype != BF16]  # it multiplies their bits
+    off = {f"{case} {dtype}": worst(make_tree(case, dtype)) / CLOSE[dtype] for case, dtype in cases}
+    case, dtype = CASES[1]
+    for splits in (1, 7):
+        off[f"{splits} splits"] = worst(make_tree(case, dtype), splits) / CLOSE[dtype]
+    tree = make_tree(case, dtype)
+    blind = torch.eye(case.nodes, dtype=torch.bool).expand_as(tree.ancestors)
+    wrong = {"blind": tree.packed(ancestors=blind), "longer": tree.packed(tree.lengths + 1)}
+    off |= {f"move {number}": moved(*case, "cpu") for number, case in enumerate(MOVES)}
+    return off | {name: worst(tree, told=told) / CLOSE[dtype] for name, told in wrong.items()}
+
+
+@without_triton
+def test_in_the_interpreter() -> None:
+    """In a process of its own: whether kernels are interpreted is settled at their import."""
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    out = subprocess.run(
+        [sys.executable, "-m", __name__], env=environment, capture_output=True, text=True
+    )
+    if "only 0-dimensional arrays can be converted to Python scalars" in out.stderr:
+        pytest.skip("this triton's interpreter cannot read scalars of this numpy")
+    assert out.returncode == 0, out.stderr[-2000:]
+    off = json.loads(out.stdout.splitlines()[-1])
+    assert len(off) == 14
+    for name, difference in off.items():
+        most = 0 if name.startswith("move") else 1
+        assert (difference <= most) == (name not in ("blind", "longer")), (name, difference)
+
+
+@without_triton
+@pytest.mark.parametrize("capability", [80, 90])
+def test_it_compiles_for_gpus_that_are_not_here(
+    capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The compiler refuses what the interpreter runs; and shared memory must suffice."""
+    import triton  # type: ignore[import-not-found]
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
+
+    from headstart.heads.core.kernels import Tile, _attend, _merge, _move
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it does compile
+    tile = Tile.fit(256, 128, 128, 2)
+    types = dict.fromkeys("qkv", "*bf16") | {"out": "*bf16", "packed": "*i32"}
+    types |= {"rows": "*bf16", "aimed": "*i64", "path": "*i64"}
+    types |= {"partial": "*fp32", "lse": "*fp32", "scale": "fp32", "softcap": "fp32"}
+    sizes = {"D": 128, "DV": 128, "D_BLOCK": 128, "DV_BLOCK": 128, "PARTS": 16}
+    sizes |= {"ROWS": tile.rows, "SLOTS": tile.slots, "CAPPED": True}
+    sizes |= {"STEPS": 8, "COLUMNS": 512}
+    kernels: list[Any] = [_attend, _merge, _move]
+    for kernel in kernels:
+        names = kernel.arg_names
+        signature = {n: "constexpr" if n in sizes else types.get(n, "i32") for n in names}
+        constants = {name: size for name, size in sizes.items() if name in names}
+        even = {  # pointers and strides, as a launch finds them
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(names)
+            if signature[name][0] == "*"
+            or name[:2] in ("q_", "k_", "v_")
+            or name in ("per_entry", "columns")
+        }
+        made = triton.compile(
+            triton.compiler.ASTSource(kernel, signature, constants, even),
+            target=GPUTarget("cuda", capability, 32),
+            options={"num_warps": tile.warps, "num_stages": tile.stages},
+        )
+        assert made.metadata.shared <= 99 * 1024
+        if kernel is _attend:
+            assert "mma" in made.asm["ptx"] and "cp.async" in made.asm["ptx"]
+        if kernel is _move:
+            ptx = made.asm["ptx"]
+            assert ptx.rindex("ld.global") < ptx.rindex("bar.sync") < ptx.index("st.global")
+            assert "ld.global.v4" in ptx and "st.global.v4" in ptx  # sixteen bytes at once
+
+
+@pytest.mark.gpu
+@without_triton
+@pytest.mark.parametrize("case, dtype", CASES, ids=str)
+def test_compiled(case: Case, dtype: torch.dtype) -> None:
+    assert worst(make_tree(case, dtype).to("cuda")) <= CLOSE[dtype]
+
+
+@pytest.mark.gpu
+@without_triton
+@pytest.mark.parametrize("case", MOVES, ids=str)
+def test_a_path_moves_on_a_gpu(case: Any) -> None:
+    dtype, shape, paths = case
+    assert not moved(dtype, shape, paths, "cuda")
+
+
+@pytest.mark.gpu
+@without_triton
+def test_a_captured_graph_follows_the_lengths() -> None:
+    """One capture over all slots serves every length, since it is read on the device."""
+    from headstart.heads.core.kernels import split_attention
+
+    tree = make_tree(Case(rows=2, groups=4, nodes=16, slots=1000, size=64), BF16).to("cuda")
+    packed = tree.packed()
+
+    def attend() -> torch.Tensor:
+        return split_attention(tree.query, tree.key, tree.value, packed, SCALING)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        attend()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = attend()
+    for lengths in ([0, 984], [500, 1], [333, 777]):
+        packed.copy_(tree.packed(torch.tensor(lengths, device="cuda")))
+        graph.replay()
+        plain = plain_attention(tree.query, tree.key, tree.value, packed, SCALING)
+        assert (captured.float() - plain.float()).abs().max() <= CLOSE[BF16]
+
+
+if __name__ == "__main__":
+    print(json.dumps(interpreted()))

@@ -1,0 +1,147 @@
+"""The report: the document and the table, at 80 columns and without a terminal."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.reports.tables import (
+    KEYS,
+    next_commands,
+    print_comparison,
+    print_next_steps,
+    print_table,
+    remarks,
+    to_json,
+)
+
+REPORT: dict[str, Any] = {
+    "tau": 2.5,
+    "tau_by_prompt": [2.0, 3.0],
+    "acceptance_by_depth": [0.75, 0.5, float("nan")],
+    "identical_to_plain": True,
+    "identical_to_generate": True,
+    "speedup_vs_plain": {"median": 1.5, "min": 1.25, "max": 2.0},
+    "speedup_vs_generate": {"median": 1.75, "min": 1.5, "max": 2.25},
+    "plain_ms_per_token": 2.0,
+    "generate_ms_per_token": 2.5,
+    "bare_loop_ms_per_token": 1.9,
+    "ms_per_round": 3.25,
+    "loop_overhead_ms": 0.5,
+    "nodes": 8,
+    "tree": "cartesian:2,1,1",
+    "rule": "greedy",
+    "dtype": "float32",
+    "prompts": 24,
+    "tokens": 3072,
+    "distinct_4grams": 0.75,
+    "stage_seconds": {"corpus": 1.0, "target": 80.4, "distill": 40.0, "heads": 40.0, "bench": 20.0},
+    "threads": 2,
+    "artifact": "runs/quick start/heads",
+}
+
+
+def table(report: dict[str, Any]) -> str:
+    out = io.StringIO()
+    print_table(report, out, "headstart quickstart")
+    print_next_steps(report, out)
+    return out.getvalue()
+
+
+def line(text: str, label: str) -> str:
+    (found,) = [line for line in text.splitlines() if line.strip().startswith(label + "  ")]
+    return " ".join(found.split()).removeprefix(label).strip()
+
+
+def test_the_sample_has_every_key() -> None:
+    assert tuple(REPORT) == KEYS
+
+
+def test_the_table_says_what_was_measured() -> None:
+    text = table(REPORT)
+    assert line(text, "tokens per round (τ)") == "2.50 (prompts 2.00–3.00)"
+    assert line(text, "acceptance at depth 1, 2, …") == "75% 50% –"
+    assert line(text, "one round") == "3.25 ms, of which the loop costs 0.50 ms"
+    assert line(text, "speedup against plain") == "1.50× (1.25–2.00)"
+    assert line(text, "speedup against generate") == "1.75× (1.50–2.25)"
+    assert line(text, "plain decoding") == "2.00 ms a token"
+    assert line(text, "a bare loop") == "1.90 ms a token"
+    assert line(text, "identical to plain") == "yes"
+    assert line(text, "distinct 4-grams") == "75%"
+    assert line(text, "tree") == "cartesian:2,1,1, 8 nodes"
+    assert line(text, "rule, dtype") == "greedy, float32"
+    assert line(text, "prompts") == "24, 3,072 tokens"
+    assert line(text, "threads") == "2"
+    assert "target 80" in text and "(sum 181)" in text
+
+
+def test_the_table_fits_and_has_no_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORCE_COLOR", "COLUMNS", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+    text = table(REPORT)
+    assert "\x1b" not in text
+    before_commands = text.split("To try next:")[0]
+    assert max(map(len, before_commands.splitlines())) <= 80
+
+
+def test_commands_are_whole_lines_that_can_be_pasted(tmp_path: Path) -> None:
+    artifact = tmp_path / "a [b]" / "heads"
+    held_out = tmp_path / "a [b]" / "corpus" / "held_out.jsonl"
+    assert not any("bench" in command for command in next_commands({"artifact": str(artifact)}))
+    held_out.parent.mkdir(parents=True)
+    held_out.touch()
+    text = table(REPORT | {"artifact": str(artifact)})
+    assert f"The drafter is in {artifact}\n" in text
+    assert f"  headstart bench --drafter '{artifact}' --prompts '{held_out}'" in text
+    assert next_commands({"artifact": None}) == []
+    elsewhere = next_commands({"artifact": "own/heads", "held_out": str(held_out)})
+    assert f"--drafter own/heads --prompts '{held_out}'" in elsewhere[-1]
+
+
+def test_what_was_not_measured_has_no_line() -> None:
+    nothing = dict.fromkeys(KEYS) | {"tau": 1.0, "stage_seconds": {}}
+    text = table(nothing)
+    assert "tokens per round" in text
+    for label in ("speedup", "identical", "round  ", "stage", "threads", "The drafter", "tree"):
+        assert label not in text
+
+
+def test_remarks_only_where_they_apply() -> None:
+    assert remarks(REPORT) == []
+    (repeats,) = remarks(REPORT | {"distinct_4grams": 0.31})
+    assert "31%" in repeats and "flatters" in repeats
+    (differs,) = remarks(REPORT | {"identical_to_generate": False})
+    assert "differ" in differs
+    assert line(table(REPORT | {"identical_to_generate": False}), "identical to generate") == "NO"
+
+
+def test_a_tree_of_paths_is_counted() -> None:
+    assert line(table(REPORT | {"tree": [[0], [1]], "nodes": 3}), "tree") == "2 rank paths, 3 nodes"
+
+
+def test_the_document_is_strict_json() -> None:
+    document = json.loads(to_json(REPORT), parse_constant=pytest.fail)
+    assert list(document) == list(KEYS)
+    assert document["acceptance_by_depth"] == [0.75, 0.5, None]
+    assert document["speedup_vs_plain"] == {"median": 1.5, "min": 1.25, "max": 2.0}
+
+
+def test_the_comparison_has_a_line_for_each_run() -> None:
+    slow = REPORT | {
+        "tree": "sparse:" + "/".join("9" * 12),
+        "rule": "coupled",
+        "tau": 1.0,
+        "identical_to_plain": False,
+        "identical_to_generate": None,
+    }
+    out = io.StringIO()
+    print_comparison([REPORT, slow], out, "headstart bench")
+    text = out.getvalue()
+    assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
+    rows = [line.split() for line in text.splitlines()]
+    assert ["cartesian:2,1,1", "greedy", "8", "2.50", "3.25", "1.50", "1.75", "yes"] in rows
+    assert any(row[1:] == ["coupled", "8", "1.00", "3.25", "1.50", "1.75", "NO"] for row in rows)
+    assert "The outputs differ" in text
+    assert line(text, "prompts") == "24, 3,072 tokens"

@@ -1,0 +1,132 @@
+"""The proofs that users run on their own models: they hold, and they can fail."""
+
+import math
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.heads import OptionError
+from headstart.heads.core import forward
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.infer import Speculator
+from headstart.infer.measure.lossless import (
+    _WIDTHS,
+    Divergence,
+    _bin,
+    _chi_square,
+    compare_greedy,
+    compare_sampled,
+    continuations,
+)
+from tests.support.tiny import prompts, tiny
+
+SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
+
+
+def one_by_one(lengths: list[int]) -> list[Tensor]:
+    ids, _ = prompts(lengths)
+    return [ids[row : row + 1, -length:] for row, length in enumerate(lengths)]
+
+
+def speculator(rule: str | None = None, tree: str = "cartesian:3,2", **options: Any) -> Speculator:
+    torch.manual_seed(3)
+    heads = Medusa(MedusaConfig.for_target(tiny("llama"), heads=2))
+    with torch.no_grad():
+        heads.weight.normal_(std=0.05)
+    return Speculator(tiny("llama"), heads, tree=tree, rule=rule, **options)
+
+
+def test_greedy_text_is_that_of_generate() -> None:
+    found = compare_greedy(speculator(), one_by_one([5, 9]), 12)
+    assert found.holds and not found.divergences and found.tokens == 24
+    assert found.plain_divergences is None
+
+
+def test_a_wrong_mask_shows_and_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every node sees every other node of the tree."""
+    true = forward.tree_mask
+
+    def wrong(lengths: Tensor, positions: Tensor, ancestors: Tensor, *rest: Any) -> Tensor:
+        return true(lengths, positions, torch.ones_like(ancestors), *rest)
+
+    broken = speculator()
+    monkeypatch.setattr(forward, "tree_mask", wrong)
+    found = compare_greedy(broken, one_by_one([5, 9, 7, 12]), 24)
+    assert found.divergences and not found.holds
+    apart = found.divergences[0]
+    assert apart.difference > 100 * apart.noise
+
+
+def test_a_near_tie_is_judged_by_the_noise_of_plain_decoding() -> None:
+    assert Divergence(0, 3, margin=0.02, difference=0.5, noise=0.01).near_tie
+    assert not Divergence(0, 3, margin=0.03, difference=0.5, noise=0.01).near_tie
+
+
+@pytest.mark.parametrize("rule", ["coupled", "match", "rejection", "traversal"])
+def test_sampled_text_holds(rule: str) -> None:
+    found = compare_sampled(speculator(rule), one_by_one([6, 4]), 16, draws=1500)
+    assert found.holds and not found.approximate and found.p_value > 1e-4
+    assert found.distance < found.bound < 0.5
+    assert (found.seeded_tokens == 32) == (rule in ("coupled", "match"))
+
+
+def test_the_approximate_rule_fails_and_is_called_so() -> None:
+    found = compare_sampled(speculator("typical"), one_by_one([6]), 16, draws=400)
+    assert found.approximate and not found.holds
+
+
+def test_another_temperature_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The draws run at another temperature than the distribution they are held against."""
+    wrong = speculator("rejection")
+    true = Speculator.generate
+
+    def hotter(self: Speculator, *args: Any, **options: Any) -> Any:
+        if self is wrong:
+            options["temperature"] = 3.0
+        return true(self, *args, **options)
+
+    monkeypatch.setattr(Speculator, "generate", hotter)
+    assert not compare_sampled(wrong, one_by_one([6]), 16, draws=1500).holds
+
+
+def test_bins_are_whole_and_their_chances_are_the_targets() -> None:
+    prompt = one_by_one([6])[0]
+    bins = continuations(Speculator(tiny("llama")), prompt, SAMPLED)
+    assert math.isclose(math.fsum(bins.values()), 1.0, abs_tol=1e-9)
+    wanted = 1 + _WIDTHS[0] + _WIDTHS[0] * _WIDTHS[1] + math.prod(_WIDTHS)
+    assert len(bins) == wanted
+    whole = max((key for key in bins if -1 not in key), key=lambda key: bins[key])
+    chance, text = 1.0, prompt
+    for token in whole:
+        with torch.no_grad():
+            chance *= float(tiny("llama")(text).logits[0, -1].double().softmax(-1)[token])
+        text = torch.cat([text, torch.tensor([[token]])], 1)
+    assert math.isclose(bins[whole], chance, rel_tol=1e-6)
+
+
+def test_every_text_has_one_bin() -> None:
+    bins = {(-1,): 0.2, (1, -1): 0.3, (1, 2): 0.4, (7,): 0.1}
+    told = {(1,)}
+    assert _bin([5, 5], bins, told) == (-1,)
+    assert _bin([1, 5], bins, told) == (1, -1)
+    assert _bin([1, 2], bins, told) == (1, 2)
+    assert _bin([7, 0], bins, told) == (7,)  # an end token, and padding
+
+
+def test_chi_square_of_known_counts() -> None:
+    """(60-50)²/50 · 2 = 4 with one degree of freedom: p = erfc(√2)."""
+    bins, statistic, p_value, distance, bound = _chi_square(
+        Counter({(0,): 60, (1,): 40}), {(0,): 0.5, (1,): 0.5}, 100
+    )
+    assert (bins, statistic) == (2, 4.0)
+    assert math.isclose(p_value, math.erfc(math.sqrt(2)), rel_tol=1e-9)
+    assert math.isclose(distance, 0.1) and bound > distance
+
+
+@pytest.mark.parametrize(("draws", "temperature"), [(50, 1.0), (1000, 0.0)])
+def test_what_is_no_test_is_refused(draws: int, temperature: float) -> None:
+    with pytest.raises(OptionError, match=f"found {draws} draws at temperature {temperature}"):
+        compare_sampled(speculator(), one_by_one([6]), 8, draws, temperature=temperature)

@@ -1,0 +1,1 @@
+"""Helpers of the tests: tiny models, scripted drafters, enumeration, a local Hub."""

@@ -1,0 +1,186 @@
+"""Self-distillation: the rows are the target's own text, whoever writes them and whenever."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from headstart.train.data import distill as room
+from headstart.train.data.corpus import Document
+from headstart.train.data.distill import DistillError, Rows, Windows, distill, shard_rows, summary
+from headstart.train.recipe import Distill
+from headstart.train.scratch_target import train_tokenizer
+
+SPEC = Distill(examples=20, prefix_tokens=6, new_tokens=9, batch_size=4, shards=3)
+DOCUMENTS = [
+    Document(str(number), " ".join(f"name{number} = {number * step}" for step in range(30)))
+    for number in range(5)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return train_tokenizer(DOCUMENTS, 270, 128)
+
+
+def tiny_target(vocab: int = 270, seed: int = 0) -> LlamaForCausalLM:
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=vocab, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, initializer_range=0.3,
+        bos_token_id=None, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def write(
+    folder: Path, tokenizer: PreTrainedTokenizerFast, spec: Distill = SPEC, **how: int
+) -> Rows:
+    distill(spec, tiny_target(), tokenizer, DOCUMENTS, folder, progress=False, **how)
+    return Rows.load(folder)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_windows_stay_inside_documents(tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [Document("a", "abc def"), Document("b", "x"), Document("c", "ghi jkl mno")]
+    windows = Windows(tokenizer, texts, 3)
+    found = [str(tokenizer.decode(windows[i])) for i in range(len(windows))]
+    assert len(found) == sum(max(len(row) - 2, 0) for row in windows.rows)
+    assert all(any(text in document.text for document in texts) for text in found)
+    assert found[0] == tokenizer.decode(windows.rows[0][:3])
+    assert found[-1] == tokenizer.decode(windows.rows[2][-3:])
+
+
+def test_rows_are_what_generate_writes(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    rows = write(tmp_path, tokenizer)
+    assert rows.tokens.shape == (20, 15)
+    target: Any = tiny_target()
+    expected = target.generate(
+        rows.tokens[:, :6].long(), max_new_tokens=9, do_sample=False, use_cache=False
+    )
+    assert torch.equal(rows.tokens.long(), expected)
+    texts = [tuple(tokenizer(document.text)["input_ids"]) for document in DOCUMENTS]
+    for prefix in rows.tokens[:, :6].tolist():
+        assert any(tuple(prefix) == t[i : i + 6] for t in texts for i in range(len(t)))
+    item = rows[7]
+    assert item["rows"].item() == 7 and torch.equal(item["tokens"], rows.tokens[7].long())
+    assert item["supervised"].tolist() == [False] * 6 + [True] * 9
+    assert rows.token_counts(270).sum() == 20 * 9
+    assert summary(SPEC, tmp_path) == {"shards": 3, "rows": 20, "tokens": 180}
+
+
+def test_shards_cover_every_row_once() -> None:
+    assert [list(shard_rows(SPEC, k)) for k in range(3)] == [
+        list(range(6)), list(range(6, 13)), list(range(13, 20)),
+    ]  # fmt: skip
+
+
+def test_an_end_of_text_cuts_the_row(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    free = write(tmp_path / "free", tokenizer)
+    end = int(free.tokens[:, 8].mode().values)  # a token that some rows write third
+    target = tiny_target()
+    target.generation_config.eos_token_id = end
+    distill(SPEC, target, tokenizer, DOCUMENTS, tmp_path / "cut", progress=False)
+    rows = Rows.load(tmp_path / "cut")
+    assert (rows.lengths < 15).any()
+    for row, length in zip(rows.tokens, rows.lengths.tolist(), strict=True):
+        written = row[6:length].tolist()
+        assert end not in written[:-1] and (length == 15 or written[-1] == end)
+    assert rows.written.sum(1).tolist() == (rows.lengths - 6).tolist()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_shards_do_not_depend_on_who_writes_them(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, temperature: float
+) -> None:
+    spec = replace(SPEC, temperature=temperature)
+    write(tmp_path / "one", tokenizer, spec)
+    for rank in (2, 0, 1):
+        write(tmp_path / "three", tokenizer, spec, rank=rank, world=3)
+    assert contents(tmp_path / "one") == contents(tmp_path / "three")
+    write(tmp_path / "other", tokenizer, spec, seed=1)
+    assert contents(tmp_path / "one") != contents(tmp_path / "other")
+
+
+def test_temperature_writes_another_text(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    greedy = write(tmp_path / "greedy", tokenizer)
+    warm = write(tmp_path / "warm", tokenizer, replace(SPEC, temperature=1.0))
+    assert torch.equal(greedy.tokens[:, :6], warm.tokens[:, :6])
+    assert not torch.equal(greedy.tokens, warm.tokens)
+
+
+def test_time_cuts_the_examples_but_not_the_first_shard(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = replace(SPEC, max_seconds=1e-6)
+    rows = write(tmp_path, tokenizer, spec)
+    assert len(rows) == 6
+    assert summary(spec, tmp_path)["shards"] == 1
+    assert "6 of 20 examples, 1 of 3 shards" in caplog.text
+
+
+def test_refusals(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    with pytest.raises(DistillError, match="none of the 5 training documents"):
+        write(tmp_path, tokenizer, replace(SPEC, prefix_tokens=10_000))
+    with pytest.raises(DistillError, match="holds no shard"):
+        Rows.load(tmp_path)
+
+
+KILLED = """
+import sys, time
+from pathlib import Path
+from tests.train.data import test_distill as test
+from headstart.train import distill as room
+write = room.write_atomically
+def slow(path, data):
+    if "00001" in path.name:
+        path.with_name(path.name + ".tmp").write_bytes(data[:100])
+        print("half a shard", flush=True)
+        time.sleep(60)
+    write(path, data)
+room.write_atomically = slow
+test.write(Path(sys.argv[1]), test.train_tokenizer(test.DOCUMENTS, 270, 128))
+"""
+
+
+def test_sigkill_then_resume_gives_the_same_shards(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = Path(__file__).resolve().parents[3]
+    child = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path / "cut")],
+        stdout=subprocess.PIPE, cwd=root, text=True,
+    )  # fmt: skip
+    assert child.stdout is not None and child.stdout.readline() == "half a shard\n"
+    os.kill(child.pid, signal.SIGKILL)
+    child.wait()
+    finished = tmp_path / "cut" / "train-00000-of-00003.safetensors"
+    stamp = finished.stat().st_mtime_ns
+    assert len(Rows.load(tmp_path / "cut")) == 6  # the half shard is not read
+    time.sleep(0.01)
+    write(tmp_path / "cut", tokenizer)
+    assert finished.stat().st_mtime_ns == stamp  # kept, not written again
+    write(tmp_path / "whole", tokenizer)
+    for path in (tmp_path / "whole").iterdir():
+        assert path.read_bytes() == (tmp_path / "cut" / path.name).read_bytes()
+    # And that would have been seen: another seed for the missing shards gives other ones.
+    finished.with_name("train-00002-of-00003.safetensors").unlink()
+    write(tmp_path / "cut", tokenizer, seed=5)
+    name = "train-00002-of-00003.safetensors"
+    assert (tmp_path / "cut" / name).read_bytes() != (tmp_path / "whole" / name).read_bytes()
+    assert safetensors.torch.load_file(finished)["tokens"].dtype == torch.int32
+    assert room.shard_path(tmp_path, 0, 3).name == finished.name

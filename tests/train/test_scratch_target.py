@@ -1,0 +1,134 @@
+"""The scratch target learns, is saved whole, and stops in time."""
+
+import json
+import math
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headstart.train.data.corpus import Document, build_corpus, load_documents
+from headstart.train.recipe import Corpus, Scratch
+from headstart.train.scratch_target import (
+    END_OF_TEXT,
+    TargetError,
+    _Clock,
+    _Rows,
+    _schedule,
+    pack,
+    train_target,
+    train_tokenizer,
+)
+
+TINY = Scratch(
+    vocab_size=300,
+    hidden_size=32,
+    layers=2,
+    intermediate_size=64,
+    context=128,
+    sequence_length=32,
+    batch_size=8,
+    max_seconds=None,
+    max_tokens=32 * 8 * 40,
+)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    build_corpus(Corpus(max_bytes=150_000, held_out=0.2), folder)
+    return folder
+
+
+def test_trains_saves_and_loads(corpus: Path, tmp_path: Path) -> None:
+    metrics = train_target(TINY, corpus, tmp_path, seed=0, progress=False)
+    assert metrics["tokens"] == 32 * 8 * 40
+    assert metrics["held_out_loss"] < math.log(300) - 1  # a uniform guess costs log 300
+    assert json.loads((tmp_path / "metrics.json").read_text()) == metrics
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    assert model.dtype == torch.float32 and model.config.max_position_embeddings == 128
+    assert model.config.vocab_size == len(tokenizer) == 300
+    text = "def f(x):\n\treturn 'é漢' # done"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    assert model.config.eos_token_id == tokenizer.eos_token_id == tokenizer.pad_token_id == end
+    logits = model(**tokenizer("import ", return_tensors="pt")).logits
+    assert logits.shape[-1] == 300 and logits.isfinite().all()
+
+
+def test_a_seed_fixes_the_weights(corpus: Path, tmp_path: Path) -> None:
+    spec = replace(TINY, max_tokens=32 * 8 * 4)
+    state = torch.get_rng_state()
+    weights = {}
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        train_target(spec, corpus, tmp_path / name, seed=seed, progress=False)
+        weights[name] = (tmp_path / name / "model.safetensors").read_bytes()
+    assert weights["a"] == weights["b"] != weights["c"]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_stops_in_time(corpus: Path, tmp_path: Path) -> None:
+    spec = replace(TINY, max_seconds=0.5, max_tokens=None)
+    started = time.perf_counter()
+    metrics = train_target(spec, corpus, tmp_path, progress=False)
+    assert metrics["steps"] > 1 and metrics["seconds"] < 1.5
+    assert time.perf_counter() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"heads": 3}, "hidden_size 32 over heads 3"),
+        ({"max_tokens": None}, "give max_seconds or max_tokens"),
+        ({"sequence_length": 128}, "less than context"),
+        ({"sequence_length": 100_000, "context": 200_000}, "use more text or a shorter"),
+    ],
+)
+def test_refusals(corpus: Path, tmp_path: Path, change: dict, said: str) -> None:
+    with pytest.raises(TargetError, match=said):
+        train_target(replace(TINY, **change), corpus, tmp_path, progress=False)
+
+
+def test_pack_closes_each_document(corpus: Path) -> None:
+    tokenizer = train_tokenizer(load_documents(corpus, "train"), 300, 128)
+    documents = [Document("1", "abc"), Document("2", "def")]
+    ids = pack(tokenizer, documents)
+    assert tokenizer.decode(ids) == f"abc{END_OF_TEXT}def{END_OF_TEXT}"
+
+
+def test_rows_cover_an_epoch_once() -> None:
+    rows = _Rows(torch.arange(41), length=10, seed=0)
+    batch = rows.take(4)  # [4, 11]
+    assert sorted(batch[:, :-1].flatten().tolist()) == list(range(40))
+    assert torch.equal(batch[:, 1:], batch[:, :-1] + 1)
+    assert rows.take(9).shape == (9, 11)
+
+
+def test_schedule_rises_then_falls_to_zero() -> None:
+    shares = (0.0, 0.05, 0.1, 0.55, 1.0, 1.2)
+    assert [_schedule(share, 0.1) for share in shares] == pytest.approx([0, 0.5, 1, 0.5, 0, 0])
+    assert _schedule(0.0, 0.0) == 1.0
+
+
+def test_a_slower_machine_trains_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = {}
+    for seconds_a_step in (1.0, 3.0):
+        now = [100.0]
+        monkeypatch.setattr(
+            "headstart.train.scratch_target.time.perf_counter", lambda now=now: now[0]
+        )
+        clock = _Clock(max_seconds=12.0, max_tokens=None, step_tokens=8, started=now[0])
+        shares = []
+        while not shares or clock.share(1.0) <= 1.0:
+            shares.append(clock.share(0.5))
+            now[0] += seconds_a_step
+            clock.steps += 1
+        steps[seconds_a_step] = clock.steps
+        assert clock.share() <= 1.0
+        assert shares == sorted(shares) and shares[-1] > 0.8
+    assert steps == {1.0: 12, 3.0: 4}

@@ -1,0 +1,1 @@
+"""Where training text comes from: corpora, prompts, and what a model writes."""
