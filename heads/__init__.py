@@ -19,7 +19,7 @@ from .core import (
     UnsupportedTarget,
 )
 from .drafter import FAMILIES, Drafter, DrafterConfig, Step, family
-from .group import Several
+from .group import DrafterGroup
 
 __all__ = [
     "FAMILIES",
@@ -28,11 +28,11 @@ __all__ = [
     "DecodingError",
     "Drafter",
     "DrafterConfig",
+    "DrafterGroup",
     "HeadstartError",
     "Manifest",
     "OptionError",
     "Sampling",
-    "Several",
     "SlabCache",
     "Step",
     "TokenTree",

@@ -22,7 +22,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from .core import OptionError, output_layer, weight_of
 from .core.forward import decoder_layers
 from .drafter import Drafter, DrafterConfig, Step, last_true
-from .parts.cached_layers import CachedLayers, Drafted
+from .parts.cached_layers import CachedLayers, DraftCache
 
 
 @strict
@@ -158,11 +158,11 @@ class DraftModel(Drafter):
         self.config.hidden_size, self.config.vocab_size = text.hidden_size, text.vocab_size
         return super().bind(target)
 
-    def borrowed(self, target: PreTrainedModel) -> list[torch.nn.Module]:
+    def shared_modules(self, target: PreTrainedModel) -> list[torch.nn.Module]:
         return []
 
     @torch.no_grad()
-    def start_from_target(self, token_counts: Tensor | None = None) -> None:
+    def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Give the student its first weights: the target's chosen layers, or the model named."""
         if self.config.model is not None:
             loaded = AutoModelForCausalLM.from_pretrained(self.config.model, dtype=self.dtype)
@@ -179,22 +179,22 @@ class DraftModel(Drafter):
             module, _, name = name.rpartition(".")
             tensor.copy_(weight_of(self.target.get_submodule(module), name))
 
-    def start(self, batch: int, capacity: int) -> Drafted:
+    def start(self, batch: int, capacity: int) -> DraftCache:
         return self._layers.start(batch)
 
-    def tell(self, state: Drafted, longest: int, room: int) -> None:
-        self._layers.tell(state, longest, room)
+    def reserve(self, state: DraftCache, longest: int, room: int) -> None:
+        self._layers.reserve(state, longest, room)
 
-    def prefill(self, state: Drafted, features: Tensor, tokens: Tensor, count: Tensor) -> None:
+    def prefill(self, state: DraftCache, features: Tensor, tokens: Tensor, count: Tensor) -> None:
         known = self._known(tokens)
         self._layers.prefill(state, tokens.shape[1], count, input_ids=known)
 
-    def begin(self, state: Drafted, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+    def begin(self, state: DraftCache, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         known = self._known(tokens)
         found = self._layers.begin(state, tokens.shape[1], count, input_ids=known)
         return self._step(last_true(found.logits, count).unsqueeze(1))
 
-    def extend(self, state: Drafted, tokens: Tensor, parent: Tensor) -> Step:
+    def extend(self, state: DraftCache, tokens: Tensor, parent: Tensor) -> Step:
         found = self._layers.extend(state, parent, input_ids=self._known(tokens))
         return self._step(found.logits)
 
@@ -217,20 +217,22 @@ class DraftModel(Drafter):
         return torch.arange(known, device=layer.weight.device)
 
     @property
-    def writer(self) -> PreTrainedModel | None:
+    def language_model(self) -> PreTrainedModel | None:
         return self.model
 
     @property
-    def taught_depths(self) -> int:
+    def train_depths(self) -> int:
         return 1
 
-    def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+    def draft_hidden_states(
+        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+    ) -> Tensor:
         """Depth k at position t is the student's final hidden state at t + k: [depths, M, D]."""
         hidden = self.model.get_decoder()(input_ids=self._known(tokens), use_cache=False)[0]
         shifted = [hidden.roll(-depth, 1)[where] for depth in range(1, depths + 1)]
         return torch.stack(shifted)
 
-    def readout(self, depth: int) -> Callable[[Tensor], Tensor]:
+    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         decoder = self.model.get_decoder()
 
         def logits(states: Tensor) -> Tensor:

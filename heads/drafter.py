@@ -170,7 +170,7 @@ class Drafter(PreTrainedModel):
         return self._target[0]
 
     @classmethod
-    def translate(
+    def from_checkpoint(
         cls, config: dict[str, Any], tensors: dict[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """A checkpoint of the method's authors, or of another trainer, as this family has it.
@@ -208,18 +208,18 @@ class Drafter(PreTrainedModel):
                 f"drafter and target are on different devices, {' and '.join(map(str, devices))}; "
                 "move the drafter to the device of the target's output layer."
             )
-        keep_resident(target, self.borrowed(target))
+        keep_resident(target, self.shared_modules(target))
         object.__setattr__(self, "_target", (target,))
         return self
 
-    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
         """The target's layers that this drafter calls while decoding.
 
         Where the target's weights are streamed in for each forward, these are brought in to stay.
         """
         return [target.get_input_embeddings(), output_layer(target)]
 
-    def start_from_target(self, token_counts: Tensor | None = None) -> None:
+    def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Take from the bound target what the drafter starts its training from; nothing here.
 
         Args:
@@ -230,11 +230,11 @@ class Drafter(PreTrainedModel):
         """A fresh state for `batch` rows of at most `capacity` tokens each.
 
         A captured round runs no Python: what a round leaves to the next is tensors that are the
-        state's attributes, and slab caches. What is a number of Python's follows from `tell`.
+        state's attributes, and slab caches. What is a number of Python's follows from `reserve`.
         """
         return None
 
-    def tell(self, state: Any, longest: int, room: int) -> None:
+    def reserve(self, state: Any, longest: int, room: int) -> None:
         """Hear before a round that no row's root stands past position `longest`.
 
         For drafters with a cache, which must know on the host how much of it is in use. They make
@@ -271,7 +271,7 @@ class Drafter(PreTrainedModel):
         raise NotImplementedError
 
     @property
-    def taught_depths(self) -> int:
+    def train_depths(self) -> int:
         """K, the depths that a training loss covers; 0 for a drafter that is not trained.
 
         A drafter whose depth k at position t is its depth 1 at position t + k - 1, as with any
@@ -292,7 +292,7 @@ class Drafter(PreTrainedModel):
         return None
 
     @property
-    def writer(self) -> PreTrainedModel | None:
+    def language_model(self) -> PreTrainedModel | None:
         """The language model in it that writes text without the target; None if there is none.
 
         What it writes can then teach the drafter, see `headstart.train.on_policy`.
@@ -304,7 +304,9 @@ class Drafter(PreTrainedModel):
         """[Vd] int64 target ids that the drafter knows, ascending; None for all."""
         return None
 
-    def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+    def draft_hidden_states(
+        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+    ) -> Tensor:
         """What the drafter holds at depths 1 … `depths` with the true text fed to it.
 
         Args:
@@ -318,7 +320,7 @@ class Drafter(PreTrainedModel):
         """
         raise NotImplementedError
 
-    def readout(self, depth: int) -> Callable[[Tensor], Tensor]:
+    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         """The output layer of a depth: states [M, D'] -> logits [M, Vd].
 
         It is asked for once a loss and then applied to one chunk of states after another, so what

@@ -27,9 +27,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from .core import OptionError, output_layer
 from .drafter import DrafterConfig, Step, last_true
-from .parts.cached_layers import CachedLayers, Drafted, layer_like, own_layers
+from .parts.cached_layers import CachedLayers, DraftCache, layer_like, own_layers
 from .parts.eagle_checkpoints import eagle1, eagle3
-from .parts.vocabulary import Grounded, check_draft_vocabulary
+from .parts.vocabulary import TokenConditioned, check_draft_vocabulary
 
 
 @strict
@@ -115,11 +115,11 @@ class _State:
 
     hidden: Tensor
 
-    def __init__(self, cache: Drafted):
+    def __init__(self, cache: DraftCache):
         self.cache = cache
 
 
-class Eagle(Grounded):
+class Eagle(TokenConditioned):
     """EAGLE-1, and what EAGLE-3 has in common with it."""
 
     config_class = EagleConfig
@@ -137,16 +137,16 @@ class Eagle(Grounded):
         self.model.layers[0].input_layernorm = nn.Identity()
 
     @classmethod
-    def translate(
+    def from_checkpoint(
         cls, config: dict[str, Any], tensors: dict[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         return eagle1(config, tensors)
 
-    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
-        return [*super().borrowed(target), output_layer(target)]
+    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
+        return [*super().shared_modules(target), output_layer(target)]
 
     @torch.no_grad()
-    def start_from_target(self, token_counts: Tensor | None = None) -> None:
+    def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Start as the target's own output layer: the feature, with the token beside it, passes a
         layer that adds nothing yet."""
         _spread(self.model)
@@ -175,9 +175,9 @@ class Eagle(Grounded):
     def start(self, batch: int, capacity: int) -> _State:
         return _State(self._layers.start(batch))
 
-    def tell(self, state: _State, longest: int, room: int) -> None:
+    def reserve(self, state: _State, longest: int, room: int) -> None:
         # The root's pair stands one before the root itself.
-        self._layers.tell(state.cache, longest - 1, room)
+        self._layers.reserve(state.cache, longest - 1, room)
 
     def prefill(self, state: _State, features: Tensor, tokens: Tensor, count: Tensor) -> None:
         pairs = self._pairs(tokens[:, 1:], self._first(features[:, :-1]))
@@ -197,10 +197,12 @@ class Eagle(Grounded):
         return Step(self._logits(hidden), self.draft_vocabulary)
 
     @property
-    def taught_depths(self) -> int:
+    def train_depths(self) -> int:
         return self.config.depths
 
-    def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+    def draft_hidden_states(
+        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+    ) -> Tensor:
         """Depth 1 runs on all pairs of the text; each deeper one goes on from every position.
 
         At depth k the pair of position t is its hidden state of depth k - 1 and token x_t+k, in
@@ -234,7 +236,7 @@ class Eagle(Grounded):
         found = self.model(inputs_embeds=pairs, past_key_values=cache, use_cache=True, **how)
         return found.last_hidden_state
 
-    def readout(self, depth: int) -> Callable[[Tensor], Tensor]:
+    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return self._logits
 
     def predicted_features(self, states: Tensor) -> Tensor | None:
@@ -276,7 +278,7 @@ class Eagle3(Eagle):
         self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
 
     @classmethod
-    def translate(
+    def from_checkpoint(
         cls, config: dict[str, Any], tensors: dict[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         return eagle3(config, tensors)
@@ -285,11 +287,11 @@ class Eagle3(Eagle):
         self.config.feature_layers = self.config.feature_layers or mixed_layers(target)
         return super().bind(target)
 
-    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
         return [target.get_input_embeddings()]
 
     @torch.no_grad()
-    def start_from_target(self, token_counts: Tensor | None = None) -> None:
+    def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Start as EAGLE-1 does: with the last feature and the token beside it, read by the
         target's own norm and output layer.
 

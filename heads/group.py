@@ -23,7 +23,7 @@ from .core import OptionError
 from .drafter import Drafter, DrafterConfig, Step
 
 
-class Member:
+class GroupMember:
     """One of several drafters, asked with what belongs to all of them.
 
     Args:
@@ -58,7 +58,7 @@ class Member:
         return torch.cat([features.narrow(-1, layer * width, width) for layer in layers], -1)
 
 
-class Several(Drafter):
+class DrafterGroup(Drafter):
     """Drafters of one target, asked one by one through `members`.
 
     It is not saved: each of its drafters has an artifact of its own.
@@ -71,7 +71,7 @@ class Several(Drafter):
     """
 
     def __init__(self, drafters: Sequence[Drafter]):
-        if len(drafters) < 2 or any(isinstance(each, Several) for each in drafters):
+        if len(drafters) < 2 or any(isinstance(each, DrafterGroup) for each in drafters):
             raise OptionError(
                 f"found {len(drafters)} drafters for one tree, or several inside of several; "
                 "expected two or more, side by side."
@@ -82,7 +82,9 @@ class Several(Drafter):
         super().__init__(DrafterConfig(feature_layers=layers, **shapes))
         self.drafters = nn.ModuleList(drafters)
         self.members = [
-            Member(each, number, [layers.index(i) for i in each.config.feature_layers], len(layers))
+            GroupMember(
+                each, number, [layers.index(i) for i in each.config.feature_layers], len(layers)
+            )
             for number, each in enumerate(drafters)
         ]
 
@@ -91,15 +93,15 @@ class Several(Drafter):
             member.drafter.bind(target)
         return super().bind(target)
 
-    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
         return []  # each has borrowed for itself
 
     def start(self, batch: int, capacity: int) -> list[Any]:
         return [member.drafter.start(batch, capacity) for member in self.members]
 
-    def tell(self, state: list[Any], longest: int, room: int) -> None:
+    def reserve(self, state: list[Any], longest: int, room: int) -> None:
         for member, own in zip(self.members, state, strict=True):
-            member.drafter.tell(own, longest, room)
+            member.drafter.reserve(own, longest, room)
 
     def prefill(self, state: list[Any], features: Tensor, tokens: Tensor, count: Tensor) -> None:
         for member, own in zip(self.members, state, strict=True):

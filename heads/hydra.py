@@ -25,8 +25,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .core import FINAL, ArtifactError, FeatureTap, OptionError, device_of, output_layer
 from .drafter import DrafterConfig, Step, last_true
-from .parts.cached_layers import CachedLayers, Drafted, layer_like, own_layers
-from .parts.vocabulary import Grounded, check_draft_vocabulary
+from .parts.cached_layers import CachedLayers, DraftCache, layer_like, own_layers
+from .parts.vocabulary import TokenConditioned, check_draft_vocabulary
 
 
 @strict
@@ -95,7 +95,7 @@ class HydraState:
     paths: Tensor
     first: int
 
-    def __init__(self, cached: Drafted | None):
+    def __init__(self, cached: DraftCache | None):
         self.cached = cached
 
 
@@ -115,7 +115,7 @@ class _Block(nn.Module):
         return self.res_connection(states) + F.silu(self.linear(states))
 
 
-class Hydra(Grounded):
+class Hydra(TokenConditioned):
     """K heads, of which each sees the tokens that the ones before it drafted."""
 
     config_class = HydraConfig
@@ -151,12 +151,12 @@ class Hydra(Grounded):
     def max_depth(self) -> int:
         return self.config.heads
 
-    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
         own = [] if self.output is not None else [output_layer(target)]
-        return [*super().borrowed(target), *own]
+        return [*super().shared_modules(target), *own]
 
     @torch.no_grad()
-    def start_from_target(self, token_counts: Tensor | None = None) -> None:
+    def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Start every head as the target's own output layer, see `Medusa`.
 
         Args:
@@ -185,7 +185,7 @@ class Hydra(Grounded):
         return size
 
     @classmethod
-    def translate(
+    def from_checkpoint(
         cls, config: dict[str, Any], tensors: dict[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """The authors' heads (github.com/zankner/Hydra), with or without the prefix.
@@ -230,10 +230,12 @@ class Hydra(Grounded):
         return known, found
 
     @property
-    def taught_depths(self) -> int:
+    def train_depths(self) -> int:
         return self.config.heads
 
-    def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+    def draft_hidden_states(
+        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+    ) -> Tensor:
         row, at = where.nonzero(as_tuple=True)  # [M] each
         features = features.to(self.dtype)
         if self.prefix is not None:
@@ -246,7 +248,7 @@ class Hydra(Grounded):
             found.append(self._hidden(path))
         return torch.stack(found)  # [K, M, D]
 
-    def readout(self, depth: int) -> Callable[[Tensor], Tensor]:
+    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.output is not None:
             return self.output[depth - 1]
         return self.target_logits
@@ -254,9 +256,9 @@ class Hydra(Grounded):
     def start(self, batch: int, capacity: int) -> HydraState:
         return HydraState(None if self._cached is None else self._cached.start(batch))
 
-    def tell(self, state: HydraState, longest: int, room: int) -> None:
+    def reserve(self, state: HydraState, longest: int, room: int) -> None:
         if self._cached is not None and state.cached is not None:
-            self._cached.tell(state.cached, longest, room)
+            self._cached.reserve(state.cached, longest, room)
 
     def prefill(self, state: HydraState, features: Tensor, tokens: Tensor, count: Tensor) -> None:
         if self._cached is not None and state.cached is not None:
@@ -287,7 +289,7 @@ class Hydra(Grounded):
 
     def _propose(self, state: HydraState) -> Step:
         hidden = self._hidden(state.paths)  # [B, W, D]
-        return Step(self.readout(self._depth(state.paths))(hidden), self.draft_vocabulary)
+        return Step(self.draft_logits(self._depth(state.paths))(hidden), self.draft_vocabulary)
 
     def _hidden(self, path: Tensor) -> Tensor:
         """z [..., (k + 1) D] -> the states of depth k [..., D]."""

@@ -57,7 +57,7 @@ class LookupConfig(DrafterConfig):
 
 
 @dataclass
-class Searched:
+class LookupState:
     """The rows' text and this round's matches.
 
     Attributes:
@@ -99,23 +99,23 @@ class Lookup(Drafter):
         self.config.save_pretrained(folder)
         save_file({}, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
-    def borrowed(self, target: PreTrainedModel) -> list[torch.nn.Module]:
+    def shared_modules(self, target: PreTrainedModel) -> list[torch.nn.Module]:
         return []
 
-    def start(self, batch: int, capacity: int) -> Searched:
-        return Searched()
+    def start(self, batch: int, capacity: int) -> LookupState:
+        return LookupState()
 
-    def tell(self, state: Searched, longest: int, room: int) -> None:
+    def reserve(self, state: LookupState, longest: int, room: int) -> None:
         state.told = longest
         self._reserve(state, longest + 1 + room)
 
-    def prefill(self, state: Searched, features: Tensor, tokens: Tensor, count: Tensor) -> None:
+    def prefill(self, state: LookupState, features: Tensor, tokens: Tensor, count: Tensor) -> None:
         state.most, state.told = tokens.shape[1], None
         before = self.config.max_match
         state.text = torch.nn.functional.pad(tokens, (before, 1), value=-1)
         state.size = count.unsqueeze(1)
 
-    def begin(self, state: Searched, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+    def begin(self, state: LookupState, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         self._append(state, tokens, count)
         length, ends = self._match(state)  # [B, S]
         # Longest first, and the latest of equals.
@@ -126,7 +126,7 @@ class Lookup(Drafter):
         state.depth = torch.zeros_like(state.size)
         return Step(ids=_ranked(self._after(state, state.depth), state.agrees))
 
-    def extend(self, state: Searched, tokens: Tensor, parent: Tensor) -> Step:
+    def extend(self, state: LookupState, tokens: Tensor, parent: Tensor) -> Step:
         at = parent + 1  # entry 0 is the root
         depth = state.depth.gather(1, at)  # [B, W]
         agrees = state.agrees.gather(1, at.unsqueeze(-1).expand(-1, -1, state.agrees.shape[-1]))
@@ -135,12 +135,12 @@ class Lookup(Drafter):
         state.agrees = torch.cat([state.agrees, agrees], 1)
         return Step(ids=_ranked(self._after(state, depth + 1), agrees))
 
-    def continuation(self, state: Searched, length: int) -> Tensor:
+    def continuation(self, state: LookupState, length: int) -> Tensor:
         """The best match's next `length` tokens after `begin`, [B, length]; -1 without a match."""
         depth = torch.arange(length, device=state.size.device).expand(len(state.size), -1)
         return torch.where(state.agrees[:, :, 0], self._after(state, depth)[..., 0], -1)
 
-    def _append(self, state: Searched, tokens: Tensor, count: Tensor) -> None:
+    def _append(self, state: LookupState, tokens: Tensor, count: Tensor) -> None:
         added, before = tokens.shape[1], self.config.max_match
         state.most = state.most + added if state.told is None else state.told + 1
         state.told = None
@@ -150,7 +150,7 @@ class Lookup(Drafter):
         state.text.scatter_(1, slot + before, tokens)
         state.size = state.size + count.unsqueeze(1)
 
-    def _reserve(self, state: Searched, tokens: int) -> int:
+    def _reserve(self, state: LookupState, tokens: int) -> int:
         """Make room for so many tokens a row; returns the slots there are."""
         slots = state.text.shape[1] - self.config.max_match - 1
         if tokens <= slots and slots == in_steps(slots):
@@ -159,7 +159,7 @@ class Lookup(Drafter):
         state.text = torch.nn.functional.pad(state.text, (0, room - slots), value=-1)
         return room
 
-    def _match(self, state: Searched) -> tuple[Tensor, Tensor]:
+    def _match(self, state: LookupState) -> tuple[Tensor, Tensor]:
         """How many tokens before and at each position equal the text's last ones.
 
         Returns:
@@ -176,7 +176,7 @@ class Lookup(Drafter):
         same = (windows == suffix.unsqueeze(1)).flip(-1)
         return same.cumprod(-1).sum(-1) * (ends < state.size - 1), ends
 
-    def _after(self, state: Searched, depth: Tensor) -> Tensor:
+    def _after(self, state: LookupState, depth: Tensor) -> Tensor:
         """Each match's token after `depth` [B, W] tokens of its continuation, [B, W, M]."""
         onward = depth.unsqueeze(-1) % state.period.unsqueeze(1)
         column = state.source.unsqueeze(1) + onward + (1 + self.config.max_match)  # [B, W, M]
@@ -237,15 +237,15 @@ class WithLookup(Drafter):
         self.drafter.bind(target)
         return super().bind(target)
 
-    def borrowed(self, target: PreTrainedModel) -> list[torch.nn.Module]:
-        return self.drafter.borrowed(target)
+    def shared_modules(self, target: PreTrainedModel) -> list[torch.nn.Module]:
+        return self.drafter.shared_modules(target)
 
     def start(self, batch: int, capacity: int) -> _Both:
         return _Both(self.drafter.start(batch, capacity), self.lookup.start(batch, capacity))
 
-    def tell(self, state: _Both, longest: int, room: int) -> None:
-        self.drafter.tell(state.drafter, longest, room)
-        self.lookup.tell(state.searched, longest, room)
+    def reserve(self, state: _Both, longest: int, room: int) -> None:
+        self.drafter.reserve(state.drafter, longest, room)
+        self.lookup.reserve(state.searched, longest, room)
 
     def prefill(self, state: _Both, features: Tensor, tokens: Tensor, count: Tensor) -> None:
         self.drafter.prefill(state.drafter, features, tokens, count)
@@ -271,7 +271,7 @@ class _Both:
     """A drafter's state and the lookup's."""
 
     drafter: object
-    searched: Searched
+    searched: LookupState
 
 
 def _overridden(step: Step, found: Tensor) -> Step:

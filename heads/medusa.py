@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from .core import ArtifactError, OptionError, output_layer
 from .drafter import DrafterConfig, Step, last_true
-from .parts.vocabulary import Trimmable, check_draft_vocabulary
+from .parts.vocabulary import TrimmedVocabulary, check_draft_vocabulary
 
 _INSIDE = "medusa_head."  # what the names of heads begin with in a whole model's weights
 _PLACE = re.compile(r"(\d+)\.\d+\.(linear\.(weight|bias)|weight)")
@@ -55,7 +55,7 @@ class MedusaConfig(DrafterConfig):
         check_draft_vocabulary(self, self.output, self.draft_vocab_size)
 
 
-class Medusa(Trimmable):
+class Medusa(TrimmedVocabulary):
     """K heads that answer for every depth from one `begin`."""
 
     config_class = MedusaConfig
@@ -83,7 +83,7 @@ class Medusa(Trimmable):
                 nn.init.zeros_(self.output)
 
     @classmethod
-    def translate(
+    def from_checkpoint(
         cls, config: dict[str, Any], tensors: dict[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """The authors' heads (github.com/FasterDecoding/Medusa), alone or inside of their target.
@@ -128,7 +128,7 @@ class Medusa(Trimmable):
         return self.config.heads
 
     @torch.no_grad()
-    def start_from_target(self, token_counts: Tensor | None = None) -> None:
+    def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Copy the target's output layer into the heads' own before training.
 
         Args:
@@ -138,17 +138,19 @@ class Medusa(Trimmable):
         if self.output is not None:
             self.output.copy_(self.rows_to_start_from(token_counts).expand_as(self.output))
 
-    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
         return [output_layer(target)] if self.output is None else []
 
     @property
-    def taught_depths(self) -> int:
+    def train_depths(self) -> int:
         return self.config.heads
 
-    def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+    def draft_hidden_states(
+        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+    ) -> Tensor:
         return self._blocks(features[where], depths)  # the heads never see a token
 
-    def readout(self, depth: int) -> Callable[[Tensor], Tensor]:
+    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.output is not None:
             # One view for all chunks: each view of the stack costs a gradient of the whole stack.
             return partial(F.linear, weight=self.output[depth - 1])
@@ -157,7 +159,7 @@ class Medusa(Trimmable):
     def begin(self, state: None, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         states = self._blocks(last_true(features, count), self.config.heads)  # [K, B, D]
         if self.output is None:
-            logits = self.readout(1)(states)
+            logits = self.draft_logits(1)(states)
         else:
             logits = torch.bmm(states, self.output.mT)
         return Step(logits.transpose(0, 1), self.draft_vocabulary)  # [B, K, Vd]

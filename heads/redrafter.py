@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from .core import ArtifactError, OptionError
 from .drafter import DrafterConfig, Step, last_true
-from .parts.vocabulary import Grounded, check_draft_vocabulary
+from .parts.vocabulary import TokenConditioned, check_draft_vocabulary
 
 _AUTHORS = "recurrent_drafting_drafter"  # the model type in their configs
 
@@ -80,7 +80,7 @@ class _Block(nn.Module):
         return states + F.silu(self.linear(states))
 
 
-class ReDrafter(Grounded):
+class ReDrafter(TokenConditioned):
     """A recurrent cell, fed one drafted token after another. Its weights bear the paper's names."""
 
     config_class = ReDrafterConfig
@@ -108,7 +108,7 @@ class ReDrafter(Grounded):
                 nn.init.zeros_(module.bias)
 
     @classmethod
-    def translate(
+    def from_checkpoint(
         cls, config: dict[str, Any], tensors: dict[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
         """The authors' drafters (github.com/apple/ml-recurrent-drafter), whose tensors bear the
@@ -129,7 +129,7 @@ class ReDrafter(Grounded):
         return known | {"exit_dim": output.shape[1]}, tensors
 
     @torch.no_grad()
-    def start_from_target(self, token_counts: Tensor | None = None) -> None:
+    def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Start as the target's own output layer, blind to the cell; see `Medusa`.
 
         Args:
@@ -144,10 +144,12 @@ class ReDrafter(Grounded):
         self.rnn_w.weight.div_(self.size_of_embeddings())  # so the cell's input is of size 1
 
     @property
-    def taught_depths(self) -> int:
+    def train_depths(self) -> int:
         return self.config.depths
 
-    def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+    def draft_hidden_states(
+        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+    ) -> Tensor:
         row, at = where.nonzero(as_tuple=True)  # [M] each
         feature = features[row, at].to(self.rnn_w.weight.dtype)  # [M, D]
         cell, found = torch.zeros_like(feature), []
@@ -157,7 +159,7 @@ class ReDrafter(Grounded):
             found.append(torch.cat([feature, cell], -1))
         return torch.stack(found)  # [K, M, 2 D]
 
-    def readout(self, depth: int) -> Callable[[Tensor], Tensor]:
+    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return self._logits
 
     def start(self, batch: int, capacity: int) -> ReDrafterState:

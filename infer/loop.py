@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from headstart.heads import Drafter, OptionError, Sampling, Step, TokenTree
-from headstart.heads.group import Member, Several
+from headstart.heads.group import DrafterGroup, GroupMember
 
 from .graphs import Rounds, addresses, bucket, settings
 from .record import Record
@@ -42,10 +42,10 @@ class _Watch:
     They cannot harm the text, only its speed, so not every round is watched.
     """
 
-    def __init__(self, drafter: Drafter | Member):
+    def __init__(self, drafter: Drafter | GroupMember):
         self.drafter, self.config, self.independent = drafter, drafter.config, drafter.independent
         self._best: list[Tensor] = []  # [B] each: the largest logit, NaN where there is one
-        if isinstance(drafter, Several):
+        if isinstance(drafter, DrafterGroup):
             self.members = [_Watch(member) for member in drafter.members]
             for member in self.members:
                 member._best = self._best
@@ -180,8 +180,8 @@ class Decoding:
 
         # The last prompt token is the root of a tree of one node, already verified by the prefill.
         root = tokens.gather(1, (count - 1).unsqueeze(1))  # [B, 1]
-        topology, qrow = _ROOT_ONLY.shape(batch, device)
-        tree = TokenTree(root, topology, None, qrow)
+        topology, proposal_row = _ROOT_ONLY.shape(batch, device)
+        tree = TokenTree(root, topology, None, proposal_row)
         last = count - 1
         features = features.gather(1, last.view(-1, 1, 1).expand(-1, 1, features.shape[-1]))
         self.committed = Committed(features, root, torch.ones_like(count), root, last)
@@ -228,7 +228,7 @@ class Decoding:
             read = self._rounds.send(self._captured(self._rounds, watch, longest))
         else:
             if self.drafter is not None:
-                self.drafter.tell(self.state, longest, self._room)
+                self.drafter.reserve(self.state, longest, self._room)
             self.committed, report = self._step(watch, longest, self.rows.even)
             read = lambda: report.cpu().numpy()  # noqa: E731 - as `send` answers
         self._waiting.append((read, self.committed.tokens.shape[1]))
@@ -237,12 +237,14 @@ class Decoding:
         """Do a round on tensors that stay, perhaps by replaying it; returns its report."""
         capacity, drafter = self.target.cache.capacity - self.policy.nodes, self.drafter
         # Tree attention reads lengths on the device, so one graph serves all; unless drafters hear.
-        if self.target.windows.tree and (drafter is None or type(drafter).tell is Drafter.tell):
+        if self.target.windows.tree and (
+            drafter is None or type(drafter).reserve is Drafter.reserve
+        ):
             longest = capacity
         else:
             longest = min(bucket(longest + self._spill), capacity)
         if drafter is not None:
-            drafter.tell(self.state, longest, self._room)
+            drafter.reserve(self.state, longest, self._room)
             rounds.keep_state(self.state)
         weight = self.target.model.get_input_embeddings().weight  # another one after a move
         kind = (

@@ -30,7 +30,7 @@ from headstart.heads import Drafter, OptionError, Sampling, load_drafter
 from headstart.heads.artifacts.files import read_tree
 from headstart.heads.artifacts.plan import read_plan
 from headstart.heads.core import offloaded, row_seeds
-from headstart.heads.group import Several, members
+from headstart.heads.group import DrafterGroup, members
 
 from .graphs import Rounds
 from .loop import Decoding
@@ -89,7 +89,7 @@ class Speculator:
         compile: bool | str = False,
     ):
         if drafter is not None and not isinstance(drafter, Drafter):
-            drafter = Several(drafter) if len(drafter) > 1 else next(iter(drafter), None)
+            drafter = DrafterGroup(drafter) if len(drafter) > 1 else next(iter(drafter), None)
         if drafter is not None:
             drafter.bind(target)
         self.drafter, self.rule, self.tokenizer = drafter, rule, tokenizer

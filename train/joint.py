@@ -89,7 +89,9 @@ def load_options(dtype: str, device: torch.device) -> dict[str, Any]:
     }
 
 
-def how_far(target: PreTrainedModel, adapter: Adapter, texts: Sequence[Tensor]) -> dict[str, Any]:
+def adapter_loss_change(
+    target: PreTrainedModel, adapter: Adapter, texts: Sequence[Tensor]
+) -> dict[str, Any]:
     """The loss of the target on held-out texts without and with its adapter.
 
     Args:

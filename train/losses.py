@@ -1,7 +1,7 @@
 """What drafters minimise: hard labels or the target's distribution, at every depth.
 
-All families share these functions; what a drafter must answer is `Drafter.states` and
-`Drafter.readout`. Tensors as wide as the vocabulary exist for one chunk of positions at a time.
+All families share these functions; what a drafter must answer is `Drafter.draft_hidden_states` and
+`Drafter.draft_logits`. Tensors as wide as the vocabulary exist for one chunk of positions at once.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def draft_loss(
     """
     divergence = LOSSES[loss]
     where = (labels != IGNORED).any(0)  # [B, T]
-    states = drafter.states(features, tokens, where, len(labels))  # [K, M, D']
+    states = drafter.draft_hidden_states(features, tokens, where, len(labels))  # [K, M, D']
     labels = labels[:, where]  # [K, M]
     depths, positions = labels.shape
     # An empty batch must still reach every parameter, or data-parallel training waits for them.
@@ -215,7 +215,7 @@ def draft_loss(
             weight = feature_weight * decay**depth / counts[depth - 1].clamp(min=1)
             total = total + weight * apart.masked_fill(labels[depth - 1] == IGNORED, 0.0).sum()
     for depth in range(1, depths + 1):
-        read = drafter.readout(depth)
+        read = drafter.draft_logits(depth)
         weight = decay**depth / counts[depth - 1].clamp(min=1)
         for first in range(0, positions, chunk):
             # The last chunk is as large as the others: it repeats rows, whose labels are ignored.

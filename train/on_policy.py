@@ -34,7 +34,7 @@ def check_on_policy(recipe: Recipe) -> None:
     if recipe.train.on_policy is None:
         return
     name = recipe.drafter.family
-    if family(name).writer is Drafter.writer:
+    if family(name).language_model is Drafter.language_model:
         raise OptionError(
             f"train.on_policy is set, but a {name} drafter writes no text without the target; "
             "leave it out, or take a drafter that is a language model (draft_model)."
@@ -72,11 +72,11 @@ class StudentText:
         distill: Distill,
         args: TrainingArguments,
     ):
-        assert drafter.writer is not None, "see check_on_policy"
+        assert drafter.language_model is not None, "see check_on_policy"
         self.spec, self.rows, self.args = spec, rows, args
         self.distill = replace(distill, temperature=spec.temperature)
         self.count = args.train_batch_size * args.gradient_accumulation_steps  # rows a step, here
-        self.student = drafter.writer
+        self.student = drafter.language_model
         check_context(distill, self.student, "draft model")
         self.speculator = Speculator(self.student)
         # It ends where the target does, and says nothing that the target has no logit for.

@@ -29,7 +29,7 @@ from headstart.infer import StaticTree, load
 
 from .data.corpus import build_corpus, load_documents
 from .data.distill import Rows, distill, summary
-from .joint import how_far, load_options
+from .joint import adapter_loss_change, load_options
 from .on_policy import StudentText, check_on_policy
 from .recipe import Recipe, load_recipe
 from .scratch_target import train_target
@@ -225,7 +225,9 @@ class _Run:
         drafter.eval()
         if drafter.adapter is not None:
             texts = held_out_texts(tokenizer, documents, decode.prefix_tokens, recipe.seed)
-            measured["held_out_loss"] = how_far(model, drafter.adapter, texts or prompts)
+            measured["held_out_loss"] = adapter_loss_change(
+                model, drafter.adapter, texts or prompts
+            )
         if self.rank == 0:
             self._write_artifact(drafter, model, tokenizer, target, measured, folder)
         if drafter.adapter is not None:
@@ -319,7 +321,7 @@ class _Run:
 
 def is_taught(name: str) -> bool:
     """Whether drafters of a family are trained: one that is not says nothing of taught depths."""
-    return family(name).taught_depths is not Drafter.taught_depths
+    return family(name).train_depths is not Drafter.train_depths
 
 
 def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> Drafter:
@@ -328,7 +330,7 @@ def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> 
     assert kind.config_class is not None and issubclass(kind.config_class, DrafterConfig)
     config = kind.config_class.for_target(target, **recipe.drafter.options)
     drafter = kind(config).float().to(target.device).bind(target)  # type: ignore[arg-type]
-    drafter.start_from_target(rows.token_counts(config.vocab_size) if rows else None)
+    drafter.init_from_target(rows.token_counts(config.vocab_size) if rows else None)
     return drafter
 
 

@@ -115,7 +115,7 @@ class DraftedTarget(nn.Module):
         feature_weight: float = 0.0,
     ):
         super().__init__()
-        if not drafter.taught_depths:
+        if not drafter.train_depths:
             raise OptionError(
                 f"{type(drafter).__name__} has nothing to train; decode with it as it is."
             )
@@ -196,7 +196,7 @@ class DraftedTarget(nn.Module):
     def labels(self, tokens: Tensor, supervised: Tensor) -> Tensor:
         """See `head_labels`."""
         drafter = self.drafter
-        return head_labels(tokens, supervised, drafter.taught_depths, drafter.draft_vocabulary)
+        return head_labels(tokens, supervised, drafter.train_depths, drafter.draft_vocabulary)
 
     def counts(self, tokens: Tensor, supervised: Tensor) -> Tensor:
         """How many labels a batch has: those of each depth, [K], and last the target's own."""

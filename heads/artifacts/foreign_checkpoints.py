@@ -2,8 +2,8 @@
 
 A folder or Hub repository with a `config.json` and one file of weights, see `HEADS`, and without
 our manifest; or a whole model with heads inside, which may be in several files. Each family is
-asked whether it is one of its own, see `Drafter.translate`. Nothing there proves which target it
-was trained for, so its shapes are all that is checked: for another target of the same shape it
+asked whether it is one of its own, see `Drafter.from_checkpoint`. Nothing there proves which target
+it was trained for, so its shapes are all that is checked: for another target of the same shape it
 drafts badly, and the output is that target's all the same.
 """
 
@@ -112,7 +112,7 @@ def _translate(
     for each in FAMILIES:
         kind = family(each)
         try:
-            found = kind.translate(said, tensors)
+            found = kind.from_checkpoint(said, tensors)
         except ArtifactError as error:
             raise ArtifactError(f"{weights[0]} is not read: {error}") from error
         except RuntimeError as error:  # torch's, of tensors that do not go together

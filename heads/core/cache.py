@@ -214,7 +214,7 @@ class SlabCache(Cache):
         """The dtype of the first layer's keys, which the attention mask takes."""
         return self.shapes[0].dtype
 
-    def aim(self, slots: Tensor | range, live: int, seen: int = 0) -> None:
+    def set_slots(self, slots: Tensor | range, live: int, seen: int = 0) -> None:
         """Point the next forward at `slots`, attending to slots 0 … live - 1 of each row.
 
         Args:

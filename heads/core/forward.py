@@ -215,13 +215,13 @@ def tree_run(
     if windows.tree:
         seen = None  # tree attention reads each row's length on the device, a lone root's too
     if seen is not None and nodes == 1:
-        slab.aim(range(seen, seen + 1), seen + 1, seen)
+        slab.set_slots(range(seen, seen + 1), seen + 1, seen)
     else:
         if seen is not None:
-            slab.aim(range(seen + first, seen + nodes), live)
+            slab.set_slots(range(seen + first, seen + nodes), live)
         else:
             numbers = torch.arange(first, nodes, device=lengths.device)
-            slab.aim(lengths.unsqueeze(1) + numbers, live)
+            slab.set_slots(lengths.unsqueeze(1) + numbers, live)
 
         def mask(window: int | None) -> Tensor:
             if seen is not None and shape is not None:
@@ -302,7 +302,7 @@ def causal_run(
     given = next(iter(inputs.values()))
     batch, length = given.shape[:2]
     positions = torch.arange(length, device=given.device).expand(batch, -1)
-    slab.aim(range(length), length)
+    slab.set_slots(range(length), length)
     return model(**inputs, position_ids=positions, past_key_values=slab, use_cache=True, **options)
 
 

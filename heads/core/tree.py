@@ -166,7 +166,7 @@ class TokenTree:
         tokens: [B, N] int64; column 0 is the root.
         topology: parents, depth, ancestors and paths.
         valid: [B, N] bool, or None when every node may be accepted.
-        qrow: [B, N] int64, the proposal row a node was drawn from; -1 marks a point mass.
+        proposal_row: [B, N] int64, the proposal row a node was drawn from; -1 marks a point mass.
         logits: [B, G, Vd] the proposals' raw logits, only for rules that need them; None when every
             node is a point mass.
         vocabulary: [Vd] target ids that the columns of `logits` stand for; 0 … V - 1 when None.
@@ -178,7 +178,7 @@ class TokenTree:
     tokens: Tensor
     topology: Topology
     valid: Tensor | None
-    qrow: Tensor
+    proposal_row: Tensor
     logits: Tensor | None = None
     vocabulary: Tensor | None = None
     replacement: bool = False

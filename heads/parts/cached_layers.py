@@ -36,7 +36,7 @@ _ROOM = 512
 
 
 @dataclass
-class Drafted:
+class DraftCache:
     """A request's state.
 
     Attributes:
@@ -65,7 +65,7 @@ class Drafted:
 
 
 @dataclass(frozen=True)
-class Driven:
+class ForwardSetup:
     """What the model's forwards need to know about it, and where that holds."""
 
     place: tuple[torch.device, torch.dtype]
@@ -87,19 +87,19 @@ class CachedLayers:
 
     def __init__(self, model: PreTrainedModel, shapes: list[LayerShape] | None = None):
         self.model, self._shapes = model, shapes
-        self._driven: Driven | None = None
+        self._forward_setup: ForwardSetup | None = None
 
-    def start(self, batch: int) -> Drafted:
+    def start(self, batch: int) -> DraftCache:
         """A fresh state, see `Drafter.start`."""
         lengths = torch.zeros(batch, dtype=torch.long, device=self.model.device)
-        return Drafted(SlabCache(self.driven.shapes, batch, 0), 0, lengths)
+        return DraftCache(SlabCache(self.forward_setup.shapes, batch, 0), 0, lengths)
 
-    def tell(self, state: Drafted, longest: int, room: int) -> None:
-        """See `Drafter.tell`."""
+    def reserve(self, state: DraftCache, longest: int, room: int) -> None:
+        """See `Drafter.reserve`."""
         state.told = longest
         state.reserve(longest + 1 + room)
 
-    def prefill(self, state: Drafted, length: int, count: Tensor, **inputs: Tensor) -> None:
+    def prefill(self, state: DraftCache, length: int, count: Tensor, **inputs: Tensor) -> None:
         """Run prompts [B, T], padded on the right, into an empty cache.
 
         Args:
@@ -108,7 +108,7 @@ class CachedLayers:
         Raises:
             OptionError: a prompt is longer than the model has positions.
         """
-        limit = self.driven.limit
+        limit = self.forward_setup.limit
         if limit is not None and length > limit.positions:
             raise OptionError(
                 f"the longest prompt has {length} tokens and the draft model {limit.positions} "
@@ -124,7 +124,7 @@ class CachedLayers:
             options["logits_to_keep"] = 1  # nobody reads them
         causal_run(self.model, state.slab, inputs, **options)
 
-    def begin(self, state: Drafted, added: int, count: Tensor, **inputs: Tensor) -> Any:
+    def begin(self, state: DraftCache, added: int, count: Tensor, **inputs: Tensor) -> Any:
         """Run what was just committed, [B, A]; from here on nodes are grown on it.
 
         Args:
@@ -144,7 +144,7 @@ class CachedLayers:
         state.depth = depth[:, :0]
         return found
 
-    def extend(self, state: Drafted, parent: Tensor, **inputs: Tensor) -> Any:
+    def extend(self, state: DraftCache, parent: Tensor, **inputs: Tensor) -> Any:
         """Run W new nodes of the tree; `parent` [B, W] as in `Drafter.extend`."""
         width, grown = parent.shape[1], state.depth.shape[1]
         above = pad(state.ancestors, (0, 0, 1, 0))  # entry 0 is the root, which has none here
@@ -159,14 +159,19 @@ class CachedLayers:
         return self._run(state, inputs, state.depth, state.ancestors, live)
 
     def _run(
-        self, state: Drafted, inputs: dict[str, Tensor], depth: Tensor, ancestors: Tensor, live: int
+        self,
+        state: DraftCache,
+        inputs: dict[str, Tensor],
+        depth: Tensor,
+        ancestors: Tensor,
+        live: int,
     ) -> Any:
         """Run the last W of G nodes that stand after the committed text.
 
         Args:
             depth: [B, G], 1 at the first position after the text; ancestors: [B, G, G].
         """
-        driven, lengths = self.driven, state.lengths
+        driven, lengths = self.forward_setup, state.lengths
         positions = lengths.unsqueeze(1) + depth - 1  # [B, G]
         if driven.limit is not None:
             # What is drafted past the limit is any token; it must only stay legal to run.
@@ -176,12 +181,12 @@ class CachedLayers:
         )
 
     @property
-    def driven(self) -> Driven:
+    def forward_setup(self) -> ForwardSetup:
         """How the model is driven, found where it is and as it is."""
         model = self.model
         place = (model.device, model.dtype)
-        if self._driven is not None and self._driven.place == place:
-            return self._driven
+        if self._forward_setup is not None and self._forward_setup.place == place:
+            return self._forward_setup
         try:
             windows = AttentionWindows.of(model)
             if self._shapes is None:
@@ -195,8 +200,8 @@ class CachedLayers:
                 windows = replace(windows, tree=not slow)
         except UnsupportedTarget as error:
             raise OptionError(f"no draft model: {error}") from error
-        self._driven = Driven(place, windows, shapes, PositionLimit.of(model))
-        return self._driven
+        self._forward_setup = ForwardSetup(place, windows, shapes, PositionLimit.of(model))
+        return self._forward_setup
 
 
 def layer_like(target: PreTrainedModel) -> dict[str, Any]:

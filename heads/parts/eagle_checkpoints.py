@@ -21,7 +21,7 @@ _AUX = "eagle_aux_hidden_state_layer_ids"
 
 
 def eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> _Found | None:
-    """EAGLE-1 and 2 heads of the authors, and HASS's, which are alike; see `Drafter.translate`.
+    """EAGLE-1 and 2 heads of the authors, and HASS's, which are alike.
 
     Some have no bias in `fc`. Their embedding is the target's own, and left out.
     """

@@ -10,7 +10,7 @@ from ..core import OptionError, device_of, output_layer, weight_of
 from ..drafter import Drafter, DrafterConfig
 
 
-class Trimmable(Drafter):
+class TrimmedVocabulary(Drafter):
     """A drafter that knows the `draft_vocab_size` most frequent tokens, or all where that is 0.
 
     Attributes:
@@ -58,7 +58,7 @@ class Trimmable(Drafter):
         return rows[self.vocabulary.to(rows.device)]
 
 
-class Grounded(Trimmable):
+class TokenConditioned(TrimmedVocabulary):
     """A drafter that reads the drafted tokens, by the target's embedding, beside its feature."""
 
     def bind(self, target: PreTrainedModel) -> Self:
@@ -71,7 +71,7 @@ class Grounded(Trimmable):
             )
         return super().bind(target)
 
-    def borrowed(self, target: PreTrainedModel) -> list[nn.Module]:
+    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
         return [target.get_input_embeddings()]
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:
                 masks = kwargs["attention_mask"]
                 mask = next(iter(masks.values())) if isinstance(masks, dict) else masks
                 live = root + 1 if mask is None else mask.shape[3]
-                slab.aim(range(root, root + nodes), live, root if mask is None else 0)
+                slab.set_slots(range(root, root + nodes), live, root if mask is None else 0)
             started = watch.mark()
             function(*args, **kwargs)
             seconds += watch.between(started, watch.mark()) / 1e3

@@ -201,9 +201,11 @@ def verify_costs(
     captured = _captured(model)
     even = not captured  # a captured round takes lengths from the device
     for count in counts:
-        topology, qrow = StaticTree([[r] for r in range(count - 1)]).shape(batch, context.device)
+        topology, proposal_row = StaticTree([[r] for r in range(count - 1)]).shape(
+            batch, context.device
+        )
         tokens = context[:, :1].expand(-1, count).contiguous()
-        tree = TokenTree(tokens, topology, None, qrow)
+        tree = TokenTree(tokens, topology, None, proposal_row)
         contenders[count] = lambda tree=tree: target.verify(tree, lengths, length, even)
     contenders = repeated(context.device, contenders) if captured else contenders
     times = interleaved(contenders, context.device, _CALLS, _BURST, tick, SECONDS)
@@ -230,7 +232,7 @@ def _drafter_costs(
     none = torch.zeros_like(count)
 
     def begin() -> None:
-        drafter.tell(state, length, depth + 1 + max(counts))
+        drafter.reserve(state, length, depth + 1 + max(counts))
         drafter.begin(state, some[0], some[1], none)
 
     def extend(width: int) -> Callable[[], None]:

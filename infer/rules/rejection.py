@@ -157,7 +157,7 @@ def attempt(tree: TokenTree, state: State, child: Tensor, there: Tensor) -> tupl
         probability = accept_probability(p_x, torch.ones_like(p_x), weight)
         left, new = _normalise((_column(weight) * p).scatter_(1, token, 0), p, weight)
     else:
-        point = (tree.qrow.gather(1, child) < 0).squeeze(1)  # [B]
+        point = (tree.proposal_row.gather(1, child) < 0).squeeze(1)  # [B]
         q_x = q.gather(1, token).squeeze(1).masked_fill(point, 1)
         probability = accept_probability(p_x, q_x, weight)
         one_hot = q.masked_fill(point.unsqueeze(1), 0).scatter_(1, token, q_x.unsqueeze(1))
@@ -179,7 +179,7 @@ def proposal(verified: Verified, node: Tensor) -> Tensor | None:
     tree = verified.tree
     if tree.logits is None:
         return None
-    rows = tree.qrow.masked_fill(tree.topology.parents != node, -1)  # [B, N]
+    rows = tree.proposal_row.masked_fill(tree.topology.parents != node, -1)  # [B, N]
     return _distribution(verified, rows.amax(1))  # siblings share it, but for point masses
 
 
@@ -192,7 +192,7 @@ def turn(verified: Verified, order: int) -> Tensor | None:
     if tree.logits is None:
         return None
     assert tree.topology.children is not None, "drawn children in a tree that the host cannot see"
-    return _distribution(verified, tree.qrow[:, tree.topology.children[0][order]])
+    return _distribution(verified, tree.proposal_row[:, tree.topology.children[0][order]])
 
 
 def _distribution(verified: Verified, row: Tensor) -> Tensor:

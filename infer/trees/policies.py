@@ -223,10 +223,10 @@ class StaticTree:
         self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
     ) -> TokenTree:
         batch, device = committed.root.shape[0], committed.root.device
-        topology, qrow = self.shape(batch, device)
+        topology, proposal_row = self.shape(batch, device)
         root, lengths = committed.root, committed.lengths  # [B, 1], [B]
         if drafter is None or self.nodes == 1:
-            return TokenTree(root, topology, None, qrow)
+            return TokenTree(root, topology, None, proposal_row)
         step = drafter.begin(state, committed.features, committed.tokens, committed.count)
         if drafter.independent and (step.logits is None or not children.sampled):
             level, step = self._independent(device), rows_of(step, 0, self.max_depth)
@@ -234,8 +234,8 @@ class StaticTree:
             tokens = taken.flatten(1).index_select(1, level.pick)  # [B, N-1]
             # Only candidates and draft vocabularies narrower than the tree can leave nodes empty.
             holes = step.ids is not None or step.narrower_than(level.ranks)
-            return TokenTree(*_filled(root, tokens, topology, holes), qrow)
-        drawn, rows, logits, holes = [], [qrow[:, :1]], [], children.sampled
+            return TokenTree(*_filled(root, tokens, topology, holes), proposal_row)
+        drawn, rows, logits, holes = [], [proposal_row[:, :1]], [], children.sampled
         for depth, level in enumerate(self._levels(device), start=1):
             here = rows_of(step, depth - 1, depth) if drafter.independent else step
             taken = children.take(here, level.ranks, lengths, depth, level.above)
@@ -254,7 +254,7 @@ class StaticTree:
         tokens = torch.cat(drawn, dim=1) if len(drawn) > 1 else drawn[0]
         filled = _filled(root, tokens, topology, holes)
         if not logits:
-            return TokenTree(*filled, qrow)
+            return TokenTree(*filled, proposal_row)
         return TokenTree(
             *filled,
             torch.cat(rows, dim=1),
@@ -265,7 +265,7 @@ class StaticTree:
 
     @lru_cache(maxsize=8)  # noqa: B019 - trees are few and live as long as their speculator
     def shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
-        """The topology for `batch` rows, and its `qrow` [B, N]: every child is a point mass."""
+        """The topology for `batch` rows, and its `proposal_row` [B, N]: all point masses."""
         topology = fixed_shape(self.parents, self.max_depth, device).expand(batch)
         return topology, torch.full_like(topology.parents, -1)
 

@@ -38,7 +38,7 @@ from .policies import Committed, Policy, StaticTree, fixed_shape
 
 
 class Union:
-    """Several trees under one root, one for each of several drafters (`Several`), in their order.
+    """Several trees under one root, one for each drafter of a `DrafterGroup`, in their order.
 
     Args:
         parts: at least two, none of them plain.
@@ -99,9 +99,9 @@ class Union:
             assert valid is not None, "a tree that is made anew says which nodes it has"
             topology = self._grown(trees, valid)
             return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
-        topology, qrow = self.shape(*tokens.shape[:1], tokens.device)
+        topology, proposal_row = self.shape(*tokens.shape[:1], tokens.device)
         if all(tree.logits is None for tree in trees):
-            return TokenTree(tokens, topology, valid, qrow)
+            return TokenTree(tokens, topology, valid, proposal_row)
         assert drafter is not None
         return TokenTree(
             tokens,
@@ -121,7 +121,7 @@ class Union:
 
     @lru_cache(maxsize=8)  # noqa: B019 - trees are few and live as long as their speculator
     def shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
-        """The topology of static parts for `batch` rows, and its `qrow`; see `StaticTree.shape`."""
+        """The topology of static parts for `batch` rows, see `StaticTree.shape`."""
         parents = [-1]
         for part in self.parts:
             assert isinstance(part, StaticTree)
@@ -158,15 +158,15 @@ def _valid(trees: Sequence[TokenTree]) -> Tensor | None:
 
 
 def _proposals(trees: Sequence[TokenTree], vocab: int) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The union's `qrow` [B, N], its proposals [B, G, Vd], and what their columns stand for.
+    """The union's proposal rows [B, N], its proposals [B, G, Vd], and their columns' tokens.
 
     Proposals over different vocabularies are spread over the target's `vocab`, -inf where a drafter
     does not know a token: the softmax of what is left is the same.
     """
-    qrow, logits, before = [torch.full_like(trees[0].qrow[:, :1], -1)], [], 0
+    proposal_row, logits, before = [torch.full_like(trees[0].proposal_row[:, :1], -1)], [], 0
     for tree in trees:
-        own = tree.qrow[:, 1:]
-        qrow.append(torch.where(own < 0, own, own + before))
+        own = tree.proposal_row[:, 1:]
+        proposal_row.append(torch.where(own < 0, own, own + before))
         if tree.logits is not None:
             before += tree.logits.shape[1]
             logits.append(tree.logits)
@@ -177,7 +177,7 @@ def _proposals(trees: Sequence[TokenTree], vocab: int) -> tuple[Tensor, Tensor, 
         widest = max(vocab, *widths)
         logits = [_spread(tree, widest) for tree in drawn]
         vocabulary = None
-    return torch.cat(qrow, 1), torch.cat(logits, 1), vocabulary
+    return torch.cat(proposal_row, 1), torch.cat(logits, 1), vocabulary
 
 
 def _spread(tree: TokenTree, vocab: int) -> Tensor:

@@ -78,7 +78,7 @@ def random_drafter(name: str, options: dict[str, Any]) -> Drafter:
     """No weight at its start's zero, where many a mistake would not show."""
     config: Any = family(name).config_class
     drafter = family(name)(config.for_target(target(), **options)).double().bind(target())
-    drafter.start_from_target(torch.arange(VOCAB))
+    drafter.init_from_target(torch.arange(VOCAB))
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (parameter.dim() == 1))
@@ -138,8 +138,8 @@ def decoded(drafter: Drafter, features: Tensor, tokens: Tensor, late: int = 0) -
 def trained(drafter: Drafter, features: Tensor, tokens: Tensor) -> Tensor:
     """Logits [K, B, T, Vd] of the training forward at every position."""
     where = torch.ones_like(tokens, dtype=torch.bool)
-    states = drafter.states(features, tokens, where, DEPTHS)
-    each = [drafter.readout(k)(states[k - 1]) for k in range(1, DEPTHS + 1)]
+    states = drafter.draft_hidden_states(features, tokens, where, DEPTHS)
+    each = [drafter.draft_logits(k)(states[k - 1]) for k in range(1, DEPTHS + 1)]
     return torch.stack(each).unflatten(1, tokens.shape)
 
 
@@ -159,7 +159,7 @@ def test_every_trained_family_has_a_row() -> None:
     for name in without:
         kind: Any = family(name)
         shape = {"hidden_size": config.hidden_size, "vocab_size": config.vocab_size}
-        assert not kind(kind.config_class(**shape)).taught_depths, f"{name} has no row"
+        assert not kind(kind.config_class(**shape)).train_depths, f"{name} has no row"
 
 
 @pytest.mark.parametrize(("name", "options"), ROWS, ids=IDS)
@@ -190,7 +190,7 @@ def loss_while_decoding(drafter: Drafter, decode: Tensor, tokens: Tensor, shift:
     token t + 1 + k.
     """
     known, total = drafter.draft_vocabulary, 0.0
-    for depth in range(1, drafter.taught_depths + 1):
+    for depth in range(1, drafter.train_depths + 1):
         losses = []
         for at in range(PROMPT - 1, decode.shape[2]):
             for row in range(BATCH):

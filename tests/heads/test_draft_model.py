@@ -185,7 +185,7 @@ def test_a_dropped_window_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         return true(lengths, positions, ancestors, live, dtype, None)
 
     drafter = student("mistral")
-    assert drafter._layers.driven.windows.single == 9  # asked while it still works
+    assert drafter._layers.forward_setup.windows.single == 9  # asked while it still works
     monkeypatch.setattr(forward, "tree_mask", wide)
     assert largest_difference(drafter) > 1e-2
 
@@ -259,7 +259,7 @@ def made(name: str = "llama", **options: Any) -> DraftModel:
     """A student made of the target's layers."""
     target = tiny(name)
     drafter = DraftModel(DraftModelConfig.for_target(target, **options)).double().bind(target)
-    drafter.start_from_target()
+    drafter.init_from_target()
     return drafter.eval()
 
 
@@ -346,14 +346,14 @@ def test_states_and_readout_are_the_model(name: str) -> None:
     where = torch.zeros(2, 9, dtype=torch.bool)
     where[0, 1:6], where[1, 2:4] = True, True
     expected = model(input_ids=tokens, use_cache=False).logits
-    states = drafter.states(torch.empty(2, 9, 0), tokens, where, 3)
-    assert states.shape[:2] == (3, 7) and drafter.taught_depths == 1
+    states = drafter.draft_hidden_states(torch.empty(2, 9, 0), tokens, where, 3)
+    assert states.shape[:2] == (3, 7) and drafter.train_depths == 1
     for depth in (1, 2, 3):
-        logits = drafter.readout(depth)(states[depth - 1])
+        logits = drafter.draft_logits(depth)(states[depth - 1])
         assert torch.allclose(logits, expected.roll(-depth, 1)[where], rtol=0, atol=1e-5)
         assert not torch.allclose(logits, expected[where], rtol=0, atol=1e-2)
     gradients = []
-    for out in (drafter.readout(1)(states[0]), expected.roll(-1, 1)[where]):
+    for out in (drafter.draft_logits(1)(states[0]), expected.roll(-1, 1)[where]):
         model.zero_grad()
         out.square().sum().backward(retain_graph=True)
         gradients.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
@@ -477,7 +477,7 @@ def test_stories260k_drafts_for_itself(tree: str) -> None:
 def test_two_layers_of_stories260k() -> None:
     target: Any = tf.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float64).eval()
     drafter = DraftModel(DraftModelConfig.for_target(target, layers=2)).double().bind(target)
-    drafter.start_from_target()
+    drafter.init_from_target()
     ids = torch.tensor([[1, 403, 407, 261], [1, 305, 322, 265]])
     options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False}
     options["attention_mask"] = torch.ones_like(ids)

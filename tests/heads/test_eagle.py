@@ -135,8 +135,8 @@ def translated(version: int, said: dict[str, Any], tensors: dict[str, Tensor]) -
     """A drafter of the translated config and tensors, all of which it must have."""
     cls = Eagle if version == 1 else Eagle3
     other = Eagle3 if version == 1 else Eagle
-    assert other.translate(said, tensors) is None
-    found = cls.translate(said, tensors)
+    assert other.from_checkpoint(said, tensors) is None
+    found = cls.from_checkpoint(said, tensors)
     assert found is not None
     known, weights = found
     drafter = cls(cls.config_class(**known)).double()  # type: ignore[arg-type]
@@ -205,13 +205,13 @@ def test_tables_of_ids() -> None:
     """Ids in the place of offsets, a table of every token, and none at all."""
     tensors = published(3, "midlayer.", trimmed=True)
     for ids in (tensors["d2t"], KEPT):
-        found = Eagle3.translate(SAID, tensors | {"d2t": ids})
+        found = Eagle3.from_checkpoint(SAID, tensors | {"d2t": ids})
         assert found is not None and found[1]["vocabulary"].equal(KEPT)
     del tensors["t2d"]
-    found = Eagle3.translate(SAID, tensors)
+    found = Eagle3.from_checkpoint(SAID, tensors)
     assert found is not None and found[1]["vocabulary"].equal(KEPT)
     for table in ({}, {"d2t": torch.zeros(VOCAB, dtype=torch.long)}):
-        found = Eagle3.translate(SAID, published(3, "midlayer.") | table)
+        found = Eagle3.from_checkpoint(SAID, published(3, "midlayer.") | table)
         assert found is not None and "vocabulary" not in found[1] and "output" not in found[0]
 
 
@@ -243,7 +243,7 @@ def test_heads_that_cannot_be_said_are_refused(
     tensors = published(3, "midlayer.", trimmed=True) | tables
     tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
     with pytest.raises(ArtifactError) as caught:
-        Eagle3.translate(SAID | said, tensors)
+        Eagle3.from_checkpoint(SAID | said, tensors)
     assert named in one_line(caught.value)
 
 
@@ -281,7 +281,7 @@ def test_round_trip(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     drafter, model = made(name, **options), tiny("llama")
     counts = torch.ones(VOCAB, dtype=torch.long)
     counts[KEPT] = 10
-    drafter.start_from_target(counts)
+    drafter.init_from_target(counts)
     if name == "eagle3":
         torch.testing.assert_close(drafter.lm_head.weight, model.lm_head.weight[KEPT])  # type: ignore[union-attr]
     folder = save_drafter(drafter, tmp_path / "it", Manifest(name, "tiny", fingerprint(model)))

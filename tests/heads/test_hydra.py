@@ -37,7 +37,7 @@ def hydra(options: str, random: bool = True) -> Hydra:
     drafter = Hydra(config).double().bind(model)
     counts = torch.ones(VOCAB, dtype=torch.long)
     counts[KEPT] = 10
-    drafter.start_from_target(counts)
+    drafter.init_from_target(counts)
     if random:
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
@@ -109,7 +109,7 @@ def test_a_tree_follows_the_formula_along_every_path(options: str, prompt: list[
                 for node, path in enumerate(expected):
                     logits = by_hand(drafter, read[-1], [root, *path])
                     torch.testing.assert_close(step.logits[row, node], logits)
-    assert not drafter.independent and drafter.max_depth == drafter.taught_depths == HEADS
+    assert not drafter.independent and drafter.max_depth == drafter.train_depths == HEADS
 
 
 @pytest.mark.parametrize("options", OPTIONS)
@@ -118,13 +118,13 @@ def test_a_new_head_says_what_the_target_says(options: str) -> None:
     drafter, model = hydra(options, random=False), tiny("llama")
     text = torch.randint(VOCAB, (2, 6))
     features, every = model.model(text)[0].detach(), torch.ones_like(text, dtype=torch.bool)
-    states = drafter.states(features, text, every, HEADS)
+    states = drafter.draft_hidden_states(features, text, every, HEADS)
     expected = model.lm_head(features).flatten(0, 1)
     if options == "trimmed":
         assert drafter.vocabulary.tolist() == KEPT.tolist()
         expected = expected[:, KEPT]
     for depth in range(1, HEADS + 1):
-        logits = drafter.readout(depth)(states[depth - 1])
+        logits = drafter.draft_logits(depth)(states[depth - 1])
         if options == "prefix":
             size = features.square().mean(-1).sqrt().flatten().unsqueeze(-1)
             assert (size.max() / size.min()) < 1.5
@@ -216,7 +216,7 @@ def test_a_public_checkpoint_says_what_it_says_there(arch: str, layers: int, sha
             for name, tensor in tensors.items()
             if not name.startswith("hydra_mlp") or int(name.split(".")[2]) < 2 * step
         }
-    translated = Hydra.translate(config, given)
+    translated = Hydra.from_checkpoint(config, given)
     assert translated is not None
     fields, weights = translated
     assert (fields.pop("hidden_size"), fields.pop("vocab_size")) == (SIZE, VOCAB)
@@ -227,16 +227,16 @@ def test_a_public_checkpoint_says_what_it_says_there(arch: str, layers: int, sha
     features = torch.randn(2, 7, SIZE, dtype=torch.float64)
     expected = public_logits(config, tensors, features, tokens)
     where = torch.ones_like(tokens, dtype=torch.bool)
-    states = drafter.states(features, tokens, where, HEADS).unflatten(1, (2, 7))
+    states = drafter.draft_hidden_states(features, tokens, where, HEADS).unflatten(1, (2, 7))
     for depth in range(1, HEADS + 1):
         known = slice(0, 7 - depth)  # beyond, the published roll wraps round
-        logits = drafter.readout(depth)(states[depth - 1])
+        logits = drafter.draft_logits(depth)(states[depth - 1])
         torch.testing.assert_close(logits[:, known], expected[depth - 1][:, known])
 
 
 def test_checkpoints_of_others() -> None:
     config, tensors = public("mlp", 1)
-    assert Hydra.translate(config, {"0.0.linear.weight": torch.ones(2, 2)}) is None
+    assert Hydra.from_checkpoint(config, {"0.0.linear.weight": torch.ones(2, 2)}) is None
     blind = {name: tensor for name, tensor in tensors.items() if "res_connection" not in name}
     for change, given, named in (
         ({"hydra_head_arch": "cross-attn"}, tensors, "hydra_head_arch is 'cross-attn'"),
@@ -245,9 +245,9 @@ def test_checkpoints_of_others() -> None:
         ({"hidden_state_offset": 1}, tensors, "hidden_state_offset 1"),
     ):
         with pytest.raises(ArtifactError) as caught:
-            Hydra.translate({**config, **change}, given)
+            Hydra.from_checkpoint({**config, **change}, given)
         assert named in one_line(caught.value)
-    translated = Hydra.translate(config, {**tensors, "hydra_gate.weight": torch.ones(1)})
+    translated = Hydra.from_checkpoint(config, {**tensors, "hydra_gate.weight": torch.ones(1)})
     assert translated is not None and "hydra_gate.weight" in translated[1]  # fits no drafter
 
 
@@ -272,8 +272,8 @@ def test_dropout_is_for_training_alone() -> None:
     drafter.bind(tiny("llama"))
     text, features = torch.ones(1, 40, dtype=torch.long), torch.ones(1, 40, SIZE).double()
     every = torch.ones_like(text, dtype=torch.bool)
-    assert torch.equal(drafter.eval().states(features, text, every, 1)[0], features[0])
-    dropped = drafter.train().states(features, text, every, 1)[0]
+    assert torch.equal(drafter.eval().draft_hidden_states(features, text, every, 1)[0], features[0])
+    dropped = drafter.train().draft_hidden_states(features, text, every, 1)[0]
     assert set(dropped.unique().tolist()) == {0.0, 4.0}  # before the block, and after it
     assert 0.6 < (dropped == 0).double().mean() < 0.9
 

@@ -154,13 +154,13 @@ def trimmed() -> Medusa:
         tiny("llama"), heads=4, output="trimmed", draft_vocab_size=VOCAB // 2
     )
     drafter = Medusa(config).double().bind(tiny("llama"))
-    drafter.start_from_target(torch.arange(VOCAB))
+    drafter.init_from_target(torch.arange(VOCAB))
     return drafter.eval()
 
 
 def student() -> DraftModel:
     drafter = DraftModel(DraftModelConfig.for_target(tiny("llama"), layers=1)).double()
-    drafter.bind(tiny("llama")).start_from_target()
+    drafter.bind(tiny("llama")).init_from_target()
     return drafter.eval()
 
 

@@ -42,7 +42,7 @@ def heads(output: str) -> Medusa:
     drafter.bind(model)
     counts = torch.ones(VOCAB, dtype=torch.long)
     counts[KEPT] = 10
-    drafter.start_from_target(counts)
+    drafter.init_from_target(counts)
     torch.nn.init.normal_(drafter.weight, std=0.2)
     torch.nn.init.normal_(drafter.bias, std=0.2)
     return drafter.eval()
@@ -66,9 +66,11 @@ def test_begin_is_the_training_forward_and_the_formula(output: str) -> None:
     count = torch.tensor([5, 2, 0])  # a finished row is answered too, and ignored
     step = drafter.begin(None, features, torch.zeros(3, 5, dtype=torch.long), count)
     every = torch.ones(3, 5, dtype=torch.bool)
-    states = drafter.states(features, torch.zeros(3, 5).long(), every, 3)  # [K, B * A, D]
+    states = drafter.draft_hidden_states(
+        features, torch.zeros(3, 5).long(), every, 3
+    )  # [K, B * A, D]
     assert states.shape == (3, 15, 32)
-    trained = torch.stack([drafter.readout(k)(states[k - 1]) for k in (1, 2, 3)])
+    trained = torch.stack([drafter.draft_logits(k)(states[k - 1]) for k in (1, 2, 3)])
     trained = trained.unflatten(1, (3, 5))  # [K, B, A, Vd]
     width = len(KEPT) if output == "trimmed" else VOCAB
     assert step.logits is not None and step.logits.shape == (3, 3, width)
@@ -77,7 +79,7 @@ def test_begin_is_the_training_forward_and_the_formula(output: str) -> None:
         for head in range(3):
             expected = by_hand(drafter, head, features[row, last])
             assert torch.allclose(step.logits[row, head], expected, rtol=0, atol=1e-12)
-    assert drafter.independent and drafter.max_depth == drafter.taught_depths == 3
+    assert drafter.independent and drafter.max_depth == drafter.train_depths == 3
 
 
 @pytest.mark.parametrize("output", OUTPUTS)
@@ -86,7 +88,7 @@ def test_a_new_head_says_what_the_target_says(output: str) -> None:
     model = tiny("llama")
     drafter = Medusa(MedusaConfig.for_target(model, heads=3, **OUTPUTS[output])).double()
     drafter.bind(model)
-    drafter.start_from_target(torch.arange(VOCAB))
+    drafter.init_from_target(torch.arange(VOCAB))
     features = torch.randn(2, 1, 32, dtype=torch.float64)
     step = drafter.begin(None, features, torch.zeros(2, 1).long(), torch.ones(2).long())
     expected = model.get_output_embeddings()(features)  # [B, 1, V]
@@ -140,7 +142,7 @@ def test_a_target_is_needed_and_must_fit() -> None:
     trimmed = Medusa(MedusaConfig.for_target(tiny("llama"), **OUTPUTS["trimmed"])).double()
     trimmed.bind(tiny("llama"))
     with pytest.raises(OptionError, match="token counts"):
-        trimmed.start_from_target()
+        trimmed.init_from_target()
 
 
 def test_unknown_family_is_named() -> None:

@@ -27,7 +27,7 @@ def redrafter(options: str, random: bool = True) -> ReDrafter:
     drafter = ReDrafter(ReDrafterConfig.for_target(model, **OPTIONS[options])).double().bind(model)
     counts = torch.ones(VOCAB, dtype=torch.long)
     counts[KEPT] = 10
-    drafter.start_from_target(counts)
+    drafter.init_from_target(counts)
     if random:
         for parameter in drafter.parameters():
             torch.nn.init.normal_(parameter, std=0.3)
@@ -81,7 +81,7 @@ def test_a_tree_follows_the_formula_along_every_path(options: str) -> None:
                 for node, path in enumerate(expected):
                     logits = by_hand(drafter, feature, [root, *path])
                     torch.testing.assert_close(step.logits[row, node], logits)
-    assert not drafter.independent and drafter.max_depth is None and drafter.taught_depths == 5
+    assert not drafter.independent and drafter.max_depth is None and drafter.train_depths == 5
 
 
 @pytest.mark.parametrize("options", ["own", "trimmed"])

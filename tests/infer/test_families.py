@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads import FAMILIES, Drafter, Several, family, load_drafter
+from headstart.heads import FAMILIES, Drafter, DrafterGroup, family, load_drafter
 from headstart.heads.draft_model import DraftModel
 from headstart.infer import Speculator, parse_tree
 from headstart.infer.rules import matching as choices
@@ -72,12 +72,12 @@ def trees(name: str) -> list[str]:
 def drafter(name: str, of: str) -> Drafter:
     """As training would start it, with every weight moved a little."""
     if name in UNIONS:
-        return Several([drafter(each, of) for each in name.split("+")])
+        return DrafterGroup([drafter(each, of) for each in name.split("+")])
     torch.manual_seed(5)
     model, cls = target(of), family(name)
     config: Any = cls.config_class
     made = cls(config.for_target(model, **OPTIONS[name])).double().bind(model)
-    made.start_from_target(torch.arange(model.config.vocab_size))
+    made.init_from_target(torch.arange(model.config.vocab_size))
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
@@ -93,7 +93,7 @@ def pair(of: str, name: str) -> tuple[Any, Drafter]:
     model = target.__wrapped__(of)
     found = [load_drafter(ROOT / "runs" / recipe / "heads", model) for recipe in trained]
     found += [drafter(each, of) for each in name.split("+") if each not in RECIPES]
-    return model, Several(found) if len(found) > 1 else found[0]
+    return model, DrafterGroup(found) if len(found) > 1 else found[0]
 
 
 def asked(of: str, batch: int) -> tuple[Tensor, Tensor, int]:

@@ -156,10 +156,10 @@ def siblings_resorted(patch: pytest.MonkeyPatch) -> None:
 def drawn_logits(tree: TokenTree) -> Tensor:
     """[B, N] what the drafter gave each node's token; 0 for the root."""
     assert tree.logits is not None and tree.vocabulary is None
-    rows = tree.qrow.clamp(min=0).unsqueeze(-1).expand(-1, -1, tree.logits.shape[-1])
+    rows = tree.proposal_row.clamp(min=0).unsqueeze(-1).expand(-1, -1, tree.logits.shape[-1])
     log_q = tree.logits.log_softmax(-1).gather(1, rows)  # [B, N, V]
     found = log_q.gather(2, tree.tokens.unsqueeze(-1)).squeeze(-1)
-    return found.masked_fill(tree.qrow < 0, 0)
+    return found.masked_fill(tree.proposal_row < 0, 0)
 
 
 def changed_afterwards(

@@ -32,7 +32,7 @@ def saved(name: str, folder: Path) -> Any:
     target, cls = copy.deepcopy(tiny("llama")), family(name)
     config: Any = cls.config_class
     made = cls(config.for_target(target, **OPTIONS[name])).double().bind(target)
-    made.start_from_target(torch.arange(target.config.vocab_size))
+    made.init_from_target(torch.arange(target.config.vocab_size))
     moved = list(made.parameters())
     if made.adapter is not None:
         made.adapter.attach(target)

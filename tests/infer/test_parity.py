@@ -417,8 +417,8 @@ def test_tokenizer_output_is_taken_whole(what: str) -> None:
 @pytest.mark.parametrize("how", ["plain", "warped", "text"])
 def test_scores_and_logits(how: str, ends: bool, batch: int) -> None:
     ids, more = inputs(batch)
-    how_far = tiny("llama").generate(ids, **base(**more))
-    eos = int(how_far[0, 9 + 6]) if ends else None
+    adapter_loss_change = tiny("llama").generate(ids, **base(**more))
+    eos = int(adapter_loss_change[0, 9 + 6]) if ends else None
     options = base(eos_token_id=eos, return_dict_in_generate=True, **more)
     options |= {"output_scores": True, "output_logits": True}
     options |= {

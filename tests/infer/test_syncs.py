@@ -22,7 +22,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from headstart.heads import Drafter, Sampling, Several, Step, family
+from headstart.heads import Drafter, DrafterGroup, Sampling, Step, family
 from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Decoding
@@ -71,7 +71,7 @@ def sampling(rule: str) -> Sampling:
 def medusa(name: str = "llama", **options: Any) -> Medusa:
     drafter = Medusa(MedusaConfig.for_target(tiny(name), heads=4, **options)).double()
     drafter.bind(tiny(name))
-    drafter.start_from_target(torch.arange(VOCAB))
+    drafter.init_from_target(torch.arange(VOCAB))
     return drafter.eval()
 
 
@@ -121,7 +121,7 @@ def test_a_round_does_not_wait(tree: Any, rule: str) -> None:
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "traversal"])
 def test_several_drafters_do_not_wait(rule: str) -> None:
     shapes = ("heads", "cached", "lookup")
-    drafter = Several([make(shape, tiny("llama"), script()) for shape in shapes])
+    drafter = DrafterGroup([make(shape, tiny("llama"), script()) for shape in shapes])
     trees = ["cartesian:2,2+chain:3+[[0],[1]]"]
     if rule in ("greedy", "coupled"):
         trees.append("best-first:6,2,3+chain:2+beam:2,3")

@@ -29,7 +29,7 @@ from transformers import LogitsProcessorList
 
 from headstart.heads import Sampling, Step, TokenTree
 from headstart.heads.core.sampling import Stream
-from headstart.heads.group import Member
+from headstart.heads.group import GroupMember
 from headstart.infer.rules.registry import Rule
 from headstart.infer.rules.rule_api import Accepted, Text, Verified, seen_in
 from headstart.infer.trees.policies import Children, Committed, Expansion, Policy
@@ -368,7 +368,7 @@ class SeveralTables(Tables):
         alone: list[Any] = [Tables(vocab, depth, seed, first, narrow, apart), *others]
         for each in alone:
             each.config = self.config
-        self.members = [Member(each, number, [], 0) for number, each in enumerate(alone)]
+        self.members = [GroupMember(each, number, [], 0) for number, each in enumerate(alone)]
 
     def start(self) -> Any:
         return [SimpleNamespace() for _ in self.members]

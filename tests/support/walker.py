@@ -35,7 +35,7 @@ def random_tree(kind: str, batch: int, nodes: int, generator: torch.Generator) -
     deepest = max(len(path_to(row, node)) for row in parents for node in range(nodes)) - 1
     shape = Topology.from_parents(torch.tensor(parents), deepest)
     known = torch.tensor([6, 0, 3, 2]) if kind == "narrow" else torch.arange(VOCAB)
-    tokens, qrow = torch.zeros(batch, nodes).long(), torch.full((batch, nodes), -1)
+    tokens, proposal_row = torch.zeros(batch, nodes).long(), torch.full((batch, nodes), -1)
     valid = torch.rand(batch, nodes, generator=generator) < 0.85
     valid[:, 0] = True
     for row in range(batch):
@@ -49,11 +49,13 @@ def random_tree(kind: str, batch: int, nodes: int, generator: torch.Generator) -
             tokens[row, kids[: len(drawn)]] = drawn
             for kid in kids:
                 point = kind == "points" or (kind == "mixed" and kid % 3 == 0)
-                qrow[row, kid] = -1 if point else (parent * 5) % nodes
+                proposal_row[row, kid] = -1 if point else (parent * 5) % nodes
     logits = torch.randn(batch, nodes, len(known), generator=generator, dtype=torch.float64)
     given = None if kind == "points" else logits
     vocabulary = known if kind == "narrow" else None
-    return TokenTree(tokens, shape, valid, qrow, given, vocabulary, replacement=kind == "with")
+    return TokenTree(
+        tokens, shape, valid, proposal_row, given, vocabulary, replacement=kind == "with"
+    )
 
 
 def verified_of(
@@ -80,7 +82,9 @@ def row_of(verified: Verified, row: int) -> Verified:
 
     tree, shape = verified.tree, verified.tree.topology
     alone = Topology.from_parents(shape.parents[row : row + 1], shape.max_depth)
-    parts = {name: cut(getattr(tree, name)) for name in ("tokens", "valid", "qrow", "logits")}
+    parts = {
+        name: cut(getattr(tree, name)) for name in ("tokens", "valid", "proposal_row", "logits")
+    }
     seeds = cut(verified.sampling.seeds)
     text = Text(verified.text.ids[row : row + 1].clone(), TEXT, None, verified.text.ends)
     return dataclasses.replace(
@@ -138,7 +142,7 @@ class Walker:
 
     def q(self, kid: int, earlier: list[int]) -> list[float]:
         """What a child was drawn from, after the `earlier` ones of its siblings."""
-        number, tree = int(self.tree.qrow[self.row, kid]), self.tree
+        number, tree = int(self.tree.proposal_row[self.row, kid]), self.tree
         found = [0.0] * VOCAB
         if number < 0:
             found[self.tokens[kid]] = 1.0
@@ -150,7 +154,7 @@ class Walker:
             found[token] = probability
         if not tree.replacement:
             for other in earlier:
-                if tree.qrow[self.row, other] >= 0:
+                if tree.proposal_row[self.row, other] >= 0:
                     found[self.tokens[other]] = 0.0
         total = sum(found)
         return [value / total if total else 0.0 for value in found]

@@ -28,13 +28,15 @@ class Fixed(nn.Module):
     def __init__(self, depths: int = 2, width: int = 2):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
-        self.taught_depths, self.draft_vocabulary = depths, None
+        self.train_depths, self.draft_vocabulary = depths, None
         self.config, self.adapter = SimpleNamespace(vocab_size=width), None
 
-    def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+    def draft_hidden_states(
+        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+    ) -> Tensor:
         return (features[where] * self.scale).expand(depths, -1, -1)
 
-    def readout(self, depth: int) -> Any:
+    def draft_logits(self, depth: int) -> Any:
         return lambda states: states
 
     def predicted_features(self, states: Tensor) -> Tensor:
@@ -269,7 +271,9 @@ def by_formula(drafter: Drafter, name: str) -> tuple[float, list[Tensor]]:
     tokens, features, final, supervised = batch()
     vocabulary = drafter.draft_vocabulary
     known = torch.arange(11) if vocabulary is None else vocabulary
-    states = drafter.states(features, tokens, torch.ones_like(supervised), 3).unflatten(1, (4, 9))
+    states = drafter.draft_hidden_states(
+        features, tokens, torch.ones_like(supervised), 3
+    ).unflatten(1, (4, 9))
     divergence, total = LOSSES[name], torch.zeros(())
     drafter.zero_grad()
     for depth in (1, 2, 3):
@@ -279,7 +283,7 @@ def by_formula(drafter: Drafter, name: str) -> tuple[float, list[Tensor]]:
                 word = tokens[row, at + depth + 1]
                 if not supervised[row, at + depth + 1] or word not in known:
                     continue
-                log_q = drafter.readout(depth)(states[depth - 1, row, at]).log_softmax(-1)
+                log_q = drafter.draft_logits(depth)(states[depth - 1, row, at]).log_softmax(-1)
                 if divergence is None:
                     losses.append(-log_q[known.tolist().index(int(word))])
                     continue
@@ -315,15 +319,17 @@ def test_the_teacher_speaks_for_the_position_of_its_depth() -> None:
     model, size = target(), 6
 
     class Echo(nn.Module):
-        taught_depths, draft_vocabulary = 2, None
+        train_depths, draft_vocabulary = 2, None
         config = SimpleNamespace(vocab_size=11)
         late = 0
 
-        def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+        def draft_hidden_states(
+            self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+        ) -> Tensor:
             steps = (self.late + k for k in range(1, depths + 1))
             return torch.stack([features.roll(-step, 1)[where] for step in steps])
 
-        def readout(self, depth: int) -> Any:
+        def draft_logits(self, depth: int) -> Any:
             return model.layer
 
     tokens = torch.randint(11, (2, 8))

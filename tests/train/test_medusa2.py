@@ -23,7 +23,7 @@ from headstart.heads.parts.adapter import ADAPTER_WEIGHTS
 from headstart.infer import StaticTree
 from headstart.train import pipeline
 from headstart.train.data.distill import Rows
-from headstart.train.joint import how_far, load_options, text_loss
+from headstart.train.joint import adapter_loss_change, load_options, text_loss
 from headstart.train.losses import Teacher, drift, forward_kl
 from headstart.train.recipe import Train, load_recipe
 from headstart.train.trainer import DraftedTarget, DrafterTrainer, training_arguments
@@ -48,7 +48,7 @@ def rows(count: int = 10, length: int = 12) -> Rows:
 def medusa2(model: Any, **options: Any) -> Medusa2:
     options = {"heads": 2, "output": "own", "rank": 4, "heads_first": 0.0, **options}
     drafter = Medusa2(Medusa2Config.for_target(model, **options)).bind(model)
-    drafter.start_from_target()
+    drafter.init_from_target()
     return drafter
 
 
@@ -238,7 +238,7 @@ def test_heads_alone_learn_as_medusas_do(tmp_path: Path) -> None:
     """With the same rate and rows the weights are the same, and the adapter is as it was."""
     model = target()
     medusa = Medusa(MedusaConfig.for_target(model, heads=2, output="own")).bind(model)
-    medusa.start_from_target()
+    medusa.init_from_target()
     pair = DraftedTarget(model, medusa, SPEC.head_decay, SPEC.loss)
     args = training_arguments(SPEC, tmp_path / "medusa", seed=3)
     DrafterTrainer(pair, args, rows(), SPEC, validate, progress=False).fit()
@@ -354,7 +354,7 @@ def test_held_out_loss_is_that_of_the_text(tmp_path: Path) -> None:
     base, adapter = target(), run.pair.drafter.adapter
     assert adapter is not None
     disturb(run.pair)
-    found = how_far(run.pair.target, adapter, texts)  # type: ignore[arg-type]
+    found = adapter_loss_change(run.pair.target, adapter, texts)  # type: ignore[arg-type]
     stacked = torch.stack(texts)
     for name, model in (("base", base), ("adapted", run.pair.target)):
         with torch.no_grad():

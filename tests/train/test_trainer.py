@@ -53,7 +53,7 @@ def rows(count: int = 10, length: int = 12) -> Rows:
 def fresh_drafter(target: Any, heads: int = 2) -> Medusa:
     drafter = Medusa(MedusaConfig.for_target(target, heads=heads, output="own"))
     drafter.bind(target)
-    drafter.start_from_target()
+    drafter.init_from_target()
     return drafter
 
 
@@ -413,13 +413,13 @@ def test_autocast_leaves_weights_and_features_alone(tmp_path: Path, loss: str) -
     spec = replace(SPEC, loss=loss, feature_cache_mb=0.0, eval_every=None)
     run = trainer(tmp_path, spec, bf16=True)
     seen = set()
-    states = run.pair.drafter.states
+    states = run.pair.drafter.draft_hidden_states
 
     def watched(features: Tensor, *others: Any) -> Tensor:
         seen.add((features.dtype, torch.is_autocast_enabled("cpu")))
         return states(features, *others)
 
-    run.pair.drafter.states = watched  # type: ignore[method-assign]
+    run.pair.drafter.draft_hidden_states = watched  # type: ignore[method-assign]
     run.fit()
     assert seen == {(torch.float32, True)}
     assert all(p.dtype == torch.float32 for p in run.pair.drafter.parameters())
@@ -428,7 +428,7 @@ def test_autocast_leaves_weights_and_features_alone(tmp_path: Path, loss: str) -
 def test_a_drafter_without_training_is_refused() -> None:
     class Untaught(Bigram):
         @property
-        def taught_depths(self) -> int:
+        def train_depths(self) -> int:
             return 0
 
     target = counting_target()
@@ -454,7 +454,7 @@ class Bigram(Drafter):
         self.post_init()
 
     @property
-    def taught_depths(self) -> int:
+    def train_depths(self) -> int:
         return 1
 
     def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
@@ -463,10 +463,12 @@ class Bigram(Drafter):
     def extend(self, state: Any, tokens: Tensor, parent: Tensor) -> Step:
         return Step(self.table[tokens])
 
-    def states(self, features: Tensor, tokens: Tensor, where: Tensor, depths: int) -> Tensor:
+    def draft_hidden_states(
+        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+    ) -> Tensor:
         return torch.stack([tokens.roll(-depth, 1)[where] for depth in range(1, depths + 1)])
 
-    def readout(self, depth: int) -> Any:
+    def draft_logits(self, depth: int) -> Any:
         return lambda states: self.table[states]
 
 

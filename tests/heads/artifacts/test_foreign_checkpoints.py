@@ -223,7 +223,7 @@ def reads(folder: Path, name: str, fields: dict[str, Any], weights: Tensors) -> 
 def test_hydra(arch: str, tmp_path: Path) -> None:
     config, tensors = hydra.public(arch, 2)
     write(tmp_path, config, tensors, "hydra_lm_head.pt")
-    found = family("hydra").translate(config, tensors)
+    found = family("hydra").from_checkpoint(config, tensors)
     assert found is not None
     reads(tmp_path, "hydra", *found)
 
@@ -234,7 +234,7 @@ def test_eagle(dialect: str, tmp_path: Path) -> None:
     tensors = eagle.published(version, prefix, trimmed)
     write(tmp_path, config, tensors, "pytorch_model.bin" if version == 1 else MODEL)
     name = "eagle" if version == 1 else "eagle3"
-    found = family(name).translate(config, tensors)
+    found = family(name).from_checkpoint(config, tensors)
     assert found is not None
     reads(tmp_path, name, *found)
 
@@ -352,4 +352,4 @@ def test_no_family_takes_a_language_model() -> None:
     """Small models draft as they are, whichever family is asked."""
     model: Any = tiny("llama")
     for name in FAMILIES:
-        assert family(name).translate(tf.LlamaConfig().to_dict(), model.state_dict()) is None
+        assert family(name).from_checkpoint(tf.LlamaConfig().to_dict(), model.state_dict()) is None

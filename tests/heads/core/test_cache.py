@@ -23,7 +23,7 @@ SHAPES = [
 def filled(capacity: int = 8, batch: int = 3) -> SlabCache:
     """A cache whose entry of (layer, kind, row, slot) is a number that names it."""
     cache = SlabCache(SHAPES, batch, capacity)
-    cache.aim(torch.arange(capacity).expand(batch, -1), live=capacity)
+    cache.set_slots(torch.arange(capacity).expand(batch, -1), live=capacity)
     for layer in range(len(SHAPES)):
         keys, values = (named(layer, kind, batch, range(capacity)) for kind in (0, 1))
         cache.update(keys, values, layer)
@@ -42,7 +42,7 @@ def named(layer: int, kind: int, batch: int, slots: range) -> torch.Tensor:
 def test_writes_land_where_aimed(slots: list[list[int]]) -> None:
     batch = len(slots)
     cache = SlabCache(SHAPES, batch, 8)
-    cache.aim(torch.tensor(slots), live=6)
+    cache.set_slots(torch.tensor(slots), live=6)
     for layer in range(3):
         keys, values = (named(layer, kind, batch, range(2)) for kind in (0, 1))
         seen_keys, seen_values = cache.update(keys, values, layer)
@@ -57,9 +57,9 @@ def test_writes_land_where_aimed(slots: list[list[int]]) -> None:
 
 def test_views_show_later_writes() -> None:
     cache = SlabCache(SHAPES, 1, 4)
-    cache.aim(torch.tensor([[0]]), live=4)
+    cache.set_slots(torch.tensor([[0]]), live=4)
     seen, _ = cache.update(named(0, 0, 1, range(1)), named(0, 1, 1, range(1)), 0)
-    cache.aim(torch.tensor([[3]]), live=4)
+    cache.set_slots(torch.tensor([[3]]), live=4)
     cache.update(named(0, 0, 1, range(3, 4)), named(0, 1, 1, range(3, 4)), 0)
     assert torch.equal(seen[:, :, 3:], named(0, 0, 1, range(3, 4)))
 
@@ -71,7 +71,7 @@ def committed(paths: list[list[int]]) -> tuple[SlabCache, SlabCache, torch.Tenso
     """A cache after a commit, the same cache before it, and the aimed slots [B, N]."""
     cache, before = filled(), filled()
     slots = torch.tensor(START).unsqueeze(1) + torch.arange(5)
-    cache.aim(slots, live=8)
+    cache.set_slots(slots, live=8)
     cache.commit(torch.tensor(paths))
     return cache, before, slots
 
@@ -116,7 +116,7 @@ def test_growth_keeps_what_is_cached() -> None:
             assert torch.equal(new[:, :, :8], old) and not new[:, :, 8:].any()
     cache.reserve(5)
     assert cache.capacity == 20  # never shrinks
-    cache.aim(torch.tensor([[19], [8], [0]]), live=20)
+    cache.set_slots(torch.tensor([[19], [8], [0]]), live=20)
     keys, _ = cache.update(named(0, 0, 3, range(1)), named(0, 1, 3, range(1)), 0)
     assert torch.equal(keys[1, :, 8], named(0, 0, 3, range(1))[1, :, 0])
     assert torch.equal(keys[1, :, 7], before.layer(0)[0][1, :, 7])

@@ -65,7 +65,7 @@ def test_drafters_start_from_weights_elsewhere(name: str, tmp_path: Path) -> Non
     for model in (tiny("llama"), streamed_tiny("disk", tmp_path)):
         torch.manual_seed(3)
         drafter = cls(cls.config_class.for_target(model, **options)).double().bind(model)
-        drafter.start_from_target()
+        drafter.init_from_target()
         made.append(drafter.state_dict())
     here, there = made
     assert here.keys() == there.keys()

@@ -24,7 +24,7 @@ def verified_of(
 ) -> Verified:
     """64 nodes, or a chain of 8 for `block`, in float32; every inner node has its proposals."""
     static = StaticTree.parse("chain:7" if rule == "block" else "cartesian:3,4,4")
-    topology, qrow = static.shape(batch, torch.device("cpu"))
+    topology, proposal_row = static.shape(batch, torch.device("cpu"))
     if not known:
         topology = Topology.from_parents(topology.parents, static.max_depth, static.width)
     nodes, inner = static.nodes, sorted({*static.parents[1:]})
@@ -35,7 +35,7 @@ def verified_of(
         tokens,
         topology,
         None,
-        rows.expand(batch, -1) if drawn else qrow,
+        rows.expand(batch, -1) if drawn else proposal_row,
         proposals if drawn else None,
     )
     sampling = Sampling(torch.arange(batch), processors)

@@ -104,10 +104,10 @@ def chain(p: Tensor, q: Tensor | None, uniforms: list[float], **options: Any) ->
     """What rejection answers on a root with children 0, 1, … (every one drawn from q)."""
     kids = len(uniforms) - 2
     shape = Topology.from_parents(torch.tensor([[-1, *[0] * kids]]), 1)
-    qrow = torch.full_like(shape.parents, -1 if q is None else 0)
+    proposal_row = torch.full_like(shape.parents, -1 if q is None else 0)
     given = None if q is None else q.log().unsqueeze(1)
     tokens = torch.arange(-1, kids).clamp(min=0).unsqueeze(0)
-    tree = TokenTree(tokens, shape, None, qrow, given, **options)
+    tree = TokenTree(tokens, shape, None, proposal_row, given, **options)
 
     class Fixed(Sampling):
         def uniforms(self, positions: Tensor, draws: int, stream: Any) -> Tensor:

@@ -101,8 +101,8 @@ def test_scores_that_are_no_distribution_show_as_minus_one() -> None:
 def first_tokens(rule: object, rounds: int) -> Tensor:
     """How often each token comes first, of 4 with p = (.4, .3, .2, .1) and two top-k children."""
     shape = Topology.from_parents(torch.tensor([[-1, 0, 0]]), 1).expand(rounds)
-    tokens, qrow = torch.tensor([[0, 0, 1]]).expand(rounds, -1), torch.full((rounds, 3), -1)
-    tree = TokenTree(tokens, shape, None, qrow)
+    tokens, proposal_row = torch.tensor([[0, 0, 1]]).expand(rounds, -1), torch.full((rounds, 3), -1)
+    tree = TokenTree(tokens, shape, None, proposal_row)
     logits = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64).log().expand(rounds, 3, -1)
     sampling = Sampling(torch.arange(rounds), None, torch.float64)
     lengths, text = torch.zeros(rounds).long(), Text(torch.zeros(rounds, 8).long(), 1)

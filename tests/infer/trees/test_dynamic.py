@@ -158,7 +158,7 @@ def paths_of(tree: TokenTree, row: int, drafter: Table | None = None) -> list[Pa
 
 def grow(tree: Any, drafter: Drafter, batch: int = 3, children: Any = None) -> TokenTree:
     grown = tree.grow(drafter, None, committed(batch), children or Children())
-    assert grown.tokens.shape == (batch, tree.nodes) and (grown.qrow == -1).all()
+    assert grown.tokens.shape == (batch, tree.nodes) and (grown.proposal_row == -1).all()
     assert grown.logits is None
     return grown
 

@@ -107,7 +107,7 @@ def test_levels_against_ranks_walked_by_hand(paths: list[list[int]]) -> None:
     grown = tree.grow(drafter, None, done, Children())
     assert isinstance(grown, TokenTree) and grown.valid is None
     assert grown.topology.parents.tolist() == [tree.parents] * 3
-    assert (grown.qrow == -1).all()
+    assert (grown.proposal_row == -1).all()
     for row in range(3):
         assert grown.tokens[row].tolist() == grown_by_hand(tree, drafter, int(done.root[row]))
     # One begin with what was committed, then one extend a level, for nodes with children only.
@@ -344,18 +344,18 @@ def test_a_node_knows_the_row_it_was_drawn_from(paths: Any, expansion: Any) -> N
     tree, done, drafter = StaticTree(paths), committed(3), Recorder()
     children = Children(expansion, Sampling(row_seeds(1, 3)))
     grown = tree.grow(drafter, None, done, children)
-    assert grown.logits is not None and (grown.qrow[:, 0] == -1).all()
+    assert grown.logits is not None and (grown.proposal_row[:, 0] == -1).all()
     assert grown.logits.shape[1] == len(set(tree.parents[1:]))
     for row in range(3):
         chains = [[int(done.root[row])]]
         for node in range(1, tree.nodes):
-            parent, qrow = tree.parents[node], int(grown.qrow[row, node])
-            assert torch.equal(grown.logits[row, qrow], drafter.proposals(chains[parent]))
+            parent, proposal_row = tree.parents[node], int(grown.proposal_row[row, node])
+            assert torch.equal(grown.logits[row, proposal_row], drafter.proposals(chains[parent]))
             chains.append([*chains[parent], int(grown.tokens[row, node])])
     sure = Children("with_replacement", Sampling(row_seeds(1, 3), with_warper(TopKLogitsWarper(1))))
     grown = tree.grow(Recorder(), None, done, sure)
     assert grown.logits is not None
-    best = grown.logits.argmax(-1).gather(1, grown.qrow[:, 1:])
+    best = grown.logits.argmax(-1).gather(1, grown.proposal_row[:, 1:])
     assert torch.equal(grown.tokens[:, 1:], best)
 
 
@@ -364,7 +364,7 @@ def test_parents_share_the_row_of_an_independent_head(expansion: Any) -> None:
     table, ids = torch.randn(5, 6), torch.tensor([40, 3, 17, 8, 25, 31])
     drafter, tree = fixed(table, True, ids), StaticTree.cartesian([3, 2, 1])
     grown = tree.grow(drafter, None, many(3), Children(expansion, Sampling(row_seeds(1, 3))))
-    assert torch.equal(grown.qrow, grown.topology.depth - 1)
+    assert torch.equal(grown.proposal_row, grown.topology.depth - 1)
     assert grown.logits is not None and torch.equal(grown.logits, table.expand(3, -1, -1))
     assert grown.vocabulary is ids and grown.replacement == (expansion == "with_replacement")
     assert torch.isin(grown.tokens[:, 1:], ids).all()
@@ -378,7 +378,7 @@ def test_candidates_are_point_masses_whatever_the_expansion(expansion: Any) -> N
     assert torch.equal(grown.tokens, ranked.tokens)
     assert grown.valid is not None and ranked.valid is not None
     assert torch.equal(grown.valid, ranked.valid)
-    assert grown.logits is None and (grown.qrow == -1).all() and not grown.replacement
+    assert grown.logits is None and (grown.proposal_row == -1).all() and not grown.replacement
 
 
 @pytest.mark.parametrize("expansion", SAMPLED)

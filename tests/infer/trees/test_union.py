@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.heads import OptionError, Several, Step
+from headstart.heads import DrafterGroup, OptionError, Step
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, Union, load, parse_tree
 from headstart.infer.measure.planner import make_plan
@@ -30,13 +30,13 @@ def plain(**options: Any) -> Any:
     return decode(Speculator(tiny("llama")), **options)
 
 
-def several(*shapes: str, mode: str = "sometimes", text: Any = None) -> Several:
+def several(*shapes: str, mode: str = "sometimes", text: Any = None) -> DrafterGroup:
     """Scripted drafters of a text, greedy when None; those with a cache then check the loop."""
     (ids, mask), rows = prompts(LENGTHS), None
     if text is None:
         text, rows = plain(), rows_of(ids, mask)
     new = text[:, ids.shape[1] :]
-    return Several([make(shape, tiny("llama"), new, mode, prompts=rows) for shape in shapes])
+    return DrafterGroup([make(shape, tiny("llama"), new, mode, prompts=rows) for shape in shapes])
 
 
 PARTS = {"heads": "[[0],[1],[0,0]]", "cached": "cartesian:2,2", "lookup": "best-first:5,3,3"}
@@ -117,7 +117,7 @@ def test_each_has_its_own_tree_where_none_is_given() -> None:
     speculator = Speculator(tiny("llama"), [medusa(), cached])
     assert str(speculator.tree) == "chain:2+chain:4"
     alone = load(tiny("llama"), ["lookup"])
-    assert str(alone.tree) == "chain:4" and not isinstance(alone.drafter, Several)
+    assert str(alone.tree) == "chain:4" and not isinstance(alone.drafter, DrafterGroup)
     both = load(tiny("llama"), [medusa(), "lookup"], tree="[[0],[1]]+beam:2,3")
     assert isinstance(both.tree, Union) and both.tree.nodes == 9
     assert torch.equal(decode(both), plain())
@@ -144,8 +144,8 @@ def test_what_is_refused(count: int, options: dict, reason: str) -> None:
 
 
 def test_several_are_neither_one_nor_planned_as_one() -> None:
-    pair = Several([medusa(), medusa()])
-    for wrong in (lambda: Several([medusa()]), lambda: Several([pair, medusa()])):
+    pair = DrafterGroup([medusa(), medusa()])
+    for wrong in (lambda: DrafterGroup([medusa()]), lambda: DrafterGroup([pair, medusa()])):
         with pytest.raises(OptionError, match="two or more"):
             wrong()
     with pytest.raises(OptionError, match="one by one"):
