@@ -109,6 +109,8 @@ class DraftModel(Drafter):
 
     config_class = DraftModelConfig
     config: DraftModelConfig
+    writes_text = True
+    needs_length_bound = True
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel | None = None):
         super().__init__(config)

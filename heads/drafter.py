@@ -149,6 +149,16 @@ class Drafter(PreTrainedModel):
     """True when `begin` answers for every depth at once: row d - 1 of its Step holds the proposals
     for depth d, whatever was chosen above (Medusa); `extend` is then never called."""
 
+    trainable: ClassVar[bool] = True
+    """Whether drafters of this family learn: then `train_depths` and what follows it are there."""
+
+    writes_text: ClassVar[bool] = False
+    """Whether `language_model` writes text without the target, from which the drafter can learn."""
+
+    needs_length_bound: bool = False
+    """Whether the host must bound the rows' lengths before each `begin`, see `reserve`. Where it
+    need not, one captured round serves all lengths."""
+
     adapter: Adapter | None = None
     """What the target learns while this drafter is trained, for a drafter that adapts its target;
     the loss, the artifact and its loading then take care of both."""

@@ -124,6 +124,7 @@ class Eagle(TokenConditioned):
 
     config_class = EagleConfig
     config: Any
+    needs_length_bound = True
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)

@@ -88,6 +88,10 @@ class DrafterGroup(Drafter):
             for number, each in enumerate(drafters)
         ]
 
+    @property
+    def needs_length_bound(self) -> bool:  # type: ignore[override]
+        return any(member.drafter.needs_length_bound for member in self.members)
+
     def bind(self, target: PreTrainedModel) -> Self:
         for member in self.members:
             member.drafter.bind(target)

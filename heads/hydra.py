@@ -125,6 +125,7 @@ class Hydra(TokenConditioned):
         super().__init__(config)
         size, layers = config.hidden_size, config.layers
         self.prefix = self._cached = None
+        self.needs_length_bound = config.prefix
         if config.prefix:
             assert config.layer is not None, "HydraConfig.for_target says which"
             self.prefix, shapes = own_layers(config.layer)

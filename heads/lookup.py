@@ -85,6 +85,8 @@ class Lookup(Drafter):
 
     config_class = LookupConfig
     config: LookupConfig
+    trainable = False
+    needs_length_bound = True
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
@@ -219,6 +221,7 @@ class WithLookup(Drafter):
         super().__init__(drafter.config)
         self.drafter = drafter
         self.independent = drafter.independent  # type: ignore[misc]
+        self.needs_length_bound = True
         own = drafter.config
         self.lookup = Lookup(
             LookupConfig(

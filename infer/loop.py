@@ -237,9 +237,7 @@ class Decoding:
         """Do a round on tensors that stay, perhaps by replaying it; returns its report."""
         capacity, drafter = self.target.cache.capacity - self.policy.nodes, self.drafter
         # Tree attention reads lengths on the device, so one graph serves all; unless drafters hear.
-        if self.target.windows.tree and (
-            drafter is None or type(drafter).reserve is Drafter.reserve
-        ):
+        if self.target.windows.tree and (drafter is None or not drafter.needs_length_bound):
             longest = capacity
         else:
             longest = min(bucket(longest + self._spill), capacity)

@@ -34,7 +34,7 @@ def check_on_policy(recipe: Recipe) -> None:
     if recipe.train.on_policy is None:
         return
     name = recipe.drafter.family
-    if family(name).language_model is Drafter.language_model:
+    if not family(name).writes_text:
         raise OptionError(
             f"train.on_policy is set, but a {name} drafter writes no text without the target; "
             "leave it out, or take a drafter that is a language model (draft_model)."

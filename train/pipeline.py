@@ -321,7 +321,7 @@ class _Run:
 
 def is_taught(name: str) -> bool:
     """Whether drafters of a family are trained: one that is not says nothing of taught depths."""
-    return family(name).train_depths is not Drafter.train_depths
+    return family(name).trainable
 
 
 def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> Drafter:
