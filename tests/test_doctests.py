@@ -6,11 +6,10 @@ Modules are imported by name: a run by path would load a second copy of each roo
 import doctest
 import importlib
 import types
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.paths import ROOT
 
 
 def module_names() -> list[str]:

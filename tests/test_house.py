@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.paths import ROOT
+
 ROOMS = ("heads", "infer", "train", "recipes")
 MAY_IMPORT = {
     "heads": {"heads"},

@@ -251,8 +251,8 @@ def test_it_is_loaded_by_name() -> None:
 @pytest.mark.parametrize("name", DRAFTERS)
 @pytest.mark.parametrize("tree", ["chain:4", "cartesian:3,2,1"])
 def test_a_round_does_not_wait(name: str, tree: str) -> None:
-    from tests.infer.test_syncs import run_rounds
     from tests.support.scripted import decoding_of
+    from tests.support.syncs import run_rounds
 
     ids, mask = prompts([9, 4, 7])
     decoding = decoding_of(tiny("llama"), DRAFTERS[name]().bind(tiny("llama")), tree)
