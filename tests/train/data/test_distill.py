@@ -145,7 +145,7 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from tests.train.data import test_distill as test
-from headstart.train import distill as room
+from headstart.train.data import distill as room
 write = room.write_atomically
 def slow(path, data):
     if "00001" in path.name:
