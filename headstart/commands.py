@@ -253,7 +253,8 @@ def verify(options: argparse.Namespace) -> int:
     """Test on the user's models that the text is the target's; the status is 1 where it is not."""
     documents = read_documents(options)
     speculator = load_speculator(options)
-    from headstart.infer.measure.lossless import compare_greedy, compare_sampled
+    from headstart.infer.measure.lossless_greedy import compare_greedy
+    from headstart.infer.measure.lossless_sampled import compare_sampled
     from headstart.reports.tables import to_json
     from headstart.reports.verdict import print_verdict
 

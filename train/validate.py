@@ -17,7 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads import Drafter
 from headstart.infer import Speculator, StaticTree, Stats
-from headstart.infer.measure.ranks import Written, best_tree, measure_ranks, write_texts
+from headstart.infer.measure.greedy_text import Written, write_texts
+from headstart.infer.measure.ranks import measure_ranks
+from headstart.infer.measure.replay import best_tree
 
 from .data.corpus import Document
 from .data.distill import Windows

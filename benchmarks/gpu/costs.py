@@ -19,8 +19,10 @@ from benchmarks.gpu.round_profile import dissect
 from benchmarks.gpu.shapes import read_bytes, weight_bytes
 from headstart.heads import Drafter
 from headstart.infer.measure.baselines import bare_loop, generating, race, speculating
-from headstart.infer.measure.costs import Costs, decode_times, measure_costs, verify_costs
-from headstart.infer.measure.ranks import decode_greedily, write_texts
+from headstart.infer.measure.costs import Costs, measure_costs
+from headstart.infer.measure.decode_times import decode_times
+from headstart.infer.measure.forward_costs import verify_costs
+from headstart.infer.measure.greedy_text import decode_greedily, write_texts
 from headstart.infer.measure.timing import interleaved
 from headstart.infer.speculator import Speculator
 from headstart.infer.trees.optimal import OptimalTrees

@@ -21,10 +21,13 @@ from headstart.heads import Drafter, family, load_drafter
 from headstart.heads.artifacts.files import read_tree
 from headstart.infer import Speculator, StaticTree
 from headstart.infer.measure.baselines import Contender, generating, race, speculating
+from headstart.infer.measure.candidates import rank_trees
 from headstart.infer.measure.costs import Costs
-from headstart.infer.measure.lossless import compare_greedy
-from headstart.infer.measure.planner import make_plan, rank_trees
-from headstart.infer.measure.ranks import measure_ranks, replay, write_texts
+from headstart.infer.measure.greedy_text import write_texts
+from headstart.infer.measure.lossless_greedy import compare_greedy
+from headstart.infer.measure.planner import make_plan
+from headstart.infer.measure.ranks import measure_ranks
+from headstart.infer.measure.replay import replay
 from headstart.inputs import own_target
 from headstart.reports.describe import describe
 from headstart.train import pipeline
@@ -34,7 +37,7 @@ from headstart.train.stages import RECORD
 from headstart.train.validate import held_out_prompts
 
 if TYPE_CHECKING:
-    from headstart.infer.measure.planner import Candidate
+    from headstart.infer.measure.candidates import Candidate
 
 _BASE = "gpu-suite"
 

@@ -74,9 +74,9 @@ def expected(parts: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """
     from torch import tensor
 
+    from headstart.infer.measure.candidates import rank_trees
     from headstart.infer.measure.costs import Costs
-    from headstart.infer.measure.planner import rank_trees
-    from headstart.infer.measure.ranks import replay
+    from headstart.infer.measure.replay import replay
 
     ranks = {
         family: [tensor(rows) for rows in entry["ranks"]]

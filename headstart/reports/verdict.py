@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, TextIO
 from headstart.reports.tables import plain_console
 
 if TYPE_CHECKING:
-    from headstart.infer.measure.lossless import Divergence, Greedy, Sampled
+    from headstart.infer.measure.lossless_greedy import Divergence, Greedy
+    from headstart.infer.measure.lossless_sampled import Sampled
 
 _EXPLAINED = 5  # divergences told one by one
 

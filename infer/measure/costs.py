@@ -4,35 +4,23 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads import Drafter, TokenTree
-from headstart.heads.core import device_of, offloaded
+from headstart.heads import Drafter
 
-from ..graphs import repeated
 from ..speculator import Speculator
-from ..target import Target
 from ..trees.policies import StaticTree
-from .ranks import Tick, Written, decode_greedily
-from .timing import Call, interleaved, medians
+from .decode_times import decode_times
+from .forward_costs import SECONDS, TURNS, context_of, draft_costs, verify_costs
+from .greedy_text import Tick, Written
 
-_CALLS = 8  # turns that each forward gets to be timed
-_BURST = 5  # timed calls in a turn
 _RUNS = 5  # times each probe decodes
-_WARM = 16  # new tokens that warm up what has no graphs to capture
 
-SECONDS = 300.0
-"""No timing goes on for longer, but that each contender has a turn; slow targets get few."""
-
-STEPS = 2 * _CALLS + _RUNS
+STEPS = 2 * TURNS + _RUNS
 """How often `measure_costs` ticks."""
 
 
@@ -83,7 +71,7 @@ def measure_costs(
     depth: int,
     tick: Tick = lambda: None,
 ) -> Costs:
-    """Time the forwards and real rounds, each contender in turn, at the texts' middle length.
+    """Time forwards and real rounds, each kind in turn, at the texts' middle length.
 
     Args:
         texts: one for each row of the batch.
@@ -91,8 +79,8 @@ def measure_costs(
         tick: called after each of `STEPS` parts.
     """
     layers = drafter.config.feature_layers
-    verify = verify_costs(target, layers, _context(texts), sizes(max_nodes), tick)
-    begin, extend = _drafter_costs(drafter, texts, sizes(max_nodes), depth, tick)
+    verify = verify_costs(target, layers, context_of(texts), sizes(max_nodes), tick)
+    begin, extend = draft_costs(drafter, texts, sizes(max_nodes), depth, tick)
     probes = _probes(max_nodes, depth)
     prompts = [text.tokens[: text.prompt] for text in texts]
     new_tokens = max(len(text.tokens) - text.prompt for text in texts)
@@ -104,7 +92,7 @@ def measure_costs(
     rest = [rounds[str(tree)] - costs.forwards(tree) for tree in probes]
     shape = [(1.0, tree.nodes, tree.max_depth) for tree in probes]
     fixed, node, level = np.linalg.lstsq(np.array(shape), np.array(rest), rcond=None)[0].tolist()
-    return Costs(rounds["plain"], verify, begin, extend, (fixed, node, level))
+    return replace(costs, loop=(fixed, node, level))
 
 
 def sizes(largest: int) -> list[int]:
@@ -119,56 +107,8 @@ def sizes(largest: int) -> list[int]:
     return sorted(size for size in found if size <= largest)
 
 
-@dataclass
-class Decoded:
-    """Real decoding, by contender.
-
-    Attributes:
-        per_round: seconds a round of the loop, for each batch.
-        loops: rounds of the loop; rounds: active row-rounds; tokens: emitted in rounds; of all
-            batches.
-    """
-
-    per_round: dict[str, list[float]]
-    loops: Counter[str]
-    rounds: Counter[str]
-    tokens: Counter[str]
-
-
-def decode_times(
-    speculators: dict[str, Speculator],
-    batches: Sequence[Sequence[Tensor]],
-    new_tokens: int,
-    tick: Tick = lambda: None,
-    seconds: float = math.inf,
-) -> Decoded:
-    """Decode batches of prompts [P] greedily with every speculator in turn, once warmed up.
-
-    Args:
-        tick: called after each batch, and for those that are left out.
-        seconds: after so many no further batch is begun; the first one always is.
-    """
-    found = Decoded({name: [] for name in speculators}, Counter(), Counter(), Counter())
-    end = time.perf_counter() + seconds
-    for speculator in speculators.values():
-        warm = new_tokens if speculator.rounds is not None else min(new_tokens, _WARM)
-        decode_greedily(speculator, batches[0], warm)
-    for number, prompts in enumerate(batches):
-        late = number > 0 and time.perf_counter() > end
-        for name, speculator in () if late else speculators.items():
-            decode_greedily(speculator, prompts, new_tokens)
-            stats = speculator.stats
-            loops = len(stats.counts)
-            found.per_round[name].append(stats.decode_seconds / max(loops, 1))
-            found.loops[name] += loops
-            found.rounds[name] += stats.rounds
-            found.tokens[name] += stats.tokens
-        tick()
-    return found
-
-
 def _probes(max_nodes: int, depth: int) -> list[StaticTree]:
-    """Small and large, shallow and deep: what the loop's own cost is fitted to."""
+    """Small and large, shallow and deep trees: what the loop's own cost is fitted to."""
     rest = range(1, max_nodes - depth)
     trees = [
         StaticTree.chain(1),
@@ -179,95 +119,6 @@ def _probes(max_nodes: int, depth: int) -> list[StaticTree]:
     return list({tree.paths: tree for tree in trees if tree.nodes <= max_nodes}.values())
 
 
-@torch.no_grad()
-def verify_costs(
-    model: PreTrainedModel,
-    feature_layers: Sequence[int],
-    context: Tensor,
-    counts: Sequence[int],
-    tick: Tick = lambda: None,
-) -> dict[int, float]:
-    """t(n): milliseconds of the target's forward over a tree of n nodes, medians, by n.
-
-    Args:
-        context: [B, L] int64, the tokens that are cached before the tree.
-        tick: called after each of `_CALLS` parts.
-    """
-    target = Target(model, tuple(feature_layers))
-    batch, length = context.shape
-    target.prefill(context, [length] * batch, length + max(counts))
-    lengths = torch.full_like(context[:, 0], length)
-    contenders: dict[int, Call] = {}
-    captured = _captured(model)
-    even = not captured  # a captured round takes lengths from the device
-    for count in counts:
-        topology, proposal_row = StaticTree([[r] for r in range(count - 1)]).shape(
-            batch, context.device
-        )
-        tokens = context[:, :1].expand(-1, count).contiguous()
-        tree = TokenTree(tokens, topology, None, proposal_row)
-        contenders[count] = lambda tree=tree: target.verify(tree, lengths, length, even)
-    contenders = repeated(context.device, contenders) if captured else contenders
-    times = interleaved(contenders, context.device, _CALLS, _BURST, tick, SECONDS)
-    if target.tap is not None:
-        target.tap.close()
-    return medians(times)
-
-
-@torch.no_grad()
-def _drafter_costs(
-    drafter: Drafter, texts: Sequence[Written], counts: Sequence[int], depth: int, tick: Tick
-) -> tuple[float, dict[int, float]]:
-    context = _context(texts)  # [B, L]
-    features = _cut([text.features for text in texts], context.shape[1])  # [B, L, F]
-    batch, length = context.shape
-    state = drafter.start(batch, length + max(counts) + depth + 1)
-    count = torch.full_like(context[:, 0], length)
-    drafter.prefill(state, features, context, count)
-    # A round hands over as many columns as a path can be long, of which few are true.
-    some = [
-        values[:, -1:].expand(-1, depth + 1, *values.shape[2:]) for values in (features, context)
-    ]
-    # As to rows that have ended: the work is the same, and the text does not grow meanwhile.
-    none = torch.zeros_like(count)
-
-    def begin() -> None:
-        drafter.reserve(state, length, depth + 1 + max(counts))
-        drafter.begin(state, some[0], some[1], none)
-
-    def extend(width: int) -> Callable[[], None]:
-        nodes = context[:, -1:].expand(-1, width)
-        parent = torch.full_like(nodes, -1)
-
-        def both() -> None:
-            begin()
-            drafter.extend(state, nodes, parent)
-
-        return both
-
-    levels = [] if drafter.independent or depth < 2 else list(counts)
-    work = {0: begin, **{width: extend(width) for width in levels}}
-    contenders = repeated(context.device, work) if _captured(drafter.target) else work
-    times = medians(interleaved(contenders, context.device, _CALLS, _BURST, tick, SECONDS))
-    return times[0], {width: max(times[width] - times[0], 0.0) for width in levels}
-
-
-def _captured(target: PreTrainedModel) -> bool:
-    """Whether a target's rounds run as graphs."""
-    return device_of(target).type == "cuda" and not offloaded(target)
-
-
-def _context(texts: Sequence[Written]) -> Tensor:
-    """[B, L]: each text up to the middle of what was written, all cut to one length."""
-    middle = sorted((text.prompt + len(text.tokens)) // 2 for text in texts)
-    return _cut([text.tokens for text in texts], middle[len(middle) // 2])
-
-
-def _cut(rows: Sequence[Tensor], length: int) -> Tensor:
-    """[B, L, …]: rows cut to `length`, or repeated up to it."""
-    reach = [row.repeat(-(-length // len(row)), *[1] * (row.dim() - 1)) for row in rows]
-    return torch.stack([row[:length] for row in reach])
-
-
 def _between(costs: dict[int, float], count: int) -> float:
+    """The cost at `count`, interpolated between those measured."""
     return float(np.interp(count, list(costs), list(costs.values())))

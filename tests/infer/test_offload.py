@@ -14,10 +14,12 @@ from headstart.heads.artifacts.plan import machine, read_plan, write_plan
 from headstart.infer import Speculator
 from headstart.infer import target as runner
 from headstart.infer.graphs import Rounds
-from headstart.infer.measure import costs, planner
+from headstart.infer.measure import forward_costs, planner
+from headstart.infer.measure.candidates import rank_trees
 from headstart.infer.measure.costs import Costs, measure_costs
-from headstart.infer.measure.planner import make_plan, rank_trees
-from headstart.infer.measure.ranks import MISSED, write_texts
+from headstart.infer.measure.greedy_text import write_texts
+from headstart.infer.measure.planner import make_plan
+from headstart.infer.measure.ranks import MISSED
 from headstart.infer.measure.timing import interleaved
 from headstart.infer.trees.policies import StaticTree
 from tests.support.counting import counting_drafter, counting_rows, counting_target
@@ -100,8 +102,10 @@ def test_no_graph_repeats_what_comes_from_the_host(
     monkeypatch.setattr(Rounds, "on", lambda device: Rounds())
     assert Speculator(model).rounds is None
     assert Speculator(tiny("llama")).rounds is not None
-    monkeypatch.setattr(costs, "device_of", lambda model: torch.device("cuda"))
-    assert costs._captured(tiny("llama")) and not costs._captured(model), "what is timed"
+    monkeypatch.setattr(forward_costs, "device_of", lambda model: torch.device("cuda"))
+    assert forward_costs._captured(tiny("llama")) and not forward_costs._captured(model), (
+        "what is timed"
+    )
 
 
 def test_a_plan_is_for_weights_in_one_place(

@@ -6,7 +6,9 @@ from torch import Tensor
 
 from headstart.heads.medusa import Medusa
 from headstart.infer import StaticTree
-from headstart.infer.measure.ranks import MISSED, Written, best_tree, measure_ranks, write_texts
+from headstart.infer.measure.greedy_text import Written, write_texts
+from headstart.infer.measure.ranks import MISSED, measure_ranks
+from headstart.infer.measure.replay import best_tree
 from headstart.train.data.corpus import Document
 from headstart.train.scratch_target import train_tokenizer
 from headstart.train.validate import Validation, ValidationError, held_out_prompts, measure_tau

@@ -12,12 +12,11 @@ from headstart.heads import OptionError
 from headstart.heads.core import forward
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator
-from headstart.infer.measure.lossless import (
+from headstart.infer.measure.lossless_greedy import Divergence, compare_greedy
+from headstart.infer.measure.lossless_sampled import (
     _WIDTHS,
-    Divergence,
     _bin,
     _chi_square,
-    compare_greedy,
     compare_sampled,
     continuations,
 )

@@ -12,10 +12,13 @@ from headstart.heads import ArtifactError, Manifest, OptionError, fingerprint, s
 from headstart.heads.artifacts.plan import Plan, read_plan, write_plan
 from headstart.heads.medusa import Medusa
 from headstart.infer import Speculator, StaticTree
-from headstart.infer.measure import planner
-from headstart.infer.measure.costs import STEPS, Costs, decode_times, measure_costs, sizes
+from headstart.infer.measure import candidates, planner
+from headstart.infer.measure.costs import STEPS, Costs, measure_costs, sizes
+from headstart.infer.measure.decode_times import decode_times
+from headstart.infer.measure.greedy_text import write_texts
 from headstart.infer.measure.planner import make_plan
-from headstart.infer.measure.ranks import Replayed, measure_ranks, replay, write_texts
+from headstart.infer.measure.ranks import measure_ranks
+from headstart.infer.measure.replay import Replayed, replay
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
 
 PLAIN = 10.0
@@ -126,9 +129,9 @@ def test_a_level_that_costs_makes_the_tree_shallow() -> None:
 
 def test_a_batch_waits_for_its_last_row() -> None:
     ranks = [torch.zeros(8, 1, dtype=torch.long), torch.full((8, 1), 5)]
-    shapes = [planner._Shape("chain:1", [[0]], Replayed([8, 8], [4, 8]))]
-    alone = planner._judge(iter(shapes), ranks, costs(0.0), batch_size=1)[0]
-    together = planner._judge(iter(shapes), ranks, costs(0.0), batch_size=2)[0]
+    shapes = [candidates.ReplayedTree("chain:1", [[0]], Replayed([8, 8], [4, 8]))]
+    alone = candidates.expected_speedups(iter(shapes), ranks, costs(0.0), batch_size=1)[0]
+    together = candidates.expected_speedups(iter(shapes), ranks, costs(0.0), batch_size=2)[0]
     assert alone.speedup == pytest.approx(16 / 12 * PLAIN / (PLAIN + 0.5))
     assert together.speedup == pytest.approx(PLAIN / (PLAIN + 0.5))
     assert alone.tau == together.tau == 16 / 12
@@ -137,7 +140,7 @@ def test_a_batch_waits_for_its_last_row() -> None:
 def test_fitted_trees_are_judged_on_other_texts() -> None:
     """Each text repeats a rank of its own: what fits one says nothing about the next."""
     ranks = [torch.full((20, 1), rank) for rank in range(4)]
-    shapes = {shape.name: shape for shape in planner._shapes(ranks, 4, True)}
+    shapes = {shape.name: shape for shape in candidates.replayed_trees(ranks, 4, True)}
     assert shapes["sparse:4"].done.tau == 1.0
     assert len(shapes["sparse:4"].paths) == 3  # fitted to all of them
 

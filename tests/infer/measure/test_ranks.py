@@ -9,17 +9,9 @@ from torch import Tensor
 
 from headstart.heads import Step
 from headstart.infer import Speculator, StaticTree
-from headstart.infer.measure.ranks import (
-    MISSED,
-    Written,
-    _rank,
-    acceptance,
-    best_tree,
-    decode_greedily,
-    measure_ranks,
-    replay,
-    write_texts,
-)
+from headstart.infer.measure.greedy_text import Written, decode_greedily, write_texts
+from headstart.infer.measure.ranks import MISSED, _rank, acceptance, measure_ranks
+from headstart.infer.measure.replay import best_tree, replay
 from tests.support.scripted import Cached, Script, Scripted, make
 from tests.support.tiny import VOCAB, tiny
 

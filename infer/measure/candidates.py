@@ -1,0 +1,171 @@
+"""The trees that a plan chooses among, and what each is expected to gain.
+
+Cost model (Sequoia, arXiv 2402.12374): speedup = G / (t(n) + d · c), with everything measured. G,
+the tokens per round, comes from recorded ranks, replayed round by round (see `replay`); t(n), c and
+the loop's own cost from timed forwards and timed rounds (see `costs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from ..trees.optimal import OptimalTrees, expected_tokens
+from ..trees.policies import StaticTree
+from .costs import Costs, sizes
+from .ranks import RANKS, acceptance
+from .replay import Replayed, best_tree, replay
+
+SMALL = 64
+"""Nodes of the trees that a plan considers; larger ones reach deeper, and to less likely ranks."""
+
+_FOLDS = 4
+_CARTESIAN = (
+    (2, 1), (3, 1), (2, 2), (2, 1, 1), (3, 2, 1), (2, 2, 2), (4, 2, 1, 1), (3, 2, 1, 1, 1),
+    (4, 3, 2, 1), (6, 3, 2),
+)  # fmt: skip
+_DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # limits tried where every level costs a forward
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One tree that was considered.
+
+    Attributes:
+        name: the policy and its size; nodes, the root counted; depth.
+        tau: expected tokens per round, from replayed ranks.
+        positional_tau: the same by the acceptance vector alone, which takes ranks for independent.
+        round_ms: expected milliseconds of a round.
+        speedup: expected, against plain decoding in the same runtime.
+        measured_tau, measured_speedup: of real decoding; None where it was not measured.
+    """
+
+    name: str
+    nodes: int
+    depth: int
+    tau: float
+    positional_tau: float
+    round_ms: float
+    speedup: float
+    measured_tau: float | None = None
+    measured_speedup: float | None = None
+    tree: list[list[int]] = field(default_factory=list, repr=False)
+
+    @property
+    def best_known(self) -> float:
+        """The measured speedup where there is one, else the expected one."""
+        return self.speedup if self.measured_speedup is None else self.measured_speedup
+
+
+@dataclass(frozen=True)
+class ReplayedTree:
+    """A tree by its rank paths, and the rounds it needed on texts that it was not fitted to."""
+
+    name: str
+    paths: list[list[int]]
+    done: Replayed
+
+
+def rank_trees(
+    ranks: Sequence[Tensor], costs: Costs, independent: bool, max_nodes: int, batch_size: int = 1
+) -> list[Candidate]:
+    """Every tree that is considered, by its expected speedup, the best first.
+
+    Args:
+        ranks: [M, K] for each text, see `measure_ranks`. They may come from another model than the
+            costs; the result then says what such acceptance would be worth there.
+        independent: see `Drafter`.
+    """
+    return expected_speedups(
+        replayed_trees(ranks, max_nodes, independent), ranks, costs, batch_size
+    )
+
+
+def reach(max_nodes: int) -> tuple[int, int]:
+    """The depth of trees of at most `max_nodes` nodes, and the ranks that they use."""
+    return (16, RANKS) if max_nodes <= SMALL else (_DEPTHS[-1], 32)
+
+
+def replayed_trees(
+    ranks: Sequence[Tensor], max_nodes: int, independent: bool
+) -> Iterator[ReplayedTree]:
+    """Every tree that is considered, replayed.
+
+    A tree that is fitted to ranks is replayed on texts that it was not fitted to, by
+    cross-validation; its paths are those fitted to all texts.
+    """
+    depth = ranks[0].shape[1]
+    fixed = {f"chain:{n}": StaticTree.chain(n) for n in range(1, min(depth, max_nodes - 1) + 1)}
+    for widths in _CARTESIAN:
+        if len(widths) <= depth:
+            name = f"cartesian:{','.join(map(str, widths))}"
+            fixed[name] = StaticTree.cartesian(widths)
+    for name, tree in fixed.items():
+        if tree.nodes <= max_nodes:
+            paths = [list(path) for path in tree.paths]
+            yield ReplayedTree(name, paths, replay(ranks, paths))
+
+    folds = min(_FOLDS, len(ranks))
+    rest = [[r for i, r in enumerate(ranks) if i % folds != f] for f in range(folds)]
+    rest = rest if folds > 1 else [list(ranks)]  # a single text is all there is to fit to
+    fitted = [_fitted_trees(part, max_nodes, independent) for part in rest]
+    for name, paths in _fitted_trees(ranks, max_nodes, independent).items():
+        tokens, rounds = [0] * len(ranks), [0] * len(ranks)
+        for fold, trees in enumerate(fitted):
+            done = replay(ranks[fold::folds], trees[name])
+            tokens[fold::folds], rounds[fold::folds] = done.tokens, done.rounds
+        yield ReplayedTree(name, paths, Replayed(tokens, rounds))
+
+
+def _fitted_trees(
+    ranks: Sequence[Tensor], max_nodes: int, independent: bool
+) -> dict[str, list[list[int]]]:
+    """Trees fitted to these ranks, by name: sparse measured ones and optimal static ones."""
+    depth, trees = ranks[0].shape[1], {}
+    width = reach(max_nodes)[1]
+    accept = acceptance(ranks, width)[0]  # [K, W]
+    counts = sizes(max_nodes)[2:] or [max_nodes]
+    for count in counts:
+        trees[f"sparse:{count}"] = best_tree(ranks, count, width=width)
+    # With independent heads a shallow tree is no cheaper.
+    limits = [depth] if independent else [d for d in _DEPTHS if d < depth] + [depth]
+    for limit in limits:
+        best = OptimalTrees(accept, max_nodes, limit)
+        for count in counts:
+            suffix = f" depth {limit}" if limit < depth else ""
+            trees[f"optimal:{count}{suffix}"] = best.paths(count)
+    return trees
+
+
+def expected_speedups(
+    trees: Iterator[ReplayedTree], ranks: Sequence[Tensor], costs: Costs, batch_size: int
+) -> list[Candidate]:
+    """The trees as candidates, the fastest first, equal trees once."""
+    accept = acceptance(ranks, width=64)[0]
+    plain = _loops([len(each) for each in ranks], batch_size) * costs.plain
+    found: dict[tuple[tuple[int, ...], ...], Candidate] = {}
+    for each in trees:
+        tree = StaticTree(each.paths)
+        if tree.nodes == 1:  # no rank was ever right
+            continue
+        round_ms = costs.round(tree)
+        candidate = Candidate(
+            name=each.name,
+            nodes=tree.nodes,
+            depth=tree.max_depth,
+            tau=each.done.tau,
+            positional_tau=expected_tokens(accept, each.paths),
+            round_ms=round_ms,
+            speedup=plain / (_loops(each.done.rounds, batch_size) * round_ms),
+            tree=each.paths,
+        )
+        found.setdefault(tree.paths, candidate)
+    return sorted(found.values(), key=lambda candidate: -candidate.speedup)
+
+
+def _loops(rounds: Sequence[int], batch_size: int) -> int:
+    """Rounds of the loop for all batches: each runs until its last row has ended."""
+    starts = range(0, len(rounds), batch_size)
+    return sum(max(rounds[start : start + batch_size]) for start in starts)

@@ -1,0 +1,134 @@
+"""Times the forwards of a round on this machine: the target's over a tree, and the drafter's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headstart.heads import Drafter, TokenTree
+from headstart.heads.core import device_of, offloaded
+
+from ..graphs import repeated
+from ..target import Target
+from ..trees.policies import StaticTree
+from .greedy_text import Tick, Written
+from .timing import Call, interleaved, medians
+
+SECONDS = 300.0
+"""No timing goes on for longer, but everything that is timed has a turn."""
+
+TURNS = 8
+"""Turns that each forward is timed in."""
+
+_CALLS = 5  # timed calls in a turn
+
+
+@torch.no_grad()
+def verify_costs(
+    model: PreTrainedModel,
+    feature_layers: Sequence[int],
+    context: Tensor,
+    counts: Sequence[int],
+    tick: Tick = lambda: None,
+) -> dict[int, float]:
+    """t(n): milliseconds of the target's forward over a tree of n nodes, medians, by n.
+
+    Args:
+        context: [B, L] int64, the tokens that are cached before the tree.
+        tick: called after each of `TURNS` turns.
+    """
+    target = Target(model, tuple(feature_layers))
+    batch, length = context.shape
+    target.prefill(context, [length] * batch, length + max(counts))
+    lengths = torch.full_like(context[:, 0], length)
+    captured = _captured(model)
+    work: dict[int, Call] = {}
+    for count in counts:
+        siblings = StaticTree([[rank] for rank in range(count - 1)])
+        topology, proposal_row = siblings.shape(batch, context.device)
+        tokens = context[:, :1].expand(-1, count).contiguous()
+        tree = TokenTree(tokens, topology, None, proposal_row)
+        # A captured round reads the rows' lengths from the device, so they may differ.
+        work[count] = lambda tree=tree: target.verify(tree, lengths, length, not captured)
+    times = _medians(work, context.device, captured, tick)
+    if target.tap is not None:
+        target.tap.close()
+    return times
+
+
+@torch.no_grad()
+def draft_costs(
+    drafter: Drafter,
+    texts: Sequence[Written],
+    counts: Sequence[int],
+    depth: int,
+    tick: Tick = lambda: None,
+) -> tuple[float, dict[int, float]]:
+    """Milliseconds of the drafter's `begin`, and of its `extend` by the nodes of the level.
+
+    Args:
+        texts: one for each row of the batch.
+        counts: level sizes to time.
+        depth: the deepest level that trees will have; a drafter with independent heads, or with a
+            single level, has no `extend` to time.
+        tick: called after each of `TURNS` turns.
+    """
+    context = context_of(texts)  # [B, L]
+    features = _cut([text.features for text in texts], context.shape[1])  # [B, L, F]
+    batch, length = context.shape
+    state = drafter.start(batch, length + max(counts) + depth + 1)
+    count = torch.full_like(context[:, 0], length)
+    drafter.prefill(state, features, context, count)
+    # A round hands over as many columns as a path can be long.
+    columns = [
+        values[:, -1:].expand(-1, depth + 1, *values.shape[2:]) for values in (features, context)
+    ]
+    # A count of 0, as for rows that have ended: the work is the same, and the text does not grow.
+    none = torch.zeros_like(count)
+
+    def begin() -> None:
+        drafter.reserve(state, length, depth + 1 + max(counts))
+        drafter.begin(state, columns[0], columns[1], none)
+
+    def begin_and_extend(width: int) -> Callable[[], None]:
+        nodes = context[:, -1:].expand(-1, width)
+        parent = torch.full_like(nodes, -1)
+
+        def work() -> None:
+            begin()
+            drafter.extend(state, nodes, parent)
+
+        return work
+
+    levels = [] if drafter.independent or depth < 2 else list(counts)
+    work = {0: begin, **{width: begin_and_extend(width) for width in levels}}
+    times = _medians(work, context.device, _captured(drafter.target), tick)
+    return times[0], {width: max(times[width] - times[0], 0.0) for width in levels}
+
+
+def context_of(texts: Sequence[Written]) -> Tensor:
+    """[B, L]: each text up to the middle of what was written, all cut to one length."""
+    middle = sorted((text.prompt + len(text.tokens)) // 2 for text in texts)
+    return _cut([text.tokens for text in texts], middle[len(middle) // 2])
+
+
+def _medians(
+    work: dict[int, Call], device: torch.device, captured: bool, tick: Tick
+) -> dict[int, float]:
+    """Median milliseconds of each call, timed in turns; replayed as a graph where `captured`."""
+    calls = repeated(device, work) if captured else work
+    return medians(interleaved(calls, device, TURNS, _CALLS, tick, SECONDS))
+
+
+def _captured(target: PreTrainedModel) -> bool:
+    """Whether a target's rounds run as graphs."""
+    return device_of(target).type == "cuda" and not offloaded(target)
+
+
+def _cut(rows: Sequence[Tensor], length: int) -> Tensor:
+    """[B, L, …]: rows cut to `length`, or repeated up to it."""
+    long = [row.repeat(-(-length // len(row)), *[1] * (row.dim() - 1)) for row in rows]
+    return torch.stack([row[:length] for row in long])

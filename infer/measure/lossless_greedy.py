@@ -1,0 +1,147 @@
+"""Compares greedy text with that of `generate`, token by token, on a user's own models."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from headstart.heads.artifacts.plan import dtype_name
+
+from ..speculator import Speculator
+
+_COPIES = 4  # rows of the batch that plain decoding is repeated in
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """Where a text first differs from that of `generate`, and how near a tie that was.
+
+    Attributes:
+        prompt: its number; place: new tokens before it.
+        margin: the best logit less the second best, in `generate`'s run.
+        difference: the largest difference of any logit there, between the two runs.
+        noise: the largest difference of any logit between plain decoding of this prompt and the
+            same in other shapes: in a batch of copies, and as one forward over the whole text.
+    """
+
+    prompt: int
+    place: int
+    margin: float
+    difference: float
+    noise: float
+
+    @property
+    def near_tie(self) -> bool:
+        """Whether the noise of plain decoding itself can change which token is best."""
+        return self.margin <= 2 * self.noise
+
+
+@dataclass(frozen=True)
+class Greedy:
+    """Greedy text compared with that of `generate`.
+
+    Attributes:
+        prompts: how many; tokens: compared, up to the first difference of each prompt.
+        divergences: one for each prompt whose text differs.
+        plain_divergences: prompts whose plain text differs in another shape; None where no text
+            differed, so that plain decoding was not repeated.
+        plain_tokens: compared for that.
+        dtype: the target's.
+    """
+
+    prompts: int
+    tokens: int
+    divergences: list[Divergence]
+    plain_divergences: int | None
+    plain_tokens: int
+    dtype: str
+
+    @property
+    def holds(self) -> bool:
+        """Whether every difference is a near-tie, as plain decoding has them as well."""
+        return all(divergence.near_tie for divergence in self.divergences)
+
+
+def compare_greedy(
+    speculator: Speculator, prompts: Sequence[Tensor], new_tokens: int, progress: bool = False
+) -> Greedy:
+    """Compare greedy text with that of `generate`, prompt by prompt.
+
+    Args:
+        prompts: token ids, each [1, P].
+    """
+    model: Any = speculator.model
+    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+    compared, places = 0, {}
+    for number, ids in enumerate(_shown(prompts, "greedy", progress)):
+        plain, drafted = model.generate(ids, **options), speculator.generate(ids, **options)
+        same, differs = agreement(plain, drafted, ids)
+        compared += same
+        if differs:
+            places[number] = same
+    dtype = dtype_name(speculator.model)
+    if not places:
+        return Greedy(len(prompts), compared, [], None, 0, dtype)
+
+    options |= {"output_logits": True, "return_dict_in_generate": True}
+    plain_tokens = plain_differs = 0
+    divergences = []
+    for number, ids in enumerate(_shown(prompts, "plain", progress)):
+        alone = model.generate(ids, **options)
+        same, differs, noise = _in_other_shapes(model, ids, alone, options)
+        plain_tokens, plain_differs = plain_tokens + same, plain_differs + differs
+        if number in places:
+            place = places[number]
+            logits = alone.logits[place][0].float()
+            best = logits.topk(2).values
+            difference = _largest(logits, speculator.generate(ids, **options).logits[place][0])
+            margin = float(best[0] - best[1])
+            divergences.append(Divergence(number, place, margin, difference, noise))
+    return Greedy(len(prompts), compared, divergences, plain_differs, plain_tokens, dtype)
+
+
+@torch.no_grad()
+def _in_other_shapes(
+    model: Any, ids: Tensor, alone: Any, options: dict[str, Any]
+) -> tuple[int, bool, float]:
+    """Plain decoding of a prompt [1, P] in other shapes, compared with its output `alone`.
+
+    Returns:
+        The tokens that agree, whether any differs, and the largest difference of any logit.
+    """
+    copies = ids.repeat(_COPIES, 1)
+    wide = model.generate(copies, attention_mask=torch.ones_like(copies), **options)
+    same, differs = agreement(alone.sequences, wide.sequences[:1], ids)
+    steps = zip(alone.logits[: same + 1], wide.logits[: same + 1], strict=False)
+    noise = max(_largest(one[0], other[0]) for one, other in steps)
+
+    whole = model(alone.sequences, use_cache=False).logits[0, ids.shape[1] - 1 : -1]  # [new, V]
+    changed = (whole.argmax(-1) != alone.sequences[0, ids.shape[1] :]).nonzero()
+    if len(changed):
+        same, differs = min(same, int(changed[0])), True
+    return same, differs, max(noise, _largest(torch.cat(alone.logits), whole))
+
+
+def agreement(one: Tensor, other: Tensor, prompt: Tensor) -> tuple[int, bool]:
+    """New tokens that two texts [1, P + new] share before they differ, and whether they do."""
+    first, second = (text[0, prompt.shape[1] :].tolist() for text in (one, other))
+    for place, (a, b) in enumerate(zip(first, second, strict=False)):
+        if a != b:
+            return place, True
+    return min(len(first), len(second)), len(first) != len(second)
+
+
+def _largest(one: Tensor, other: Tensor) -> float:
+    """The largest difference of two tensors of logits [.., V], where both are finite."""
+    difference = (one.float() - other.float()).abs()
+    return float(difference[difference.isfinite()].max())
+
+
+def _shown(prompts: Sequence[Tensor], title: str, progress: bool) -> tqdm:
+    return tqdm(prompts, desc=title, unit="prompt", file=sys.stderr, disable=not progress)

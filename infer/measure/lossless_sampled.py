@@ -1,0 +1,203 @@
+"""Compares the distribution of sampled text with the target's, on a user's own models.
+
+The joint distribution of the first tokens is compared by a chi-square test. Where the rule promises
+the very text of seeded plain decoding, that is compared as well.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from headstart.heads import OptionError
+from headstart.heads.artifacts.plan import dtype_name
+
+from ..rules.registry import APPROXIMATE
+from ..speculator import Speculator
+from .lossless_greedy import agreement
+
+ALPHA = 1e-6
+"""The probability that a correct sampler fails the test."""
+
+_WIDTHS = (6, 4, 3)  # likeliest continuations that get a bin of their own, by place
+_EXPECTED = 5.0  # draws that a bin must expect at least, as chi-square requires
+
+Text = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Sampled text compared with the target's distribution.
+
+    Attributes:
+        rule: and expansion, what was tested; approximate: whether the rule is declared so.
+        draws: texts sampled from one prompt; places: tokens of each that were compared.
+        bins: continuations counted apart; statistic: chi-square with bins - 1 degrees of freedom.
+        p_value: the probability that a correct sampler's statistic is as large.
+        distance: total variation over the bins, observed.
+        bound: with probability 1 - ALPHA the true one is not larger.
+        dtype: the target's.
+        seeded_tokens: tokens compared with seeded plain decoding; 0 where the rule does not promise
+            the same text; seeded_differences: prompts whose text differed.
+    """
+
+    rule: str
+    expansion: str
+    approximate: bool
+    draws: int
+    places: int
+    bins: int
+    statistic: float
+    p_value: float
+    distance: float
+    bound: float
+    dtype: str
+    seeded_tokens: int
+    seeded_differences: int
+
+    @property
+    def agrees(self) -> bool:
+        """Whether the distribution is the target's, as far as the test can see."""
+        return self.p_value >= ALPHA
+
+    @property
+    def holds(self) -> bool:
+        """Whether the test found no difference; below float32 rounding may change seeded text."""
+        precise = self.dtype in ("float32", "float64")
+        return self.agrees and not (precise and self.seeded_differences)
+
+
+def compare_sampled(
+    speculator: Speculator,
+    prompts: Sequence[Tensor],
+    new_tokens: int,
+    draws: int = 4096,
+    *,
+    temperature: float = 1.0,
+    seed: int = 0,
+    batch_size: int = 256,
+    progress: bool = False,
+) -> Sampled:
+    """Sample the first prompt many times and compare the joint distribution of its first tokens.
+
+    `match` and `coupled` also promise the text of seeded plain decoding; it is compared for every
+    prompt.
+
+    Args:
+        prompts: token ids, each [1, P].
+        draws: texts to sample.
+
+    Raises:
+        OptionError: fewer than 100 draws, or a temperature that does not sample.
+    """
+    if draws < 100 or not temperature > 0:
+        raise OptionError(
+            f"found {draws} draws at temperature {temperature}; a test of sampling needs at least "
+            "100, and a temperature above 0."
+        )
+    rule = speculator.rule or "coupled"
+    plain = Speculator(speculator.model)
+    options: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0}
+    tokens = differences = 0
+    if rule in ("match", "coupled"):
+        for number, ids in enumerate(prompts):
+            seeded = {**options, "max_new_tokens": new_tokens, "seed": seed + number}
+            texts = (each.generate(ids, **seeded) for each in (plain, speculator))
+            same, differs = agreement(*texts, ids)
+            tokens, differences = tokens + same, differences + differs
+
+    expected = continuations(plain, prompts[0], options)
+    beginnings = {bin[:length] for bin in expected for length in range(1, len(bin))}
+    found: Counter[Text] = Counter()
+    bar = tqdm(total=draws, desc=f"sampling, {rule}", file=sys.stderr, disable=not progress)
+    for first in range(0, draws, batch_size):
+        rows = min(batch_size, draws - first)
+        seeds = [(seed << 32) + first + row for row in range(rows)]
+        ids = prompts[0].repeat(rows, 1)
+        options["attention_mask"] = torch.ones_like(ids)
+        text = speculator.generate(ids, **options, max_new_tokens=len(_WIDTHS), seed=seeds)
+        found.update(_bin(row, expected, beginnings) for row in text[:, ids.shape[1] :].tolist())
+        bar.update(rows)
+    bar.close()
+    return Sampled(
+        rule,
+        speculator.expansion,
+        rule in APPROXIMATE,
+        draws,
+        len(_WIDTHS),
+        *_chi_square(found, expected, draws),
+        dtype_name(speculator.model),
+        tokens,
+        differences,
+    )
+
+
+def continuations(plain: Speculator, prompt: Tensor, options: dict[str, Any]) -> dict[Text, float]:
+    """Bins of the first tokens and the target's probability of each; they sum to 1.
+
+    A bin is a text of as many tokens as `_WIDTHS` has, or a shorter one that ends with -1: any
+    token but those that have bins of their own.
+    """
+    bins: dict[Text, float] = {}
+    frontier: dict[Text, float] = {(): 1.0}
+    ends = plain.model.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    for width in _WIDTHS:
+        heads = [prefix for prefix in frontier if not prefix or prefix[-1] not in ends]
+        bins |= {prefix: frontier[prefix] for prefix in frontier if prefix not in heads}
+        if not heads:
+            return bins
+        tails = torch.tensor(heads, dtype=torch.long, device=prompt.device).view(len(heads), -1)
+        ids = torch.cat([prompt.expand(len(heads), -1), tails], 1)
+        wanted = {"max_new_tokens": 1, "output_scores": True, "return_dict_in_generate": True}
+        output = plain.generate(ids, attention_mask=torch.ones_like(ids), **options, **wanted)
+        likely = output.scores[0].double().softmax(-1)  # [heads, V]
+        best, tokens = likely.topk(min(width, likely.shape[1]), dim=-1)
+        below = {}
+        for prefix, chances, names in zip(heads, best.tolist(), tokens.tolist(), strict=True):
+            mass = frontier[prefix]
+            below |= {
+                (*prefix, name): mass * p for name, p in zip(names, chances, strict=True) if p
+            }
+            bins[(*prefix, -1)] = mass * max(1 - math.fsum(chances), 0.0)
+        frontier = below
+    return bins | frontier
+
+
+def _bin(row: Sequence[int], bins: dict[Text, float], beginnings: set[Text]) -> Text:
+    """The bin of a text, given all beginnings of bins."""
+    text = tuple(row)
+    for length in range(1, len(text) + 1):
+        if text[:length] in bins:
+            return text[:length]
+        if text[:length] not in beginnings:
+            return (*text[: length - 1], -1)
+    raise AssertionError(row)
+
+
+def _chi_square(
+    found: Counter[Text], bins: dict[Text, float], draws: int
+) -> tuple[int, float, float, float, float]:
+    """Bins, statistic, p-value, total variation, and its bound (McDiarmid's inequality)."""
+    large = [key for key, chance in bins.items() if chance * draws >= _EXPECTED]
+    counts = [float(found[key]) for key in large]
+    wanted = [bins[key] * draws for key in large]
+    counts.append(draws - math.fsum(counts))
+    wanted.append(max(draws - math.fsum(wanted), 0.0))
+    if wanted[-1] < _EXPECTED:  # too few for a bin of their own
+        counts[-2:], wanted[-2:] = [sum(counts[-2:])], [sum(wanted[-2:])]
+    statistic = math.fsum((c - w) ** 2 / w for c, w in zip(counts, wanted, strict=True))
+    freedom = max(len(counts) - 1, 1)
+    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
+    p_value = float(torch.special.gammaincc(half[0], half[1]))
+    distance = math.fsum(abs(c - w) for c, w in zip(counts, wanted, strict=True)) / (2 * draws)
+    spread = 0.5 * math.sqrt(len(counts) / draws) + math.sqrt(-math.log(ALPHA) / (2 * draws))
+    return len(counts), statistic, p_value, distance, min(distance + spread, 1.0)
