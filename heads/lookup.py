@@ -86,7 +86,6 @@ class Lookup(Drafter):
     config_class = LookupConfig
     config: LookupConfig
     trainable = False
-    needs_length_bound = True
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
@@ -221,7 +220,7 @@ class WithLookup(Drafter):
         super().__init__(drafter.config)
         self.drafter = drafter
         self.independent = drafter.independent  # type: ignore[misc]
-        self.needs_length_bound = True
+        self.needs_length_bound = drafter.needs_length_bound
         own = drafter.config
         self.lookup = Lookup(
             LookupConfig(
