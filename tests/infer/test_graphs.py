@@ -127,14 +127,16 @@ def test_plain_decoding() -> None:
 
 
 def test_tree_attention_needs_one_graph() -> None:
-    """It reads lengths on the device; only a drafter that hears them splits the rounds by them."""
-    for name, buckets in (("medusa", 1), ("draft_model", 2)):
-        replayed, written, tape = both(name, attention="tree")
+    """It reads lengths on the device; only a drafter that needs their bound splits the rounds."""
+    counts = {"medusa": 1, "lookup": 1, "medusa+lookup": 1, "redrafter": 1, "draft_model": 2}
+    for name, buckets in counts.items():
+        tree = "+".join([STATIC] * len(name.split("+")))
+        replayed, written, tape = both(name, tree, attention="tree")
         options: dict[str, Any] = {"max_new_tokens": 90}
         text = decode(replayed, turn=1, **options)
         assert torch.equal(text, decode(written, turn=1, **options))
         assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
-        masked = Speculator(target("tiny"), drafter(name, "tiny"), tree=STATIC)
+        masked = Speculator(target("tiny"), drafter(name, "tiny"), tree=tree)
         assert torch.equal(text, decode(masked, turn=1, **options))
         assert tape.taped == buckets
 
