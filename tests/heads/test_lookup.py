@@ -119,6 +119,7 @@ def test_a_repeating_text_goes_round() -> None:
     for parent, token in enumerate([7, 5, 6, 7, 5], start=-1):
         assert step.ids is not None and step.ids[0, 0, :2].tolist() == [token, -1]
         step = drafter.extend(state, torch.tensor([[token]]), torch.tensor([[parent]]))
+    drafter.reserve(state, 6, 1)
     nothing = drafter.begin(state, torch.empty(1, 1, 0), torch.tensor([[9]]), torch.tensor([1]))
     assert nothing.ids is not None and (nothing.ids == -1).all()
 
@@ -183,8 +184,8 @@ def test_it_is_loaded_by_name() -> None:
 
 @pytest.mark.parametrize("tree", ["chain:4", "cartesian:3,2,1"])
 def test_a_round_does_not_wait(tree: str) -> None:
-    from tests.infer.test_syncs import run_rounds
     from tests.support.scripted import decoding_of
+    from tests.support.syncs import run_rounds
 
     ids, mask = prompts([9, 4, 7])
     decoding = decoding_of(tiny("llama"), lookup().bind(tiny("llama")), tree)

@@ -8,33 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from headstart.heads import DecodingError, Drafter
 from headstart.infer import Decoding, Speculator, loop
 from headstart.infer.graphs import Rounds, addresses
-from tests.infer.test_families import LENGTHS, OPTIONS, TREES, drafter, target
-from tests.support.tape import Tape
+from tests.support.families import LENGTHS, OPTIONS, TREES, drafter, target
+from tests.support.tape import NEW, SAMPLED, Tape, captured, decode
 from tests.support.tiny import prompts
 
-NEW = 24
-SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.8}
 STATIC = TREES[1]
-
-
-def captured(speculator: Speculator, capture: Callable | None = None) -> Tape:
-    """Give the speculator a tape in place of graphs."""
-    tape = Tape()
-    speculator.rounds = Rounds(capture or tape)
-    return tape
-
-
-def decode(speculator: Speculator, batch: int = 4, turn: int = 0, **options: Any) -> Tensor:
-    ids, mask = prompts([length + turn for length in LENGTHS[:batch]])
-    given: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False} | options
-    if given["do_sample"]:
-        given["seed"] = [11 + turn, 12, 13, 14 + turn][:batch]
-    return speculator.generate(ids, attention_mask=mask, **given)
 
 
 def both(name: str, tree: str = STATIC, **options: Any) -> tuple[Speculator, Speculator, Tape]:
