@@ -131,6 +131,7 @@ def test_a_published_head_follows_the_definition_along_every_path(dialect: str) 
     for count in (torch.tensor([1, 1]), torch.tensor([2, 3]), torch.tensor([1, 2])):
         row = torch.arange(2).unsqueeze(1)
         places = done.unsqueeze(1) + torch.arange(4)  # one is padding at least
+        drafter.reserve(state, int((done + count).max()), 4 + 6)
         step = drafter.begin(state, features[row, places], texts[row, places + 1], count)
         done = done + count
         # Level 1: nodes a b under the root; level 2: c d under b, e under a; level 3: f under d.
@@ -250,6 +251,7 @@ def test_round_trip(name: str, options: dict[str, Any], tmp_path: Path) -> None:
         state = each.start(1, 20)
         features = torch.ones(1, 9, SIZE * len(each.config.feature_layers), dtype=torch.float64)
         each.prefill(state, features, ids, torch.tensor([9]))
+        each.reserve(state, 9, 1)
         proposals.append(each.begin(state, features[:, :1], ids[:, :1], torch.tensor([1])).logits)
     torch.testing.assert_close(
         *proposals, rtol=1e-6, atol=1e-6

@@ -91,6 +91,7 @@ def test_a_tree_follows_the_formula_along_every_path(options: str, prompt: list[
         features = torch.stack([text[row, int(used[row]) :][:3] for row in range(2)])
         tokens = torch.randint(VOCAB, (2, 3))
         used = used + count
+        drafter.reserve(state, int(used.max()), 3 + 5)
         steps = [drafter.begin(state, features, tokens, count)]
         # Level 1: nodes a b under the root; level 2: c d under b, e under a.
         levels = [torch.randint(VOCAB, (2, width)) for width in (2, 3)]

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from headstart.heads import DecodingError, Drafter
-from headstart.heads.lookup import WithLookup
 from headstart.infer import Decoding, Speculator, loop
 from headstart.infer.graphs import Rounds, addresses
 from tests.support.families import LENGTHS, OPTIONS, TREES, drafter, target
@@ -100,25 +99,26 @@ def other_student() -> Drafter:
     return student.bind(target("tiny"))
 
 
-def test_a_drafter_with_lookup_and_plain_decoding() -> None:
-    for tree, proposer in ((STATIC, WithLookup(drafter("medusa", "tiny"), 2)), ("plain", None)):
-        replayed, written = (Speculator(target("tiny"), proposer, tree=tree) for _ in range(2))
-        tape = captured(replayed)
-        for turn in range(2):
-            assert torch.equal(decode(replayed, turn=turn), decode(written, turn=turn))
-            assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
-        assert tape.replayed
+def test_plain_decoding() -> None:
+    replayed, written = (Speculator(target("tiny"), tree="plain") for _ in range(2))
+    tape = captured(replayed)
+    for turn in range(2):
+        assert torch.equal(decode(replayed, turn=turn), decode(written, turn=turn))
+        assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+    assert tape.replayed
 
 
 def test_tree_attention_needs_one_graph() -> None:
-    """It reads lengths on the device; only a drafter that hears them splits the rounds by them."""
-    for name, buckets in (("medusa", 1), ("draft_model", 2)):
-        replayed, written, tape = both(name, attention="tree")
+    """It reads lengths on the device; only a drafter that needs their bound splits the rounds."""
+    counts = {"medusa": 1, "lookup": 1, "medusa+lookup": 1, "redrafter": 1, "draft_model": 2}
+    for name, buckets in counts.items():
+        tree = "+".join([STATIC] * len(name.split("+")))
+        replayed, written, tape = both(name, tree, attention="tree")
         options: dict[str, Any] = {"max_new_tokens": 90}
         text = decode(replayed, turn=1, **options)
         assert torch.equal(text, decode(written, turn=1, **options))
         assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
-        masked = Speculator(target("tiny"), drafter(name, "tiny"), tree=STATIC)
+        masked = Speculator(target("tiny"), drafter(name, "tiny"), tree=tree)
         assert torch.equal(text, decode(masked, turn=1, **options))
         assert tape.taped == buckets
 
