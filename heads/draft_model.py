@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -17,10 +18,8 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from .core import OptionError, output_layer, weight_of
-from .core.forward import decoder_layers
+from .core import OptionError, OutputLayer, decoder_layers, output_layer, weight_of
 from .drafter import Drafter, DrafterConfig, Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 
@@ -89,14 +88,6 @@ def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConf
         if "layer" in name and isinstance(value, list) and len(value) == count:
             setattr(student, name, [value[layer] for layer in chosen])
     return student
-
-
-class _Answer(BaseModelOutputWithPast):
-    """A decoder's answer that has nothing but final states, whatever a model may look for."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
 
 
 class DraftModel(Drafter):
@@ -235,18 +226,8 @@ class DraftModel(Drafter):
         return torch.stack(shifted)
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
-        decoder = self.model.get_decoder()
+        return lambda states: self._output(states)[:, : self.config.vocab_size]
 
-        def logits(states: Tensor) -> Tensor:
-            # Models scale or cap their logits in ways of their own, so the student's own forward
-            # runs, and finds these states where its layers would have answered.
-            answer = _Answer(last_hidden_state=states.unsqueeze(0))  # type: ignore[arg-type]
-            decoder.forward = lambda *args, **options: answer
-            try:
-                nothing = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
-                out = self.model(input_ids=nothing, use_cache=False).logits[0]
-            finally:
-                del decoder.forward
-            return out[:, : self.config.vocab_size]
-
-        return logits
+    @cached_property
+    def _output(self) -> OutputLayer:
+        return OutputLayer(self.model)

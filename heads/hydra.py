@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from .core import FINAL, ArtifactError, FeatureTap, OptionError, device_of, output_layer
+from .core import FINAL, ArtifactError, OptionError, capture, device_of, output_layer
 from .drafter import DrafterConfig, Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache, layer_like, own_layers
 from .parts.vocabulary import TokenConditioned, check_draft_vocabulary
@@ -178,12 +178,9 @@ class Hydra(TokenConditioned):
 
     def _size_of_features(self) -> float:
         """Their root mean square over some text, so that a norm can leave them as they are."""
-        tap = FeatureTap(self.target, [FINAL])
         some = torch.arange(min(64, self.config.vocab_size), device=device_of(self.target))
-        self.target.get_decoder()(input_ids=some.unsqueeze(0), use_cache=False)
-        size = tap.take().float().square().mean().sqrt().item()
-        tap.close()
-        return size
+        features = capture(self.target, [FINAL], some.unsqueeze(0))
+        return features.float().square().mean().sqrt().item()
 
     @classmethod
     def from_checkpoint(

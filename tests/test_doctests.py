@@ -26,7 +26,10 @@ def module_names() -> list[str]:
 
 
 MODULES = module_names()
-NEEDS = {"headstart.heads.core.kernels": "triton"}  # comes with torch where there is CUDA
+NEEDS = {
+    f"headstart.heads.core.{name}": "triton"  # comes with torch where there is CUDA
+    for name in ("attention_kernel", "move_kernel")
+}
 
 
 @pytest.mark.parametrize("name", MODULES)

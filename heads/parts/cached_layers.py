@@ -18,6 +18,7 @@ from transformers import LlamaConfig, LlamaModel, PreTrainedModel
 
 from ..core import (
     AttentionWindows,
+    LayerShape,
     OptionError,
     PositionLimit,
     SlabCache,
@@ -28,8 +29,7 @@ from ..core import (
     probe_layers,
     tree_run,
 )
-from ..core.attention import no_kernel
-from ..core.cache import LayerShape
+from ..core.triton_support import no_kernel
 
 _ROOM = 512
 """Tokens beyond the prompt that the cache is first made for; later it grows by half."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..core import OptionError, device_of, output_layer, weight_of
+from ..core import OptionError, OutputLayer, device_of, output_layer, weight_of
 from ..drafter import Drafter, DrafterConfig
 
 
@@ -35,8 +35,7 @@ class TrimmedVocabulary(Drafter):
 
     def target_logits(self, states: Tensor) -> Tensor:
         """States [..., D] through the target's own output layer: [..., V]."""
-        layer = output_layer(self.target)
-        return layer(states.to(layer.weight.dtype))
+        return OutputLayer(self.target).raw(states)
 
     @torch.no_grad()
     def rows_to_start_from(self, token_counts: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from headstart.heads import Sampling, SlabCache
-from headstart.heads.core import forward, parents_of_paths, row_seeds
+from headstart.heads.core import masks, parents_of_paths, row_seeds
 from headstart.infer import Decoding, target
 from tests.support.scripted import SHAPES, decoding_of, make, rows_of
 from tests.support.tiny import VOCAB, path_to, prompts, tiny
@@ -296,12 +296,12 @@ def test_a_seed_that_knows_its_row_shows(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_mask_of_the_first_row_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that take the first row's length see another text than alone."""
     case, script = several_rows()
-    true = forward.tree_mask
+    true = masks.tree_mask
 
     def first_row(lengths: Tensor, *rest: Any, **named: Any) -> Tensor:
         return true(lengths[:1].expand_as(lengths), *rest, **named)
 
-    monkeypatch.setattr(forward, "tree_mask", first_row)
+    monkeypatch.setattr(masks, "tree_mask", first_row)
     run = Run(case, script, [])
     while run.rounds < ROUNDS:
         run.round()
