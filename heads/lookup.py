@@ -83,7 +83,6 @@ class Lookup(Drafter):
     config_class = LookupConfig
     config: LookupConfig
     trainable = False
-    needs_length_bound = True
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
