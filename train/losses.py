@@ -1,7 +1,7 @@
 """What drafters minimise: hard labels or the target's distribution, at every depth.
 
-All families share these functions; what a drafter must answer is `Drafter.draft_hidden_states` and
-`Drafter.draft_logits`. Tensors as wide as the vocabulary exist for one chunk of positions at once.
+All families share these functions; what a drafter must answer is the contract of
+`TrainableDrafter`. Tensors as wide as the vocabulary exist for one chunk of positions at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from headstart.heads import Drafter
+from headstart.heads import TrainableDrafter
 from headstart.heads.core import OutputLayer
 
 IGNORED = -100
@@ -152,7 +152,7 @@ class Teacher:
 
 
 def draft_loss(
-    drafter: Drafter,
+    drafter: TrainableDrafter,
     features: Tensor,
     tokens: Tensor,
     labels: Tensor,

@@ -22,7 +22,15 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from headstart.heads import Drafter, DrafterConfig, Manifest, family, fingerprint, save_drafter
+from headstart.heads import (
+    Drafter,
+    DrafterConfig,
+    Manifest,
+    TrainableDrafter,
+    family,
+    fingerprint,
+    save_drafter,
+)
 from headstart.heads.artifacts.files import TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.infer import StaticTree, load
@@ -330,7 +338,8 @@ def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> 
     assert kind.config_class is not None and issubclass(kind.config_class, DrafterConfig)
     config = kind.config_class.for_target(target, **recipe.drafter.options)
     drafter = kind(config).float().to(target.device).bind(target)  # type: ignore[arg-type]
-    drafter.init_from_target(rows.token_counts(config.vocab_size) if rows else None)
+    if isinstance(drafter, TrainableDrafter):
+        drafter.init_from_target(rows.token_counts(config.vocab_size) if rows else None)
     return drafter
 
 

@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core import OptionError, OutputLayer, device_of, output_layer, weight_of
-from ..drafter import Drafter, DrafterConfig
+from ..drafter import DrafterConfig
+from ..trainable import TrainableDrafter
 
 
-class TrimmedVocabulary(Drafter):
+class TrimmedVocabulary(TrainableDrafter):
     """A drafter that knows the `draft_vocab_size` most frequent tokens, or all where that is 0.
 
     Attributes:
@@ -34,7 +35,7 @@ class TrimmedVocabulary(Drafter):
         return self.vocabulary if self.config.draft_vocab_size else None
 
     def target_logits(self, states: Tensor) -> Tensor:
-        """States [..., D] through the target's own output layer: [..., V]."""
+        """States [..., D] through the target's output layer, without its scale or cap: [..., V]."""
         return OutputLayer(self.target).raw(states)
 
     @torch.no_grad()
