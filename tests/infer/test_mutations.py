@@ -24,7 +24,7 @@ from headstart.infer.rules.registry import RULES
 from headstart.infer.rules.rule_api import Accepted, Verified
 from headstart.infer.trees import children, static
 from headstart.infer.trees.children import SAMPLED
-from tests.infer.test_exactness import EXACT, SMALL, round_of
+from tests.support.rounds import EXACT, SMALL, round_of
 
 KILLED = 1e-6
 

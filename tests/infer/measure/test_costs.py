@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from headstart.heads import Sampling, TokenTree, Topology
 from headstart.infer.rules.registry import RULES
 from headstart.infer.rules.rule_api import Text, Verified
 from headstart.infer.trees.parse import parse_static
-from tests.infer.test_syncs import WARPERS, NoSync
+from tests.support.syncs import WARPERS, NoSync
 
 WALKING = [name for name, rule in RULES.items() if rule.samples]
 

@@ -21,9 +21,8 @@ from headstart.infer.trees.beam import Beam
 from headstart.infer.trees.best_first import BestFirst
 from headstart.infer.trees.children import Children
 from headstart.infer.trees.parse import parse_tree
-from tests.infer.test_syncs import NoSync
-from tests.infer.trees.test_static import committed
-from tests.support.scripted import SHAPES, ScriptedConfig, make, rows_of
+from tests.support.scripted import SHAPES, ScriptedConfig, committed, make, rows_of
+from tests.support.syncs import NoSync
 from tests.support.tiny import one_line, prompts, tiny
 
 WORDS = 6
