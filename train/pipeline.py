@@ -33,7 +33,7 @@ from headstart.heads import (
 )
 from headstart.heads.artifacts.files import TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
-from headstart.infer import StaticTree, load
+from headstart.infer import RULES, StaticTree, load
 
 from .data.corpus import build_corpus, load_documents
 from .data.distill import Rows, distill, summary
@@ -179,7 +179,7 @@ class _Run:
                 decode.prefix_tokens, self.recipe.seed,
             )  # fmt: skip
             prompts = [prompt.to(model.device) for prompt in prompts]
-            temperature = 0.0 if decode.rule == "greedy" else 1.0
+            temperature = 1.0 if RULES[decode.rule].samples else 0.0
             return _finite(bench(speculator, prompts, decode.new_tokens, temperature=temperature))
 
         settings = {"decode": dataclasses.asdict(decode), "seed": self.recipe.seed}
@@ -352,7 +352,7 @@ def model_card(recipe: Recipe, manifest: Manifest) -> str:
     rows = [
         ("tokens per round, τ", f"{measured['tau']:.2f}"),
         ("acceptance at depth 1, 2, …", shares),
-        ("tree", f"{tree}, {tree.nodes} nodes with the root"),
+        ("tree", f"{tree.label}, {tree.nodes} nodes with the root"),
         ("rule", decode.rule),
         ("prompts", f"{decode.validation_prompts} of {decode.prefix_tokens} tokens"),
         ("new tokens a prompt", str(decode.new_tokens)),
