@@ -177,7 +177,7 @@ class Decode:
     """How drafts are grown, accepted and measured."""
 
     # chain:K, cartesian:A,B,…, sparse:N, a list of paths (lists of integers), or a file of them
-    tree: str | list[Any] = _tree(default="chain:4")
+    tree: str | list[Any] = _tree(default="chain:4")  # noqa: RUF009
     rule: Literal["greedy", "match", "coupled"] = "greedy"
     prompts: int = _positive(24)
     prefix_tokens: int = _positive(64)
