@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..trees.optimal import OptimalTrees, expected_tokens
-from ..trees.policies import StaticTree
+from ..trees.static import StaticTree
 from .costs import Costs, sizes
 from .ranks import RANKS, acceptance
 from .replay import Replayed, best_tree, replay

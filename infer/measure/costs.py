@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from headstart.heads import Drafter
 
 from ..speculator import Speculator
-from ..trees.policies import StaticTree
+from ..trees.static import StaticTree
 from .decode_times import decode_times
 from .forward_costs import SECONDS, TURNS, context_of, draft_costs, verify_costs
 from .greedy_text import Tick, Written

@@ -13,7 +13,7 @@ from headstart.heads.core import device_of, offloaded
 
 from ..graphs import repeated
 from ..target import Target
-from ..trees.policies import StaticTree
+from ..trees.static import StaticTree
 from .greedy_text import Tick, Written
 from .timing import Call, interleaved, medians
 

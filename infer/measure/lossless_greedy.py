@@ -79,7 +79,7 @@ def compare_greedy(
     model: Any = speculator.model
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     compared, places = 0, {}
-    for number, ids in enumerate(_shown(prompts, "greedy", progress)):
+    for number, ids in enumerate(_shown(prompts, "greedy text", progress)):
         plain, drafted = model.generate(ids, **options), speculator.generate(ids, **options)
         same, differs = agreement(plain, drafted, ids)
         compared += same
@@ -92,7 +92,7 @@ def compare_greedy(
     options |= {"output_logits": True, "return_dict_in_generate": True}
     plain_tokens = plain_differs = 0
     divergences = []
-    for number, ids in enumerate(_shown(prompts, "plain", progress)):
+    for number, ids in enumerate(_shown(prompts, "plain text", progress)):
         alone = model.generate(ids, **options)
         same, differs, noise = _in_other_shapes(model, ids, alone, options)
         plain_tokens, plain_differs = plain_tokens + same, plain_differs + differs
