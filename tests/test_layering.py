@@ -280,11 +280,3 @@ def test_a_wrong_layout_is_found() -> None:
     assert list(documented_folders(drawing)) == [("a", "first"), ("a/b", "second"), ("c", "")]
     with pytest.raises(AssertionError, match="not a folder"):
         list(documented_folders("```text\n.\n├── a.py  a file\n```"))
-
-
-def test_links_in_the_documents_resolve() -> None:
-    for path in tracked_files():
-        if path.suffix != ".md":
-            continue
-        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", path.read_text()):
-            assert (path.parent / link).exists(), f"{path}: {link}"

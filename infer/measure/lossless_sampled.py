@@ -110,8 +110,8 @@ def compare_sampled(
     if rule.same_text:
         for number, ids in enumerate(prompts):
             seeded = {**options, "max_new_tokens": new_tokens, "seed": seed + number}
-            texts = (each.generate(ids, **seeded) for each in (plain, speculator))
-            same, differs = agreement(*texts, ids)
+            expected, drafted = (s.generate(ids, **seeded) for s in (plain, speculator))
+            same, differs = agreement(expected, drafted, ids)
             tokens, differences = tokens + same, differences + differs
 
     expected = continuations(plain, prompts[0], options)
