@@ -125,7 +125,7 @@ def _fitted_trees(
     """Trees fitted to these ranks, by name: sparse measured ones and optimal static ones."""
     depth, trees = ranks[0].shape[1], {}
     width = reach(max_nodes)[1]
-    accept = acceptance(ranks, width)[0]  # [K, W]
+    accept = acceptance(ranks, width)  # [K, W]
     counts = sizes(max_nodes)[2:] or [max_nodes]
     for count in counts:
         trees[f"sparse:{count}"] = best_tree(ranks, count, width=width)
@@ -143,7 +143,7 @@ def expected_speedups(
     trees: Iterator[ReplayedTree], ranks: Sequence[Tensor], costs: Costs, batch_size: int
 ) -> list[Candidate]:
     """The trees as candidates, the fastest first, equal trees once."""
-    accept = acceptance(ranks, width=64)[0]
+    accept = acceptance(ranks, width=64)
     plain = _loops([len(each) for each in ranks], batch_size) * costs.plain
     found: dict[tuple[tuple[int, ...], ...], Candidate] = {}
     for each in trees:

@@ -75,11 +75,13 @@ def write_texts(
 def decode_greedily(speculator: Speculator, prompts: Sequence[Tensor], new_tokens: int) -> Tensor:
     """Decode a batch of prompts [P]: [B, the longest P + new] int64, padded on the left."""
     device = speculator.device
-    flipped = pad_sequence([prompt.flip(0) for prompt in prompts], batch_first=True)
-    mask = pad_sequence([torch.ones_like(p) for p in prompts], batch_first=True).flip(1)
+    ids, mask = (
+        pad_sequence(rows, batch_first=True, padding_side="left").to(device)
+        for rows in (list(prompts), [torch.ones_like(prompt) for prompt in prompts])
+    )
     return speculator.generate(
-        flipped.flip(1).to(device),
-        attention_mask=mask.to(device),
+        ids,
+        attention_mask=mask,
         max_new_tokens=new_tokens,
         do_sample=False,
     )

@@ -115,7 +115,6 @@ def compare_sampled(
             tokens, differences = tokens + same, differences + differs
 
     expected = continuations(plain, prompts[0], options)
-    beginnings = {bin[:length] for bin in expected for length in range(1, len(bin))}
     found: Counter[Text] = Counter()
     bar = tqdm(total=draws, desc=f"sampling, {rule.name}", file=sys.stderr, disable=not progress)
     for first in range(0, draws, batch_size):
@@ -124,7 +123,7 @@ def compare_sampled(
         ids = prompts[0].repeat(rows, 1)
         options["attention_mask"] = torch.ones_like(ids)
         text = speculator.generate(ids, **options, max_new_tokens=len(_WIDTHS), seed=seeds)
-        found.update(_bin(row, expected, beginnings) for row in text[:, ids.shape[1] :].tolist())
+        found.update(_bin(row, expected) for row in text[:, ids.shape[1] :].tolist())
         bar.update(rows)
     bar.close()
     return Sampled(
@@ -172,15 +171,11 @@ def continuations(plain: Speculator, prompt: Tensor, options: dict[str, Any]) ->
     return bins | frontier
 
 
-def _bin(row: Sequence[int], bins: dict[Text, float], beginnings: set[Text]) -> Text:
-    """The bin of a text, given all beginnings of bins."""
-    text = tuple(row)
-    for length in range(1, len(text) + 1):
-        if text[:length] in bins:
-            return text[:length]
-        if text[:length] not in beginnings:
-            return (*text[: length - 1], -1)
-    raise AssertionError(row)
+def _bin(row: Sequence[int], bins: dict[Text, float]) -> Text:
+    """The bin of a text: itself or a beginning of it, else the longest one that ends with -1."""
+    ends = range(len(row), 0, -1)
+    keys = [*(tuple(row[:end]) for end in ends), *((*row[: end - 1], -1) for end in ends)]
+    return next(key for key in keys if key in bins)
 
 
 def _chi_square(

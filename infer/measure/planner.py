@@ -97,7 +97,7 @@ def make_plan(
         tree=best.tree if pays else [],
         tau=best.tau if pays else 1.0,
         speedup=best.best_known if pays else 1.0,
-        acceptance=acceptance(ranks)[0].tolist(),
+        acceptance=acceptance(ranks).tolist(),
         costs=asdict(costs),
         candidates=[asdict(candidate) for candidate in found],
         prompts=len(prompts),

@@ -116,23 +116,19 @@ def _rank(step: Step, row: int, wanted: Tensor) -> Tensor:
     return rank if known is None else torch.where(known, rank, MISSED)
 
 
-def acceptance(ranks: Sequence[Tensor], width: int = RANKS) -> tuple[np.ndarray, np.ndarray]:
-    """The acceptance vector: how often the true token has rank b.
+def acceptance(ranks: Sequence[Tensor], width: int = RANKS) -> np.ndarray:
+    """[K, W], the acceptance vector of each depth: how often the true token has each rank.
 
     Args:
         ranks: [M, K] for each text, see `measure_ranks`.
         width: W, the ranks counted, from the best on.
 
-    Returns:
-        By depth [K, W], and over all depths [W].
-
-    >>> by_depth, pooled = acceptance([torch.tensor([[0, 1], [0, MISSED]])], width=2)
-    >>> by_depth.tolist(), pooled.round(2).tolist()
-    ([[1.0, 0.0], [0.0, 1.0]], [0.67, 0.33])
+    >>> acceptance([torch.tensor([[0, 1], [0, MISSED]])], width=2).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
     """
     rows = torch.cat(list(ranks)).numpy()
     counts = np.stack([(rows == rank).sum(0) for rank in range(width)], 1)  # [K, W]
     # At level d the last d tokens of a text have no token to compare with.
     ends = [min(d, len(each)) for each in ranks for d in range(each.shape[1])]
     compared = len(rows) - np.array(ends).reshape(len(ranks), -1).sum(0)  # [K]
-    return counts / np.maximum(compared, 1)[:, None], counts.sum(0) / max(int(compared.sum()), 1)
+    return counts / np.maximum(compared, 1)[:, None]

@@ -106,13 +106,12 @@ def test_bins_are_whole_and_their_chances_are_the_targets() -> None:
     assert math.isclose(bins[whole], chance, rel_tol=1e-6)
 
 
-def test_every_text_has_one_bin() -> None:
-    bins = {(-1,): 0.2, (1, -1): 0.3, (1, 2): 0.4, (7,): 0.1}
-    told = {(1,)}
-    assert _bin([5, 5], bins, told) == (-1,)
-    assert _bin([1, 5], bins, told) == (1, -1)
-    assert _bin([1, 2], bins, told) == (1, 2)
-    assert _bin([7, 0], bins, told) == (7,)  # an end token, and padding
+@pytest.mark.parametrize(
+    ("text", "bin"),
+    [([5, 5], (-1,)), ([1, 5], (1, -1)), ([1, 2], (1, 2)), ([7, 0], (7,))],  # 7 ends, 0 pads
+)
+def test_every_text_has_one_bin(text: list[int], bin: tuple[int, ...]) -> None:
+    assert _bin(text, {(-1,): 0.2, (1, -1): 0.3, (1, 2): 0.4, (7,): 0.1}) == bin
 
 
 def test_chi_square_of_known_counts() -> None:
