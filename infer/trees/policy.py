@@ -88,7 +88,8 @@ def check_depth(tree: Policy, drafter: Drafter | None) -> None:
         )
 
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def made_once(make: Callable[P, T]) -> Callable[P, T]:
