@@ -7,8 +7,7 @@
 
 h_t is the target's feature f_t or, with `prefix`, what one Llama layer and a norm of the drafter's
 own make of f_0 … f_t: with that, more blocks and the target's distribution as the label, the paper
-calls the drafter Hydra++. Every depth has weights of its own, so all nodes of a grown level meet
-the same ones, in one product each; a path's row is little beside them, and is gathered whole.
+calls the drafter Hydra++. Every depth has weights of its own, so a grown level is one product.
 """
 
 from collections.abc import Callable
@@ -79,12 +78,12 @@ class HydraConfig(DrafterConfig):
 
 
 class HydraState:
-    """A round.
+    """What a round has drafted, and the prefix's cache.
 
     Attributes:
-        paths: [B, W, (k + 1) D], z of the nodes grown last, at depth k - 1; the root's to begin.
-        first: the number of the first of them among all that were grown; -1 for the root.
-        cached: the prefix's state, where there is one.
+        paths: [B, W, (k + 1) D], z of the level grown last, at depth k - 1; of the root at first.
+        first: the number of its first node among all grown in the round; -1 for the root.
+        cached: the prefix's cache, None without prefix.
     """
 
     paths: Tensor
@@ -95,11 +94,11 @@ class HydraState:
 
 
 class _Narrowing(nn.Linear):
-    """What stands beside a block that reads more than it leaves; starts as the identity on h."""
+    """The residual path of a block wider at its input than its output; starts as identity on h."""
 
 
 class _Block(nn.Module):
-    """x + SiLU(Wx + b), or Rx + r + SiLU(Wx + b) where x is wider than what is left of it."""
+    """x + SiLU(Wx + b), or Rx + r + SiLU(Wx + b) where x is wider than the output."""
 
     def __init__(self, width: int, size: int):
         super().__init__()
@@ -111,7 +110,7 @@ class _Block(nn.Module):
 
 
 class Hydra(TokenConditioned):
-    """K heads, of which each sees the tokens that the ones before it drafted."""
+    """K heads, each of which reads the tokens that the heads before it drafted."""
 
     config_class = HydraConfig
     config: HydraConfig
@@ -137,7 +136,7 @@ class Hydra(TokenConditioned):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Blocks start as the identity on h; the prefix initialises itself."""
+        """Blocks start as the identity on h, output layers as zeros."""
         super()._init_weights(module)
         if isinstance(module, nn.Linear):
             (nn.init.eye_ if isinstance(module, _Narrowing) else nn.init.zeros_)(module.weight)
@@ -172,7 +171,7 @@ class Hydra(TokenConditioned):
         self.config.embedding_scale = 1 / self.size_of_embeddings().item()
 
     def _size_of_features(self) -> float:
-        """Their root mean square over some text, so that a norm can leave them as they are."""
+        """Their root mean square over some text: a norm with this weight leaves them unchanged."""
         some = torch.arange(min(64, self.config.vocab_size), device=device_of(self.target))
         features = capture(self.target, [FINAL], some.unsqueeze(0))
         return features.float().square().mean().sqrt().item()

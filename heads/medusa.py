@@ -87,11 +87,10 @@ class Medusa(TrimmedVocabulary):
     def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         """The authors' heads (github.com/FasterDecoding/Medusa), alone or inside of their target.
 
-        Head k, from 0, has the tensors `{k}.{l}.linear.weight` and `.bias` for its blocks l = 0 …
-        L - 1. In the first layout its own output layer follows, `{k}.{L}.weight`; in the second
-        (`version` 2 in the config) all heads go through the target's. Inside of a model the names
-        begin with `medusa_head.`. K and L are counted: the config of a published checkpoint of five
-        heads says two.
+        Head k, from 0, has `{k}.{l}.linear.weight` and `.bias` for its blocks l = 0 … L - 1. In the
+        first layout its own output layer follows, `{k}.{L}.weight`; in the second all heads use the
+        target's. Inside of a model the names begin with `medusa_head.`. K and L are counted: the
+        config of a published checkpoint of five heads says two.
         """
         inside = [name for name in tensors if name.startswith(_INSIDE)]
         heads = {n.removeprefix(_INSIDE): tensors[n] for n in inside or tensors}
@@ -147,7 +146,7 @@ class Medusa(TrimmedVocabulary):
     def draft_hidden_states(
         self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
     ) -> Tensor:
-        return self._blocks(features[where], depths)  # the heads never see a token
+        return self._blocks(features[where], depths)  # the heads read no tokens
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.output is not None:

@@ -5,9 +5,9 @@
     logits of x_t+k+1 = head([f_t ; s_k])       f_t stays the same during a round
 
 The head is L residual blocks x + SiLU(Ax + a) and an output layer without bias. One cell and one
-head serve all depths, so drafts may be deeper than what was trained. The text the drafter is taught
-with is the target's own (`distill`): one continuation, whose every position serves as a start. The
-paper's distillation instead lets the target continue anew from each position of a corpus.
+head serve all depths, so drafts may be deeper than what was trained. It is trained from every
+position of text that the target wrote (`distill`); the paper's distillation instead lets the target
+write a new continuation from each position of a corpus.
 """
 
 import re
@@ -62,10 +62,10 @@ class ReDrafterConfig(DrafterConfig):
 
 
 class ReDrafterState:
-    """A round: the feature [B, D] it started from, and the cell's state at each node so far."""
+    """The round's feature [B, D], and the cell's states [B, 1 + nodes, D], the root's first."""
 
     feature: Tensor
-    cells: Tensor  # [B, 1 + nodes, D], the root's first
+    cells: Tensor
 
 
 class _Zero(nn.Linear):
@@ -82,7 +82,7 @@ class _Block(nn.Module):
 
 
 class ReDrafter(TokenConditioned):
-    """A recurrent cell, fed one drafted token after another. Its weights bear the paper's names."""
+    """A recurrent cell, fed one drafted token after another; weights have the authors' names."""
 
     config_class = ReDrafterConfig
     config: ReDrafterConfig
@@ -100,7 +100,7 @@ class ReDrafter(TokenConditioned):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Blocks start as the identity, the cell as a random code of the last tokens."""
+        """Blocks start as the identity, the cell with random weights."""
         super()._init_weights(module)
         if isinstance(module, nn.Linear):
             spread = 0.0 if isinstance(module, _Zero) else module.in_features**-0.5
@@ -110,8 +110,9 @@ class ReDrafter(TokenConditioned):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
-        """The authors' drafters (github.com/apple/ml-recurrent-drafter), whose tensors bear the
-        same names. The config's `exit_dim` and `num_draft_layers` may be unset: they are counted.
+        """The authors' drafters (github.com/apple/ml-recurrent-drafter); tensor names are the same.
+
+        Shapes are taken from the tensors: `exit_dim` and `num_draft_layers` may be unset.
         """
         if config.get("model_type") != _AUTHORS and "rnn_w.weight" not in tensors:
             return None
@@ -129,7 +130,7 @@ class ReDrafter(TokenConditioned):
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Start as the target's own output layer, blind to the cell; see `Medusa`.
+        """Start as the target's own output layer, with zero weights for the cell; see `Medusa`.
 
         Args:
             token_counts: [V], how often each token occurs in the corpus; `trimmed` keeps the most

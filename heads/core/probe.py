@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import SlabCache
-from .errors import OptionError, UnsupportedTarget
+from .errors import OptionError, UnsupportedTarget, undrivable
 from .forward import tree_forward
 from .layer_shapes import LayerShape
 from .offload import device_of
@@ -108,6 +108,7 @@ def check_tree(
         UnsupportedTarget: the difference is more than rounding, or the tree forward fails.
     """
     config = model.config.get_text_config(decoder=True)
+    name = config.model_type
     parents = torch.tensor(_PARENTS, device=device_of(model))
     topology = Topology.from_parents(parents, max_depth=5)
     # From the middle of the vocabulary, away from special tokens.
@@ -115,22 +116,32 @@ def check_tree(
     tokens = (tokens % config.vocab_size).view_as(parents)  # [2, N]
     paths = tokens.gather(1, topology.paths[:, -_COMPARED:].flatten(1))  # [2, 3(D+1)]
 
+    slots = (2, parents.shape[1] + 2)  # empty ones behind the tree, as in a round
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
             plain = model(input_ids=paths.view(2 * _COMPARED, -1), use_cache=False).logits
-            tree = _tree_logits(model, windows, shapes, tokens, topology)[:, -_COMPARED:]
+            try:
+                tree = tree_forward(
+                    *(model, SlabCache(shapes, *slots), windows, tokens, tokens.new_zeros(2)),
+                    *(topology.depth, topology.ancestors, slots[1]),
+                )[:, -_COMPARED:]
+            except (torch.OutOfMemoryError, UnsupportedTarget):
+                raise
+            except Exception as error:
+                what = f"{type(error).__name__}: {error}".partition("\n")[0]
+                raise undrivable(name, f"cannot run a token tree ({what})") from error
     finally:
         model.train(was_training)
     last = topology.depth[:, -_COMPARED:].reshape(-1, 1, 1).expand(-1, 1, plain.shape[-1])
     plain = plain.gather(1, last).view_as(tree)  # [2, 3, V]
     difference = (_spread(tree - plain) / _spread(plain)).median(1).values.max().item()
     if difference > tolerance(plain.dtype):  # not so when NaN: that is for the loop to report
-        raise UnsupportedTarget(
-            f"{config.model_type} does not heed an explicit attention mask and positions: its "
-            f"logits on a token tree differ from plain ones by {difference:.2g} standard "
-            "deviations; such a model can only be decoded plainly, with model.generate."
+        raise undrivable(
+            name,
+            "does not heed an explicit attention mask and positions: its logits on a token tree "
+            f"differ from plain ones by {difference:.2g} standard deviations",
         )
     return difference
 
@@ -150,28 +161,3 @@ def tolerance(dtype: torch.dtype) -> float:
 def _spread(logits: Tensor) -> Tensor:
     """The standard deviation over the vocabulary, [..., V] -> [...]."""
     return logits.float().std(-1)
-
-
-def _tree_logits(
-    model: PreTrainedModel,
-    windows: AttentionWindows,
-    shapes: list[LayerShape],
-    tokens: Tensor,
-    topology: Topology,
-) -> Tensor:
-    rows, nodes = tokens.shape
-    live = nodes + 2  # empty slots behind the tree, as in a round
-    slab = SlabCache(shapes, rows, live)
-    lengths = tokens.new_zeros(rows)
-    try:
-        return tree_forward(
-            model, slab, windows, tokens, lengths, topology.depth, topology.ancestors, live
-        )
-    except (torch.OutOfMemoryError, UnsupportedTarget):
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise UnsupportedTarget(
-            f"{model.config.model_type} cannot run a token tree ({type(error).__name__}: "
-            f"{reason}); such a model can only be decoded plainly, with model.generate."
-        ) from error

@@ -1,4 +1,4 @@
-"""What tokens are to a drafter: a trimmed vocabulary to write, the target's embedding to read."""
+"""Bases of drafters: with a trimmed vocabulary, and with the target's embedding as an input."""
 
 from typing import Any, Self, cast
 
