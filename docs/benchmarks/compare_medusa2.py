@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.heads import Drafter, load_drafter
 from headstart.heads.core import capture
-from headstart.infer import StaticTree
+from headstart.infer import StaticTree, parse_static
 from headstart.infer.measure.ranks import Written, measure_ranks, replay, write_texts
 from headstart.train.data.corpus import read_documents
 from headstart.train.joint import text_loss
@@ -51,7 +51,7 @@ def main() -> None:
             base = [text.tokens for text in write_texts(fresh, drafter, prompts, 128)]
         texts = write_texts(target, drafter, prompts, 128)
         ranks = measure_ranks(drafter, texts)
-        tree = StaticTree.parse(f"{folder}/tree.json")
+        tree = parse_static(f"{folder}/tree.json")
         found = [rounds(ranks, CHAIN), rounds(ranks, tree.paths)]
         found.append(rounds(measure_ranks(drafter, read(drafter, base)), CHAIN))
         first = first or found

@@ -116,7 +116,7 @@ def _tree(folder: Path, manifest: Manifest) -> Description:
     if paths is None:
         return {"tree": None}
     tree = StaticTree(paths)
-    return {"tree": {"name": str(tree), "nodes": tree.nodes, "depth": tree.max_depth}}
+    return {"tree": {"name": tree.label, "nodes": tree.nodes, "depth": tree.max_depth}}
 
 
 def _plans(folder: Path, manifest: Manifest) -> Description:

@@ -14,7 +14,7 @@ from headstart.infer import Speculator
 from headstart.infer.graphs import CudaCapture, Rounds
 from headstart.infer.measure.baselines import generating, race, speculating
 from headstart.infer.measure.timing import Stopwatch, interleaved, medians
-from headstart.infer.trees.policies import StaticTree
+from headstart.infer.trees.static import StaticTree
 from tests.support.tape import Tape
 from tests.support.tiny import prompts, tiny
 

@@ -17,7 +17,8 @@ from headstart.heads import FAMILIES, Drafter, DrafterGroup, family, load_drafte
 from headstart.heads.draft_model import DraftModel
 from headstart.infer import Speculator, parse_tree
 from headstart.infer.rules import matching as choices
-from headstart.infer.rules.registry import EXPANSION, check_pair
+from headstart.infer.rules.registry import RULES
+from headstart.infer.trees.children import SAMPLED
 from tests.support.families import LENGTHS, TARGETS, TREES, UNIONS, drafter, target
 from tests.support.paths import ROOT
 from tests.support.tiny import prompts, tiny
@@ -112,16 +113,16 @@ def test_sampled_text(of: str, name: str, tree: str, batch: int) -> None:
     }  # fmt: skip
     model, draft = pair(of, name)
     plain = Speculator(model).generate(ids, attention_mask=mask, seed=seeds, **options)
-    for rule in EXPANSION:
+    for rule, record in RULES.items():
         policy, expansion = parse_tree(tree), None
-        if rule == "greedy" or (rule == "block" and not policy.in_place):
+        if not record.samples or (record.chains_only and not policy.in_place):
             continue
         static = all(hasattr(part, "paths") for part in getattr(policy, "parts", [policy]))
-        if rule in ("rejection", "traversal") and not static:
-            expansion = check_pair("topk", rule)  # dynamic trees take no drawn children
+        if record.children in SAMPLED and not static:
+            expansion = record.check_expansion("topk")  # searched trees take no drawn children
         speculator = Speculator(model, draft, tree=tree, rule=rule, expansion=expansion)
         text = speculator.generate(ids, attention_mask=mask, seed=seeds, **options)
-        if rule in ("match", "coupled"):
+        if record.same_text:
             assert torch.equal(text, plain), rule
             continue
         assert text.shape == plain.shape and speculator.stats.rounds > 0

@@ -28,7 +28,7 @@ from headstart.infer.measure.costs import Costs, measure_costs
 from headstart.infer.measure.planner import make_plan, rank_trees
 from headstart.infer.measure.ranks import MISSED, write_texts
 from headstart.infer.measure.timing import interleaved
-from headstart.infer.trees.policies import StaticTree
+from headstart.infer.trees.static import StaticTree
 from tests.support.counting import counting_drafter, counting_rows, counting_target
 from tests.support.families import TREES
 from tests.support.streamed import PLACES, streamed, streamed_tiny

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from headstart.heads import FINAL, Drafter, DrafterConfig, Sampling, Step
 from headstart.heads.core import capture
 from headstart.infer import Decoding, Target, parse_tree
-from headstart.infer.trees.policies import Committed
+from headstart.infer.trees.policy import Committed
 from tests.support.tiny import VOCAB
 
 WIDTH = 4  # ranked tokens per proposal
