@@ -6,8 +6,6 @@ student, is made of some layers of the target, or loaded, and may be distilled (
 al. 2023, arXiv 2310.08461).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path

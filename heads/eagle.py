@@ -24,28 +24,26 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .checkpoint import Found
 from .core import OptionError, output_layer
-from .drafter import DrafterConfig, Step, last_true
+from .drafter import Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.eagle_checkpoints import eagle1
 from .parts.llama_layers import layer_like, own_layers, unit_scale_init
-from .parts.vocabulary import TokenConditioned
+from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 
 @strict
-class EagleConfig(DrafterConfig):
+class EagleConfig(VocabularyConfig):
     """EAGLE-1's shape.
 
     Attributes:
         layer: the decoder layer's sizes, see `layer_like`; by default the target's own.
         depths: K, how many tokens in a row a training loss covers: 1 as published. With more it
             learns from its own hidden states, as it drafts (HASS, arXiv 2408.15766).
-        draft_vocab_size: 0, the target's output layer knows every token.
     """
 
     model_type = "headstart_eagle"
     layer: dict[str, Any] | None = None
     depths: int = 4
-    draft_vocab_size: int = 0
 
     OPTIONS: ClassVar[tuple[str, ...]] = ("depths",)
 

@@ -18,7 +18,6 @@ from .checkpoint import Found
 from .eagle import Eagle, EagleConfig
 from .parts.eagle_checkpoints import eagle3
 from .parts.llama_layers import unit_scale_init
-from .parts.vocabulary import check_draft_vocabulary
 
 
 @strict
@@ -27,9 +26,7 @@ class Eagle3Config(EagleConfig):
 
     Attributes:
         feature_layers: whose input it reads; () for the published three, see `mixed_layers`.
-        output: `own` knows every token, `trimmed` the `draft_vocab_size` most frequent ones of the
-            corpus.
-        draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
+        output: see `VocabularyConfig`.
         norm_before_residual: whether the layer adds to its normalised input, as heads of
             speculators do, or to the input itself.
     """
@@ -49,10 +46,6 @@ class Eagle3Config(EagleConfig):
         config = super().for_target(target, **options)
         config.feature_layers = config.feature_layers or mixed_layers(target)
         return config
-
-    def validate_eagle3(self) -> None:
-        """Part of the config's own validation: what single fields cannot say."""
-        check_draft_vocabulary(self, self.output, self.draft_vocab_size)
 
 
 def mixed_layers(target: PreTrainedModel) -> list[int]:

@@ -1,16 +1,12 @@
 """The drafter families: one record each, which is all that registers a family."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .core import OptionError
-
-if TYPE_CHECKING:
-    from .drafter import Drafter
+from .drafter import Drafter
 
 
 @dataclass(frozen=True)
@@ -20,14 +16,12 @@ class Family:
     Attributes:
         name: as in recipes and manifests.
         place: where its class is, `MODULE:CLASS`; a module without dots is one of this package.
-        recipe: the shipped recipe that trains it for the quickstart's target.
         small: options of a drafter for a target of a few thousand weights, such as a test's.
         large: options of one for a target of billions of weights; others keep their defaults.
     """
 
     name: str
     place: str
-    recipe: str = ""
     small: Mapping[str, Any] = field(default_factory=dict)
     large: Mapping[str, Any] = field(default_factory=dict)
 
@@ -37,14 +31,14 @@ _TRIMMED = {"output": "trimmed", "draft_vocab_size": 32_000}
 _PREFIX = {"layers": 4, "prefix": True, **_TRIMMED}
 
 _FAMILIES = (
-    Family("draft_model", "draft_model:DraftModel", "draft-model", {"layers": 1}, {"layers": 1}),
-    Family("eagle", "eagle:Eagle", "eagle"),
-    Family("eagle3", "eagle3:Eagle3", "eagle3", {"depths": 3}, _TRIMMED),
-    Family("hydra", "hydra:Hydra", "hydra", {"heads": 3, "layers": 2, "prefix": True}, _PREFIX),
-    Family("lookup", "lookup:Lookup", "lookup"),
-    Family("medusa", "medusa:Medusa", "quickstart", {"heads": 3}, _SHARED),
-    Family("medusa2", "medusa2:Medusa2", "medusa2", {"heads": 3, "rank": 4}, _SHARED),
-    Family("redrafter", "redrafter:ReDrafter", "redrafter", {"depths": 3}, _TRIMMED),
+    Family("draft_model", "draft_model:DraftModel", {"layers": 1}, {"layers": 1}),
+    Family("eagle", "eagle:Eagle"),
+    Family("eagle3", "eagle3:Eagle3", {"depths": 3}, _TRIMMED),
+    Family("hydra", "hydra:Hydra", {"heads": 3, "layers": 2, "prefix": True}, _PREFIX),
+    Family("lookup", "lookup:Lookup"),
+    Family("medusa", "medusa:Medusa", {"heads": 3}, _SHARED),
+    Family("medusa2", "medusa2:Medusa2", {"heads": 3, "rank": 4}, _SHARED),
+    Family("redrafter", "redrafter:ReDrafter", {"depths": 3}, _TRIMMED),
 )
 FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
 """Every family, by name. A new drafter adds its record to those above."""

@@ -22,24 +22,22 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .checkpoint import Found
 from .core import FINAL, OptionError, capture, device_of, output_layer
-from .drafter import DrafterConfig, Step, last_true
+from .drafter import Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.hydra_checkpoints import hydra
 from .parts.llama_layers import layer_like, own_layers
-from .parts.vocabulary import TokenConditioned, check_draft_vocabulary
+from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 
 @strict
-class HydraConfig(DrafterConfig):
+class HydraConfig(VocabularyConfig):
     """Hydra's shape.
 
     Attributes:
         heads: K, how many tokens beyond the next one are predicted.
         layers: L blocks per head.
         prefix: whether a layer with a cache of its own reads the features first (Hydra++).
-        output: as Medusa's: `shared` borrows the target's output layer, `own` gives each head its
-            own, `trimmed` one over the `draft_vocab_size` most frequent tokens of the corpus.
-        draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
+        output: see `VocabularyConfig`; each head has its own, unless `shared`.
         dropout: of what every block and output layer reads, while training.
         layer: the prefix's layer, see `layer_like`; taken from the target.
         embedding_scale: what embeddings are multiplied by; found when training starts, 1 in
@@ -51,7 +49,6 @@ class HydraConfig(DrafterConfig):
     layers: int = 1
     prefix: bool = False
     output: Literal["shared", "own", "trimmed"] = "shared"
-    draft_vocab_size: int = 0
     dropout: float = 0.0
     layer: dict[str, Any] | None = None
     embedding_scale: float = 1.0
@@ -74,7 +71,6 @@ class HydraConfig(DrafterConfig):
                 f"drafter.heads is {self.heads}, drafter.layers {self.layers} and drafter.dropout "
                 f"{self.dropout}; expected at least 1, at least 1, and a share below 1."
             )
-        check_draft_vocabulary(self, self.output, self.draft_vocab_size)
 
 
 class HydraState:

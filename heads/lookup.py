@@ -9,8 +9,6 @@ proposed, then `a`, then `b`; a continuation that reaches the end of the text re
     token      a b c a b          token j of the continuation is text[e + 1 + j mod 3]: c a b c …
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar

@@ -21,23 +21,21 @@ from torch.nn import functional as F
 
 from .checkpoint import Found
 from .core import ArtifactError, OptionError
-from .drafter import DrafterConfig, Step, last_true
-from .parts.vocabulary import TokenConditioned, check_draft_vocabulary
+from .drafter import Step, last_true
+from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 _AUTHORS = "recurrent_drafting_drafter"  # the model type in their configs
 
 
 @strict
-class ReDrafterConfig(DrafterConfig):
+class ReDrafterConfig(VocabularyConfig):
     """ReDrafter's shape.
 
     Attributes:
         depths: K, how many steps of the cell a training loss covers.
         layers: L residual blocks of the head.
         exit_dim: their width; 0 for 2 D, the width of [f ; s].
-        output: `own` knows every token, `trimmed` the `draft_vocab_size` most frequent ones of the
-            corpus.
-        draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
+        output: see `VocabularyConfig`.
     """
 
     model_type = "headstart_redrafter"
@@ -45,7 +43,6 @@ class ReDrafterConfig(DrafterConfig):
     layers: int = 2
     exit_dim: int = 0
     output: Literal["own", "trimmed"] = "own"
-    draft_vocab_size: int = 0
 
     OPTIONS: ClassVar[tuple[str, ...]] = (
         *("depths", "layers", "exit_dim", "output", "draft_vocab_size"),
@@ -58,7 +55,6 @@ class ReDrafterConfig(DrafterConfig):
                 f"drafter.depths is {self.depths}, drafter.layers {self.layers} and "
                 f"drafter.exit_dim {self.exit_dim}; expected at least 1, 1 and 0."
             )
-        check_draft_vocabulary(self, self.output, self.draft_vocab_size)
 
 
 class ReDrafterState:

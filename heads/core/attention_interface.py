@@ -9,8 +9,6 @@ attention writes them to the slab itself, in one operator that the compiler does
 the compiled graph depends on the shape of the tree alone, not on the slab's address and length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial

@@ -1,7 +1,5 @@
 """What each layer of a model caches, found by running one token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, cast
 

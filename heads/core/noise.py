@@ -3,8 +3,6 @@
 There is no generator and so no state: a row decodes alike alone, in any batch, and with any tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import IntEnum
 

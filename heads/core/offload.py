@@ -8,8 +8,6 @@ Sources: accelerate's `dispatch_model`, `cpu_offload` and `disk_offload`; transf
 and `max_memory` end in the first.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any

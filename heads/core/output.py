@@ -1,7 +1,5 @@
 """From a model's final hidden state to its logits: output layer, scale or soft cap, vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, cast

@@ -5,8 +5,6 @@ tokens by what the cache holds, some build a mask of their own (alibi), some unp
 another layout. Their tree logits differ from plain ones, whatever their names.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

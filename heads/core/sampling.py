@@ -1,7 +1,5 @@
 """From logits to scores, distributions and tokens, the same for target and drafter."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property

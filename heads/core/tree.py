@@ -5,8 +5,6 @@ before their children and siblings stand in the order in which they were drawn. 
 (the root counted), D the largest depth, G proposal rows, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

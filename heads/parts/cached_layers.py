@@ -4,8 +4,6 @@ Committed tokens are cached at their positions, as in the target's cache. The no
 come after them and attend to the text and their ancestors; the next round overwrites them.
 """
 
-from __future__ import annotations
-
 import inspect
 from dataclasses import dataclass, field, replace
 from typing import Any

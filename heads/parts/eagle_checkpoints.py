@@ -5,8 +5,6 @@ one layer; SpecForge's (github.com/sgl-project/SpecForge) are the same, and may 
 speculators' (github.com/vllm-project/speculators) nest the layer's config in theirs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
