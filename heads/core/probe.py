@@ -1,8 +1,8 @@
-"""Whether a token tree can drive a model, and how: asked once, by running two small trees.
+"""Whether a token tree can drive a model, and how: found by running two small trees.
 
 Not every model of transformers heeds an explicit mask and explicit positions. Some number their
-tokens by what the cache holds, some build a mask of their own (alibi), some unpack the mask in
-another layout. Their tree logits differ from plain ones, whatever their names.
+tokens by the length of the cache, some build a mask of their own (alibi), some read the mask in
+another layout. Their logits on a tree differ from plain ones.
 """
 
 import logging
@@ -25,8 +25,8 @@ _PARENTS = [
     [-1, *[0] * 12, 12, 12, 13],  # twelve siblings, and three nodes under the last
     [-1, 0, 1, 2, *[0] * 8, 3, 3, 12, 12],  # a chain, siblings of its first node, then its end
 ]
-"""Two rows that share neither mask nor positions, and whose last nodes stand far from the slots of
-their ancestors: a model that sees everything, or counts slots, is far off there."""
+"""Two rows with different masks and positions, whose last nodes are far from their ancestors'
+slots: the logits of a model that attends to all, or counts slots, differ most there."""
 _COMPARED = 3
 """The last nodes of each row are compared with plain forwards of their paths."""
 
@@ -44,7 +44,7 @@ def choose_attention(
     attention: str,
     cacheless: bool = False,
 ) -> AttentionWindows:
-    """Settle how a model attends to trees, by the trial of `check_tree`.
+    """Choose how a model attends to trees, by the trial of `check_tree`.
 
     Args:
         attention: `masked`, the model's own attention with an additive mask; `tree`, tree
@@ -80,7 +80,7 @@ def choose_attention(
 
 
 def _lost_softcap(model: PreTrainedModel) -> str | None:
-    """Why tree attention would differ where it is right: the model's own leaves the softcap out."""
+    """Why tree attention would differ from the model's own, where that leaves out the softcap."""
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != "sdpa" or not getattr(config, "attn_logit_softcapping", None):
         return None
@@ -95,9 +95,9 @@ def check_tree(
 ) -> float:
     """Compare a tree forward with plain forwards of a few of its paths, on made-up tokens.
 
-    Two forwards, of 2 × 16 and 6 × 6 tokens. The difference of a node is the standard deviation,
-    over the vocabulary, of what differs, in units of its logits' standard deviation; a row's is the
-    median over its compared nodes, lest an expert that rounding routes otherwise counts.
+    Two forwards, of 2 × 16 and 6 × 6 tokens. A node's difference is the standard deviation over the
+    vocabulary of the difference, in units of its logits' standard deviation; a row's is the median
+    over its compared nodes, so that one expert routed otherwise by rounding does not count.
 
     Returns:
         The larger row's difference.
