@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from .errors import undrivable
+from .eval_mode import eval_mode
 from .offload import device_of
 
 _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -34,12 +35,9 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     config = model.config.get_text_config(decoder=True)
     name, layout = config.model_type, "in the layout of transformers"
     cache = DynamicCache(config=config)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with eval_mode(model):
         token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
         model(input_ids=token, past_key_values=cache, use_cache=True)
-    model.train(was_training)
     shapes = []
     for index, layer in enumerate(cast("list[Any]", cache.layers)):
         if type(layer) not in _PLAIN_LAYERS:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .errors import OptionError, UnsupportedTarget
+from .eval_mode import eval_mode
 from .features import FINAL, FeatureTap
 
 
@@ -70,7 +71,7 @@ class OutputLayer:
         """
         config: Any = self.model.config.get_text_config(decoder=True)
         ids = torch.arange(8, device=self.model.device).unsqueeze(0) % config.vocab_size
-        with torch.no_grad(), FeatureTap(self.model, [FINAL]) as tap:
+        with eval_mode(self.model), FeatureTap(self.model, [FINAL]) as tap:
             expected = self.model(input_ids=ids, use_cache=False).logits.float()
             raw = self.layer(tap.take())
         tries: list[Callable[[Tensor], Tensor]] = [lambda logits: logits]

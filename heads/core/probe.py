@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from .cache import SlabCache
 from .errors import OptionError, UnsupportedTarget, undrivable
+from .eval_mode import eval_mode
 from .forward import tree_forward
 from .layer_shapes import LayerShape
 from .offload import device_of
@@ -115,23 +116,18 @@ def check_tree(
     paths = tokens.gather(1, topology.paths[:, -_COMPARED:].flatten(1))  # [2, 3(D+1)]
 
     slots = (2, parents.shape[1] + 2)  # empty ones behind the tree, as in a round
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            plain = model(input_ids=paths.view(2 * _COMPARED, -1), use_cache=False).logits
-            try:
-                tree = tree_forward(
-                    *(model, SlabCache(shapes, *slots), windows, tokens, tokens.new_zeros(2)),
-                    *(topology.depth, topology.ancestors, slots[1]),
-                )[:, -_COMPARED:]
-            except (torch.OutOfMemoryError, UnsupportedTarget):
-                raise
-            except Exception as error:
-                what = f"{type(error).__name__}: {error}".partition("\n")[0]
-                raise undrivable(name, f"cannot run a token tree ({what})") from error
-    finally:
-        model.train(was_training)
+    with eval_mode(model):
+        plain = model(input_ids=paths.view(2 * _COMPARED, -1), use_cache=False).logits
+        try:
+            tree = tree_forward(
+                *(model, SlabCache(shapes, *slots), windows, tokens, tokens.new_zeros(2)),
+                *(topology.depth, topology.ancestors, slots[1]),
+            )[:, -_COMPARED:]
+        except (torch.OutOfMemoryError, UnsupportedTarget):
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise undrivable(name, f"cannot run a token tree ({what})") from error
     last = topology.depth[:, -_COMPARED:].reshape(-1, 1, 1).expand(-1, 1, plain.shape[-1])
     plain = plain.gather(1, last).view_as(tree)  # [2, 3, V]
     difference = (_spread(tree - plain) / _spread(plain)).median(1).values.max().item()
