@@ -35,6 +35,13 @@ def test_logits_are_the_model_s_own(name: str) -> None:
     assert (name == "llama") == torch.equal(alone, expected)
 
 
+def test_a_cap_is_found_where_logits_are_small() -> None:
+    config = tf.Gemma2Config(**COMMON, final_logit_softcapping=30.0, query_pre_attn_scalar=8)
+    model = tf.Gemma2ForCausalLM(config).eval()
+    finish = OutputLayer(model).finish  # of random weights, whose logits are far below the cap
+    assert finish(torch.tensor([[1e4]])).item() == 30.0
+
+
 def test_the_trial_leaves_no_trace() -> None:
     """Mode, hooks and random numbers are as before, in a model with dropout too."""
     model = tf.GPT2LMHeadModel(
