@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Record:
-    """What the target said about each emitted token, round by round.
+    """The target's scores and logits of each emitted token, round by round.
 
     Args:
         scores: keep the processed scores; logits: keep the raw logits. Both in float32.
@@ -16,20 +16,21 @@ class Record:
 
     def __init__(self, scores: bool, logits: bool):
         self.wanted = {"scores": scores, "logits": logits}
-        self._rounds: list[tuple[np.ndarray, dict[str, Tensor]]] = []
+        self._rounds: list[dict[str, Tensor]] = []
+        self._counts: list[np.ndarray] = []
 
-    def add(self, path: Tensor, count: np.ndarray, **found: Tensor) -> None:
-        """Note a round: of `scores` and `logits` [B, N, V], the nodes of the accepted path [B, A].
-
-        Args:
-            count: [B], how many of the path's entries emitted a token.
-        """
+    def note(self, path: Tensor, **found: Tensor) -> None:
+        """Keep of `scores` and `logits` [B, N, V] the nodes of a round's accepted path [B, A]."""
         kept = {}
         for name, values in found.items():
             if self.wanted[name]:
                 index = path.unsqueeze(-1).expand(-1, -1, values.shape[-1])
                 kept[name] = values.gather(1, index).float()  # [B, A, V]
-        self._rounds.append((count, kept))
+        self._rounds.append(kept)
+
+    def count(self, count: np.ndarray) -> None:
+        """Say how many of the last path's entries emitted a token, [B]."""
+        self._counts.append(count)
 
     def steps(self, name: str, new: int, pad: int) -> tuple[Tensor, ...] | None:
         """One [B, V] per new token, or None when they were not wanted.
@@ -38,12 +39,12 @@ class Record:
         """
         if not self.wanted[name]:
             return None
-        batch, _, vocab = self._rounds[0][1][name].shape
-        first = self._rounds[0][1][name]
+        first = self._rounds[0][name]
+        batch, _, vocab = first.shape
         out = torch.full((new, batch, vocab), -torch.inf, device=first.device)
         out[:, :, pad] = 0
         start = torch.zeros(batch, dtype=torch.long, device=first.device)
-        for emitted, kept in self._rounds:
+        for emitted, kept in zip(self._counts, self._rounds, strict=True):
             count = torch.from_numpy(emitted).to(first.device)
             steps = torch.arange(kept[name].shape[1], device=first.device)
             at = start.unsqueeze(1) + steps  # [B, A]

@@ -107,7 +107,7 @@ class Union:
             tokens,
             topology,
             valid,
-            *_proposals(trees, drafter.config.vocab_size),
+            *_proposals(trees, members(drafter)[0].config.vocab_size),
             children.expansion == "with_replacement",
             self._turns,
         )

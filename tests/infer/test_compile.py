@@ -18,7 +18,7 @@ from headstart.heads import OptionError, UnsupportedTarget
 from headstart.heads.core import attention
 from headstart.infer import Speculator, loop
 from tests.infer.test_families import TREES, drafter, target
-from tests.infer.test_graphs import SAMPLED, captured, decode
+from tests.infer.test_graphs import SAMPLED, decode
 from tests.support.tiny import COMMON, one_line, tiny
 
 STATIC = TREES[1]
@@ -79,7 +79,7 @@ def test_windows_that_differ_by_layer() -> None:
 
 def test_captured_rounds_may_be_compiled() -> None:
     compiled, plain = pair("medusa")
-    tape = captured(compiled)
+    tape = on_tape(compiled)
     for turn in range(2):
         assert torch.equal(decode(compiled, turn=turn), decode(plain, turn=turn))
     assert tape.replayed > tape.taped > 0 and counted() == (1, 0)
@@ -129,4 +129,4 @@ def test_captured_rounds_are_compiled_on_a_gpu() -> None:
     ids = torch.arange(11, device="cuda").view(1, -1)
     compiled = Speculator(model, compile=True)
     assert torch.equal(compiled.generate(ids, **options), model.generate(ids, **options))
-    assert counted() == (1, 0) and compiled.rounds is not None and compiled.rounds.captures
+    assert counted() == (1, 0) and compiled.graphs is not None and compiled.graphs.captures

@@ -16,7 +16,6 @@ from headstart.heads import Drafter, OptionError, Sampling, Step, TokenTree
 from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Decoding, StaticTree, Target
-from headstart.infer.speculator import run
 from headstart.infer.trees.children import Children
 from headstart.infer.trees.dynamic import Beam, BestFirst, parse_tree
 from tests.infer.test_syncs import NoSync
@@ -362,7 +361,7 @@ def decode(
     sampling = sampling_of(rule, batch)
     decoding = Decoding(Target(tiny("llama"), layers), drafter, tree, sampling, expansion=expansion)
     with torch.no_grad():
-        for _ in run(decoding, ids, mask, new):
+        for _ in decoding.run(ids, mask, new):
             pass
     return decoding.sequences[:, ids.shape[1] :], decoding
 
