@@ -66,8 +66,10 @@ class Decoding:
     ):
         group, children = DrafterGroup.of(drafter), Children(expansion, sampling)
         request = Request(target, group, policy, sampling, children, rule, criteria, record, pad)
-        as_written = graphs is None or request.reads_text or record is not None
-        self.runner = EagerRunner(request) if as_written else CapturedRunner(request, graphs)
+        if graphs is None or request.reads_text or record is not None:
+            self.runner: EagerRunner | CapturedRunner = EagerRunner(request)
+        else:
+            self.runner = CapturedRunner(request, graphs)
         self.request, self.eos = request, list(eos)
         self.stats = Stats(policy.max_depth)
 

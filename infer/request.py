@@ -128,4 +128,4 @@ class Request:
             RuntimeWarning,
             stacklevel=2,
         )
-        self.drafters, self.policy = DrafterGroup(), ROOT_ONLY
+        self.drafters, self.states, self.policy = DrafterGroup(), [], ROOT_ONLY

@@ -27,9 +27,10 @@ from headstart.heads.draft_model import DraftModel, DraftModelConfig, layers_of
 from headstart.heads.parts import cached_layers as module
 from headstart.heads.parts.cached_layers import CachedLayers
 from headstart.infer import Speculator
+from tests.support.paths import SHARED
 from tests.support.tiny import CLASSES, COMMON, CONFIGS, VOCAB, one_line, prompts, tiny
 
-MODEL = Path(__file__).resolve().parents[3] / "shared" / "models" / "stories260k"
+MODEL = SHARED / "models" / "stories260k"
 NEW = 24
 TREES: dict[str, Any] = {
     "chain": "chain:3",
@@ -244,8 +245,8 @@ def test_past_the_student_s_positions() -> None:
 @pytest.mark.parametrize("tree", ["chain:4", "cartesian:3,2,1"])
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt2"])
 def test_a_round_does_not_wait(name: str, tree: str) -> None:
-    from tests.infer.test_syncs import run_rounds
     from tests.support.scripted import decoding_of
+    from tests.support.syncs import run_rounds
 
     ids, mask = prompts([9, 4, 7])
     decoding = decoding_of(tiny("llama"), student(name), tree)

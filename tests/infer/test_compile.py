@@ -16,9 +16,9 @@ from torch._dynamo.utils import counters
 
 from headstart.heads import OptionError, UnsupportedTarget
 from headstart.heads.core import attention
-from headstart.infer import Speculator, loop
-from tests.infer.test_families import TREES, drafter, target
-from tests.infer.test_graphs import SAMPLED, decode
+from headstart.infer import Speculator, request
+from tests.support.families import TREES, drafter, target
+from tests.support.tape import SAMPLED, decode, on_tape
 from tests.support.tiny import COMMON, one_line, tiny
 
 STATIC = TREES[1]
@@ -49,7 +49,7 @@ def pair(name: str | None, tree: str = STATIC, **options: Any) -> tuple[Speculat
 
 def test_one_graph_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks, however long the text is, and wherever its cache lies."""
-    monkeypatch.setattr(loop, "_ROOM", 8)
+    monkeypatch.setattr(request, "FIRST_TOKENS", 8)
     compiled, plain = pair("medusa")
     for turn, options in enumerate(({"max_new_tokens": 90}, SAMPLED)):
         text = decode(compiled, turn=turn, **options)

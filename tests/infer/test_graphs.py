@@ -8,35 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from headstart.heads import DecodingError, Drafter
-from headstart.heads.lookup import WithLookup
 from headstart.infer import Speculator, captured, request
 from headstart.infer.captured import CapturedRunner
 from headstart.infer.graphs import RoundGraphs, addresses
-from tests.infer.test_families import LENGTHS, OPTIONS, TREES, drafter, target
-from tests.support.tape import Tape
+from tests.support.families import LENGTHS, OPTIONS, TREES, drafter, target
+from tests.support.tape import NEW, SAMPLED, Tape, decode, on_tape
 from tests.support.tiny import prompts
 
-NEW = 24
-SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.8}
 STATIC = TREES[1]
-
-
-def on_tape(speculator: Speculator, capture: Callable | None = None) -> Tape:
-    """Give the speculator a tape in place of graphs."""
-    tape = Tape()
-    speculator.graphs = RoundGraphs(capture or tape)
-    return tape
-
-
-def decode(speculator: Speculator, batch: int = 4, turn: int = 0, **options: Any) -> Tensor:
-    ids, mask = prompts([length + turn for length in LENGTHS[:batch]])
-    given: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False} | options
-    if given["do_sample"]:
-        given["seed"] = [11 + turn, 12, 13, 14 + turn][:batch]
-    return speculator.generate(ids, attention_mask=mask, **given)
 
 
 def both(name: str, tree: str = STATIC, **options: Any) -> tuple[Speculator, Speculator, Tape]:
@@ -119,14 +100,13 @@ def other_student() -> Drafter:
     return student.bind(target("tiny"))
 
 
-def test_a_drafter_with_lookup_and_plain_decoding() -> None:
-    for tree, proposer in ((STATIC, WithLookup(drafter("medusa", "tiny"), 2)), ("plain", None)):
-        replayed, written = (Speculator(target("tiny"), proposer, tree=tree) for _ in range(2))
-        tape = on_tape(replayed)
-        for turn in range(2):
-            assert torch.equal(decode(replayed, turn=turn), decode(written, turn=turn))
-            assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
-        assert tape.replayed
+def test_plain_decoding() -> None:
+    replayed, written = (Speculator(target("tiny"), tree="plain") for _ in range(2))
+    tape = on_tape(replayed)
+    for turn in range(2):
+        assert torch.equal(decode(replayed, turn=turn), decode(written, turn=turn))
+        assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+    assert tape.replayed
 
 
 def test_tree_attention_needs_one_graph() -> None:

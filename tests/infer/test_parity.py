@@ -15,9 +15,8 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from headstart.heads import OptionError
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, target
-from tests.infer.test_loop import letters
 from tests.support.scripted import make
-from tests.support.tiny import CONFIGS, VOCAB, one_line, prompts, tiny
+from tests.support.tiny import CONFIGS, VOCAB, letters, one_line, prompts, tiny
 
 NEW = 20
 EOS = 5
@@ -632,7 +631,7 @@ def test_the_models_defaults() -> None:
 @pytest.mark.parametrize("shape", ["heads", "cached"])
 def test_a_long_answer_grows_its_memory(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generous limit allocates little; what is then needed is added in few steps."""
-    from headstart.infer import loop
+    from headstart.infer import request
 
     config = CONFIGS["llama"]()
     config.max_position_embeddings = 200_000
@@ -647,7 +646,7 @@ def test_a_long_answer_grows_its_memory(shape: str, monkeypatch: pytest.MonkeyPa
         true(self, capacity)
 
     monkeypatch.setattr(target.SlabCache, "reserve", counted)
-    monkeypatch.setattr(loop, "_ROOM", 16)
+    monkeypatch.setattr(request, "FIRST_TOKENS", 16)
     free = model.generate(ids, attention_mask=mask, **base(max_new_tokens=230))  # type: ignore[operator]
     end = int(free[0, 9 + 200])
     script = pad(free[:, 9:], (0, 8))
