@@ -4,6 +4,7 @@ if __name__ != "headstart.infer":
     raise ImportError(f"imported as {__name__!r}; write `from headstart.infer import …` instead.")
 
 from .loop import Decoding
+from .request import Request
 from .rules.registry import check_pair
 from .speculator import Speculator, load
 from .stats import Stats
@@ -17,6 +18,7 @@ __all__ = [
     "BestFirst",
     "Decoding",
     "Policy",
+    "Request",
     "Speculator",
     "StaticTree",
     "Stats",

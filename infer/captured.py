@@ -16,7 +16,7 @@ from headstart.heads import Sampling
 from headstart.heads.core import in_steps
 
 from .graphs import RoundGraphs, addresses
-from .report import ProposalCheck, Report, unpack
+from .report import ProposalCheck
 from .request import Request
 from .round import run_round
 from .trees.policies import Committed
@@ -47,15 +47,14 @@ class CapturedRunner:
         """Take over after the prefill: put all that rounds read where it stays."""
         request, keep = self.request, self.graphs.keep
         if (seeds := request.sampling.seeds) is not None:
-            request.sampling = replace(request.sampling, seeds=keep("seeds", seeds))
-            request.children = replace(request.children, sampling=request.sampling)
+            request.set_sampling(replace(request.sampling, seeds=keep("seeds", seeds)))
         for name in ("ends", "seen"):
             if (value := getattr(request.text, name)) is not None:
                 setattr(request.text, name, keep(name, value))
         self._keep_rows()
 
-    def next_report(self) -> Report:
-        """Read the report of the round that started first, once another one has started."""
+    def next_report(self) -> tuple[np.ndarray, int]:
+        """The report of the round that started first, and A, the tokens of each row in it."""
         started = self._started
         if not started:
             self._start_round()
@@ -63,7 +62,7 @@ class CapturedRunner:
         if self.request.rows.free > started[0][1]:
             self._start_round()
         read, steps = started.popleft()
-        return unpack(self.request, read(), steps)
+        return read(), steps
 
     def restore_ended_rows(self, count: np.ndarray) -> None:
         """See `Request.restore_ended_rows`; count [B]: what the last round emitted."""
@@ -75,8 +74,8 @@ class CapturedRunner:
         request = self.request
         longest = request.rows.longest + sum(steps for _, steps in self._started)
         request.make_space(longest)
-        sent = self.graphs.send(self._run_round(self._bound(longest)))
-        self._started.append((sent, request.committed.tokens.shape[1]))
+        report = send(self._run_round(self._bound(longest)))
+        self._started.append((report, request.committed.tokens.shape[1]))
 
     def _bound(self, longest: int) -> int:
         """A bound on the roots' positions that is the same for many rounds, as graphs have it."""
@@ -94,7 +93,7 @@ class CapturedRunner:
         graphs.keep_states(request.states)
         weight = request.target.model.get_input_embeddings().weight  # another one after a move
         kind = (
-            *(request.policy, request.drafters.drafters, request.rule, request.children.expansion),
+            *(request.policy, request.drafters.drafters, request.rule, request.expansion),
             *(self._settings, request.committed.tokens.shape, longest, request.text.ends is None),
             addresses(request.target.cache, request.states, weight),
         )
@@ -124,6 +123,21 @@ class CapturedRunner:
         request.committed = self._kept(request.committed)
         alive = torch.from_numpy(request.rows.remaining > 0).to(request.lengths)  # [B]
         self._alive = self.graphs.keep("alive", alive)
+
+
+def send(report: Tensor) -> Callable[[], np.ndarray]:
+    """Start copying a report to the host; what is returned waits for it, and for nothing later."""
+    host = report.to("cpu", non_blocking=True, copy=True)  # pinned where the report is on a GPU
+    arrived = torch.cuda.Event() if report.is_cuda else None
+    if arrived is not None:
+        arrived.record()
+
+    def read() -> np.ndarray:
+        if arrived is not None:
+            arrived.synchronize()
+        return host.numpy()
+
+    return read
 
 
 def bucket(slots: int) -> int:

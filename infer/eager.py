@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from .report import ProposalCheck, Report, unpack
+from .report import ProposalCheck
 from .request import Request
 from .round import run_round
 
@@ -30,8 +30,8 @@ class EagerRunner:
     def begin(self) -> None:
         """Take over after the prefill."""
 
-    def next_report(self) -> Report:
-        """Run a round and read its report."""
+    def next_report(self) -> tuple[np.ndarray, int]:
+        """Run a round and read its report; and A, the tokens of each row in it."""
         request, longest = self.request, self.request.rows.longest
         request.make_space(longest)
         check = None
@@ -40,7 +40,7 @@ class EagerRunner:
         self._rounds += 1
         request.drafters.reserve(request.states, longest, request.capacity.behind)
         request.committed, packed = run_round(request, longest, request.rows.even, check)
-        return unpack(request, packed.cpu().numpy(), request.committed.tokens.shape[1])
+        return packed.cpu().numpy(), request.committed.tokens.shape[1]
 
     def restore_ended_rows(self, count: np.ndarray) -> None:
         """See `Request.restore_ended_rows`; count [B]: what the last round emitted."""

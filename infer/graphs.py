@@ -22,7 +22,6 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -88,7 +87,6 @@ class RoundGraphs:
         self._captured: dict[Hashable, _Captured | None] = {}  # None: seen once
         self._states: dict[Hashable, list[Any]] = {}
         self._held: list[_Leaf] = []
-        self._sent: dict[torch.Size, list[Tensor]] = {}
 
     @classmethod
     def on(cls, device: torch.device) -> RoundGraphs:
@@ -163,30 +161,6 @@ class RoundGraphs:
             return work()
         self._captured[kind] = _Captured(replay, found[0], self._held)
         return found[0]
-
-    def send(self, report: Tensor) -> Callable[[], np.ndarray]:
-        """Start copying a report to the host; what is returned waits for it, and for nothing later.
-
-        Of one shape, two may be on their way.
-        """
-        pinned = report.device.type == "cuda"
-        ring = self._sent.setdefault(report.shape, [])
-        if len(ring) < 2:
-            ring.append(torch.empty(report.shape, dtype=report.dtype, pin_memory=pinned))
-        else:
-            ring.append(ring.pop(0))
-        host = ring[-1]
-        host.copy_(report, non_blocking=True)
-        arrived = torch.cuda.Event() if pinned else None
-        if arrived is not None:
-            arrived.record()
-
-        def read() -> np.ndarray:
-            if arrived is not None:
-                arrived.synchronize()
-            return host.numpy().copy()
-
-        return read
 
 
 def repeated(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,22 +12,6 @@ from headstart.heads import DrafterGroup, Step
 from headstart.heads.group import GroupMember
 
 from .request import Request
-
-
-@dataclass(slots=True)
-class Report:
-    """A round's outcome, on the host.
-
-    Attributes:
-        tokens: [B, A] after the accepted path's nodes; nodes: [B] how many those are.
-        met: [B, A] bool, after which tokens the stopping criteria held; None without criteria.
-        broken: [B] bool, whose proposals were NaN or infinite; None where nobody looked.
-    """
-
-    tokens: np.ndarray
-    nodes: np.ndarray
-    met: np.ndarray | None
-    broken: np.ndarray | None
 
 
 class ProposalCheck:
@@ -85,8 +68,19 @@ def pack(request: Request, tokens: Tensor, count: Tensor, check: ProposalCheck |
     return torch.cat([part.flatten() for part in parts]) if len(parts) > 1 else tokens
 
 
-def unpack(request: Request, packed: np.ndarray, steps: int) -> Report:
-    """A report as `pack` made it, of paths of at most `steps` nodes."""
+def unpack(
+    request: Request, packed: np.ndarray, steps: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """A report as `pack` made it.
+
+    Args:
+        steps: A, the tokens of each row.
+
+    Returns:
+        Tokens [B, A]; nodes [B] of the accepted path; after which tokens [B, A] the stopping
+        criteria held, None without any; and in which rows [B] proposals were NaN or infinite, None
+        where nobody looked.
+    """
     batch = len(request.rows.remaining)
     size, nodes, met = batch * steps, request.rows.one_node, None
     tokens, rest = packed[:size].reshape(batch, steps), packed[size:]
@@ -94,7 +88,7 @@ def unpack(request: Request, packed: np.ndarray, steps: int) -> Report:
         nodes, rest = rest[:batch], rest[batch:]
     if request.criteria:
         met, rest = rest[:size].reshape(batch, steps) > 0, rest[size:]
-    return Report(tokens, nodes, met, rest > 0 if rest.size else None)
+    return tokens, nodes, met, rest > 0 if rest.size else None
 
 
 def _criteria_met(request: Request, steps: int) -> Tensor:

@@ -1,24 +1,27 @@
-"""What a batch of prompts holds while it is decoded."""
+"""A batch of prompts: how it is decoded, and what it holds meanwhile."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import StoppingCriteriaList
 
 from headstart.heads import DrafterGroup, Sampling
 
 from .record import Record
 from .rows import Rows
+from .rules.matching import matching
 from .rules.registry import Rule
-from .rules.rule_api import Text
+from .rules.rule_api import Text, seen_in
 from .target import Target
-from .trees.policies import Children, Committed, Policy, StaticTree
+from .trees.policies import Children, Committed, Expansion, Policy, StaticTree
 
 ROOT_ONLY = StaticTree([])
 
@@ -27,16 +30,14 @@ FIRST_TOKENS = 512
 
 
 class Capacity:
-    """How many slots of cache a request has, and how many it may come to need.
+    """How many slots of cache a request has, and the `most` that it may come to need.
 
     Args:
-        prompt: tokens of the longest prompt.
-        new_tokens: at most so many follow.
+        prompt: tokens of the longest prompt; new_tokens: at most so many follow.
         behind: slots that rounds may write behind the position of a root.
 
     Attributes:
         longest: the largest root position that there is space for.
-        most: slots, should all be needed.
     """
 
     def __init__(self, prompt: int, new_tokens: int, behind: int):
@@ -55,51 +56,77 @@ class Capacity:
 
 @dataclass
 class Request:
-    """A batch of B rows, and how they are decoded.
+    """A batch of B prompts.
 
     Attributes:
-        reads_text: whether processors or criteria read the rows' text.
-        rows: what the host knows of the rows; text, committed, states: what the device holds, the
-            states being the drafters' own. All are there from the prefill on, as is what follows.
-        offset: [B, A] the columns of the text that a round's tokens go to, counted from `lengths`.
-        text_columns: columns of the text, beside the largest root position.
+        target: the runner of the target model; drafters: bound to the same model.
+        policy: grows the tree; a root-only tree is plain decoding.
+        sampling: seeds and processors.
+        rule: accepts; expansion: how the drafters' children are chosen, see `Children`.
+        eos: token ids that end a row; pad: the one that is written after a row's end.
+        criteria: further stopping criteria, called after every token as `generate` calls them.
+        record: takes the scores and logits of the text, when given.
+        rows: what the host knows of each row. This and the following are there from the prefill on.
+        text, committed, states: what the device holds; the states are the drafters' own.
+        offset: [B, A], from a root's position to the text's columns of the tokens after it.
     """
 
     target: Target
     drafters: DrafterGroup
     policy: Policy
     sampling: Sampling
-    children: Children
-    rule: Rule
-    criteria: StoppingCriteriaList | None
-    record: Record | None
-    pad: int
-    reads_text: bool = field(init=False)
+    rule: Rule = matching
+    expansion: Expansion = "topk"
+    eos: Sequence[int] = ()
+    criteria: StoppingCriteriaList | None = None
+    pad: int = 0
+    record: Record | None = None
     rows: Rows = field(init=False)
     text: Text = field(init=False)
     committed: Committed = field(init=False)
     states: list[Any] = field(init=False)
     capacity: Capacity = field(init=False)
     offset: Tensor = field(init=False)
-    text_columns: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.reads_text = bool(self.criteria or self.sampling.readers)
+        self.set_sampling(self.sampling)
+
+    def set_sampling(self, sampling: Sampling) -> None:
+        """Use these seeds and processors from now on."""
+        self.sampling, self.children = sampling, Children(self.expansion, sampling)
 
     @property
     def lengths(self) -> Tensor:
         """[B] cached tokens of each row, the position of its root."""
         return self.committed.lengths
 
+    def start_text(self, prompts: Tensor, pads: np.ndarray, vocabulary: int) -> None:
+        """Take prompts [B, P], padded by `pads` [B] on the left, for the text so far."""
+        width, device = prompts.shape[1], prompts.device
+        steps = torch.arange(self.policy.max_depth + 1, device=device)  # [A]
+        self.offset = torch.from_numpy(pads).to(device).unsqueeze(1) + 1 + steps
+        seen, penalty = None, self.sampling.penalty
+        if penalty is not None and not self.sampling.readers:
+            seen = seen_in(prompts, vocabulary, penalty.prompt_ignore_length)  # [B, V + 1]
+        ends = torch.from_numpy(self.rows.special[:-1]).to(device) if self.eos else None
+        # No root stands further right than the longest prompt's pads and its position let it.
+        self._columns = int(pads.max()) + len(steps) + 1
+        self.text = Text(prompts, width, self.rows.remaining, ends, seen)
+        self.text.host_lengths = self.rows.lengths  # arrays that change in place
+        self._widen_text()
+
     def make_space(self, longest: int) -> None:
         """Let cache and text have space for a round whose roots stand at `longest` at most."""
-        if longest <= self.capacity.longest:
-            return
-        self.capacity.grow(longest)
-        self.target.reserve(self.capacity.slots)
+        if longest > self.capacity.longest:
+            self.capacity.grow(longest)
+            self.target.reserve(self.capacity.slots)
+            self._widen_text()
+
+    def _widen_text(self) -> None:
         if self.reads_text:
-            missing = self.capacity.longest + self.text_columns - self.text.ids.shape[1]
-            self.text.ids = torch.nn.functional.pad(self.text.ids, (0, missing), value=self.pad)
+            missing = self.capacity.longest + self._columns - self.text.ids.shape[1]
+            self.text.ids = pad(self.text.ids, (0, missing), value=self.pad)
 
     def restore_ended_rows(self, count: np.ndarray) -> None:
         """Put rows that have ended back to where they ended, which the device could not know.
@@ -119,12 +146,12 @@ class Request:
 
     def drop_drafters(self) -> None:
         """Decode plainly from now on, since proposals were NaN or infinite."""
-        names = " and ".join(type(each).__name__ for each in self.drafters.drafters)
-        if not names:
+        if not self.drafters.members:
             return
+        names = " and ".join(type(each).__name__ for each in self.drafters.drafters)
         warnings.warn(
-            f"{names} proposed NaN or infinite logits; decoding goes on "
-            "without it, more slowly: check its weights and dtype.",
+            f"{names} proposed NaN or infinite logits; decoding goes on without drafting, more "
+            "slowly: check the weights and dtype.",
             RuntimeWarning,
             stacklevel=2,
         )

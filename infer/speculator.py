@@ -32,6 +32,7 @@ from .generate_options import GenerateOptions, without_stop_strings
 from .graphs import RoundGraphs, captures_rounds
 from .loop import Decoding
 from .record import Record
+from .request import Request
 from .rules.registry import RULES, check_pair, check_rule, check_sampling
 from .stats import Stats
 from .target import Target
@@ -207,7 +208,7 @@ class Speculator:
         wanted = [bool(config.output_scores), bool(config.output_logits)]
         record = Record(*wanted) if config.return_dict_in_generate and any(wanted) else None
         pad = ending.padding(config)
-        decoding = Decoding(
+        request = Request(
             self.target,
             self.drafters,
             self.tree,
@@ -218,8 +219,8 @@ class Speculator:
             criteria=ending.others,
             pad=pad,
             record=record,
-            graphs=self.graphs,
         )
+        decoding = Decoding(request, self.graphs)
         self.stats = decoding.stats
         if streamer is not None:
             streamer.put(input_ids.cpu())

@@ -17,6 +17,7 @@ from headstart.heads import Sampling
 from headstart.infer.graphs import RoundGraphs
 from headstart.infer.loop import Decoding
 from headstart.infer.measure.timing import Stopwatch
+from headstart.infer.request import Request
 from headstart.infer.rules.registry import RULES
 from headstart.infer.speculator import Speculator
 
@@ -44,7 +45,8 @@ def dissect(speculator: Speculator, ids: Tensor, rounds: int) -> tuple[dict[str,
     target, drafter, tree = speculator.target, speculator.drafter, speculator.tree
     own = None if speculator.graphs is None else RoundGraphs.on(ids.device)
     greedy = Sampling(None, LogitsProcessorList())
-    decoding = Decoding(target, drafter, tree, greedy, rule=RULES["greedy"], graphs=own)
+    request = Request(target, speculator.drafters, tree, greedy, rule=RULES["greedy"])
+    decoding = Decoding(request, own)
     wanted = (rounds + _TOGETHER + _WARM_UP + 1) * (tree.max_depth + 1)
     decoding.prefill(ids, torch.ones_like(ids), wanted)
     watch = Stopwatch(ids.device)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from headstart.heads import FINAL, Drafter, DrafterConfig, DrafterGroup, Sampling, Step
 from headstart.heads.core import FeatureTap
-from headstart.infer import Decoding, Target, parse_tree
+from headstart.infer import Decoding, Request, Target, parse_tree
 from headstart.infer.trees.policies import Committed
 from tests.support.tiny import VOCAB
 
@@ -253,7 +253,8 @@ def decoding_of(
     group = DrafterGroup.of(drafter)
     group.bind(target)
     runner = Target(target, group.feature_layers)
-    return Decoding(runner, group, parse_tree(tree), sampling or Sampling(), **options)
+    request = Request(runner, group, parse_tree(tree), sampling or Sampling(), **options)
+    return Decoding(request)
 
 
 def rows_of(ids: Tensor, mask: Tensor) -> list[list[int]]:
