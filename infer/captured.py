@@ -19,7 +19,7 @@ from .graphs import RoundGraphs, addresses
 from .report import ProposalCheck
 from .request import Request
 from .round import run_round
-from .trees.policies import Committed
+from .trees.policy import Committed
 
 
 class CapturedRunner:

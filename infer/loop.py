@@ -23,7 +23,7 @@ from .request import ROOT_ONLY, Capacity, Request
 from .round import accept_and_commit
 from .rows import Rows
 from .stats import Emitted, Stats
-from .trees.policies import Committed
+from .trees.policy import Committed
 
 
 class Decoding:

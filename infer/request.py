@@ -17,11 +17,13 @@ from headstart.heads import DrafterGroup, Sampling
 
 from .record import Record
 from .rows import Rows
-from .rules.matching import matching
-from .rules.registry import Rule
+from .rules.matching import GREEDY
+from .rules.rule import Rule
 from .rules.rule_api import Text, seen_in
 from .target import Target
-from .trees.policies import Children, Committed, Expansion, Policy, StaticTree
+from .trees.children import Children, Expansion
+from .trees.policy import Committed, Policy
+from .trees.static import StaticTree
 
 ROOT_ONLY = StaticTree([])
 
@@ -75,7 +77,7 @@ class Request:
     drafters: DrafterGroup
     policy: Policy
     sampling: Sampling
-    rule: Rule = matching
+    rule: Rule = GREEDY
     expansion: Expansion = "topk"
     eos: Sequence[int] = ()
     criteria: StoppingCriteriaList | None = None

@@ -14,7 +14,7 @@ from headstart.heads.group import proposer
 from .report import ProposalCheck, pack
 from .request import Request
 from .rules.rule_api import Verified
-from .trees.policies import Committed
+from .trees.policy import Committed
 
 
 def run_round(
@@ -49,7 +49,7 @@ def accept_and_commit(
     """
     record, lengths, text = request.record, request.lengths, request.text
     scores = None if record is None else []
-    accepted = request.rule(Verified(tree, logits, request.sampling, lengths, text, scores))
+    accepted = request.rule.accept(Verified(tree, logits, request.sampling, lengths, text, scores))
     if not request.policy.in_place and tree.nodes > 1:
         request.target.commit(accepted.path)
     if record is not None and scores:

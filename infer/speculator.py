@@ -33,11 +33,12 @@ from .graphs import RoundGraphs, captures_rounds
 from .loop import Decoding
 from .record import Record
 from .request import Request
-from .rules.registry import RULES, check_pair, check_rule, check_sampling
+from .rules.registry import choose_rule, find_rule
 from .stats import Stats
 from .target import Target
-from .trees.dynamic import parse_tree
-from .trees.policies import Expansion, Policy
+from .trees.children import Expansion
+from .trees.parse import parse_tree
+from .trees.policy import Policy
 from .trees.union import Union
 
 
@@ -89,10 +90,10 @@ class Speculator:
         self.drafters.bind(target)
         self.rule, self.tokenizer = rule, tokenizer
         self.tree = own_tree(self.drafters.drafters) if tree is None else parse_tree(tree)
-        sampled = "coupled" if rule is None else rule
-        self.expansion: Expansion = check_pair(expansion, sampled)
-        check_rule(sampled, self.tree)
-        self.tree.check(self.drafter, self._expansion(sampled))  # type: ignore[arg-type]
+        record = find_rule(rule)
+        self.expansion: Expansion = record.check_expansion(expansion)
+        record.check_tree(self.tree)
+        self.tree.check(self.drafter, self.expansion)  # type: ignore[arg-type]
         self.target = Target(target, self.drafters.feature_layers, attention, compile)
         self.stats = Stats()
         if graphs and offloaded(target):
@@ -203,8 +204,8 @@ class Speculator:
         check_processors(sampling.processors or LogitsProcessorList(), batch, width)
         if streamer is not None and batch > 1:
             raise OptionError(f"a streamer takes one row, found {batch}; stream one prompt a call.")
-        rule = self._rule(sampling)
-        check_sampling(rule, sampling)
+        rule = choose_rule(self.rule, bool(config.do_sample))
+        rule.check_sampling(sampling)
         wanted = [bool(config.output_scores), bool(config.output_logits)]
         record = Record(*wanted) if config.return_dict_in_generate and any(wanted) else None
         pad = ending.padding(config)
@@ -213,8 +214,8 @@ class Speculator:
             self.drafters,
             self.tree,
             sampling,
-            rule=RULES[rule],
-            expansion=self._expansion(rule),
+            rule=rule,
+            expansion=self.expansion if rule.samples else rule.children,
             eos=ending.eos,
             criteria=ending.others,
             pad=pad,
@@ -257,20 +258,6 @@ class Speculator:
                 f"found {len(seed)} seeds for {batch} rows; give one seed, or one per row."
             )
         return Sampling(row_seeds(seed, batch, input_ids.device), kept)
-
-    def _expansion(self, rule: str) -> Expansion:
-        return "topk" if rule == "greedy" else self.expansion
-
-    def _rule(self, sampling: Sampling) -> str:
-        natural = "greedy" if sampling.seeds is None else "coupled"
-        rule = self.rule or natural
-        if (rule == "greedy") != (natural == "greedy"):
-            if natural == "greedy":
-                return "greedy"  # without sampling, match and coupled have no noise and are greedy
-            raise OptionError(
-                "rule 'greedy' with do_sample=True; drop the rule, or set do_sample=False."
-            )
-        return rule
 
 
 def load(

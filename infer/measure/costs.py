@@ -19,7 +19,7 @@ from headstart.heads import Drafter, TokenTree
 from ..graphs import captures_rounds, repeated
 from ..speculator import Speculator
 from ..target import Target
-from ..trees.policies import StaticTree
+from ..trees.static import StaticTree
 from .ranks import Tick, Written, decode_greedily
 from .timing import Call, interleaved, medians
 
