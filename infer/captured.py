@@ -74,7 +74,7 @@ class CapturedRunner:
         request = self.request
         longest = request.rows.longest + sum(steps for _, steps in self._started)
         request.make_space(longest)
-        report = send(self._run_round(self._bound(longest)))
+        report = self.graphs.send(self._run_round(self._bound(longest)))
         self._started.append((report, request.committed.tokens.shape[1]))
 
     def _bound(self, longest: int) -> int:
@@ -123,21 +123,6 @@ class CapturedRunner:
         request.committed = self._kept(request.committed)
         alive = torch.from_numpy(request.rows.remaining > 0).to(request.lengths)  # [B]
         self._alive = self.graphs.keep("alive", alive)
-
-
-def send(report: Tensor) -> Callable[[], np.ndarray]:
-    """Start copying a report to the host; what is returned waits for it, and for nothing later."""
-    host = report.to("cpu", non_blocking=True, copy=True)  # pinned where the report is on a GPU
-    arrived = torch.cuda.Event() if report.is_cuda else None
-    if arrived is not None:
-        arrived.record()
-
-    def read() -> np.ndarray:
-        if arrived is not None:
-            arrived.synchronize()
-        return host.numpy()
-
-    return read
 
 
 def bucket(slots: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from transformers import (
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from headstart.heads import OptionError
-from headstart.heads.core import STATEFUL
+from headstart.heads import OptionError, Sampling
+from headstart.heads.core import STATEFUL, row_seeds
 
 _OTHER_METHODS = {
     "constraints": "constrained beam search",
@@ -75,13 +75,33 @@ def check_config(config: GenerationConfig, model: PreTrainedModel) -> None:
         )
 
 
-def check_processors(processors: LogitsProcessorList, batch: int, width: int) -> None:
-    """Refuse processors that no tree can follow, for prompts [B, P].
+def read_sampling(
+    config: GenerationConfig,
+    processors: LogitsProcessorList | None,
+    seed: int | Sequence[int] | None,
+    input_ids: Tensor,
+) -> Sampling:
+    """The seeds and processors of a request for prompts [B, P]; no seeds where it is greedy.
 
     Raises:
-        OptionError: naming the processor: one that keeps a state for the batch as a whole when rows
-            run apart, or a penalty that is to ignore more than the prompt.
+        OptionError: another number of seeds than rows; or a processor that no tree can follow: one
+            that keeps a state for the batch as a whole when rows run apart, or a penalty that is to
+            ignore more than the prompt.
     """
+    kept, (batch, width) = LogitsProcessorList(processors or []), input_ids.shape
+    _check_processors(kept, batch, width)
+    if not config.do_sample:
+        return Sampling(None, kept)
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    if not isinstance(seed, int) and len(seed) != batch:
+        raise OptionError(
+            f"found {len(seed)} seeds for {batch} rows; give one seed, or one per row."
+        )
+    return Sampling(row_seeds(seed, batch, input_ids.device), kept)
+
+
+def _check_processors(processors: LogitsProcessorList, batch: int, width: int) -> None:
     for processor in processors:
         if batch > 1 and isinstance(processor, STATEFUL):
             raise OptionError(

@@ -48,24 +48,6 @@ class GenerateOptions:
             options.pop(name, None)
             setattr(config, name, value)
 
-    def refuse_other_decoders(self) -> None:
-        """Refuse what asks for another decoder or another process.
-
-        Raises:
-            OptionError: by name.
-        """
-        for name in ("assistant_model", "custom_generate", "synced_gpus"):
-            if self.options.pop(name, None):
-                raise OptionError(
-                    f"{name} was given; the speculator decodes by itself, on one process: leave "
-                    "it out."
-                )
-
-    def take_temperature_zero(self) -> None:
-        """Take `temperature=0` for greedy decoding; transformers refuses it."""
-        if self.get("temperature") == 0 and self.get("do_sample"):
-            self.set(do_sample=False, temperature=1.0)
-
     def take_stop_strings(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         """Turn `stop_strings` into a criterion; `generate` hands no tokenizer to a callable.
 

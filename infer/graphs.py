@@ -18,10 +18,12 @@ Example: lengths that grow by one a round, repeated at the address where they li
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -87,6 +89,7 @@ class RoundGraphs:
         self._captured: dict[Hashable, _Captured | None] = {}  # None: seen once
         self._states: dict[Hashable, list[Any]] = {}
         self._held: list[_Leaf] = []
+        self._hosts: dict[torch.Size, deque[Tensor]] = {}
 
     @classmethod
     def on(cls, device: torch.device) -> RoundGraphs:
@@ -161,6 +164,29 @@ class RoundGraphs:
             return work()
         self._captured[kind] = _Captured(replay, found[0], self._held)
         return found[0]
+
+    def send(self, report: Tensor) -> Callable[[], np.ndarray]:
+        """Start copying a report to the host; what is returned waits for it, and for nothing later.
+
+        Of one shape, two may be on their way.
+        """
+        hosts = self._hosts.setdefault(report.shape, deque(maxlen=2))
+        if len(hosts) < 2:
+            hosts.append(torch.empty_like(report, device="cpu", pin_memory=report.is_cuda))
+        else:
+            hosts.rotate()
+        host = hosts[-1]
+        host.copy_(report, non_blocking=True)
+        arrived = torch.cuda.Event() if report.is_cuda else None
+        if arrived is not None:
+            arrived.record()
+
+        def read() -> np.ndarray:
+            if arrived is not None:
+                arrived.synchronize()
+            return host.numpy().copy()
+
+        return read
 
 
 def repeated(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 
 class Record:
@@ -19,6 +20,12 @@ class Record:
         self._rounds: list[dict[str, Tensor]] = []
         self._counts: list[np.ndarray] = []
 
+    @classmethod
+    def asked(cls, config: GenerationConfig) -> Record | None:
+        """The record that a generation config asks for; None where it asks for none."""
+        wanted = bool(config.output_scores), bool(config.output_logits)
+        return cls(*wanted) if config.return_dict_in_generate and any(wanted) else None
+
     def note(self, path: Tensor, **found: Tensor) -> None:
         """Keep of `scores` and `logits` [B, N, V] the nodes of a round's accepted path [B, A]."""
         kept = {}
@@ -32,13 +39,14 @@ class Record:
         """Say how many of the last path's entries emitted a token, [B]."""
         self._counts.append(count)
 
-    def steps(self, name: str, new: int, pad: int) -> tuple[Tensor, ...] | None:
-        """One [B, V] per new token, or None when they were not wanted.
+    def steps(self, new: int, pad: int) -> dict[str, tuple[Tensor, ...]]:
+        """Scores, logits or both, as wanted: one [B, V] for each of `new` tokens.
 
         A row that has ended gets rows of -inf with 0 at the padding token, a certain choice of it.
         """
-        if not self.wanted[name]:
-            return None
+        return {name: self._steps(name, new, pad) for name in self.wanted if self.wanted[name]}
+
+    def _steps(self, name: str, new: int, pad: int) -> tuple[Tensor, ...]:
         first = self._rounds[0][name]
         batch, _, vocab = first.shape
         out = torch.full((new, batch, vocab), -torch.inf, device=first.device)

@@ -22,12 +22,12 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from headstart.heads import Drafter, DrafterGroup, OptionError, Sampling, load_drafter
+from headstart.heads import Drafter, DrafterGroup, OptionError, load_drafter
 from headstart.heads.artifacts.files import read_tree
 from headstart.heads.artifacts.plan import read_plan
-from headstart.heads.core import offloaded, row_seeds
+from headstart.heads.core import offloaded
 
-from .generate_inputs import Ending, check_config, check_processors, read_inputs
+from .generate_inputs import Ending, check_config, read_inputs, read_sampling
 from .generate_options import GenerateOptions, without_stop_strings
 from .graphs import RoundGraphs, captures_rounds
 from .loop import Decoding
@@ -133,10 +133,16 @@ class Speculator:
         """
         input_ids = options.pop("inputs", None) if input_ids is None else input_ids
         given = GenerateOptions(options, self.model.generation_config)
-        given.refuse_other_decoders()
+        for name in ("assistant_model", "custom_generate", "synced_gpus"):
+            if options.pop(name, None):
+                raise OptionError(
+                    f"{name} was given; the speculator decodes by itself, on one process: leave "
+                    "it out."
+                )
         streamer = options.pop("streamer", None)
         tokenizer = options.pop("tokenizer", None) or self.tokenizer
-        given.take_temperature_zero()
+        if given.get("temperature") == 0 and given.get("do_sample"):
+            given.set(do_sample=False, temperature=1.0)
         given.take_stop_strings(tokenizer)
         if input_ids is not None and input_ids.shape[-1] == 0 and "inputs_embeds" not in options:
             raise OptionError("the prompts are empty; expected at least one token a row.")
@@ -200,15 +206,12 @@ class Speculator:
         mask = read_inputs(input_ids, model_kwargs, vocab)
         batch, width = input_ids.shape
         ending = Ending.of(stopping_criteria, width)
-        sampling = self._sampling(config, logits_processor, seed, input_ids)
-        check_processors(sampling.processors or LogitsProcessorList(), batch, width)
+        sampling = read_sampling(config, logits_processor, seed, input_ids)
         if streamer is not None and batch > 1:
             raise OptionError(f"a streamer takes one row, found {batch}; stream one prompt a call.")
         rule = choose_rule(self.rule, bool(config.do_sample))
         rule.check_sampling(sampling)
-        wanted = [bool(config.output_scores), bool(config.output_logits)]
-        record = Record(*wanted) if config.return_dict_in_generate and any(wanted) else None
-        pad = ending.padding(config)
+        record, pad = Record.asked(config), ending.padding(config)
         request = Request(
             self.target,
             self.drafters,
@@ -234,30 +237,8 @@ class Speculator:
         ending.warn_of_length(sequences)
         if not config.return_dict_in_generate:
             return sequences
-        found: dict[str, Any] = {}
-        if record is not None:
-            new = sequences.shape[1] - width
-            found = {name: record.steps(name, new, pad) for name in ("scores", "logits")}
+        found: Any = {} if record is None else record.steps(sequences.shape[1] - width, pad)
         return GenerateDecoderOnlyOutput(sequences=sequences, **found)  # type: ignore[arg-type]
-
-    def _sampling(
-        self,
-        config: GenerationConfig,
-        processors: LogitsProcessorList | None,
-        seed: int | Sequence[int] | None,
-        input_ids: Tensor,
-    ) -> Sampling:
-        kept = LogitsProcessorList(processors or [])
-        if not config.do_sample:
-            return Sampling(None, kept)
-        batch = input_ids.shape[0]
-        if seed is None:
-            seed = int(torch.randint(2**62, ()))
-        if not isinstance(seed, int) and len(seed) != batch:
-            raise OptionError(
-                f"found {len(seed)} seeds for {batch} rows; give one seed, or one per row."
-            )
-        return Sampling(row_seeds(seed, batch, input_ids.device), kept)
 
 
 def load(
