@@ -48,7 +48,7 @@ def decode_times(
     found = DecodeTimes({name: [] for name in speculators})
     end = time.perf_counter() + seconds
     for speculator in speculators.values():
-        warm = new_tokens if speculator.rounds is not None else min(new_tokens, _WARM)
+        warm = new_tokens if speculator.graphs is not None else min(new_tokens, _WARM)
         decode_greedily(speculator, batches[0], warm)
     for number, prompts in enumerate(batches):
         late = number > 0 and time.perf_counter() > end

@@ -9,9 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, TokenTree
-from headstart.heads.core import device_of, offloaded
 
-from ..graphs import repeated
+from ..graphs import captures_rounds, repeated
 from ..target import Target
 from ..trees.static import StaticTree
 from .greedy_text import Tick, Written
@@ -44,7 +43,7 @@ def verify_costs(
     batch, length = context.shape
     target.prefill(context, [length] * batch, length + max(counts))
     lengths = torch.full_like(context[:, 0], length)
-    captured = _captured(model)
+    captured = captures_rounds(model)
     work: dict[int, Call] = {}
     for count in counts:
         siblings = StaticTree([[rank] for rank in range(count - 1)])
@@ -105,7 +104,7 @@ def draft_costs(
 
     levels = [] if drafter.independent or depth < 2 else list(counts)
     work = {0: begin, **{width: begin_and_extend(width) for width in levels}}
-    times = _medians(work, context.device, _captured(drafter.target), tick)
+    times = _medians(work, context.device, captures_rounds(drafter.target), tick)
     return times[0], {width: max(times[width] - times[0], 0.0) for width in levels}
 
 
@@ -121,11 +120,6 @@ def _medians(
     """Median milliseconds of each call, timed in turns; replayed as a graph where `captured`."""
     calls = repeated(device, work) if captured else work
     return medians(interleaved(calls, device, TURNS, _CALLS, tick, SECONDS))
-
-
-def _captured(target: PreTrainedModel) -> bool:
-    """Whether a target's rounds run as graphs."""
-    return device_of(target).type == "cuda" and not offloaded(target)
 
 
 def _cut(rows: Sequence[Tensor], length: int) -> Tensor:

@@ -75,12 +75,13 @@ def check_depth(tree: Policy, drafter: Drafter | None) -> None:
         raise OptionError(
             f"tree {tree.label} needs a drafter, found none; give one, or use tree 'plain'."
         )
-    if (found := len(members(drafter))) > 1 and tree.nodes > 1:
+    found = len(members(drafter))
+    if found > 1 and tree.nodes > 1:
         raise OptionError(
             f"tree {tree.label} is grown by one drafter, found {found}; give a tree with a part "
             f"for each, such as {'+'.join(['chain:4'] * found)}."
         )
-    deepest = None if drafter is None else drafter.max_depth
+    deepest = None if drafter is None or found > 1 else drafter.max_depth
     if deepest is not None and tree.max_depth > deepest:
         raise OptionError(
             f"tree {tree.label} is {tree.max_depth} deep, but the drafter proposes {deepest} "
