@@ -38,7 +38,7 @@ from .policy import Committed, Policy, made_once
 from .static import StaticTree
 
 
-class Union:
+class Union(Policy):
     """Several trees under one root, one for each drafter of a `DrafterGroup`, in their order.
 
     Args:
@@ -53,8 +53,6 @@ class Union:
     >>> tree.shape(1, torch.device("cpu"))[0].parents.tolist()
     [[-1, 0, 1, 0, 0]]
     """
-
-    in_place = False
 
     def __init__(self, parts: Sequence[Policy]):
         self.parts = tuple(parts)
@@ -76,11 +74,7 @@ class Union:
         return "+".join(part.label for part in self.parts)
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """Refuse what any part refuses of its drafter, and another number of drafters.
-
-        Raises:
-            OptionError: with the reason.
-        """
+        """Refuse what any part refuses of its drafter, and another number of drafters."""
         found = members(drafter)
         if len(found) != len(self.parts):
             raise OptionError(
