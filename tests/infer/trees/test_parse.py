@@ -1,7 +1,6 @@
 """How trees are written: every text form is read, and every tree writes one that reads back."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
