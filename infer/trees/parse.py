@@ -61,11 +61,9 @@ def parse_static(text: str | Sequence[Sequence[int]] | Policy) -> StaticTree:
         OptionError: what `parse_tree` refuses, and other trees.
     """
     tree = parse_tree(text)
-    if not isinstance(tree, StaticTree):
-        raise OptionError(
-            f"tree is {tree}; expected plain, chain, cartesian, or a list of rank paths."
-        )
-    return tree
+    if isinstance(tree, StaticTree):
+        return tree
+    raise OptionError(f"tree is {tree}; expected plain, chain, cartesian, or rank paths.")
 
 
 def sparse_nodes(text: object) -> int | None:

@@ -81,7 +81,8 @@ class Policy(ABC):
         """Propose a tree under `committed.root`."""
 
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def made_once(make: Callable[P, T]) -> Callable[P, T]:

@@ -99,7 +99,7 @@ class Union(Policy):
             assert valid is not None, "a tree that is made anew says which nodes it has"
             topology = self._grown(trees, valid)
             return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
-        topology, proposal_row = self.shape(*tokens.shape[:1], tokens.device)
+        topology, proposal_row = self.shape(tokens.shape[0], tokens.device)
         if all(tree.logits is None for tree in trees):
             return TokenTree(tokens, topology, valid, proposal_row)
         assert drafter is not None
