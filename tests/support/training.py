@@ -6,7 +6,7 @@ import torch
 
 from headstart.heads import Drafter
 from headstart.train.data.distill import Rows
-from headstart.train.pipeline import make_drafter
+from headstart.train.drafter_stage import make_drafter
 from headstart.train.recipe import parse_recipe
 from tests.support.counting import counting_rows
 

@@ -78,10 +78,10 @@ def test_a_few_seconds_of_training_help(tmp_path: Path) -> None:
 def test_the_openings_are_the_models_own_and_seeded(tmp_path: Path) -> None:
     from itertools import islice
 
-    from headstart.train.data.sampled_corpus import write_openings
+    from headstart.train.data.sampled_corpus import sample_documents
 
     def openings(seed: int) -> list[str]:
-        return [d.text for d in islice(write_openings(str(MODEL), 12, seed), 80)]
+        return [d.text for d in islice(sample_documents(str(MODEL), 12, seed), 80)]
 
     texts = openings(0)
     assert texts == openings(0) and len(set(texts)) == 80
