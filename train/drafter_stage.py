@@ -10,7 +10,14 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from headstart.heads import Drafter, DrafterConfig, Manifest, family, fingerprint
+from headstart.heads import (
+    Drafter,
+    DrafterConfig,
+    Manifest,
+    TrainableDrafter,
+    family,
+    fingerprint,
+)
 from headstart.heads.artifacts.files import TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.artifacts.saving import write_artifact
@@ -32,7 +39,8 @@ def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> 
     assert kind.config_class is not None and issubclass(kind.config_class, DrafterConfig)
     config = kind.config_class.for_target(target, **recipe.drafter.options)
     drafter = kind(config).float().to(target.device).bind(target)  # type: ignore[arg-type]
-    drafter.init_from_target(rows.token_counts(config.vocab_size) if rows else None)
+    if isinstance(drafter, TrainableDrafter):
+        drafter.init_from_target(rows.token_counts(config.vocab_size) if rows else None)
     return drafter
 
 

@@ -15,7 +15,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from headstart.heads import family
-from headstart.infer import load
+from headstart.infer import RULES, load
 
 from .data.corpus import build_corpus, load_documents
 from .data.distill import Rows, distill, summary
@@ -150,7 +150,7 @@ class _Run:
                 tokenizer, documents, decode.prompts, decode.prefix_tokens, seed
             )
             prompts = [prompt.to(model.device) for prompt in prompts]
-            temperature = 0.0 if decode.rule == "greedy" else 1.0
+            temperature = 1.0 if RULES[decode.rule].samples else 0.0
             return _finite(bench(speculator, prompts, decode.new_tokens, temperature=temperature))
 
         settings = {"decode": dataclasses.asdict(decode), "seed": seed}

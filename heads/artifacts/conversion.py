@@ -8,7 +8,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError
 from .card import model_card
-from .files import is_foreign
+from .files import is_foreign, is_weightless
 from .foreign_checkpoints import checkpoint_folder
 from .hub import split_revision
 from .loading import load_drafter
@@ -39,7 +39,7 @@ def convert(
     Raises:
         ArtifactError: it is an artifact already or no drafter at all, or not for this target.
     """
-    if not is_foreign(name):
+    if is_weightless(name) or not is_foreign(name):
         raise ArtifactError(
             f"{name} is not somebody else's checkpoint; expected one with a config.json and "
             "without headstart.json: an artifact needs no conversion."

@@ -20,7 +20,7 @@ from headstart.heads.artifacts.files import read_manifest
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.medusa2 import Medusa2, Medusa2Config
 from headstart.heads.parts.adapter import ADAPTER_WEIGHTS
-from headstart.infer import StaticTree
+from headstart.infer import StaticTree, parse_static
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
 from headstart.train.data.distill import Rows
@@ -408,7 +408,7 @@ def test_from_recipe_to_tokens(tmp_path: Path) -> None:
     assert text_loss(base, texts) == pytest.approx(moved["base"], rel=1e-6)
     drafter = load_drafter(folder, base, tokenizer)
     assert text_loss(base, texts) == pytest.approx(moved["adapted"], rel=1e-4)
-    tree = StaticTree.parse(str(folder / "tree.json"))
+    tree = parse_static(str(folder / "tree.json"))
     prompts = held_out_prompts(tokenizer, documents, 2, 16, 0, part="validation")
     measured = measure_tau(base, drafter, tree, "greedy", prompts, 16)
     assert measured["tau"] == pytest.approx(manifest.metrics["tau"])

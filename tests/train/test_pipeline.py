@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import headstart
 from headstart.heads import load_drafter
 from headstart.heads.artifacts.files import read_manifest
-from headstart.infer import StaticTree
+from headstart.infer import StaticTree, parse_static
 from headstart.train import main, pipeline
 from headstart.train.data.corpus import load_documents
 from headstart.train.recipe import load_recipe
@@ -77,7 +77,7 @@ def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
     target: Any = AutoModelForCausalLM.from_pretrained(manifest.target)
     tokenizer = AutoTokenizer.from_pretrained(manifest.target)
     drafter = load_drafter(artifact, target, tokenizer)
-    tree = StaticTree.parse(str(artifact / "tree.json"))
+    tree = parse_static(str(artifact / "tree.json"))
     assert 2 <= tree.nodes <= 4 and [list(p) for p in tree.paths] == sorted(
         manifest.metrics["tree"], key=lambda path: (len(path), path)
     )
