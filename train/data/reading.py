@@ -20,7 +20,7 @@ from typing import Any
 import fsspec
 
 from .documents import CorpusError, Document
-from .rows import parse_row, text_key
+from .row_formats import parse_row, text_key
 
 # Tests repeat themselves, idlelib and lib2to3 carry test data, pydoc_data is one generated file of
 # prose as large as a fifth of the default corpus; the rest is not the library's own.

@@ -16,7 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.train.data import distill as room
 from headstart.train.data.corpus import Document
-from headstart.train.data.distill import DistillError, Rows, Windows, distill, shard_rows, summary
+from headstart.train.data.distill import distill, shard_rows, summary
+from headstart.train.data.prefixes import DistillError, Windows
+from headstart.train.data.training_rows import Rows
 from headstart.train.recipe import Distill
 from headstart.train.scratch_target import train_tokenizer
 from tests.support.paths import ROOT
