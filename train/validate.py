@@ -23,7 +23,7 @@ from headstart.infer.measure.replay import best_tree
 from headstart.infer.trees.parse import sparse_nodes
 
 from .data.corpus import Document
-from .data.distill import Windows
+from .data.prefixes import Windows
 
 _BATCH = 32  # prompts decoded at once
 

@@ -22,7 +22,7 @@ from headstart.infer import StaticTree, parse_static
 from headstart.infer.measure.greedy_text import Written, write_texts
 from headstart.infer.measure.ranks import measure_ranks
 from headstart.infer.measure.replay import replay
-from headstart.train.data.corpus import read_documents
+from headstart.train.data.reading import read_documents
 from headstart.train.joint import text_loss
 from headstart.train.validate import held_out_prompts, held_out_texts
 

@@ -38,7 +38,7 @@ from .policy import Committed, Policy, made_once
 from .static import StaticTree
 
 
-class Union:
+class Union(Policy):
     """Several trees under one root, one for each drafter of a `DrafterGroup`, in their order.
 
     Args:
@@ -53,8 +53,6 @@ class Union:
     >>> tree.shape(1, torch.device("cpu"))[0].parents.tolist()
     [[-1, 0, 1, 0, 0]]
     """
-
-    in_place = False
 
     def __init__(self, parts: Sequence[Policy]):
         self.parts = tuple(parts)
@@ -76,11 +74,7 @@ class Union:
         return "+".join(part.label for part in self.parts)
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """Refuse what any part refuses of its drafter, and another number of drafters.
-
-        Raises:
-            OptionError: with the reason.
-        """
+        """Refuse what any part refuses of its drafter, and another number of drafters."""
         found = members(drafter)
         if len(found) != len(self.parts):
             raise OptionError(
@@ -105,7 +99,7 @@ class Union:
             assert valid is not None, "a tree of changing shape says which nodes are valid"
             topology = self._grown(trees, valid)
             return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
-        topology, proposal_row = self.shape(*tokens.shape[:1], tokens.device)
+        topology, proposal_row = self.shape(tokens.shape[0], tokens.device)
         if all(tree.logits is None for tree in trees):
             return TokenTree(tokens, topology, valid, proposal_row)
         assert drafter is not None
