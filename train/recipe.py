@@ -20,6 +20,8 @@ from typing import Any
 
 import yaml
 
+from .losses import LOSSES
+
 
 class RecipeError(ValueError):
     """A recipe that cannot be used; the message names the key's path and what was expected."""
@@ -102,12 +104,6 @@ class DrafterSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-LOSSES = (
-    *("cross_entropy", "soft_cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon"),
-    *("total_variation", "acceptance"),
-)
-
-
 @dataclass(frozen=True)
 class OnPolicy:
     """Text that the student writes while it is trained; the target says how wrong it is there."""
@@ -121,7 +117,7 @@ class OnPolicy:
 class Train:
     """How the drafter is trained."""
 
-    loss: str = _limited("cross_entropy", choices=LOSSES)  # all others ask the target, not its text
+    loss: str = _limited("cross_entropy", choices=tuple(LOSSES))  # all others ask the target, not its text
     learning_rate: float = _positive(1e-3)
     batch_size: int = _positive(8)  # rows a process and forward
     gradient_accumulation: int = _positive(1)

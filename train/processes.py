@@ -1,0 +1,23 @@
+"""What the processes of a run agree on."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+
+Value = TypeVar("Value")
+
+
+def in_parallel() -> bool:
+    """Whether this process is one of several of a run."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def from_process_0(value: Value) -> Value:
+    """The value that process 0 passes, on every process; all must call."""
+    if not in_parallel():
+        return value
+    held = [value]
+    torch.distributed.broadcast_object_list(held, src=0)
+    return held[0]
