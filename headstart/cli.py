@@ -50,7 +50,7 @@ _FOLDER = (
     "target's own safetensors"
 )
 _ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
-_DRAFTER = _ARTIFACT + "; or another's checkpoint; or a smaller model; or lookup, lookup+ARTIFACT"
+_DRAFTER = _ARTIFACT + "; or another's checkpoint; or a smaller model; or lookup"
 _PICKLE = "read the tensors alone of a drafter's file that is a pickle"
 
 
