@@ -1,14 +1,16 @@
-"""A recipe's train section as transformers' TrainingArguments."""
+"""A recipe's settings as the arguments of transformers' Trainer and `from_pretrained`."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
-from .quantization import check_bitsandbytes
+from headstart.heads import OptionError
+
 from .recipe import Train
 
 
@@ -24,7 +26,7 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         OptionError: an 8-bit optimizer without bitsandbytes.
     """
     if spec.optimizer == "adamw_8bit":
-        check_bitsandbytes("train.optimizer=adamw_8bit", "train.optimizer=adamw")
+        _check_bitsandbytes("train.optimizer=adamw_8bit", "train.optimizer=adamw")
         changes = {"optim": "adamw_bnb_8bit", **changes}
     gpu = torch.cuda.is_available()
     every = spec.eval_every or spec.max_steps
@@ -63,3 +65,37 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
     args = TrainingArguments(**settings | changes)
     args._n_gpu = min(args.n_gpu, 1)  # without a launcher take one GPU, instead of DataParallel
     return args
+
+
+def load_options(dtype: str, device: torch.device) -> dict[str, Any]:
+    """The options of `from_pretrained` for a recipe's `target.dtype`.
+
+    `4bit` is bitsandbytes' NF4 with products in bfloat16 (QLoRA, arXiv 2305.14314).
+
+    Raises:
+        OptionError: `4bit` without bitsandbytes.
+    """
+    if dtype != "4bit":
+        return {"dtype": dtype}
+    _check_bitsandbytes("target.dtype=4bit", "target.dtype=bfloat16")
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return {
+        "dtype": torch.bfloat16,
+        "quantization_config": quantization,
+        "device_map": {"": device},  # a quantized model cannot be moved afterwards
+    }
+
+
+def _check_bitsandbytes(setting: str, alternative: str) -> None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise OptionError(
+            f"{setting} needs bitsandbytes, which is not installed; pip install bitsandbytes (for "
+            f"a GPU), or set {alternative}."
+        )

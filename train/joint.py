@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from headstart.heads import Drafter, DrafterConfig
+from headstart.heads import Drafter
 from headstart.heads.core import output_layer
 from headstart.heads.parts.adapter import Adapter
 
-from .clock import Clock
-from .losses.base_kl import base_kl
+from .losses.chunked import KEPT_LOGITS, summed_loss
+from .losses.divergences import forward_kl
 from .losses.draft_loss import zero_with_gradient
 from .losses.labels import target_positions
 from .losses.teacher import Teacher
@@ -32,40 +32,24 @@ from .trainer import DrafterTrainer
 _BATCH = 16  # texts a forward
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """The two stages of joint training: the drafter alone, then drafter and adapter.
+def drafter_weight(config: Any, share: float) -> float | None:
+    """λ, the weight of the drafter's loss at a share of the training; None while it learns alone.
 
-    Attributes:
-        heads_first: share of the training that the first stage takes.
-        weight: λ0, of the drafter's loss beside the target's own in the second stage.
-        ramp: `constant`; or `sine`, λ0 sin(πs/2) at share s of the second stage.
-        head_rate: the drafter's learning rate, as a multiple of the adapter's.
+    Args:
+        config: of a drafter with an adapter: `heads_first`, `head_weight` and `ramp`. In the second
+            stage λ is λ0, or λ0 sin(πs/2) at share s of that stage.
+
+    >>> from headstart.heads.medusa2 import Medusa2Config
+    >>> config = Medusa2Config(heads_first=0.5, head_weight=0.2, ramp="sine")
+    >>> drafter_weight(config, 0.25), drafter_weight(config, 0.5), drafter_weight(config, 1.0)
+    (None, 0.0, 0.2)
     """
-
-    heads_first: float
-    weight: float
-    ramp: str
-    head_rate: float
-
-    @classmethod
-    def of(cls, config: DrafterConfig | Any) -> Self:
-        """The schedule that the config of a drafter with an adapter describes."""
-        return cls(config.heads_first, config.head_weight, config.ramp, config.head_rate)
-
-    def weight_at(self, share: float) -> float | None:
-        """λ at a share of the training; None in the first stage.
-
-        >>> schedule = Schedule(heads_first=0.5, weight=0.2, ramp="sine", head_rate=4.0)
-        >>> schedule.weight_at(0.25), schedule.weight_at(0.5), round(schedule.weight_at(1.0), 3)
-        (None, 0.0, 0.2)
-        """
-        if share < self.heads_first:
-            return None
-        if self.ramp == "constant":
-            return self.weight
-        stage = (share - self.heads_first) / (1 - self.heads_first)
-        return self.weight * math.sin(math.pi / 2 * stage)
+    if share < config.heads_first:
+        return None
+    if config.ramp == "constant":
+        return config.head_weight
+    stage = (share - config.heads_first) / (1 - config.heads_first)
+    return config.head_weight * math.sin(math.pi / 2 * stage)
 
 
 class JointTarget(TargetWithDrafter):
@@ -77,8 +61,8 @@ class JointTarget(TargetWithDrafter):
     Args, Raises: see `TargetWithDrafter`.
     """
 
-    needs_final_features = True
-    dropout_in_output_layer = True  # the adapter's, where it adapts that layer
+    needs_final = True
+    preserve_rng_state = True  # the output layer may be adapted, and its adapter has dropout
 
     def __init__(self, target: PreTrainedModel, drafter: Drafter, *args: Any, **options: Any):
         base = Teacher(target)  # holds the output layer as it is without adapter
@@ -130,62 +114,93 @@ class JointTarget(TargetWithDrafter):
 
 
 class JointTrainer(DrafterTrainer):
-    """Trains a `JointTarget`: drafter and adapter, by the schedule in the drafter's config.
+    """Trains a `JointTarget`: the drafter alone, then drafter and adapter.
 
     Args: see `DrafterTrainer`.
     """
 
     module: JointTarget
 
-    def __init__(self, module: JointTarget, *args: Any, **options: Any):
-        self.adapter, self.schedule = module.adapter, Schedule.of(module.drafter.config)
-        super().__init__(module, *args, **options)
-        self.add_callback(_SkipWaitingAdapter(self.adapter, self.schedule, self.clock))
+    def drafter_weight(self) -> float | None:
+        """See `drafter_weight`, in the coming step."""
+        share = self.clock.at(self.state.global_step)
+        return drafter_weight(self.module.drafter.config, share)
 
     def forward_options(self) -> dict[str, Any]:
-        return {"weight": self.schedule.weight_at(self.clock.at(self.state.global_step))}
+        return {"weight": self.drafter_weight()}
+
+    def starts_at(self, group: dict[str, Any]) -> float:
+        config: Any = self.module.drafter.config
+        return config.heads_first if group["adapter"] else 0.0
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Give the adapter parameter groups of its own, marked `adapter`.
 
         The recipe's learning rate is the adapter's; the drafter's is `head_rate` times it.
         """
-        fresh = self.optimizer is None
+        if self.optimizer is not None:
+            return self.optimizer
         optimizer: Any = super().create_optimizer(model)
-        if fresh:
-            adapter = {id(parameter) for parameter in self.adapter.parameters()}
-            groups = []
-            for group in optimizer.param_groups:
-                for adapted in (False, True):
-                    chosen = [p for p in group["params"] if (id(p) in adapter) == adapted]
-                    rate = group["lr"] * (1.0 if adapted else self.schedule.head_rate)
-                    if chosen:
-                        groups.append({**group, "params": chosen, "lr": rate, "adapter": adapted})
-            optimizer.param_groups[:] = groups
+        adapter = {id(parameter) for parameter in self.module.adapter.parameters()}
+        config: Any = self.module.drafter.config
+        groups = []
+        for group in optimizer.param_groups:
+            for adapted, rate in ((False, config.head_rate), (True, 1.0)):
+                if chosen := [p for p in group["params"] if (id(p) in adapter) == adapted]:
+                    own = {"params": chosen, "lr": group["lr"] * rate, "adapter": adapted}
+                    groups.append({**group, **own})
+        optimizer.param_groups[:] = groups
+        optimizer.register_step_pre_hook(self._drop_waiting_gradients)
         return optimizer
 
-    def starts_at(self, group: dict[str, Any]) -> float:
-        return self.schedule.heads_first if group.get("adapter", False) else 0.0
+    def _drop_waiting_gradients(self, *args: Any) -> None:
+        """While the drafter learns alone, remove the adapter's gradients, which are zeros or None.
+
+        Adam would count them as steps, and its bias correction would then make the first real
+        steps several times as long as the learning rate.
+        """
+        if self.drafter_weight() is None:
+            for parameter in self.module.adapter.parameters():
+                parameter.grad = None
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.adapter.load(Path(resume_from_checkpoint))  # the drafter saves it beside its weights
+        self.module.adapter.load(Path(resume_from_checkpoint))  # saved beside the drafter's weights
 
 
-class _SkipWaitingAdapter(TrainerCallback):
-    """Removes the adapter's gradients, all zeros, while the drafter learns alone.
+def training_classes(drafter: Drafter) -> tuple[type[TargetWithDrafter], type[DrafterTrainer]]:
+    """The module and the trainer of a drafter: joint ones if its target is trained with it."""
+    if drafter.adapter is None:
+        return TargetWithDrafter, DrafterTrainer
+    return JointTarget, JointTrainer
 
-    Adam would count them as steps, and its bias correction would then make the first real ones
-    several times as long as the learning rate says.
+
+def base_kl(
+    teacher: Teacher,
+    layer: nn.Module,
+    base: Tensor,
+    adapted: Tensor,
+    count: Tensor,
+    kept: int = KEPT_LOGITS,
+) -> Tensor:
+    """The mean KL(base ‖ adapted) in nats a position: how far an adapted target moved.
+
+    It is the self-distillation loss of Medusa-2 (arXiv 2401.10774).
+
+    Args:
+        teacher: the base's, over the whole vocabulary.
+        layer: the adapted target's output layer.
+        base, adapted: [M, D], the final features without and with the adapter.
+        count: scalar, the positions of the whole optimizer step.
+        kept: see `KEPT_LOGITS`.
     """
-
-    def __init__(self, adapter: Adapter, schedule: Schedule, clock: Clock):
-        self.adapter, self.schedule, self.clock = adapter, schedule, clock
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.schedule.weight_at(self.clock.at(state.global_step)) is None:
-            for parameter in self.adapter.parameters():
-                parameter.grad = None
+    places = torch.arange(len(base), device=base.device)
+    size = max(kept // teacher.layer.weight.shape[0], 1)
+    recompute = len(base) > size and torch.is_grad_enabled()
+    soft_target = forward_kl, teacher, base, places
+    read = partial(teacher.logits, layer)
+    nats = summed_loss(read, adapted, places, soft_target, size, recompute, True)
+    return nats / count.clamp(min=1)
 
 
 def adapter_loss_change(
@@ -211,9 +226,7 @@ def adapter_loss_change(
 @torch.no_grad()
 def text_loss(target: PreTrainedModel, texts: Sequence[Tensor]) -> float:
     """A model's mean loss on texts [P] of equal length, in nats a token."""
-    nats, tokens = 0.0, 0
+    nats = 0.0
     for batch in torch.stack(list(texts)).to(target.device).split(_BATCH):
-        logits: Tensor = target(input_ids=batch[:, :-1], use_cache=False).logits  # [B, P - 1, V]
-        log_p = logits.float().log_softmax(-1).gather(2, batch[:, 1:, None])
-        nats, tokens = nats - float(log_p.double().sum()), tokens + log_p.numel()
-    return nats / tokens
+        nats += float(target(input_ids=batch, labels=batch, use_cache=False).loss) * len(batch)
+    return nats / len(texts)

@@ -27,14 +27,14 @@ from headstart.heads.artifacts.files import TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.infer import StaticTree, load
 
+from .arguments import load_options, training_arguments
 from .data.corpus import build_corpus, load_documents
 from .data.distill import Rows, distill, summary
-from .joint import adapter_loss_change, load_options
+from .joint import adapter_loss_change, training_classes
 from .on_policy import StudentText, check_on_policy
 from .recipe import Recipe, load_recipe
 from .scratch_target import train_target
 from .stages import Stage, StageStore, write_atomically
-from .trainer import DraftedTarget, DrafterTrainer, training_arguments
 from .validate import Validation, held_out_prompts, held_out_texts
 
 logger = logging.getLogger(__name__)
@@ -210,28 +210,33 @@ class _Run:
             tokenizer, documents, decode.validation_prompts, decode.prefix_tokens, recipe.seed,
             part="validation",
         )  # fmt: skip
-        validation = Validation(model, prompts, decode.new_tokens, decode.tree, decode.rule)
+        adapter = drafter.adapter  # of a drafter whose target is trained with it
+        validation = Validation(
+            model, prompts, decode.new_tokens, decode.tree, decode.rule,
+            target_changes=adapter is not None,
+        )  # fmt: skip
         if data is None:
             measured = {"steps": 0, "seconds": 0.0, **validation(drafter)}
         else:
             train = recipe.train
-            pair = DraftedTarget(model, drafter, train.head_decay, train.loss, train.feature_weight)
+            module_class, trainer_class = training_classes(drafter)
+            module = module_class(
+                model, drafter, train.head_decay, train.loss, train.feature_weight
+            )
             own = None
             if spec := train.on_policy:
                 own = StudentText(spec, drafter, data, recipe.distill, self.args)
-            measured = DrafterTrainer(
-                pair, self.args, data, train, validation, student_text=own
+            measured = trainer_class(
+                module, self.args, data, train, validation, student_text=own
             ).fit()
         drafter.eval()
-        if drafter.adapter is not None:
+        if adapter is not None:
             texts = held_out_texts(tokenizer, documents, decode.prefix_tokens, recipe.seed)
-            measured["held_out_loss"] = adapter_loss_change(
-                model, drafter.adapter, texts or prompts
-            )
+            measured["held_out_loss"] = adapter_loss_change(model, adapter, texts or prompts)
         if self.rank == 0:
             self._write_artifact(drafter, model, tokenizer, target, measured, folder)
-        if drafter.adapter is not None:
-            drafter.adapter.detach()  # the next stage meets the target as it was
+        if adapter is not None:
+            adapter.detach()  # the next stage needs the target as it was
         return measured
 
     def _write_artifact(

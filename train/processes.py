@@ -21,3 +21,14 @@ def from_process_0(value: Value) -> Value:
     held = [value]
     torch.distributed.broadcast_object_list(held, src=0)
     return held[0]
+
+
+def is_process_0() -> bool:
+    """Whether this is the process that owns the run's folders."""
+    return not in_parallel() or torch.distributed.get_rank() == 0
+
+
+def wait_for_all() -> None:
+    """Return when every process has called."""
+    if in_parallel():
+        torch.distributed.barrier()

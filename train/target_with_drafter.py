@@ -15,31 +15,25 @@ from headstart.heads import FINAL, Drafter, OptionError
 from headstart.heads.core import FeatureTap
 
 from .data.distill import Rows
-from .losses import LOSSES
-from .losses.draft_loss import draft_loss
+from .losses.draft_loss import DraftLoss
 from .losses.labels import head_labels, label_counts
-from .losses.teacher import Teacher
 
 _CACHE_ROWS = 16  # rows a forward while filling the feature cache
 
 
 class TargetWithDrafter(nn.Module):
-    """Computes the drafter's loss on texts, from features that the target computes or cached ones.
+    """Computes the drafter's loss on texts, whose features the target computes or a cache holds.
 
     Args:
-        head_decay: the weight of depth k in the loss is head_decay**k.
-        loss: a name in `LOSSES`.
-        feature_weight: see `draft_loss`.
+        head_decay, loss, feature_weight: see `DraftLoss`.
 
     Raises:
-        OptionError: the drafter is not trainable, the loss needs a distribution that cannot be
-            derived from the target's features, or `feature_weight` is set for a drafter that
-            predicts no features.
+        OptionError: the drafter is not trainable, or see `DraftLoss`.
     """
 
     accepts_loss_kwargs = True  # the loss is scaled for gradient accumulation already
-    needs_final_features: ClassVar[bool] = False  # even where neither drafter nor loss does
-    dropout_in_output_layer: ClassVar[bool] = False
+    needs_final: ClassVar[bool] = False  # even if neither drafter nor loss reads the final features
+    preserve_rng_state: ClassVar[bool] = False  # see `DraftLoss`
 
     def __init__(
         self,
@@ -56,24 +50,17 @@ class TargetWithDrafter(nn.Module):
             )
         self.target = target.requires_grad_(False).eval()
         self.drafter = drafter
-        self.head_decay, self.loss, self.feature_weight = head_decay, LOSSES[loss], feature_weight
-        self.teacher: Teacher | None = None
-        if self.loss.divergence is not None:
-            self.teacher = Teacher(target, drafter.draft_vocabulary)
-        size = target.config.get_text_config(decoder=True).hidden_size  # D
-        if feature_weight and drafter.predicted_features(torch.empty(0, 0, size)) is None:
-            raise OptionError(
-                f"train.feature_weight is {feature_weight}, but {type(drafter).__name__} predicts "
-                "no features that could be compared with the target's; set it to 0."
-            )
-        layers = list(drafter.config.feature_layers)
+        self.loss = DraftLoss(
+            drafter, head_decay, loss, feature_weight, preserve_rng_state=self.preserve_rng_state
+        )
+        size, layers = drafter.config.hidden_size, list(drafter.config.feature_layers)  # D
         self.width = len(layers) * size  # F, what the drafter reads
-        self.final: slice | None = None  # where the final features are among the captured ones
-        if self.teacher or feature_weight or self.needs_final_features:
+        self.final: slice | None = None  # where the final feature is among the captured ones
+        if self.loss.needs_final or self.needs_final:
             layers = layers if FINAL in layers else [*layers, FINAL]
             start = layers.index(FINAL) * size
             self.final = slice(start, start + size)
-        self.captured_width = len(layers) * size  # C
+        self.captured = len(layers) * size  # C
         self.tap = FeatureTap(target, layers) if layers else None
         self.cache: Tensor | None = None  # [rows, T, C]
 
@@ -84,11 +71,7 @@ class TargetWithDrafter(nn.Module):
         return self
 
     def forward(
-        self,
-        rows: Tensor | None,
-        tokens: Tensor,
-        supervised: Tensor,
-        counts: Tensor | None = None,
+        self, rows: Tensor | None, tokens: Tensor, supervised: Tensor, counts: Tensor | None = None
     ) -> dict[str, Tensor]:
         """The `loss` of a batch: tokens [B, T], supervised [B, T] bool.
 
@@ -100,31 +83,17 @@ class TargetWithDrafter(nn.Module):
         return {"loss": self.draft_loss(captured, captured, tokens, supervised, counts)}
 
     def draft_loss(
-        self,
-        captured: Tensor,
-        teaching: Tensor,
-        tokens: Tensor,
-        supervised: Tensor,
+        self, captured: Tensor, taught: Tensor, tokens: Tensor, supervised: Tensor,
         counts: Tensor | None,
-    ) -> Tensor:
-        """See `losses.draft_loss`: the drafter reads `captured`, the teacher `teaching`.
+    ) -> Tensor:  # fmt: skip
+        """The loss of a drafter that reads `captured`, with a teacher that reads `taught`.
 
-        Both are what `read` or `run_target` returns, [B, T, C].
+        Both are features as `run_target` returns them, [B, T, C].
         """
         labels = self.labels(tokens, supervised)  # [K, B, T]
-        return draft_loss(
-            self.drafter,
-            captured[..., : self.width],
-            tokens,
-            labels,
-            label_counts(labels) if counts is None else counts,
-            self.head_decay,
-            self.loss,
-            self.teacher,
-            None if self.final is None else teaching[..., self.final],
-            feature_weight=self.feature_weight,
-            preserve_rng_state=self.dropout_in_output_layer,
-        )
+        counts = label_counts(labels) if counts is None else counts
+        final = None if self.final is None else taught[..., self.final]
+        return self.loss(captured[..., : self.width], tokens, labels, counts, final)
 
     def labels(self, tokens: Tensor, supervised: Tensor) -> Tensor:
         """See `head_labels`.  # [K, B, T]"""
@@ -160,8 +129,8 @@ class TargetWithDrafter(nn.Module):
         return self.tap.take()
 
     def fill_cache(self, rows: Rows, limit: float) -> bool:
-        """Keep the features of all rows if they take at most `limit` MB; returns whether they do."""
-        megabytes = rows.tokens.numel() * self.captured_width * self.target.dtype.itemsize / 1e6
+        """Keep all rows' features if they take at most `limit` MB; returns whether they do."""
+        megabytes = rows.tokens.numel() * self.captured * self.target.dtype.itemsize / 1e6
         if megabytes > limit:
             return False
         # Always in the same batches, so that a resumed run reads the very same numbers.

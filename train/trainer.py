@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,7 @@ class DrafterTrainer(Trainer):
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         optimizer = optimizer or self.optimizer
         factors = [
-            # A plain function, which is not saved.
-            lambda step, since=self.starts_at(group): self.clock.factor(step, since)
+            partial(self.clock.factor, since=self.starts_at(group))
             for group in optimizer.param_groups
         ]
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)

@@ -138,6 +138,8 @@ class Validation:
         tree: what `StaticTree.parse` reads, or `sparse:N`: the best tree of N nodes, the root
             counted, for the drafter at hand on these prompts (see `best_tree`).
         rule: `greedy`, `match` or `coupled`.
+        target_changes: whether the target is trained too, so that its texts, by which the best tree
+            is found, must be written anew at every measurement.
     """
 
     def __init__(
@@ -147,8 +149,10 @@ class Validation:
         new_tokens: int,
         tree: str | Sequence[Sequence[int]],
         rule: str,
+        target_changes: bool = False,
     ):
         self.target, self.prompts, self.new_tokens, self.rule = target, prompts, new_tokens, rule
+        self.target_changes = target_changes
         self.sparse = _sparse_nodes(tree)
         self.tree = StaticTree([]) if self.sparse else StaticTree.parse(tree)
         self._texts: list[Written] | None = None
@@ -163,8 +167,8 @@ class Validation:
         return measured | {"tree": [list(path) for path in self.tree.paths]}
 
     def ranks(self, drafter: Drafter) -> list[Tensor]:
-        """See `measure_ranks`; the text of a target that stays as it is is written once."""
-        if self._texts is None or drafter.adapter is not None:
+        """See `measure_ranks`, on what the target writes after the prompts."""
+        if self._texts is None or self.target_changes:
             self._texts = write_texts(self.target, drafter, self.prompts, self.new_tokens)
         return measure_ranks(drafter, self._texts)
 

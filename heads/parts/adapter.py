@@ -141,7 +141,7 @@ class Adapter:
             weights = safetensors.torch.load_file(path)
         except (OSError, SafetensorError) as error:
             raise ArtifactError(
-                f"{path} is missing or damaged, and the drafter was trained for the adapted target; "
+                f"{path} is missing or damaged, and the drafter only fits the adapted target; "
                 "restore the file or train again."
             ) from error
         own = peft.get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)

@@ -10,9 +10,11 @@ import math
 import operator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from huggingface_hub.dataclasses import as_validated_field, strict, validated_field
+
+from ..losses import LOSSES
 
 
 class RecipeError(ValueError):
@@ -125,13 +127,6 @@ class DrafterSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-Loss = Literal[
-    "cross_entropy", "soft_cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon",
-    "total_variation", "acceptance",
-]  # fmt: skip
-LOSSES: tuple[str, ...] = get_args(Loss)
-
-
 @strict
 @dataclass
 class OnPolicy:
@@ -147,7 +142,7 @@ class OnPolicy:
 class Train:
     """How the drafter is trained."""
 
-    loss: Loss = "cross_entropy"  # all others compare with the target's probabilities
+    loss: Literal[*LOSSES] = "cross_entropy"  # type: ignore[valid-type]  # all others compare with the target's probabilities
     learning_rate: float = _positive(1e-3)
     batch_size: int = _positive(8)  # rows a process and forward
     gradient_accumulation: int = _positive(1)
@@ -164,10 +159,11 @@ class Train:
     on_policy: OnPolicy | None = None  # null: all text is the target's
 
     def __post_init__(self) -> None:
-        if self.on_policy is not None and self.loss == LOSSES[0]:
+        if self.on_policy is not None and LOSSES[self.loss].divergence is None:
+            others = [name for name, loss in LOSSES.items() if loss.divergence is not None]
             raise RecipeError(
                 f"train.on_policy: {self.loss} would train the drafter on its own text; set "
-                f"train.loss to one that compares with the target: {', '.join(LOSSES[1:])}"
+                f"train.loss to one that compares with the target: {', '.join(others)}"
             )
 
 
