@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headstart.heads import Drafter
+from headstart.heads import Drafter, TrainableDrafter
 from headstart.heads.core import output_layer
 from headstart.heads.parts.adapter import Adapter
 
@@ -64,7 +64,9 @@ class JointTarget(TargetWithDrafter):
     needs_final = True
     preserve_rng_state = True  # the output layer may be adapted, and its adapter has dropout
 
-    def __init__(self, target: PreTrainedModel, drafter: Drafter, *args: Any, **options: Any):
+    def __init__(
+        self, target: PreTrainedModel, drafter: TrainableDrafter, *args: Any, **options: Any
+    ):
         base = Teacher(target)  # holds the output layer as it is without adapter
         super().__init__(target, drafter, *args, **options)
         assert drafter.adapter is not None
@@ -195,7 +197,7 @@ def base_kl(
         kept: see `KEPT_LOGITS`.
     """
     places = torch.arange(len(base), device=base.device)
-    size = max(kept // teacher.layer.weight.shape[0], 1)
+    size = max(kept // teacher.output.layer.weight.shape[0], 1)
     recompute = len(base) > size and torch.is_grad_enabled()
     soft_target = forward_kl, teacher, base, places
     read = partial(teacher.logits, layer)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headstart.heads import FINAL, Drafter, OptionError
+from headstart.heads import FINAL, OptionError, TrainableDrafter
 from headstart.heads.core import FeatureTap
 
 from .data.distill import Rows
@@ -38,13 +38,13 @@ class TargetWithDrafter(nn.Module):
     def __init__(
         self,
         target: PreTrainedModel,
-        drafter: Drafter,
+        drafter: TrainableDrafter,
         head_decay: float,
         loss: str = "cross_entropy",
         feature_weight: float = 0.0,
     ):
         super().__init__()
-        if not drafter.train_depths:
+        if not drafter.trainable:
             raise OptionError(
                 f"{type(drafter).__name__} has nothing to train; decode with it as it is."
             )

@@ -24,7 +24,7 @@ from headstart.infer.measure.ranks import decode_greedily, write_texts
 from headstart.infer.measure.timing import interleaved
 from headstart.infer.speculator import Speculator
 from headstart.infer.trees.optimal import OptimalTrees
-from headstart.infer.trees.policies import StaticTree
+from headstart.infer.trees.static import StaticTree
 
 Paths = Sequence[Sequence[int]]
 
@@ -168,7 +168,7 @@ def round_costs(
         parts, cache = dissect(ours[name], ids, new_tokens)
         found[name] = {
             "paths": [list(path) for path in tree.paths],
-            "tree": str(tree),
+            "tree": tree.label,
             "nodes": tree.nodes,
             "round_ms": taken[name],
             "parts": parts,

@@ -176,7 +176,7 @@ def make_job(
     Raises:
         UsageError: an unknown suite, part or family, or a GPU that is not there.
     """
-    from headstart.heads.drafter import FAMILIES
+    from headstart.heads import FAMILIES
 
     _known("--suite", [suite], SUITES)
     chosen = tuple(part for part in PARTS if part in _known("--part", parts or PARTS, PARTS))

@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any, TextIO
 
+from headstart.heads import DrafterConfig, family
 from headstart.heads.artifacts.files import (
     CARD,
     CONFIG,
@@ -22,7 +23,6 @@ from headstart.heads.artifacts.files import (
 )
 from headstart.heads.artifacts.manifest import Manifest, sha256
 from headstart.heads.core import FINAL, ArtifactError
-from headstart.heads.drafter import DrafterConfig, family
 from headstart.heads.parts.adapter import ADAPTER, ADAPTER_WEIGHTS
 
 Description = dict[str, Any]
@@ -116,7 +116,7 @@ def _tree(folder: Path, manifest: Manifest) -> Description:
     if paths is None:
         return {"tree": None}
     tree = StaticTree(paths)
-    return {"tree": {"name": str(tree), "nodes": tree.nodes, "depth": tree.max_depth}}
+    return {"tree": {"name": tree.label, "nodes": tree.nodes, "depth": tree.max_depth}}
 
 
 def _plans(folder: Path, manifest: Manifest) -> Description:

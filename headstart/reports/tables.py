@@ -34,6 +34,7 @@ KEYS = (
     "loop_overhead_ms",
     "nodes",
     "tree",
+    "tree_label",
     "rule",
     "dtype",
     "prompts",
@@ -185,7 +186,7 @@ def comparison_row(report: Report) -> list[str]:
     speedups = [report.get(f"speedup_vs_{name}") for name in ("plain", "generate")]
     same = [report.get(f"identical_to_{name}") for name in ("plain", "generate")]
     return [
-        _tree_name(report["tree"]),
+        _tree_name(report),
         _rule(report),
         str(report["nodes"]),
         f"{report['tau']:.2f}" if _known(report, "tau") else "–",
@@ -215,7 +216,7 @@ def _setting_rows(report: Report) -> list[tuple[str, str]]:
     rows = []
     if report.get("tree") is not None:
         nodes = f", {report['nodes']} nodes" if _known(report, "nodes") else ""
-        rows.append(("tree", f"{_tree_name(report['tree'])}{nodes}"))
+        rows.append(("tree", f"{_tree_name(report)}{nodes}"))
     ways = [_rule(report)] if report.get("rule") else []
     ways += [str(report["dtype"])] if report.get("dtype") else []
     if ways:
@@ -252,8 +253,10 @@ def _tau_range(report: Report) -> str:
     return f"  (prompts {min(each):.2f}–{max(each):.2f})" if each else ""
 
 
-def _tree_name(tree: Any) -> str:
-    return tree if isinstance(tree, str) else f"{len(tree)} rank paths"
+def _tree_name(report: Report) -> str:
+    """The tree's short name; reports written before it was noted have the tree alone."""
+    name, tree = report.get("tree_label"), report["tree"]
+    return name or (tree if isinstance(tree, str) else f"{len(tree)} rank paths")
 
 
 def _speedup(of: Mapping[str, float]) -> str:

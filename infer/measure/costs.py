@@ -20,7 +20,7 @@ from headstart.heads.core import device_of, offloaded
 from ..graphs import repeated
 from ..speculator import Speculator
 from ..target import Target
-from ..trees.policies import StaticTree
+from ..trees.static import StaticTree
 from .ranks import Tick, Written, decode_greedily
 from .timing import Call, interleaved, medians
 

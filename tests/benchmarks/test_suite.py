@@ -18,7 +18,7 @@ from benchmarks.gpu.report import expected, print_suite, report
 from benchmarks.gpu.suite import PARTS, SCALES, Entries, Scale, make_job, write_json
 from benchmarks.gpu.thresholds import BARS, Limit, Reading, readings
 from headstart.cli import main
-from headstart.heads.drafter import FAMILIES
+from headstart.heads import FAMILIES
 from headstart.train.recipe import load_recipe
 from tests.support.paths import ROOT
 

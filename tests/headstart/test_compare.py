@@ -11,7 +11,7 @@ import pytest
 from headstart import compare
 from headstart.cli import main
 from headstart.compare import draw_drafters, load_all, print_drafters, quickstart_of, quickstarts
-from headstart.heads.drafter import FAMILIES
+from headstart.heads import FAMILIES
 from headstart.reports.tables import KEYS
 from tests.support.recipes import TINY
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from headstart.heads import Drafter, OptionError
+from headstart.heads import OptionError, TrainableDrafter
 
 from .chunked import KEPT_LOGITS, summed_loss
 from .divergences import LOSSES
@@ -37,7 +37,7 @@ class DraftLoss:
 
     def __init__(
         self,
-        drafter: Drafter,
+        drafter: TrainableDrafter,
         decay: float,
         loss: str = "cross_entropy",
         feature_weight: float = 0.0,
