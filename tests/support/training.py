@@ -12,8 +12,8 @@ from torch import Tensor
 from headstart.heads import Drafter
 from headstart.train.arguments import training_arguments
 from headstart.train.data.distill import Rows
+from headstart.train.drafter_stage import make_drafter
 from headstart.train.joint import training_classes
-from headstart.train.pipeline import make_drafter
 from headstart.train.recipe import Train, parse_recipe
 from headstart.train.trainer import DrafterTrainer
 from tests.support.counting import counting_rows
