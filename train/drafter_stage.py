@@ -25,11 +25,12 @@ from headstart.heads.artifacts.saving import write_artifact
 from .card import training_card
 from .data.distill import Rows
 from .data.documents import Document
+from .data.held_out import held_out_prompts, held_out_texts
 from .joint import adapter_loss_change, training_classes
 from .on_policy import StudentText
 from .recipe import Recipe
 from .stages import write_atomically
-from .validate import Validation, held_out_prompts, held_out_texts
+from .validate import Validation
 
 
 def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> Drafter:

@@ -81,19 +81,20 @@ class DrafterTrainer(Trainer):
             `best_step` and what the validation measured.
         """
         resume = last_checkpoint(self.folder)
-        self.clock.start(_seconds(resume) if resume else 0.0)
+        self.clock.start(json.loads((resume / _COMPLETE).read_text()) if resume else 0.0)
         cached = self.module.fill_cache(self.rows, self.spec.feature_cache_mb)
         output = self.train(resume_from_checkpoint=str(resume) if resume else None)
         self.module.release()
         best = self.state.best_global_step
-        assert best is not None
+        (entry,) = [e for e in self.state.log_history if e["step"] == best and "eval_tau" in e]
+        measured = {name: value for name, value in entry.items() if name.startswith("eval_")}
         return {
             "steps": self.state.global_step,
             "seconds": round(self.clock.seconds, 3),
             "features_cached": cached,
             "train_loss": output.training_loss,
             "best_step": best,
-            **_validation_at(self.state.log_history, best),
+            **{name.removeprefix("eval_"): value for name, value in measured.items()},
         }
 
     def starts_at(self, group: dict[str, Any]) -> float:
@@ -180,13 +181,3 @@ def last_checkpoint(folder: Path) -> Path | None:
     """The newest checkpoint that was written whole, or None."""
     whole = [file.parent for file in folder.glob(f"checkpoint-*/{_COMPLETE}")]
     return max(whole, key=lambda path: int(path.name.partition("-")[2]), default=None)
-
-
-def _seconds(checkpoint: Path) -> float:
-    return float(json.loads((checkpoint / _COMPLETE).read_text()))
-
-
-def _validation_at(history: list[dict[str, Any]], step: int) -> dict[str, Any]:
-    """What the validation measured at a step, from the trainer's log."""
-    (entry,) = [e for e in history if e["step"] == step and "eval_tau" in e]
-    return {k.removeprefix("eval_"): v for k, v in entry.items() if k.startswith("eval_")}

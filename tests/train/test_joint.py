@@ -22,6 +22,7 @@ from headstart.infer import StaticTree, parse_static
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
 from headstart.train.data.distill import Rows
+from headstart.train.data.held_out import held_out_prompts, held_out_texts
 from headstart.train.joint import (
     JointTarget,
     JointTrainer,
@@ -31,12 +32,7 @@ from headstart.train.joint import (
 )
 from headstart.train.losses.divergences import forward_kl
 from headstart.train.recipe import Train, load_recipe
-from headstart.train.validate import (
-    Validation,
-    held_out_prompts,
-    held_out_texts,
-    measure_tau,
-)
+from headstart.train.validate import Validation, measure_tau
 from tests.support.counting import SIZE, counting_rows, counting_target
 from tests.support.recipes import TINY
 from tests.support.training import check_same_checkpoints, killed_and_resumed, trainer_of

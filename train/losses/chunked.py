@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
@@ -49,34 +49,22 @@ def summed_loss(
         soft_target: None for the cross entropy with the labels.
         recompute: drop the logits, and compute them again in the backward pass.
     """
-    total = states.new_zeros((), dtype=torch.float32)
-    for part, repeated in chunks(len(states), size):
-        wanted = labels[part]
-        if repeated:
-            wanted = wanted.clone()
-            wanted[:repeated] = IGNORED
+    positions, total = len(states), states.new_zeros((), dtype=torch.float32)
+    for first in range(0, positions, size):
+        # Chunks of one size reuse each other's memory, so the last one repeats some positions.
+        start = max(min(first, positions - size), 0)
+        part, wanted = slice(start, start + size), labels[start : start + size].clone()
+        wanted[: first - start] = IGNORED
         soft = None if soft_target is None else (*soft_target[:3], soft_target[3][part])
         arguments = read, states[part], wanted, soft
         if recompute:
-            total = total + checkpoint(
+            nats = checkpoint(
                 _chunk_loss, *arguments, use_reentrant=False, preserve_rng_state=preserve_rng_state
             )
         else:
-            total = total + _chunk_loss(*arguments)
+            nats = _chunk_loss(*arguments)
+        total = total + nats
     return total
-
-
-def chunks(positions: int, size: int) -> Iterator[tuple[slice, int]]:
-    """Slices that cover all positions, each with how many of its first ones it repeats.
-
-    They are equally large, so that their tensors reuse each other's memory.
-
-    >>> list(chunks(5, 2))
-    [(slice(0, 2, None), 0), (slice(2, 4, None), 0), (slice(3, 5, None), 1)]
-    """
-    for first in range(0, positions, size):
-        start = max(min(first, positions - size), 0)
-        yield slice(start, start + size), first - start
 
 
 def _chunk_loss(

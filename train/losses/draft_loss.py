@@ -110,7 +110,10 @@ class DraftLoss:
             )  # fmt: skip
             if predicted is not None:
                 assert final is not None
-                distance = feature_distance(predicted[k - 1], final.index_select(0, ahead))  # [M]
+                # With the soft cross entropy and weight 10 the loss of EAGLE-1 (arXiv 2401.15077).
+                distance = functional.smooth_l1_loss(
+                    predicted[k - 1].float(), final.index_select(0, ahead).float(), reduction="none"
+                ).mean(-1)  # [M]
                 distance = distance.masked_fill(wanted == IGNORED, 0.0)
                 nats = nats + self.feature_weight * distance.sum()
             total = total + self.decay**k / counts[k - 1].clamp(min=1) * nats
@@ -123,12 +126,3 @@ def zero_with_gradient(parameters: Iterable[Tensor]) -> Tensor:
     Data-parallel training waits for a gradient of every parameter, used or not.
     """
     return torch.stack([parameter.float().sum() * 0.0 for parameter in parameters]).sum()
-
-
-def feature_distance(predicted: Tensor, features: Tensor) -> Tensor:
-    """The smooth L1 distance of features, the mean over their entries: [M, D], [M, D] -> [M].
-
-    Added to the soft cross entropy with weight 10 it is the loss of EAGLE-1 (arXiv 2401.15077).
-    """
-    distance = functional.smooth_l1_loss(predicted.float(), features.float(), reduction="none")
-    return distance.mean(-1)
