@@ -75,6 +75,7 @@ def train_drafter(
     if rows is None:
         measured = {"steps": 0, "seconds": 0.0, **validation(drafter)}
     else:
+        assert isinstance(drafter, TrainableDrafter)
         module_class, trainer_class = training_classes(drafter)
         module = module_class(target, drafter, train.head_decay, train.loss, train.feature_weight)
         student = None

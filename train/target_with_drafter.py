@@ -83,16 +83,16 @@ class TargetWithDrafter(nn.Module):
         return {"loss": self.draft_loss(captured, captured, tokens, supervised, counts)}
 
     def draft_loss(
-        self, captured: Tensor, taught: Tensor, tokens: Tensor, supervised: Tensor,
+        self, captured: Tensor, teaching: Tensor, tokens: Tensor, supervised: Tensor,
         counts: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """The loss of a drafter that reads `captured`, with a teacher that reads `taught`.
+        """The loss of a drafter that reads `captured`, with a teacher that reads `teaching`.
 
         Both are features as `run_target` returns them, [B, T, C].
         """
         labels = self.labels(tokens, supervised)  # [K, B, T]
         counts = label_counts(labels) if counts is None else counts
-        final = None if self.final is None else taught[..., self.final]
+        final = None if self.final is None else teaching[..., self.final]
         return self.loss(captured[..., : self.width], tokens, labels, counts, final)
 
     def labels(self, tokens: Tensor, supervised: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from headstart.heads import Drafter
+from headstart.heads import Drafter, TrainableDrafter
 from headstart.train.arguments import training_arguments
 from headstart.train.data.distill import Rows
 from headstart.train.drafter_stage import make_drafter
@@ -29,13 +29,15 @@ def rows(count: int = 10, length: int = 12) -> Rows:
     return Rows(counting_rows(count, length).int(), lengths, torch.full_like(lengths, 2))
 
 
-def drafter_of(target: Any, family: str, **options: Any) -> Drafter:
+def drafter_of(target: Any, family: str, **options: Any) -> TrainableDrafter:
     recipe = {"name": "r", "target": {"model": "m"}, "drafter": {"family": family, **options}}
-    return make_drafter(parse_recipe(recipe), target, rows())
+    drafter = make_drafter(parse_recipe(recipe), target, rows())
+    assert isinstance(drafter, TrainableDrafter)
+    return drafter
 
 
 def trainer_of(
-    drafter: Drafter, folder: Path, spec: Train, validate: Validate, **arguments: Any
+    drafter: TrainableDrafter, folder: Path, spec: Train, validate: Validate, **arguments: Any
 ) -> DrafterTrainer:
     """The trainer that a recipe's run would use, on `rows()`."""
     module_class, trainer_class = training_classes(drafter)

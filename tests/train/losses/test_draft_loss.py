@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from headstart.heads import Drafter
+from headstart.heads import TrainableDrafter
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.redrafter import ReDrafter, ReDrafterConfig
 from headstart.train.losses import LOSSES
@@ -100,9 +100,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def made(family: str, output: str) -> Drafter:
+def made(family: str, output: str) -> TrainableDrafter:
     shape = {"hidden_size": 6, "vocab_size": 11, **OPTIONS[output]}
-    drafter: Drafter = (
+    drafter: TrainableDrafter = (
         Medusa(MedusaConfig(heads=3, **shape))
         if family == "medusa"
         else ReDrafter(ReDrafterConfig(depths=3, **shape))
@@ -134,7 +134,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def gradients(
-    drafter: Drafter, name: str, parts: list[slice], kept: int = 2**20
+    drafter: TrainableDrafter, name: str, parts: list[slice], kept: int = 2**20
 ) -> tuple[float, list[Tensor]]:
     """The loss of a batch of four rows, computed in parts, and its gradients."""
     tokens, features, final, supervised = batch()
@@ -150,7 +150,7 @@ def gradients(
     return total, [p.grad.clone() for p in drafter.parameters() if p.grad is not None]
 
 
-def by_formula(drafter: Drafter, name: str) -> tuple[float, list[Tensor]]:
+def by_formula(drafter: TrainableDrafter, name: str) -> tuple[float, list[Tensor]]:
     """The same from the definition: every logit at once, one position after another."""
     tokens, features, final, supervised = batch()
     vocabulary = drafter.draft_vocabulary
