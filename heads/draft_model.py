@@ -110,6 +110,7 @@ class DraftModel(Drafter):
     config_class = DraftModelConfig
     config: DraftModelConfig
     writes_text = True
+    saved_as_language_model = True
     needs_length_bound = True
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel | None = None):

@@ -155,6 +155,13 @@ class Drafter(PreTrainedModel):
     writes_text: ClassVar[bool] = False
     """Whether `language_model` writes text without the target, from which the drafter can learn."""
 
+    weightless: ClassVar[bool] = False
+    """Whether there are no weights, so that the family's name alone loads it."""
+
+    saved_as_language_model: ClassVar[bool] = False
+    """Whether its files are those of an ordinary causal language model, `config.json` included, so
+    that any such model can be loaded as this drafter."""
+
     needs_length_bound: bool = False
     """Whether the host must bound the rows' lengths before each `begin`, see `reserve`. Where it
     need not, one captured round serves all lengths."""

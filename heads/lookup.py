@@ -83,6 +83,7 @@ class Lookup(Drafter):
     config_class = LookupConfig
     config: LookupConfig
     trainable = False
+    weightless = True
     needs_length_bound = True
 
     @classmethod

@@ -3,9 +3,10 @@
 if __name__ != "headstart.infer":
     raise ImportError(f"imported as {__name__!r}; write `from headstart.infer import …` instead.")
 
+from .loading import load
 from .loop import Decoding
 from .rules.registry import check_pair
-from .speculator import Speculator, load
+from .speculator import Speculator
 from .stats import Stats
 from .target import Target
 from .trees.dynamic import Beam, BestFirst, parse_tree

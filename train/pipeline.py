@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from headstart.heads import Drafter, DrafterConfig, Manifest, family, fingerprint, save_drafter
 from headstart.heads.artifacts.files import TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
+from headstart.heads.core.files import write_atomically
 from headstart.infer import StaticTree, load
 
 from .data.corpus import build_corpus, load_documents
@@ -33,7 +34,7 @@ from .joint import adapter_loss_change, load_options
 from .on_policy import StudentText, check_on_policy
 from .recipe import Recipe, load_recipe
 from .scratch_target import train_target
-from .stages import Stage, StageStore, write_atomically
+from .stages import Stage, StageStore
 from .trainer import DraftedTarget, DrafterTrainer, training_arguments
 from .validate import Validation, held_out_prompts, held_out_texts
 

@@ -21,9 +21,10 @@ from torch.nn import functional
 from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from headstart.heads.core.files import write_atomically
+
 from .data.corpus import Document, load_documents
 from .recipe import Scratch
-from .stages import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -25,6 +25,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from headstart.heads import FINAL, Drafter, OptionError
 from headstart.heads.core import FeatureTap, output_layer
+from headstart.heads.core.files import write_atomically
 
 from .clock import Bounds, Clock, Progress
 from .data.distill import Rows
@@ -32,7 +33,6 @@ from .joint import Waiting, check_bitsandbytes, split_groups
 from .losses import LOSSES, Teacher, draft_loss, drift, head_labels, label_counts
 from .on_policy import StudentText
 from .recipe import Train
-from .stages import write_atomically
 
 _COMPLETE = "complete.json"  # written last into a checkpoint: seconds of training so far
 _WEIGHTS = "model.safetensors"

@@ -278,8 +278,8 @@ def read_part(path: Path) -> dict[str, Any] | None:
 
 def write_json(path: Path, document: Any) -> None:
     """Write a file that a reader sees whole or not at all."""
+    from headstart.heads.core.files import write_atomically
     from headstart.reports.tables import to_json
-    from headstart.train.stages import write_atomically
 
     write_atomically(path, (to_json(document) + "\n").encode())
 
@@ -288,8 +288,8 @@ def machine(device: torch.device) -> dict[str, Any]:
     """What the figures hold for: the hardware, the driver and the libraries."""
     import torch
 
+    from headstart.heads.artifacts.manifest import library_versions
     from headstart.heads.artifacts.plan import device_name
-    from headstart.train.stages import library_versions
 
     found: dict[str, Any] = {
         "device": device_name(device),

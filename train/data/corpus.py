@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..recipe import Corpus
-from ..stages import write_atomically
 from .documents import CorpusError, Document, file_kind, is_array_of_rows, read_file
 
 logger = logging.getLogger(__name__)
@@ -85,6 +84,8 @@ def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
         "train": [document for document in chosen if document.id not in held_out],
         "held_out": [document for document in chosen if document.id in held_out],
     }
+    from headstart.heads.core.files import write_atomically  # imports torch; reading needs none
+
     counts: dict[str, Any] = {"skipped": len(skipped.files), "skipped_rows": len(skipped.rows)}
     for split, documents in parts.items():
         lines = [json.dumps(asdict(document)) + "\n" for document in documents]
