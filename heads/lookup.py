@@ -84,7 +84,6 @@ class Lookup(Drafter):
     config: LookupConfig
     trainable = False
     weightless = True
-    needs_length_bound = True
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]

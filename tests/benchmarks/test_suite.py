@@ -20,8 +20,8 @@ from benchmarks.gpu.thresholds import BARS, Limit, Reading, readings
 from headstart.cli import main
 from headstart.heads.drafter import FAMILIES
 from headstart.train.recipe import load_recipe
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMAND = ["bench", "--suite", "gpu", "--device", "cpu", "--size", "toy"]
 WITHOUT_DATASETS = (
     "import sys\n"
