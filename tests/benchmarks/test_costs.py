@@ -25,42 +25,6 @@ def toy() -> Any:
     return random_target(SHAPES["toy"], CPU, torch.float32)
 
 
-def test_contenders_take_turns_and_warm_up() -> None:
-    called: list[str] = []
-    contenders = {name: lambda name=name: called.append(name) for name in "ab"}
-    times = interleaved(contenders, CPU, repeats=2, calls=3)
-    assert called == [*"aaaa", *"bbbb"] * 2  # one of each four is not timed
-    assert {name: len(each) for name, each in times.items()} == {"a": 2, "b": 2}
-    assert medians({"a": [1.0, 9.0, 2.0]}) == {"a": 2.0}
-
-
-def test_a_gpu_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stand-in: marks are events in the stream, and only reading them waits."""
-    log: list[str] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool, external: bool):
-            assert enable_timing and external  # or a graph would hold no mark
-
-        def record(self, stream: str) -> None:
-            log.append(f"mark in {stream}")
-
-        def synchronize(self) -> None:
-            log.append("wait")
-
-        def elapsed_time(self, end: Any) -> float:
-            return 12.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"{device}'s stream")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("whole device"))
-    gpu = torch.device("cuda")
-    times = interleaved({"a": lambda: log.append("call")}, gpu, repeats=1, calls=3)
-    mark = "mark in cuda's stream"
-    assert log == ["call", "whole device", mark, *["call"] * 3, mark, "wait"]
-    assert times == {"a": [4.0]}
-
-
 def test_shapes_are_made_on_their_device_in_their_dtype() -> None:
     meta = torch.device("meta")
     sizes = {"1b": (1.24e9, 1.24e9), "8b": (8.03e9, 8.03e9 - 128_256 * 4096)}
@@ -141,24 +105,6 @@ def test_captured_rounds_are_taken_apart_where_they_run(
     assert sum(replayed[part] for part in (*inside, "accept")) == replayed["round"]
 
 
-@pytest.mark.gpu
-def test_marks_in_a_graph_are_made_anew() -> None:
-    device = torch.device("cuda")
-    watch, marks = Stopwatch(device), []
-    matrix = torch.randn(2048, 2048, device=device)
-
-    def work() -> None:
-        marks.append(watch.mark())
-        torch.mm(matrix, matrix)
-        marks.append(watch.mark())
-
-    torch.mm(matrix, matrix)  # libraries' own
-    replay = CudaCapture()(work)
-    begun = watch.mark()
-    replay()
-    assert watch.between(*marks) > 0 and watch.between(begun, marks[0]) >= 0
-
-
 def test_a_state_counts_every_storage_once() -> None:
     text = torch.zeros(4, 8)
     state = {"text": text, "views": [text[0], (text[1],)], "layer": torch.nn.Linear(9, 9)}
@@ -197,23 +143,3 @@ def test_compiled_tokens_read_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["bytes_per_token"] == plain["bytes_per_token"]
     times = ("compiled_ms_per_token", "plain_ms_per_token", "compile_seconds")
     assert all(found[name] > 0 for name in times)
-
-
-def test_first_tokens_of_an_assistant_come_together() -> None:
-    """A time per token leaves out those that came before the clock was started."""
-    target: Any = tiny("llama")
-    ids, _ = prompts([12])
-    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
-    student: Any = tiny("llama")  # it proposes what the target says
-    student.generation_config.num_assistant_tokens = 4
-    student.generation_config.num_assistant_tokens_schedule = "constant"
-    student.generation_config.assistant_confidence_threshold = 0.0
-    racing = {
-        "plain": speculating(Speculator(target), **options),
-        "assistant": generating(target, **options, assistant_model=student),
-    }
-    ((_, runs),) = race(racing, [ids], target.device, repeats=1)
-    assert runs["assistant"].tokens == runs["plain"].tokens
-    assert (runs["plain"].first, runs["assistant"].first) == (1, 5)
-    seconds = runs["assistant"].seconds
-    assert runs["assistant"].per_token == pytest.approx(1e3 * seconds / (9 - 5))

@@ -141,10 +141,10 @@ def test_its_costs_are_measured(tmp_path: Path) -> None:
 
 def test_slow_calls_are_timed_less_often() -> None:
     called: list[str] = []
-    contenders = {"a": lambda: called.append("a"), "b": lambda: called.append("b")}
+    calls = {"a": lambda: called.append("a"), "b": lambda: called.append("b")}
     ticks: list[None] = []
     cpu = torch.device("cpu")
-    times = interleaved(contenders, cpu, 4, 2, lambda: ticks.append(None), seconds=0)
+    times = interleaved(calls, cpu, 4, 2, lambda: ticks.append(None), seconds=0)
     assert len(ticks) == 4 and [len(each) for each in times.values()] == [1, 1]
     assert called == [*"aaa", *"bbb"]
 
