@@ -8,7 +8,7 @@ import argparse
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
@@ -18,20 +18,33 @@ from headstart.inputs import UsageError, one_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status: 2 on a mistake, 130 on Ctrl-C, else its own.
+    """Run one command and return its exit status.
 
     argv: the arguments after the program's name; None takes them from the process.
+    """
+
+    def run() -> int:
+        options = _parse(argv)
+        return options.run(options)
+
+    return exit_status("headstart", run)
+
+
+def exit_status(program: str, run: Callable[[], int]) -> int:
+    """The exit status of `run`: its own, 2 on a mistake of the user's, 130 on Ctrl-C.
+
+    Every error is printed on one line, after the program's name.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an encoding without τ prints a ?, and goes on
             stream.reconfigure(errors="replace")
     try:
-        options = _parse(argv)
-        status = options.run(options)
+        status = run()
         sys.stdout.flush()
         return status
     except KeyboardInterrupt:
-        return _fail("interrupted; finished stages are kept", 130)
+        print(f"{program}: interrupted; finished stages are kept", file=sys.stderr)
+        return 130
     except BrokenPipeError:
         # The reader has gone; without this the interpreter's last flush would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -39,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("HEADSTART_DEBUG") == "1":
             raise
-        return _fail(f"error: {one_line(error)}", 2)
+        print(f"{program}: error: {one_line(error)}", file=sys.stderr)
+        return 2
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -82,8 +96,3 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
             raise UsageError(f"unknown argument {word!r}; an override has the form a.b=value")
     options.overrides += rest
     return options
-
-
-def _fail(message: str, status: int) -> int:
-    print(f"headstart: {message}", file=sys.stderr)
-    return status
