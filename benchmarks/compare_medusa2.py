@@ -1,6 +1,6 @@
 """Compares drafters that were trained on one target by tokens per round, paired over prompts.
 
-    python docs/benchmarks/compare_medusa2.py TARGET HELD_OUT DRAFTER [DRAFTER …] [--limit 192]
+    python benchmarks/compare_medusa2.py TARGET HELD_OUT DRAFTER [DRAFTER …] [--limit 192]
 
 HELD_OUT is a run's corpus/held_out.jsonl; prompts are those that the benchmark stage draws from it,
 64 tokens each, continued greedily by 128. A drafter with an adapter is measured twice: on what its

@@ -1,6 +1,6 @@
 """Compares two drafters with their union at equal numbers of nodes, paired over prompts.
 
-    python docs/benchmarks/compare_union.py TARGET DRAFTER PROMPTS [--other lookup]
+    python benchmarks/compare_union.py TARGET DRAFTER PROMPTS [--other lookup]
         [--limit 12] [--repeats 3] [--temperature 0] [--prefix-tokens 64]
 
 PROMPTS is what `headstart bench --prompts` takes; windows of 64 tokens are continued by 128.
@@ -41,7 +41,6 @@ def main() -> None:
     model, drafter, tokenizer = loaded.model, loaded.drafter, loaded.tokenizer
     assert drafter is not None and tokenizer is not None
     other = load_drafter(options.other, model, tokenizer)
-    override = load_drafter(f"lookup+{options.drafter}", model, tokenizer)
     texts = [tokenizer(d.text)["input_ids"] for d in read_documents(options.prompts)]
     width = options.prefix_tokens
     windows = [t[at : at + width] for t in texts for at in range(0, len(t) - width + 1, width)]
@@ -54,7 +53,6 @@ def main() -> None:
         whole = best_tree(ranks, nodes)
         ways[f"{nodes} alone"] = Speculator(model, drafter, tree=whole)
         ways[f"{nodes} {options.other}"] = Speculator(model, other, tree=f"chain:{nodes - 1}")
-        ways[f"{nodes} lookup+"] = Speculator(model, override, tree=whole)
         for own, others in splits:
             tree = Union([StaticTree(best_tree(ranks, own)), StaticTree.chain(others)])
             ways[f"{nodes} union {own}+{others}"] = Speculator(model, [drafter, other], tree=tree)

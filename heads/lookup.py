@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -23,9 +23,6 @@ from transformers import PreTrainedModel
 
 from .core import OptionError, in_steps
 from .drafter import Drafter, DrafterConfig, Step
-
-_SURE = 16.0
-"""How far above a drafter's best logit an override stands: nearly certain, and still finite."""
 
 
 @strict
@@ -86,7 +83,6 @@ class Lookup(Drafter):
     config_class = LookupConfig
     config: LookupConfig
     trainable = False
-    needs_length_bound = True
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
@@ -136,11 +132,6 @@ class Lookup(Drafter):
         state.depth = torch.cat([state.depth, depth + 1], 1)
         state.agrees = torch.cat([state.agrees, agrees], 1)
         return Step(ids=_ranked(self._after(state, depth + 1), agrees))
-
-    def continuation(self, state: LookupState, length: int) -> Tensor:
-        """The best match's next `length` tokens after `begin`, [B, length]; -1 without a match."""
-        depth = torch.arange(length, device=state.size.device).expand(len(state.size), -1)
-        return torch.where(state.agrees[:, :, 0], self._after(state, depth)[..., 0], -1)
 
     def _append(self, state: LookupState, tokens: Tensor, count: Tensor) -> None:
         added, before = tokens.shape[1], self.config.max_match
@@ -198,94 +189,3 @@ def _ranked(tokens: Tensor, agrees: Tensor) -> Tensor:
     rank = torch.where(first, first.cumsum(-1) - 1, matches)
     ids = tokens.new_full((*tokens.shape[:-1], matches + 1), -1)
     return ids.scatter(-1, rank, tokens)[..., :matches]
-
-
-class WithLookup(Drafter):
-    """Any drafter, overridden by prompt lookup in rows and at nodes where a match is long.
-
-    The match's token gets a logit far above the drafter's best, so it is the first child, and what
-    the drafter ranks comes after it. These logits are what children are drawn from and what an
-    acceptance rule is told, so decoding is exact with every expansion and rule.
-
-    Args:
-        drafter: one that proposes logits.
-        min_match: tokens that a match has at least; below it the drafter is left alone.
-    """
-
-    def __init__(self, drafter: Drafter, min_match: int = 4):
-        if isinstance(drafter, Lookup | WithLookup):
-            raise OptionError(
-                f"WithLookup was given a {type(drafter).__name__}, which looks text up itself; "
-                "give it a drafter with weights, or set min_match of the one it has."
-            )
-        super().__init__(drafter.config)
-        self.drafter = drafter
-        self.independent = drafter.independent  # type: ignore[misc]
-        self.needs_length_bound = True
-        own = drafter.config
-        self.lookup = Lookup(
-            LookupConfig(
-                hidden_size=own.hidden_size,
-                vocab_size=own.vocab_size,
-                min_match=min_match,
-                max_match=max(min_match, LookupConfig.max_match),
-            )
-        )
-
-    @property
-    def max_depth(self) -> int | None:
-        return self.drafter.max_depth
-
-    def bind(self, target: PreTrainedModel) -> Self:
-        self.drafter.bind(target)
-        return super().bind(target)
-
-    def shared_modules(self, target: PreTrainedModel) -> list[torch.nn.Module]:
-        return self.drafter.shared_modules(target)
-
-    def start(self, batch: int, capacity: int) -> _Both:
-        return _Both(self.drafter.start(batch, capacity), self.lookup.start(batch, capacity))
-
-    def reserve(self, state: _Both, longest: int, room: int) -> None:
-        self.drafter.reserve(state.drafter, longest, room)
-        self.lookup.reserve(state.searched, longest, room)
-
-    def prefill(self, state: _Both, features: Tensor, tokens: Tensor, count: Tensor) -> None:
-        self.drafter.prefill(state.drafter, features, tokens, count)
-        self.lookup.prefill(state.searched, features, tokens, count)
-
-    def begin(self, state: _Both, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
-        step = self.drafter.begin(state.drafter, features, tokens, count)
-        found = self.lookup.begin(state.searched, features, tokens, count).ids
-        assert found is not None and step.logits is not None
-        if self.independent:
-            return _overridden(step, self.lookup.continuation(state.searched, step.logits.shape[1]))
-        return _overridden(step, found[..., 0])
-
-    def extend(self, state: _Both, tokens: Tensor, parent: Tensor) -> Step:
-        step = self.drafter.extend(state.drafter, tokens, parent)
-        found = self.lookup.extend(state.searched, tokens, parent).ids
-        assert found is not None
-        return _overridden(step, found[..., 0])
-
-
-@dataclass
-class _Both:
-    """A drafter's state and the lookup's."""
-
-    drafter: object
-    searched: LookupState
-
-
-def _overridden(step: Step, found: Tensor) -> Step:
-    """Proposals in which the token found for each node, [B, W], is all but certain; -1: as before.
-
-    A token outside the drafter's vocabulary changes nothing.
-    """
-    logits = step.logits
-    assert logits is not None
-    ids = step.vocabulary
-    if ids is None:
-        ids = torch.arange(logits.shape[-1], device=logits.device)
-    sure = logits.amax(-1, keepdim=True) + _SURE
-    return Step(torch.where(ids == found.unsqueeze(-1), sure, logits), step.vocabulary)

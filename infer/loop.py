@@ -236,7 +236,7 @@ class Decoding:
     def _captured(self, rounds: Rounds, watch: _Watch | None, longest: int) -> Tensor:
         """Do a round on tensors that stay, perhaps by replaying it; returns its report."""
         capacity, drafter = self.target.cache.capacity - self.policy.nodes, self.drafter
-        # Tree attention reads lengths on the device, so one graph serves all; unless drafters hear.
+        # Tree attention reads lengths on the device: one graph serves all, where drafters let it.
         if self.target.windows.tree and (drafter is None or not drafter.needs_length_bound):
             longest = capacity
         else:

@@ -36,8 +36,8 @@ def seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def spoken() -> Iterator[None]:
-    """A test that quietens transformers, as the pipeline does, does so for itself alone."""
+def default_verbosity() -> Iterator[None]:
+    """Undo what a test changed of transformers' verbosity, as the pipeline does."""
     yield
     if logging := sys.modules.get("transformers.utils.logging"):
         logging.set_verbosity_warning()

@@ -12,8 +12,6 @@ from headstart.inputs import quiet_stdout
 
 from .job import PARTS, make_job
 
-_SEVERAL = "; several times for more (default: all)"
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and print; the status is 1 where an entry could not be measured, 2 on a mistake."""
@@ -40,20 +38,12 @@ def _run(argv: Sequence[str] | None) -> int:
 
 def _parser() -> Parser:
     parser = Parser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument(
-        "--part",
-        metavar="PART",
-        action="append",
-        dest="parts",
-        help=f"one of {', '.join(PARTS)}{_SEVERAL}",
-    )
-    parser.add_argument(
-        "--family",
-        metavar="NAME",
-        action="append",
-        dest="families",
-        help=f"one family of drafters{_SEVERAL}",
-    )
+    for name, dest, meaning in (
+        ("--part", "parts", f"one of {', '.join(PARTS)}"),
+        ("--family", "families", "one family of drafters"),
+    ):
+        several = f"{meaning}; several times for more (default: all)"
+        parser.add_argument(name, metavar="NAME", action="append", dest=dest, help=several)
     parser.add_argument("--device", metavar="DEVICE", help="(default: a GPU if there is one)")
     parser.add_argument("--size", choices=("toy", "full"), help="(default: full on a GPU alone)")
     parser.add_argument("--output", metavar="DIR", type=Path, help="(default: runs/suite-gpu)")

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError
-from .files import beyond_lookup, is_foreign
+from .files import is_foreign
 from .foreign_checkpoints import checkpoint_folder
 from .hub import split_revision
 from .loading import load_drafter
@@ -38,7 +38,7 @@ def convert(
     Raises:
         ArtifactError: it is an artifact already or no drafter at all, or not for this target.
     """
-    if beyond_lookup(name) != name or not is_foreign(name):
+    if not is_foreign(name):
         raise ArtifactError(
             f"{name} is not somebody else's checkpoint; expected one with a config.json and "
             "without headstart.json: an artifact needs no conversion."

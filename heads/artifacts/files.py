@@ -87,24 +87,20 @@ def read_manifest(name: str | Path) -> Manifest:
 
 def read_tree(name: str | Path) -> list[list[int]] | None:
     """The rank paths that an artifact was measured with; None where it has none."""
-    behind = beyond_lookup(name)
-    if behind is None or is_foreign(behind):
+    if not is_artifact(name):
         return None
-    path = artifact_folder(behind) / TREE
+    path = artifact_folder(name) / TREE
     return read_json(path) if path.is_file() else None
 
 
 def is_artifact(name: str | Path) -> bool:
     """Whether a drafter's name is an artifact's, not `lookup` or somebody else's checkpoint."""
-    return beyond_lookup(name) == name and not is_foreign(name)
+    return not is_lookup(name) and not is_foreign(name)
 
 
-def beyond_lookup(name: str | Path) -> str | Path | None:
-    """The drafter behind `lookup+`; None for `lookup` itself, any other name as it is."""
-    first, plus, behind = str(name).partition("+")
-    if first != LOOKUP or Path(name).exists():
-        return name
-    return behind if plus else None
+def is_lookup(name: str | Path) -> bool:
+    """Whether a name is that of prompt lookup, which has no artifact; a folder of it wins."""
+    return str(name) == LOOKUP and not Path(name).exists()
 
 
 def is_foreign(name: str | Path) -> bool:

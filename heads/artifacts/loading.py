@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError, device_of, output_layer
 from ..drafter import Drafter, family
-from ..lookup import WithLookup
 from ..parts.adapter import Adapter
 from .files import (
     CONFIG,
@@ -20,10 +19,10 @@ from .files import (
     STUDENTS,
     WEIGHTS,
     artifact_folder,
-    beyond_lookup,
     check_files,
     check_target,
     is_foreign,
+    is_lookup,
     read_manifest,
 )
 from .foreign_checkpoints import load_foreign
@@ -47,8 +46,7 @@ def load_drafter(
     Args:
         name: an artifact's folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub; or those of a
             drafter that others trained, see `dialects`; or of any smaller causal language model
-            with the target's tokenizer; or `lookup`, which has no weights; or `lookup+NAME`, which
-            overrides a drafter while a match is long.
+            with the target's tokenizer; or `lookup`, which has no weights.
         target: the causal language model that the drafter was trained for.
         tokenizer: checked against the one the drafter was trained with, where given; for a language
             model that headstart did not save, the target's own is loaded where it is not given.
@@ -60,12 +58,9 @@ def load_drafter(
         ArtifactError: damaged files, or not the target or tokenizer that it was trained for.
     """
     device = device_of(output_layer(target))
-    if (behind := beyond_lookup(name)) is None:
+    if is_lookup(name):
         cls = family(LOOKUP)
         return cls(cls.config_class.for_target(target)).eval().bind(target)  # type: ignore[arg-type]
-    if behind != name:
-        drafter = load_drafter(behind, target, tokenizer, allow_pickle=allow_pickle, **options)
-        return WithLookup(drafter).eval().bind(target)
     options = {"dtype": target.dtype, **options}
     if is_foreign(name):
         found = load_foreign(name, target, allow_pickle, options)

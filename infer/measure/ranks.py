@@ -168,6 +168,7 @@ def _record(drafter: Drafter, texts: Sequence[Written], depth: int) -> list[Tens
         root = (prompt + place).clamp(max=longest - 1)  # [B]
         active = (root + 1 < length).long()
         after = [tokens[row, (root + d).clamp(max=longest - 1)] for d in range(depth + 1)]
+        drafter.reserve(state, min(first + place, longest - 1), depth + 1)
         step = drafter.begin(
             state, features[row, root - 1].unsqueeze(1), after[0].unsqueeze(1), active
         )

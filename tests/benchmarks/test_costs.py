@@ -11,12 +11,9 @@ from benchmarks.gpu.round_profile import dissect, held
 from benchmarks.gpu.shapes import SHAPES, random_drafter, random_target, read_bytes, weight_bytes
 from headstart.heads.drafter import FAMILIES
 from headstart.infer import Speculator
-from headstart.infer.graphs import CudaCapture, Rounds
-from headstart.infer.measure.baselines import generating, race, speculating
-from headstart.infer.measure.timing import Stopwatch, interleaved, medians
+from headstart.infer.graphs import Rounds
 from headstart.infer.trees.policies import StaticTree
 from tests.support.tape import Tape
-from tests.support.tiny import prompts, tiny
 
 CPU = torch.device("cpu")
 

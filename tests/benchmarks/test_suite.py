@@ -11,17 +11,17 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.gpu.parts import recipe_of
 
 from benchmarks.gpu import suite
-from benchmarks.gpu.parts import recipe_of
 from benchmarks.gpu.report import expected, print_suite, report
 from benchmarks.gpu.suite import PARTS, SCALES, Entries, Scale, make_job, write_json
 from benchmarks.gpu.thresholds import BARS, Limit, Reading, readings
 from headstart.cli import main
 from headstart.heads.drafter import FAMILIES
 from headstart.train.recipe import load_recipe
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 COMMAND = ["bench", "--suite", "gpu", "--device", "cpu", "--size", "toy"]
 WITHOUT_DATASETS = (
     "import sys\n"

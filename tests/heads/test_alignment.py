@@ -117,6 +117,7 @@ def decoded(drafter: Drafter, features: Tensor, tokens: Tensor, late: int = 0) -
         part = slice(first, at + 1)
         # As in a batch whose other rows accepted more, there is padding.
         feed = F.pad(features[:, part], (0, 0, 0, 1), value=9.0)
+        drafter.reserve(state, at + 1, DEPTHS + 2)
         step = drafter.begin(
             state, feed, F.pad(tokens[:, first + 1 : at + 2], (0, 1)), count * 0 + committed
         )

@@ -26,49 +26,19 @@ from headstart.heads import (
 )
 from headstart.heads.eagle import Eagle, Eagle3, mixed_layers
 from headstart.infer import Speculator
+from tests.support.published_eagle import (
+    DIALECTS,
+    EPS,
+    HEADS,
+    KEPT,
+    KV,
+    SAID,
+    SIZE,
+    THETA,
+    published,
+    random,
+)
 from tests.support.tiny import VOCAB, one_line, tiny
-
-SIZE, HEADS, KV, WIDE, EPS, THETA = 32, 4, 2, 24, 1e-5, 5_000.0
-KEPT = torch.arange(1, VOCAB, 3)[:20]
-
-SAID: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": VOCAB,
-    "hidden_size": SIZE, "intermediate_size": WIDE, "num_attention_heads": HEADS,
-    "num_key_value_heads": KV, "num_hidden_layers": 1, "rms_norm_eps": EPS, "rope_theta": THETA,
-}  # fmt: skip
-
-
-def random(*shape: int) -> Tensor:
-    return torch.randn(shape, dtype=torch.float64) * 0.2
-
-
-def layer(prefix: str, width: int) -> dict[str, Tensor]:
-    """A Llama layer whose attention reads `width` entries."""
-    small = KV * SIZE // HEADS
-    shapes = {
-        "self_attn.q_proj": (SIZE, width), "self_attn.k_proj": (small, width),
-        "self_attn.v_proj": (small, width), "self_attn.o_proj": (SIZE, SIZE),
-        "mlp.gate_proj": (WIDE, SIZE), "mlp.up_proj": (WIDE, SIZE), "mlp.down_proj": (SIZE, WIDE),
-        "post_attention_layernorm": (SIZE,),
-    }  # fmt: skip
-    return {f"{prefix}{name}.weight": random(*shape) for name, shape in shapes.items()}
-
-
-def published(version: int, prefix: str, trimmed: bool = False) -> dict[str, Tensor]:
-    """Random tensors under the names of a published head."""
-    embedding = {"embed_tokens.weight": random(VOCAB, SIZE)}
-    if version == 1:
-        return embedding | layer(prefix, SIZE) | {
-            "fc.weight": random(SIZE, 2 * SIZE), "fc.bias": random(SIZE)
-        }  # fmt: skip
-    norms = [f"{prefix}input_layernorm", f"{prefix}hidden_norm", "norm"]
-    head = layer(prefix, 2 * SIZE) | {f"{name}.weight": 1 + random(SIZE) for name in norms}
-    head |= {"fc.weight": random(SIZE, 3 * SIZE)}
-    if trimmed:
-        mask = torch.zeros(VOCAB, dtype=torch.bool)
-        mask[KEPT] = True
-        head |= {"d2t": KEPT - torch.arange(len(KEPT)), "t2d": mask}
-    return embedding | head | {"lm_head.weight": random(len(KEPT) if trimmed else VOCAB, SIZE)}
 
 
 def rms(states: Tensor, weight: Tensor) -> Tensor:
@@ -144,24 +114,6 @@ def translated(version: int, said: dict[str, Any], tensors: dict[str, Tensor]) -
     return drafter.eval().bind(tiny("llama"))
 
 
-DIALECTS: dict[str, tuple[int, str, dict[str, Any], bool]] = {
-    "EAGLE-1": (1, "layers.0.", SAID | {"bias": True}, False),
-    "EAGLE-3": (3, "midlayer.", SAID | {"draft_vocab_size": 20}, True),
-    "SpecForge": (
-        3, "midlayer.", SAID | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, -1]}},
-        False,
-    ),
-    "speculators": (
-        3, "layers.0.",
-        {
-            "transformer_layer_config": SAID, "norm_before_residual": True,
-            "eagle_aux_hidden_state_layer_ids": [1, 1, 0], "draft_vocab_size": 20,
-        },
-        True,
-    ),
-}  # fmt: skip
-
-
 @pytest.mark.parametrize("dialect", DIALECTS)
 @torch.no_grad()
 def test_a_published_head_follows_the_definition_along_every_path(dialect: str) -> None:
@@ -179,6 +131,7 @@ def test_a_published_head_follows_the_definition_along_every_path(dialect: str) 
     for count in (torch.tensor([1, 1]), torch.tensor([2, 3]), torch.tensor([1, 2])):
         row = torch.arange(2).unsqueeze(1)
         places = done.unsqueeze(1) + torch.arange(4)  # one is padding at least
+        drafter.reserve(state, int((done + count).max()), 4 + 6)
         step = drafter.begin(state, features[row, places], texts[row, places + 1], count)
         done = done + count
         # Level 1: nodes a b under the root; level 2: c d under b, e under a; level 3: f under d.
@@ -298,6 +251,7 @@ def test_round_trip(name: str, options: dict[str, Any], tmp_path: Path) -> None:
         state = each.start(1, 20)
         features = torch.ones(1, 9, SIZE * len(each.config.feature_layers), dtype=torch.float64)
         each.prefill(state, features, ids, torch.tensor([9]))
+        each.reserve(state, 9, 1)
         proposals.append(each.begin(state, features[:, :1], ids[:, :1], torch.tensor([1])).logits)
     torch.testing.assert_close(
         *proposals, rtol=1e-6, atol=1e-6

@@ -19,9 +19,9 @@ from headstart.heads import (
     save_drafter,
 )
 from headstart.heads.hydra import Hydra, HydraConfig
+from tests.support.published_hydra import HEADS, SIZE, public
 from tests.support.tiny import VOCAB, one_line, tiny
 
-SIZE, HEADS = 32, 3
 OPTIONS: dict[str, dict[str, Any]] = {
     "own": {"output": "own", "layers": 3},
     "shared": {},
@@ -91,6 +91,7 @@ def test_a_tree_follows_the_formula_along_every_path(options: str, prompt: list[
         features = torch.stack([text[row, int(used[row]) :][:3] for row in range(2)])
         tokens = torch.randint(VOCAB, (2, 3))
         used = used + count
+        drafter.reserve(state, int(used.max()), 3 + 5)
         steps = [drafter.begin(state, features, tokens, count)]
         # Level 1: nodes a b under the root; level 2: c d under b, e under a.
         levels = [torch.randint(VOCAB, (2, width)) for width in (2, 3)]
@@ -133,42 +134,6 @@ def test_a_new_head_says_what_the_target_says(options: str) -> None:
             assert 0.8 < size.mean() / level < 1.25
             logits = logits * size / level
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
-
-
-def public(arch: str, layers: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A checkpoint's config and tensors under the names of its authors, with random values."""
-    config = {
-        "hydra_num_heads": HEADS, "hydra_num_layers": layers, "hydra_head_arch": arch,
-        "grounded_heads": True, "hidden_state_offset": 0, "base_model_name_or_path": "tiny",
-    }  # fmt: skip
-    step = 2 if arch == "prefix-mlp" else 1  # dropouts stand between the blocks
-    shapes: dict[str, tuple[int, ...]] = {"input_embed_fn.weight": (VOCAB, SIZE)}
-    for head in range(HEADS):
-        wide = (head + 2) * SIZE
-        name = f"hydra_mlp.{head}.{step - 1}"
-        for part in ("linear", "res_connection"):
-            shapes |= {f"{name}.{part}.weight": (SIZE, wide), f"{name}.{part}.bias": (SIZE,)}
-        for layer in range(1, layers):
-            name = f"hydra_mlp.{head}.{step * layer + step - 1}.linear"
-            shapes |= {f"{name}.weight": (SIZE, SIZE), f"{name}.bias": (SIZE,)}
-        name = f"hydra_lm_head.{head}" + (".1" if step == 2 else "")
-        shapes |= {f"{name}.weight": (VOCAB, SIZE), f"{name}.bias": (VOCAB,)}
-    tensors = {
-        name: torch.randn(shape, dtype=torch.float64) * 0.3 for name, shape in shapes.items()
-    }
-    for head in range(HEADS):  # one block under all names but the first
-        for layer in range(2, layers):
-            for part in ("weight", "bias"):
-                block = f"hydra_mlp.{head}.{{}}.linear.{part}"
-                same = tensors[block.format(2 * step - 1)]
-                tensors[block.format(step * layer + step - 1)] = same
-    if arch == "prefix-mlp":
-        own = LlamaModel(LlamaConfig(**{**tiny("llama").config.to_dict(), "num_hidden_layers": 1}))
-        for name, tensor in own.double().state_dict().items():
-            tensors[f"prefix_embeding_layer.{name}"] = torch.randn_like(tensor) * 0.3
-        rotary = "prefix_embeding_layer.layers.0.self_attn.rotary_emb.inv_freq"
-        tensors[rotary] = torch.ones(4)
-    return config, tensors
 
 
 def public_logits(

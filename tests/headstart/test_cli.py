@@ -13,8 +13,8 @@ import pytest
 
 from headstart import cli, inputs
 from headstart.cli import main
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SECRET = "the secret words"
 
 

@@ -13,7 +13,7 @@ from headstart.cli import main
 from headstart.compare import draw_drafters, load_all, print_drafters, quickstart_of, quickstarts
 from headstart.heads.drafter import FAMILIES
 from headstart.reports.tables import KEYS
-from tests.train.test_pipeline import TINY
+from tests.support.recipes import TINY
 
 REPORT: dict[str, Any] = {
     "tau": 2.5,

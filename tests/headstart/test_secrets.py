@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.train.test_pipeline import TINY
+from tests.support.paths import ROOT
+from tests.support.recipes import TINY
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "hf_" + "cDeFgHiJkLmNoPqRsTuVwXyZ01234567"
 PRIVATE = "the patient told nobody else"
 

@@ -21,10 +21,10 @@ from headstart.heads.core.sampling import Stream, place
 from headstart.infer import Decoding, Target
 from headstart.infer.rules.registry import APPROXIMATE, RULES
 from headstart.infer.trees.dynamic import parse_tree
-from tests.infer import test_oracle
-from tests.infer.test_exactness import LEGAL
-from tests.infer.test_oracle import Case, Run, draw_case, left_padded
+from tests.support import random_rounds
 from tests.support.enumeration import Orders
+from tests.support.random_rounds import Case, Run, draw_case, left_padded
+from tests.support.rounds import LEGAL
 from tests.support.scripted import ScriptedConfig, decoding_of, rows_of
 from tests.support.tiny import prompts
 
@@ -248,7 +248,7 @@ class Judged(Run):
     def __init__(self, case: Case, pair: tuple[str, str]):
         self.case, self.rounds, self.checked = case, 0, 0
         expansion: Any = pair[0]
-        target = test_oracle.tiny(case.name)
+        target = random_rounds.tiny(case.name)
         # What the target says after one token alone is near to what it says after the text.
         alone = target(torch.arange(VOCAB).unsqueeze(1)).logits  # [V, 1, V]
         drafter = Bigrams(target, alone.transpose(0, 1))
@@ -274,7 +274,7 @@ class Judged(Run):
 def small_target(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oracle's machinery around a target of few tokens, so that many drafts are accepted."""
     target = model().double()
-    monkeypatch.setattr(test_oracle, "tiny", lambda name: target)
+    monkeypatch.setattr(random_rounds, "tiny", lambda name: target)
 
 
 def judged_case(rows: list[int]) -> Case:

@@ -17,8 +17,8 @@ from torch._dynamo.utils import counters
 from headstart.heads import OptionError, UnsupportedTarget
 from headstart.heads.core import attention
 from headstart.infer import Speculator, loop
-from tests.infer.test_families import TREES, drafter, target
-from tests.infer.test_graphs import SAMPLED, captured, decode
+from tests.support.families import TREES, drafter, target
+from tests.support.tape import SAMPLED, captured, decode
 from tests.support.tiny import COMMON, one_line, tiny
 
 STATIC = TREES[1]

@@ -4,21 +4,11 @@ The rules that choose by the target's own noise are shown another way: their tex
 the target chooses without a drafter, token by token. `typical` must fail what all others pass.
 """
 
-import itertools
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
 from headstart.heads import OptionError, Sampling
 from headstart.heads.core import row_seeds
@@ -26,64 +16,18 @@ from headstart.infer.rules.registry import (
     APPROXIMATE,
     EXPANSION,
     NO_READERS,
-    REFUSED,
     RULES,
     check_rule,
     check_sampling,
 )
-from headstart.infer.trees.children import SAMPLED, Expansion
-from headstart.infer.trees.dynamic import parse_tree
-from tests.support.enumeration import POSITION, ROOT, Round, SeveralTables, Tables
+from headstart.infer.trees.children import SAMPLED
+from tests.support.enumeration import POSITION, ROOT, Round
+from tests.support.rounds import EXACT, LEGAL, SHOWS, SMALL, WARPS, Shape, round_of
 
-EXACT = 1e-12
-SHOWS = 1e-3
-
-LEGAL = [pair for pair in itertools.product(get_args(Expansion), EXPANSION) if pair not in REFUSED]
 CHOOSE = ("greedy", "match", "coupled")  # by a function of the text and the row's noise
 ENUMERATED = [pair for pair in LEGAL if pair[1] not in (*CHOOSE, *APPROXIMATE)]
 CHAINS_ONLY = ("block",)
 
-
-class AfterLast(LogitsProcessor):
-    """Favours a token by the last one, so that each node needs its own prefix."""
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        favoured = (input_ids[:, -1:] * 2 + 1) % scores.shape[-1]
-        return scores.scatter_add(1, favoured, torch.ones(favoured.shape, dtype=scores.dtype))
-
-
-WARPS: dict[str, list[Any]] = {
-    "plain": [],
-    "cool": [TemperatureLogitsWarper(0.6)],
-    "hot": [TemperatureLogitsWarper(1.7)],
-    "top_k": [TopKLogitsWarper(2)],
-    "top_p": [TemperatureLogitsWarper(1.7), TopPLogitsWarper(0.7)],
-    "all": [TemperatureLogitsWarper(2.5), TopKLogitsWarper(3), TopPLogitsWarper(0.9)],
-    "min_p": [TemperatureLogitsWarper(1.3), MinPLogitsWarper(0.2)],
-    "prefix": [AfterLast(), TemperatureLogitsWarper(0.9)],
-    "penalty": [RepetitionPenaltyLogitsProcessor(1.6), TemperatureLogitsWarper(0.9)],
-}
-
-# Tree, V, what the drafter is (see `Tables`), and the tokens that it knows.
-Shape = tuple[str, int, str, list[int] | None]
-
-SMALL: dict[str, Shape] = {
-    "chain": ("chain:2", 4, "levels", None),
-    "chain of heads": ("chain:2", 4, "heads", None),
-    "wide": ("cartesian:3", 5, "levels", None),
-    "cartesian": ("cartesian:2,2", 3, "levels", None),
-    "cartesian of heads": ("cartesian:2,2", 3, "heads", None),
-    "uneven": ("[[0],[1],[1,0],[1,1]]", 3, "levels", None),
-    "narrow": ("[[0],[1],[0,0]]", 5, "levels", [3, 1, 4]),
-    "candidates": ("cartesian:3,2", 5, "lookup", None),
-    "best first": ("best-first:6,2,2", 4, "levels", None),
-    "best first of heads": ("best-first:6,3,2", 4, "heads", None),
-    "beam": ("beam:2,3", 3, "levels", None),
-    "union": ("chain:2+[[0],[1]]", 3, "levels+heads", None),
-    "union of vocabularies": ("[[0],[1]]+chain:1", 4, "levels+levels", [3, 1]),
-    "union with candidates": ("[[0]]+chain:2", 3, "lookup+levels", None),
-    "union grown anew": ("best-first:4,2,2+beam:2,2", 3, "levels+heads", None),
-}
 
 FULL: dict[str, Shape] = {
     "long chain": ("chain:4", 3, "levels", None),
@@ -120,17 +64,6 @@ def applies(pair: tuple[str, str], tree: str, warp: str = "plain") -> bool:
     if expansion in SAMPLED and any(name in tree for name in DYNAMIC):
         return False
     return warp != "prefix" or rule not in NO_READERS
-
-
-def round_of(
-    pair: tuple[str, str], shape: Shape, warp: str = "plain", seed: int = 1, apart: float = 1.0
-) -> Round:
-    tree, vocab, kind, narrow = shape
-    policy = parse_tree(tree)
-    known = SeveralTables if "+" in kind else Tables
-    tables = known(vocab, policy.max_depth, seed, kind, narrow, apart)
-    expansion: Any = pair[0]
-    return Round(tables, policy, RULES[pair[1]], expansion, LogitsProcessorList(WARPS[warp]))
 
 
 def cases(shapes: dict[str, Shape], pairs: list[tuple[str, str]]) -> list[Any]:

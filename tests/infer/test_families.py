@@ -7,46 +7,26 @@ prompts are its held-out files; elsewhere both are random.
 import json
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads import FAMILIES, Drafter, DrafterGroup, family, load_drafter
+from headstart.heads import FAMILIES, Drafter, DrafterGroup, load_drafter
 from headstart.heads.draft_model import DraftModel
 from headstart.infer import Speculator, parse_tree
 from headstart.infer.rules import matching as choices
 from headstart.infer.rules.registry import EXPANSION, check_pair
+from tests.support.families import LENGTHS, OPTIONS, TARGETS, TREES, UNIONS, drafter, target
+from tests.support.paths import ROOT
 from tests.support.tiny import prompts, tiny
 
-ROOT = Path(__file__).resolve().parents[2]
-TARGETS = {
-    "tiny": None,
-    "stories260k": ROOT.parent / "shared" / "models" / "stories260k",
-    "quickstart": ROOT / "runs" / "quickstart" / "target",
-}
-OPTIONS: dict[str, dict[str, Any]] = {
-    "medusa": {"heads": 3},
-    "medusa2": {"heads": 3, "rank": 4},
-    "redrafter": {"depths": 3},
-    "hydra": {"heads": 3, "layers": 2, "prefix": True},
-    "eagle": {},
-    "eagle3": {"depths": 3},
-    "draft_model": {"layers": 1},
-    "lookup": {},
-}
-"""A row for every family: what its recipe's drafter section says."""
 RECIPES = {
     "medusa": "quickstart", "medusa2": "medusa2", "redrafter": "redrafter",
     "hydra": "hydra", "eagle": "eagle", "eagle3": "eagle3", "draft_model": "draft-model",
 }  # fmt: skip
 """The shipped recipe that trains each family for the quickstart's target."""
-TREES = ["chain:3", "[[0],[1],[2],[0,0],[0,1],[0,0,0]]", "best-first:8,3,3", "beam:3,3"]
-UNIONS = {"medusa+lookup": TREES[0], "draft_model+redrafter": TREES[1]}
-"""Drafters that decode together; the first one's tree stays, the last one's is each of `TREES`."""
-LENGTHS = [9, 4, 7, 6]
 NEW = 10
 
 
@@ -54,34 +34,9 @@ def test_every_family_has_a_row() -> None:
     assert set(OPTIONS) == set(FAMILIES)
 
 
-@cache
-def target(name: str) -> Any:
-    if name == "tiny":
-        return tiny("llama")
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(TARGETS[name], dtype=torch.float64).eval()
-
-
 def trees(name: str) -> list[str]:
     """The trees of a family, or of drafters that decode together."""
     return [f"{UNIONS[name]}+{tree}" for tree in TREES] if name in UNIONS else TREES
-
-
-@cache
-def drafter(name: str, of: str) -> Drafter:
-    """As training would start it, with every weight moved a little."""
-    if name in UNIONS:
-        return DrafterGroup([drafter(each, of) for each in name.split("+")])
-    torch.manual_seed(5)
-    model, cls = target(of), family(name)
-    config: Any = cls.config_class
-    made = cls(config.for_target(model, **OPTIONS[name])).double().bind(model)
-    made.init_from_target(torch.arange(model.config.vocab_size))
-    with torch.no_grad():
-        for parameter in made.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    return made.eval()
 
 
 @cache

@@ -16,9 +16,8 @@ from headstart.heads import DecodingError, HeadstartError, OptionError, Sampling
 from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, load
-from tests.infer.test_loop import letters
 from tests.support.scripted import Heads, Script, decoding_of, make
-from tests.support.tiny import CLASSES, CONFIGS, VOCAB, one_line, prompts, tiny
+from tests.support.tiny import CLASSES, CONFIGS, VOCAB, letters, one_line, prompts, tiny
 
 NEW = 20
 LENGTHS = [9, 4, 7]

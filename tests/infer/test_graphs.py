@@ -8,34 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from headstart.heads import DecodingError, Drafter
-from headstart.heads.lookup import WithLookup
 from headstart.infer import Decoding, Speculator, loop
 from headstart.infer.graphs import Rounds, addresses
-from tests.infer.test_families import LENGTHS, OPTIONS, TREES, drafter, target
-from tests.support.tape import Tape
+from tests.support.families import LENGTHS, OPTIONS, TREES, drafter, target
+from tests.support.tape import NEW, SAMPLED, Tape, captured, decode
 from tests.support.tiny import prompts
 
-NEW = 24
-SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.8}
 STATIC = TREES[1]
-
-
-def captured(speculator: Speculator, capture: Callable | None = None) -> Tape:
-    """Give the speculator a tape in place of graphs."""
-    tape = Tape()
-    speculator.rounds = Rounds(capture or tape)
-    return tape
-
-
-def decode(speculator: Speculator, batch: int = 4, turn: int = 0, **options: Any) -> Tensor:
-    ids, mask = prompts([length + turn for length in LENGTHS[:batch]])
-    given: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False} | options
-    if given["do_sample"]:
-        given["seed"] = [11 + turn, 12, 13, 14 + turn][:batch]
-    return speculator.generate(ids, attention_mask=mask, **given)
 
 
 def both(name: str, tree: str = STATIC, **options: Any) -> tuple[Speculator, Speculator, Tape]:
@@ -118,25 +99,26 @@ def other_student() -> Drafter:
     return student.bind(target("tiny"))
 
 
-def test_a_drafter_with_lookup_and_plain_decoding() -> None:
-    for tree, proposer in ((STATIC, WithLookup(drafter("medusa", "tiny"), 2)), ("plain", None)):
-        replayed, written = (Speculator(target("tiny"), proposer, tree=tree) for _ in range(2))
-        tape = captured(replayed)
-        for turn in range(2):
-            assert torch.equal(decode(replayed, turn=turn), decode(written, turn=turn))
-            assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
-        assert tape.replayed
+def test_plain_decoding() -> None:
+    replayed, written = (Speculator(target("tiny"), tree="plain") for _ in range(2))
+    tape = captured(replayed)
+    for turn in range(2):
+        assert torch.equal(decode(replayed, turn=turn), decode(written, turn=turn))
+        assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+    assert tape.replayed
 
 
 def test_tree_attention_needs_one_graph() -> None:
-    """It reads lengths on the device; only a drafter that hears them splits the rounds by them."""
-    for name, buckets in (("medusa", 1), ("draft_model", 2)):
-        replayed, written, tape = both(name, attention="tree")
+    """It reads lengths on the device; only a drafter that needs their bound splits the rounds."""
+    counts = {"medusa": 1, "lookup": 1, "medusa+lookup": 1, "redrafter": 1, "draft_model": 2}
+    for name, buckets in counts.items():
+        tree = "+".join([STATIC] * len(name.split("+")))
+        replayed, written, tape = both(name, tree, attention="tree")
         options: dict[str, Any] = {"max_new_tokens": 90}
         text = decode(replayed, turn=1, **options)
         assert torch.equal(text, decode(written, turn=1, **options))
         assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
-        masked = Speculator(target("tiny"), drafter(name, "tiny"), tree=STATIC)
+        masked = Speculator(target("tiny"), drafter(name, "tiny"), tree=tree)
         assert torch.equal(text, decode(masked, turn=1, **options))
         assert tape.taped == buckets
 

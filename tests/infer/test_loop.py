@@ -7,16 +7,15 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedTokenizerFast, StoppingCriteria
+from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from headstart.heads import Step
 from headstart.heads.core import forward
 from headstart.infer import Decoding, Speculator, target
 from tests.support.scripted import Heads, Script, Scripted, decoding_of, make, rows_of
-from tests.support.tiny import CONFIGS, VOCAB, prompts, tiny
+from tests.support.tiny import CONFIGS, VOCAB, letters, prompts, tiny
 
 NEW = 20
 LENGTHS = [9, 4, 7, 12]
@@ -231,14 +230,6 @@ def test_criteria_that_know_the_batch() -> None:
     more = {"stopping_criteria": [PerRow()], "eos_token_id": VOCAB - 1}
     expected, out, _ = both(drafter, "cartesian:3,2,1", **more)
     assert torch.equal(out, expected)
-
-
-def letters() -> PreTrainedTokenizerFast:
-    """A tokenizer whose token i is the character number 48 + i."""
-    vocabulary = {chr(48 + i): i for i in range(VOCAB)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
 @pytest.mark.parametrize("mode", ["always", "sometimes", "never"])

@@ -22,7 +22,7 @@ from headstart.infer import StaticTree, Union
 from headstart.infer.rules import rejection
 from headstart.infer.rules.rule_api import Verified
 from headstart.infer.trees import children, policies
-from tests.infer.test_exactness import EXACT, SMALL, round_of
+from tests.support.rounds import EXACT, SMALL, round_of
 
 KILLED = 1e-6
 

@@ -20,8 +20,8 @@ from headstart.infer.measure.planner import make_plan, rank_trees
 from headstart.infer.measure.ranks import MISSED, write_texts
 from headstart.infer.measure.timing import interleaved
 from headstart.infer.trees.policies import StaticTree
-from tests.infer.test_families import OPTIONS, TREES
 from tests.support.counting import counting_drafter, counting_rows, counting_target
+from tests.support.families import OPTIONS, TREES
 from tests.support.streamed import PLACES, streamed, streamed_tiny
 from tests.support.tiny import one_line, prompts, tiny
 

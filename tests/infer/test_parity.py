@@ -15,9 +15,8 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from headstart.heads import OptionError
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, target
-from tests.infer.test_loop import letters
 from tests.support.scripted import make
-from tests.support.tiny import CONFIGS, VOCAB, one_line, prompts, tiny
+from tests.support.tiny import CONFIGS, VOCAB, letters, one_line, prompts, tiny
 
 NEW = 20
 EOS = 5

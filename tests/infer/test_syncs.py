@@ -10,16 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
-    MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from headstart.heads import Drafter, DrafterGroup, Sampling, Step, family
@@ -28,38 +23,10 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Decoding
 from headstart.infer.rules.registry import EXPANSION, RULES
 from tests.support.scripted import Heads, Script, decoding_of, make
+from tests.support.syncs import WARPERS, Synchronised, run_rounds
 from tests.support.tiny import CONFIGS, VOCAB, prompts, tiny
 
-READS = {"_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal"}
-READS |= {"unique_dim", "_unique2", "unique_consecutive", "nonzero_numpy"}
-INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 LENGTHS = [9, 4, 7]
-
-
-class Synchronised(AssertionError):
-    """An operator that would wait for the device."""
-
-
-class NoSync(TorchDispatchMode):
-    """Fails on every operator that the host must wait for."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        by_mask = name in INDEXING and any(
-            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
-            for index in args[1]
-        )
-        if name in READS or by_mask:
-            raise Synchronised(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-WARPERS = [
-    TemperatureLogitsWarper(0.8),
-    TopKLogitsWarper(20),
-    TopPLogitsWarper(0.9),
-    MinPLogitsWarper(0.01),
-]
 
 
 def sampling(rule: str) -> Sampling:
@@ -95,16 +62,6 @@ def started(drafter: Any, tree: Any, rule: str, name: str = "llama") -> Decoding
     decoding = decoding_of(tiny(name), drafter, tree, sampling(rule), eos=[VOCAB - 1], **options)
     decoding.prefill(ids, mask, 16)
     return decoding
-
-
-def run_rounds(decoding: Decoding, watch: Callable[[], Any] = NoSync) -> int:
-    """All rounds, the first included, each under the mode; how many."""
-    rounds = 0
-    while not decoding.finished:
-        with watch():
-            decoding.round()
-        rounds += 1
-    return rounds
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "match"])

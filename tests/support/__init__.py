@@ -1,1 +1,1 @@
-"""Helpers of the tests: tiny models, scripted drafters, enumeration, a local Hub."""
+"""What the tests share: tiny models, scripted drafters, enumeration, recipes, a local Hub."""

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from headstart.heads import FINAL, Drafter, DrafterConfig, Sampling, Step
 from headstart.heads.core import FeatureTap
 from headstart.infer import Decoding, Target, parse_tree
+from headstart.infer.trees.policies import Committed
 from tests.support.tiny import VOCAB
 
 WIDTH = 4  # ranked tokens per proposal
@@ -257,3 +258,10 @@ def decoding_of(
 def rows_of(ids: Tensor, mask: Tensor) -> list[list[int]]:
     """Left-padded prompts as lists without their padding."""
     return [row[keep.bool()].tolist() for row, keep in zip(ids, mask, strict=True)]
+
+
+def committed(batch: int) -> Committed:
+    tokens = torch.randint(VOCAB, (batch, 3))
+    count = torch.tensor([3, 1, 2][:batch])
+    root = tokens.gather(1, (count - 1).unsqueeze(1))  # [B, 1]
+    return Committed(torch.zeros(batch, 3, 0), tokens, count, root, torch.tensor([7, 4, 9][:batch]))

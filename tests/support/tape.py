@@ -11,8 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from headstart.infer import Speculator
+from headstart.infer.graphs import Rounds
+from tests.support.families import LENGTHS
+from tests.support.tiny import prompts
+
 READS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"}
 """Reads of the device by the host, which no graph holds."""
+NEW = 24
+SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.8}
 
 
 class _Record(TorchDispatchMode):
@@ -64,3 +71,18 @@ def _is_view(function: Any) -> bool:
 
 def _tensors(found: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
+
+
+def captured(speculator: Speculator, capture: Callable | None = None) -> Tape:
+    """Give the speculator a tape in place of graphs."""
+    tape = Tape()
+    speculator.rounds = Rounds(capture or tape)
+    return tape
+
+
+def decode(speculator: Speculator, batch: int = 4, turn: int = 0, **options: Any) -> Tensor:
+    ids, mask = prompts([length + turn for length in LENGTHS[:batch]])
+    given: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False} | options
+    if given["do_sample"]:
+        given["seed"] = [11 + turn, 12, 13, 14 + turn][:batch]
+    return speculator.generate(ids, attention_mask=mask, **given)

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 import transformers as tf
+from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 VOCAB = 64
 
@@ -102,3 +104,11 @@ def one_line(error: BaseException) -> str:
     message = str(error)
     assert "\n" not in message and len(message) > 30, message
     return message
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """A tokenizer whose token i is the character number 48 + i."""
+    vocabulary = {chr(48 + i): i for i in range(VOCAB)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)

@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 import types
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +17,7 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.redrafter import ReDrafter, ReDrafterConfig
 from headstart.train import losses, recipe
 from headstart.train.losses import IGNORED, LOSSES, Teacher, draft_loss, head_labels, label_counts
+from tests.support.paths import ROOT
 
 LN2 = math.log(2)
 
@@ -447,7 +447,7 @@ def peak_gigabytes(
     arguments = [family, name, *map(str, (width, positions, depths, *kept))]
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, *arguments],
-        cwd=Path(__file__).resolve().parents[2], capture_output=True, text=True,
+        cwd=ROOT, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [float(line) for line in done.stdout.split()]

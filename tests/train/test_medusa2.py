@@ -29,7 +29,7 @@ from headstart.train.recipe import Train, load_recipe
 from headstart.train.trainer import DraftedTarget, DrafterTrainer, training_arguments
 from headstart.train.validate import Validation, measure_tau
 from tests.support.counting import SIZE, counting_rows, counting_target
-from tests.train.test_pipeline import TINY
+from tests.support.recipes import TINY
 
 SPEC = Train(learning_rate=1e-2, batch_size=4, max_steps=12, eval_every=4)
 

@@ -20,8 +20,9 @@ from headstart.train.on_policy import StudentText, check_on_policy
 from headstart.train.recipe import Distill, OnPolicy, RecipeError, Train, parse_recipe
 from headstart.train.trainer import DraftedTarget, DrafterTrainer, training_arguments
 from tests.support.counting import SIZE, counting_rows, counting_target
-from tests.train.test_pipeline import ROOT, SAME, TINY, launch
-from tests.train.test_trainer import IDLE, drafter_of
+from tests.support.paths import ROOT
+from tests.support.recipes import SAME, TINY, launch
+from tests.support.training import IDLE, drafter_of
 
 PROMPT, LENGTH = 3, 12
 DISTILL = Distill(prefix_tokens=PROMPT, new_tokens=LENGTH - PROMPT, batch_size=5)

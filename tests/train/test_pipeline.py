@@ -21,28 +21,10 @@ from headstart.infer import StaticTree
 from headstart.train import main, pipeline
 from headstart.train.recipe import load_recipe
 from headstart.train.validate import measure_tau
+from tests.support.paths import ROOT
+from tests.support.recipes import SAME, TINY, launch
 
-ROOT = Path(__file__).resolve().parents[2]
 STAGES = ("corpus", "target", "distill", "heads")
-TINY: dict[str, Any] = {
-    "name": "tiny",
-    "corpus": {"max_bytes": 120_000, "held_out": 0.4},
-    "target": {
-        "scratch": {
-            "vocab_size": 300, "hidden_size": 32, "layers": 2, "intermediate_size": 64,
-            "context": 128, "sequence_length": 32, "max_seconds": None, "max_tokens": 6000,
-        },
-    },
-    "distill": {
-        "examples": 24, "prefix_tokens": 16, "new_tokens": 16, "batch_size": 8, "shards": 4,
-    },
-    "drafter": {"family": "medusa", "heads": 2},
-    "train": {"batch_size": 4, "max_steps": 12, "eval_every": 4},
-    "decode": {
-        "tree": "sparse:4", "prompts": 3, "prefix_tokens": 16, "new_tokens": 16,
-        "validation_prompts": 2,
-    },
-}  # fmt: skip
 
 
 @pytest.fixture
@@ -187,13 +169,6 @@ def test_stages_are_shared_with_another_run(tiny: Path, tmp_path: Path) -> None:
     assert set(ids(own)) == {"heads"} and ids(root) == first
 
 
-def launch(command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-    )  # fmt: skip
-
-
 def test_the_module_is_the_same_job(tiny: Path, tmp_path: Path) -> None:
     done = launch([sys.executable, "-m", "headstart.train", str(tiny), "drafter.heads=1"])
     assert done.returncode == 0, done.stderr
@@ -279,10 +254,6 @@ def told(self, *args):
 pipeline._Run.__init__ = told
 sys.exit(pipeline.main(sys.argv[1:]))
 """
-
-
-# One validation at the end: which checkpoint decodes best is no matter of rounding then.
-SAME = ("train.eval_every=null", "distill.examples=24", "train.max_steps=6")
 
 
 def test_two_processes_train_one_drafter(tiny: Path, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_defaults_and_drafter_options() -> None:
         ("corpus", None, ["corpus: found null"]),
         ("decode.rule", "gredy", ["decode.rule", "did you mean 'greedy'"]),
         ("decode.tree", 4, ["decode.tree", "a string or a list"]),
-        ("decode.tree", [[0], ["a"]], ["decode.tree[1][0]", "an integer"]),
+        ("decode.tree", [[0], ["a"]], ["decode.tree: path 1 is ['a']", "integers"]),
         ("target.dtype", "fp32", ["target.dtype", "float32"]),
         ("target.scratch", {}, ["target: expected exactly one of model and scratch"]),
         ("target.model", None, ["target: expected exactly one of model and scratch"]),

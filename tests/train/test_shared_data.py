@@ -8,8 +8,9 @@ import pytest
 from headstart.train.data.corpus import build_corpus, load_documents, read_documents
 from headstart.train.data.documents import Document, file_kind
 from headstart.train.recipe import Corpus
+from tests.support.paths import SHARED
 
-DATA = Path(__file__).resolve().parents[3] / "shared" / "data"
+DATA = SHARED / "data"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="../shared/data is not on this machine")
 
 # File: documents, prompts to be answered, documents that are chats, and that have answers apart.

@@ -17,9 +17,9 @@ from headstart.train.data.corpus import load_documents
 from headstart.train.data.prefixes import make_prefixes
 from headstart.train.recipe import Recipe, RecipeError, load_recipe
 from headstart.train.validate import held_out_prompts
+from tests.support.paths import ROOT, SHARED
 
-ROOT = Path(__file__).resolve().parents[2]
-MODEL = ROOT.parent / "shared" / "models" / "stories260k"
+MODEL = SHARED / "models" / "stories260k"
 needs_model = pytest.mark.skipif(
     not MODEL.is_dir(), reason="../shared/models/stories260k is not on this machine"
 )

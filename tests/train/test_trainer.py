@@ -29,9 +29,7 @@ from headstart.heads import (
 from headstart.heads.drafter import last_true
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import StaticTree
-from headstart.train.data.distill import Rows
-from headstart.train.pipeline import make_drafter
-from headstart.train.recipe import Train, parse_recipe
+from headstart.train.recipe import Train
 from headstart.train.trainer import (
     Clock,
     DraftedTarget,
@@ -41,13 +39,10 @@ from headstart.train.trainer import (
 )
 from headstart.train.validate import Validation, measure_tau
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
+from tests.support.paths import ROOT
+from tests.support.training import IDLE, drafter_of, rows
 
 SPEC = Train(learning_rate=3e-2, batch_size=4, max_steps=12, eval_every=4)
-
-
-def rows(count: int = 10, length: int = 12) -> Rows:
-    lengths = torch.full((count,), length).int()
-    return Rows(counting_rows(count, length).int(), lengths, torch.full_like(lengths, 2))
 
 
 def fresh_drafter(target: Any, heads: int = 2) -> Medusa:
@@ -290,10 +285,9 @@ test_trainer.trainer(Path(sys.argv[1])).fit()
 
 
 def test_sigkill_then_resume_is_bit_exact(tmp_path: Path) -> None:
-    root = Path(__file__).resolve().parents[2]
     child = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path / "cut")],
-        stdout=subprocess.PIPE, cwd=root, text=True,
+        stdout=subprocess.PIPE, cwd=ROOT, text=True,
     )  # fmt: skip
     assert child.stdout is not None and child.stdout.readline() == "saved\n"
     os.kill(child.pid, signal.SIGKILL)
@@ -336,16 +330,8 @@ def test_the_teacher_reads_the_final_feature(tmp_path: Path, limit: float) -> No
     assert losses == pytest.approx([losses[0]] * 3) and losses[0] > 1e-3
 
 
-IDLE = {"tau": 1.0, "acceptance_by_depth": [], "tree": []}
-
-
 def random_target() -> Any:
     return LlamaForCausalLM(counting_target().config).eval()
-
-
-def drafter_of(target: Any, family: str, **options: Any) -> Drafter:
-    recipe = {"name": "r", "target": {"model": "m"}, "drafter": {"family": family, **options}}
-    return make_drafter(parse_recipe(recipe), target, rows())
 
 
 def norms_that_stayed(drafter: Drafter, before: dict[str, Tensor]) -> list[str]:

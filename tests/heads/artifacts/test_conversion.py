@@ -69,7 +69,7 @@ def test_a_smaller_model_becomes_an_artifact(target: Any, tmp_path: Path) -> Non
 
 def test_what_is_not_converted(target: Any, tmp_path: Path) -> None:
     model, tokenizer, _ = target
-    for name in (save(tmp_path / "artifact"), "lookup", f"lookup+{tmp_path}"):
+    for name in (save(tmp_path / "artifact"), "lookup"):
         with pytest.raises(ArtifactError, match="not somebody else's checkpoint") as caught:
             convert(name, model, tokenizer, tmp_path / "ours")
         one_line(caught.value)

@@ -17,8 +17,8 @@ from headstart.heads import ArtifactError, Drafter, load_drafter
 from headstart.heads.artifacts.files import is_artifact, is_foreign
 from headstart.heads.drafter import FAMILIES, family
 from headstart.infer import Speculator
-from tests.heads import test_eagle as eagle
-from tests.heads import test_hydra as hydra
+from tests.support import published_eagle as eagle
+from tests.support import published_hydra as hydra
 from tests.support.tiny import COMMON, VOCAB, one_line, prompts, tiny
 
 SIZE = COMMON["hidden_size"]

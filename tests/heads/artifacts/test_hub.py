@@ -23,9 +23,9 @@ from headstart.heads.artifacts.publish import clean_copy
 from headstart.heads.medusa import Medusa, MedusaConfig
 from tests.support.bytewise import save_target
 from tests.support.hub_server import TOKEN, Hub, serving
+from tests.support.paths import ROOT
 from tests.support.tiny import one_line
 
-ROOT = Path(__file__).resolve().parents[3]
 PROMPT = "a prompt that nobody else may read"
 PLACE = "me/drafter"
 NOWHERE = "http://127.0.0.1:9"

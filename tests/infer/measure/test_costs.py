@@ -14,7 +14,7 @@ from headstart.heads import Sampling, TokenTree, Topology
 from headstart.infer.rules.registry import RULES
 from headstart.infer.rules.rule_api import Text, Verified
 from headstart.infer.trees.policies import StaticTree
-from tests.infer.test_syncs import WARPERS, NoSync
+from tests.support.syncs import WARPERS, NoSync
 
 WALKING = ["match", "coupled", "rejection", "block", "traversal", "typical"]
 

@@ -10,9 +10,17 @@ from headstart.heads import Sampling, TokenTree, Topology
 from headstart.infer.rules.registry import APPROXIMATE, EXPANSION
 from headstart.infer.rules.rule_api import Text, Verified
 from headstart.infer.rules.typical import typical
-from tests.infer.rules.test_rejection import NAN, WARPERS
 from tests.support.tiny import path_to
-from tests.support.walker import Answer, Walker, answers, random_tree, row_of, verified_of
+from tests.support.walker import (
+    NAN,
+    WARPERS,
+    Answer,
+    Walker,
+    answers,
+    random_tree,
+    row_of,
+    verified_of,
+)
 
 
 def walked(walker: Walker, epsilon: float = 0.09, delta: float = 0.3) -> Answer:

@@ -19,9 +19,8 @@ from headstart.infer import Decoding, StaticTree, Target
 from headstart.infer.speculator import run
 from headstart.infer.trees.children import Children
 from headstart.infer.trees.dynamic import Beam, BestFirst, parse_tree
-from tests.infer.test_syncs import NoSync
-from tests.infer.trees.test_policies import committed
-from tests.support.scripted import SHAPES, ScriptedConfig, make, rows_of
+from tests.support.scripted import SHAPES, ScriptedConfig, committed, make, rows_of
+from tests.support.syncs import NoSync
 from tests.support.tiny import one_line, prompts, tiny
 
 WORDS = 6

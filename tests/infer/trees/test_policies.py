@@ -16,8 +16,8 @@ from headstart.heads.core import Stream, place, row_seeds
 from headstart.infer import Speculator, StaticTree
 from headstart.infer.trees.children import SAMPLED, Children
 from headstart.infer.trees.policies import Committed
-from tests.infer.test_syncs import NoSync
-from tests.support.scripted import ScriptedConfig
+from tests.support.scripted import ScriptedConfig, committed
+from tests.support.syncs import NoSync
 from tests.support.tiny import VOCAB, one_line, tiny
 
 SPARSE = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1], [1, 0, 0], [0, 0, 1, 0]]
@@ -70,13 +70,6 @@ class AllAtOnce(Recorder):
         self.calls.append(("begin", tokens.tolist(), count.tolist()))
         rows = torch.stack([mixed([], depth) for depth in range(1, 6)])
         return Step(rows.expand(len(tokens), -1, -1))
-
-
-def committed(batch: int) -> Committed:
-    tokens = torch.randint(VOCAB, (batch, 3))
-    count = torch.tensor([3, 1, 2][:batch])
-    root = tokens.gather(1, (count - 1).unsqueeze(1))  # [B, 1]
-    return Committed(torch.zeros(batch, 3, 0), tokens, count, root, torch.tensor([7, 4, 9][:batch]))
 
 
 def grown_by_hand(tree: StaticTree, drafter: Recorder, root: int) -> list[int]:

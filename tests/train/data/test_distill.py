@@ -19,6 +19,7 @@ from headstart.train.data.corpus import Document
 from headstart.train.data.distill import DistillError, Rows, Windows, distill, shard_rows, summary
 from headstart.train.recipe import Distill
 from headstart.train.scratch_target import train_tokenizer
+from tests.support.paths import ROOT
 
 SPEC = Distill(examples=20, prefix_tokens=6, new_tokens=9, batch_size=4, shards=3)
 DOCUMENTS = [
@@ -160,10 +161,9 @@ test.write(Path(sys.argv[1]), test.train_tokenizer(test.DOCUMENTS, 270, 128))
 def test_sigkill_then_resume_gives_the_same_shards(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root = Path(__file__).resolve().parents[3]
     child = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path / "cut")],
-        stdout=subprocess.PIPE, cwd=root, text=True,
+        stdout=subprocess.PIPE, cwd=ROOT, text=True,
     )  # fmt: skip
     assert child.stdout is not None and child.stdout.readline() == "half a shard\n"
     os.kill(child.pid, signal.SIGKILL)

@@ -1,0 +1,235 @@
+"""What a recipe may say: strict dataclasses, one a section of the file.
+
+Every field has a type and, where it needs one, a range; `@strict` checks both when a section is
+built and when a field is assigned. Nothing here imports torch, so that `--help` and a mistyped
+recipe answer at once. Annotations are evaluated, since `@strict` reads them.
+"""
+
+import dataclasses
+import math
+import operator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from huggingface_hub.dataclasses import as_validated_field, strict, validated_field
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used; the message names the key's path and what was expected."""
+
+
+_BOUNDS = {
+    "gt": ("greater than", operator.gt),
+    "ge": ("at least", operator.ge),
+    "lt": ("less than", operator.lt),
+    "le": ("at most", operator.le),
+}
+
+
+def _number(default: Any, **bounds: float) -> Any:
+    """The field of a finite number within `bounds`: `gt`, `ge`, `lt`, `le`."""
+
+    def check(value: float | None) -> None:
+        if value is None:  # the type says whether null is a value
+            return
+        if not math.isfinite(value):
+            raise ValueError(f"found {value!r}, expected a finite number")
+        for name, bound in bounds.items():
+            words, holds = _BOUNDS[name]
+            if not holds(value, bound):
+                raise ValueError(f"found {value!r}, expected {words} {bound}")
+
+    return validated_field(check, default=default)
+
+
+def _positive(default: Any) -> Any:
+    return _number(default, gt=0)
+
+
+@as_validated_field
+def _tree(tree: str | list[Any]) -> None:
+    for number, path in enumerate(tree if isinstance(tree, list) else []):
+        if not isinstance(path, list) or any(type(index) is not int for index in path):
+            raise ValueError(f"path {number} is {path!r}, expected a list of integers")
+
+
+@strict
+@dataclass
+class Corpus:
+    """Where the text comes from."""
+
+    # "stdlib", the path of a file or folder, or "target": what the target itself writes after its
+    # start token, sampled at temperature 1
+    source: str = "stdlib"
+    max_bytes: int = _positive(4_000_000)
+    held_out: float = _number(0.05, ge=0, lt=1)  # share of whole documents
+    on_error: Literal["raise", "skip"] = "raise"  # at a row that cannot be read
+    opening_tokens: int = _positive(64)  # source target: tokens of each text
+    writer: str | None = None  # source target: the model that writes, target.model when null
+
+
+@strict
+@dataclass
+class Scratch:
+    """A small Llama trained from random weights, for runs without a model hub."""
+
+    vocab_size: int = _number(1024, ge=257)  # 256 bytes and the end-of-text token
+    hidden_size: int = _positive(128)
+    layers: int = _positive(12)
+    heads: int = _positive(2)
+    intermediate_size: int = _positive(384)
+    context: int = _positive(1024)
+    sequence_length: int = _positive(128)  # tokens a training row
+    batch_size: int = _positive(8)  # rows a step
+    muon_lr: float = _positive(16e-3)
+    adamw_lr: float = _positive(4e-3)
+    warmup_ratio: float = _number(0.05, ge=0, lt=1)
+    max_seconds: float | None = _positive(80.0)
+    max_tokens: int | None = _positive(None)
+
+
+@strict
+@dataclass
+class TargetSpec:
+    """The model that is made faster: a path or Hub name, or one trained here."""
+
+    model: str | None = None
+    scratch: Scratch | None = None
+    # 4bit needs bitsandbytes
+    dtype: Literal["float32", "bfloat16", "float16", "float64", "auto", "4bit"] = "float32"
+
+
+@strict
+@dataclass
+class Distill:
+    """Self-distillation: the target continues real prefixes."""
+
+    examples: int = _positive(1024)
+    prefix: Literal["window", "start", "prompt"] = "window"  # of a document
+    prefix_tokens: int = _positive(64)  # exactly; for `prompt`, at most
+    chat: Literal["auto", "template", "plain"] = "auto"  # how chats are rendered
+    new_tokens: int = _positive(128)
+    batch_size: int = _positive(64)
+    temperature: float = _number(0.0, ge=0)
+    shards: int = _positive(8)
+    max_seconds: float | None = _positive(None)
+
+
+@strict
+@dataclass
+class DrafterSpec:
+    """The drafter's family; all other keys are options of that family's config class."""
+
+    family: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+Loss = Literal[
+    "cross_entropy", "soft_cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon",
+    "total_variation", "acceptance",
+]  # fmt: skip
+LOSSES: tuple[str, ...] = get_args(Loss)
+
+
+@strict
+@dataclass
+class OnPolicy:
+    """Text that the drafter writes while it is trained, with the target's probabilities there."""
+
+    lmbda: float = _number(0.5, gt=0, le=1)  # λ of GKD: share of the steps that train on it
+    temperature: float = _number(1.0, ge=0)  # of the drafter's sampling
+    every: int = _positive(8)  # steps whose text is written at once, which bounds its age
+
+
+@strict
+@dataclass
+class Train:
+    """How the drafter is trained."""
+
+    loss: Loss = "cross_entropy"  # all others compare with the target's probabilities
+    learning_rate: float = _positive(1e-3)
+    batch_size: int = _positive(8)  # rows a process and forward
+    gradient_accumulation: int = _positive(1)
+    max_steps: int = _positive(1000)
+    max_seconds: float | None = _positive(None)
+    warmup_ratio: float = _number(0.1, ge=0, lt=1)
+    weight_decay: float = _number(0.0, ge=0)
+    clip: float = _positive(1.0)  # the norm that gradients are clipped to
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"  # adamw_8bit needs bitsandbytes
+    head_decay: float = _number(0.8, gt=0, le=1)  # weight of head k is head_decay ** k
+    eval_every: int | None = _positive(None)  # steps between validations by real decoding
+    feature_weight: float = _number(0.0, ge=0)  # of the distance to the target's features (EAGLE)
+    feature_cache_mb: float = _number(512.0, ge=0)  # keep the target's features up to this size
+    on_policy: OnPolicy | None = None  # null: all text is the target's
+
+    def __post_init__(self) -> None:
+        if self.on_policy is not None and self.loss == LOSSES[0]:
+            raise RecipeError(
+                f"train.on_policy: {self.loss} would train the drafter on its own text; set "
+                f"train.loss to one that compares with the target: {', '.join(LOSSES[1:])}"
+            )
+
+
+@strict
+@dataclass
+class Decode:
+    """How drafts are grown, accepted and measured."""
+
+    # chain:K, cartesian:A,B,…, sparse:N, a list of paths (lists of integers), or a file of them
+    tree: str | list[Any] = _tree(default="chain:4")
+    rule: Literal["greedy", "match", "coupled"] = "greedy"
+    prompts: int = _positive(24)
+    prefix_tokens: int = _positive(64)
+    new_tokens: int = _positive(128)
+    validation_prompts: int = _positive(8)
+
+
+@strict
+@dataclass
+class Recipe:
+    """One training run, from text to measured drafter; results go to `output/name/`.
+
+    With `shares` set to the name of another run in `output`, the stages corpus, target and distill
+    are that run's: they are run there where it has not finished them, and run here where it has
+    finished them with other settings.
+    """
+
+    name: str
+    drafter: DrafterSpec
+    target: TargetSpec
+    seed: int = _number(0, ge=0)
+    output: str = "runs"
+    shares: str | None = None
+    corpus: Corpus = field(default_factory=Corpus)
+    distill: Distill = field(default_factory=Distill)
+    train: Train = field(default_factory=Train)
+    decode: Decode = field(default_factory=Decode)
+
+    def __post_init__(self) -> None:
+        if (self.target.model is None) == (self.target.scratch is None):
+            raise RecipeError(
+                "target: expected exactly one of model and scratch; "
+                "set the other to null, e.g. target.scratch=null"
+            )
+        if self.corpus.source == "target" and self.corpus.writer is None:
+            if self.target.model is None:
+                raise RecipeError(
+                    "corpus.source: a target that is trained here has nothing to write from; "
+                    "expected a text, or target.model"
+                )
+            # The corpus stage's fingerprint must name the model that writes its text.
+            self.corpus = dataclasses.replace(self.corpus, writer=self.target.model)
+        for key in ("name", "shares"):
+            name = getattr(self, key)
+            if name is not None and (name in {"", ".", ".."} or "/" in name or "\\" in name):
+                raise RecipeError(f"{key}: {name!r} cannot name a folder; use letters and digits")
+
+    @property
+    def folder(self) -> Path:
+        """Where this run's stages write."""
+        return Path(self.output) / self.name
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists and numbers (JSON-ready), as fingerprints and manifests need them."""
+        return dataclasses.asdict(self)
