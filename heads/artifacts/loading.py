@@ -64,8 +64,9 @@ def load_drafter(
 def _load_artifact(source: DrafterSource, options: dict[str, Any]) -> Drafter:
     folder = source.folder
     weights = check_files(folder, source.manifest, source.allow_pickle)
+    kind = family(source.manifest.family)
     try:
-        loaded: Any = family(source.manifest.family).from_pretrained(
+        loaded: Any = kind.from_pretrained(
             folder,
             local_files_only=True,
             output_loading_info=True,

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TextIO
 
-from headstart.reports.tables import plain_console
+from .console import plain_console
 
 if TYPE_CHECKING:
     from headstart.infer.measure.lossless import Divergence, Greedy, Sampled
 
-_EXPLAINED = 5  # divergences told one by one
+_EXPLAINED = 5  # divergences described one by one
 
 
 def print_verdict(greedy: Greedy, sampled: Sampled, out: TextIO) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.train.stages import RECORD, Stage, StageStore, write_atomically
+from headstart.train.stages import RECORD, Stage, StageStore
 
 
 class Work:
@@ -147,18 +147,3 @@ def test_the_record_says_what_was_run(tmp_path: Path) -> None:
     assert record["settings"] == {"depth": 2}
     assert record["reads"] == {"a": a.id}
     assert record["versions"]["python"]
-
-
-def test_a_failing_write_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "deep" / "file"
-    write_atomically(file, b"old")
-
-    def fail(handle: int) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("headstart.train.stages.os.fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(file, b"new")
-    assert file.read_bytes() == b"old"

@@ -1,0 +1,71 @@
+"""Measure against plain decoding and generate."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from headstart.models import load_speculator
+from headstart.prompts import encode, read_documents
+from headstart.terminal import UsageError, quiet_stdout
+
+from .options import (
+    add_json_argument,
+    add_model_arguments,
+    add_prompt_arguments,
+    add_sampling_arguments,
+)
+
+if TYPE_CHECKING:
+    from headstart.infer import Speculator
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_arguments(parser, compare=True)
+    add_prompt_arguments(parser)
+    add_sampling_arguments(parser)
+    add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure every pair of a tree and a rule, and print one table."""
+    documents = read_documents(options)
+    if options.temperature > 0 and "greedy" in (options.rule or ()):
+        raise UsageError("--rule greedy with --temperature above 0; use match or coupled to sample")
+    loaded = load_speculator(options)
+    from headstart.infer.measure.bench import bench as measure
+    from headstart.reports.comparison import print_comparison
+    from headstart.reports.measured import print_report
+
+    for _ in _speculators(loaded, options):  # a wrong tree or rule shows before any measurement
+        pass
+    prompts = [encode(document, loaded, options.prefix_tokens) for document in documents]
+    sampling = {"temperature": options.temperature, "seed": options.seed or 0}
+    with quiet_stdout():
+        reports = [
+            measure(speculator, prompts, new_tokens=options.new_tokens, **sampling)
+            for speculator in _speculators(loaded, options)
+        ]
+    if len(reports) == 1:
+        print_report(reports[0], sys.stdout, "headstart bench", options.json)
+    else:
+        print_comparison(reports, sys.stdout, "headstart bench", options.json)
+    return 0
+
+
+def _speculators(loaded: Speculator, options: argparse.Namespace) -> Iterator[Speculator]:
+    """The loaded models with each pair of --tree and --rule, tree by tree."""
+    from headstart.infer import Speculator
+
+    for tree, rule in itertools.product(options.tree or [loaded.tree], options.rule or [None]):
+        yield Speculator(
+            loaded.model,
+            loaded.drafter,
+            tree=tree,
+            rule=rule,
+            expansion=options.expansion,
+            tokenizer=loaded.tokenizer,
+        )
