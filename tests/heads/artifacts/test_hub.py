@@ -370,12 +370,12 @@ def test_a_drafter_is_downloaded_by_one_call(
         *(generate(run, name) for name in (PLACE, "them/medusa", "them/small")),
         ["bench", *target, "--drafter", PLACE, *measured],
         ["plan", *target, "--drafter", PLACE, *measured, "--measure", "1"],
-        ["verify-lossless", *target, "--drafter", PLACE, *measured, "--draws", "64"],
+        ["verify-lossless", *target, "--drafter", PLACE, *measured, "--draws", "128"],
         ["inspect", PLACE, *target],
         ["convert", "them/medusa", str(tmp_path / "ours"), *target],
         ["push", PLACE, "me/copy", "--target-name", "me/base", "--dry-run"],
     ]  # fmt: skip
-    (pushed,) = machine(push(run))
+    pushed, _ = machine(push(run), ["downloads"])
     assert pushed[0] == 0, pushed
     results = machine(*(each for command in commands for each in (command, ["downloads"])))
     for command, (status, _, err), (_, downloads, _) in zip(
