@@ -18,7 +18,7 @@ from .plans import at_once
 
 def print_description(found: Description, out: TextIO) -> None:
     """Print the table to `out`: colours on a terminal, plain text anywhere else."""
-    width = min(shutil.get_terminaldecimal().columns, 100)
+    width = min(shutil.get_terminal_size().columns, 100)
     console = titled(out, f"headstart inspect: {found['artifact']}", width)
     for rows in (_what(found), _for_whom(found), _how(found), _files(found)):
         if rows:

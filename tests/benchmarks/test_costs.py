@@ -1,13 +1,14 @@
-"""What the suite measures with random weights: turns, shapes, the parts of a round, contenders."""
+"""What the suite measures with random weights: shapes, the parts of a round, costs."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import round_profile as anatomy
-from benchmarks.gpu.costs import compiled_costs, copy_bandwidth, plain_costs, usual_tree
-from benchmarks.gpu.round_profile import dissect, held
+from benchmarks.gpu import round_profile
+from benchmarks.gpu.bandwidth import copy_bandwidth
+from benchmarks.gpu.costs import compiled_costs, plain_costs, usual_tree
+from benchmarks.gpu.round_profile import profile_rounds, state_bytes
 from benchmarks.gpu.shapes import SHAPES, random_drafter, random_target, read_bytes, weight_bytes
 from headstart.heads.drafter import FAMILIES
 from headstart.infer import Speculator
@@ -54,7 +55,7 @@ def test_the_parts_of_a_round_are_the_round() -> None:
     target = toy()
     drafter = random_drafter("draft_model", target)
     decoder = Speculator(target, drafter, tree="cartesian:2,2")
-    parts, state = dissect(decoder, torch.arange(24).view(1, -1), rounds=1)
+    parts, state = profile_rounds(decoder, torch.arange(24).view(1, -1), rounds=1)
     inside = sum(value for name, value in parts.items() if name != "round")
     assert parts["round"] == pytest.approx(inside)
     assert all(parts[name] > 0 for name in ("round", "draft", "grow", "verify", "commit"))
@@ -86,13 +87,13 @@ def test_captured_rounds_are_taken_apart_where_they_run(
 ) -> None:
     """Marks are replayed with the round, so none of them is an earlier one's, of twelve ticks."""
     target, tape = toy(), Tape()
-    monkeypatch.setattr(anatomy, "Stopwatch", Ticks)
+    monkeypatch.setattr(round_profile, "Stopwatch", Ticks)
     monkeypatch.setattr(Rounds, "on", lambda device: Rounds(tape))
     drafter = random_drafter("draft_model", target)
     found = []
     for graphs in (True, False):
         decoder = Speculator(target, drafter, tree=tree, graphs=graphs)
-        found.append(dissect(decoder, torch.arange(24).view(1, -1), rounds=16)[0])
+        found.append(profile_rounds(decoder, torch.arange(24).view(1, -1), rounds=16)[0])
     replayed, written = found
     assert tape.replayed >= 16 > tape.taped
     inside = ("draft", "grow", "verify", "commit")
@@ -105,7 +106,7 @@ def test_captured_rounds_are_taken_apart_where_they_run(
 def test_a_state_counts_every_storage_once() -> None:
     text = torch.zeros(4, 8)
     state = {"text": text, "views": [text[0], (text[1],)], "layer": torch.nn.Linear(9, 9)}
-    assert held(state) == 128 and held(None) == 0
+    assert state_bytes(state) == 128 and state_bytes(None) == 0
 
 
 def test_the_usual_tree_is_one() -> None:
@@ -114,7 +115,7 @@ def test_the_usual_tree_is_one() -> None:
 
 
 def test_copies_count_what_is_read_and_written() -> None:
-    found = copy_bandwidth(CPU, [1, 2], repeats=2, calls=2)
+    found = copy_bandwidth(CPU, [1, 2], repeats=2)
     assert set(found["by_megabytes"]) == {1, 2}
     assert found["gb_per_s"] == found["by_megabytes"][2] > 0
 

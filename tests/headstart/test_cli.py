@@ -218,7 +218,7 @@ def test_inspect_says_what_it_is(
 
 
 def test_inspect_says_how_far_a_target_moved() -> None:
-    from headstart.reports.describe import _moved
+    from headstart.reports.description import _moved
 
     def said(base: float, adapted: float) -> str:
         ((_, text),) = _moved({"held_out_loss": {"base": base, "adapted": adapted}})
@@ -607,9 +607,9 @@ def test_tokens_and_passwords_are_blanked() -> None:
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     program = (
-        "import sys\nfrom headstart import cli, commands\n"
+        "import sys\nfrom headstart import cli\nfrom headstart.commands import train\n"
         "def long(_):\n    [print('x' * 80) for _ in range(100_000)]\n    return 0\n"
-        "commands.train = long\n"
+        "train.run = long\n"
         "sys.exit(cli.main(['train', 'quickstart']))\n"
     )
     process = subprocess.Popen(
