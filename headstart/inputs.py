@@ -39,7 +39,17 @@ def blank(text: str) -> str:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Send what libraries print to stderr: stdout holds the result alone."""
+    """Send what libraries print to stderr, without the progress of loading weights.
+
+    Stdout holds the result alone; downloads still show their progress.
+    """
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging
+
+    downloads = not are_progress_bars_disabled()
+    logging.disable_progress_bar()  # turns off that of downloads too
+    if downloads:
+        enable_progress_bars()
     with contextlib.redirect_stdout(sys.stderr):
         yield
 
@@ -209,7 +219,8 @@ def encode(document: Any, speculator: Speculator, limit: int | None) -> Any:
     text, chat = document.text, bool(document.messages and tokenizer.chat_template)
     if chat:
         text = templated(tokenizer, document.messages)
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat).input_ids
+    # A prompt may be longer than the model's context: `limit` cuts it.
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, verbose=False).input_ids
     if ids.shape[1] == 0:
         raise UsageError(f"{document.id}: the prompt has no token in this model's vocabulary")
     return ids[:, :limit]
