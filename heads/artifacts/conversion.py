@@ -7,7 +7,8 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError
-from .files import is_foreign
+from .card import model_card
+from .files import is_foreign, is_weightless
 from .foreign_checkpoints import checkpoint_folder
 from .hub import split_revision
 from .loading import load_drafter
@@ -38,7 +39,7 @@ def convert(
     Raises:
         ArtifactError: it is an artifact already or no drafter at all, or not for this target.
     """
-    if not is_foreign(name):
+    if is_weightless(name) or not is_foreign(name):
         raise ArtifactError(
             f"{name} is not somebody else's checkpoint; expected one with a config.json and "
             "without headstart.json: an artifact needs no conversion."
@@ -63,25 +64,14 @@ def convert(
 
 
 def _card(manifest: Manifest) -> str:
-    return f"""---
-library_name: headstart
-tags: [speculative-decoding, {manifest.family}]
----
+    body = f"""The output is the
+target's own. The weights are those of `{manifest.origin}`, in headstart's layout: its authors,
+training and licence are described there.
 
-# A {manifest.family} drafter for `{manifest.target}`, made from `{manifest.origin}`
-
-It drafts several tokens a round, which the target verifies in one forward; the output is the
-target's own. The weights are those of `{manifest.origin}`, in headstart's layout: whose work they
-are, how they were trained and under which licence is said there.
-
-**Nothing was measured** when it was made: `headstart plan` and `headstart bench` do that.
-
-```python
-import headstart
-
-speculator = headstart.load({manifest.target!r}, "PATH OF THIS FOLDER")
-```
-
-Loading checks that the target is the one it was converted for (fingerprint
-`{manifest.target_fingerprint[:12]}`). That it was trained for that one, only its shapes say.
-"""
+**Nothing was measured** when it was converted: `headstart plan` and `headstart bench` do that."""
+    return model_card(
+        manifest,
+        f"A {manifest.family} drafter for `{manifest.target}`, made from `{manifest.origin}`",
+        body,
+        "Whether it was trained for this target was judged by its shapes alone.",
+    )

@@ -16,6 +16,7 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError
+from ..families import FAMILIES, family
 from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .hub import download, file_names, is_hub_name, split_revision
 from .manifest import Manifest, fingerprint, sha256, tokenizer_hash
@@ -24,12 +25,6 @@ CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "headstart.json"
 TREE, PLAN, CARD = "tree.json", "plan.json", "README.md"
 FILES = (CONFIG, WEIGHTS, MANIFEST, TREE, PLAN, CARD, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
 """All that an artifact may hold; nothing else is downloaded or pushed."""
-
-LOOKUP = "lookup"
-"""The drafter that has no artifact, and is loaded by this name."""
-
-STUDENTS = "draft_model"
-"""The family whose `config.json` is an ordinary model's own."""
 
 PICKLE = "pytorch_model.bin"
 _PICKLED = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
@@ -95,12 +90,13 @@ def read_tree(name: str | Path) -> list[list[int]] | None:
 
 def is_artifact(name: str | Path) -> bool:
     """Whether a drafter's name is an artifact's, not `lookup` or somebody else's checkpoint."""
-    return not is_lookup(name) and not is_foreign(name)
+    return not is_weightless(name) and not is_foreign(name)
 
 
-def is_lookup(name: str | Path) -> bool:
-    """Whether a name is that of prompt lookup, which has no artifact; a folder of it wins."""
-    return str(name) == LOOKUP and not Path(name).exists()
+def is_weightless(name: str | Path) -> bool:
+    """Whether a name is a family's without weights, which has no artifact; a folder of it wins."""
+    known = str(name) in FAMILIES and family(str(name)).weightless
+    return known and not Path(name).exists()
 
 
 def is_foreign(name: str | Path) -> bool:
@@ -151,7 +147,7 @@ def check_files(folder: Path, manifest: Manifest, allow_pickle: bool = False) ->
     """
     config = read_json(folder / CONFIG)
     found, wanted = config.get("model_type"), f"headstart_{manifest.family}"
-    if manifest.family == STUDENTS:
+    if manifest.family in FAMILIES and family(manifest.family).saved_as_language_model:
         wanted = found if found in CONFIG_MAPPING else "one of transformers' own"
     if found != wanted:
         raise ArtifactError(

@@ -20,8 +20,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from ..core import ArtifactError
-from ..drafter import FAMILIES, Drafter, DrafterConfig, family
-from .files import CONFIG, LOOKUP, PICKLE, WEIGHTS, read_json
+from ..drafter import Drafter, DrafterConfig
+from ..families import FAMILIES, family
+from .files import CONFIG, PICKLE, WEIGHTS, read_json
 from .hub import download, file_names
 
 logger = logging.getLogger(__name__)
@@ -153,7 +154,7 @@ def _check_model(name: str | Path, said: dict[str, Any], weights: list[Path]) ->
     Raises:
         ArtifactError: its file, or its config, is a drafter's.
     """
-    known = ", ".join(each for each in FAMILIES if each != LOOKUP)
+    known = ", ".join(each for each in FAMILIES if not family(each).weightless)
     if any(file.name in HEADS and file.name not in (WEIGHTS, PICKLE) for file in weights):
         what = f"its {weights[0].name} has tensors that no family here knows"
     elif inside := [key for key in _INSIDE if key in said]:

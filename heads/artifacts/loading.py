@@ -11,18 +11,18 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError, device_of, output_layer
-from ..drafter import Drafter, family
+from ..draft_model import DraftModel
+from ..drafter import Drafter
+from ..families import family
 from ..parts.adapter import Adapter
 from .files import (
     CONFIG,
-    LOOKUP,
-    STUDENTS,
     WEIGHTS,
     artifact_folder,
     check_files,
     check_target,
     is_foreign,
-    is_lookup,
+    is_weightless,
     read_manifest,
 )
 from .foreign_checkpoints import load_foreign
@@ -58,8 +58,8 @@ def load_drafter(
         ArtifactError: damaged files, or not the target or tokenizer that it was trained for.
     """
     device = device_of(output_layer(target))
-    if is_lookup(name):
-        cls = family(LOOKUP)
+    if is_weightless(name):
+        cls = family(str(name))
         return cls(cls.config_class.for_target(target)).eval().bind(target)  # type: ignore[arg-type]
     options = {"dtype": target.dtype, **options}
     if is_foreign(name):
@@ -159,9 +159,7 @@ def _load_model(
             f"the target's {len(tokenizer)}); use a smaller model of the target's own family."
         )
     try:
-        return family(STUDENTS).from_pretrained(
-            repository, use_safetensors=True, **place, **options
-        )
+        return DraftModel.from_pretrained(repository, use_safetensors=True, **place, **options)
     except torch.OutOfMemoryError:
         raise
     except (OSError, RuntimeError, ValueError) as error:

@@ -48,17 +48,7 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
             _discard(retired, staging) if folder.exists() else retired.rename(folder)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
-        drafter.save_pretrained(staging)
-        manifest = replace(manifest, weights_sha256=sha256(staging / WEIGHTS))
-        if drafter.adapter is not None:
-            digests = sha256(staging / ADAPTER_WEIGHTS), drafter.adapter.digest()
-            manifest = replace(manifest, adapter_sha256=digests[0], adapter_base=digests[1])
-        text = json.dumps(asdict(manifest), indent=2) + "\n"
-        (staging / MANIFEST).write_text(text, encoding="utf-8")
-        if card:
-            (staging / CARD).write_text(card, encoding="utf-8")
-        for path in (*staging.rglob("*"), staging):
-            _sync(path)
+        write_artifact(drafter, staging, manifest, card)
         # A folder cannot be swapped in one step everywhere. Between these two renames only the
         # retired one stands, and `artifact_folder` finds it.
         if folder.exists():
@@ -77,6 +67,21 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
             "make room, or choose a folder that can be written to."
         ) from error
     return folder
+
+
+def write_artifact(drafter: Drafter, folder: Path, manifest: Manifest, card: str) -> None:
+    """Write an artifact's files into a folder that is there; see `save_drafter`."""
+    drafter.save_pretrained(folder)
+    manifest = replace(manifest, weights_sha256=sha256(folder / WEIGHTS))
+    if drafter.adapter is not None:
+        digests = sha256(folder / ADAPTER_WEIGHTS), drafter.adapter.digest()
+        manifest = replace(manifest, adapter_sha256=digests[0], adapter_base=digests[1])
+    text = json.dumps(asdict(manifest), indent=2) + "\n"
+    (folder / MANIFEST).write_text(text, encoding="utf-8")
+    if card:
+        (folder / CARD).write_text(card, encoding="utf-8")
+    for path in (*folder.rglob("*"), folder):
+        _sync(path)
 
 
 def write_file(path: Path, text: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from headstart.heads import DrafterConfig, family
 from headstart.heads.artifacts.files import (
     CARD,
     FILES,
@@ -21,7 +22,6 @@ from headstart.heads.artifacts.files import (
 )
 from headstart.heads.artifacts.manifest import Manifest, sha256
 from headstart.heads.core import ArtifactError
-from headstart.heads.drafter import DrafterConfig, family
 from headstart.heads.parts.adapter import ADAPTER, ADAPTER_WEIGHTS
 
 Description = dict[str, Any]
@@ -117,7 +117,7 @@ def _tree(folder: Path, manifest: Manifest) -> Description:
     if paths is None:
         return {"tree": None}
     tree = StaticTree(paths)
-    return {"tree": {"name": str(tree), "nodes": tree.nodes, "depth": tree.max_depth}}
+    return {"tree": {"name": tree.label, "nodes": tree.nodes, "depth": tree.max_depth}}
 
 
 def _plans(folder: Path, manifest: Manifest) -> Description:
