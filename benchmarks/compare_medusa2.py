@@ -17,8 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.heads import Drafter, load_drafter
-from headstart.heads.core import FeatureTap
-from headstart.infer import StaticTree
+from headstart.heads.core import capture
+from headstart.infer import StaticTree, parse_static
 from headstart.infer.measure.ranks import Written, measure_ranks, replay, write_texts
 from headstart.train.data.corpus import read_documents
 from headstart.train.joint import text_loss
@@ -51,7 +51,7 @@ def main() -> None:
             base = [text.tokens for text in write_texts(fresh, drafter, prompts, 128)]
         texts = write_texts(target, drafter, prompts, 128)
         ranks = measure_ranks(drafter, texts)
-        tree = StaticTree.parse(f"{folder}/tree.json")
+        tree = parse_static(f"{folder}/tree.json")
         found = [rounds(ranks, CHAIN), rounds(ranks, tree.paths)]
         found.append(rounds(measure_ranks(drafter, read(drafter, base)), CHAIN))
         first = first or found
@@ -69,15 +69,8 @@ def main() -> None:
 def read(drafter: Drafter, texts: list[torch.Tensor]) -> list[Written]:
     """Texts [T] as the target reads them, of which the first 64 tokens are the prompt."""
     layers = list(drafter.config.feature_layers)
-    if not layers:
-        return [Written(text, torch.empty(len(text), 0), 64) for text in texts]
-    tap = FeatureTap(drafter.target, layers)
-    found = []
-    for text in texts:
-        drafter.target.get_decoder()(input_ids=text[None], use_cache=False)
-        found.append(Written(text, tap.take()[0].clone(), 64))
-    tap.close()
-    return found
+    features = (capture(drafter.target, layers, text[None])[0].clone() for text in texts)
+    return [Written(*each, 64) for each in zip(texts, features, strict=True)]
 
 
 def rounds(ranks: list[torch.Tensor], paths: Sequence[Sequence[int]]) -> Rounds:

@@ -18,8 +18,10 @@ from .core import (
     Topology,
     UnsupportedTarget,
 )
-from .drafter import FAMILIES, Drafter, DrafterConfig, Step, family
+from .drafter import Drafter, DrafterConfig, Step
+from .families import FAMILIES, Family, family
 from .group import DrafterGroup
+from .trainable import TrainableDrafter
 
 __all__ = [
     "FAMILIES",
@@ -29,6 +31,7 @@ __all__ = [
     "Drafter",
     "DrafterConfig",
     "DrafterGroup",
+    "Family",
     "HeadstartError",
     "Manifest",
     "OptionError",
@@ -37,6 +40,7 @@ __all__ = [
     "Step",
     "TokenTree",
     "Topology",
+    "TrainableDrafter",
     "UnsupportedTarget",
     "family",
     "fingerprint",

@@ -8,21 +8,21 @@ Zhou et al. 2023, arXiv 2310.08461).
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from .core import OptionError, output_layer, weight_of
-from .core.forward import decoder_layers
-from .drafter import Drafter, DrafterConfig, Step, last_true
+from .core import OptionError, OutputLayer, output_layer
+from .drafter import DrafterConfig, Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
+from .parts.student import copy_layers, layers_of
+from .trainable import TrainableDrafter
 
 
 @strict
@@ -72,34 +72,7 @@ class DraftModelConfig(DrafterConfig):
         )
 
 
-def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConfig:
-    """The config of a model made of some layers of another.
-
-    Raises:
-        OptionError: the model is more than its decoder.
-    """
-    if config.get_text_config(decoder=True) is not config:
-        raise OptionError(
-            f"{config.model_type} is more than a language model, so no student can be made of its "
-            "layers; give drafter.model, a smaller model with the same tokenizer."
-        )
-    count, student = config.num_hidden_layers, copy.deepcopy(config)
-    student.num_hidden_layers = len(chosen)
-    for name, value in config.to_dict().items():
-        if "layer" in name and isinstance(value, list) and len(value) == count:
-            setattr(student, name, [value[layer] for layer in chosen])
-    return student
-
-
-class _Answer(BaseModelOutputWithPast):
-    """A decoder's answer that has nothing but final states, whatever a model may look for."""
-
-    def __getattr__(self, name: str) -> None:
-        if name.startswith("__"):
-            raise AttributeError(name)
-
-
-class DraftModel(Drafter):
+class DraftModel(TrainableDrafter):
     """A causal language model as the drafter.
 
     Args:
@@ -109,6 +82,7 @@ class DraftModel(Drafter):
 
     config_class = DraftModelConfig
     config: DraftModelConfig
+    saved_as_language_model = True
     writes_text = True
     saved_as_language_model = True
     needs_length_bound = True
@@ -170,17 +144,8 @@ class DraftModel(Drafter):
         if self.config.model is not None:
             loaded = AutoModelForCausalLM.from_pretrained(self.config.model, dtype=self.dtype)
             self.model.load_state_dict(loaded.state_dict())
-            return
-        if self.config.layers is None:
-            return
-        chosen, layers = self.config.chosen(self.target), decoder_layers(self.target)
-        prefix = next(name for name, module in self.target.named_modules() if module is layers)
-        for name, tensor in self.model.state_dict().items():
-            if name.startswith(f"{prefix}."):
-                layer, _, rest = name.removeprefix(f"{prefix}.").partition(".")
-                name = f"{prefix}.{chosen[int(layer)]}.{rest}"
-            module, _, name = name.rpartition(".")
-            tensor.copy_(weight_of(self.target.get_submodule(module), name))
+        elif self.config.layers is not None:
+            copy_layers(self.target, self.model, self.config.chosen(self.target))
 
     def start(self, batch: int, capacity: int) -> DraftCache:
         return self._layers.start(batch)
@@ -236,18 +201,8 @@ class DraftModel(Drafter):
         return torch.stack(shifted)
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
-        decoder = self.model.get_decoder()
+        return lambda states: self._output(states)[:, : self.config.vocab_size]
 
-        def logits(states: Tensor) -> Tensor:
-            # Models scale or cap their logits in ways of their own, so the student's own forward
-            # runs, and finds these states where its layers would have answered.
-            answer = _Answer(last_hidden_state=states.unsqueeze(0))  # type: ignore[arg-type]
-            decoder.forward = lambda *args, **options: answer
-            try:
-                nothing = torch.zeros(1, len(states), dtype=torch.long, device=states.device)
-                out = self.model(input_ids=nothing, use_cache=False).logits[0]
-            finally:
-                del decoder.forward
-            return out[:, : self.config.vocab_size]
-
-        return logits
+    @cached_property
+    def _output(self) -> OutputLayer:
+        return OutputLayer(self.model)

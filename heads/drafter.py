@@ -1,4 +1,5 @@
-"""The contract of every drafter, and the table of families.
+"""The decode part of the drafter contract; `checkpoint` has the part of saving, `trainable` that
+of training.
 
 While decoding, a drafter answers three calls. `prefill` sees the prompt once. `begin` takes what
 was just committed and proposes the root's children. `extend` takes nodes that the tree has grown
@@ -9,43 +10,17 @@ Alignment, with prompt x0 … x2 and target features f0 … f2 (fi is the target
     begin(features=[f2],    tokens=[x3])              each feature with the token emitted from it
     begin(features=[f3 f4], tokens=[x4 x5])           after a round that emitted x4 and x5
     -> proposals for x6; the root of the tree is x5, which has no feature yet
-
-In training it answers two: `states`, what it holds at every depth while the true text is fed to it,
-and `readout`, which turns a depth's states into logits. Depth k at position t is what `begin` (k =
-1) or the k-1st `extend` after it would answer, had the round begun at t:
-
-    position t     feature   tokens seen since   predicts   while decoding
-    depth 1        f_t       x_t+1               x_t+2      begin(f_t, x_t+1), the root's children
-    depth 2        f_t       x_t+1 x_t+2         x_t+3      extend(x_t+2), the children of x_t+2
-    depth k        f_t       x_t+1 … x_t+k       x_t+k+1    extend(x_t+k)
-
-Loss, labels and ranks need no more, and never ask for the family.
 """
 
-import importlib
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from .core import FINAL, OptionError, device_of, keep_resident, output_layer
-from .parts.adapter import Adapter
-
-FAMILIES: dict[str, str] = {
-    "draft_model": "headstart.heads.draft_model:DraftModel",
-    "eagle": "headstart.heads.eagle:Eagle",
-    "eagle3": "headstart.heads.eagle:Eagle3",
-    "hydra": "headstart.heads.hydra:Hydra",
-    "lookup": "headstart.heads.lookup:Lookup",
-    "medusa": "headstart.heads.medusa:Medusa",
-    "medusa2": "headstart.heads.medusa2:Medusa2",
-    "redrafter": "headstart.heads.redrafter:ReDrafter",
-}
-"""Every family, by name: where its class lives. This is the registration line of a new drafter."""
+from .checkpoint import DrafterConfig, StoredDrafter
+from .core import OptionError, device_of, keep_resident, output_layer
 
 
 @dataclass(frozen=True)
@@ -92,53 +67,7 @@ class Step:
         return torch.where(columns < 0, columns, self.vocabulary[columns.clamp(min=0)])
 
 
-class DrafterConfig(PreTrainedConfig):
-    """What every drafter's `config.json` says; `model_type` is `headstart_` + the family's name.
-
-    Attributes:
-        hidden_size: D of the target.
-        vocab_size: V of the target's output layer.
-        feature_layers: the hidden states that the drafter reads, see `FeatureTap`; may be empty.
-    """
-
-    model_type = "headstart_"
-    hidden_size: int = 0
-    vocab_size: int = 0
-    feature_layers: list[int] | tuple[int, ...] = (FINAL,)
-
-    OPTIONS: ClassVar[tuple[str, ...]] = ()
-    """The names that a recipe's drafter section may set."""
-
-    @classmethod
-    def family_name(cls) -> str:
-        """The family's name in `FAMILIES`."""
-        return cls.model_type.removeprefix("headstart_")
-
-    @classmethod
-    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
-        """A config with the target's shapes and a recipe's options.
-
-        Raises:
-            OptionError: an option that the family does not have, or a value of the wrong type.
-        """
-        unknown = sorted(set(options) - set(cls.OPTIONS))
-        if unknown:
-            name = cls.family_name()
-            raise OptionError(
-                f"drafter.{unknown[0]} is not an option of {name!r}; expected one of: "
-                f"{', '.join(cls.OPTIONS)}."
-            )
-        text = target.config.get_text_config(decoder=True)
-        try:
-            return cls(hidden_size=text.hidden_size, vocab_size=text.vocab_size, **options)
-        except StrictDataclassError as error:
-            if isinstance(error.__cause__, OptionError):
-                raise error.__cause__ from None
-            message = " ".join(str(error.__cause__ or error).split())
-            raise OptionError(f"{message}; correct the recipe's drafter section.") from error
-
-
-class Drafter(PreTrainedModel):
+class Drafter(StoredDrafter):
     """Base of all drafters. Shapes: B batch, A tokens just committed, W nodes, V vocabulary."""
 
     config_class = DrafterConfig
@@ -149,32 +78,26 @@ class Drafter(PreTrainedModel):
     """True when `begin` answers for every depth at once: row d - 1 of its Step holds the proposals
     for depth d, whatever was chosen above (Medusa); `extend` is then never called."""
 
-    trainable: ClassVar[bool] = True
-    """Whether drafters of this family learn: then `train_depths` and what follows it are there."""
+    needs_length_bound: bool = False
+    """Whether the rows' lengths must be bounded on the host, by `reserve`. Where False, any bound
+    will do, and one captured round serves all lengths."""
+
+    trainable: ClassVar[bool] = False
+    """Whether drafters of this family learn, see `TrainableDrafter`."""
 
     writes_text: ClassVar[bool] = False
-    """Whether `language_model` writes text without the target, from which the drafter can learn."""
-
-    weightless: ClassVar[bool] = False
-    """Whether there are no weights, so that the family's name alone loads it."""
-
-    saved_as_language_model: ClassVar[bool] = False
-    """Whether its files are those of an ordinary causal language model, `config.json` included, so
-    that any such model can be loaded as this drafter."""
-
-    needs_length_bound: bool = False
-    """Whether the host must bound the rows' lengths before each `begin`, see `reserve`. Where it
-    need not, one captured round serves all lengths."""
-
-    adapter: Adapter | None = None
-    """What the target learns while this drafter is trained, for a drafter that adapts its target;
-    the loss, the artifact and its loading then take care of both."""
+    """Whether it has a language model that writes text without the target."""
 
     _target: tuple[PreTrainedModel] | None = None
 
     @property
     def max_depth(self) -> int | None:
         """The deepest level that the drafter can propose for; None when there is no bound."""
+        return None
+
+    @property
+    def draft_vocabulary(self) -> Tensor | None:
+        """[Vd] int64 target ids that the drafter knows, ascending; None for all."""
         return None
 
     @property
@@ -186,30 +109,11 @@ class Drafter(PreTrainedModel):
             )
         return self._target[0]
 
-    @classmethod
-    def from_checkpoint(
-        cls, config: dict[str, Any], tensors: dict[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """A checkpoint of the method's authors, or of another trainer, as this family has it.
-
-        Args:
-            config: its `config.json`; published ones contradict their tensors, which are right.
-            tensors: its weights, by the names that they have there.
-
-        Returns:
-            The fields of this family's config that the checkpoint knows, the rest being the
-            target's or the defaults; and the tensors under this class's names, of whatever dtype.
-            None where it is none of this family's.
+    def bind(self, target: PreTrainedModel) -> Self:
+        """Set the target; its modules that the drafter calls are neither registered nor saved.
 
         Raises:
-            ArtifactError: it is one of this family's, and cannot be said exactly in its terms.
-        """
-        return None
-
-    def bind(self, target: PreTrainedModel) -> Self:
-        """Borrow what the drafter needs of the target, such as its output layer, without owning it.
-
-        The target is neither registered as a submodule nor saved.
+            OptionError: the target has other sizes, or is on another device.
         """
         text = target.config.get_text_config(decoder=True)
         own = self.config
@@ -236,26 +140,23 @@ class Drafter(PreTrainedModel):
         """
         return [target.get_input_embeddings(), output_layer(target)]
 
-    def init_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Take from the bound target what the drafter starts its training from; nothing here.
-
-        Args:
-            token_counts: [V], how often each token occurs in the corpus.
-        """
-
     def start(self, batch: int, capacity: int) -> Any:
         """A fresh state for `batch` rows of at most `capacity` tokens each.
 
         A captured round runs no Python: what a round leaves to the next is tensors that are the
-        state's attributes, and slab caches. What is a number of Python's follows from `reserve`.
+        state's attributes, and slab caches. Python's numbers in it are set by `reserve` alone.
         """
         return None
 
     def reserve(self, state: Any, longest: int, room: int) -> None:
-        """Hear before a round that no row's root stands past position `longest`.
+        """Called before each `begin` with an upper bound on the rows' root positions.
 
-        For drafters with a cache, which must know on the host how much of it is in use. They make
-        room here, for `room` more tokens: inside of a round nothing that lasts is allocated.
+        Memory that outlasts the round is allocated here, none in `begin` and `extend`, which may
+        run in a CUDA graph.
+
+        Args:
+            longest: no row's new root is past this position.
+            room: how many more tokens or nodes a row needs memory for after its root.
         """
 
     def prefill(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> None:
@@ -286,78 +187,6 @@ class Drafter(PreTrainedModel):
                 the order of the `extend` calls; -1 where the parent is the root.
         """
         raise NotImplementedError
-
-    @property
-    def train_depths(self) -> int:
-        """K, the depths that a training loss covers; 0 for a drafter that is not trained.
-
-        A drafter whose depth k at position t is its depth 1 at position t + k - 1, as with any
-        language model, is taught all of them by one.
-        """
-        return 0
-
-    def predicted_features(self, states: Tensor) -> Tensor | None:
-        """What a drafter takes the target's final features to be, for a loss that compares them.
-
-        Args:
-            states: [K, M, D'], see `states`.
-
-        Returns:
-            [K, M, D], at depth k and position t the final feature at t + k; None for a drafter that
-            foretells none.
-        """
-        return None
-
-    @property
-    def language_model(self) -> PreTrainedModel | None:
-        """The language model in it that writes text without the target; None if there is none.
-
-        What it writes can then teach the drafter, see `headstart.train.on_policy`.
-        """
-        return None
-
-    @property
-    def draft_vocabulary(self) -> Tensor | None:
-        """[Vd] int64 target ids that the drafter knows, ascending; None for all."""
-        return None
-
-    def draft_hidden_states(
-        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
-    ) -> Tensor:
-        """What the drafter holds at depths 1 … `depths` with the true text fed to it.
-
-        Args:
-            features: [B, T, F], the target's features at the tokens.
-            tokens: [B, T] int64, the text; rows are padded on the right.
-            where: [B, T] bool, M positions in all, in the order of `features[where]`. A state that
-                would need a token past the row's end may be anything.
-
-        Returns:
-            [depths, M, D'], see the table above; D' is the drafter's own affair.
-        """
-        raise NotImplementedError
-
-    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
-        """The output layer of a depth: states [M, D'] -> logits [M, Vd].
-
-        It is asked for once a loss and then applied to one chunk of states after another, so what
-        is derived from the weights is derived here.
-        """
-        raise NotImplementedError
-
-
-def family(name: str) -> type[Drafter]:
-    """The class of a drafter family, imported when first asked for.
-
-    Raises:
-        OptionError: no family of that name.
-    """
-    if name not in FAMILIES:
-        raise OptionError(
-            f"drafter.family is {name!r}; expected one of: {', '.join(sorted(FAMILIES))}."
-        )
-    module, _, attribute = FAMILIES[name].partition(":")
-    return getattr(importlib.import_module(module), attribute)
 
 
 def last_true(values: Tensor, count: Tensor) -> Tensor:

@@ -9,27 +9,26 @@ on itself: a drafted token is paired with the hidden state of its parent.
                                 -> h_3: x_4   -> h_4: x_5 -> h_5: x_6
 
 EAGLE-1 (Li et al. 2024, arXiv 2401.15077) reads the final features, and its hidden state is the
-next one, as good as it can tell: the target's own output layer reads it. EAGLE-2 (arXiv
-2406.16858) is the same drafter under best-first trees, `best-first:61,10,7` as published.
-EAGLE-3 (arXiv 2503.01840) mixes features of three depths, has an output layer of its own, and is
-free to put into its hidden state what helps it: it is taught as it drafts, several tokens in a row
-on hidden states of its own, and no feature is asked for.
+next one, as well as it can predict it: the target's own output layer reads it. EAGLE-2 (arXiv
+2406.16858) is the same drafter under best-first trees, `best-first:61,10,7` as published. EAGLE-3
+is in `eagle3`.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import DynamicCache, LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers import DynamicCache, PreTrainedModel
 
+from .checkpoint import Found
 from .core import OptionError, output_layer
 from .drafter import DrafterConfig, Step, last_true
-from .parts.cached_layers import CachedLayers, DraftCache, layer_like, own_layers
-from .parts.eagle_checkpoints import eagle1, eagle3
-from .parts.vocabulary import TokenConditioned, check_draft_vocabulary
+from .parts.cached_layers import CachedLayers, DraftCache
+from .parts.eagle_checkpoints import eagle1
+from .parts.llama_layers import layer_like, own_layers, unit_scale_init
+from .parts.vocabulary import TokenConditioned
 
 
 @strict
@@ -60,49 +59,6 @@ class EagleConfig(DrafterConfig):
         """Part of the config's own validation: what single fields cannot say."""
         if self.depths < 1:
             raise OptionError(f"drafter.depths is {self.depths}; expected at least 1.")
-
-
-@strict
-class Eagle3Config(EagleConfig):
-    """EAGLE-3's shape.
-
-    Attributes:
-        feature_layers: whose input it reads; () for the published three, see `mixed_layers`.
-        output: `own` knows every token, `trimmed` the `draft_vocab_size` most frequent ones of the
-            corpus.
-        draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
-        norm_before_residual: whether the layer adds to its normalised input, as heads of
-            speculators do, or to the input itself.
-    """
-
-    model_type = "headstart_eagle3"
-    feature_layers: list[int] | tuple[int, ...] = ()
-    depths: int = 7
-    output: Literal["own", "trimmed"] = "own"
-    norm_before_residual: bool = False
-
-    OPTIONS: ClassVar[tuple[str, ...]] = (
-        *("feature_layers", "depths", "output", "draft_vocab_size", "norm_before_residual"),
-    )
-
-    @classmethod
-    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
-        config = super().for_target(target, **options)
-        config.feature_layers = config.feature_layers or mixed_layers(target)
-        return config
-
-    def validate_eagle3(self) -> None:
-        """Part of the config's own validation: what single fields cannot say."""
-        check_draft_vocabulary(self, self.output, self.draft_vocab_size)
-
-
-def mixed_layers(target: PreTrainedModel) -> list[int]:
-    """The layers whose input EAGLE-3 reads: 2, the middle one, and the third from the end.
-
-    Of fewer than 7 these are not three, so they are spread over all that there are.
-    """
-    count = target.config.get_text_config(decoder=True).num_hidden_layers
-    return [2, count // 2, count - 3] if count > 6 else [count // 4, count // 2, count - 1]
 
 
 class _State:
@@ -138,9 +94,7 @@ class Eagle(TokenConditioned):
         self.model.layers[0].input_layernorm = nn.Identity()
 
     @classmethod
-    def from_checkpoint(
-        cls, config: dict[str, Any], tensors: dict[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         return eagle1(config, tensors)
 
     def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
@@ -150,7 +104,7 @@ class Eagle(TokenConditioned):
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Start as the target's own output layer: the feature, with the token beside it, passes a
         layer that adds nothing yet."""
-        _spread(self.model)
+        unit_scale_init(self.model)
         layer: Any = self.model.layers[0]
         size = self.config.hidden_size
         layer.self_attn.o_proj.weight.zero_()
@@ -242,106 +196,3 @@ class Eagle(TokenConditioned):
 
     def predicted_features(self, states: Tensor) -> Tensor | None:
         return states
-
-
-class _MixedLayer(LlamaDecoderLayer):
-    """A decoder layer whose attention reads embeddings beside hidden states: [..., 2 D] -> D."""
-
-    def __init__(self, config: LlamaConfig, norm_before_residual: bool):
-        super().__init__(config, 0)
-        self.norm_before_residual = norm_before_residual
-        self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        for name in ("q_proj", "k_proj", "v_proj"):
-            narrow = getattr(self.self_attn, name)
-            bias = narrow.bias is not None
-            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=bias)
-            setattr(self.self_attn, name, wide)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
-        embedding, hidden = hidden_states.chunk(2, -1)
-        normed = self.hidden_norm(hidden)
-        mixed = torch.cat([self.input_layernorm(embedding), normed], -1)
-        residual = normed if self.norm_before_residual else hidden
-        hidden = residual + self.self_attn(mixed, *args, **options)[0]
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
-
-
-class Eagle3(Eagle):
-    """EAGLE-3."""
-
-    config_class = Eagle3Config
-
-    def _make(self, config: Eagle3Config) -> None:
-        size, inner = config.hidden_size, self.model.config
-        self.fc = nn.Linear((len(config.feature_layers) or 3) * size, size, bias=False)
-        self.model.layers[0] = _MixedLayer(inner, config.norm_before_residual)
-        self.norm = LlamaRMSNorm(size, eps=inner.rms_norm_eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
-
-    @classmethod
-    def from_checkpoint(
-        cls, config: dict[str, Any], tensors: dict[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        return eagle3(config, tensors)
-
-    def bind(self, target: PreTrainedModel) -> Self:
-        self.config.feature_layers = self.config.feature_layers or mixed_layers(target)
-        return super().bind(target)
-
-    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
-        return [target.get_input_embeddings()]
-
-    @torch.no_grad()
-    def init_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Start as EAGLE-1 does: with the last feature and the token beside it, read by the
-        target's own norm and output layer.
-
-        The token must come through attention, which reads the pair itself at first: queries and
-        keys make the same of embeddings, and a pair fits none as well as itself.
-
-        Args:
-            token_counts: [V], how often each token occurs in the corpus; `trimmed` keeps the most
-                frequent ones.
-        """
-        _spread(self.model)
-        layer: Any = self.model.layers[0]
-        size, attention = self.config.hidden_size, layer.self_attn
-        layer.mlp.down_proj.weight.zero_()
-        query, key, value = (
-            getattr(attention, f"{name}_proj").weight.unflatten(0, (-1, attention.head_dim))
-            for name in "qkv"
-        )  # [H, d, 2 D]
-        key[..., :size].mul_(2**0.5)  # of size 1 for an embedding alone
-        query[..., :size] = key[..., :size].repeat_interleave(len(query) // len(key), 0)
-        value[..., :size].mul_(2**0.5)
-        value[..., size:] = 0
-        for each in (query, key):
-            each[..., size:].mul_(0.3)  # too little to change what fits best
-        self.fc.weight.zero_()
-        self.fc.weight[:, -size:] = torch.eye(size)
-        norm = getattr(self.target.get_decoder(), "norm", None)
-        if norm is not None:
-            # What it multiplies by, whether it keeps that less 1, takes off a mean, or adds a bias.
-            signs = torch.ones_like(norm.weight)
-            signs[::2] = -1
-            self.norm.weight.copy_((norm(signs) - norm(-signs)) * signs / 2)
-        self.lm_head.weight.copy_(self.rows_to_start_from(token_counts))
-
-    def _first(self, features: Tensor) -> Tensor:
-        return self.fc(super()._first(features)).to(self.dtype)
-
-    def _pairs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        return torch.cat([self.embed(tokens), hidden], -1)
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.norm(hidden))
-
-    def predicted_features(self, states: Tensor) -> Tensor | None:
-        return None
-
-
-def _spread(model: nn.Module) -> None:
-    """Random weights that keep the size of what passes through, however wide the layers are."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=module.in_features**-0.5)

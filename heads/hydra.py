@@ -11,9 +11,7 @@ calls the drafter Hydra++. Every depth has weights of its own, so all nodes of a
 the same ones, in one product each; a path's row is little beside them, and is gathered whole.
 """
 
-import re
 from collections.abc import Callable
-from itertools import product
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -23,9 +21,12 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from .core import FINAL, ArtifactError, FeatureTap, OptionError, device_of, output_layer
+from .checkpoint import Found
+from .core import FINAL, OptionError, capture, device_of, output_layer
 from .drafter import DrafterConfig, Step, last_true
-from .parts.cached_layers import CachedLayers, DraftCache, layer_like, own_layers
+from .parts.cached_layers import CachedLayers, DraftCache
+from .parts.hydra_checkpoints import hydra
+from .parts.llama_layers import layer_like, own_layers
 from .parts.vocabulary import TokenConditioned, check_draft_vocabulary
 
 
@@ -75,12 +76,6 @@ class HydraConfig(DrafterConfig):
                 f"{self.dropout}; expected at least 1, at least 1, and a share below 1."
             )
         check_draft_vocabulary(self, self.output, self.draft_vocab_size)
-
-
-_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.((?:linear|res_connection)\.(?:weight|bias))")
-_OUTPUT = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)")
-_BORROWED = re.compile(r"input_embed_fn\.weight|.*\.embed_tokens\.weight|.*\.rotary_emb\..*")
-"""Names in a checkpoint of the authors; the last are the target's, or follow from its config."""
 
 
 class HydraState:
@@ -178,57 +173,13 @@ class Hydra(TokenConditioned):
 
     def _size_of_features(self) -> float:
         """Their root mean square over some text, so that a norm can leave them as they are."""
-        tap = FeatureTap(self.target, [FINAL])
         some = torch.arange(min(64, self.config.vocab_size), device=device_of(self.target))
-        self.target.get_decoder()(input_ids=some.unsqueeze(0), use_cache=False)
-        size = tap.take().float().square().mean().sqrt().item()
-        tap.close()
-        return size
+        features = capture(self.target, [FINAL], some.unsqueeze(0))
+        return features.float().square().mean().sqrt().item()
 
     @classmethod
-    def from_checkpoint(
-        cls, config: dict[str, Any], tensors: dict[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
-        """The authors' heads (github.com/zankner/Hydra), with or without the prefix.
-
-        Head i, from 0, has blocks `hydra_mlp.{i}.{j}` and an output layer `hydra_lm_head.{i}`; with
-        the prefix, every other place of both is a dropout's. There the blocks after a head's first
-        are one and the same under several names, of which a file may hold one alone; here they are
-        copies. The prefix is a whole one-layer model, with an embedding that nothing reads.
-        """
-        if not any(name.startswith("hydra_mlp.") for name in tensors):
-            return None
-        arch, offset = config.get("hydra_head_arch", "mlp"), config.get("hidden_state_offset", 0)
-        prefix = any(name.startswith("prefix_embeding_layer.") for name in tensors)
-        grounded = any(".res_connection." in name for name in tensors)
-        if arch not in ("mlp", "prefix-mlp") or not grounded or offset:
-            raise ArtifactError(
-                f"its hydra_head_arch is {arch!r}, grounded_heads {grounded} and "
-                f"hidden_state_offset {offset}; expected 'mlp' or 'prefix-mlp', True and 0."
-            )
-        found: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            if block := _BLOCK.fullmatch(name):
-                head, place, part = block.groups()
-                found[f"mlp.{head}.{int(place) // (2 if prefix else 1)}.{part}"] = tensor
-            elif output := _OUTPUT.fullmatch(name):
-                found[f"output.{output[1]}.{output[2]}"] = tensor
-            elif not _BORROWED.fullmatch(name):
-                found[name.replace("prefix_embeding_layer.", "prefix.")] = tensor
-        heads = sum(name.endswith(".res_connection.weight") for name in found)
-        layers = sum(
-            re.fullmatch(r"mlp\.0\.\d+\.linear\.weight", name) is not None for name in found
-        )
-        if layers == 2:
-            layers = max(layers, config.get("hydra_num_layers", layers))
-        for head, layer, part in product(range(heads), range(2, layers), ("weight", "bias")):
-            second = found.get(f"mlp.{head}.1.linear.{part}")
-            if second is not None:
-                found.setdefault(f"mlp.{head}.{layer}.linear.{part}", second)
-        known = {"heads": heads, "layers": layers, "prefix": prefix, "output": "own"}
-        if (output := found.get("output.0.weight")) is not None:
-            known |= {"vocab_size": output.shape[0], "hidden_size": output.shape[1]}
-        return known, found
+    def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
+        return hydra(config, tensors)
 
     @property
     def train_depths(self) -> int:

@@ -58,8 +58,7 @@ class LookupState:
     """The rows' text and this round's matches.
 
     Attributes:
-        most: a bound on any row's tokens, on the host.
-        told: the largest root position, where the loop tells it before a round.
+        longest: a bound on any row's tokens, the root's included, on the host.
         text: [B, P + S + 1] int64: P = max_match columns of -1, S slots, and one for padding.
         size: [B, 1] tokens of each row.
         source: [B, M] where each match ends; period: [B, M] how far before the text's end.
@@ -67,8 +66,7 @@ class LookupState:
             nodes grown so far; depth: [B, 1 + G] of those.
     """
 
-    most: int = 0
-    told: int | None = None
+    longest: int = 0
     text: Tensor = field(init=False)
     size: Tensor = field(init=False)
     source: Tensor = field(init=False)
@@ -82,7 +80,6 @@ class Lookup(Drafter):
 
     config_class = LookupConfig
     config: LookupConfig
-    trainable = False
     weightless = True
 
     @classmethod
@@ -105,13 +102,14 @@ class Lookup(Drafter):
         return LookupState()
 
     def reserve(self, state: LookupState, longest: int, room: int) -> None:
-        state.told = longest
-        self._reserve(state, longest + 1 + room)
+        state.longest = longest + 1
+        slots = self._slots(state)
+        if state.longest + room > slots or slots != in_steps(slots):
+            more = in_steps(max(state.longest + room, slots + slots // 2)) - slots
+            state.text = torch.nn.functional.pad(state.text, (0, more), value=-1)
 
     def prefill(self, state: LookupState, features: Tensor, tokens: Tensor, count: Tensor) -> None:
-        state.most, state.told = tokens.shape[1], None
-        before = self.config.max_match
-        state.text = torch.nn.functional.pad(tokens, (before, 1), value=-1)
+        state.text = torch.nn.functional.pad(tokens, (self.config.max_match, 1), value=-1)
         state.size = count.unsqueeze(1)
 
     def begin(self, state: LookupState, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
@@ -135,23 +133,14 @@ class Lookup(Drafter):
         return Step(ids=_ranked(self._after(state, depth + 1), agrees))
 
     def _append(self, state: LookupState, tokens: Tensor, count: Tensor) -> None:
-        added, before = tokens.shape[1], self.config.max_match
-        state.most = state.most + added if state.told is None else state.told + 1
-        state.told = None
-        slots = self._reserve(state, state.most)
-        step = torch.arange(added, device=tokens.device)
-        slot = torch.where(step < count.unsqueeze(1), state.size + step, slots)
-        state.text.scatter_(1, slot + before, tokens)
+        step = torch.arange(tokens.shape[1], device=tokens.device)
+        slot = torch.where(step < count.unsqueeze(1), state.size + step, self._slots(state))
+        state.text.scatter_(1, slot + self.config.max_match, tokens)
         state.size = state.size + count.unsqueeze(1)
 
-    def _reserve(self, state: LookupState, tokens: int) -> int:
-        """Make room for so many tokens a row; returns the slots there are."""
-        slots = state.text.shape[1] - self.config.max_match - 1
-        if tokens <= slots and slots == in_steps(slots):
-            return slots
-        room = in_steps(max(tokens, slots + slots // 2))
-        state.text = torch.nn.functional.pad(state.text, (0, room - slots), value=-1)
-        return room
+    def _slots(self, state: LookupState) -> int:
+        """S, the tokens of a row that there is room for."""
+        return state.text.shape[1] - self.config.max_match - 1
 
     def _match(self, state: LookupState) -> tuple[Tensor, Tensor]:
         """How many tokens before and at each position equal the text's last ones.
@@ -160,7 +149,7 @@ class Lookup(Drafter):
             [B, S], 0 at the text's end itself and after it; and the positions [S].
         """
         before = self.config.max_match
-        searched = in_steps(state.most)  # so shapes seldom change
+        searched = in_steps(state.longest)  # so shapes seldom change
         ends = torch.arange(searched, device=state.text.device)
         back = torch.arange(before, 0, -1, device=state.text.device)  # the suffix, in order
         suffix = state.text.gather(1, state.size + before - back)  # [B, P]

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from .checkpoint import Found
 from .core import ArtifactError, OptionError, output_layer
 from .drafter import DrafterConfig, Step, last_true
 from .parts.vocabulary import TrimmedVocabulary, check_draft_vocabulary
@@ -83,9 +84,7 @@ class Medusa(TrimmedVocabulary):
                 nn.init.zeros_(self.output)
 
     @classmethod
-    def from_checkpoint(
-        cls, config: dict[str, Any], tensors: dict[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         """The authors' heads (github.com/FasterDecoding/Medusa), alone or inside of their target.
 
         Head k, from 0, has the tensors `{k}.{l}.linear.weight` and `.bias` for its blocks l = 0 …

@@ -19,6 +19,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .checkpoint import Found
 from .core import ArtifactError, OptionError
 from .drafter import DrafterConfig, Step, last_true
 from .parts.vocabulary import TokenConditioned, check_draft_vocabulary
@@ -108,9 +109,7 @@ class ReDrafter(TokenConditioned):
                 nn.init.zeros_(module.bias)
 
     @classmethod
-    def from_checkpoint(
-        cls, config: dict[str, Any], tensors: dict[str, Tensor]
-    ) -> tuple[dict[str, Any], dict[str, Tensor]] | None:
+    def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         """The authors' drafters (github.com/apple/ml-recurrent-drafter), whose tensors bear the
         same names. The config's `exit_dim` and `num_draft_layers` may be unset: they are counted.
         """

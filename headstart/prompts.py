@@ -75,7 +75,8 @@ def encode(document: Any, speculator: Speculator, limit: int | None) -> Any:
     text, chat = document.text, bool(document.messages and tokenizer.chat_template)
     if chat:
         text = render_chat(tokenizer, document.messages)
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat).input_ids
+    # A prompt may be longer than the model's context: `limit` cuts it.
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, verbose=False).input_ids
     if ids.shape[1] == 0:
         raise UsageError(f"{document.id}: the prompt has no token in this model's vocabulary")
     return ids[:, :limit]

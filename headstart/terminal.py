@@ -28,6 +28,16 @@ def blank(text: str) -> str:
 
 @contextlib.contextmanager
 def quiet_stdout() -> Iterator[None]:
-    """Send what libraries print to stderr: stdout holds the result alone."""
+    """Send what libraries print to stderr, without the progress of loading weights.
+
+    Stdout holds the result alone; downloads still show their progress.
+    """
+    from huggingface_hub.utils import are_progress_bars_disabled, enable_progress_bars
+    from transformers.utils import logging
+
+    downloads = not are_progress_bars_disabled()
+    logging.disable_progress_bar()  # turns off that of downloads too
+    if downloads:
+        enable_progress_bars()
     with contextlib.redirect_stdout(sys.stderr):
         yield

@@ -5,25 +5,31 @@ if __name__ != "headstart.infer":
 
 from .loading import load
 from .loop import Decoding
-from .rules.registry import check_pair
+from .rules.registry import RULES
+from .rules.rule import Rule
 from .speculator import Speculator
 from .stats import Stats
 from .target import Target
-from .trees.dynamic import Beam, BestFirst, parse_tree
-from .trees.policies import Policy, StaticTree
+from .trees.beam import Beam
+from .trees.best_first import BestFirst
+from .trees.parse import parse_static, parse_tree
+from .trees.policy import Policy
+from .trees.static import StaticTree
 from .trees.union import Union
 
 __all__ = [
+    "RULES",
     "Beam",
     "BestFirst",
     "Decoding",
     "Policy",
+    "Rule",
     "Speculator",
     "StaticTree",
     "Stats",
     "Target",
     "Union",
-    "check_pair",
     "load",
+    "parse_static",
     "parse_tree",
 ]

@@ -31,7 +31,7 @@ from transformers import LogitsProcessor
 from headstart.heads import Drafter, Sampling
 from headstart.heads.core import SlabCache, in_steps
 
-from .trees.policies import Committed
+from .trees.policy import Committed
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Does work once and returns what repeats it."""

@@ -18,7 +18,7 @@ from headstart.heads.artifacts.source import DrafterSource
 
 from .speculator import Speculator
 from .trees.default import default_tree
-from .trees.policies import Policy
+from .trees.policy import Policy
 
 NamedDrafter = DrafterSource | str | Path
 

@@ -23,12 +23,14 @@ from headstart.heads.group import DrafterGroup, GroupMember
 from .graphs import Rounds, addresses, bucket, settings
 from .record import Record
 from .rows import Rows
-from .rules.matching import matching
-from .rules.registry import Rule
+from .rules.matching import GREEDY
+from .rules.rule import Rule
 from .rules.rule_api import Text, Verified, seen_in
 from .stats import Emitted, Stats
 from .target import Target
-from .trees.policies import Children, Committed, Expansion, Policy, StaticTree
+from .trees.children import Children, Expansion
+from .trees.policy import Committed, Policy
+from .trees.static import StaticTree
 
 _ROOT_ONLY = StaticTree([])
 
@@ -94,7 +96,7 @@ class Decoding:
         policy: Policy,
         sampling: Sampling,
         *,
-        rule: Rule = matching,
+        rule: Rule = GREEDY,
         expansion: Expansion = "topk",
         eos: Sequence[int] = (),
         criteria: StoppingCriteriaList | None = None,
@@ -284,7 +286,7 @@ class Decoding:
         """
         scores = None if self.record is None else []
         verified = Verified(tree, logits, self.sampling, self.lengths, self.text, scores)
-        accepted = self.rule(verified)
+        accepted = self.rule.accept(verified)
         if not self.policy.in_place and tree.nodes > 1:
             self.target.commit(accepted.path)
         self._noted = (accepted.path, scores[0], logits) if scores else None

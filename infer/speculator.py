@@ -30,12 +30,13 @@ from .graphs import Rounds
 from .loop import Decoding
 from .record import Record
 from .request import Ending, check_config, check_processors, read_inputs
-from .rules.registry import RULES, check_pair, check_rule, check_sampling
+from .rules.registry import choose_rule, find_rule
 from .stats import Emitted, Stats
 from .target import Target
+from .trees.children import Expansion
 from .trees.default import default_tree
-from .trees.dynamic import parse_tree
-from .trees.policies import Expansion, Policy
+from .trees.parse import parse_tree
+from .trees.policy import Policy
 
 
 class Speculator:
@@ -88,10 +89,10 @@ class Speculator:
             drafter.bind(target)
         self.drafter, self.rule, self.tokenizer = drafter, rule, tokenizer
         self.tree = default_tree(members(drafter)) if tree is None else parse_tree(tree)
-        sampled = "coupled" if rule is None else rule
-        self.expansion: Expansion = check_pair(expansion, sampled)
-        check_rule(sampled, self.tree)
-        self.tree.check(drafter, self._expansion(sampled))
+        record = find_rule(rule)
+        self.expansion: Expansion = record.check_expansion(expansion)
+        record.check_tree(self.tree)
+        self.tree.check(drafter, self.expansion)
         layers = () if drafter is None else tuple(drafter.config.feature_layers)
         self.target = Target(target, layers, attention, compile)
         self.stats = Stats()
@@ -217,8 +218,8 @@ class Speculator:
         check_processors(sampling.processors or LogitsProcessorList(), batch, width)
         if streamer is not None and batch > 1:
             raise OptionError(f"a streamer takes one row, found {batch}; stream one prompt a call.")
-        rule = self._rule(sampling)
-        check_sampling(rule, sampling)
+        rule = choose_rule(self.rule, bool(config.do_sample))
+        rule.check_sampling(sampling)
         wanted = [bool(config.output_scores), bool(config.output_logits)]
         record = Record(*wanted) if config.return_dict_in_generate and any(wanted) else None
         decoding = Decoding(
@@ -226,8 +227,8 @@ class Speculator:
             self.drafter,
             self.tree,
             sampling,
-            rule=RULES[rule],
-            expansion=self._expansion(rule),
+            rule=rule,
+            expansion=self.expansion if rule.samples else rule.children,
             eos=ending.eos,
             criteria=ending.others,
             pad=_pad(config, ending.eos),
@@ -270,20 +271,6 @@ class Speculator:
                 f"found {len(seed)} seeds for {batch} rows; give one seed, or one per row."
             )
         return Sampling(row_seeds(seed, batch, input_ids.device), kept)
-
-    def _expansion(self, rule: str) -> Expansion:
-        return "topk" if rule == "greedy" else self.expansion
-
-    def _rule(self, sampling: Sampling) -> str:
-        natural = "greedy" if sampling.seeds is None else "coupled"
-        rule = self.rule or natural
-        if (rule == "greedy") != (natural == "greedy"):
-            if natural == "greedy":
-                return "greedy"  # without sampling, match and coupled have no noise and are greedy
-            raise OptionError(
-                "rule 'greedy' with do_sample=True; drop the rule, or set do_sample=False."
-            )
-        return rule
 
 
 def run(decoding: Decoding, ids: Tensor, mask: Tensor, new_tokens: int) -> Iterator[Emitted]:

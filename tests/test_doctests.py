@@ -12,7 +12,10 @@ import pytest
 from tests.support.modules import module_names
 
 MODULES = [name for name in module_names() if not name.endswith("__main__")]
-NEEDS = {"headstart.heads.core.kernels": "triton"}  # comes with torch where there is CUDA
+NEEDS = {
+    f"headstart.heads.core.{name}": "triton"  # comes with torch where there is CUDA
+    for name in ("attention_kernel", "move_kernel")
+}
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -13,6 +13,6 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what a recipe describes: `RECIPE [a.b=value …] [--fresh]`; returns the exit status."""
-    from .pipeline import main as run
+    from .command import main as run
 
     return run(argv)

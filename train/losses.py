@@ -1,7 +1,7 @@
 """What drafters minimise: hard labels or the target's distribution, at every depth.
 
-All families share these functions; what a drafter must answer is `Drafter.draft_hidden_states` and
-`Drafter.draft_logits`. Tensors as wide as the vocabulary exist for one chunk of positions at once.
+All families share these functions; what a drafter must answer is the contract of
+`TrainableDrafter`. Tensors as wide as the vocabulary exist for one chunk of positions at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from headstart.heads import FINAL, Drafter, OptionError
-from headstart.heads.core import FeatureTap, output_layer
+from headstart.heads import TrainableDrafter
+from headstart.heads.core import OutputLayer
 
 IGNORED = -100
 """The label of a position that teaches nothing."""
@@ -136,8 +136,9 @@ class Teacher:
     """
 
     def __init__(self, target: PreTrainedModel, vocabulary: Tensor | None = None):
-        self.layer, self.vocabulary = output_layer(target), vocabulary
-        self.finish = _finish(target)
+        self.output = OutputLayer(target, vocabulary)
+        self.layer = self.output.layer
+        _ = self.output.finish  # found now, while the target is as it is
 
     @torch.no_grad()
     def __call__(self, features: Tensor) -> Tensor:
@@ -147,14 +148,11 @@ class Teacher:
     def read(self, layer: nn.Module, features: Tensor) -> Tensor:
         """The same with another output layer, and a gradient."""
         with torch.autocast(features.device.type, enabled=False):
-            logits = self.finish(layer(features))  # [M, V]
-            if self.vocabulary is not None:
-                logits = logits.index_select(1, self.vocabulary)
-            return logits.float().log_softmax(-1)
+            return self.output(features, layer).float().log_softmax(-1)
 
 
 def draft_loss(
-    drafter: Drafter,
+    drafter: TrainableDrafter,
     features: Tensor,
     tokens: Tensor,
     labels: Tensor,
@@ -324,32 +322,3 @@ def hard_loss(device: str) -> Callable[[Tensor, Tensor], Tensor]:
         return partial(fused, ignore_index=IGNORED, reduction="sum")
     entropy = partial(functional.cross_entropy, ignore_index=IGNORED, reduction="sum")
     return lambda logits, labels: entropy(logits.float(), labels)
-
-
-@torch.no_grad()
-def _finish(target: PreTrainedModel) -> Callable[[Tensor], Tensor]:
-    """What a target does to its output layer's logits: nothing, a factor, or a soft cap.
-
-    Found by trying, since the names in configs do not mean the same in every model.
-    """
-    config = target.config.get_text_config(decoder=True)
-    tap = FeatureTap(target, [FINAL])
-    ids = torch.arange(8, device=target.device).unsqueeze(0) % config.vocab_size
-    expected = target(input_ids=ids, use_cache=False).logits.float()
-    raw = output_layer(target)(tap.take())
-    tap.close()
-    tries: list[Callable[[Tensor], Tensor]] = [lambda logits: logits]
-    for name in ("logit_scale", "logits_scaling"):
-        if factor := getattr(config, name, None):
-            tries += [lambda logits, f=factor: logits * f, lambda logits, f=factor: logits / f]
-    for name in ("final_logit_softcapping", "logits_soft_cap"):
-        if cap := getattr(config, name, None):
-            tries.append(lambda logits, cap=cap: torch.tanh(logits / cap) * cap)
-    close = 1e-4 if raw.dtype in (torch.float32, torch.float64) else 3e-2
-    for finish in tries:
-        if (finish(raw).float() - expected).abs().amax() <= close * expected.abs().amax():
-            return finish
-    raise OptionError(
-        f"{config.model_type} changes its output layer's logits in a way that train.loss does not "
-        "know; expected none, a factor or a soft cap: use train.loss=cross_entropy."
-    )

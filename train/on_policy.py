@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import TrainingArguments
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from headstart.heads import Drafter, OptionError, family
+from headstart.heads import OptionError, TrainableDrafter, family
 from headstart.heads.core import output_layer, row_seeds
 from headstart.infer import Speculator
 
@@ -67,7 +67,7 @@ class StudentText:
     def __init__(
         self,
         spec: OnPolicy,
-        drafter: Drafter,
+        drafter: TrainableDrafter,
         rows: Rows,
         distill: Distill,
         args: TrainingArguments,

@@ -1,10 +1,11 @@
 """The stage store: every stage of a run writes one folder and is finished when its record exists.
 
-`stage.json` is written last and atomically, so a run killed anywhere leaves each stage either
-finished or absent. The record holds a fingerprint of the stage's settings and of the very results
-it reads; a stage whose fingerprint still matches is reused, all others are redone. Results bounded
-by time differ from run to run, so each result has an id of its own, and redoing one stage redoes
-every stage that reads it.
+`stage.json` is written last and atomically, and holds the sha256 of every file of the stage, so a
+run killed anywhere leaves each stage either finished or unfinished, and a stage that was damaged or
+copied in part is found out. The record also holds a fingerprint of the stage's settings and of the
+results it reads; a stage whose fingerprint still matches is reused, all others are run again.
+Results bounded by time differ from run to run, so each result has an id of its own, and running one
+stage again does so with every stage that reads it.
 """
 
 from __future__ import annotations
@@ -20,13 +21,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headstart.heads.artifacts.manifest import library_versions
+from headstart.heads.artifacts.manifest import library_versions, sha256
 from headstart.heads.core.files import write_atomically
+
+from .processes import from_process_0, is_process_0, wait_for_all
 
 logger = logging.getLogger(__name__)
 
 RECORD = "stage.json"
 _BEGUN = "begun"  # in the folder of a resumable stage: the fingerprint it was begun with
+_NOT_RESULTS = {RECORD, _BEGUN, "README.md"}  # a model card may be edited
+
+Work = Callable[[Path], dict[str, Any] | None]
 
 
 @dataclass(frozen=True)
@@ -47,22 +53,29 @@ class Stage:
 
 @dataclass
 class StageStore:
-    """The stages of one run, in `root`.
+    """The stages of one run, in `root`. Process 0 owns the folders; all processes make all calls.
 
     ```python
     store = StageStore(Path("runs/quickstart"))
     corpus = store.run("corpus", {"source": "stdlib"}, write_corpus)
     target = store.run("target", {"layers": 12}, train, reads=[corpus])
     ```
+
+    Attributes:
+        root: the folder that holds the stages' folders.
+        fresh: remove the stages that are there.
+        other: another run's root, whose stages serve where `run` is told that they may.
+        finished: the stages so far, by name.
     """
 
     root: Path
     fresh: bool = False
+    other: Path | None = None
     finished: dict[str, Stage] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Only folders that are stages of ours: `root` is a path that a user chose.
-        for folder in list(self.root.glob("*/")) if self.fresh else []:
+        for folder in list(self.root.glob("*/")) if self.fresh and is_process_0() else []:
             if (folder / RECORD).exists() or (folder / _BEGUN).exists():
                 _remove(folder)
 
@@ -70,48 +83,49 @@ class StageStore:
         self,
         name: str,
         settings: Mapping[str, Any],
-        work: Callable[[Path], dict[str, Any] | None],
+        work: Work,
         reads: Sequence[Stage] = (),
         resumable: bool = False,
+        shared: bool = False,
     ) -> Stage:
         """Return the stage, doing `work(folder)` only where no finished stage matches.
 
-        settings: JSON values that decide the result; what is not in them does not redo a stage.
-        work: fills the folder, and returns what is worth recording (JSON), or None.
-        reads: the stages this one depends on; if one of them is redone, so is this.
-        resumable: keep an unfinished folder's files when they were begun with the same
-            fingerprint, so that the work can go on where it was killed.
+        Args:
+            settings: JSON values that decide the result; anything else does not run it again.
+            work: fills the folder; what it returns on process 0 (JSON, or None) is recorded.
+            reads: the stages this one depends on; if one of them is run again, so is this.
+            resumable: every process does the work, and an unfinished folder's files are kept when
+                they were begun with the same fingerprint. Else process 0 works in an empty folder.
+            shared: the stage may be that of `other`.
         """
-        folder = self.root / name
         fingerprint = chain(settings, reads)
-        record = _read(folder / RECORD)
-        if record is not None and record.get("fingerprint") == fingerprint:
-            stage = Stage(name, folder, record["id"], record["seconds"], record["info"], True)
-            logger.info("stage %s: reused, %s (%.1f s when it ran)", name, folder, stage.seconds)
-        else:
-            _clear(folder, fingerprint, keep=resumable)
+        folder, stage = self.root / name, None
+        if is_process_0():
+            if shared:
+                folder = self._shared_root(name, fingerprint, reads) / name
+            stage = _find(folder, fingerprint)
+            if stage is None:
+                _clear(folder, fingerprint, keep=resumable)
+        folder, stage = from_process_0((folder, stage))
+        if stage is None:
             started = time.perf_counter()
-            info = work(folder) or {}
-            seconds = time.perf_counter() - started
-            record = {
-                "name": name,
-                "id": os.urandom(16).hex(),
-                "fingerprint": fingerprint,
-                "settings": dict(settings),
-                "reads": {stage.name: stage.id for stage in reads},
-                "seconds": round(seconds, 3),
-                "info": info,
-                "versions": library_versions(),
-            }
-            write_atomically(folder / RECORD, _json(record, indent=2).encode())
-            stage = Stage(name, folder, record["id"], record["seconds"], info, False)
+            info = (work(folder) or {}) if resumable or is_process_0() else {}
+            seconds = round(time.perf_counter() - started, 3)
+            wait_for_all()
+            stage = Stage(name, folder, os.urandom(16).hex(), seconds, info, reused=False)
+            if is_process_0():
+                _record(stage, settings, reads, fingerprint)
+            stage = from_process_0(stage)
         self.finished[name] = stage
         return stage
 
-    def keeps(self, name: str, settings: Mapping[str, Any], reads: Sequence[Stage] = ()) -> bool:
-        """Whether `run` would overwrite nothing: the stage is unfinished, or would be reused."""
-        record = _read(self.root / name / RECORD)
-        return record is None or record.get("fingerprint") == chain(settings, reads)
+    def _shared_root(self, name: str, fingerprint: str, reads: Sequence[Stage]) -> Path:
+        """`other` where it holds all that the stage reads and, if finished, this very stage."""
+        if self.other is None or any(stage.folder.parent != self.other for stage in reads):
+            return self.root
+        record = _read(self.other / name / RECORD)
+        same = record is None or record.get("fingerprint") == fingerprint
+        return self.other if same else self.root
 
     def seconds(self) -> dict[str, float]:
         """Seconds each stage of this run took when it really ran."""
@@ -122,6 +136,50 @@ def chain(settings: Mapping[str, Any], reads: Sequence[Stage] = ()) -> str:
     """A stage's fingerprint: sha256 over its settings and the ids of the results it reads."""
     parts = [dict(settings), {stage.name: stage.id for stage in reads}]
     return hashlib.sha256(_json(parts, sort_keys=True).encode()).hexdigest()
+
+
+def _find(folder: Path, fingerprint: str) -> Stage | None:
+    """The finished stage in a folder; None where it has another fingerprint, or is damaged."""
+    record = _read(folder / RECORD)
+    if record is None or record.get("fingerprint") != fingerprint:
+        return None
+    stage = Stage(folder.name, folder, record["id"], record["seconds"], record["info"], True)
+    known = record.get("files", {})  # records once had none
+    found = _checksums(folder)
+    if damaged := [name for name in known if found.get(name) != known[name]]:
+        logger.warning(
+            "stage %s: %s is missing or was changed; the stage is run again", stage.name, damaged[0]
+        )
+        return None
+    logger.info("stage %s: reused, %s (%.1f s when it ran)", stage.name, folder, stage.seconds)
+    return stage
+
+
+def _record(
+    stage: Stage, settings: Mapping[str, Any], reads: Sequence[Stage], fingerprint: str
+) -> None:
+    record = {
+        "name": stage.name,
+        "id": stage.id,
+        "fingerprint": fingerprint,
+        "settings": dict(settings),
+        "reads": {stage.name: stage.id for stage in reads},
+        "seconds": stage.seconds,
+        "info": stage.info,
+        "versions": library_versions(),
+        "files": _checksums(stage.folder),
+    }
+    write_atomically(stage.folder / RECORD, _json(record, indent=2).encode())
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    """The sha256 of each file of a stage, by its path in the folder."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {
+        path.relative_to(folder).as_posix(): sha256(path)
+        for path in files
+        if path.name not in _NOT_RESULTS
+    }
 
 
 def _clear(folder: Path, fingerprint: str, keep: bool) -> None:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel, Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from headstart.heads import FINAL, Drafter, OptionError
+from headstart.heads import FINAL, Drafter, OptionError, TrainableDrafter
 from headstart.heads.core import FeatureTap, output_layer
 from headstart.heads.core.files import write_atomically
 
@@ -109,13 +109,13 @@ class DraftedTarget(nn.Module):
     def __init__(
         self,
         target: PreTrainedModel,
-        drafter: Drafter,
+        drafter: TrainableDrafter,
         head_decay: float,
         loss: str = "cross_entropy",
         feature_weight: float = 0.0,
     ):
         super().__init__()
-        if not drafter.train_depths:
+        if not drafter.trainable:
             raise OptionError(
                 f"{type(drafter).__name__} has nothing to train; decode with it as it is."
             )

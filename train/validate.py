@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads import Drafter
-from headstart.infer import Speculator, StaticTree, Stats
+from headstart.infer import RULES, Speculator, StaticTree, Stats, parse_static
 from headstart.infer.measure.ranks import Written, best_tree, measure_ranks, write_texts
+from headstart.infer.trees.parse import sparse_nodes
 
 from .data.corpus import Document
 from .data.distill import Windows
@@ -113,7 +114,7 @@ def measure_tau(
     stats = Stats(tree.max_depth)
     for batch in torch.stack(list(prompts)).to(target.device).split(_BATCH):
         sampling: dict[str, Any] = {"do_sample": False}
-        if rule != "greedy":  # plain sampling: generate's default top-k of 50 is not asked for
+        if RULES[rule].samples:  # plain sampling: generate's default top-k of 50 is not asked for
             sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": seed}
         speculator.generate(
             batch,
@@ -135,8 +136,8 @@ class Validation:
     Args:
         prompts: [P] each, of equal length.
         new_tokens: tokens written after each.
-        tree: what `StaticTree.parse` reads, or `sparse:N`: the best tree of N nodes, the root
-            counted, for the drafter at hand on these prompts (see `best_tree`).
+        tree: what `parse_static` reads, or `sparse:N` for the drafter at hand on these prompts, see
+            `sparse_nodes`.
         rule: `greedy`, `match` or `coupled`.
     """
 
@@ -149,8 +150,8 @@ class Validation:
         rule: str,
     ):
         self.target, self.prompts, self.new_tokens, self.rule = target, prompts, new_tokens, rule
-        self.sparse = _sparse_nodes(tree)
-        self.tree = StaticTree([]) if self.sparse else StaticTree.parse(tree)
+        self.sparse = sparse_nodes(tree)
+        self.tree = StaticTree([]) if self.sparse else parse_static(tree)
         self._texts: list[Written] | None = None
 
     def __call__(self, drafter: Drafter) -> dict[str, Any]:
@@ -167,15 +168,3 @@ class Validation:
         if self._texts is None or drafter.adapter is not None:
             self._texts = write_texts(self.target, drafter, self.prompts, self.new_tokens)
         return measure_ranks(drafter, self._texts)
-
-
-def _sparse_nodes(tree: str | Sequence[Sequence[int]]) -> int | None:
-    """N of `sparse:N`, None for any other tree."""
-    if not isinstance(tree, str) or not tree.startswith("sparse:"):
-        return None
-    argument = tree.partition(":")[2]
-    if not argument.isdigit() or int(argument) < 2:
-        raise ValidationError(
-            f"decode.tree is {tree!r}; expected sparse:N with N nodes, at least 2 with the root."
-        )
-    return int(argument)

@@ -26,7 +26,7 @@ from headstart.infer.measure.costs import Costs, decode_times, measure_costs, ve
 from headstart.infer.measure.ranks import decode_greedily, write_texts
 from headstart.infer.speculator import Speculator
 from headstart.infer.trees.optimal import OptimalTrees
-from headstart.infer.trees.policies import StaticTree
+from headstart.infer.trees.static import StaticTree
 
 from .bandwidth import copy_bandwidth
 from .round_profile import profile_rounds
@@ -154,7 +154,7 @@ def round_costs(
         parts, cache = profile_rounds(ours[name], ids, new_tokens)
         found[name] = {
             "paths": [list(path) for path in tree.paths],
-            "tree": str(tree),
+            "tree": tree.label,
             "nodes": tree.nodes,
             "round_ms": taken[name],
             "parts": parts,

@@ -67,7 +67,7 @@ def acceptance(job: Job, entries: Entries) -> None:
         again = replay(ranks, pair.tree.paths)
         return {
             "trained": pair.id,
-            "tree": str(pair.tree),
+            "tree": pair.tree.label,
             "paths": [list(path) for path in pair.tree.paths],
             "tau": sum(map(sum, counts)) / max(sum(map(len, counts)), 1),
             "counts": counts,
@@ -96,7 +96,7 @@ def identity(job: Job, entries: Entries) -> None:
             "tokens": found.tokens,
             "divergences": len(found.divergences),
             "near_ties": ties,
-            "tree": str(pair.tree),
+            "tree": pair.tree.label,
         }
 
     for name in job.families:

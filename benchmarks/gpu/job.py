@@ -88,7 +88,7 @@ def make_job(
     Raises:
         UsageError: an unknown part or family, or a GPU that is not there.
     """
-    from headstart.heads.drafter import FAMILIES
+    from headstart.heads import FAMILIES
 
     chosen = _known("--part", parts, PARTS)
     if device == "cpu":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from headstart.heads import Drafter, DrafterConfig, family
+from headstart.heads import FAMILIES, Drafter, DrafterConfig, family
 
 
 @dataclass(frozen=True)
@@ -35,16 +35,6 @@ SHAPES = {
     "8b": Shape(4096, 32, 32, 8, 14_336, 128_256),  # Llama 3.1 8B
     "toy": Shape(64, 2, 4, 2, 128, 512),
 }
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "medusa": {"heads": 5, "output": "shared"},
-    "medusa2": {"heads": 5, "output": "shared"},
-    "redrafter": {"output": "trimmed", "draft_vocab_size": 32_000},
-    "hydra": {"layers": 4, "prefix": True, "output": "trimmed", "draft_vocab_size": 32_000},
-    "eagle3": {"output": "trimmed", "draft_vocab_size": 32_000},
-    "draft_model": {"layers": 1},
-}
-"""How a family's drafter is shaped beside a random target; any other has its config's defaults."""
 
 _POSITIONS = 1 << 17
 
@@ -77,7 +67,7 @@ def random_drafter(name: str, target: PreTrainedModel) -> Drafter:
     """
     kind = family(name)
     assert kind.config_class is not None and issubclass(kind.config_class, DrafterConfig)
-    options = dict(OPTIONS.get(name, {}))
+    options = dict(FAMILIES[name].large)
     if "draft_vocab_size" in options:
         most = target.config.get_text_config(decoder=True).vocab_size // 4
         options["draft_vocab_size"] = min(options["draft_vocab_size"], most)

@@ -7,7 +7,7 @@ from pathlib import Path
 from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError
-from ..drafter import FAMILIES, family
+from ..families import FAMILIES, family
 from ..parts.adapter import ADAPTER_WEIGHTS
 from .files import CONFIG, MANIFEST, PICKLE, WEIGHTS, pickled, read_json
 from .manifest import Manifest, fingerprint, sha256, tokenizer_hash

@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError
+from .card import model_card
 from .loading import load_drafter
 from .manifest import Manifest, fingerprint, tokenizer_hash
 from .saving import save_drafter
@@ -61,25 +62,14 @@ def convert(
 
 
 def _card(manifest: Manifest) -> str:
-    return f"""---
-library_name: headstart
-tags: [speculative-decoding, {manifest.family}]
----
+    body = f"""The output is the
+target's own. The weights are those of `{manifest.origin}`, in headstart's layout: its authors,
+training and licence are described there.
 
-# A {manifest.family} drafter for `{manifest.target}`, made from `{manifest.origin}`
-
-It drafts several tokens a round, which the target verifies in one forward; the output is the
-target's own. The weights are those of `{manifest.origin}`, in headstart's layout: whose work they
-are, how they were trained and under which licence is said there.
-
-**Nothing was measured** when it was made: `headstart plan` and `headstart bench` do that.
-
-```python
-import headstart
-
-speculator = headstart.load({manifest.target!r}, "PATH OF THIS FOLDER")
-```
-
-Loading checks that the target is the one it was converted for (fingerprint
-`{manifest.target_fingerprint[:12]}`). That it was trained for that one, only its shapes say.
-"""
+**Nothing was measured** when it was converted: `headstart plan` and `headstart bench` do that."""
+    return model_card(
+        manifest,
+        f"A {manifest.family} drafter for `{manifest.target}`, made from `{manifest.origin}`",
+        body,
+        "Whether it was trained for this target was judged by its shapes alone.",
+    )

@@ -20,7 +20,8 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError
-from ..drafter import FAMILIES, Drafter, DrafterConfig, family
+from ..drafter import Drafter, DrafterConfig
+from ..families import FAMILIES, family
 from .checkpoint_weights import HEADS_INSIDE, read_tensors, weights_files
 from .files import CONFIG, HEADS, PICKLE, WEIGHTS, read_json
 from .language_models import load_language_model

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError
-from ..drafter import FAMILIES, Drafter, family
+from ..draft_model import DraftModel
 from .manifest import tokenizer_hash
 from .source import DrafterSource
 
@@ -18,7 +18,7 @@ def load_language_model(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     options: dict[str, Any],
-) -> Drafter:
+) -> DraftModel:
     """Load a causal language model, any but headstart's own, as the draft model of a target.
 
     Args:
@@ -49,9 +49,8 @@ def load_language_model(
             f"{source} has another tokenizer than the target ({len(own)} tokens, expected those of "
             f"the target's {len(expected)}); use a smaller model of the target's own family."
         )
-    kind = next(family(name) for name in FAMILIES if family(name).saved_as_language_model)
     try:
-        return kind.from_pretrained(source.folder, use_safetensors=True, **options)
+        return DraftModel.from_pretrained(source.folder, use_safetensors=True, **options)
     except torch.OutOfMemoryError:
         raise
     except (OSError, RuntimeError, ValueError) as error:

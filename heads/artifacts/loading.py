@@ -11,7 +11,8 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError, device_of, output_layer
-from ..drafter import Drafter, family
+from ..drafter import Drafter
+from ..families import family
 from ..parts.adapter import Adapter
 from .checks import check_files, check_target
 from .files import CONFIG, WEIGHTS

@@ -49,7 +49,7 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
             _remove(old, new) if folder.exists() else old.rename(folder)
         shutil.rmtree(new, ignore_errors=True)
         new.mkdir(parents=True)
-        _write(drafter, new, manifest, card)
+        write_artifact(drafter, new, manifest, card)
         # Few systems swap two folders in one step. Between these renames there is only the old
         # one under its other name, where `DrafterSource` finds it.
         if folder.exists():
@@ -70,7 +70,8 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
     return folder
 
 
-def _write(drafter: Drafter, folder: Path, manifest: Manifest, card: str) -> None:
+def write_artifact(drafter: Drafter, folder: Path, manifest: Manifest, card: str) -> None:
+    """Write an artifact's files into an existing folder; see `save_drafter`."""
     drafter.save_pretrained(folder)
     manifest = replace(manifest, weights_sha256=sha256(folder / WEIGHTS))
     if drafter.adapter is not None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from ..core import ArtifactError
-from ..drafter import FAMILIES, family
+from ..families import FAMILIES, family
 from .files import (
     CONFIG,
     MANIFEST,

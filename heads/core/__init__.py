@@ -1,23 +1,20 @@
 """What drafters and runtime share: the token tree, the slab cache, one tree forward, sampling."""
 
-from .cache import LayerShape, SlabCache, in_steps, probe_layers
+from .cache import SlabCache, in_steps
 from .errors import ArtifactError, DecodingError, HeadstartError, OptionError, UnsupportedTarget
-from .forward import (
-    FINAL,
-    AttentionWindows,
-    FeatureTap,
-    PositionLimit,
-    causal_run,
-    output_layer,
-    prefill_forward,
-    tree_forward,
-    tree_mask,
-    tree_run,
-)
+from .features import FINAL, FeatureTap, capture, decoder_layers
+from .forward import causal_run, prefill_forward, tree_forward, tree_run
+from .layer_shapes import LayerShape, probe_layers
+from .masks import tree_mask
+from .noise import Stream, gumbel, place, row_seeds, uniform
 from .offload import device_of, keep_resident, offloaded, streamed_from, weight_of
+from .output import OutputLayer, output_layer
 from .probe import ATTENTION, check_tree, choose_attention
-from .sampling import STATEFUL, Sampling, Stream, argmax, draw, gumbel, place, row_seeds, uniform
-from .tree import TokenTree, Topology, ancestor_mask, parents_of_paths
+from .processors import STATEFUL
+from .sampling import Sampling, argmax, draw
+from .topology import Topology, ancestor_mask
+from .tree import TokenTree, parents_of_paths
+from .windows import AttentionWindows, PositionLimit
 
 __all__ = [
     "ATTENTION",
@@ -30,6 +27,7 @@ __all__ = [
     "HeadstartError",
     "LayerShape",
     "OptionError",
+    "OutputLayer",
     "PositionLimit",
     "Sampling",
     "SlabCache",
@@ -39,9 +37,11 @@ __all__ = [
     "UnsupportedTarget",
     "ancestor_mask",
     "argmax",
+    "capture",
     "causal_run",
     "check_tree",
     "choose_attention",
+    "decoder_layers",
     "device_of",
     "draw",
     "gumbel",

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .attention import no_kernel
-from .cache import LayerShape, SlabCache
+from .cache import SlabCache
 from .errors import OptionError, UnsupportedTarget
-from .forward import AttentionWindows, tree_forward
+from .forward import tree_forward
+from .layer_shapes import LayerShape
 from .offload import device_of
-from .tree import Topology
+from .topology import Topology
+from .triton_support import no_kernel
+from .windows import AttentionWindows
 
 _PARENTS = [
     [-1, *[0] * 12, 12, 12, 13],  # twelve siblings, and three nodes under the last
@@ -48,7 +50,7 @@ def choose_attention(
 
     Args:
         attention: `masked`, the model's own attention with an additive mask; `tree`, tree
-            attention, see `attention.py`; `auto`, the latter where it has its kernel and passes
+            attention, see `tree_attention`; `auto`, the latter where it has its kernel and passes
             the trial, else the former, with the reason in the log.
         cacheless: whether the model shall be given no cache, to be compiled; `tree` then.
 

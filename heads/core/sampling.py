@@ -1,110 +1,23 @@
-"""From logits to distributions and draws, the same for target and drafter.
-
-Randomness is a counter, never a generator: the noise of a token depends only on (row seed, absolute
-position, token id), so a row decodes alike alone, in any batch, and with any tree.
-"""
+"""From logits to scores, distributions and tokens, the same for target and drafter."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers import (
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    InfNanRemoveLogitsProcessor,
     LogitNormalization,
     LogitsProcessor,
     LogitsProcessorList,
-    MinPLogitsWarper,
     PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
-    SuppressTokensLogitsProcessor,
-    SynthIDTextWatermarkLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopHLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-    TypicalLogitsWarper,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
 
-WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-"""The processors that a drafter's proposals follow too: functions of one row of logits alone."""
-
-ROWWISE = (
-    *WARPERS,
-    TypicalLogitsWarper,
-    EpsilonLogitsWarper,
-    EtaLogitsWarper,
-    TopHLogitsWarper,
-    SuppressTokensLogitsProcessor,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-)
-"""All processors of transformers that are functions of one row of logits alone."""
-
-STATEFUL = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-"""Processors that count on one call for each token of the text, in order, for the whole batch."""
-
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, the increment of splitmix64
-_MIX = (-4658895280553007687, -7723592293110705685)  # its two multipliers
-
-
-def _splitmix(state: Tensor) -> Tensor:
-    """The finalizer of splitmix64 (Steele, Lea and Flood 2014) on int64, whose product wraps."""
-    for shift, multiplier in zip((30, 27), _MIX, strict=True):
-        state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
-    return state ^ ((state >> 31) & ((1 << 33) - 1))
-
-
-def row_seeds(seed: int | Sequence[int], batch: int, device: torch.device | str = "cpu") -> Tensor:
-    """One seed per row, [B] int64: a list is taken as it is, an int is spread over the rows.
-
-    >>> row_seeds([3, 4], 2).tolist()
-    [3, 4]
-    """
-    if isinstance(seed, int):
-        rows = torch.arange(batch, device=device, dtype=torch.int64)
-        return _splitmix((seed & (2**62 - 1)) + rows * _GOLDEN)
-    return torch.tensor(list(seed), dtype=torch.int64, device=device)
-
-
-class Stream(IntEnum):
-    """Which draw a number is for; streams share no number."""
-
-    TARGET = 0  # the target's own choice of a token, shared with the drafter by `coupled`
-    CHILDREN = 1  # the drafter's independent draws of a node's children
-    VERDICTS = 2  # accepting a node, and the token drawn at the end of a round
-
-
-def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Uniforms in (0, 1), float64, keyed by (seed, position, token).
-
-    Args:
-        seeds: [B] int64.
-        positions: [B, M] int64, the absolute position that the draw decides.
-        tokens: [V] int64, token ids.
-
-    Returns:
-        [B, M, V] float64.
-    """
-    row = _splitmix(seeds.unsqueeze(1) + _splitmix(positions + 1) * _GOLDEN)  # [B, M]
-    bits = _splitmix(row.unsqueeze(-1) + (tokens + 1) * _GOLDEN)  # [B, M, V]
-    # 52 bits and a half: the largest value stays below 1 after rounding, so the noise stays finite.
-    return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
-
-
-def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise, float64 [B, M, V]; arguments as for `uniform`.
-
-    The argmax of log p + noise is a draw from p (Gumbel 1954; Maddison et al. 2014).
-    """
-    return -torch.log(-torch.log(uniform(seeds, positions, tokens)))
+from .noise import Stream, gumbel, in_stream, uniform
+from .processors import ROWWISE, STATEFUL, WARPERS, OnlyRows, penalise
 
 
 @dataclass(frozen=True)
@@ -205,7 +118,7 @@ class Sampling:
         processors = self.processors
         if rows is not None:
             processors = LogitsProcessorList(
-                _Asking(item, rows) if isinstance(item, PrefixConstrainedLogitsProcessor) else item
+                OnlyRows(item, rows) if isinstance(item, PrefixConstrainedLogitsProcessor) else item
                 for item in processors
             )
         return processors(prefix, scores)  # type: ignore[arg-type]
@@ -237,36 +150,13 @@ class Sampling:
         assert self.seeds is not None
         if tokens is None:
             tokens = torch.arange(scores.shape[-1], device=scores.device)
-        return scores.double() + gumbel(self.seeds, positions, _in_stream(tokens, stream))
+        return scores.double() + gumbel(self.seeds, positions, in_stream(tokens, stream))
 
     def uniforms(self, positions: Tensor, draws: int, stream: Stream) -> Tensor:
         """`draws` uniforms in (0, 1) for each of the positions: [B, M] -> [B, M, draws] float64."""
         assert self.seeds is not None
         numbers = torch.arange(draws, device=positions.device)
-        return uniform(self.seeds, positions, _in_stream(numbers, stream))
-
-
-def penalise(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """What the repetition penalty (Keskar et al. 2019, arXiv 1909.05858) makes of scores.
-
-    Args:
-        scores: [..., V]; seen: [..., V] bool, the tokens that are penalised.
-
-    >>> scores, seen = torch.tensor([[3.0, -2.0, 1.0]]), torch.tensor([[True, True, False]])
-    >>> penalise(scores, seen, 2.0).tolist()
-    [[1.5, -4.0, 1.0]]
-    """
-    less = torch.where(scores < 0, scores * penalty, scores / penalty)
-    return torch.where(seen, less, scores)
-
-
-def place(positions: Tensor, nodes: Tensor) -> Tensor:
-    """One key for a position and a node of its tree, in place of a bare position."""
-    return positions + ((nodes + 1) << 32)
-
-
-def _in_stream(numbers: Tensor, stream: Stream) -> Tensor:
-    return numbers + (stream << 40) if stream else numbers
+        return uniform(self.seeds, positions, in_stream(numbers, stream))
 
 
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
@@ -302,18 +192,3 @@ def argmax(scores: Tensor) -> Tensor:
     """
     best, token = scores.max(-1)
     return token.masked_fill_(best.isnan(), -1)
-
-
-class _Asking(LogitsProcessor):
-    """A user's `prefix_allowed_tokens_fn`, asked about some rows alone; the others may do all."""
-
-    def __init__(self, asked: PrefixConstrainedLogitsProcessor, rows: Sequence[bool]):
-        self.function, self.rows = asked._prefix_allowed_tokens_fn, rows
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        everything = list(range(scores.shape[-1]))
-
-        def allowed(row: int, text: Tensor) -> list[int]:
-            return self.function(row, text) if self.rows[row] else everything
-
-        return PrefixConstrainedLogitsProcessor(allowed, 1)(input_ids, scores)  # type: ignore[arg-type]

@@ -12,12 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import pad
-from transformers import LlamaConfig, LlamaModel, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..core import (
     AttentionWindows,
+    LayerShape,
     OptionError,
     PositionLimit,
     SlabCache,
@@ -28,8 +29,7 @@ from ..core import (
     probe_layers,
     tree_run,
 )
-from ..core.attention import no_kernel
-from ..core.cache import LayerShape
+from ..core.triton_support import no_kernel
 
 _ROOM = 512
 """Tokens beyond the prompt that the cache is first made for; later it grows by half."""
@@ -42,16 +42,14 @@ class DraftCache:
     Attributes:
         slab: keys and values; slot s of the committed text holds position s, and the nodes grown in
             this round stand after it.
-        longest: a bound on any row's committed tokens, on the host.
-        told: the largest root position, where the loop tells it before a round.
+        longest: a bound on any row's committed tokens, the root included, on the host.
         lengths: [B] committed tokens.
         ancestors: [B, G, G] bool, of the nodes grown in this round; depth: [B, G], theirs.
     """
 
     slab: SlabCache
-    longest: int
     lengths: Tensor
-    told: int | None = None
+    longest: int = 0
     ancestors: Tensor = field(init=False)
     depth: Tensor = field(init=False)
 
@@ -92,12 +90,12 @@ class CachedLayers:
     def start(self, batch: int) -> DraftCache:
         """A fresh state, see `Drafter.start`."""
         lengths = torch.zeros(batch, dtype=torch.long, device=self.model.device)
-        return DraftCache(SlabCache(self.forward_setup.shapes, batch, 0), 0, lengths)
+        return DraftCache(SlabCache(self.forward_setup.shapes, batch, 0), lengths)
 
     def reserve(self, state: DraftCache, longest: int, room: int) -> None:
         """See `Drafter.reserve`."""
-        state.told = longest
-        state.reserve(longest + 1 + room)
+        state.longest = longest + 1
+        state.reserve(state.longest + room)
 
     def prefill(self, state: DraftCache, length: int, count: Tensor, **inputs: Tensor) -> None:
         """Run prompts [B, T], padded on the right, into an empty cache.
@@ -116,7 +114,7 @@ class CachedLayers:
             )
         state.slab.clear()
         state.slab.reserve(in_steps(length + _ROOM))
-        state.longest, state.lengths, state.told = length, count, None
+        state.lengths = count
         if not length:
             return
         options = {}
@@ -131,10 +129,7 @@ class CachedLayers:
             added: A; count: [B], true tokens of each row. What the padding writes lies behind the
                 text, where this round's nodes are written.
         """
-        longest = state.longest if state.told is None else state.told + 1
-        live = state.reserve(longest + added)
-        state.longest = longest + (added if state.told is None else 0)
-        state.told = None
+        live = state.reserve(state.longest + added)
         steps = torch.arange(added, device=count.device)
         ancestors = (steps.unsqueeze(1) >= steps).expand(len(count), -1, -1)  # a chain
         depth = (steps + 1).expand(len(count), -1)
@@ -202,44 +197,3 @@ class CachedLayers:
             raise OptionError(f"no draft model: {error}") from error
         self._forward_setup = ForwardSetup(place, windows, shapes, PositionLimit.of(model))
         return self._forward_setup
-
-
-def layer_like(target: PreTrainedModel) -> dict[str, Any]:
-    """A Llama layer of the target's sizes, as the plain data of its config.
-
-    Heads of public checkpoints are such layers, whatever their target is.
-    """
-    text = target.config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    rope = getattr(text, "rope_parameters", None) or {}
-    nested = next((value for value in rope.values() if isinstance(value, dict)), rope)
-    return {
-        "hidden_size": text.hidden_size,
-        "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
-        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
-        "rope_theta": nested.get("rope_theta", 10_000.0),
-    }
-
-
-def own_layers(layer: dict[str, Any], count: int = 1) -> tuple[LlamaModel, list[LayerShape]]:
-    """Decoder layers, read by `inputs_embeds` alone and without a final norm, and what they cache.
-
-    Args:
-        layer: see `layer_like`; may say more of what `LlamaConfig` knows, and `rope_scaling`.
-    """
-    sizes = {name: value for name, value in layer.items() if not name.startswith("rope_")}
-    rope = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
-    rope["rope_theta"] = layer["rope_theta"]
-    config = LlamaConfig(
-        **sizes, vocab_size=1, num_hidden_layers=count, rope_parameters=rope,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    config._attn_implementation = "sdpa"
-    model = LlamaModel(config)
-    del model.embed_tokens
-    model.norm = nn.Identity()  # type: ignore[assignment]
-    cached = layer["num_key_value_heads"], layer["head_dim"]
-    return model, [LayerShape(torch.device("cpu"), torch.float32, cached, cached)] * count

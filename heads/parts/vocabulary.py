@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..core import OptionError, device_of, output_layer, weight_of
-from ..drafter import Drafter, DrafterConfig
+from ..core import OptionError, OutputLayer, device_of, output_layer, weight_of
+from ..drafter import DrafterConfig
+from ..trainable import TrainableDrafter
 
 
-class TrimmedVocabulary(Drafter):
+class TrimmedVocabulary(TrainableDrafter):
     """A drafter that knows the `draft_vocab_size` most frequent tokens, or all where that is 0.
 
     Attributes:
@@ -34,9 +35,8 @@ class TrimmedVocabulary(Drafter):
         return self.vocabulary if self.config.draft_vocab_size else None
 
     def target_logits(self, states: Tensor) -> Tensor:
-        """States [..., D] through the target's own output layer: [..., V]."""
-        layer = output_layer(self.target)
-        return layer(states.to(layer.weight.dtype))
+        """States [..., D] through the target's output layer, without its scale or cap: [..., V]."""
+        return OutputLayer(self.target).raw(states)
 
     @torch.no_grad()
     def rows_to_start_from(self, token_counts: Tensor | None) -> Tensor:

@@ -35,7 +35,7 @@ def comparison_row(report: Report) -> list[str]:
     speedups = [report.get(f"speedup_vs_{name}") for name in ("plain", "generate")]
     same = [report.get(f"identical_to_{name}") for name in ("plain", "generate")]
     return [
-        tree_name(report["tree"]),
+        tree_name(report),
         rule_name(report),
         str(report["nodes"]),
         *(f"{report[key]:.2f}" if known(report, key) else "–" for key in ("tau", "ms_per_round")),

@@ -9,13 +9,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from headstart.heads import DrafterConfig, family
 from headstart.heads.artifacts.checks import check_files, check_target
 from headstart.heads.artifacts.files import CARD, FILES, WEIGHTS
 from headstart.heads.artifacts.manifest import Manifest, sha256
 from headstart.heads.artifacts.plan import read_plans
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core import ArtifactError
-from headstart.heads.drafter import DrafterConfig, family
 from headstart.heads.parts.adapter import ADAPTER, ADAPTER_WEIGHTS
 
 Description = dict[str, Any]
@@ -109,7 +109,7 @@ def _tree(source: DrafterSource) -> Description:
     if source.tree is None:
         return {"tree": None}
     tree = StaticTree(source.tree)
-    return {"tree": {"name": str(tree), "nodes": tree.nodes, "depth": tree.max_depth}}
+    return {"tree": {"name": tree.label, "nodes": tree.nodes, "depth": tree.max_depth}}
 
 
 def _plans(source: DrafterSource) -> Description:

@@ -130,7 +130,7 @@ def setting_rows(report: Report) -> list[tuple[str, str]]:
     rows = []
     if report.get("tree") is not None:
         nodes = f", {report['nodes']} nodes" if known(report, "nodes") else ""
-        rows.append(("tree", f"{tree_name(report['tree'])}{nodes}"))
+        rows.append(("tree", f"{tree_name(report)}{nodes}"))
     ways = [rule_name(report)] if report.get("rule") else []
     ways += [str(report["dtype"])] if report.get("dtype") else []
     if ways:
@@ -151,9 +151,10 @@ def rule_name(report: Report) -> str:
     return f"{report['rule']}{'' if report.get('exact', True) else ' (approximate)'}"
 
 
-def tree_name(tree: Any) -> str:
-    """A tree's text form, or the number of its rank paths."""
-    return tree if isinstance(tree, str) else f"{len(tree)} rank paths"
+def tree_name(report: Report) -> str:
+    """The tree's short name; reports written before it was noted have the tree alone."""
+    name, tree = report.get("tree_label"), report["tree"]
+    return name or (tree if isinstance(tree, str) else f"{len(tree)} rank paths")
 
 
 def percentages(shares: Sequence[float | None]) -> str:

@@ -17,7 +17,7 @@ from torch import Tensor
 from headstart.heads import OptionError
 from headstart.heads.artifacts.plan import dtype_name
 
-from ..rules.registry import APPROXIMATE
+from ..rules.registry import choose_rule
 from ..speculator import Speculator
 from ..stats import Stats
 from .baselines import (
@@ -125,13 +125,12 @@ def _report(speculator: Speculator, measured: list[_Measured], sampled: bool) ->
     texts = [one.runs["speculator"].tokens for one in measured]
     grams = [tuple(text[i : i + 4]) for text in texts for i in range(len(text) - 3)]
     model = speculator.model
-    rule = (speculator.rule or "coupled") if sampled else "greedy"
-    same_text = rule in ("greedy", "match", "coupled")  # the others keep the distribution alone
+    rule = choose_rule(speculator.rule, sampled)
     return {
         "tau": stats.tau,
         "tau_by_prompt": [one.stats.tau for one in measured],
         "acceptance_by_depth": stats.acceptance_by_depth,
-        "identical_to_plain": identical("plain") if same_text else None,
+        "identical_to_plain": identical("plain") if rule.same_text else None,
         "identical_to_generate": None if sampled else identical("generate"),
         "speedup_vs_plain": speedup("plain"),
         "speedup_vs_generate": speedup("generate"),
@@ -145,8 +144,9 @@ def _report(speculator: Speculator, measured: list[_Measured], sampled: bool) ->
         "prefill_ms": middle(ms for one in measured for ms in one.runs["speculator"].prefill_ms),
         "nodes": speculator.tree.nodes,
         "tree": str(speculator.tree),
-        "rule": rule,
-        "exact": rule not in APPROXIMATE,
+        "tree_label": speculator.tree.label,
+        "rule": rule.name,
+        "exact": rule.exact,
         "dtype": dtype_name(model),
         "device": speculator.device.type,
         "prompts": len(measured),

@@ -21,7 +21,7 @@ from ..graphs import repeated
 from ..speculator import Speculator
 from ..stats import Stats
 from ..target import Target
-from ..trees.policies import StaticTree
+from ..trees.static import StaticTree
 from .ranks import Tick, Written, decode_greedily
 from .timing import Call, interleaved, medians, take_turns
 

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from headstart.heads import OptionError
 from headstart.heads.artifacts.plan import dtype_name
 
-from ..rules.registry import APPROXIMATE
+from ..rules.registry import choose_rule
 from ..speculator import Speculator
 
 ALPHA = 1e-6
@@ -134,7 +134,7 @@ def compare_greedy(
     model: Any = speculator.model
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     compared, apart = 0, []
-    shown = tqdm(prompts, desc="greedy", unit="prompt", file=sys.stderr, disable=not progress)
+    shown = tqdm(prompts, desc="greedy text", unit="prompt", file=sys.stderr, disable=not progress)
     for number, ids in enumerate(shown):
         same, differs = _agreement(
             model.generate(ids, **options), speculator.generate(ids, **options), ids
@@ -213,11 +213,11 @@ def compare_sampled(
             f"found {draws} draws at temperature {temperature}; a test of sampling needs at least "
             "100, and a temperature above 0."
         )
-    rule = speculator.rule or "coupled"
+    rule = choose_rule(speculator.rule, sampled=True)
     plain = Speculator(speculator.model)
     options: dict[str, Any] = {"do_sample": True, "temperature": temperature, "top_k": 0}
     tokens = differences = 0
-    if rule in ("match", "coupled"):
+    if rule.same_text:
         for number, ids in enumerate(prompts):
             given = {**options, "max_new_tokens": new_tokens, "seed": seed + number}
             same, differs = _agreement(
@@ -228,7 +228,7 @@ def compare_sampled(
     expected = continuations(plain, prompts[0], options)
     told_apart = {key[:length] for key in expected for length in range(1, len(key))}
     found: Counter[tuple[int, ...]] = Counter()
-    bar = tqdm(total=draws, desc=f"sampling, {rule}", file=sys.stderr, disable=not progress)
+    bar = tqdm(total=draws, desc=f"sampling, {rule.name}", file=sys.stderr, disable=not progress)
     for first in range(0, draws, batch_size):
         rows = min(batch_size, draws - first)
         seeds = [(seed << 32) + first + row for row in range(rows)]
@@ -240,9 +240,9 @@ def compare_sampled(
         bar.update(rows)
     bar.close()
     return Sampled(
-        rule,
+        rule.name,
         speculator.expansion,
-        rule in APPROXIMATE,
+        not rule.exact,
         draws,
         len(_WIDTHS),
         *_chi_square(found, expected, draws),

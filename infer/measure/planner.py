@@ -22,7 +22,7 @@ from headstart.heads.group import members
 
 from ..speculator import Speculator
 from ..trees.optimal import OptimalTrees, expected_tokens
-from ..trees.policies import StaticTree
+from ..trees.static import StaticTree
 from .costs import SECONDS, STEPS, Costs, decode_times, measure_costs, sizes
 from .ranks import BATCH, RANKS, Replayed, acceptance, best_tree, measure_ranks, replay, write_texts
 

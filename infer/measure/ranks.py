@@ -10,7 +10,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, OptionError, Step
-from headstart.heads.core import FeatureTap
+from headstart.heads.core import capture
 
 from ..speculator import Speculator
 
@@ -73,23 +73,13 @@ def write_texts(
         )
     plain = Speculator(target)
     layers = tuple(drafter.config.feature_layers)
-    tap = FeatureTap(target, layers) if layers else None
-    decoder: Any = target.get_decoder()
     rows: list[Written] = []
-    try:
-        for batch in _batches(prompts):
-            texts = _continue(plain, [prompt.flatten() for prompt in batch], new_tokens)
-            padded = pad_sequence(texts, batch_first=True)  # [B, T]
-            features = torch.empty(*padded.shape, 0, device=padded.device)
-            if tap is not None:
-                decoder(input_ids=padded, use_cache=False)
-                features = tap.take()
-            each = zip(texts, features, batch, strict=True)
-            rows += [Written(t, f[: len(t)].clone(), prompt.numel()) for t, f, prompt in each]
-            tick()
-    finally:
-        if tap is not None:
-            tap.close()
+    for batch in _batches(prompts):
+        texts = _continue(plain, [prompt.flatten() for prompt in batch], new_tokens)
+        features = capture(target, layers, pad_sequence(texts, batch_first=True))  # [B, T, F]
+        each = zip(texts, features, batch, strict=True)
+        rows += [Written(t, f[: len(t)].clone(), prompt.numel()) for t, f, prompt in each]
+        tick()
     return rows
 
 

@@ -14,10 +14,12 @@ from torch import Tensor
 from headstart.heads import TokenTree
 from headstart.heads.core import argmax
 
+from ..trees.children import SAMPLED
+from .rule import Rule
 from .rule_api import Accepted, Verified
 
 _AT_ONCE = 2**18
-"""So many logits are scored at once; with more, only the nodes on the way."""
+"""Up to so many logits all nodes are scored at once, beyond it only those on the walked path."""
 
 
 def matching(verified: Verified) -> Accepted:
@@ -28,7 +30,7 @@ def matching(verified: Verified) -> Accepted:
 def target_choices(verified: Verified) -> Tensor:
     """The token that the target chooses after each node, [B, N]; -1 where its logits are NaN.
 
-    Where processors read the text, or scores of all nodes would take much memory, nodes are asked
+    Where processors read the text, or scores of all nodes would take much memory, nodes are scored
     level by level along the path that the choices follow; nodes off that path then get -1.
     """
     logits, sampling, kept = verified.logits, verified.sampling, verified.kept
@@ -47,15 +49,16 @@ def target_choices(verified: Verified) -> Tensor:
 
 
 def _walk(verified: Verified, positions: Tensor) -> Tensor:
+    """`target_choices` level by level; `positions` [B, N] of the tokens after the nodes."""
     tree, device = verified.tree, verified.logits.device
     batch, nodes = tree.tokens.shape
     node = torch.zeros(batch, 1, dtype=torch.long, device=device)  # [B, 1]
     alive = torch.ones_like(node, dtype=torch.bool)
-    # Twins have one text, and each its own children: all of them are on the way.
+    # Duplicate siblings have the same text, and each its own children: all of them are reached.
     reached = torch.arange(nodes, device=device) == node  # [B, N]
     below = tree.topology.parents == 0
     choices = torch.full((batch, nodes), -1, device=device)
-    asked = choices if verified.kept is None else torch.zeros_like(choices)  # whose scores they had
+    scored = torch.zeros_like(choices)  # [B, N] the node whose scores each node's choice is from
     for level in range(tree.topology.max_depth + 1):
         scores = verified.scores_at(node, level, alive)
         if scores is None:
@@ -63,7 +66,7 @@ def _walk(verified: Verified, positions: Tensor) -> Tensor:
         token = verified.sampling.choose(scores.unsqueeze(1), positions.gather(1, node))  # [B, 1]
         choices = torch.where(reached, token, choices)
         if verified.kept is not None:
-            asked = torch.where(reached, node, asked)
+            scored = torch.where(reached, node, scored)
         reached = below & (tree.tokens == token)
         if tree.valid is not None:
             reached = reached & tree.valid
@@ -75,7 +78,7 @@ def _walk(verified: Verified, positions: Tensor) -> Tensor:
         below = reached.gather(1, tree.topology.parent_or_root)
         node = torch.where(alive, reached.byte().argmax(1, keepdim=True), node)
     if verified.kept:
-        each = asked.unsqueeze(-1).expand(-1, -1, verified.kept[0].shape[-1])
+        each = scored.unsqueeze(-1).expand(-1, -1, verified.kept[0].shape[-1])
         verified.kept[0] = verified.kept[0].gather(1, each)
     return choices
 
@@ -98,3 +101,40 @@ def accept_matches(tree: TokenTree, choices: Tensor) -> Accepted:
     count, best = torch.where(whole, shape.steps_to, 1).max(-1)  # [B], [B]
     path = shape.path_to(best)  # [B, A]
     return Accepted(path, choices.gather(1, path), count)
+
+
+GREEDY = Rule(
+    name="greedy",
+    accept=matching,
+    children="topk",
+    refuses={
+        "coupled": "the rule draws nothing, so its children have no noise to share",
+        **dict.fromkeys(
+            SAMPLED, "greedy decoding draws nothing, and drawn children agree less often"
+        ),
+    },
+    samples=False,
+    exact=True,
+    same_text=True,
+    reads_prefix=True,
+)
+MATCH = Rule(
+    name="match",
+    accept=matching,
+    children="topk",
+    refuses={"coupled": "children that share the target's noise are what the rule 'coupled' names"},
+    exact=True,
+    same_text=True,
+    reads_prefix=True,
+)
+COUPLED = Rule(
+    name="coupled",
+    accept=matching,
+    children="coupled",
+    refuses=dict.fromkeys(
+        ("topk", *SAMPLED), "children without the target's noise are what the rule 'match' names"
+    ),
+    exact=True,
+    same_text=True,
+    reads_prefix=True,
+)

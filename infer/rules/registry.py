@@ -1,128 +1,44 @@
-"""The acceptance rules by name, their legal pairs with expansions, and what each refuses."""
+"""The acceptance rules by name, and which of them decodes a request."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import cast, get_args
+from headstart.heads import OptionError
 
-from headstart.heads import OptionError, Sampling
-
-from ..trees.policies import Expansion, Policy
-from .matching import matching
-from .rejection import rejection
-from .rule_api import Accepted, Verified
-from .traversal import block, traversal
-from .typical import typical
-
-Rule = Callable[[Verified], Accepted]
-"""Turns the target's logits on a tree into a path and the next token."""
+from .matching import COUPLED, GREEDY, MATCH
+from .rejection import REJECTION
+from .rule import Rule
+from .traversal import BLOCK, TRAVERSAL
+from .typical import TYPICAL
 
 RULES: dict[str, Rule] = {
-    "greedy": matching,
-    "match": matching,
-    "coupled": matching,
-    "rejection": rejection,
-    "block": block,
-    "traversal": traversal,
-    "typical": typical,
+    rule.name: rule for rule in (GREEDY, MATCH, COUPLED, REJECTION, BLOCK, TRAVERSAL, TYPICAL)
 }
 
-EXPANSION: dict[str, Expansion] = {
-    "greedy": "topk",
-    "match": "topk",
-    "coupled": "coupled",
-    "rejection": "without_replacement",
-    "block": "without_replacement",
-    "traversal": "without_replacement",
-    "typical": "topk",
-}
-"""The children that each rule takes unless told otherwise."""
 
-APPROXIMATE = {"typical"}
-"""The rules that change the distribution of the text; never a default, and labelled."""
-
-NO_READERS = {"block", "traversal", "typical"}
-"""The rules that judge nodes off the walked path, where processors cannot read the text."""
-
-_DRAWN = ("with_replacement", "without_replacement")
-_REFUSALS = [
-    (
-        ["coupled"],
-        ["greedy", "typical"],
-        "the rule draws nothing, so its children have no noise to share",
-    ),
-    (
-        ["coupled"],
-        ["match"],
-        "children that share the target's noise are what the rule 'coupled' names",
-    ),
-    (
-        ["coupled"],
-        ["rejection", "block", "traversal"],
-        "the rule is exact for children drawn independently at every node and in every round, and "
-        "shared noise is one for all nodes of a position",
-    ),
-    (
-        ["topk", *_DRAWN],
-        ["coupled"],
-        "children without the target's noise are what the rule 'match' names",
-    ),
-    (_DRAWN, ["greedy"], "greedy decoding draws nothing, and drawn children agree less often"),
-    (_DRAWN, ["typical"], "the rule never asks what a child was drawn from"),
-]
-REFUSED: dict[tuple[str, str], str] = {
-    (expansion, rule): reason
-    for expansions, rules, reason in _REFUSALS
-    for expansion in expansions
-    for rule in rules
-}
-"""Pairs of expansion and rule that are refused, and why; all others of known names are legal."""
-
-
-def check_pair(expansion: str | None, rule: str) -> Expansion:
-    """The expansion to use with a rule, its own when None.
+def choose_rule(name: str | None, sampled: bool) -> Rule:
+    """The rule that decodes a request: when sampling the one asked for, else always `greedy`.
 
     Raises:
-        OptionError: an unknown name, or an illegal pair, with the reason.
+        OptionError: an unknown name, or `greedy` when sampling.
     """
-    if rule not in EXPANSION:
-        raise OptionError(f"rule is {rule!r}; expected one of: {', '.join(EXPANSION)}.")
-    if expansion is None:
-        return EXPANSION[rule]
-    known = get_args(Expansion)
-    if expansion not in known:
-        raise OptionError(f"expansion is {expansion!r}; expected one of: {', '.join(known)}.")
-    if reason := REFUSED.get((expansion, rule)):
+    rule = find_rule(name)
+    if not sampled:
+        return GREEDY
+    if not rule.samples:
         raise OptionError(
-            f"expansion {expansion!r} with rule {rule!r}: {reason}; use {EXPANSION[rule]!r} "
-            "children."
+            f"rule {rule.name!r} with do_sample=True; drop the rule, or set do_sample=False."
         )
-    return cast(Expansion, expansion)
+    return rule
 
 
-def check_rule(rule: str, tree: Policy) -> None:
-    """Refuse a rule that cannot judge the trees of a policy.
+def find_rule(name: str | None) -> Rule:
+    """The rule of that name; where none is asked for `coupled`, the default when sampling.
 
     Raises:
-        OptionError: `block` with a tree that branches.
+        OptionError: an unknown name.
     """
-    if rule == "block" and not tree.in_place:
-        raise OptionError(
-            f"rule 'block' takes a chain, found tree {tree}; use rule 'traversal', or tree "
-            f"'chain:{tree.max_depth}'."
-        )
-
-
-def check_sampling(rule: str, sampling: Sampling) -> None:
-    """Refuse a rule that cannot follow the processors of a request.
-
-    Raises:
-        OptionError: a rule that judges nodes off the walked path, with a processor that reads the
-            text.
-    """
-    if rule in NO_READERS and sampling.readers:
-        names = [type(item).__name__ for item in sampling.readers]
-        raise OptionError(
-            f"rule {rule!r} judges nodes off the walked path, found {', '.join(names)}, which may "
-            "read the text before a node; use rule 'rejection' or 'coupled', or leave it out."
-        )
+    if name is None:
+        return COUPLED
+    if name not in RULES:
+        raise OptionError(f"rule is {name!r}; expected one of: {', '.join(RULES)}.")
+    return RULES[name]

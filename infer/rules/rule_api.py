@@ -92,6 +92,16 @@ class Accepted:
     tokens: Tensor
     count: Tensor
 
+    @classmethod
+    def up_to(cls, tree: TokenTree, node: Tensor, last: Tensor) -> Accepted:
+        """The path to each row's node [B, 1], and the token [B, 1] that is emitted after it."""
+        shape = tree.topology
+        path = shape.path_to(node.squeeze(1))  # [B, A]
+        count = shape.steps_to.gather(1, node)  # [B, 1]
+        after = torch.cat([tree.tokens.gather(1, path[:, 1:]), last], dim=1)  # [B, A]
+        steps = torch.arange(shape.max_depth + 1, device=last.device)
+        return cls(path, torch.where(steps + 1 < count, after, last), count.squeeze(1))
+
 
 @dataclass(slots=True)
 class Verified:
@@ -145,6 +155,16 @@ class Verified:
                 self.kept.append(self.logits.to(sampling.dtype, copy=True))
             here = torch.where(alive.unsqueeze(-1), scores.unsqueeze(1), self.kept[0].gather(1, at))
             self.kept[0].scatter_(1, at, here)
+        return scores
+
+    def scores_after(self, node: Tensor) -> Tensor:
+        """Processed scores [B, V] after each row's node [B, 1], anywhere in the tree.
+
+        For rules that judge nodes off the walked path, where no processor may read the text.
+        """
+        assert not self.sampling.readers, "processors that read the text"
+        scores = self.scores_at(node, 0, torch.ones_like(node, dtype=torch.bool))
+        assert scores is not None
         return scores
 
     def _seen_at(self, node: Tensor) -> Tensor | None:

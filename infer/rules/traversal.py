@@ -23,49 +23,37 @@ weight is 0.5 too: it is accepted with token 0, half of the time, never token 0 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from headstart.heads import OptionError, Topology
+from headstart.heads import Topology
 from headstart.heads.core import draw
 
-from .rejection import State, accepts, attempt, child_at, finish, proposal, turn, verdicts
+from .decisions import accepts
+from .rejection import SHARED_NOISE
+from .rule import Rule
 from .rule_api import Accepted, Verified
+from .siblings import State, attempt, child_at, proposal, proposal_from, verdicts
 
 
 def traversal(verified: Verified) -> Accepted:
     """Accept the first flagged node in post-order; processors may not read the text."""
-    assert not verified.sampling.readers, "processors that read the text"
     tree, uniforms = verified.tree, verdicts(verified)
     before, after = node_weights(verified)
-    flagged = torch.ones_like(tree.tokens, dtype=torch.bool)
-    for number in range(1, tree.nodes):
-        flagged[:, number] = accepts(uniforms, number, after[:, number])
+    flagged = accepts(uniforms[:, :-1], after)  # [B, N]
+    flagged[:, 0] = True
     node = first_flagged(tree.topology, flagged)
-    state = _begin(verified, node, before)
+    state = _state_before_children(verified, node, before)
     for order in range(tree.topology.width):
         child, there = child_at(tree, node, order)
-        if order in tree.turns and (q := turn(verified, order)) is not None:
-            state.q = torch.where(node == 0, q, state.q)  # type: ignore[arg-type]
+        if order in tree.turns and (q := proposal_from(verified, order)) is not None:
+            assert state.q is not None
+            state.q = torch.where(node == 0, q, state.q)
         _, state = attempt(tree, state, child, there)
-    return finish(tree, node, draw(state.p, uniforms[:, -1:]))
-
-
-def block(verified: Verified) -> Accepted:
-    """Traversal verification of a chain.
-
-    Raises:
-        OptionError: the tree branches.
-    """
-    shape = verified.tree.topology
-    if shape.nodes > shape.max_depth + 1:
-        raise OptionError(
-            f"rule 'block' takes a chain, found a tree of {shape.nodes} nodes and depth "
-            f"{shape.max_depth}; use rule 'traversal'."
-        )
-    return traversal(verified)
+    return Accepted.up_to(tree, node, draw(state.p, uniforms[:, -1:]))
 
 
 def node_weights(verified: Verified) -> tuple[Tensor, Tensor]:
@@ -82,18 +70,18 @@ def node_weights(verified: Verified) -> tuple[Tensor, Tensor]:
         child = grouped[:, step : step + 1]  # [B, 1]
         parent = shape.parents.gather(1, child)
         if starts is None or step in starts:
-            begun = _begin(verified, parent, before)
+            begun = _state_before_children(verified, parent, before)
             if state is not None and starts is None:
                 begun = _choose(shape.rank.gather(1, child) == 0, begun, state)
             state = begun
         assert state is not None
         if step - 1 in tree.turns:  # the root's children come first
-            state.q = turn(verified, step - 1)
+            state.q = proposal_from(verified, step - 1)
         there = everywhere if tree.valid is None else tree.valid.gather(1, child).squeeze(1)
         weight, state = attempt(tree, state, child, there)
         before.scatter_(1, child, weight.unsqueeze(1))
         after.scatter_(1, child, weight.unsqueeze(1))
-        after.scatter_(1, parent, state.weight.unsqueeze(1))  # type: ignore[union-attr]
+        after.scatter_(1, parent, state.weight.unsqueeze(1))
     return before, after
 
 
@@ -113,17 +101,14 @@ def first_flagged(shape: Topology, flagged: Tensor) -> Tensor:
     return node
 
 
-def _begin(verified: Verified, node: Tensor, weights: Tensor) -> State:
-    """The state of each row's node [B, 1] before its children; `weights` [B, N] before them."""
-    scores = verified.scores_at(node, 0, torch.ones_like(node, dtype=torch.bool))
-    assert scores is not None
-    weight = weights.gather(1, node).squeeze(1)
-    return State(scores.softmax(-1), proposal(verified, node), weight)
+def _state_before_children(verified: Verified, node: Tensor, weights: Tensor) -> State:
+    """The state of each row's node [B, 1], whose weight is in `weights` [B, N]."""
+    p = verified.scores_after(node).softmax(-1)
+    return State(p, proposal(verified, node), weights.gather(1, node).squeeze(1))
 
 
 def _choose(first: Tensor, begun: State, state: State) -> State:
-    """One state where `first` [B, 1] holds, the other elsewhere."""
-    assert isinstance(begun.weight, Tensor) and isinstance(state.weight, Tensor)
+    """`begun` in the rows where `first` [B, 1] holds, `state` elsewhere."""
     q = None if begun.q is None or state.q is None else torch.where(first, begun.q, state.q)
     weight = torch.where(first.squeeze(1), begun.weight, state.weight)
     return State(torch.where(first, begun.p, state.p), q, weight)
@@ -134,3 +119,15 @@ def _starts(shape: Topology) -> set[int] | None:
     if shape.children is None:
         return None
     return {1, *accumulate((len(kids) for kids in shape.children if kids), initial=1)}
+
+
+TRAVERSAL = Rule(
+    name="traversal",
+    accept=traversal,
+    children="without_replacement",
+    refuses={"coupled": SHARED_NOISE},
+    exact=True,
+    same_text=False,
+    reads_prefix=False,
+)
+BLOCK = replace(TRAVERSAL, name="block", chains_only=True)

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from headstart.heads.core import argmax
 
-from .rejection import finish
+from ..trees.children import SAMPLED
+from .rule import Rule
 from .rule_api import Accepted, Verified
 
 
@@ -26,15 +27,13 @@ def typical(verified: Verified, epsilon: float = 0.09, delta: float = 0.3) -> Ac
     """
     tree, shape = verified.tree, verified.tree.topology
     good, likelihood = typical_nodes(verified, epsilon, delta)
-    lines = shape.ancestors  # [B, N, N]
-    whole = (good.unsqueeze(1) | ~lines).all(2)  # [B, N]
-    total = (likelihood.unsqueeze(1) * lines).sum(2)  # [B, N]
+    above = shape.ancestors  # [B, N, N]
+    whole = (good.unsqueeze(1) | ~above).all(2)  # [B, N], all nodes on the way are typical
+    total = (likelihood.unsqueeze(1) * above).sum(2)  # [B, N]
     depth = shape.depth.masked_fill(~whole, -1)
     longest = depth == depth.amax(1, keepdim=True)
     node = total.masked_fill(~longest, -torch.inf).argmax(1, keepdim=True)
-    scores = verified.scores_at(node, 0, torch.ones_like(node, dtype=torch.bool))
-    assert scores is not None
-    return finish(tree, node, argmax(scores).unsqueeze(1))
+    return Accepted.up_to(tree, node, argmax(verified.scores_after(node)).unsqueeze(1))
 
 
 def typical_nodes(verified: Verified, epsilon: float, delta: float) -> tuple[Tensor, Tensor]:
@@ -42,21 +41,31 @@ def typical_nodes(verified: Verified, epsilon: float, delta: float) -> tuple[Ten
 
     The root is typical, with log-likelihood 0; so has every node that is not typical.
     """
-    assert not verified.sampling.readers, "processors that read the text"
     tree, shape = verified.tree, verified.tree.topology
     good = torch.zeros_like(tree.tokens, dtype=torch.bool)
     likelihood = torch.zeros(tree.tokens.shape, dtype=verified.sampling.dtype, device=good.device)
     good[:, 0] = True
-    everywhere = torch.ones_like(good[:, :1])
     for number in range(tree.nodes):
         if shape.children is not None and not shape.children[number]:
             continue
-        scores = verified.scores_at(torch.full_like(tree.tokens[:, :1], number), 0, everywhere)
-        assert scores is not None
-        p = scores.softmax(-1)
+        p = verified.scores_after(torch.full_like(tree.tokens[:, :1], number)).softmax(-1)
         bar = (delta * torch.exp(-torch.special.entr(p).sum(1, keepdim=True))).clamp(max=epsilon)
         each = p.gather(1, tree.tokens)  # [B, N]
         mine = (shape.parents == number) & (each > bar)
         good = good | mine
         likelihood = torch.where(mine, each.log(), likelihood)
     return good if tree.valid is None else good & tree.valid, likelihood
+
+
+TYPICAL = Rule(
+    name="typical",
+    accept=typical,
+    children="topk",
+    refuses={
+        "coupled": "the rule draws nothing, so its children have no noise to share",
+        **dict.fromkeys(SAMPLED, "the rule never asks what a child was drawn from"),
+    },
+    exact=False,
+    same_text=False,
+    reads_prefix=False,
+)

@@ -8,8 +8,8 @@ from typing import Any
 
 from headstart.heads import Drafter
 
-from .dynamic import parse_tree
-from .policies import Policy
+from .parse import parse_tree
+from .policy import Policy
 from .union import Union
 
 

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -34,7 +33,9 @@ from headstart.heads import Drafter, OptionError, TokenTree, Topology
 from headstart.heads.group import members
 
 from .children import Children, Expansion
-from .policies import Committed, Policy, StaticTree, fixed_shape
+from .levels import fixed_shape
+from .policy import Committed, Policy, made_once
+from .static import StaticTree
 
 
 class Union:
@@ -46,9 +47,9 @@ class Union:
     Raises:
         OptionError: fewer parts, or one without a node.
 
-    >>> tree = Union([StaticTree.chain(2), StaticTree.parse("[[0],[1]]")])
+    >>> tree = Union([StaticTree.chain(2), StaticTree([[0], [1]])])
     >>> str(tree), tree.nodes, tree.max_depth
-    ('chain:2+sparse:2', 5, 2)
+    ('chain:2+cartesian:2', 5, 2)
     >>> tree.shape(1, torch.device("cpu"))[0].parents.tolist()
     [[-1, 0, 1, 0, 0]]
     """
@@ -59,8 +60,8 @@ class Union:
         self.parts = tuple(parts)
         if len(self.parts) < 2 or any(part.nodes < 2 for part in self.parts):
             raise OptionError(
-                f"tree {self} is no union; expected two or more trees, each with a node beside "
-                "the root: leave a drafter out that shall propose nothing."
+                f"tree {self.label} is no union; expected two or more trees, each with a node "
+                "beside the root: leave a drafter out that shall propose nothing."
             )
         self.nodes = 1 + sum(part.nodes - 1 for part in self.parts)
         self.max_depth = max(part.max_depth for part in self.parts)
@@ -68,6 +69,11 @@ class Union:
 
     def __str__(self) -> str:
         return "+".join(map(str, self.parts))
+
+    @property
+    def label(self) -> str:
+        """The labels of the parts."""
+        return "+".join(part.label for part in self.parts)
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
         """Refuse what any part refuses of its drafter, and another number of drafters.
@@ -78,8 +84,8 @@ class Union:
         found = members(drafter)
         if len(found) != len(self.parts):
             raise OptionError(
-                f"tree {self} has {len(self.parts)} parts, found {len(found) or 'no'} drafters; "
-                "give a drafter for each part, in the same order."
+                f"tree {self.label} has {len(self.parts)} parts, found {len(found) or 'no'} "
+                "drafters; give a drafter for each part, in the same order."
             )
         for part, member in zip(self.parts, found, strict=True):
             part.check(member, expansion)
@@ -119,7 +125,7 @@ class Union:
         counts = (part.parents.count(0) for part in self.parts if isinstance(part, StaticTree))
         return (0, *accumulate(counts))[:-1]
 
-    @lru_cache(maxsize=8)  # noqa: B019 - trees are few and live as long as their speculator
+    @made_once
     def shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
         """The topology of static parts for `batch` rows, see `StaticTree.shape`."""
         parents = [-1]

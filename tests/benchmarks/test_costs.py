@@ -10,10 +10,10 @@ from benchmarks.gpu.bandwidth import copy_bandwidth
 from benchmarks.gpu.costs import compiled_costs, plain_costs, usual_tree
 from benchmarks.gpu.round_profile import profile_rounds, state_bytes
 from benchmarks.gpu.shapes import SHAPES, random_drafter, random_target, read_bytes, weight_bytes
-from headstart.heads.drafter import FAMILIES
+from headstart.heads import FAMILIES
 from headstart.infer import Speculator
 from headstart.infer.graphs import Rounds
-from headstart.infer.trees.policies import StaticTree
+from headstart.infer.trees.static import StaticTree
 from tests.support.tape import Tape
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from benchmarks.gpu.report_table import print_suite
 from benchmarks.gpu.scale import SCALES, Scale
 from benchmarks.gpu.thresholds import THRESHOLDS, Limit, Reading, readings
 from benchmarks.gpu.trained import recipe_of
-from headstart.heads.drafter import FAMILIES
+from headstart.heads import FAMILIES
 from headstart.train.recipe import load_recipe
 from tests.support.paths import ROOT
 

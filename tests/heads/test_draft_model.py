@@ -177,16 +177,16 @@ def test_one_index_off_is_seen(wrong: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_dropped_window_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    from headstart.heads.core import forward
+    from headstart.heads.core import masks
 
-    true = forward.tree_mask
+    true = masks.tree_mask
 
     def wide(lengths, positions, ancestors, live, dtype, window=None) -> Tensor:
         return true(lengths, positions, ancestors, live, dtype, None)
 
     drafter = student("mistral")
     assert drafter._layers.forward_setup.windows.single == 9  # asked while it still works
-    monkeypatch.setattr(forward, "tree_mask", wide)
+    monkeypatch.setattr(masks, "tree_mask", wide)
     assert largest_difference(drafter) > 1e-2
 
 

@@ -24,7 +24,8 @@ from headstart.heads import (
     load_drafter,
     save_drafter,
 )
-from headstart.heads.eagle import Eagle, Eagle3, mixed_layers
+from headstart.heads.eagle import Eagle
+from headstart.heads.eagle3 import Eagle3, mixed_layers
 from headstart.infer import Speculator
 from tests.support.published_eagle import (
     DIALECTS,

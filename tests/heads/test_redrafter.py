@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from headstart.heads import Manifest, OptionError, family, fingerprint, load_drafter, save_drafter
 from headstart.heads.redrafter import ReDrafter, ReDrafterConfig
-from headstart.infer import Speculator, StaticTree
+from headstart.infer import Speculator, parse_tree
 from tests.support.tiny import VOCAB, one_line, tiny
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -105,7 +105,7 @@ def test_decoding_is_that_of_the_target() -> None:
     ids = torch.randint(1, VOCAB, (3, 7))
     plain = Speculator(model).generate(ids, max_new_tokens=20, do_sample=False)
     for tree in ("chain:4", "chain:7", "cartesian:3,2,2"):  # also deeper than it was taught
-        speculator = Speculator(model, drafter, tree=StaticTree.parse(tree))
+        speculator = Speculator(model, drafter, tree=parse_tree(tree))
         assert torch.equal(speculator.generate(ids, max_new_tokens=20, do_sample=False), plain)
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from headstart.cli import main
 from headstart.compare import load_all, quickstart_of, quickstarts
-from headstart.heads.drafter import FAMILIES
+from headstart.heads import FAMILIES
 from tests.support.recipes import TINY
 from tests.support.reports import REPORT
 

@@ -11,7 +11,7 @@ import transformers as tf
 from torch import Tensor
 
 from headstart.heads import DecodingError, UnsupportedTarget
-from headstart.heads.core import forward
+from headstart.heads.core import masks
 from headstart.infer import Speculator, Target, target
 from tests.support.scripted import make
 from tests.support.tiny import COMMON, VOCAB, one_line, prompts
@@ -220,12 +220,12 @@ def test_rows_of_the_padded_vocabulary_are_never_written() -> None:
 
 def break_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node sees the nodes of all branches before it."""
-    true = forward.tree_mask
+    true = masks.tree_mask
 
     def blind(lengths: Tensor, positions: Tensor, ancestors: Tensor, *rest, **named) -> Tensor:
         return true(lengths, positions, torch.ones_like(ancestors).tril(), *rest, **named)
 
-    monkeypatch.setattr(forward, "tree_mask", blind)
+    monkeypatch.setattr(masks, "tree_mask", blind)
 
 
 def break_positions(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,8 +283,8 @@ def test_what_is_broken_shows(name: str, what: str, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("name", ["mistral", "qwen2 window", "gemma2", "phi3", "starcoder2"])
 def test_a_dropped_window_shows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = reference(name)[2]
-    true = forward.tree_mask
-    monkeypatch.setattr(forward, "tree_mask", lambda *args: true(*args[:5], window=None))
+    true = masks.tree_mask
+    monkeypatch.setattr(masks, "tree_mask", lambda *args: true(*args[:5], window=None))
     assert not torch.equal(decode(name)[0], expected)
 
 

@@ -17,10 +17,10 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import Drafter, Sampling, Step
 from headstart.heads.core import row_seeds
-from headstart.heads.core.sampling import Stream, place
+from headstart.heads.core.noise import Stream, place
 from headstart.infer import Decoding, Target
-from headstart.infer.rules.registry import APPROXIMATE, RULES
-from headstart.infer.trees.dynamic import parse_tree
+from headstart.infer.rules.registry import RULES
+from headstart.infer.trees.parse import parse_tree
 from tests.support import random_rounds
 from tests.support.enumeration import Orders
 from tests.support.random_rounds import Case, Run, draw_case, left_padded
@@ -35,11 +35,11 @@ ROWS = 1 << 13
 SMALL, FULL = 3 * ROWS, 123 * ROWS
 PROMPT = [1, 4, 2]
 
-SAMPLING_PAIRS = [pair for pair in LEGAL if pair[1] != "greedy" and pair[1] not in APPROXIMATE]
+SAMPLING_PAIRS = [pair for pair in LEGAL if RULES[pair[1]].samples and RULES[pair[1]].exact]
 
 
 def tree_for(pair: tuple[str, str]) -> str:
-    return "chain:2" if pair[1] == "block" else "cartesian:2,2"
+    return "chain:2" if RULES[pair[1]].chains_only else "cartesian:2,2"
 
 
 def model() -> Any:
@@ -239,7 +239,7 @@ def test_no_two_keys_share_a_number() -> None:
     assert len(together.unique()) == len(together)
 
 
-JUDGED = [pair for pair in SAMPLING_PAIRS if pair[1] not in ("match", "coupled")]
+JUDGED = [pair for pair in SAMPLING_PAIRS if not RULES[pair[1]].same_text]
 
 
 class Judged(Run):
@@ -252,7 +252,7 @@ class Judged(Run):
         # What the target says after one token alone is near to what it says after the text.
         alone = target(torch.arange(VOCAB).unsqueeze(1)).logits  # [V, 1, V]
         drafter = Bigrams(target, alone.transpose(0, 1))
-        tree = "chain:3" if pair[1] == "block" else "cartesian:3,2"
+        tree = "chain:3" if RULES[pair[1]].chains_only else "cartesian:3,2"
         sampling = replace(case.sampling, dtype=torch.float64)
         self.decoding = decoding_of(
             target, drafter, tree, sampling, rule=RULES[pair[1]], expansion=expansion

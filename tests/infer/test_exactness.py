@@ -12,21 +12,14 @@ from torch import Tensor
 
 from headstart.heads import OptionError, Sampling
 from headstart.heads.core import row_seeds
-from headstart.infer.rules.registry import (
-    APPROXIMATE,
-    EXPANSION,
-    NO_READERS,
-    RULES,
-    check_rule,
-    check_sampling,
-)
+from headstart.infer.rules.registry import RULES
 from headstart.infer.trees.children import SAMPLED
 from tests.support.enumeration import POSITION, ROOT, Round
 from tests.support.rounds import EXACT, LEGAL, SHOWS, SMALL, WARPS, Shape, round_of
 
-CHOOSE = ("greedy", "match", "coupled")  # by a function of the text and the row's noise
-ENUMERATED = [pair for pair in LEGAL if pair[1] not in (*CHOOSE, *APPROXIMATE)]
-CHAINS_ONLY = ("block",)
+CHOSEN = [pair for pair in LEGAL if RULES[pair[1]].same_text]  # by the text and the row's noise
+APPROXIMATE = [pair for pair in LEGAL if not RULES[pair[1]].exact]
+ENUMERATED = [pair for pair in LEGAL if pair not in CHOSEN and pair not in APPROXIMATE]
 
 
 FULL: dict[str, Shape] = {
@@ -59,11 +52,11 @@ DYNAMIC = ("best-first", "beam")
 def applies(pair: tuple[str, str], tree: str, warp: str = "plain") -> bool:
     """Whether the pair takes that tree and those processors."""
     expansion, rule = pair
-    if rule in CHAINS_ONLY and (not tree.startswith("chain") or "+" in tree):
+    if RULES[rule].chains_only and (not tree.startswith("chain") or "+" in tree):
         return False
     if expansion in SAMPLED and any(name in tree for name in DYNAMIC):
         return False
-    return warp != "prefix" or rule not in NO_READERS
+    return warp != "prefix" or RULES[rule].reads_prefix
 
 
 def cases(shapes: dict[str, Shape], pairs: list[tuple[str, str]]) -> list[Any]:
@@ -101,9 +94,8 @@ def test_the_round_has_the_law_of_the_target_in_full(
 
 def test_every_legal_pair_has_its_proof() -> None:
     """By enumeration, by its plain text, or, for what is approximate, by failing."""
-    proved = {*ENUMERATED, *CHOSEN, *((EXPANSION[rule], rule) for rule in APPROXIMATE)}
-    assert proved == set(LEGAL)
-    assert {rule for _, rule in LEGAL} == set(RULES) == set(EXPANSION)
+    assert {*ENUMERATED, *CHOSEN, *APPROXIMATE} == set(LEGAL)
+    assert {rule for _, rule in LEGAL} == set(RULES)
     for pair in ENUMERATED:
         assert any(case.values[0] == pair for case in cases(SMALL, ENUMERATED))
 
@@ -113,8 +105,8 @@ def ask(pair: tuple[str, str], trial: Round) -> None:
     drafter: Any = trial.tables
     expansion: Any = pair[0]
     trial.policy.check(drafter, expansion)
-    check_rule(pair[1], trial.policy)
-    check_sampling(pair[1], Sampling(processors=trial.processors))
+    trial.rule.check_tree(trial.policy)
+    trial.rule.check_sampling(Sampling(processors=trial.processors))
 
 
 @pytest.mark.parametrize("pair", ENUMERATED, ids="-".join)
@@ -144,10 +136,11 @@ def test_gaps_between_drawn_siblings_are_refused_and_would_show(rule: str) -> No
 
 @torch.no_grad()
 @pytest.mark.parametrize("shape", ["chain", "wide", "cartesian"])
-def test_typical_fails_the_same_test(shape: str) -> None:
-    """The negative control: the one rule that does not keep the distribution is seen."""
+@pytest.mark.parametrize("pair", APPROXIMATE, ids="-".join)
+def test_approximate_rules_fail_the_same_test(pair: tuple[str, str], shape: str) -> None:
+    """The negative control: a rule that does not keep the distribution is seen."""
     for warp in ("plain", "hot"):
-        assert round_of(("topk", "typical"), SMALL[shape], warp).distance() > SHOWS
+        assert round_of(pair, SMALL[shape], warp).distance() > SHOWS
 
 
 @torch.no_grad()
@@ -160,9 +153,6 @@ def test_the_enumeration_is_not_empty() -> None:
     assert (found.lengths[1:] > 0.05).all()  # rounds of one, two and three tokens
 
 
-CHOSEN = [pair for pair in LEGAL if pair[1] in CHOOSE]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("shape", list(SMALL))
 @pytest.mark.parametrize("pair", CHOSEN, ids="-".join)
@@ -173,7 +163,7 @@ def test_the_round_writes_what_the_target_chooses(pair: tuple[str, str], shape: 
     rows, agreed, deep = 500, 0, 0
     for warp in ("plain", "top_p", "prefix", "penalty"):
         trial = round_of(pair, SMALL[shape], warp, apart=0.4)
-        seeds = None if pair[1] == "greedy" else row_seeds(7, rows)
+        seeds = row_seeds(7, rows) if trial.rule.samples else None
         sampling = Sampling(seeds, trial.processors, torch.float64)
         accepted = trial.play(sampling, rows)
         plain = chosen_text(trial, sampling, rows)

@@ -13,25 +13,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads import FAMILIES, Drafter, DrafterGroup, load_drafter
+from headstart.heads import FAMILIES, Drafter, DrafterGroup, family, load_drafter
 from headstart.heads.draft_model import DraftModel
 from headstart.infer import Speculator, parse_tree
 from headstart.infer.rules import matching as choices
-from headstart.infer.rules.registry import EXPANSION, check_pair
-from tests.support.families import LENGTHS, OPTIONS, TARGETS, TREES, UNIONS, drafter, target
+from headstart.infer.rules.registry import RULES
+from headstart.infer.trees.children import SAMPLED
+from tests.support.families import LENGTHS, TARGETS, TREES, UNIONS, drafter, target
 from tests.support.paths import ROOT
 from tests.support.tiny import prompts, tiny
 
-RECIPES = {
-    "medusa": "quickstart", "medusa2": "medusa2", "redrafter": "redrafter",
-    "hydra": "hydra", "eagle": "eagle", "eagle3": "eagle3", "draft_model": "draft-model",
-}  # fmt: skip
-"""The shipped recipe that trains each family for the quickstart's target."""
 NEW = 10
 
 
-def test_every_family_has_a_row() -> None:
-    assert set(OPTIONS) == set(FAMILIES)
+def recipes(name: str) -> list[str]:
+    """The shipped recipes that train a drafter, or those that decode together."""
+    return [FAMILIES[each].recipe for each in name.split("+") if family(each).trainable]
 
 
 def trees(name: str) -> list[str]:
@@ -42,12 +39,12 @@ def trees(name: str) -> list[str]:
 @cache
 def pair(of: str, name: str) -> tuple[Any, Drafter]:
     """A target and its drafter; a trained one has a target of its own, which it may adapt."""
-    trained = [RECIPES[each] for each in name.split("+") if each in RECIPES]
+    trained = recipes(name)
     if of != "quickstart" or not trained:
         return target(of), drafter(name, of)
     model = target.__wrapped__(of)
     found = [load_drafter(ROOT / "runs" / recipe / "heads", model) for recipe in trained]
-    found += [drafter(each, of) for each in name.split("+") if each not in RECIPES]
+    found += [drafter(each, of) for each in name.split("+") if not family(each).trainable]
     return model, DrafterGroup(found) if len(found) > 1 else found[0]
 
 
@@ -68,7 +65,7 @@ def asked(of: str, batch: int) -> tuple[Tensor, Tensor, int]:
 
 def cases() -> list[Any]:
     found = []
-    pairs = [(name, tree) for name in (*OPTIONS, *UNIONS) for tree in trees(name)]
+    pairs = [(name, tree) for name in (*FAMILIES, *UNIONS) for tree in trees(name)]
     for of, (name, tree), batch in product(TARGETS, pairs, (1, 4)):
         folder, marks = TARGETS[of], []
         quick = of == "tiny" and batch == 4 if name in UNIONS else (of, batch) != ("stories260k", 1)
@@ -77,7 +74,7 @@ def cases() -> list[Any]:
         if folder is not None and not folder.is_dir():
             marks.append(pytest.mark.skip(reason=f"{of} is not on this machine"))
         elif of == "quickstart":
-            for recipe in (RECIPES[each] for each in name.split("+") if each in RECIPES):
+            for recipe in recipes(name):
                 if not (ROOT / "runs" / recipe / "heads" / "headstart.json").is_file():
                     marks.append(pytest.mark.skip(reason=f"needs `headstart train {recipe}`"))
         found.append(
@@ -116,16 +113,16 @@ def test_sampled_text(of: str, name: str, tree: str, batch: int) -> None:
     }  # fmt: skip
     model, draft = pair(of, name)
     plain = Speculator(model).generate(ids, attention_mask=mask, seed=seeds, **options)
-    for rule in EXPANSION:
+    for rule, record in RULES.items():
         policy, expansion = parse_tree(tree), None
-        if rule == "greedy" or (rule == "block" and not policy.in_place):
+        if not record.samples or (record.chains_only and not policy.in_place):
             continue
         static = all(hasattr(part, "paths") for part in getattr(policy, "parts", [policy]))
-        if rule in ("rejection", "traversal") and not static:
-            expansion = check_pair("topk", rule)  # dynamic trees take no drawn children
+        if record.children in SAMPLED and not static:
+            expansion = record.check_expansion("topk")  # searched trees take no drawn children
         speculator = Speculator(model, draft, tree=tree, rule=rule, expansion=expansion)
         text = speculator.generate(ids, attention_mask=mask, seed=seeds, **options)
-        if rule in ("match", "coupled"):
+        if record.same_text:
             assert torch.equal(text, plain), rule
             continue
         assert text.shape == plain.shape and speculator.stats.rounds > 0
@@ -137,7 +134,7 @@ def test_sampled_text(of: str, name: str, tree: str, batch: int) -> None:
             assert not together[len(alone) :].any(), "only padding follows the row's end"
 
 
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", FAMILIES)
 def test_nothing_follows_an_end_token_that_was_walked_to(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.heads import DecodingError, Drafter
+from headstart.heads import FAMILIES, DecodingError, Drafter
 from headstart.infer import Decoding, Speculator, loop
 from headstart.infer.graphs import Rounds, addresses
-from tests.support.families import LENGTHS, OPTIONS, TREES, drafter, target
+from tests.support.families import LENGTHS, TREES, drafter, target
 from tests.support.tape import NEW, SAMPLED, Tape, captured, decode
 from tests.support.tiny import prompts
 
@@ -29,7 +29,7 @@ def both(name: str, tree: str = STATIC, **options: Any) -> tuple[Speculator, Spe
 
 def cases() -> list[Any]:
     found = []
-    for name, tree, batch in product(OPTIONS, TREES, (1, 4)):
+    for name, tree, batch in product(FAMILIES, TREES, (1, 4)):
         quick = batch == 4 and tree == (TREES[2] if name == "redrafter" else STATIC)
         marks = () if quick else pytest.mark.proof
         found.append(pytest.param(name, tree, batch, marks=marks, id=f"{name}-{tree[:5]}-{batch}"))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads.core import forward, probe
+from headstart.heads.core import masks, probe
 from headstart.infer import Speculator, StaticTree, target
 from tests.support.scripted import SHAPES, Cached, make, rows_of
 from tests.support.tiny import CONFIGS, prompts, tiny
@@ -124,12 +124,12 @@ def test_a_shared_prompt_padded_by_more_is_the_same() -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_seeing_other_branches_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = forward.tree_mask
+    true = masks.tree_mask
 
     def blind(lengths: Tensor, positions: Tensor, ancestors: Tensor, *rest, **named) -> Tensor:
         return true(lengths, positions, torch.ones_like(ancestors), *rest, **named)
 
-    monkeypatch.setattr(forward, "tree_mask", blind)
+    monkeypatch.setattr(masks, "tree_mask", blind)
     monkeypatch.setattr(probe, "check_tree", lambda *args: None)  # which would refuse the model
     expected, out, _ = decode(name, "cached", "cartesian", 4, False, check=False)
     assert not torch.equal(out, expected)
@@ -159,12 +159,12 @@ def test_a_skipped_commit_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3"])
 def test_a_dropped_window_fails(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    true = forward.tree_mask
+    true = masks.tree_mask
 
     def wide(lengths, positions, ancestors, live, dtype, window=None) -> Tensor:
         return true(lengths, positions, ancestors, live, dtype, None)
 
-    monkeypatch.setattr(forward, "tree_mask", wide)
+    monkeypatch.setattr(masks, "tree_mask", wide)
     expected, out, _ = decode(name, "cached", "cartesian", 4, False, check=False)
     assert not torch.equal(out, expected)
 

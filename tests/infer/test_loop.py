@@ -12,7 +12,7 @@ from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.stopping_criteria import StopStringCriteria
 
 from headstart.heads import Step
-from headstart.heads.core import forward
+from headstart.heads.core import masks
 from headstart.infer import Decoding, Speculator, target
 from tests.support.scripted import Heads, Script, Scripted, decoding_of, make, rows_of
 from tests.support.tiny import CONFIGS, VOCAB, letters, prompts, tiny
@@ -179,11 +179,11 @@ def test_a_static_tree_keeps_its_mask(
     name: str, kinds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One row is always of one length: a mask is made once for each kind of layer."""
-    made, true = [], forward.tree_mask
+    made, true = [], masks.tree_mask
     decoding = decoding_of(
         tiny(name), make("cached", tiny(name), continuation(name)[1:2]), "[[0],[1]]"
     )
-    monkeypatch.setattr(forward, "tree_mask", lambda *args: made.append(0) or true(*args))
+    monkeypatch.setattr(masks, "tree_mask", lambda *args: made.append(0) or true(*args))
     ids, mask = prompts(LENGTHS)
     assert len(rounds_of(decoding, ids[1:2, -4:], mask[1:2, -4:])) > 3
     assert len(made) == kinds

@@ -19,9 +19,11 @@ from torch import Tensor
 
 from headstart.heads import Sampling, TokenTree
 from headstart.infer import StaticTree, Union
-from headstart.infer.rules import rejection
-from headstart.infer.rules.rule_api import Verified
-from headstart.infer.trees import children, policies
+from headstart.infer.rules import decisions, siblings
+from headstart.infer.rules.registry import RULES
+from headstart.infer.rules.rule_api import Accepted, Verified
+from headstart.infer.trees import children, static
+from headstart.infer.trees.children import SAMPLED
 from tests.support.rounds import EXACT, SMALL, round_of
 
 KILLED = 1e-6
@@ -37,22 +39,26 @@ def bug(patch: Callable[[pytest.MonkeyPatch], None]) -> Patch:
 
 
 def everywhere(patch: pytest.MonkeyPatch, name: str, new: Callable[..., Any]) -> None:
-    """Replace one of rejection.py's functions, also where traversal.py calls it."""
-    for module in ("rejection", "traversal"):
-        found = sys.modules[f"headstart.infer.rules.{module}"]
-        if hasattr(found, name):
+    """Replace a function of the sampling rules in every file that calls it."""
+    for module, found in list(sys.modules.items()):
+        if module.startswith("headstart.infer.rules.") and hasattr(found, name):
             patch.setattr(found, name, new)
 
 
 @bug
 def uniforms_reused_across_nodes(patch: pytest.MonkeyPatch) -> None:
-    true = rejection.accepts
-    everywhere(patch, "accepts", lambda uniforms, index, p: true(uniforms, 0, p))
+    true = siblings.verdicts
+
+    def verdicts(verified: Verified) -> Tensor:
+        uniforms = true(verified)
+        return torch.cat([uniforms[:, :1].expand_as(uniforms[:, 1:]), uniforms[:, -1:]], dim=1)
+
+    everywhere(patch, "verdicts", verdicts)
 
 
 @bug
 def verdict_reused_for_the_last_token(patch: pytest.MonkeyPatch) -> None:
-    true = rejection.verdicts
+    true = siblings.verdicts
 
     def verdicts(verified: Verified) -> Tensor:
         uniforms = true(verified)
@@ -95,30 +101,30 @@ def wrong_bonus_row(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def residual_not_renormalised(patch: pytest.MonkeyPatch) -> None:
-    true = rejection._normalise
+    true = decisions.normalise
 
     def normalise(excess: Tensor, p: Tensor, weight: Any) -> tuple[Tensor, Tensor]:
         left, new = true(excess.clone(), p, weight)
         return torch.where(excess.sum(1, keepdim=True) > 0, excess, left), new
 
-    patch.setattr(rejection, "_normalise", normalise)
+    patch.setattr(decisions, "normalise", normalise)
 
 
 @bug
 def residual_softmaxed(patch: pytest.MonkeyPatch) -> None:
-    true = rejection._normalise
+    true = decisions.normalise
 
     def normalise(excess: Tensor, p: Tensor, weight: Any) -> tuple[Tensor, Tensor]:
         left, new = true(excess, p, weight)
         return left.softmax(-1), new
 
-    patch.setattr(rejection, "_normalise", normalise)
+    patch.setattr(decisions, "normalise", normalise)
 
 
 @bug
 def verified_with_another_q(patch: pytest.MonkeyPatch) -> None:
     """The rule forgets the temperature that the children were drawn at."""
-    true = rejection.proposal
+    true = siblings.proposal
 
     def proposal(verified: Verified, node: Tensor) -> Tensor | None:
         warm = replace(verified, sampling=replace(verified.sampling, processors=None))
@@ -134,7 +140,7 @@ def target_unprocessed(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def residual_of_replacement_used_without(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(rejection, "without", lambda q, token: q)
+    everywhere(patch, "without", lambda q, token: q)
 
 
 @bug
@@ -241,24 +247,24 @@ def one_q_for_several_drafters(patch: pytest.MonkeyPatch) -> None:
 @bug
 def off_by_one_depth(patch: pytest.MonkeyPatch) -> None:
     """The last token, drawn after a node, is written in that node's place."""
-    true = rejection.finish
+    true = Accepted.up_to
 
-    def finish(tree: TokenTree, node: Tensor, last: Tensor) -> Any:
+    def up_to(tree: TokenTree, node: Tensor, last: Tensor) -> Accepted:
         return true(tree, tree.topology.parent_or_root.gather(1, node), last)
 
-    everywhere(patch, "finish", finish)
+    patch.setattr(Accepted, "up_to", up_to)
 
 
 @bug
 def off_by_one_head(patch: pytest.MonkeyPatch) -> None:
     """Children are drawn from the head of the next depth, and verified with their own."""
-    true = policies.rows_of
+    true = static.rows_of
 
     def rows_of(step: Any, first: int, last: int) -> Any:
         rows = step.logits.shape[1]
         return true(step, min(first + 1, rows - 1), min(last + 1, rows))
 
-    patch.setattr(policies, "rows_of", rows_of)
+    patch.setattr(static, "rows_of", rows_of)
 
 
 @bug
@@ -267,7 +273,7 @@ def uniform_fallback_when_exhausted(patch: pytest.MonkeyPatch) -> None:
 
     Drawing and weighing both fall back, so this one takes two functions.
     """
-    take, without = children.Children.take, rejection.without
+    take, without = children.Children.take, decisions.without
 
     def taken(self: Any, step: Any, *args: Any) -> Tensor:
         flat = replace(step, logits=self.sampling.warp(step.logits).clamp(min=-50))
@@ -278,12 +284,12 @@ def uniform_fallback_when_exhausted(patch: pytest.MonkeyPatch) -> None:
         return torch.where(left.sum(1, keepdim=True) > 0, left, 1 / q.shape[1])
 
     patch.setattr(children.Children, "take", taken)
-    patch.setattr(rejection, "without", fallback)
+    everywhere(patch, "without", fallback)
 
 
 @bug
 def q_cast_to_bfloat16(patch: pytest.MonkeyPatch) -> None:
-    true = rejection.proposal
+    true = siblings.proposal
 
     def proposal(verified: Verified, node: Tensor) -> Tensor | None:
         q = true(verified, node)
@@ -292,8 +298,10 @@ def q_cast_to_bfloat16(patch: pytest.MonkeyPatch) -> None:
     everywhere(patch, "proposal", proposal)
 
 
-TREES = ("rejection", "traversal")
-DRAWN = ("with_replacement", "without_replacement")
+EXACT_BY_DRAWS = [rule for rule in RULES.values() if rule.exact and not rule.same_text]
+TREES = tuple(rule.name for rule in EXACT_BY_DRAWS if not rule.chains_only)
+CHAINS = tuple(rule.name for rule in EXACT_BY_DRAWS if rule.chains_only)
+DRAWN = SAMPLED
 CHILDREN = ("topk", *DRAWN)
 
 
@@ -343,7 +351,7 @@ CHAIN = (
     "off by one depth",
     "q cast to bfloat16",
 )
-"""The bugs that also harm a chain, and with it `block`."""
+"""The bugs that also harm a chain, and with it the rules of chains."""
 
 Trial = tuple[str, str, str, Where]  # bug, rule, expansion and the rest
 
@@ -358,7 +366,7 @@ def trials() -> list[Trial]:
     ]
     for name in CHAIN:
         where = replace(HARM[name], tree="chain")
-        found += [(name, "block", expansion, where) for expansion in where.expansions]
+        found += [(name, rule, each, where) for rule in CHAINS for each in where.expansions]
     return found
 
 

@@ -9,7 +9,16 @@ import pytest
 import torch
 from accelerate.utils.offload import OffloadedWeightsLoader
 
-from headstart.heads import Manifest, OptionError, family, fingerprint, load_drafter, save_drafter
+from headstart.heads import (
+    FAMILIES,
+    Manifest,
+    OptionError,
+    TrainableDrafter,
+    family,
+    fingerprint,
+    load_drafter,
+    save_drafter,
+)
 from headstart.heads.artifacts.plan import find_plan, machine, write_plan
 from headstart.infer import Speculator
 from headstart.infer import target as runner
@@ -19,9 +28,9 @@ from headstart.infer.measure.costs import Costs, measure_costs
 from headstart.infer.measure.planner import make_plan, rank_trees
 from headstart.infer.measure.ranks import MISSED, write_texts
 from headstart.infer.measure.timing import interleaved
-from headstart.infer.trees.policies import StaticTree
+from headstart.infer.trees.static import StaticTree
 from tests.support.counting import counting_drafter, counting_rows, counting_target
-from tests.support.families import OPTIONS, TREES
+from tests.support.families import TREES
 from tests.support.streamed import PLACES, streamed, streamed_tiny
 from tests.support.tiny import one_line, prompts, tiny
 
@@ -31,8 +40,9 @@ def saved(name: str, folder: Path) -> Any:
     torch.manual_seed(5)
     target, cls = copy.deepcopy(tiny("llama")), family(name)
     config: Any = cls.config_class
-    made = cls(config.for_target(target, **OPTIONS[name])).double().bind(target)
-    made.init_from_target(torch.arange(target.config.vocab_size))
+    made = cls(config.for_target(target, **FAMILIES[name].small)).double().bind(target)
+    if isinstance(made, TrainableDrafter):
+        made.init_from_target(torch.arange(target.config.vocab_size))
     moved = list(made.parameters())
     if made.adapter is not None:
         made.adapter.attach(target)
@@ -45,7 +55,8 @@ def saved(name: str, folder: Path) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "place"), [*((name, "disk") for name in OPTIONS), ("medusa", "cpu"), ("medusa", "map")]
+    ("name", "place"),
+    [*((name, "disk") for name in FAMILIES), ("medusa", "cpu"), ("medusa", "map")],
 )
 def test_greedy_text_is_that_of_generate(
     name: str, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

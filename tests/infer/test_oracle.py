@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import Sampling, SlabCache
-from headstart.heads.core import forward, parents_of_paths
+from headstart.heads.core import masks, parents_of_paths
 from headstart.infer import target
 from tests.support.random_rounds import Case, Run, draw_case, left_padded
 from tests.support.scripted import SHAPES, decoding_of, rows_of
@@ -175,12 +175,12 @@ def test_a_seed_that_knows_its_row_shows(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_mask_of_the_first_row_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that take the first row's length see another text than alone."""
     case, script = several_rows()
-    true = forward.tree_mask
+    true = masks.tree_mask
 
     def first_row(lengths: Tensor, *rest: Any, **named: Any) -> Tensor:
         return true(lengths[:1].expand_as(lengths), *rest, **named)
 
-    monkeypatch.setattr(forward, "tree_mask", first_row)
+    monkeypatch.setattr(masks, "tree_mask", first_row)
     run = Run(case, script, [])
     while run.rounds < ROUNDS:
         run.round()

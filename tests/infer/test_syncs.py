@@ -21,7 +21,7 @@ from headstart.heads import Drafter, DrafterGroup, Sampling, Step, family
 from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Decoding
-from headstart.infer.rules.registry import EXPANSION, RULES
+from headstart.infer.rules.registry import RULES
 from tests.support.scripted import Heads, Script, decoding_of, make
 from tests.support.syncs import WARPERS, Synchronised, run_rounds
 from tests.support.tiny import CONFIGS, VOCAB, prompts, tiny
@@ -58,7 +58,7 @@ def script() -> Tensor:
 
 def started(drafter: Any, tree: Any, rule: str, name: str = "llama") -> Decoding:
     ids, mask = prompts(LENGTHS)
-    options: dict[str, Any] = {"rule": RULES[rule], "expansion": EXPANSION[rule]}
+    options: dict[str, Any] = {"rule": RULES[rule], "expansion": RULES[rule].children}
     decoding = decoding_of(tiny(name), drafter, tree, sampling(rule), eos=[VOCAB - 1], **options)
     decoding.prefill(ids, mask, 16)
     return decoding

@@ -28,11 +28,12 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from headstart.heads import Sampling, Step, TokenTree
-from headstart.heads.core.sampling import Stream
+from headstart.heads.core.noise import Stream
 from headstart.heads.group import GroupMember
-from headstart.infer.rules.registry import Rule
+from headstart.infer.rules.rule import Rule
 from headstart.infer.rules.rule_api import Accepted, Text, Verified, seen_in
-from headstart.infer.trees.policies import Children, Committed, Expansion, Policy
+from headstart.infer.trees.children import Children, Expansion
+from headstart.infer.trees.policy import Committed, Policy
 
 ROWS = 1 << 14  # boxes that are run as one batch
 EDGE = 1e-15  # thresholds this near to a box's face are the face
@@ -218,10 +219,9 @@ def watched(boxes: Boxes) -> Iterator[None]:
     """Note every comparison that `accepts` and `draw` make, wherever the product calls them."""
 
     def accepts(true: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def noted(uniforms: Tensor, index: Tensor | int, probability: Tensor) -> Tensor:
-            at = torch.as_tensor(index).expand(len(uniforms)).unsqueeze(1)
-            boxes.compare(uniforms.gather(1, at), probability)
-            return true(uniforms, index, probability)
+        def noted(uniforms: Tensor, probability: Tensor) -> Tensor:
+            boxes.compare(uniforms, probability)
+            return true(uniforms, probability)
 
         return noted
 
@@ -414,7 +414,7 @@ class Round:
         logits = self.tables.verify(tree)
         seen = seen_in(root, self.tables.vocab) if sampling.penalty else None
         text = Text(torch.nn.functional.pad(root, (0, depth + 2)), 1, seen=seen)
-        return self.rule(Verified(tree, logits, sampling, lengths, text))
+        return self.rule.accept(Verified(tree, logits, sampling, lengths, text))
 
     def target_law(self) -> Tensor:
         """The target's own joint law of D + 1 tokens, [V ** (D + 1)]."""

@@ -17,6 +17,7 @@ REPORT: dict[str, Any] = {
     "loop_overhead_ms": 0.5,
     "nodes": 8,
     "tree": "cartesian:2,1,1",
+    "tree_label": "cartesian:2,1,1",
     "rule": "greedy",
     "dtype": "float32",
     "prompts": 24,

@@ -1,6 +1,5 @@
 """Legal pairs of expansion and rule, and rounds small enough to enumerate."""
 
-import itertools
 from typing import Any, get_args
 
 import torch
@@ -15,14 +14,19 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from headstart.infer.rules.registry import EXPANSION, REFUSED, RULES
+from headstart.infer.rules.registry import RULES
 from headstart.infer.trees.children import Expansion
-from headstart.infer.trees.dynamic import parse_tree
+from headstart.infer.trees.parse import parse_tree
 from tests.support.enumeration import Round, SeveralTables, Tables
 
 EXACT = 1e-12
 SHOWS = 1e-3
-LEGAL = [pair for pair in itertools.product(get_args(Expansion), EXPANSION) if pair not in REFUSED]
+LEGAL = [
+    (expansion, name)
+    for expansion in get_args(Expansion)
+    for name, rule in RULES.items()
+    if expansion not in rule.refuses
+]
 
 
 class AfterLast(LogitsProcessor):

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads import FINAL, Drafter, DrafterConfig, Sampling, Step
-from headstart.heads.core import FeatureTap
+from headstart.heads.core import capture
 from headstart.infer import Decoding, Target, parse_tree
-from headstart.infer.trees.policies import Committed
+from headstart.infer.trees.policy import Committed
 from tests.support.tiny import VOCAB
 
 WIDTH = 4  # ranked tokens per proposal
@@ -188,16 +188,13 @@ class Cached(Scripted):
     def check(self, state: Any) -> None:
         """The cache holds each row's text so far and the features of exactly those positions."""
         assert self.prompts is not None
-        tap = FeatureTap(self.target, self.layers)
         for row, prompt in enumerate(self.prompts):
             emitted, size = state.emitted[row].item(), state.size[row].item()
             text = torch.tensor([prompt + self.script.tokens[row, :emitted].tolist()])
             assert size == text.shape[1] - 1 <= state.capacity
             assert torch.equal(state.tokens[row, :size], text[0, 1:])
-            self.target(text[:, :-1], use_cache=False)
-            difference = (tap.take()[0] - state.features[row, :size]).abs().max()
-            assert difference <= 1e-10
-        tap.close()
+            features = capture(self.target, self.layers, text[:, :-1])
+            assert (features[0] - state.features[row, :size]).abs().max() <= 1e-10
         self.checks += 1
 
 

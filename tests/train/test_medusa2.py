@@ -20,14 +20,20 @@ from headstart.heads.artifacts.manifest import read_manifest
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.medusa2 import Medusa2, Medusa2Config
 from headstart.heads.parts.adapter import ADAPTER_WEIGHTS
-from headstart.infer import StaticTree
+from headstart.infer import StaticTree, parse_static
 from headstart.train import pipeline
+from headstart.train.data.corpus import load_documents
 from headstart.train.data.distill import Rows
 from headstart.train.joint import adapter_loss_change, load_options, text_loss
 from headstart.train.losses import Teacher, drift, forward_kl
 from headstart.train.recipe import Train, load_recipe
 from headstart.train.trainer import DraftedTarget, DrafterTrainer, training_arguments
-from headstart.train.validate import Validation, measure_tau
+from headstart.train.validate import (
+    Validation,
+    held_out_prompts,
+    held_out_texts,
+    measure_tau,
+)
 from tests.support.counting import SIZE, counting_rows, counting_target
 from tests.support.recipes import TINY
 
@@ -397,13 +403,13 @@ def test_from_recipe_to_tokens(tmp_path: Path) -> None:
 
     base: Any = AutoModelForCausalLM.from_pretrained(manifest.target)
     tokenizer = AutoTokenizer.from_pretrained(manifest.target)
-    documents = pipeline.load_documents(folder.parent / "corpus", "held_out")
-    texts = pipeline.held_out_texts(tokenizer, documents, 16)
+    documents = load_documents(folder.parent / "corpus", "held_out")
+    texts = held_out_texts(tokenizer, documents, 16)
     assert text_loss(base, texts) == pytest.approx(moved["base"], rel=1e-6)
     drafter = load_drafter(folder, base, tokenizer)
     assert text_loss(base, texts) == pytest.approx(moved["adapted"], rel=1e-4)
-    tree = StaticTree.parse(str(folder / "tree.json"))
-    prompts = pipeline.held_out_prompts(tokenizer, documents, 2, 16, 0, part="validation")
+    tree = parse_static(str(folder / "tree.json"))
+    prompts = held_out_prompts(tokenizer, documents, 2, 16, 0, part="validation")
     measured = measure_tau(base, drafter, tree, "greedy", prompts, 16)
     assert measured["tau"] == pytest.approx(manifest.metrics["tau"])
     speculator = headstart.load(manifest.target, folder)

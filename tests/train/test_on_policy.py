@@ -255,7 +255,7 @@ def recipe_with(on_policy: Any, family: str = "draft_model", **train: Any) -> An
         ({"every": 0}, {}, r"train\.on_policy\.every"),
         ({"temperature": -1}, {}, r"train\.on_policy\.temperature"),
         (0.5, {}, r"train\.on_policy: found the number 0\.5"),
-        ({}, {"loss": "cross_entropy"}, "would teach the student its own text; set train.loss"),
+        ({}, {"loss": "cross_entropy"}, "would train the drafter on its own text; set train.loss"),
     ],
 )
 def test_mistakes_are_named(on_policy: Any, train: dict[str, Any], said: str) -> None:

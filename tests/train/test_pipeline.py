@@ -1,4 +1,4 @@
-"""The road from text to a measured drafter: stages are reused, redone, killed, and shared."""
+"""From text to a measured drafter: stages are reused, run again, killed, and shared."""
 
 import json
 import os
@@ -17,10 +17,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import headstart
 from headstart.heads import load_drafter
 from headstart.heads.artifacts.manifest import read_manifest
-from headstart.infer import StaticTree
+from headstart.infer import StaticTree, parse_static
 from headstart.train import main, pipeline
+from headstart.train.data.corpus import load_documents
 from headstart.train.recipe import load_recipe
-from headstart.train.validate import measure_tau
+from headstart.train.validate import held_out_prompts, measure_tau
 from tests.support.paths import ROOT
 from tests.support.recipes import SAME, TINY, launch
 
@@ -76,13 +77,13 @@ def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
     target: Any = AutoModelForCausalLM.from_pretrained(manifest.target)
     tokenizer = AutoTokenizer.from_pretrained(manifest.target)
     drafter = load_drafter(artifact, target, tokenizer)
-    tree = StaticTree.parse(str(artifact / "tree.json"))
+    tree = parse_static(str(artifact / "tree.json"))
     assert 2 <= tree.nodes <= 4 and [list(p) for p in tree.paths] == sorted(
         manifest.metrics["tree"], key=lambda path: (len(path), path)
     )
     # The written figure is that of the written drafter and tree.
-    documents = pipeline.load_documents(artifact.parent / "corpus", "held_out")
-    prompts = pipeline.held_out_prompts(tokenizer, documents, 2, 16, 0, part="validation")
+    documents = load_documents(artifact.parent / "corpus", "held_out")
+    prompts = held_out_prompts(tokenizer, documents, 2, 16, 0, part="validation")
     measured = measure_tau(target, drafter, tree, "greedy", prompts, 16)
     assert measured["tau"] == manifest.metrics["tau"]
     card = (artifact / "README.md").read_text()
@@ -189,31 +190,27 @@ from headstart.train import main
 main(sys.argv[1:])
 """
 IN_TARGET = """
-import headstart.train.scratch_target as room
+import headstart.train.scratch_target as module
 def stop(*args, **how):
     print("now", flush=True)
     time.sleep(60)
-room.evaluate = stop
+module.evaluate = stop
 """
 IN_HEADS = """
-import headstart.train.trainer as room
-save = room.DrafterTrainer._save_checkpoint
+import headstart.train.trainer as module
+save = module.DrafterTrainer._save_checkpoint
 def stop(self, *args):
     save(self, *args)
     print("now", flush=True)
     time.sleep(60)
-room.DrafterTrainer._save_checkpoint = stop
+module.DrafterTrainer._save_checkpoint = stop
 """
 IN_ARTIFACT = """
-import headstart.train.pipeline as room
-from pathlib import Path
-move = Path.replace
-def stop(self, to):
-    if self.parent.name == "artifact":
-        print("now", flush=True)
-        time.sleep(60)
-    return move(self, to)
-Path.replace = stop
+import headstart.train.drafter_stage as stage
+def stop(*args):
+    print("now", flush=True)
+    time.sleep(60)
+stage.write_atomically = stop
 """
 
 
@@ -244,15 +241,15 @@ def test_sigkill_loses_no_finished_stage(
 WITNESS = """
 import os, sys
 from accelerate.state import PartialState
-from headstart.train import pipeline
+from headstart.train import main, pipeline
 build = pipeline._Run.__init__
-def told(self, *args):
+def noted(self, *args):
     build(self, *args)
     state = PartialState()
-    line = f"{state.num_processes} {state.distributed_type.value} {self.world}"
+    line = f"{state.num_processes} {state.distributed_type.value} {self.args.world_size}"
     open(f"{os.environ['WITNESS']}-{state.process_index}", "w").write(line)
-pipeline._Run.__init__ = told
-sys.exit(pipeline.main(sys.argv[1:]))
+pipeline._Run.__init__ = noted
+sys.exit(main(sys.argv[1:]))
 """
 
 

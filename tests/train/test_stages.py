@@ -147,3 +147,29 @@ def test_the_record_says_what_was_run(tmp_path: Path) -> None:
     assert record["settings"] == {"depth": 2}
     assert record["reads"] == {"a": a.id}
     assert record["versions"]["python"]
+
+
+def test_a_damaged_stage_is_run_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = Work(), Work()
+    two(tmp_path, first, second)
+    (tmp_path / "a" / "README.md").write_text("a card may be edited")
+    (tmp_path / "a" / "plan.json").touch()  # and files may be added
+    two(tmp_path, first, second)
+    assert (first.ran, second.ran) == (1, 1)
+    (tmp_path / "b" / "result").write_text("half")
+    two(tmp_path, first, second)
+    assert (first.ran, second.ran) == (1, 2) and "stage b: result is missing" in caplog.text
+    (tmp_path / "a" / "result").unlink()
+    two(tmp_path, first, second)
+    assert (first.ran, second.ran) == (2, 3)
+
+
+def test_a_record_without_checksums_is_that_of_a_finished_stage(tmp_path: Path) -> None:
+    first, second = Work(), Work()
+    two(tmp_path, first, second)
+    for name in ("a", "b"):
+        record = json.loads((tmp_path / name / RECORD).read_text())
+        assert set(record.pop("files")) == {"result"}
+        (tmp_path / name / RECORD).write_text(json.dumps(record))
+    two(tmp_path, first, second)
+    assert (first.ran, second.ran) == (1, 1)

@@ -19,9 +19,11 @@ from headstart.heads import (
     FAMILIES,
     Drafter,
     DrafterConfig,
+    Family,
     Manifest,
     OptionError,
     Step,
+    TrainableDrafter,
     fingerprint,
     load_drafter,
     save_drafter,
@@ -413,9 +415,7 @@ def test_autocast_leaves_weights_and_features_alone(tmp_path: Path, loss: str) -
 
 def test_a_drafter_without_training_is_refused() -> None:
     class Untaught(Bigram):
-        @property
-        def train_depths(self) -> int:
-            return 0
+        trainable = False
 
     target = counting_target()
     with pytest.raises(OptionError, match="nothing to train"):
@@ -429,7 +429,7 @@ class BigramConfig(DrafterConfig):
     feature_layers: Any = ()
 
 
-class Bigram(Drafter):
+class Bigram(TrainableDrafter):
     """A family in one class: a table of logits, from token to token."""
 
     config_class = BigramConfig
@@ -463,7 +463,7 @@ def test_a_family_takes_one_class_and_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:
     """From recipe to tokens: trained, validated on a tree it gets itself, saved, loaded, exact."""
-    monkeypatch.setitem(FAMILIES, "bigram", f"{__name__}:Bigram")  # the line
+    monkeypatch.setitem(FAMILIES, "bigram", Family("bigram", f"{__name__}:Bigram"))  # the line
     target = counting_target()
     with torch.no_grad():
         target.lm_head.weight.mul_(4)

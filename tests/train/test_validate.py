@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headstart.heads import OptionError
 from headstart.heads.medusa import Medusa
 from headstart.infer import StaticTree
 from headstart.infer.measure.ranks import MISSED, Written, best_tree, measure_ranks, write_texts
@@ -134,5 +135,5 @@ def test_unlikely_ranks_get_no_node() -> None:
 
 @pytest.mark.parametrize("tree", ["sparse:", "sparse:1", "sparse:x"])
 def test_refusals(tree: str) -> None:
-    with pytest.raises(ValidationError, match="expected sparse:N"):
+    with pytest.raises(OptionError, match="expected sparse:N"):
         Validation(counting_target(), [], 4, tree, "greedy")

@@ -1,6 +1,7 @@
 """Recipes: `schema` says what a recipe may hold, `files` reads one, `build` checks it."""
 
 from .build import parse_recipe
+from .fields import RecipeError
 from .files import load_recipe, shipped_recipes
 from .schema import (
     LOSSES,
@@ -10,7 +11,6 @@ from .schema import (
     DrafterSpec,
     OnPolicy,
     Recipe,
-    RecipeError,
     Scratch,
     TargetSpec,
     Train,

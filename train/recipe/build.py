@@ -1,19 +1,18 @@
 """Builds a Recipe from nested dicts; every mistake is one line with the key's full path.
 
-`@strict` of huggingface_hub checks types and ranges. It knows fields and not paths, takes unknown
-keys for a programmer's mistake and no integer for a float: that much is done here.
+`@strict` of huggingface_hub checks types and ranges. What it does not do is done here: key paths,
+unknown and missing keys, and an integer where a float is expected.
 """
 
 import dataclasses
-import difflib
 import types
 import typing
-from collections.abc import Iterable
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
-from .schema import DrafterSpec, Recipe, RecipeError
+from .fields import RecipeError, nearest
+from .schema import DrafterSpec, Recipe
 
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:
@@ -41,8 +40,9 @@ def _section(cls: type, data: Any, path: str) -> Any:
         try:  # one field at a time: the error of a whole section does not say which field it was
             setattr(probe, key, values[key])
         except StrictDataclassFieldValidationError as error:
-            cause = error.__cause__
-            said = str(cause) if isinstance(cause, ValueError) else _mismatch(hint, value)
+            said = error.__cause__
+            if isinstance(said, TypeError):
+                said = f"found {kind(value)}, expected {_describe(hint)}"
             raise RecipeError(f"{where}: {said}") from None
     for field in fields.values():
         required = field.default is field.default_factory is dataclasses.MISSING
@@ -62,14 +62,6 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         if member is float and type(value) is int:
             return float(value)
     return value
-
-
-def _mismatch(hint: Any, value: Any) -> str:
-    if typing.get_origin(hint) is typing.Literal:
-        choices = typing.get_args(hint)
-        near = nearest(value, choices) if isinstance(value, str) else ""
-        return f"found {value!r}{near}; expected one of {', '.join(choices)}"
-    return f"found {kind(value)}, expected {_describe(hint)}"
 
 
 def _is_union(hint: Any) -> bool:
@@ -96,9 +88,3 @@ def kind(value: Any) -> str:
         return "a mapping"
     names = {bool: "boolean", int: "integer", float: "number", str: "string"}
     return f"the {names.get(type(value), type(value).__name__)} {value!r}"
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` with the known name that is closest to `name`, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""

@@ -7,8 +7,9 @@ from typing import Any
 
 import yaml
 
-from .build import kind, nearest, parse_recipe
-from .schema import Recipe, RecipeError
+from .build import kind, parse_recipe
+from .fields import RecipeError, nearest
+from .schema import Recipe
 
 
 def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Recipe:

@@ -1,57 +1,25 @@
 """What a recipe may say: strict dataclasses, one a section of the file.
 
-Every field has a type and, where it needs one, a range; `@strict` checks both when a section is
-built and when a field is assigned. Nothing here imports torch, so that `--help` and a mistyped
-recipe answer at once. Annotations are evaluated, since `@strict` reads them.
+Every field has a type and, where it needs one, a check of its range; `@strict` applies both
+whenever a field is set, and reads the annotations, which must not be strings. Nothing here imports
+torch, so that `--help` and a mistyped recipe answer at once.
 """
 
 import dataclasses
-import math
-import operator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
-from huggingface_hub.dataclasses import as_validated_field, strict, validated_field
+from huggingface_hub.dataclasses import as_validated_field, strict
 
-
-class RecipeError(ValueError):
-    """A recipe that cannot be used; the message names the key's path and what was expected."""
-
-
-_BOUNDS = {
-    "gt": ("greater than", operator.gt),
-    "ge": ("at least", operator.ge),
-    "lt": ("less than", operator.lt),
-    "le": ("at most", operator.le),
-}
-
-
-def _number(default: Any, **bounds: float) -> Any:
-    """The field of a finite number within `bounds`: `gt`, `ge`, `lt`, `le`."""
-
-    def check(value: float | None) -> None:
-        if value is None:  # the type says whether null is a value
-            return
-        if not math.isfinite(value):
-            raise ValueError(f"found {value!r}, expected a finite number")
-        for name, bound in bounds.items():
-            words, holds = _BOUNDS[name]
-            if not holds(value, bound):
-                raise ValueError(f"found {value!r}, expected {words} {bound}")
-
-    return validated_field(check, default=default)
-
-
-def _positive(default: Any) -> Any:
-    return _number(default, gt=0)
+from .fields import RecipeError, number, one_of, positive
 
 
 @as_validated_field
 def _tree(tree: str | list[Any]) -> None:
-    for number, path in enumerate(tree if isinstance(tree, list) else []):
+    for place, path in enumerate(tree if isinstance(tree, list) else []):
         if not isinstance(path, list) or any(type(index) is not int for index in path):
-            raise ValueError(f"path {number} is {path!r}, expected a list of integers")
+            raise ValueError(f"path {place} is {path!r}, expected a list of integers")
 
 
 @strict
@@ -62,10 +30,10 @@ class Corpus:
     # "stdlib", the path of a file or folder, or "target": what the target itself writes after its
     # start token, sampled at temperature 1
     source: str = "stdlib"
-    max_bytes: int = _positive(4_000_000)
-    held_out: float = _number(0.05, ge=0, lt=1)  # share of whole documents
-    on_error: Literal["raise", "skip"] = "raise"  # at a row that cannot be read
-    opening_tokens: int = _positive(64)  # source target: tokens of each text
+    max_bytes: int = positive(4_000_000)
+    held_out: float = number(0.05, ge=0, lt=1)  # share of whole documents
+    on_error: str = one_of("raise", "skip", default="raise")  # at a row that cannot be read
+    opening_tokens: int = positive(64)  # source target: tokens of each text
     writer: str | None = None  # source target: the model that writes, target.model when null
 
 
@@ -74,19 +42,19 @@ class Corpus:
 class Scratch:
     """A small Llama trained from random weights, for runs without a model hub."""
 
-    vocab_size: int = _number(1024, ge=257)  # 256 bytes and the end-of-text token
-    hidden_size: int = _positive(128)
-    layers: int = _positive(12)
-    heads: int = _positive(2)
-    intermediate_size: int = _positive(384)
-    context: int = _positive(1024)
-    sequence_length: int = _positive(128)  # tokens a training row
-    batch_size: int = _positive(8)  # rows a step
-    muon_lr: float = _positive(16e-3)
-    adamw_lr: float = _positive(4e-3)
-    warmup_ratio: float = _number(0.05, ge=0, lt=1)
-    max_seconds: float | None = _positive(80.0)
-    max_tokens: int | None = _positive(None)
+    vocab_size: int = number(1024, ge=257)  # 256 bytes and the end-of-text token
+    hidden_size: int = positive(128)
+    layers: int = positive(12)
+    heads: int = positive(2)
+    intermediate_size: int = positive(384)
+    context: int = positive(1024)
+    sequence_length: int = positive(128)  # tokens a training row
+    batch_size: int = positive(8)  # rows a step
+    muon_lr: float = positive(16e-3)
+    adamw_lr: float = positive(4e-3)
+    warmup_ratio: float = number(0.05, ge=0, lt=1)
+    max_seconds: float | None = positive(80.0)
+    max_tokens: int | None = positive(None)
 
 
 @strict
@@ -97,7 +65,9 @@ class TargetSpec:
     model: str | None = None
     scratch: Scratch | None = None
     # 4bit needs bitsandbytes
-    dtype: Literal["float32", "bfloat16", "float16", "float64", "auto", "4bit"] = "float32"
+    dtype: str = one_of(
+        "float32", "bfloat16", "float16", "float64", "auto", "4bit", default="float32"
+    )
 
 
 @strict
@@ -105,15 +75,15 @@ class TargetSpec:
 class Distill:
     """Self-distillation: the target continues real prefixes."""
 
-    examples: int = _positive(1024)
-    prefix: Literal["window", "start", "prompt"] = "window"  # of a document
-    prefix_tokens: int = _positive(64)  # exactly; for `prompt`, at most
-    chat: Literal["auto", "template", "plain"] = "auto"  # how chats are rendered
-    new_tokens: int = _positive(128)
-    batch_size: int = _positive(64)
-    temperature: float = _number(0.0, ge=0)
-    shards: int = _positive(8)
-    max_seconds: float | None = _positive(None)
+    examples: int = positive(1024)
+    prefix: str = one_of("window", "start", "prompt", default="window")  # of a document
+    prefix_tokens: int = positive(64)  # exactly; for `prompt`, at most
+    chat: str = one_of("auto", "template", "plain", default="auto")  # how chats are rendered
+    new_tokens: int = positive(128)
+    batch_size: int = positive(64)
+    temperature: float = number(0.0, ge=0)
+    shards: int = positive(8)
+    max_seconds: float | None = positive(None)
 
 
 @strict
@@ -125,11 +95,10 @@ class DrafterSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-Loss = Literal[
-    "cross_entropy", "soft_cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon",
-    "total_variation", "acceptance",
-]  # fmt: skip
-LOSSES: tuple[str, ...] = get_args(Loss)
+LOSSES = (
+    *("cross_entropy", "soft_cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon"),
+    *("total_variation", "acceptance"),
+)
 
 
 @strict
@@ -137,9 +106,9 @@ LOSSES: tuple[str, ...] = get_args(Loss)
 class OnPolicy:
     """Text that the drafter writes while it is trained, with the target's probabilities there."""
 
-    lmbda: float = _number(0.5, gt=0, le=1)  # λ of GKD: share of the steps that train on it
-    temperature: float = _number(1.0, ge=0)  # of the drafter's sampling
-    every: int = _positive(8)  # steps whose text is written at once, which bounds its age
+    lmbda: float = number(0.5, gt=0, le=1)  # λ of GKD: share of the steps that train on it
+    temperature: float = number(1.0, ge=0)  # of the drafter's sampling
+    every: int = positive(8)  # steps whose text is written at once, which bounds its age
 
 
 @strict
@@ -147,20 +116,21 @@ class OnPolicy:
 class Train:
     """How the drafter is trained."""
 
-    loss: Loss = "cross_entropy"  # all others compare with the target's probabilities
-    learning_rate: float = _positive(1e-3)
-    batch_size: int = _positive(8)  # rows a process and forward
-    gradient_accumulation: int = _positive(1)
-    max_steps: int = _positive(1000)
-    max_seconds: float | None = _positive(None)
-    warmup_ratio: float = _number(0.1, ge=0, lt=1)
-    weight_decay: float = _number(0.0, ge=0)
-    clip: float = _positive(1.0)  # the norm that gradients are clipped to
-    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"  # adamw_8bit needs bitsandbytes
-    head_decay: float = _number(0.8, gt=0, le=1)  # weight of head k is head_decay ** k
-    eval_every: int | None = _positive(None)  # steps between validations by real decoding
-    feature_weight: float = _number(0.0, ge=0)  # of the distance to the target's features (EAGLE)
-    feature_cache_mb: float = _number(512.0, ge=0)  # keep the target's features up to this size
+    # all others than cross_entropy compare with the target's probabilities
+    loss: str = one_of(*LOSSES, default="cross_entropy")
+    learning_rate: float = positive(1e-3)
+    batch_size: int = positive(8)  # rows a process and forward
+    gradient_accumulation: int = positive(1)
+    max_steps: int = positive(1000)
+    max_seconds: float | None = positive(None)
+    warmup_ratio: float = number(0.1, ge=0, lt=1)
+    weight_decay: float = number(0.0, ge=0)
+    clip: float = positive(1.0)  # the norm that gradients are clipped to
+    optimizer: str = one_of("adamw", "adamw_8bit", default="adamw")  # adamw_8bit needs bitsandbytes
+    head_decay: float = number(0.8, gt=0, le=1)  # weight of head k is head_decay ** k
+    eval_every: int | None = positive(None)  # steps between validations by real decoding
+    feature_weight: float = number(0.0, ge=0)  # of the distance to the target's features (EAGLE)
+    feature_cache_mb: float = number(512.0, ge=0)  # keep the target's features up to this size
     on_policy: OnPolicy | None = None  # null: all text is the target's
 
     def __post_init__(self) -> None:
@@ -177,12 +147,12 @@ class Decode:
     """How drafts are grown, accepted and measured."""
 
     # chain:K, cartesian:A,B,…, sparse:N, a list of paths (lists of integers), or a file of them
-    tree: str | list[Any] = _tree(default="chain:4")
-    rule: Literal["greedy", "match", "coupled"] = "greedy"
-    prompts: int = _positive(24)
-    prefix_tokens: int = _positive(64)
-    new_tokens: int = _positive(128)
-    validation_prompts: int = _positive(8)
+    tree: str | list[Any] = _tree(default="chain:4")  # noqa: RUF009
+    rule: str = one_of("greedy", "match", "coupled", default="greedy")
+    prompts: int = positive(24)
+    prefix_tokens: int = positive(64)
+    new_tokens: int = positive(128)
+    validation_prompts: int = positive(8)
 
 
 @strict
@@ -198,7 +168,7 @@ class Recipe:
     name: str
     drafter: DrafterSpec
     target: TargetSpec
-    seed: int = _number(0, ge=0)
+    seed: int = number(0, ge=0)
     output: str = "runs"
     shares: str | None = None
     corpus: Corpus = field(default_factory=Corpus)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from headstart.heads import ArtifactError, Drafter, load_drafter
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
-from headstart.heads.drafter import FAMILIES, family
+from headstart.heads.families import FAMILIES, family
 from headstart.infer import Speculator
 from tests.support import published_eagle as eagle
 from tests.support import published_hydra as hydra

@@ -86,7 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_heads(folder: Path, model: Any, tokenizer: Any) -> None:
-    from headstart.train.pipeline import model_card
+    from headstart.train.card import training_card
     from headstart.train.recipe import load_recipe
 
     drafter = Medusa(MedusaConfig.for_target(model, heads=2)).bind(model)
@@ -104,7 +104,7 @@ def write_heads(folder: Path, model: Any, tokenizer: Any) -> None:
             "tau": 1.5, "tree": tree, "acceptance_by_depth": [0.3, None], "steps": 9, "seconds": 2,
         },
     )  # fmt: skip
-    heads = save_drafter(drafter, folder / "heads", manifest, model_card(recipe, manifest))
+    heads = save_drafter(drafter, folder / "heads", manifest, training_card(recipe, manifest))
     (heads / TREE).write_text(json.dumps(tree))
     (heads / "stage.json").write_text("{}")  # what a run leaves beside the artifact
     (heads / "checkpoints" / "checkpoint-9").mkdir(parents=True)

@@ -19,7 +19,7 @@ from headstart.heads.core import (
     probe_layers,
     tree_forward,
 )
-from headstart.heads.core.attention import plain_attention, tree_attention
+from headstart.heads.core.tree_attention import plain_attention, tree_attention
 from tests.support.tiny import COMMON, one_line, tiny
 from tests.support.trees import SCALING, Case, Tree, make_tree
 

@@ -21,7 +21,7 @@ from headstart.heads.core import (
     tree_forward,
     tree_mask,
 )
-from headstart.heads.core.forward import shifted_mask
+from headstart.heads.core.masks import shifted_mask
 from tests.support.tiny import (
     COMMON,
     CONFIGS,
@@ -233,9 +233,8 @@ def test_features_are_the_hidden_states(name: str, layers: list[int]) -> None:
     """Against a forward cut by hand: embeddings enter layer 0, the output layer reads the last."""
     model = tiny(name)
     size = model.config.hidden_size
-    tap = FeatureTap(model, layers)
     ids = torch.randint(VOCAB, (2, 6))
-    with torch.no_grad():
+    with torch.no_grad(), FeatureTap(model, layers) as tap:
         output = model(ids, output_hidden_states=True, use_cache=False)
         features = tap.take()
     assert features.shape == (2, 6, size * len(layers))
@@ -244,7 +243,6 @@ def test_features_are_the_hidden_states(name: str, layers: list[int]) -> None:
             assert torch.equal(model.get_output_embeddings()(part), output.logits)
         else:
             assert torch.equal(part, output.hidden_states[layer])
-    tap.close()
     with torch.no_grad():
         model(ids[:, :3])
     assert torch.equal(tap.take(), features)  # closed: nothing is captured any more

@@ -78,7 +78,10 @@ def test_remarks_only_where_they_apply() -> None:
 
 
 def test_a_tree_of_paths_is_counted() -> None:
-    assert line(table(REPORT | {"tree": [[0], [1]], "nodes": 3}), "tree") == "2 rank paths, 3 nodes"
+    assert (
+        line(table(REPORT | {"tree": [[0], [1]], "tree_label": None, "nodes": 3}), "tree")
+        == "2 rank paths, 3 nodes"
+    )
 
 
 def test_the_document_is_strict_json() -> None:

@@ -13,17 +13,17 @@ from transformers import LlamaConfig, LlamaModel, LogitsProcessorList
 from headstart.heads import Sampling, TokenTree, Topology
 from headstart.infer.rules.registry import RULES
 from headstart.infer.rules.rule_api import Text, Verified
-from headstart.infer.trees.policies import StaticTree
+from headstart.infer.trees.parse import parse_static
 from tests.support.syncs import WARPERS, NoSync
 
-WALKING = ["match", "coupled", "rejection", "block", "traversal", "typical"]
+WALKING = [name for name, rule in RULES.items() if rule.samples]
 
 
 def verified_of(
     rule: str, batch: int, vocab: int, drawn: bool, processors: Any = None, known: bool = True
 ) -> Verified:
     """64 nodes, or a chain of 8 for `block`, in float32; every inner node has its proposals."""
-    static = StaticTree.parse("chain:7" if rule == "block" else "cartesian:3,4,4")
+    static = parse_static("chain:7" if RULES[rule].chains_only else "cartesian:3,4,4")
     topology, proposal_row = static.shape(batch, torch.device("cpu"))
     if not known:
         topology = Topology.from_parents(topology.parents, static.max_depth, static.width)
@@ -64,7 +64,7 @@ def test_one_row_of_the_vocabulary_at_a_time(rule: str, drawn: bool, known: bool
     """Nothing larger than [B, V] is made, and the host is never asked to wait."""
     verified = verified_of(rule, 3, 5000, drawn, LogitsProcessorList(WARPERS), known)
     with NoSync(), Largest() as largest:
-        RULES[rule](verified)
+        RULES[rule].accept(verified)
     assert largest.most == 3 * 5000
 
 
@@ -109,10 +109,12 @@ def test_accepting_costs_under_a_twentieth_of_the_forward(capsys: pytest.Capture
 
     shares = {}
     for rule in WALKING:
-        for drawn in (True, False) if rule in ("rejection", "block", "traversal") else (False,):
+        for drawn in (True, False) if "with_replacement" not in RULES[rule].refuses else (False,):
             for known in (True, False):
                 verified = verified_of(rule, 8, 32_000, drawn, None, known)
-                spent = seconds(lambda rule=rule, verified=verified: RULES[rule](verified), 5)
+                spent = seconds(
+                    lambda rule=rule, verified=verified: RULES[rule].accept(verified), 5
+                )
                 shares[rule, drawn, known] = spent / forward
     with capsys.disabled():
         print(f"\nforward {forward * 1e3:.0f} ms (two layers, scaled)")

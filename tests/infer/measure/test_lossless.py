@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import OptionError
-from headstart.heads.core import forward
+from headstart.heads.core import masks
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator
 from headstart.infer.measure.lossless import (
@@ -47,13 +47,13 @@ def test_greedy_text_is_that_of_generate() -> None:
 
 def test_a_wrong_mask_shows_and_is_no_near_tie(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every node sees every other node of the tree."""
-    true = forward.tree_mask
+    true = masks.tree_mask
 
     def wrong(lengths: Tensor, positions: Tensor, ancestors: Tensor, *rest: Any) -> Tensor:
         return true(lengths, positions, torch.ones_like(ancestors), *rest)
 
     broken = speculator()
-    monkeypatch.setattr(forward, "tree_mask", wrong)
+    monkeypatch.setattr(masks, "tree_mask", wrong)
     found = compare_greedy(broken, one_by_one([5, 9, 7, 12]), 24)
     assert found.divergences and not found.holds
     apart = found.divergences[0]

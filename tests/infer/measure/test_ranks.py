@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import Step
-from headstart.infer import Speculator, StaticTree
+from headstart.infer import Speculator, StaticTree, parse_static
 from headstart.infer.measure.ranks import (
     MISSED,
     Written,
@@ -62,7 +62,7 @@ def test_replaying_is_what_the_loop_does(shape: str, mode: str) -> None:
     assert [len(text.tokens) for text in texts] == [length + NEW for length in LENGTHS]
     ranks = measure_ranks(drafter, texts, depth=4)
     assert [tuple(each.shape) for each in ranks] == [(NEW - 1, 4)] * 3
-    for tree in map(StaticTree.parse, TREES):
+    for tree in map(parse_static, TREES):
         speculator = Speculator(target, drafter, tree=tree)
         decode_greedily(speculator, prompts(), NEW)
         expected = replay(ranks, tree.paths)

@@ -1,6 +1,8 @@
 """Which expansion goes with which rule, and who is accepted on trees made by hand and at random."""
 
+import ast
 import itertools
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -12,16 +14,9 @@ from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogits
 from headstart.heads import OptionError, Sampling, TokenTree, Topology
 from headstart.heads.core import gumbel
 from headstart.infer.rules.matching import accept_matches, target_choices
-from headstart.infer.rules.registry import (
-    APPROXIMATE,
-    EXPANSION,
-    NO_READERS,
-    REFUSED,
-    RULES,
-    check_pair,
-)
+from headstart.infer.rules.registry import RULES, choose_rule, find_rule
 from headstart.infer.rules.rule_api import Text, Verified
-from headstart.infer.trees.policies import Expansion
+from headstart.infer.trees.children import Expansion
 from tests.support.tiny import one_line, path_to, random_parents
 
 EXPANSIONS = sorted(get_args(Expansion))
@@ -34,31 +29,84 @@ LEGAL = {
 }
 
 
-@pytest.mark.parametrize("pair", list(itertools.product(EXPANSIONS, EXPANSION)))
-def test_every_pair_is_legal_or_refused_with_the_reason(pair: tuple[str, str]) -> None:
-    assert (pair in LEGAL) != (pair in REFUSED)
-    if pair in LEGAL:
-        check_pair(*pair)
+PAIRS = list(itertools.product(EXPANSIONS, RULES))
+
+
+@pytest.mark.parametrize(("expansion", "rule"), PAIRS)
+def test_every_pair_is_legal_or_refused_with_the_reason(expansion: str, rule: str) -> None:
+    record = RULES[rule]
+    assert ((expansion, rule) in LEGAL) != (expansion in record.refuses)
+    if (expansion, rule) in LEGAL:
+        assert record.check_expansion(expansion) == expansion
         return
     with pytest.raises(OptionError) as caught:
-        check_pair(*pair)
-    assert REFUSED[pair] in one_line(caught.value)
+        record.check_expansion(expansion)
+    message = one_line(caught.value)
+    assert record.refuses[expansion] in message and f"use {record.children!r}" in message
 
 
-def test_the_table_is_whole() -> None:
-    pairs = set(itertools.product(EXPANSIONS, EXPANSION))
-    assert pairs == LEGAL | set(REFUSED) and len(pairs) == 28 and len(LEGAL) == 15
-    assert set(RULES) == set(EXPANSION) >= APPROXIMATE | NO_READERS
-    assert all((expansion, rule) in LEGAL for rule, expansion in EXPANSION.items())
+def test_the_records_are_whole() -> None:
+    assert len(PAIRS) == 28 and len(LEGAL) == 15 and set(PAIRS) >= LEGAL
+    for name, rule in RULES.items():
+        assert rule.name == name
+        assert rule.check_expansion(None) == rule.children and (rule.children, name) in LEGAL
+    kinds = ("samples", "exact", "same_text", "reads_prefix", "chains_only")
+    declared = {kind: {name for name in RULES if getattr(RULES[name], kind)} for kind in kinds}
+    assert declared == {
+        "samples": set(RULES) - {"greedy"},
+        "exact": set(RULES) - {"typical"},
+        "same_text": {"greedy", "match", "coupled"},
+        "reads_prefix": set(RULES) - {"block", "traversal", "typical"},
+        "chains_only": {"block"},
+    }
 
 
-@pytest.mark.parametrize(
-    ("pair", "named"), [(("topk", "hopeful"), "hopeful"), (("beam", "greedy"), "beam")]
-)
-def test_unknown_names_are_refused(pair: tuple[str, str], named: str) -> None:
-    with pytest.raises(OptionError, match=f"is '{named}'; expected one of") as caught:
-        check_pair(*pair)
+def test_unknown_names_are_refused() -> None:
+    for named, ask in (
+        ("hopeful", lambda: find_rule("hopeful")),
+        ("beam", lambda: RULES["greedy"].check_expansion("beam")),
+    ):
+        with pytest.raises(OptionError, match=f"is '{named}'; expected one of") as caught:
+            ask()
+        one_line(caught.value)
+
+
+def test_the_rule_of_a_request() -> None:
+    """Without sampling `greedy`, whatever is asked for; when sampling `coupled` by default."""
+    assert {choose_rule(name, sampled=False).name for name in (None, *RULES)} == {"greedy"}
+    assert choose_rule(None, sampled=True) is find_rule(None) is RULES["coupled"]
+    for name in set(RULES) - {"greedy"}:
+        assert choose_rule(name, sampled=True) is find_rule(name) is RULES[name]
+    with pytest.raises(OptionError, match=r"'greedy' with do_sample=True") as caught:
+        choose_rule("greedy", sampled=True)
     one_line(caught.value)
+
+
+def strings_of(path: Path) -> set[str]:
+    """The string constants of a source file, docstrings aside."""
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    constants = (node for node in nodes if isinstance(node, ast.Constant) and id(node) not in alone)
+    return {node.value for node in constants if isinstance(node.value, str)}
+
+
+def test_the_product_names_its_rules_in_their_package() -> None:
+    """Elsewhere a rule's name is a string in two files at most: code asks the record."""
+    root = Path(__file__).parents[3]
+    folders = [root / name for name in ("heads", "infer", "train", "headstart")]
+    named: dict[str, set[str]] = {name: set() for name in RULES}
+    for path in {path.resolve() for folder in folders for path in folder.rglob("*.py")}:
+        inside = path.relative_to(root).as_posix()
+        if not inside.startswith("infer/rules/"):
+            for name in strings_of(path) & set(RULES):
+                named[name].add(inside)
+    assert {name: files for name, files in named.items() if len(files) > 2} == {}
+
+
+def test_a_rules_name_in_the_code_is_found(tmp_path: Path) -> None:
+    source = tmp_path / "found.py"
+    source.write_text('"""greedy"""\n\n\ndef f(rule="match"):\n    """block"""\n    # typical\n')
+    assert strings_of(source) == {"match"}
 
 
 def tree_of(

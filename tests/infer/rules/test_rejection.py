@@ -10,14 +10,11 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from headstart.heads import Sampling, TokenTree, Topology
 from headstart.heads.core import draw
 from headstart.infer.rules import rejection as module
-from headstart.infer.rules.rejection import (
-    accept_probability,
-    accepts,
-    rejection,
-    residual,
-    without,
-)
+from headstart.infer.rules import siblings
+from headstart.infer.rules.decisions import accept_probability, accepts, residual, without
+from headstart.infer.rules.rejection import rejection
 from headstart.infer.rules.rule_api import Text, Verified
+from headstart.infer.rules.siblings import verdicts
 from tests.support.walker import (
     KINDS,
     NAN,
@@ -33,6 +30,8 @@ from tests.support.walker import (
     vectors,
     verified_of,
 )
+
+ONE = torch.ones(1, dtype=torch.float64)
 
 
 class Spread(LogitsProcessor):
@@ -54,7 +53,7 @@ def test_accepting_by_hand() -> None:
 def test_the_residual_by_hand() -> None:
     """(0.5, 0.3, 0.2) − (0.1, 0.6, 0.3) leaves 0.4 of token 0; half of p leaves 0.15 of it."""
     p, q = vectors([0.5, 0.3, 0.2], [0.5, 0.3, 0.2]), vectors([0.1, 0.6, 0.3], [0.0, 0.2, 0.8])
-    left, weight = residual(p, q)
+    left, weight = residual(p, q, vectors([1, 1])[0])
     assert torch.allclose(left, vectors([1, 0, 0], [0.5 / 0.6, 0.1 / 0.6, 0]))
     assert weight.tolist() == [1, 1]
     left, weight = residual(p, q, torch.tensor([0.5, 0.8]).double())
@@ -73,15 +72,14 @@ def test_a_residual_without_mass_keeps_p_and_accepts_no_more() -> None:
 
 def test_nan_is_never_hidden() -> None:
     p, q = vectors([NAN, 0.5, 0.5]), vectors([0.2, 0.3, 0.5])
-    assert residual(p, q)[0].isnan().all() and residual(q, p)[0].isnan().all()
+    assert residual(p, q, ONE)[0].isnan().all() and residual(q, p, ONE)[0].isnan().all()
     assert without(p, torch.tensor([1])).isnan()[0, 0]
 
 
-def test_accepts_reads_the_uniform_of_its_index() -> None:
-    uniforms, half = vectors([0.1, 0.9], [0.9, 0.1]), vectors([0.5, 0.5])[0]
-    assert accepts(uniforms, 0, half).tolist() == [True, False]
-    assert accepts(uniforms, torch.tensor([1, 1]), half).tolist() == [False, True]
-    assert accepts(uniforms, 0, half * NAN).tolist() == [False, False]
+def test_a_uniform_below_the_probability_accepts() -> None:
+    uniforms, half = vectors([0.1, 0.9])[0], vectors([0.5, 0.5])[0]
+    assert accepts(uniforms, half).tolist() == [True, False]
+    assert accepts(uniforms, half * NAN).tolist() == [False, False]
 
 
 def test_draw_by_hand() -> None:
@@ -161,13 +159,13 @@ def test_rejection_against_the_walker(kind: str, processors: Any) -> None:
 
 def test_the_walker_notices_a_wrong_proposal(monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: q that keeps its drawn token, and one uniform for all nodes."""
-    for name, wrong in (
-        ("without", lambda q, token: q),
-        ("accepts", lambda uniforms, index, probability: accepts(uniforms, 0 * index, probability)),
+    for owner, name, wrong in (
+        (siblings, "without", lambda q, token: q),
+        (module, "verdicts", lambda verified: 0 * verdicts(verified) + verdicts(verified)[:, :1]),
     ):
         generator = torch.Generator().manual_seed(4)
         with monkeypatch.context() as patch:
-            patch.setattr(module, name, wrong)
+            patch.setattr(owner, name, wrong)
             verified = verified_of(random_tree("without", 600, 9, generator), generator)
             found = answers(rejection(verified))
         assert found != [Walker(verified, row).rejection() for row in range(600)], name

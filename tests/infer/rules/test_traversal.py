@@ -10,11 +10,12 @@ from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsPr
 
 from headstart.heads import OptionError, Sampling, TokenTree, Topology
 from headstart.infer.rules import traversal as module
-from headstart.infer.rules.registry import check_rule, check_sampling
-from headstart.infer.rules.rejection import accept_probability, rejection
+from headstart.infer.rules.decisions import accept_probability
+from headstart.infer.rules.registry import RULES
+from headstart.infer.rules.rejection import rejection
 from headstart.infer.rules.rule_api import Text, Verified
-from headstart.infer.rules.traversal import block, node_weights, traversal
-from headstart.infer.trees.policies import StaticTree
+from headstart.infer.rules.traversal import node_weights, traversal
+from headstart.infer.trees.parse import parse_static, parse_tree
 from tests.support.walker import (
     KINDS,
     NAN,
@@ -40,7 +41,7 @@ def test_traversal_against_the_recursion(kind: str, processors: Any) -> None:
 def test_shapes_that_the_host_knows_decide_alike(shape: str) -> None:
     """A static tree's children are known beforehand; without them the same comes out."""
     generator = torch.Generator().manual_seed(4)
-    static, _ = StaticTree.parse(shape).shape(60, torch.device("cpu"))
+    static, _ = parse_static(shape).shape(60, torch.device("cpu"))
     plain = Topology.from_parents(static.parents, static.max_depth)
     assert static.children is not None and plain.children is None
     tokens = torch.randint(7, (60, static.nodes), generator=generator)
@@ -148,22 +149,19 @@ def test_block_accepts_no_fewer_than_rejection_in_expectation(seed: int) -> None
     assert block_tokens > rejection_tokens + 1e-6
 
 
-def test_block_is_traversal_on_chains_and_refuses_trees() -> None:
+def test_block_is_traversal_and_takes_chains_alone() -> None:
     p, q, drafts, _ = random_chains(3, 3)
-    found = answers(block(chain_of(p, q, drafts)))
-    assert found == answers(traversal(chain_of(p, q, drafts)))
-    assert len({len(path) for path, _ in found}) == 4
-    generator = torch.Generator().manual_seed(1)
-    tree = random_tree("points", 2, 14, generator)
-    with pytest.raises(OptionError, match=r"takes a chain, found a tree of 14 nodes"):
-        block(verified_of(tree, generator))
+    assert RULES["block"].accept is RULES["traversal"].accept is traversal
+    assert len({len(path) for path, _ in answers(traversal(chain_of(p, q, drafts)))}) == 4
 
 
 def test_block_refuses_a_policy_that_branches_before_it_grows() -> None:
     for rule, tree in (("block", "chain:4"), ("block", "plain"), ("traversal", "cartesian:2,2")):
-        check_rule(rule, StaticTree.parse(tree))
-    with pytest.raises(OptionError, match=r"takes a chain, found tree sparse:2/4; .*'chain:2'"):
-        check_rule("block", StaticTree.parse("cartesian:2,2"))
+        RULES[rule].check_tree(parse_tree(tree))
+    with pytest.raises(OptionError, match=r"takes a chain, found tree cartesian:2,2; .*'chain:2'"):
+        RULES["block"].check_tree(parse_tree("cartesian:2,2"))
+    with pytest.raises(OptionError, match=r"found tree sparse 2/1; .*'chain:2'"):
+        RULES["block"].check_tree(parse_tree("[[0],[1],[0,0]]"))
 
 
 def test_processors_that_read_the_text_are_refused() -> None:
@@ -171,12 +169,12 @@ def test_processors_that_read_the_text_are_refused() -> None:
     counting = Sampling(torch.tensor([1]), type(WARPERS)([penalty, *WARPERS]))
     ngrams = NoRepeatNGramLogitsProcessor(2)
     reading = Sampling(torch.tensor([1]), type(WARPERS)([penalty, ngrams, *WARPERS]))
-    for rule in ("block", "traversal", "typical"):
-        check_sampling(rule, Sampling(torch.tensor([1]), WARPERS))
-        check_sampling(rule, counting)
+    for rule in (name for name in RULES if not RULES[name].reads_prefix):
+        RULES[rule].check_sampling(Sampling(torch.tensor([1]), WARPERS))
+        RULES[rule].check_sampling(counting)
         with pytest.raises(OptionError, match=f"'{rule}'.* found NoRepeatNGramLogitsProcessor, "):
-            check_sampling(rule, reading)
-    check_sampling("rejection", reading)
+            RULES[rule].check_sampling(reading)
+    RULES["rejection"].check_sampling(reading)
 
 
 def test_scores_that_are_no_distribution_show_as_minus_one() -> None:

@@ -12,7 +12,7 @@ from headstart.infer import Speculator, Union, load, parse_tree
 from headstart.infer.measure.planner import make_plan
 from headstart.infer.rules import matching as choices
 from headstart.infer.trees.children import Children
-from headstart.infer.trees.policies import Committed
+from headstart.infer.trees.policy import Committed
 from tests.support.scripted import Cached, make, rows_of
 from tests.support.tiny import one_line, prompts, tiny
 

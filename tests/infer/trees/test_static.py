@@ -1,8 +1,6 @@
-"""Static trees: how they are written, how they grow, and the drafter calls that they make."""
+"""Static trees: how they grow, and the drafter calls that they make."""
 
-import json
 from itertools import permutations, product
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +13,8 @@ from headstart.heads import Drafter, OptionError, Sampling, Step, TokenTree
 from headstart.heads.core import Stream, place, row_seeds
 from headstart.infer import Speculator, StaticTree
 from headstart.infer.trees.children import SAMPLED, Children
-from headstart.infer.trees.policies import Committed
+from headstart.infer.trees.parse import parse_static
+from headstart.infer.trees.policy import Committed
 from tests.support.scripted import ScriptedConfig, committed
 from tests.support.syncs import NoSync
 from tests.support.tiny import VOCAB, one_line, tiny
@@ -216,7 +215,7 @@ def drawn(expansion: Any, tree: str, at_once: bool, warpers: Any = None) -> Toke
     """A tree for each of many seeds, with the same q at every node."""
     drafter = fixed(Q.log().expand(3, -1), at_once)
     children = Children(expansion, Sampling(row_seeds(4, ROWS), warpers))
-    return StaticTree.parse(tree).grow(drafter, None, many(), children)
+    return parse_static(tree).grow(drafter, None, many(), children)
 
 
 def distance(tokens: Tensor, expected: dict[tuple[int, ...], float]) -> float:
@@ -415,84 +414,13 @@ def test_gaps_of_rank_are_refused_under_distinct_draws() -> None:
         one_line(caught.value)
     for whole in ("plain", "chain:3", "cartesian:3,2", "[[0],[1],[1,0],[1,1]]"):
         for expansion in SAMPLED:
-            StaticTree.parse(whole).check(drafter, expansion)
+            parse_static(whole).check(drafter, expansion)
 
 
 def test_plain_asks_no_drafter() -> None:
     drafter = Recorder()
     grown = StaticTree([]).grow(drafter, None, committed(3), Children())
     assert grown.nodes == 1 and not drafter.calls
-
-
-@pytest.mark.parametrize(
-    ("text", "paths"),
-    [
-        ("plain", []),
-        ("chain:1", [[0]]),
-        ("chain:3", [[0], [0, 0], [0, 0, 0]]),
-        ("cartesian:2,1", [[0], [1], [0, 0], [1, 0]]),
-        ("[[0],[1],[0,0]]", [[0], [1], [0, 0]]),
-        ([[0, 1]], [[0], [0, 1]]),
-        (((1,), (0,)), [[0], [1]]),
-    ],
-)
-def test_forms(text: Any, paths: list[list[int]]) -> None:
-    tree = StaticTree.parse(text)
-    assert [list(path) for path in tree.paths] == paths
-    assert tree.nodes == len(paths) + 1
-    assert tree.max_depth == max(map(len, paths), default=0)
-    assert StaticTree.parse(tree.paths).parents == tree.parents
-
-
-def test_a_file_of_paths(tmp_path: Path) -> None:
-    file = tmp_path / "tree.json"
-    file.write_text(json.dumps(SPARSE))
-    assert StaticTree.parse(str(file)).paths == StaticTree(SPARSE).paths
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "bush:3",
-        "chain:",
-        "chain:three",
-        "chain:-2",
-        "cartesian:2,x",
-        "cartesian:2,0",
-        "cartesian:-1",
-        "",
-        "[[0],",
-        "[[0],[]]",
-        "[[-1]]",
-        "[0, 1]",
-        '[["a"]]',
-        "[[0.5]]",
-        '{"paths": 1}',
-        "no/such/file.json",
-        [[0], [-1]],
-        [[]],
-        [["a"]],
-        [0, 1],
-    ],
-    ids=repr,
-)
-def test_bad_forms_are_one_line(text: Any) -> None:
-    with pytest.raises(OptionError) as caught:
-        StaticTree.parse(text)
-    assert "tree" in one_line(caught.value)
-
-
-def test_a_bad_file_is_named(tmp_path: Path) -> None:
-    file = tmp_path / "tree.json"
-    file.write_text('{"a": \n [')
-    with pytest.raises(OptionError, match=r"tree\.json") as caught:
-        StaticTree.parse(str(file))
-    one_line(caught.value)
-
-
-def test_names() -> None:
-    assert str(StaticTree([])) == "plain" and str(StaticTree.chain(3)) == "chain:3"
-    assert str(StaticTree(SPARSE)) == "sparse:2/3/2/1"
 
 
 def test_what_a_drafter_cannot_fill_is_refused() -> None:

@@ -17,8 +17,10 @@ from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Decoding, StaticTree, Target
 from headstart.infer.speculator import run
+from headstart.infer.trees.beam import Beam
+from headstart.infer.trees.best_first import BestFirst
 from headstart.infer.trees.children import Children
-from headstart.infer.trees.dynamic import Beam, BestFirst, parse_tree
+from headstart.infer.trees.parse import parse_tree
 from tests.support.scripted import SHAPES, ScriptedConfig, committed, make, rows_of
 from tests.support.syncs import NoSync
 from tests.support.tiny import one_line, prompts, tiny
@@ -411,69 +413,6 @@ def test_a_round_does_not_wait(tree: str, rule: str) -> None:
             while not decoding.finished:
                 with NoSync():
                     decoding.round()
-
-
-# How trees are written
-
-FORMS = {
-    "best-first:9,3,4": (9, 4),
-    "best-first:9,3,4,2": (9, 4),
-    "beam:3,4": (13, 4),
-    "beam:3,4,9": (9, 4),
-    "chain:3": (4, 3),
-    "plain": (1, 0),
-}
-
-
-@pytest.mark.parametrize("text", FORMS)
-def test_forms(text: str) -> None:
-    tree = parse_tree(text)
-    assert (tree.nodes, tree.max_depth) == FORMS[text]
-    assert str(tree) == text and parse_tree(tree) is tree
-    assert tree.in_place == (text in ("chain:3", "plain"))
-
-
-def test_lists_of_paths_are_static_trees() -> None:
-    tree = parse_tree([[0], [1]])
-    assert isinstance(tree, StaticTree) and tree.nodes == 3
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "best-first",
-        "best-first:",
-        "best-first:9",
-        "best-first:9,3",
-        "best-first:9,3,x",
-        "best-first:9,3,4,2,1",
-        "best-first:1,3,4",
-        "best-first:9,0,4",
-        "best-first:9,3,-4",
-        "best-first:99,3,2",
-        "best-first:9,3,4,-1",
-        "beam:",
-        "beam:3",
-        "beam:0,4",
-        "beam:3,0",
-        "beam:3,4,14",
-        "beam:3,4,1",
-        "beam:3,4,5,6",
-        "beams:3,4",
-        "[[0],",
-    ],
-)
-def test_bad_forms_are_one_line(text: str) -> None:
-    with pytest.raises(OptionError, match=r"^tree") as caught:
-        parse_tree(text)
-    one_line(caught.value)
-
-
-def test_an_unknown_form_lists_them_all() -> None:
-    with pytest.raises(OptionError) as caught:
-        parse_tree("bush:3")
-    for form in ("plain", "chain", "cartesian", "JSON", "best-first", "beam"):
-        assert form in str(caught.value)
 
 
 @pytest.mark.parametrize("tree", [BestFirst(9, 3, 3), Beam(3, 3)], ids=str)

@@ -1,8 +1,6 @@
-"""The Triton kernels: tree attention, and the move of an accepted path.
+"""The Triton kernels of tree attention; `tree_attention` has the definition and the layout.
 
-`attention.py` holds the definition and the layout of the one, `cache.py` those of the other.
-
-Tree attention is split-KV, as in Flash-Decoding (Dao et al. 2023, crfm.stanford.edu/2023/10/12/
+It is split-KV, as in Flash-Decoding (Dao et al. 2023, crfm.stanford.edu/2023/10/12/
 flashdecoding.html): a first kernel attends to one part of the keys in each program and writes a
 partial output with its log-sum-exp, a second merges the parts.
 
@@ -43,8 +41,6 @@ _WAVES = 2
 _MAX_SPLITS = 63
 _SHARED = 64 * 1024
 """Bytes of keys and values on their way, in two stages; every GPU since Ampere has 99 kB."""
-_MOVED = 8 * 1024
-"""Bytes that a program moves at once: sixteen registers of each thread of four warps."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +190,7 @@ def split_attention(
     splits: int | None = None,
     tile: Tile | None = None,
 ) -> Tensor:
-    """`attention.tree_attention` by the kernel; the last dimension of each tensor is contiguous.
+    """`tree_attention` as a kernel; the last dimension of each tensor is contiguous.
 
     The launch depends on the shapes alone, of which `key` may be all of the cache's slots. A first
     call compiles: make one before a CUDA graph is captured.
@@ -234,46 +230,6 @@ def split_attention(
             num_warps=4,
         )  # fmt: skip
     return out
-
-
-@triton.jit(do_not_specialize=["steps", "a_row", "p_row"])
-def _move(
-    rows, aimed, path, steps, batch, per_entry, columns,
-    a_row, a_node, p_row, p_step,
-    STEPS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
-    """The path of one row of the batch in one entry, for a block of its columns."""
-    pair, block = tl.program_id(0), tl.program_id(1)
-    entry, row = (pair // batch).to(tl.int64), pair % batch
-    step, column = tl.arange(0, STEPS), block * COLUMNS + tl.arange(0, COLUMNS)
-    ok = step < steps
-    node = tl.load(path + row * p_row + step * p_step, mask=ok, other=0)
-    source = tl.load(aimed + row * a_row + node * a_node, mask=ok, other=0)
-    destination = tl.load(aimed + row * a_row + step * a_node, mask=ok, other=0)
-    moves = (ok & (source != destination))[:, None] & (column < columns)[None, :]
-    here = rows + entry * per_entry + column[None, :]
-    value = tl.load(here + source[:, None] * columns, mask=moves)
-    # A slot may be both read and written, by different threads, though never by another program:
-    # columns, rows and entries are disjoint. So all threads wait here until each has read.
-    tl.debug_barrier()
-    tl.store(here + destination[:, None] * columns, value, mask=moves)
-
-
-def move_path(rows: Tensor, aimed: Tensor, path: Tensor) -> None:
-    """`cache.plain_move` by the kernel, in one launch; `rows` is contiguous.
-
-    A first call compiles, as that of `split_attention` does.
-    """
-    move: Any = _move
-    (entries, _, heads, size), (batch, steps) = rows.shape, path.shape
-    columns, block = heads * size, triton.next_power_of_2(steps)
-    most = max(16, _MOVED // (block * rows.element_size()))
-    wide = min(most, triton.next_power_of_2(columns))
-    with torch.cuda.device(rows.device if rows.is_cuda else -1):
-        move[(entries * batch, triton.cdiv(columns, wide))](
-            rows, aimed, path, steps, batch, rows.stride(0), columns,
-            *aimed.stride(), *path.stride(), STEPS=block, COLUMNS=wide, num_warps=4,
-        )  # fmt: skip
 
 
 def _block(size: int) -> int:

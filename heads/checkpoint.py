@@ -1,0 +1,96 @@
+"""The checkpoint part of the drafter contract: configs, artifacts, checkpoints of others.
+
+`headstart.heads.artifacts` saves and loads by it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from .core import FINAL, OptionError
+from .parts.adapter import Adapter
+
+Found = tuple[dict[str, Any], dict[str, Tensor]]
+"""What is read from a checkpoint: fields of the family's config, and tensors by its own names."""
+
+
+class DrafterConfig(PreTrainedConfig):
+    """What every drafter's `config.json` says; `model_type` is `headstart_` + the family's name.
+
+    Attributes:
+        hidden_size: D of the target.
+        vocab_size: V of the target's output layer.
+        feature_layers: the hidden states that the drafter reads, see `FeatureTap`; may be empty.
+    """
+
+    model_type = "headstart_"
+    hidden_size: int = 0
+    vocab_size: int = 0
+    feature_layers: list[int] | tuple[int, ...] = (FINAL,)
+
+    OPTIONS: ClassVar[tuple[str, ...]] = ()
+    """The names that a recipe's drafter section may set."""
+
+    @classmethod
+    def family_name(cls) -> str:
+        """The family's name, see `headstart.heads.families`."""
+        return cls.model_type.removeprefix("headstart_")
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        """A config with the target's shapes and a recipe's options.
+
+        Raises:
+            OptionError: an option that the family does not have, or a value of the wrong type.
+        """
+        unknown = sorted(set(options) - set(cls.OPTIONS))
+        if unknown:
+            name = cls.family_name()
+            raise OptionError(
+                f"drafter.{unknown[0]} is not an option of {name!r}; expected one of: "
+                f"{', '.join(cls.OPTIONS)}."
+            )
+        text = target.config.get_text_config(decoder=True)
+        try:
+            return cls(hidden_size=text.hidden_size, vocab_size=text.vocab_size, **options)
+        except StrictDataclassError as error:
+            if isinstance(error.__cause__, OptionError):
+                raise error.__cause__ from None
+            message = " ".join(str(error.__cause__ or error).split())
+            raise OptionError(f"{message}; correct the recipe's drafter section.") from error
+
+
+class StoredDrafter(PreTrainedModel):
+    """What saving and loading ask of a drafter, beside transformers' own methods."""
+
+    weightless: ClassVar[bool] = False
+    """Whether the family has no weights: its name alone loads it, and there is no artifact."""
+
+    saved_as_language_model: ClassVar[bool] = False
+    """Whether artifacts are ordinary causal language models, with such a model's `config.json`."""
+
+    adapter: Adapter | None = None
+    """What the target learns while this drafter is trained; saved with it, and merged into the
+    target when it is loaded. None for a drafter that leaves its target as it is."""
+
+    @classmethod
+    def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
+        """Read a checkpoint of the method's authors, or of another trainer.
+
+        Args:
+            config: its `config.json`; published ones contradict their tensors, which are right.
+            tensors: its weights, by the names that they have there.
+
+        Returns:
+            The fields of this family's config that the checkpoint knows, the others being the
+            target's or the defaults; and the tensors under this class's names, of whatever dtype.
+            None where it is none of this family's.
+
+        Raises:
+            ArtifactError: it is one of this family's, and this class cannot run it exactly.
+        """
+        return None

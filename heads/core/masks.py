@@ -1,0 +1,114 @@
+"""The attention masks of a token tree: additive ones, or packed trees for tree attention."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cache import SlabCache
+from .topology import Topology
+from .tree_attention import pack_tree
+from .windows import AttentionWindows
+
+
+def tree_masks(
+    windows: AttentionWindows,
+    slab: SlabCache,
+    lengths: Tensor,
+    positions: Tensor,
+    ancestors: Tensor,
+    live: int,
+    queries: int,
+    seen: int | None = None,
+    shape: Topology | None = None,
+) -> Any:
+    """What a model takes as its attention mask for the last N = `queries` of G tree nodes.
+
+    Args:
+        live: S, slots that the model attends to.
+        seen: the rows' length, where all have the same and the mask is additive.
+        shape: what `ancestors` belong to, where all rows and many rounds share it.
+
+    Returns:
+        [B, 1, N, S], or the packed tree [B, 1, N, 2 + G] where `windows.tree`; a dict of them by
+        layer type where the windows differ.
+    """
+
+    def mask(window: int | None) -> Tensor:
+        if seen is not None and shape is not None:
+            return shifted_mask(shape, slab, seen, live, window)
+        if windows.tree:
+            whole = pack_tree(lengths, positions, ancestors, window)  # [B, 1, G, 2 + G]
+        else:
+            whole = tree_mask(lengths, positions, ancestors, live, slab.dtype, window)
+        return whole[:, :, -queries:]
+
+    if windows.by_type is None:
+        return mask(windows.single)
+    return {kind: mask(window) for kind, window in windows.by_type.items()}
+
+
+def tree_mask(
+    lengths: Tensor,
+    positions: Tensor,
+    ancestors: Tensor,
+    live: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+) -> Tensor:
+    """The additive attention mask of a tree, whose nodes are written after the cached prefix.
+
+    Args:
+        lengths: [B] int64, cached tokens of each row; slot s of the prefix holds position s, and
+            node n is written at slot length + n.
+        positions: [B, N] int64, the position of each node.
+        ancestors: [B, N, N] bool, see `ancestor_mask`.
+        live: S, slots that the model attends to.
+        dtype: the model's floating dtype.
+        window: width of a sliding window, or None.
+
+    Returns:
+        [B, 1, N, S]: 0 where attention is allowed, the dtype's lowest value elsewhere.
+    """
+    batch, nodes, _ = ancestors.shape
+    start = lengths.unsqueeze(1)  # [B, 1]
+    slots = torch.arange(live, device=lengths.device)
+    allowed = (slots < start).unsqueeze(1)  # [B, 1, S]
+    if window is not None:
+        oldest = positions.unsqueeze(-1) - window  # [B, N, 1]
+        allowed = allowed & (slots > oldest)  # [B, N, S]
+        ancestors = ancestors & (positions.unsqueeze(1) > oldest)
+    own = (start + slots[:nodes]).unsqueeze(1).expand(-1, nodes, -1)  # [B, N, N]
+    seen = allowed.expand(batch, nodes, live).scatter(2, own, ancestors)  # [B, N, S]
+    return torch.where(seen.unsqueeze(1), *_bounds(dtype, lengths.device))
+
+
+@cache
+def _bounds(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+    return (
+        torch.zeros((), dtype=dtype, device=device),
+        torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device),
+    )
+
+
+def shifted_mask(
+    shape: Topology, slab: SlabCache, seen: int, live: int, window: int | None
+) -> Tensor:
+    """`tree_mask` of rows that all have length `seen`, [B, 1, N, S]: a view of a longer row's mask.
+
+    Relative to its row's length a tree's mask is the same at every length, so one for C cached
+    tokens, over twice as many slots, holds that of every shorter row, further to the right.
+    """
+    mask = shape.masks.get((window, slab.dtype))
+    if mask is None or mask.shape[-1] < 2 * slab.capacity:
+        lengths = torch.full_like(shape.depth[:1, 0], slab.capacity)  # [1]
+        ends = slab.capacity + shape.depth[:1]  # [1, N]
+        mask = tree_mask(lengths, ends, shape.ancestors[:1], 2 * slab.capacity, slab.dtype, window)
+        shape.masks[window, slab.dtype] = mask
+    mask = mask.narrow(-1, mask.shape[-1] // 2 - seen, live)
+    if mask.device.type != "cpu":
+        mask = mask.contiguous()  # kernels there want rows that begin at even addresses
+    return mask if slab.batch == 1 else mask.expand(slab.batch, -1, -1, -1)

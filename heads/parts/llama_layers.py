@@ -1,0 +1,59 @@
+"""Decoder layers of a drafter's own: Llama's, in the target's sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaModel, PreTrainedModel
+
+from ..core import LayerShape
+
+
+def layer_like(target: PreTrainedModel) -> dict[str, Any]:
+    """A Llama layer of the target's sizes, as the plain data of its config.
+
+    Heads of public checkpoints are such layers, whatever their target is.
+    """
+    text = target.config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    rope = getattr(text, "rope_parameters", None) or {}
+    nested = next((value for value in rope.values() if isinstance(value, dict)), rope)
+    return {
+        "hidden_size": text.hidden_size,
+        "intermediate_size": getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
+        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "rope_theta": nested.get("rope_theta", 10_000.0),
+    }
+
+
+def own_layers(layer: dict[str, Any], count: int = 1) -> tuple[LlamaModel, list[LayerShape]]:
+    """Decoder layers, read by `inputs_embeds` alone and without a final norm, and what they cache.
+
+    Args:
+        layer: see `layer_like`; may say more of what `LlamaConfig` knows, and `rope_scaling`.
+    """
+    sizes = {name: value for name, value in layer.items() if not name.startswith("rope_")}
+    rope = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
+    rope["rope_theta"] = layer["rope_theta"]
+    config = LlamaConfig(
+        **sizes, vocab_size=1, num_hidden_layers=count, rope_parameters=rope,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    config._attn_implementation = "sdpa"
+    model = LlamaModel(config)
+    del model.embed_tokens
+    model.norm = nn.Identity()  # type: ignore[assignment]
+    cached = layer["num_key_value_heads"], layer["head_dim"]
+    return model, [LayerShape(torch.device("cpu"), torch.float32, cached, cached)] * count
+
+
+def unit_scale_init(model: nn.Module) -> None:
+    """Random weights that keep the size of what passes through, however wide the layers are."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)

@@ -1,0 +1,107 @@
+"""How trees are written: every text form, read. A policy's `str` is one that is read back here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from headstart.heads import OptionError
+
+from .beam import Beam
+from .best_first import BestFirst
+from .policy import Policy
+from .static import StaticTree
+from .union import Union
+
+TREES = (
+    "plain, chain:DEPTH, cartesian:WIDTH,WIDTH,…, best-first:NODES,WIDTH,DEPTH[,FRONTIER], "
+    "beam:WIDTH,LENGTH[,NODES], a JSON list of rank paths such as [[0],[1],[0,0]], or the path of "
+    "a .json file that holds one; with several drafters a tree for each, joined by +"
+)
+"""How trees are written."""
+
+_NUMBERED: dict[str, Callable[..., Policy]] = {
+    "chain": StaticTree.chain,
+    "cartesian": lambda *widths: StaticTree.cartesian(widths),
+    "best-first": BestFirst,
+    "beam": Beam,
+}
+
+
+def parse_tree(text: str | Sequence[Sequence[int]] | Policy) -> Policy:
+    """The policy that a text names, see `TREES`; a list of rank paths and a policy pass too.
+
+    Raises:
+        OptionError: anything else, and numbers that make no tree.
+
+    >>> str(parse_tree("beam:3,4")), parse_tree("beam:3,4").nodes
+    ('beam:3,4', 13)
+    >>> parse_tree("beam:3,4+chain:2").nodes
+    15
+    """
+    if not isinstance(text, str):
+        return text if hasattr(text, "grow") else StaticTree(text)  # type: ignore[return-value,arg-type]
+    if (tree := _parse_part(text)) is not None:
+        return tree
+    if "+" in text:
+        return Union([parse_tree(part) for part in text.split("+")])
+    if sparse_nodes(text):
+        raise OptionError(
+            f"tree {text!r} is chosen for a drafter by measuring it, which training does; expected "
+            "the tree itself, such as the artifact's tree.json."
+        )
+    raise OptionError(f"tree is {text!r}; expected {TREES}.")
+
+
+def parse_static(text: str | Sequence[Sequence[int]] | Policy) -> StaticTree:
+    """The same for trees whose shape is fixed.
+
+    Raises:
+        OptionError: what `parse_tree` refuses, and other trees.
+    """
+    tree = parse_tree(text)
+    if not isinstance(tree, StaticTree):
+        raise OptionError(f"tree is {text!r}; expected chain, cartesian, or a list of rank paths.")
+    return tree
+
+
+def sparse_nodes(text: object) -> int | None:
+    """N of `sparse:N`; None for any other tree.
+
+    That is the static tree of N nodes, the root counted, that a drafter's measured ranks make the
+    best, see `best_tree`. It is known only once it is measured.
+
+    Raises:
+        OptionError: a number of nodes that makes no tree.
+    """
+    if not isinstance(text, str) or not text.startswith("sparse:"):
+        return None
+    number = text.partition(":")[2]
+    if not number.isdigit() or int(number) < 2:
+        raise OptionError(
+            f"tree is {text!r}; expected sparse:N with N nodes, at least 2 with the root."
+        )
+    return int(number)
+
+
+def _parse_part(text: str) -> Policy | None:
+    """A tree of one drafter; None for a text that is none."""
+    name, _, arguments = text.partition(":")
+    try:
+        if text == "plain":
+            return StaticTree([])
+        if name in _NUMBERED:
+            numbers = [int(number) for number in arguments.split(",")]
+            if name in ("chain", "cartesian") and min(numbers) < 1:
+                return None
+            return _NUMBERED[name](*numbers)
+        if text.endswith(".json"):
+            return StaticTree(json.loads(Path(text).read_text(encoding="utf-8")))
+        if text.startswith("["):
+            return StaticTree(json.loads(text))
+    except OptionError:
+        raise
+    except (ValueError, TypeError, OSError):
+        pass
+    return None

@@ -1,0 +1,108 @@
+"""What grows a token tree: the protocol of policies, and what each round gives them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from torch import Tensor
+
+from headstart.heads import Drafter, OptionError, TokenTree
+from headstart.heads.group import members
+
+from .children import Children, Expansion
+
+
+@dataclass(slots=True)
+class Committed:
+    """What the last round (or the prefill) committed, as `Drafter.begin` takes it.
+
+    Attributes:
+        features: [B, A, F]; tokens: [B, A]; count: [B]; root: [B, 1], the last committed token.
+        lengths: [B], cached tokens of each row; the root's position.
+    """
+
+    features: Tensor
+    tokens: Tensor
+    count: Tensor
+    root: Tensor
+    lengths: Tensor
+
+
+class Policy(Protocol):
+    """Grows one tree a round. `str(policy)` is a text that `parse_tree` reads back."""
+
+    @property
+    def nodes(self) -> int:
+        """N, the root counted; the same in every round."""
+        ...
+
+    @property
+    def max_depth(self) -> int:
+        """D, the deepest level."""
+        ...
+
+    @property
+    def in_place(self) -> bool:
+        """Whether every accepted path already lies in the slots it is committed to (a chain)."""
+        ...
+
+    @property
+    def label(self) -> str:
+        """A short name for reports and messages, which need not be read back."""
+        ...
+
+    def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
+        """Refuse a tree that the drafter cannot fill, or that would bias children so chosen.
+
+        Raises:
+            OptionError: with the reason.
+        """
+        ...
+
+    def grow(
+        self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
+    ) -> TokenTree:
+        """Propose a tree under `committed.root`."""
+        ...
+
+
+def check_depth(tree: Policy, drafter: Drafter | None) -> None:
+    """Refuse a tree without a drafter, or with several, or one deeper than its drafter proposes."""
+    if drafter is None and tree.nodes > 1:
+        raise OptionError(
+            f"tree {tree.label} needs a drafter, found none; give one, or use tree 'plain'."
+        )
+    if (found := len(members(drafter))) > 1 and tree.nodes > 1:
+        raise OptionError(
+            f"tree {tree.label} is grown by one drafter, found {found}; give a tree with a part "
+            f"for each, such as {'+'.join(['chain:4'] * found)}."
+        )
+    deepest = None if drafter is None else drafter.max_depth
+    if deepest is not None and tree.max_depth > deepest:
+        raise OptionError(
+            f"tree {tree.label} is {tree.max_depth} deep, but the drafter proposes {deepest} "
+            "tokens; use a shallower tree or train more heads."
+        )
+
+
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+def made_once(make: Callable[P, T]) -> Callable[P, T]:
+    """Keep what a policy's method returns for its arguments for as long as the policy lives.
+
+    For tensors on a device: captured CUDA graphs read them, so none may be dropped earlier.
+    """
+
+    @wraps(make)
+    def kept(*args: P.args, **kwargs: P.kwargs) -> T:
+        made = vars(args[0]).setdefault("_made", {})
+        key = make, args[1:]
+        if key not in made:
+            made[key] = make(*args, **kwargs)
+        return made[key]
+
+    return kept

@@ -1,0 +1,170 @@
+"""Level-by-level search for trees whose shape follows the drafter's own probabilities.
+
+Such trees are new in every round. A search keeps the best nodes found and numbers them parents
+first. It ranks and drops nodes by what the drafter proposed, so children must be a function of the
+proposals (`topk`, `coupled`); drawn children may be neither ranked nor dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
+
+from .children import SAMPLED, Children, Expansion, rows_of
+from .policy import Committed, Policy, check_depth
+
+NEVER = float("-inf")
+"""The score of what is no candidate."""
+
+
+class SearchedTree:
+    """What the policies of searched trees share."""
+
+    nodes: int
+    max_depth: int
+    in_place = False
+
+    @property
+    def label(self) -> str:
+        """The text form."""
+        return str(self)
+
+    def check(self: Policy, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
+        """Refuse a tree that the drafter cannot fill, and drawn children.
+
+        Raises:
+            OptionError: with the reason.
+        """
+        check_depth(self, drafter)
+        if expansion in SAMPLED:
+            raise OptionError(
+                f"tree {self} keeps the children that score best, which biases children drawn "
+                f"{expansion}; use 'topk' or 'coupled' children, or a static tree."
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SearchLevel:
+    """One depth of a search: C = F * w candidates, w for each of the F nodes that were extended.
+
+    Attributes:
+        tokens: [B, C] target ids; -1 where there is none.
+        scores: [B, C] log-probability of the path from the root; -inf where there is no candidate.
+        kept: [B, F'] the candidates that are extended next, best first.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    kept: Tensor
+
+
+def search(
+    drafter: Drafter,
+    state: Any,
+    committed: Committed,
+    children: Children,
+    width: int,
+    depth: int,
+    frontier: int,
+) -> list[SearchLevel]:
+    """Level by level, extend the best `frontier` nodes with their best `width` children each."""
+    assert not children.sampled, "check() refuses drawn children"
+    lengths = committed.lengths
+    step = drafter.begin(state, committed.features, committed.tokens, committed.count)
+    heads = None
+    if drafter.independent:
+        depths = torch.arange(1, depth + 1, device=lengths.device)
+        heads = best_children(children, rows_of(step, 0, depth), width, lengths, depths)
+    above = torch.zeros_like(lengths, dtype=torch.float64).unsqueeze(1)  # [B, F]; the root's score
+    levels: list[SearchLevel] = []
+    first = -1  # the number of the first extended node, among all that the drafter has grown
+    for level in range(1, depth + 1):
+        if heads is not None:  # one row for all nodes of a level
+            ids, scores = (values[:, level - 1 : level] for values in heads)
+        else:
+            ids, scores = best_children(children, step, width, lengths, level)
+        tokens = ids.expand(-1, above.shape[1], -1).flatten(1)  # [B, C]
+        scores = (above.unsqueeze(-1) + scores).flatten(1)  # [B, C]
+        kept = _best(scores, frontier)  # [B, F']
+        levels.append(SearchLevel(tokens, scores, kept))
+        if level < depth and heads is None:
+            parent = kept // width + first
+            step = drafter.extend(state, tokens.gather(1, kept).clamp(min=0), parent)
+            first += above.shape[1]
+        above = scores.gather(1, kept)
+    return levels
+
+
+def best_children(
+    children: Children, step: Step, count: int, lengths: Tensor, depth: int | Tensor
+) -> tuple[Tensor, Tensor]:
+    """The best children of W nodes and their log-probabilities, [B, W, count] both.
+
+    After `coupled` noise these are the log-softmax of the noisy scores. Candidates have no scores
+    and count as e^0, e^-1, … in their order. Missing children are -1, at -inf.
+    """
+    if step.logits is None:
+        ids = step.top(count)
+        order = torch.arange(count, dtype=torch.float64, device=ids.device)
+        return ids, torch.where(ids < 0, NEVER, -order)
+    scores, sampling = children.scores(step, lengths, depth), children.sampling
+    if scores is None:
+        greedy = sampling.seeds is None
+        scores = step.logits.to(sampling.dtype) if greedy else sampling.warp(step.logits)
+    most = min(count, scores.shape[-1])
+    values, columns = scores.topk(most, dim=-1)  # [B, W, most]
+    values = values.double() - scores.logsumexp(-1, keepdim=True)
+    # A child never scores above its parent, and what is no number is no candidate.
+    values = values.clamp_(max=0).nan_to_num_(nan=NEVER, neginf=NEVER)
+    ids = step.named(columns).masked_fill(values == NEVER, -1)
+    missing = (0, count - most)
+    return pad(ids, missing, value=-1), pad(values, missing, value=NEVER)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The places of the best scores, [B, C] -> [B, count], best first; of equals, the earlier."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def select(
+    root: Tensor,
+    tokens: Tensor,
+    scores: Tensor,
+    parents: Tensor,
+    nodes: int,
+    depth: int,
+    width: int,
+) -> TokenTree:
+    """The tree of the root and the best `nodes` - 1 of C candidates, in their order.
+
+    Args:
+        root: [B, 1]; tokens: [B, C].
+        scores: [B, C], nowhere above the parent's; -inf candidates are left out, and what is
+            missing to `nodes` is invalid, at the end, and hangs on the root.
+        parents: [B, C], 0 for the root, c + 1 for candidate c, which comes earlier.
+        depth, width: the deepest level, and the most children of a node, invalid ones apart.
+
+    >>> tokens, parents = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]])
+    >>> scores = torch.tensor([[-1.0, -3.0, -2.0, -9.0]])
+    >>> tree = select(torch.tensor([[9]]), tokens, scores, parents, nodes=4, depth=2, width=2)
+    >>> tree.tokens.tolist(), tree.topology.parents.tolist()
+    ([[9, 5, 6, 7]], [[-1, 0, 0, 1]])
+    """
+    count = tokens.shape[1]
+    scores = pad(scores, (0, max(nodes - 1 - count, 0)), value=NEVER)
+    order = _best(scores, nodes - 1)  # [B, N-1]
+    missing = scores.gather(1, order) == NEVER
+    chosen = order.masked_fill(missing, count).sort(dim=1).values  # [B, N-1], missing ones last
+    numbers = torch.arange(1, nodes, device=root.device).expand_as(chosen)
+    number = torch.zeros_like(pad(tokens, (1, 1))).scatter(1, chosen + 1, numbers)  # [B, C+2]
+    above = number.gather(1, pad(parents, (0, 1)).gather(1, chosen))  # [B, N-1]
+    topology = Topology.from_parents(pad(above, (1, 0), value=-1), depth, width)
+    tokens = torch.cat([root, pad(tokens, (0, 1)).gather(1, chosen)], dim=1)  # [B, N]
+    valid = pad(chosen < count, (1, 0), value=True)
+    return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
