@@ -21,6 +21,7 @@ from headstart.heads import (
 from headstart.heads.artifacts.files import TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.artifacts.saving import write_artifact
+from headstart.heads.core.files import write_atomically
 
 from .card import training_card
 from .data.distill import Rows

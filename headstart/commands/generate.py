@@ -48,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
 
     tokenizer = speculator.tokenizer
     assert tokenizer is not None  # loaded together with the target
+    if messages and not tokenizer.chat_template:
+        raise UsageError("the target's tokenizer has no chat template; leave out --chat")
     if messages:
         prompt = render_chat(tokenizer, messages)
     inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not messages)

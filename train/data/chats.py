@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class ChatTemplateError(ValueError):
-    """A tokenizer cannot write a chat; the message does not quote it."""
+    """A tokenizer's template refuses a chat; the message does not quote the chat."""
 
 
 def render_chat(
@@ -19,15 +19,14 @@ def render_chat(
     """A chat as the tokenizer's template writes it, special tokens included.
 
     Args:
+        tokenizer: one with a `chat_template`.
         answer: whether the text ends with the beginning of the assistant's answer.
 
     Raises:
-        ChatTemplateError: there is no template, or it refuses the chat.
+        ChatTemplateError: the template refuses the roles.
     """
     from jinja2 import TemplateError
 
-    if not tokenizer.chat_template:
-        raise ChatTemplateError("the tokenizer has no chat template")
     try:
         text = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=answer, tokenize=False
