@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from ..core import ArtifactError
-from .files import HEADS, INDEX, PICKLE, pickled, read_json
+from .files import INDEX, pickled, read_json, single_weights
 from .source import DrafterSource
 
 _SAFE = ".safetensors"
@@ -25,9 +25,9 @@ def weights_files(source: DrafterSource, config: dict[str, Any]) -> list[Path]:
     Raises:
         ArtifactError: a pickle that the source does not allow, or a file that is missing.
     """
-    chosen = [file for file in HEADS if file in source.files][:1]
-    if INDEX in source.files and chosen in ([], [PICKLE]):
-        chosen = _shards(source) if any(key in config for key in HEADS_INSIDE) else []
+    chosen = single_weights(source.files)
+    if not chosen and INDEX in source.files and any(key in config for key in HEADS_INSIDE):
+        chosen = _shards(source)
     if (pickles := pickled(chosen)) and not source.allow_pickle:
         raise ArtifactError(
             f"{source} holds its weights in {pickles[0]}, a pickle, which can run any code; ask "

@@ -67,24 +67,26 @@ def unreadable(path: Path, reason: object) -> ArtifactError:
     return ArtifactError(f"{path} cannot be read ({text}); restore the file or train again.")
 
 
+def single_weights(names: Sequence[str]) -> list[str]:
+    """The one file of weights among a checkpoint's files; none where they are in several files."""
+    found = [name for name in HEADS if name in names][:1]
+    return [] if INDEX in names and found == [PICKLE] else found
+
+
 def files_to_download(names: Sequence[str], allow_pickle: bool) -> list[str]:
     """The files of a repository to download.
 
     Args:
         names: all that it has; empty when the Hub does not answer, but its local cache may.
     """
-    heads = [name for name in HEADS if name in names][:1]
     if not names:
         chosen = [*FILES, *HEADS]
     elif MANIFEST in names:
         chosen = [*FILES, PICKLE]
-    elif heads and heads[0] not in (WEIGHTS, PICKLE):
-        chosen = [CONFIG, *heads]
-    else:  # another trainer's heads, or a language model
-        patterns = (*_MODEL_FILES, WEIGHTS if WEIGHTS in names else _SHARDS)
+    else:
+        patterns = (*_MODEL_FILES, *(single_weights(names) or [_SHARDS]))
         at_top = [name for name in names if "/" not in name]
         chosen = [name for name in at_top if any(fnmatch(name, each) for each in patterns)]
-        chosen += [PICKLE] if heads == [PICKLE] and INDEX not in names else [CONFIG]
     return chosen if allow_pickle else [name for name in chosen if not pickled([name])]
 
 

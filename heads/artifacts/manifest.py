@@ -1,16 +1,16 @@
 """The manifest of an artifact, and the hashes that identify its target, tokenizer and files."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -29,6 +29,7 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
+@strict
 @dataclass
 class Manifest:
     """Where a drafter came from, and its measured results.
@@ -70,14 +71,9 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        manifest = Manifest(**read_json(path))
-    except TypeError as error:
+        return Manifest(**read_json(path))
+    except (TypeError, StrictDataclassError) as error:
         raise unreadable(path, error) from error
-    for each in fields(Manifest):
-        kind = str if each.type == "str" else dict
-        if not isinstance(getattr(manifest, each.name), kind):
-            raise unreadable(path, f"{each.name} is not a {kind.__name__}")
-    return manifest
 
 
 def fingerprint(target: PreTrainedModel) -> str:

@@ -1,13 +1,13 @@
 """Plans: the tree that the planner chose for a drafter, one for each kind of machine."""
 
-from __future__ import annotations
-
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
 from ..core import ArtifactError, device_of, streamed_from
@@ -18,7 +18,8 @@ from .manifest import read_manifest
 _DAMAGED = "{path} is no plan that headstart wrote; delete it, or run headstart plan again."
 
 
-@dataclass(frozen=True)
+@strict
+@dataclass
 class Plan:
     """The tree to decode with on one kind of machine.
 
@@ -41,8 +42,8 @@ class Plan:
     batch_size: int
     policy: str
     tree: list[list[int]]
-    tau: float
-    speedup: float
+    tau: int | float
+    speedup: int | float
     acceptance: list[list[float]]
     costs: dict[str, Any]
     candidates: list[dict[str, Any]]
@@ -135,12 +136,10 @@ def _key(device: str, dtype: str, batch_size: int) -> str:
 
 
 def _plan(found: Any, folder: Path) -> Plan:
-    kinds = {"str": str, "int": int, "float": int | float}
-    expected = {each.name: kinds.get(str(each.type), list | dict) for each in fields(Plan)}
-    whole = isinstance(found, dict) and set(found) == set(expected)
-    if not whole or not all(isinstance(found[name], kind) for name, kind in expected.items()):
-        raise ArtifactError(_DAMAGED.format(path=folder / PLAN))
-    return Plan(**found)
+    try:
+        return Plan(**found)
+    except (TypeError, StrictDataclassError):
+        raise ArtifactError(_DAMAGED.format(path=folder / PLAN)) from None
 
 
 def _read(folder: Path) -> dict[str, Any]:

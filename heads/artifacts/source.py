@@ -27,21 +27,17 @@ from .plan import Plan, find_plan
 class SourceKind(StrEnum):
     """What a drafter's name stands for."""
 
-    WEIGHTLESS = "weightless"
-    """A family without weights, by its own name, such as `lookup`."""
-
-    ARTIFACT = "artifact"
-    """A folder or Hub repository that headstart saved."""
-
-    CHECKPOINT = "checkpoint"
-    """Any other with a `config.json`: another trainer's drafter, or a language model."""
+    WEIGHTLESS = "weightless"  # a family without weights, by its own name, such as `lookup`
+    ARTIFACT = "artifact"  # what headstart saved
+    CHECKPOINT = "checkpoint"  # another trainer's drafter, or a language model
 
 
 class DrafterSource:
     """Where a drafter comes from.
 
     Each attribute is found when it is first read, and then kept. A repository on the Hub is
-    downloaded by one call, and only the files that are needed.
+    downloaded by one call, and only the files that are needed. Reading an attribute raises
+    ArtifactError where there is no such drafter, or the attribute's file is damaged.
 
     Args:
         name: a folder, `ORG/NAME` or `ORG/NAME@REVISION` on the Hub, or `lookup`.
@@ -62,11 +58,7 @@ class DrafterSource:
 
     @cached_property
     def folder(self) -> Path:
-        """The local folder of the files; those on the Hub are downloaded.
-
-        Raises:
-            ArtifactError: neither a folder nor a repository that can be read.
-        """
+        """The local folder of the files; those on the Hub are downloaded."""
         if self._local is not None:
             return self._local
         if Path(self.name).exists() or not is_hub_name(split_revision(self.name)[0]):
@@ -83,20 +75,12 @@ class DrafterSource:
 
     @cached_property
     def files(self) -> list[str]:
-        """All file names of the folder or repository; without a network, of what is in the cache.
-
-        Raises:
-            ArtifactError: see `folder`.
-        """
+        """The names of all its files; without a network, of those in the local cache."""
         return self._listed or [path.name for path in self.folder.iterdir()]
 
     @cached_property
     def kind(self) -> SourceKind:
-        """What the name stands for.
-
-        Raises:
-            ArtifactError: see `folder`.
-        """
+        """What the name stands for."""
         if self._local is None and self.name in FAMILIES and family(self.name).weightless:
             return SourceKind.WEIGHTLESS
         config = self.folder / CONFIG
@@ -107,38 +91,25 @@ class DrafterSource:
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The artifact's manifest.
-
-        Raises:
-            ArtifactError: no artifact, or its manifest cannot be read.
-        """
+        """The artifact's manifest; an ArtifactError for any other kind."""
         if self.kind is SourceKind.ARTIFACT:
             return read_manifest(self.folder)
-        found = f"a {self.kind}"
-        if self.kind is SourceKind.CHECKPOINT and (pickles := pickled(self.files)):
-            found += f" with {pickles[0]}, a pickle"
+        pickles = pickled(self.files) if self.kind is SourceKind.CHECKPOINT else []
+        found = f"{self.kind} with {pickles[0]}, a pickle" if pickles else str(self.kind)
         raise ArtifactError(
-            f"{self} is no artifact, but {found}; expected one that headstart saved: make one of a "
-            "checkpoint with headstart convert."
+            f"{self} is no artifact of headstart (it is {found}); make an artifact of a checkpoint "
+            "with headstart convert."
         )
 
     @cached_property
     def tree(self) -> list[list[int]] | None:
-        """The rank paths that an artifact was measured with; None where there are none.
-
-        Raises:
-            ArtifactError: `tree.json` is damaged.
-        """
+        """The rank paths that an artifact was measured with; None where there are none."""
         if self.kind is not SourceKind.ARTIFACT or not (self.folder / TREE).is_file():
             return None
         return read_json(self.folder / TREE)
 
     def plan(self, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
-        """An artifact's plan for a target's device and dtype; None where there is none.
-
-        Raises:
-            ArtifactError: `plan.json` is damaged.
-        """
+        """An artifact's plan for a target's device and dtype; None where there is none."""
         if self.kind is not SourceKind.ARTIFACT:
             return None
         return find_plan(self.folder, target, batch_size)

@@ -48,7 +48,7 @@ def test_the_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["headstart.json", "pytorch_model.bin"], {"pytorch_model.bin"}, set()),
         (["config.json", "medusa_lm_head.pt"], {"medusa_lm_head.pt"}, set()),
         (["config.json", "pytorch_model.bin", "x.py"], {"pytorch_model.bin"}, set()),
-        (["config.json", "medusa_lm_head.safetensors", "model.safetensors", "x.json"],
+        (["config.json", "medusa_lm_head.safetensors", "model.safetensors", "x.py"],
          {"medusa_lm_head.safetensors"}, {"medusa_lm_head.safetensors"}),
         (["config.json", "model.safetensors", "model-1.safetensors", "tokenizer.json", "a/b.json"],
          {"model.safetensors", "tokenizer.json"}, {"model.safetensors", "tokenizer.json"}),
