@@ -31,15 +31,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure every pair of a tree and a rule, and print one table."""
     documents = read_documents(options)
-    if options.temperature > 0 and "greedy" in (options.rule or ()):
-        raise UsageError("--rule greedy with --temperature above 0; use match or coupled to sample")
     loaded = load_speculator(options)
     from headstart.infer.measure.bench import bench as measure
+    from headstart.infer.rules.registry import find_rule
     from headstart.reports.comparison import print_comparison
     from headstart.reports.measured import print_report
 
-    for _ in _speculators(loaded, options):  # a wrong tree or rule shows before any measurement
-        pass
+    for speculator in _speculators(loaded, options):  # mistakes show before any measurement
+        if options.temperature > 0 and not find_rule(speculator.rule).samples:
+            raise UsageError(
+                f"--rule {speculator.rule} with --temperature above 0; use one that samples, such "
+                "as coupled"
+            )
     prompts = [encode(document, loaded, options.prefix_tokens) for document in documents]
     sampling = {"temperature": options.temperature, "seed": options.seed or 0}
     with quiet_stdout():
