@@ -10,22 +10,17 @@ from typing import TYPE_CHECKING
 
 from headstart.inputs import UsageError, encode, load_speculator, quiet_stdout, read_documents
 
-from .options import (
-    add_json_argument,
-    add_model_arguments,
-    add_prompt_arguments,
-    add_sampling_arguments,
-)
+from . import options as shared
 
 if TYPE_CHECKING:
     from headstart.infer import Speculator
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser, compare=True)
-    add_prompt_arguments(parser)
-    add_sampling_arguments(parser)
-    add_json_argument(parser)
+    shared.add_model_arguments(parser, compare=True)
+    shared.add_prompt_arguments(parser)
+    shared.add_sampling_arguments(parser)
+    shared.add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -21,8 +21,10 @@ from headstart.heads.artifacts.files import (
     read_tree,
 )
 from headstart.heads.artifacts.manifest import Manifest, sha256
+from headstart.heads.artifacts.plan import read_plans
 from headstart.heads.core import ArtifactError
 from headstart.heads.parts.adapter import ADAPTER, ADAPTER_WEIGHTS
+from headstart.infer import StaticTree
 
 Description = dict[str, Any]
 
@@ -111,8 +113,6 @@ def _weights(folder: Path, manifest: Manifest) -> Description:
 
 
 def _tree(folder: Path, manifest: Manifest) -> Description:
-    from headstart.infer import StaticTree
-
     paths = read_tree(folder)
     if paths is None:
         return {"tree": None}
@@ -121,8 +121,6 @@ def _tree(folder: Path, manifest: Manifest) -> Description:
 
 
 def _plans(folder: Path, manifest: Manifest) -> Description:
-    from headstart.heads.artifacts.plan import read_plans
-
     long = ("acceptance", "costs", "candidates", "weights_sha256")
     plans = []
     for plan in read_plans(folder):
