@@ -5,6 +5,7 @@ if __name__ != "headstart.infer":
 
 from .loading import load
 from .loop import Decoding
+from .request import Request
 from .rules.registry import RULES
 from .rules.rule import Rule
 from .speculator import Speculator
@@ -23,6 +24,7 @@ __all__ = [
     "BestFirst",
     "Decoding",
     "Policy",
+    "Request",
     "Rule",
     "Speculator",
     "StaticTree",

@@ -12,36 +12,34 @@ from headstart.models import load_speculator
 from headstart.prompts import encode, read_documents
 from headstart.terminal import UsageError, quiet_stdout
 
-from .options import (
-    add_json_argument,
-    add_model_arguments,
-    add_prompt_arguments,
-    add_sampling_arguments,
-)
+from . import options as shared
 
 if TYPE_CHECKING:
     from headstart.infer import Speculator
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser, compare=True)
-    add_prompt_arguments(parser)
-    add_sampling_arguments(parser)
-    add_json_argument(parser)
+    shared.add_model_arguments(parser, compare=True)
+    shared.add_prompt_arguments(parser)
+    shared.add_sampling_arguments(parser)
+    shared.add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure every pair of a tree and a rule, and print one table."""
     documents = read_documents(options)
-    if options.temperature > 0 and "greedy" in (options.rule or ()):
-        raise UsageError("--rule greedy with --temperature above 0; use match or coupled to sample")
     loaded = load_speculator(options)
     from headstart.infer.measure.bench import bench as measure
+    from headstart.infer.rules.registry import find_rule
     from headstart.reports.comparison import print_comparison
     from headstart.reports.measured import print_report
 
-    for _ in _speculators(loaded, options):  # a wrong tree or rule shows before any measurement
-        pass
+    for speculator in _speculators(loaded, options):  # mistakes show before any measurement
+        if options.temperature > 0 and not find_rule(speculator.rule).samples:
+            raise UsageError(
+                f"--rule {speculator.rule} with --temperature above 0; use one that samples, such "
+                "as coupled"
+            )
     prompts = [encode(document, loaded, options.prefix_tokens) for document in documents]
     sampling = {"temperature": options.temperature, "seed": options.seed or 0}
     with quiet_stdout():

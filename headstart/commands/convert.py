@@ -5,16 +5,15 @@ import argparse
 from headstart.models import load_speculator
 from headstart.terminal import quiet_stdout
 
-from .options import ARTIFACT, PICKLE
+from . import options as shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help=ARTIFACT)
-    parser.add_argument("folder", metavar="FOLDER", help="where to write the artifact")
-    parser.add_argument(
-        "--target", metavar="MODEL", required=True, help="the model that it was trained for"
-    )
-    parser.add_argument("--allow-pickle", action="store_true", help=PICKLE)
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help=shared.ARTIFACT)
+    add("folder", metavar="FOLDER", help="where to write the artifact")
+    add("--target", metavar="MODEL", required=True, help="the model that it was trained for")
+    add("--allow-pickle", action="store_true", help=shared.PICKLE)
 
 
 def run(options: argparse.Namespace) -> int:

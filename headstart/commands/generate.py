@@ -12,7 +12,7 @@ from headstart.models import load_speculator
 from headstart.prompts import read_chat, read_prompt
 from headstart.terminal import UsageError
 
-from .options import add_model_arguments, add_sampling_arguments, positive, probability
+from . import options as shared
 
 if TYPE_CHECKING:
     from headstart.infer import Stats
@@ -24,15 +24,16 @@ _CHAT = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
+    add = parser.add_argument
+    shared.add_model_arguments(parser)
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: stdin)")
     text.add_argument("--file", metavar="FILE", type=Path, help="read the prompt from a file")
-    parser.add_argument("--max-new-tokens", metavar="N", type=positive, default=128)
-    parser.add_argument("--chat", action="store_true", help=_CHAT)
-    add_sampling_arguments(parser)
-    parser.add_argument("--top-p", metavar="P", type=probability, help="nucleus sampling")
-    parser.add_argument("--top-k", metavar="K", type=positive, help="sample from the K best")
+    add("--max-new-tokens", metavar="N", type=shared.positive, default=128)
+    add("--chat", action="store_true", help=_CHAT)
+    shared.add_sampling_arguments(parser)
+    add("--top-p", metavar="P", type=shared.probability, help="nucleus sampling")
+    add("--top-k", metavar="K", type=shared.positive, help="sample from the K best")
 
 
 def run(options: argparse.Namespace) -> int:

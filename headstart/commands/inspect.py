@@ -7,13 +7,14 @@ import sys
 from headstart.models import load_speculator
 from headstart.terminal import blank, quiet_stdout
 
-from .options import ARTIFACT, add_json_argument
+from . import options as shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("artifact", metavar="ARTIFACT", help=ARTIFACT)
-    parser.add_argument("--target", metavar="MODEL", help="load this model: does it fit?")
-    add_json_argument(parser)
+    add = parser.add_argument
+    add("artifact", metavar="shared.ARTIFACT", help=shared.ARTIFACT)
+    add("--target", metavar="MODEL", help="load this model: does it fit?")
+    shared.add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -79,14 +79,15 @@ def memory(text: str) -> dict[int | str, str]:
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """Overrides of a recipe's settings, and --fresh."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "overrides",
         metavar="a.b=value",
         nargs="*",
         default=[],
         help="settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)",
     )
-    parser.add_argument("--fresh", action="store_true", help="redo stages that are finished")
+    add("--fresh", action="store_true", help="redo stages that are finished")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) -> None:
@@ -95,48 +96,46 @@ def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) 
     Args:
         compare: whether --tree and --rule are lists, of which all pairs are compared.
     """
+    add = parser.add_argument
     action, more = ("append", "; several times to compare") if compare else ("store", "")
-    parser.add_argument("--target", metavar="MODEL", help=TARGET)
-    parser.add_argument("--drafter", metavar="ARTIFACT", action="append", help=_DRAFTER)
-    parser.add_argument("--allow-pickle", action="store_true", help=PICKLE)
-    parser.add_argument("--tree", metavar="TREE", action=action, help=_TREE + more)
-    parser.add_argument("--rule", metavar="RULE", action=action, help=_RULE + more)
-    parser.add_argument("--expansion", metavar="EXPANSION", help=_EXPANSION)
+    add("--target", metavar="MODEL", help=TARGET)
+    add("--drafter", metavar="ARTIFACT", action="append", help=_DRAFTER)
+    add("--allow-pickle", action="store_true", help=PICKLE)
+    add("--tree", metavar="TREE", action=action, help=_TREE + more)
+    add("--rule", metavar="RULE", action=action, help=_RULE + more)
+    add("--expansion", metavar="EXPANSION", help=_EXPANSION)
     add_placing_arguments(parser)
 
 
 def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
     """The models' dtype, and which devices hold them."""
-    parser.add_argument("--dtype", metavar="DTYPE", help="float32, bfloat16, … (default: as saved)")
-    parser.add_argument(
-        "--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)"
-    )
-    parser.add_argument("--max-memory", metavar="DEVICE=SIZE,…", type=memory, help=_MEMORY)
-    parser.add_argument("--offload-folder", metavar="DIR", type=Path, help=_FOLDER)
+    add = parser.add_argument
+    add("--dtype", metavar="DTYPE", help="float32, bfloat16, … (default: as saved)")
+    add("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
+    add("--max-memory", metavar="DEVICE=SIZE,…", type=memory, help=_MEMORY)
+    add("--offload-folder", metavar="DIR", type=Path, help=_FOLDER)
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     """A file of prompts, how many of them, and how much is written after each."""
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "--prompts",
         metavar="FILE",
         type=Path,
         required=True,
         help="text, one prompt a line, or JSONL with prompt, messages, turns or text",
     )
-    parser.add_argument("--limit", metavar="N", type=positive, help="use only N prompts")
-    parser.add_argument(
-        "--prefix-tokens", metavar="N", type=positive, help="cut each prompt to its first N tokens"
-    )
-    parser.add_argument("--new-tokens", metavar="N", type=positive, default=128)
+    add("--limit", metavar="N", type=positive, help="use only N prompts")
+    add("--prefix-tokens", metavar="N", type=positive, help="cut each prompt to its first N tokens")
+    add("--new-tokens", metavar="N", type=positive, default=128)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """Temperature and seed."""
-    parser.add_argument(
-        "--temperature", metavar="T", type=temperature, default=0.0, help="0 is greedy (default)"
-    )
-    parser.add_argument("--seed", metavar="S", type=int, help="makes sampling repeatable")
+    add = parser.add_argument
+    add("--temperature", metavar="T", type=temperature, default=0.0, help="0 is greedy (default)")
+    add("--seed", metavar="S", type=int, help="makes sampling repeatable")
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:

@@ -10,42 +10,32 @@ from headstart.models import load_speculator
 from headstart.prompts import encode, read_documents
 from headstart.terminal import UsageError, quiet_stdout
 
-from .options import (
-    ARTIFACT,
-    TARGET,
-    add_json_argument,
-    add_placing_arguments,
-    add_prompt_arguments,
-    positive,
-    whole,
-)
+from . import options as shared
+from .options import positive, whole
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", metavar="MODEL", help=TARGET)
-    parser.add_argument("--drafter", metavar="ARTIFACT", required=True, help=ARTIFACT)
-    add_placing_arguments(parser)
-    add_prompt_arguments(parser)
-    parser.add_argument(
-        "--batch-size", metavar="N", type=positive, default=1, help="prompts decoded at once"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--target", metavar="MODEL", help=shared.TARGET)
+    add("--drafter", metavar="shared.ARTIFACT", required=True, help=shared.ARTIFACT)
+    shared.add_placing_arguments(parser)
+    shared.add_prompt_arguments(parser)
+    add("--batch-size", metavar="N", type=positive, default=1, help="prompts decoded at once")
+    add(
         "--max-nodes",
         metavar="N",
         type=positive,
         help="the largest tree considered (default: 64, or 768 with --max-memory)",
     )
-    parser.add_argument(
+    add(
         "--measure",
         metavar="K",
         type=whole,
         default=4,
         help="decode with the K best, and let that decide (default: 4)",
     )
-    parser.add_argument(
-        "--plot", metavar="FILE", type=Path, help="draw speedup against tree size (.png, .svg, …)"
-    )
-    add_json_argument(parser)
+    add("--plot", metavar="FILE", type=Path, help="draw speedup against tree size (.png, .svg, …)")
+    shared.add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

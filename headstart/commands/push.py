@@ -6,7 +6,7 @@ from pathlib import Path
 
 from headstart.terminal import quiet_stdout
 
-from .options import ARTIFACT
+from . import options as shared
 
 _TARGET_NAME = (
     "what to call the target: its Hub name, or a label where it has none (needed when it was "
@@ -15,15 +15,14 @@ _TARGET_NAME = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("artifact", metavar="ARTIFACT", help=ARTIFACT)
-    parser.add_argument("repository", metavar="ORG/NAME", help="made where it is missing")
-    parser.add_argument("--target-name", metavar="NAME", help=_TARGET_NAME)
-    parser.add_argument("--license", metavar="ID", help="for the model card, e.g. apache-2.0")
-    parser.add_argument("--private", action="store_true", help="if the repository is new")
-    parser.add_argument("--revision", metavar="BRANCH", help="push to a branch (default: main)")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="list files, sizes and card; no network"
-    )
+    add = parser.add_argument
+    add("artifact", metavar="shared.ARTIFACT", help=shared.ARTIFACT)
+    add("repository", metavar="ORG/NAME", help="made where it is missing")
+    add("--target-name", metavar="NAME", help=_TARGET_NAME)
+    add("--license", metavar="ID", help="for the model card, e.g. apache-2.0")
+    add("--private", action="store_true", help="if the repository is new")
+    add("--revision", metavar="BRANCH", help="push to a branch (default: main)")
+    add("--dry-run", action="store_true", help="list files, sizes and card; no network")
 
 
 def run(options: argparse.Namespace) -> int:

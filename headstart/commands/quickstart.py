@@ -5,7 +5,7 @@ import sys
 
 from headstart.terminal import quiet_stdout
 
-from .options import add_json_argument, add_recipe_arguments
+from . import options as shared
 
 _FAMILY = (
     "a family's own quickstart, e.g. medusa; an unknown name lists them; or all: each of them on "
@@ -17,8 +17,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--recipe", help="a path or a shipped name (default: quickstart)")
     which.add_argument("--drafter", metavar="NAME", help=_FAMILY)
-    add_recipe_arguments(parser)
-    add_json_argument(parser)
+    shared.add_recipe_arguments(parser)
+    shared.add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

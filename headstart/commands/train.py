@@ -4,12 +4,12 @@ import argparse
 
 from headstart.terminal import quiet_stdout
 
-from .options import add_recipe_arguments
+from . import options as shared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a path or a shipped name")
-    add_recipe_arguments(parser)
+    shared.add_recipe_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -8,26 +8,18 @@ from headstart.models import load_speculator
 from headstart.prompts import encode, read_documents
 from headstart.terminal import quiet_stdout
 
-from .options import (
-    add_json_argument,
-    add_model_arguments,
-    add_prompt_arguments,
-    positive,
-    temperature,
-)
+from . import options as shared
+from .options import positive, temperature
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    add_prompt_arguments(parser)
-    parser.add_argument(
-        "--draws", metavar="N", type=positive, default=4096, help="texts sampled (default: 4096)"
-    )
-    parser.add_argument(
-        "--temperature", metavar="T", type=temperature, default=1.0, help="of the sampled texts"
-    )
-    parser.add_argument("--seed", metavar="N", type=int, default=0)
-    add_json_argument(parser)
+    add = parser.add_argument
+    shared.add_model_arguments(parser)
+    shared.add_prompt_arguments(parser)
+    add("--draws", metavar="N", type=positive, default=4096, help="texts sampled (default: 4096)")
+    add("--temperature", metavar="T", type=temperature, default=1.0, help="of the sampled texts")
+    add("--seed", metavar="N", type=int, default=0)
+    shared.add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,16 +1,13 @@
 """Several measured runs on the same prompts and target: one table with a line for each."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
+
+from rich.console import Console
 
 from .console import column_table, grid, titled
 from .document import Report, to_json
 from .measured import known, print_remarks, rule_name, setting_rows, tree_name
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 
 def print_comparison(

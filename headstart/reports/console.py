@@ -1,13 +1,10 @@
 """Consoles and the two kinds of tables that every report is printed with."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
-if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
+from rich.console import Console
+from rich.table import Table
 
 
 def plain_console(out: TextIO, width: int | None = None) -> Console:
@@ -15,8 +12,6 @@ def plain_console(out: TextIO, width: int | None = None) -> Console:
 
     Without markup: a tree or a path may hold square brackets.
     """
-    from rich.console import Console
-
     return Console(file=out, markup=False, emoji=False, highlight=False, width=width)
 
 
@@ -30,8 +25,6 @@ def titled(out: TextIO, title: str, width: int | None = None) -> Console:
 
 def grid(rows: Sequence[tuple[str, str]]) -> Table:
     """Labels, as wide in every grid, and values, of which those that start with NO are red."""
-    from rich.table import Table
-
     table = Table.grid(padding=(0, 2))
     table.add_column(width=31, style="cyan")
     table.add_column()
@@ -42,8 +35,6 @@ def grid(rows: Sequence[tuple[str, str]]) -> Table:
 
 def column_table(names: Sequence[str], figures: Sequence[str], gap: int = 2) -> Table:
     """An empty table with a header: columns of names, which may wrap, then columns of figures."""
-    from rich.table import Table
-
     table = Table(box=None, padding=(0, gap, 0, 0), header_style="cyan")
     for name in names:
         table.add_column(name, overflow="fold")

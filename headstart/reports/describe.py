@@ -17,6 +17,7 @@ from headstart.heads.artifacts.plan import read_plans
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core import ArtifactError
 from headstart.heads.parts.adapter import ADAPTER, ADAPTER_WEIGHTS
+from headstart.infer import StaticTree
 
 Description = dict[str, Any]
 
@@ -104,8 +105,6 @@ def _weights(source: DrafterSource) -> Description:
 
 
 def _tree(source: DrafterSource) -> Description:
-    from headstart.infer import StaticTree
-
     if source.tree is None:
         return {"tree": None}
     tree = StaticTree(source.tree)

@@ -3,19 +3,16 @@
 A value that is None was not measured and has no line.
 """
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
+
+from rich.console import Console
 
 from .console import grid, titled
 from .document import Report, to_json
-
-if TYPE_CHECKING:
-    from rich.console import Console
 
 _REPETITIVE = 0.5  # share of distinct 4-grams under which the table warns about the text
 

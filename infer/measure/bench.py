@@ -99,7 +99,7 @@ def bench(
 
 def _plain(speculator: Speculator) -> Speculator:
     """Plain decoding by the same means."""
-    graphs, compiled = speculator.rounds is not None, speculator.target.compile
+    graphs, compiled = speculator.graphs is not None, speculator.target.compile
     return Speculator(speculator.model, graphs=graphs, compile=compiled)
 
 

@@ -29,7 +29,7 @@ def loop_overhead(
         NaN where rounds are captured whole, or attend as trees, and where there was none.
     """
     rounds = speculator.stats.rounds
-    if speculator.rounds is not None or speculator.target.windows.tree or not rounds:
+    if speculator.graphs is not None or speculator.target.windows.tree or not rounds:
         return math.nan
     again = functools.partial(decode, prompt)
     replayed = statistics.median(_replay(speculator, again) for _ in range(repeats))

@@ -12,7 +12,7 @@ from benchmarks.gpu.round_profile import profile_rounds, state_bytes
 from benchmarks.gpu.shapes import SHAPES, random_drafter, random_target, read_bytes, weight_bytes
 from headstart.heads import FAMILIES
 from headstart.infer import Speculator
-from headstart.infer.graphs import Rounds
+from headstart.infer.graphs import RoundGraphs
 from headstart.infer.trees.static import StaticTree
 from tests.support.tape import Tape
 
@@ -88,7 +88,7 @@ def test_captured_rounds_are_taken_apart_where_they_run(
     """Marks are replayed with the round, so none of them is an earlier one's, of twelve ticks."""
     target, tape = toy(), Tape()
     monkeypatch.setattr(round_profile, "Stopwatch", Ticks)
-    monkeypatch.setattr(Rounds, "on", lambda device: Rounds(tape))
+    monkeypatch.setattr(RoundGraphs, "on", lambda device: RoundGraphs(tape))
     drafter = random_drafter("draft_model", target)
     found = []
     for graphs in (True, False):

@@ -131,7 +131,7 @@ def test_bench_compares_trees_and_rules(
     found = [(run["tree"], run["rule"], run["nodes"]) for run in document["runs"]]
     assert found == [
         ("chain:1", "match", 2), ("chain:1", "coupled", 2),
-        ("sparse:2/4", "match", 7), ("sparse:2/4", "coupled", 7),
+        ("cartesian:2,2", "match", 7), ("cartesian:2,2", "coupled", 7),
     ]  # fmt: skip
     for run in document["runs"]:
         assert run["identical_to_plain"] is True and run["identical_to_generate"] is None
@@ -140,7 +140,7 @@ def test_bench_compares_trees_and_rules(
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines() if "greedy" in line]
     assert [(row[0], row[1], row[2], row[-1]) for row in rows] == [
-        ("chain:1", "greedy", "2", "yes"), ("sparse:2/4", "greedy", "7", "yes"),
+        ("chain:1", "greedy", "2", "yes"), ("cartesian:2,2", "greedy", "7", "yes"),
     ]  # fmt: skip
 
     door = Door()
@@ -149,7 +149,7 @@ def test_bench_compares_trees_and_rules(
         assert main([*command, *pairs[:6], *wrong]) == 2
         assert wrong[1].partition(":")[0] in last_line(capsys)
     assert main([*command, "--rule", "greedy", "--temperature", "1"]) == 2
-    assert "use match or coupled" in last_line(capsys)
+    assert "use one that samples" in last_line(capsys)
     assert not door.calls
 
 
@@ -201,7 +201,7 @@ def test_inspect_says_what_it_is(
     assert found["options"]["heads"] == 2 and found["feature_layers"] == [-1]
     assert found["tensors"]["weight"] == {"shape": [1, 2, 32, 32], "dtype": "F32"}
     assert found["parameters"] == 2 * 32 * 32 + 2 * 32
-    assert found["tree"] == {"name": "sparse:2/1", "nodes": 4, "depth": 2}
+    assert found["tree"] == {"name": "sparse 2/1", "nodes": 4, "depth": 2}
     assert found["metrics"]["tau"] == 1.25 and found["recipe"]["name"] == "small"
     assert {"torch", "transformers"} <= set(found["versions"])
     checks = {file["name"]: file["check"] for file in found["files"]}
@@ -215,7 +215,7 @@ def test_inspect_says_what_it_is(
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert max(map(len, printed.split("\n", 2)[2].splitlines())) <= 80
-    for said in ("2,112, ", "sparse:2/1, 4 nodes", "1.25", "small", "texts.jsonl", "not pushed"):
+    for said in ("2,112, ", "sparse 2/1, 4 nodes", "1.25", "small", "texts.jsonl", "not pushed"):
         assert said in printed
     assert "NO" not in printed
 
@@ -336,13 +336,13 @@ def test_several_drafters_decode_together(
     assert main(["generate", *both, "--prompt", "hi", "--max-new-tokens", "12"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == plain_text(target, "hi", 12).rstrip("\n")
     options = Namespace(target=None, drafter=both[1::2], tree=None, rule=None)
-    assert str(models.load_speculator(options).tree) == "chain:4+sparse:2/1"
+    assert str(models.load_speculator(options).tree) == "chain:4+[[1],[0,0]]"
     command = ["bench", *both, "--prompts", str(prompts), "--new-tokens", "6", "--json"]
     trees = ["chain:3+chain:1", "cartesian:2,1+chain:2"]
     assert main([*command, "--tree", trees[0], "--tree", trees[1]]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [(run["tree"], run["nodes"]) for run in runs] == [
-        ("chain:3+chain:1", 5), ("sparse:2/2+chain:2", 7),
+        ("chain:3+chain:1", 5), ("cartesian:2,1+chain:2", 7),
     ]  # fmt: skip
     assert all(run["identical_to_generate"] for run in runs)
     assert all(run["loop_overhead_ms"] < run["ms_per_round"] for run in runs)
