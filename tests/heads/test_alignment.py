@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headstart.heads import FAMILIES, FINAL, Drafter, family
+from headstart.heads import FAMILIES, FINAL, TrainableDrafter, family
 from headstart.heads.core import capture
 from headstart.train.trainer import DraftedTarget
 from tests.support.tiny import VOCAB, tiny
@@ -50,14 +50,14 @@ def target() -> Any:
 
 
 @pytest.fixture
-def adapted() -> Iterator[Callable[[Drafter], None]]:
+def adapted() -> Iterator[Callable[[TrainableDrafter], None]]:
     """Gives a drafter's adapter, if it has one, random weights in the target, until the test ends.
 
     All that is captured of the target is then of the adapted one.
     """
     adapters = []
 
-    def adapt(drafter: Drafter) -> None:
+    def adapt(drafter: TrainableDrafter) -> None:
         if (adapter := drafter.adapter) is None:
             return
         adapters.append(adapter)
@@ -74,10 +74,11 @@ def adapted() -> Iterator[Callable[[Drafter], None]]:
         adapter.detach()
 
 
-def random_drafter(name: str, options: dict[str, Any]) -> Drafter:
+def random_drafter(name: str, options: dict[str, Any]) -> TrainableDrafter:
     """No weight at its start's zero, where many a mistake would not show."""
-    config: Any = family(name).config_class
-    drafter = family(name)(config.for_target(target(), **options)).double().bind(target())
+    cls: Any = family(name)
+    config = cls.config_class.for_target(target(), **options)
+    drafter: TrainableDrafter = cls(config).double().bind(target())
     drafter.init_from_target(torch.arange(VOCAB))
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -91,7 +92,7 @@ def captured(tokens: Tensor, layers: list[int]) -> Tensor:
 
 
 @torch.no_grad()
-def decoded(drafter: Drafter, features: Tensor, tokens: Tensor, late: int = 0) -> Tensor:
+def decoded(drafter: TrainableDrafter, features: Tensor, tokens: Tensor, late: int = 0) -> Tensor:
     """Logits [K, B, T, Vd] of every start from PROMPT - 1 on, NaN at the others.
 
     Args:
@@ -130,7 +131,7 @@ def decoded(drafter: Drafter, features: Tensor, tokens: Tensor, late: int = 0) -
 
 
 @torch.no_grad()
-def trained(drafter: Drafter, features: Tensor, tokens: Tensor) -> Tensor:
+def trained(drafter: TrainableDrafter, features: Tensor, tokens: Tensor) -> Tensor:
     """Logits [K, B, T, Vd] of the training forward at every position."""
     where = torch.ones_like(tokens, dtype=torch.bool)
     states = drafter.draft_hidden_states(features, tokens, where, DEPTHS)
@@ -156,7 +157,7 @@ def test_every_trained_family_has_a_row() -> None:
 
 @pytest.mark.parametrize(("name", "options"), ROWS, ids=IDS)
 def test_training_forward_is_decode_forward(
-    name: str, options: dict[str, Any], adapted: Callable[[Drafter], None]
+    name: str, options: dict[str, Any], adapted: Callable[[TrainableDrafter], None]
 ) -> None:
     drafter, tokens = random_drafter(name, options), text()
     adapted(drafter)
@@ -175,7 +176,9 @@ def test_training_forward_is_decode_forward(
         assert difference(decode, trained(drafter, features, tokens.roll(1, 1))) > 1e-2
 
 
-def loss_while_decoding(drafter: Drafter, decode: Tensor, tokens: Tensor, shift: int = 0) -> float:
+def loss_while_decoding(
+    drafter: TrainableDrafter, decode: Tensor, tokens: Tensor, shift: int = 0
+) -> float:
     """The loss of the decode calls' own proposals.
 
     The root of a round that starts from position t is token t + 1, so a proposal at depth k is for
@@ -197,7 +200,7 @@ def loss_while_decoding(drafter: Drafter, decode: Tensor, tokens: Tensor, shift:
 
 @pytest.mark.parametrize(("name", "options"), ROWS, ids=IDS)
 def test_the_loss_is_that_of_the_decode_forward(
-    name: str, options: dict[str, Any], adapted: Callable[[Drafter], None]
+    name: str, options: dict[str, Any], adapted: Callable[[TrainableDrafter], None]
 ) -> None:
     """Labels too: the trainer's loss on a text is the one of what decoding proposes for it."""
     drafter, tokens = random_drafter(name, options), text()

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from headstart.heads import Drafter
+from headstart.heads import TrainableDrafter
 from headstart.train.data.distill import Rows
 from headstart.train.drafter_stage import make_drafter
 from headstart.train.recipe import parse_recipe
@@ -19,6 +19,8 @@ def rows(count: int = 10, length: int = 12) -> Rows:
 IDLE = {"tau": 1.0, "acceptance_by_depth": [], "tree": []}
 
 
-def drafter_of(target: Any, family: str, **options: Any) -> Drafter:
+def drafter_of(target: Any, family: str, **options: Any) -> TrainableDrafter:
     recipe = {"name": "r", "target": {"model": "m"}, "drafter": {"family": family, **options}}
-    return make_drafter(parse_recipe(recipe), target, rows())
+    drafter = make_drafter(parse_recipe(recipe), target, rows())
+    assert isinstance(drafter, TrainableDrafter)
+    return drafter
