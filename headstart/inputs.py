@@ -177,9 +177,9 @@ def read_chat(options: argparse.Namespace) -> list[dict[str, str]]:
     """The conversation in a .jsonl file, or any other prompt as a user's message."""
     if options.file is None or options.file.suffix != ".jsonl":
         return [{"role": "user", "content": read_prompt(options).strip()}]
-    from headstart.train.data import corpus
+    from headstart.train.data import reading
 
-    documents = corpus.read_documents(options.file)
+    documents = reading.read_documents(options.file)
     if len(documents) != 1:
         raise UsageError(f"{options.file}: found {len(documents)} conversations, expected one")
     return documents[0].messages or [{"role": "user", "content": documents[0].text}]
@@ -194,9 +194,9 @@ def _read_text(path: Path) -> str:
 
 def read_documents(options: argparse.Namespace) -> list[Any]:
     """The prompts that --prompts and --limit name."""
-    from headstart.train.data import corpus
+    from headstart.train.data import reading
 
-    documents = corpus.read_documents(options.prompts)[: options.limit]
+    documents = reading.read_documents(options.prompts)[: options.limit]
     if not documents:
         raise UsageError(f"{options.prompts}: no prompts found")
     return documents

@@ -23,8 +23,8 @@ from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.artifacts.saving import write_artifact
 
 from .card import training_card
-from .data.distill import Rows
 from .data.documents import Document
+from .data.training_rows import Rows
 from .joint import adapter_loss_change
 from .on_policy import StudentText
 from .recipe import Recipe

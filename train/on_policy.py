@@ -21,7 +21,8 @@ from headstart.heads import OptionError, TrainableDrafter, family
 from headstart.heads.core import output_layer, row_seeds
 from headstart.infer import Speculator
 
-from .data.distill import Rows, check_context, write_rows
+from .data.continuations import check_context, write_rows
+from .data.training_rows import Rows
 from .recipe import Distill, OnPolicy, Recipe
 
 

@@ -18,7 +18,8 @@ from headstart.heads import family
 from headstart.infer import RULES, load
 
 from .data.corpus import build_corpus, load_documents
-from .data.distill import Rows, distill, summary
+from .data.distill import distill, summary
+from .data.training_rows import Rows
 from .drafter_stage import train_drafter, write_drafter
 from .joint import load_options
 from .on_policy import check_on_policy

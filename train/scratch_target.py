@@ -1,35 +1,26 @@
 """The scratch target: a byte-level BPE and a narrow, deep Llama, trained in about a minute.
 
-It stands in for a fine-tuned model where there is no model hub. Training is bounded by time: the
-learning rate decays over the elapsed share of `max_seconds`, so a slower machine sees fewer
-tokens and still ends at a learning rate of zero. Where there is a GPU it is trained there, with
-products in bfloat16; weights and the optimizers' state stay float32.
+It stands in for a fine-tuned model where there is no model hub.
 """
 
 from __future__ import annotations
 
 import json
-import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from torch.nn import functional
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .data.corpus import Document, load_documents
+from .data.corpus import load_documents
+from .data.documents import Document
 from .recipe import Scratch
+from .scratch_training import TargetError, fit, next_token_loss
 from .stages import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
-
-
-class TargetError(ValueError):
-    """A scratch target that cannot be trained as asked."""
 
 
 def train_target(
@@ -62,8 +53,9 @@ def train_target(
     documents = load_documents(corpus_folder, "train")
     tokenizer = train_tokenizer(documents, spec.vocab_size, spec.context)
     tokens = pack(tokenizer, documents)
-    model = build_model(spec, tokenizer, seed).to(_device())  # type: ignore[arg-type]
-    metrics = _fit(model, tokens, spec, seed, progress)
+    model = build_model(spec, tokenizer, seed)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    metrics = fit(model, tokens, spec, seed, progress)
     held_out = load_documents(corpus_folder, "held_out")
     if held_out:
         metrics |= evaluate(model, pack(tokenizer, held_out), spec.sequence_length)
@@ -126,10 +118,6 @@ def build_model(spec: Scratch, tokenizer: PreTrainedTokenizerFast, seed: int) ->
         return LlamaForCausalLM(config).float()
 
 
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
 def evaluate(
     model: LlamaForCausalLM, tokens: Tensor, length: int, max_rows: int = 128
 ) -> dict[str, float]:
@@ -144,134 +132,6 @@ def evaluate(
     with torch.no_grad():
         for batch in rows.to(model.device).split(16):
             logits = model(batch[:, :-1], use_cache=False).logits.float()  # [B, T, V]
-            loss += float(_loss(logits, batch[:, 1:], "sum"))
+            loss += float(next_token_loss(logits, batch[:, 1:], "sum"))
             hits += float((logits.argmax(-1) == batch[:, 1:]).sum())
     return {"held_out_loss": loss / (count * length), "held_out_top1": hits / (count * length)}
-
-
-@dataclass
-class _Clock:
-    """How far training is, in time and tokens; a step counts as done once it has ended."""
-
-    max_seconds: float | None
-    max_tokens: int | None
-    step_tokens: int
-    started: float
-    steps: int = 0
-
-    def share(self, steps_ahead: float = 0.0) -> float:
-        """Elapsed share of the budget, `steps_ahead` steps of average length from now."""
-        shares = [0.0]
-        if self.max_seconds is not None:
-            elapsed = time.perf_counter() - self.started
-            ahead = steps_ahead * elapsed / max(self.steps, 1)
-            shares.append((elapsed + ahead) / self.max_seconds)
-        if self.max_tokens is not None:
-            shares.append((self.steps + steps_ahead) * self.step_tokens / self.max_tokens)
-        return max(shares)
-
-
-def _fit(
-    model: LlamaForCausalLM, tokens: Tensor, spec: Scratch, seed: int, progress: bool
-) -> dict[str, Any]:
-    """Train in place; returns tokens, steps, seconds and the last steps' mean loss."""
-    length = spec.sequence_length
-    if len(tokens) <= length:
-        raise TargetError(
-            f"the corpus has {len(tokens)} tokens, expected more than "
-            f"target.scratch.sequence_length, {length}; use more text or a shorter sequence"
-        )
-    optimizers = _optimizers(model, spec)
-    rows = _Rows(tokens, length, seed)
-    clock = _Clock(spec.max_seconds, spec.max_tokens, spec.batch_size * length, time.perf_counter())
-    losses: list[float] = []
-    model.train()
-    bar = tqdm(total=1.0, desc="target", disable=not progress, bar_format=_BAR)
-    # At least one step, then none that would end past the budget.
-    while not losses or clock.share(steps_ahead=1.0) <= 1.0:
-        batch = rows.take(spec.batch_size).to(model.device)  # [B, T + 1]
-        scale = _schedule(clock.share(steps_ahead=0.5), spec.warmup_ratio)
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = group["initial_lr"] * scale
-        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
-            logits = model(batch[:, :-1], use_cache=False).logits  # [B, T, V]
-            loss = _loss(logits, batch[:, 1:])
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        clock.steps += 1
-        losses.append(loss.item())
-        bar.set_postfix_str(f"loss {sum(losses[-20:]) / len(losses[-20:]):.3f}", refresh=False)
-        bar.update(min(clock.share(), 1.0) - bar.n)
-    bar.close()
-    return {
-        "tokens": clock.steps * clock.step_tokens,
-        "steps": clock.steps,
-        "seconds": time.perf_counter() - clock.started,
-        "train_loss": sum(losses[-20:]) / len(losses[-20:]),
-    }
-
-
-_BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
-
-
-def _optimizers(model: LlamaForCausalLM, spec: Scratch) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between the layers, AdamW for embedding, norms and output layer.
-
-    Muon (Jordan et al. 2024) orthogonalises each matrix's momentum; it is not meant for the
-    embedding and the output layer, whose rows are tokens.
-    """
-    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
-    inside = {id(p) for p in hidden}
-    others = [p for p in model.parameters() if id(p) not in inside]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(hidden, lr=spec.muon_lr, momentum=0.95, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=spec.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-    return optimizers
-
-
-def _schedule(share: float, warmup: float) -> float:
-    """Learning-rate factor after `share` of the budget: a linear rise, then linearly to zero."""
-    if share < warmup:
-        return share / warmup
-    return max(0.0, (1.0 - share) / (1.0 - warmup))
-
-
-class _Rows:
-    """Rows of `length + 1` tokens without overlap of inputs, shuffled anew in every epoch."""
-
-    def __init__(self, tokens: Tensor, length: int, seed: int) -> None:
-        self.tokens, self.length = tokens, length
-        self.generator = torch.Generator().manual_seed(seed)
-        self.starts: list[int] = []
-
-    def take(self, count: int) -> Tensor:
-        """The next rows.  # [B, T + 1]"""
-        rows = []
-        for _ in range(count):
-            if not self.starts:
-                self._shuffle()
-            start = self.starts.pop()
-            rows.append(self.tokens[start : start + self.length + 1])
-        return torch.stack(rows)
-
-    def _shuffle(self) -> None:
-        # A random offset, so that the rows of the next epoch are cut at other places.
-        spare = (len(self.tokens) - 1) % self.length
-        offset = int(torch.randint(spare + 1, (), generator=self.generator))
-        count = (len(self.tokens) - 1 - offset) // self.length
-        order = torch.randperm(count, generator=self.generator)
-        self.starts = [offset + int(i) * self.length for i in order]
-
-
-def _loss(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
-    #  inputs  x0 x1 x2 …
-    #  labels  x1 x2 x3 …      the row has one token more than the inputs
-    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)

@@ -27,7 +27,7 @@ from headstart.heads import FINAL, Drafter, OptionError, TrainableDrafter
 from headstart.heads.core import FeatureTap, output_layer
 
 from .clock import Bounds, Clock, Progress
-from .data.distill import Rows
+from .data.training_rows import Rows
 from .joint import Waiting, check_bitsandbytes, split_groups
 from .losses import LOSSES, Teacher, draft_loss, drift, head_labels, label_counts
 from .on_policy import StudentText

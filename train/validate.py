@@ -21,7 +21,7 @@ from headstart.infer.measure.ranks import Written, best_tree, measure_ranks, wri
 from headstart.infer.trees.parse import sparse_nodes
 
 from .data.corpus import Document
-from .data.distill import Windows
+from .data.prefixes import Windows
 
 _BATCH = 32  # prompts decoded at once
 

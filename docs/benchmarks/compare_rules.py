@@ -14,7 +14,7 @@ import torch
 
 import headstart
 from headstart.infer import Speculator
-from headstart.train.data.corpus import read_documents
+from headstart.train.data.reading import read_documents
 
 Way = tuple[str, str, str | None]  # tree, rule, expansion
 PAIRS: list[tuple[Way, Way]] = [

@@ -21,7 +21,7 @@ from headstart.heads import load_drafter
 from headstart.infer import Speculator, StaticTree, Union
 from headstart.infer.measure.baselines import race, speculating
 from headstart.infer.measure.ranks import best_tree, measure_ranks, write_texts
-from headstart.train.data.corpus import read_documents
+from headstart.train.data.reading import read_documents
 
 SPLITS = {8: [(2, 6), (4, 4)], 12: [(4, 8), (8, 4)]}
 """For so many nodes, how many are DRAFTER's and the other's; the root is one of DRAFTER's."""

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from headstart.heads import TrainableDrafter
-from headstart.train.data.distill import Rows
+from headstart.train.data.training_rows import Rows
 from headstart.train.drafter_stage import make_drafter
 from headstart.train.recipe import parse_recipe
 from tests.support.counting import counting_rows

@@ -23,7 +23,7 @@ from headstart.heads.parts.adapter import ADAPTER_WEIGHTS
 from headstart.infer import StaticTree, parse_static
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
-from headstart.train.data.distill import Rows
+from headstart.train.data.training_rows import Rows
 from headstart.train.joint import adapter_loss_change, load_options, text_loss
 from headstart.train.losses import Teacher, drift, forward_kl
 from headstart.train.recipe import Train, load_recipe

@@ -15,7 +15,8 @@ from transformers import LlamaForCausalLM
 from headstart.heads import FAMILIES, OptionError
 from headstart.heads.draft_model import DraftModel
 from headstart.train import on_policy
-from headstart.train.data.distill import DistillError, Rows
+from headstart.train.data.prefixes import DistillError
+from headstart.train.data.training_rows import Rows
 from headstart.train.on_policy import StudentText, check_on_policy
 from headstart.train.recipe import Distill, OnPolicy, RecipeError, Train, parse_recipe
 from headstart.train.trainer import DraftedTarget, DrafterTrainer, training_arguments

@@ -10,18 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headstart.train.data.corpus import Document, build_corpus, load_documents
+from headstart.train.data.corpus import build_corpus, load_documents
+from headstart.train.data.documents import Document
 from headstart.train.recipe import Corpus, Scratch
-from headstart.train.scratch_target import (
-    END_OF_TEXT,
-    TargetError,
-    _Clock,
-    _Rows,
-    _schedule,
-    pack,
-    train_target,
-    train_tokenizer,
-)
+from headstart.train.scratch_target import END_OF_TEXT, pack, train_target, train_tokenizer
+from headstart.train.scratch_training import Clock, Rows, TargetError, schedule
 
 TINY = Scratch(
     vocab_size=300,
@@ -102,7 +95,7 @@ def test_pack_closes_each_document(corpus: Path) -> None:
 
 
 def test_rows_cover_an_epoch_once() -> None:
-    rows = _Rows(torch.arange(41), length=10, seed=0)
+    rows = Rows(torch.arange(41), length=10, seed=0)
     batch = rows.take(4)  # [4, 11]
     assert sorted(batch[:, :-1].flatten().tolist()) == list(range(40))
     assert torch.equal(batch[:, 1:], batch[:, :-1] + 1)
@@ -111,8 +104,8 @@ def test_rows_cover_an_epoch_once() -> None:
 
 def test_schedule_rises_then_falls_to_zero() -> None:
     shares = (0.0, 0.05, 0.1, 0.55, 1.0, 1.2)
-    assert [_schedule(share, 0.1) for share in shares] == pytest.approx([0, 0.5, 1, 0.5, 0, 0])
-    assert _schedule(0.0, 0.0) == 1.0
+    assert [schedule(share, 0.1) for share in shares] == pytest.approx([0, 0.5, 1, 0.5, 0, 0])
+    assert schedule(0.0, 0.0) == 1.0
 
 
 def test_a_slower_machine_trains_less(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,9 +113,9 @@ def test_a_slower_machine_trains_less(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds_a_step in (1.0, 3.0):
         now = [100.0]
         monkeypatch.setattr(
-            "headstart.train.scratch_target.time.perf_counter", lambda now=now: now[0]
+            "headstart.train.scratch_training.time.perf_counter", lambda now=now: now[0]
         )
-        clock = _Clock(max_seconds=12.0, max_tokens=None, step_tokens=8, started=now[0])
+        clock = Clock(max_seconds=12.0, max_tokens=None, step_tokens=8, started=now[0])
         shares = []
         while not shares or clock.share(1.0) <= 1.0:
             shares.append(clock.share(0.5))

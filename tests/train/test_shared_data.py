@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from headstart.train.data.corpus import build_corpus, load_documents, read_documents
-from headstart.train.data.documents import Document, file_kind
+from headstart.train.data.corpus import build_corpus, load_documents
+from headstart.train.data.documents import Document
+from headstart.train.data.reading import file_kind, read_documents
 from headstart.train.recipe import Corpus
 from tests.support.paths import SHARED
 

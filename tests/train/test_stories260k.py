@@ -20,15 +20,14 @@ from headstart.train.validate import held_out_prompts
 from tests.support.paths import ROOT, SHARED
 
 MODEL = SHARED / "models" / "stories260k"
+RECIPE = ROOT / "benchmarks" / "stories260k.yaml"
 needs_model = pytest.mark.skipif(
     not MODEL.is_dir(), reason="../shared/models/stories260k is not on this machine"
 )
 
 
 def recipe(tmp_path: Path, *overrides: str) -> Recipe:
-    return load_recipe(
-        "stories260k", [f"target.model={MODEL}", f"output={tmp_path}/runs", *overrides]
-    )
+    return load_recipe(RECIPE, [f"target.model={MODEL}", f"output={tmp_path}/runs", *overrides])
 
 
 def measure(recipe: Recipe, count: int) -> tuple[float, int]:
@@ -78,10 +77,10 @@ def test_a_few_seconds_of_training_help(tmp_path: Path) -> None:
 def test_the_openings_are_the_models_own_and_seeded(tmp_path: Path) -> None:
     from itertools import islice
 
-    from headstart.train.data.sampled_corpus import write_openings
+    from headstart.train.data.sampled_corpus import sample_documents
 
     def openings(seed: int) -> list[str]:
-        return [d.text for d in islice(write_openings(str(MODEL), 12, seed), 80)]
+        return [d.text for d in islice(sample_documents(str(MODEL), 12, seed), 80)]
 
     texts = openings(0)
     assert texts == openings(0) and len(set(texts)) == 80
@@ -100,9 +99,9 @@ def test_the_openings_are_the_models_own_and_seeded(tmp_path: Path) -> None:
 
 
 def test_the_corpus_of_the_target_needs_a_model() -> None:
-    spec = load_recipe("stories260k")
+    spec = load_recipe(RECIPE)
     assert spec.corpus.writer == spec.target.model
-    assert load_recipe("stories260k", ["target.model=other"]).corpus.writer == "other"
+    assert load_recipe(RECIPE, ["target.model=other"]).corpus.writer == "other"
     with pytest.raises(RecipeError, match=r"corpus\.source: a target that is trained here"):
         load_recipe("quickstart", ["corpus.source=target"])
 
@@ -111,7 +110,7 @@ def test_the_corpus_of_the_target_needs_a_model() -> None:
 @pytest.mark.proof
 def test_the_recipe_reaches_its_bar(tmp_path: Path) -> None:
     """Under 60 s of `headstart train` in all, τ of at least 2.5, 100 texts of 128 tokens equal."""
-    command = ["train", "stories260k", f"target.model={MODEL}", f"output={tmp_path}/runs"]
+    command = ["train", str(RECIPE), f"target.model={MODEL}", f"output={tmp_path}/runs"]
     started = time.perf_counter()
     subprocess.run([sys.executable, "-m", "headstart", *command], cwd=ROOT, check=True)
     seconds = time.perf_counter() - started

@@ -1,37 +1,26 @@
 """The corpus stage: documents from the standard library, a file, a folder, or the target itself.
 
 The result is `train.jsonl` and `held_out.jsonl`, one document a line. Documents are held out
-whole, so that no held-out text has a twin half in the training set.
+whole, so that no part of a held-out text is in the training set.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
-import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from ..recipe import Corpus
 from ..stages import write_atomically
-from .documents import CorpusError, Document, file_kind, is_array_of_rows, read_file
+from .documents import CorpusError, Document
+from .reading import SUPPORTED, order, read_source
 
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "held_out"]
-
-# Tests repeat themselves, idlelib and lib2to3 carry test data, pydoc_data is one generated file of
-# prose as large as a fifth of the default corpus; the rest is not the library's own.
-_NOT_LIBRARY = {
-    *("test", "tests", "idlelib", "lib2to3", "pydoc_data"),
-    *("site-packages", "dist-packages", "__pycache__"),
-}
-_SUPPORTED = (
-    '"stdlib", "target", or the path of a .txt, .jsonl or .json file (also .gz) or of a folder'
-)
 
 
 @dataclass
@@ -64,7 +53,7 @@ def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
     skipped = Skipped(spec.on_error)
     chosen: list[Document] = []
     size = 0
-    for document in _read_spec(spec, seed, skipped):
+    for document in _read(spec, seed, skipped):
         length = len(document.whole().encode())
         if size + length > spec.max_bytes:
             if not chosen:
@@ -79,7 +68,7 @@ def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
         logger.warning("corpus: %d rows skipped; the first: %s", len(skipped.rows), skipped.rows[0])
     if not chosen:
         first = f"; {len(skipped.rows)} rows skipped, {skipped.rows[0]}" if skipped.rows else ""
-        raise CorpusError(f"{spec.source}: no text found{first}; expected {_SUPPORTED}")
+        raise CorpusError(f"{spec.source}: no text found{first}; expected {SUPPORTED}")
     held_out = _hold_out(chosen, spec.held_out, seed)
     parts: dict[Split, list[Document]] = {
         "train": [document for document in chosen if document.id not in held_out],
@@ -100,79 +89,17 @@ def load_documents(folder: Path, split: Split) -> list[Document]:
         return [Document(**json.loads(line)) for line in lines]
 
 
-def read_documents(source: str | Path, answers: bool = False) -> list[Document]:
-    """All documents of a file or a folder, as prompts. Raises CorpusError.
-
-    answers: keep the answers that came with them; else a chat ends with the user's last turn.
-    """
-    documents = _read_source(str(source), Skipped())
-    return list(documents) if answers else [document.prompts()[-1] for document in documents]
-
-
-def _read_spec(spec: Corpus, seed: int, skipped: Skipped) -> Iterator[Document]:
+def _read(spec: Corpus, seed: int, skipped: Skipped) -> Iterator[Document]:
     if spec.source != "target":
-        yield from _read_source(spec.source, skipped)
-        return
-    from .sampled_corpus import write_openings  # loads torch
+        return read_source(spec.source, skipped.row, skipped.files.append)
+    from .sampled_corpus import sample_documents  # loads torch
 
     assert spec.writer is not None  # the recipe filled it in
-    yield from write_openings(spec.writer, spec.opening_tokens, seed)
-
-
-def _read_source(source: str, skipped: Skipped) -> Iterator[Document]:
-    """Documents in the order of their ids' hash."""
-    path = Path(source).expanduser()
-    if source == "stdlib":
-        library = Path(sysconfig.get_paths()["stdlib"])
-        yield from _read_files(library, library.rglob("*.py"), _NOT_LIBRARY, skipped)
-    elif path.is_dir():
-        yield from _read_files(path, path.rglob("*"), {"__pycache__"}, skipped)
-    elif path.is_file() and file_kind(path) in {".txt", ".jsonl", ".json"}:
-        rows = read_file(path, path.name, skipped.row)
-        yield from sorted(rows, key=lambda document: _order(document.id))
-    elif path.is_file():
-        raise CorpusError(
-            f"{source}: found a {path.suffix or 'nameless'} file; expected {_SUPPORTED}"
-        )
-    else:
-        raise CorpusError(
-            f"{source}: no such file or folder; expected {_SUPPORTED} (a Hub data set is not read "
-            "here: export it with datasets' to_json)"
-        )
-
-
-def _read_files(
-    root: Path, paths: Iterable[Path], excluded: set[str], skipped: Skipped
-) -> Iterator[Document]:
-    """One document a file; files of rows hold one a row, and hidden files are left out."""
-    names = {}
-    for path in paths:
-        parts = path.relative_to(root).parts
-        hidden = any(part.startswith(".") for part in parts)
-        if not hidden and not excluded.intersection(parts) and path.is_file():
-            names[path.relative_to(root).as_posix()] = path
-    for name in sorted(names, key=_order):
-        path, kind = names[name], file_kind(names[name])
-        if kind == ".jsonl" or (kind == ".json" and is_array_of_rows(path)):
-            yield from read_file(path, name, skipped.row)
-            continue
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:
-            skipped.files.append(name)
-            continue
-        if "\0" in text:  # binary that happens to decode
-            skipped.files.append(name)
-        elif text.strip():
-            yield Document(name, text.replace("\r\n", "\n"))
+    return sample_documents(spec.writer, spec.opening_tokens, seed)
 
 
 def _hold_out(documents: list[Document], share: float, seed: int) -> set[str]:
     if share == 0 or len(documents) < 2:
         return set()
     count = min(max(1, round(share * len(documents))), len(documents) - 1)
-    return set(sorted((d.id for d in documents), key=lambda name: _order(f"{seed}:{name}"))[:count])
-
-
-def _order(name: str) -> bytes:
-    return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    return set(sorted((d.id for d in documents), key=lambda name: order(f"{seed}:{name}"))[:count])

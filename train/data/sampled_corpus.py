@@ -15,7 +15,7 @@ from .documents import CorpusError, Document
 _BATCH = 64
 
 
-def write_openings(name: str, tokens: int, seed: int) -> Iterator[Document]:
+def sample_documents(name: str, tokens: int, seed: int) -> Iterator[Document]:
     """Different texts of `tokens` tokens each, without end, or until the model repeats itself.
 
     Text i is sampled with a seed of its own, made of (seed, i), and cut at an end-of-text or a

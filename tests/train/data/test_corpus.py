@@ -2,15 +2,18 @@
 
 import gzip
 import json
+import sys
 import traceback
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 
-from headstart.train.data.corpus import CorpusError, build_corpus, load_documents, read_documents
-from headstart.train.data.documents import Document
+from headstart.train.data.corpus import build_corpus, load_documents
+from headstart.train.data.documents import CorpusError, Document
+from headstart.train.data.reading import read_documents
 from headstart.train.recipe import Corpus
 
 
@@ -175,7 +178,7 @@ def test_bad_rows_are_skipped_and_counted_where_asked(
 ) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("\n".join(['{"text": "fine"}', *BAD, '{"text": "also fine"}']))
-    counts = build_corpus(Corpus(source=str(file), on_error="skip", held_out=0), tmp_path / "out")
+    counts = build_corpus(Corpus(source=str(file), on_error="skip", held_out=0.0), tmp_path / "out")
     assert (counts["train_documents"], counts["skipped_rows"]) == (2, len(BAD))
     assert f"{len(BAD)} rows skipped" in caplog.text and "rows.jsonl line 2: " in caplog.text
     assert SECRET not in caplog.text
@@ -211,9 +214,9 @@ def test_a_broken_array_cannot_be_skipped(tmp_path: Path, text: str, line: int) 
 def test_a_bad_row_of_an_array(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
     file.write_text(ARRAY + "]")
-    with pytest.raises(CorpusError, match=r"rows\.json line 4: prompt is empty"):
+    with pytest.raises(CorpusError, match=r"rows\.json row 2: prompt is empty"):
         read_documents(file)
-    counts = build_corpus(Corpus(source=str(file), on_error="skip", held_out=0), tmp_path / "out")
+    counts = build_corpus(Corpus(source=str(file), on_error="skip", held_out=0.0), tmp_path / "out")
     assert (counts["train_documents"], counts["skipped_rows"]) == (2, 1)
 
 
@@ -261,3 +264,31 @@ def test_one_document_is_never_held_out(tmp_path: Path) -> None:
     (tmp_path / "one.txt").write_text("only\n")
     build_corpus(Corpus(source=str(tmp_path / "one.txt"), held_out=0.9), tmp_path / "out")
     assert len(load_documents(tmp_path / "out", "train")) == 1
+
+
+def test_rows_of_parquet(tmp_path: Path) -> None:
+    rows = [{"text": "2024-01-01"}, {"text": " "}, {"text": "three"}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    with pytest.raises(CorpusError, match=r"rows\.parquet row 2: text is empty"):
+        read_documents(tmp_path / "rows.parquet")
+    spec = Corpus(source=str(tmp_path), on_error="skip", held_out=0.0)
+    counts = build_corpus(spec, tmp_path / "out")
+    assert (counts["skipped"], counts["skipped_rows"]) == (0, 1)
+    found = {document.id: document.text for document in load_documents(tmp_path / "out", "train")}
+    assert found == {"rows.parquet:1": "2024-01-01", "rows.parquet:3": "three"}
+
+
+def test_files_of_text_and_json_need_no_datasets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)  # as if it were not installed
+    for name, text in [
+        ("a.jsonl", '{"text": "a"}\n'),
+        ("b.json", '[{"text": "b"}]'),
+        ("c.txt", "c"),
+    ]:
+        (tmp_path / name).write_text(text)
+        assert [document.text for document in read_documents(tmp_path / name)] == [name[0]]
+    (tmp_path / "d.parquet").touch()
+    with pytest.raises(CorpusError, match=r"d\.parquet: reading it needs `pip install datasets`"):
+        read_documents(tmp_path / "d.parquet")

@@ -14,9 +14,11 @@ import safetensors.torch
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.train.data import distill as room
+from headstart.train.data import distill as module
 from headstart.train.data.corpus import Document
-from headstart.train.data.distill import DistillError, Rows, Windows, distill, shard_rows, summary
+from headstart.train.data.distill import distill, shard_rows, summary
+from headstart.train.data.prefixes import DistillError, Windows
+from headstart.train.data.training_rows import Rows
 from headstart.train.recipe import Distill
 from headstart.train.scratch_target import train_tokenizer
 from tests.support.paths import ROOT
@@ -145,15 +147,15 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from tests.train.data import test_distill as test
-from headstart.train.data import distill as room
-write = room.write_atomically
+from headstart.train.data import distill as module
+write = module.write_atomically
 def slow(path, data):
     if "00001" in path.name:
         path.with_name(path.name + ".tmp").write_bytes(data[:100])
         print("half a shard", flush=True)
         time.sleep(60)
     write(path, data)
-room.write_atomically = slow
+module.write_atomically = slow
 test.write(Path(sys.argv[1]), test.train_tokenizer(test.DOCUMENTS, 270, 128))
 """
 
@@ -183,4 +185,4 @@ def test_sigkill_then_resume_gives_the_same_shards(
     name = "train-00002-of-00003.safetensors"
     assert (tmp_path / "cut" / name).read_bytes() != (tmp_path / "whole" / name).read_bytes()
     assert safetensors.torch.load_file(finished)["tokens"].dtype == torch.int32
-    assert room.shard_path(tmp_path, 0, 3).name == finished.name
+    assert module.shard_path(tmp_path, 0, 3).name == finished.name

@@ -9,9 +9,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.train.data.distill import DistillError, Rows, distill, summary
+from headstart.train.data.distill import distill, summary
 from headstart.train.data.documents import Document
-from headstart.train.data.prefixes import Prompts, Windows, encode, make_prefixes
+from headstart.train.data.prefixes import DistillError, Prompts, Windows, encode, make_prefixes
+from headstart.train.data.training_rows import Rows
 from headstart.train.losses import IGNORED
 from headstart.train.recipe import Distill
 from headstart.train.scratch_target import train_tokenizer
