@@ -64,7 +64,8 @@ class Speculator:
             reading; None for on a GPU only, and not for weights that are streamed in. A graph has
             the model's weights and hooks built in: after changing them, make a new speculator.
         attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
-            see `heads.core.tree_attention`; `auto`, that on CUDA, where the target passes a trial.
+            see `heads/core/tree_attention.py`; `auto`, that on CUDA where the target passes a
+            trial.
         compile: whether the target's forwards are compiled, or the mode of `torch.compile`, see
             `Target`. The first round of each batch size then takes long, and types of 16 bits round
             otherwise, so near-ties may fall otherwise than without.

@@ -29,9 +29,9 @@ from headstart.inputs import own_target
 from headstart.reports.describe import describe
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
+from headstart.train.data.held_out import held_out_prompts
 from headstart.train.recipe import DrafterSpec, Recipe, load_recipe
 from headstart.train.stages import RECORD
-from headstart.train.validate import held_out_prompts
 
 if TYPE_CHECKING:
     from headstart.infer.measure.planner import Candidate

@@ -20,9 +20,9 @@ from headstart.heads import Drafter, load_drafter
 from headstart.heads.core import capture
 from headstart.infer import StaticTree, parse_static
 from headstart.infer.measure.ranks import Written, measure_ranks, replay, write_texts
+from headstart.train.data.held_out import held_out_prompts, held_out_texts
 from headstart.train.data.reading import read_documents
 from headstart.train.joint import text_loss
-from headstart.train.validate import held_out_prompts, held_out_texts
 
 CHAIN = StaticTree.chain(4).paths
 Rounds = tuple[np.ndarray, np.ndarray]

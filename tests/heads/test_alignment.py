@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from headstart.heads import FAMILIES, FINAL, TrainableDrafter, family
 from headstart.heads.core import capture
-from headstart.train.trainer import DraftedTarget
+from headstart.train.joint import training_classes
 from tests.support.tiny import VOCAB, tiny
 
 DEPTHS, PROMPT, LENGTH, BATCH = 3, 4, 14, 2
@@ -76,9 +76,8 @@ def adapted() -> Iterator[Callable[[TrainableDrafter], None]]:
 
 def random_drafter(name: str, options: dict[str, Any]) -> TrainableDrafter:
     """No weight at its start's zero, where many a mistake would not show."""
-    cls: Any = family(name)
-    config = cls.config_class.for_target(target(), **options)
-    drafter: TrainableDrafter = cls(config).double().bind(target())
+    config: Any = family(name).config_class
+    drafter: Any = family(name)(config.for_target(target(), **options)).double().bind(target())
     drafter.init_from_target(torch.arange(VOCAB))
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -204,21 +203,21 @@ def test_the_loss_is_that_of_the_decode_forward(
 ) -> None:
     """Labels too: the trainer's loss on a text is the one of what decoding proposes for it."""
     drafter, tokens = random_drafter(name, options), text()
-    pair = DraftedTarget(target(), drafter, 0.8)
+    module = training_classes(drafter)[0](target(), drafter, 0.8)
     adapted(drafter)
     decode = decoded(drafter, captured(tokens, list(drafter.config.feature_layers)), tokens)
     # Decoding answered for some starts alone, so the labels of the others are left out.
     answered = ~decode[0, 0].isnan().any(-1)  # [T]
-    labels = pair.labels(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    labels = module.labels(tokens, torch.ones_like(tokens, dtype=torch.bool))
     labels[:, :, : len(answered)][:, :, ~answered] = -100
     labels[:, :, len(answered) :] = -100
-    pair.labels = lambda *_: labels  # type: ignore[method-assign]
+    module.labels = lambda *_: labels  # type: ignore[method-assign]
     batch = torch.arange(BATCH), tokens, torch.ones_like(tokens, dtype=torch.bool)
     if drafter.adapter is None:
-        loss = pair(*batch)["loss"]
+        loss = module(*batch)["loss"]
     else:  # the target's own part drops out
-        loss = pair(*batch, weight=3.0)["loss"] - pair(*batch, weight=2.0)["loss"]
-    pair.release()
+        loss = module(*batch, weight=3.0)["loss"] - module(*batch, weight=2.0)["loss"]
+    module.release()
     assert loss.item() == pytest.approx(loss_while_decoding(drafter, decode, tokens), rel=1e-5)
     for shift in (-1, 1):
         if decode.shape[2] + DEPTHS + shift < LENGTH:

@@ -4,7 +4,6 @@ from .build import parse_recipe
 from .fields import RecipeError
 from .files import load_recipe, shipped_recipes
 from .schema import (
-    LOSSES,
     Corpus,
     Decode,
     Distill,
@@ -17,6 +16,6 @@ from .schema import (
 )
 
 __all__ = [
-    "LOSSES", "Corpus", "Decode", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError",
+    "Corpus", "Decode", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError",
     "Scratch", "TargetSpec", "Train", "load_recipe", "parse_recipe", "shipped_recipes",
 ]  # fmt: skip
