@@ -3,8 +3,6 @@
 `headstart.heads.artifacts` saves and loads by it.
 """
 
-from __future__ import annotations
-
 from typing import Any, ClassVar, Self
 
 from huggingface_hub.errors import StrictDataclassError

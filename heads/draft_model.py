@@ -1,12 +1,10 @@
 """A draft model: any smaller causal language model with the target's tokenizer.
 
 The drafter of the first speculative decoders (Leviathan et al. 2022, arXiv 2211.17192; Chen et al.
-2023, arXiv 2302.01318). It reads tokens alone, keeps its own cache, and runs every grown level of a
-tree. A student is made of some layers of the target, or loaded, and may be distilled (DistillSpec,
-Zhou et al. 2023, arXiv 2310.08461).
+2023, arXiv 2302.01318). It reads tokens alone and keeps a cache of its own. The model, called the
+student, is made of some layers of the target, or loaded, and may be distilled (DistillSpec, Zhou et
+al. 2023, arXiv 2310.08461).
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
@@ -130,7 +128,7 @@ class DraftModel(TrainableDrafter):
 
     def bind(self, target: PreTrainedModel) -> Self:
         text = target.config.get_text_config(decoder=True)
-        # The student's own sizes are free: text alone passes between the two.
+        # The student's own sizes are free, since it reads only tokens.
         self.config.hidden_size, self.config.vocab_size = text.hidden_size, text.vocab_size
         return super().bind(target)
 
@@ -166,7 +164,7 @@ class DraftModel(TrainableDrafter):
         return self._step(found.logits)
 
     def _known(self, tokens: Tensor) -> Tensor:
-        """Target ids as the student's; padding rows of a larger target are beyond its table."""
+        """Target ids, clamped to those of the student; ids beyond them are padding."""
         embedding: Any = self.model.get_input_embeddings()
         known = embedding.weight.shape[0]
         return tokens if known >= self.config.vocab_size else tokens.clamp(max=known - 1)

@@ -1,8 +1,8 @@
-"""EAGLE: one decoder layer that goes on from the target's features, one drafted token at a time.
+"""EAGLE: one decoder layer that continues the target's features, one drafted token at a time.
 
-At position t it reads the pair of the target's feature f_t and the token x_t+1 that followed, over
-the pairs before it in a cache of its own, and its hidden state says x_t+2. From there on it feeds
-on itself: a drafted token is paired with the hidden state of its parent.
+At position t it reads the pair of the target's feature f_t and the next token x_t+1, attends to the
+pairs before it in a cache of its own, and its hidden state predicts x_t+2. A drafted token is
+paired with the hidden state of its parent.
 
     pair 0        pair 1        pair 2        drafted     drafted
     f_0 x_1       f_1 x_2       f_2 x_3       h_3 x_4     h_4 x_5
@@ -24,28 +24,26 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .checkpoint import Found
 from .core import OptionError, output_layer
-from .drafter import DrafterConfig, Step, last_true
+from .drafter import Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.eagle_checkpoints import eagle1
 from .parts.llama_layers import layer_like, own_layers, unit_scale_init
-from .parts.vocabulary import TokenConditioned
+from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 
 @strict
-class EagleConfig(DrafterConfig):
+class EagleConfig(VocabularyConfig):
     """EAGLE-1's shape.
 
     Attributes:
         layer: the decoder layer's sizes, see `layer_like`; by default the target's own.
-        depths: K, how many tokens in a row a training loss covers: 1 as published. With more it is
-            taught on its own hidden states, as it drafts (HASS, arXiv 2408.15766).
-        draft_vocab_size: 0, the target's output layer knows every token.
+        depths: K, how many tokens in a row a training loss covers: 1 as published. With more it
+            learns from its own hidden states, as it drafts (HASS, arXiv 2408.15766).
     """
 
     model_type = "headstart_eagle"
     layer: dict[str, Any] | None = None
     depths: int = 4
-    draft_vocab_size: int = 0
 
     OPTIONS: ClassVar[tuple[str, ...]] = ("depths",)
 
@@ -62,12 +60,8 @@ class EagleConfig(DrafterConfig):
 
 
 class _State:
-    """A request: the cache, and what the round has drafted.
-
-    Attributes:
-        cache: the pairs of the text, and those of the nodes that this round has grown.
-        hidden: [B, 1 + nodes, D] the hidden state at each node so far, the root's first.
-    """
+    """The cache of pairs, and `hidden` [B, 1 + nodes, D], the hidden states of the round's nodes,
+    the root's first."""
 
     hidden: Tensor
 
@@ -102,8 +96,8 @@ class Eagle(TokenConditioned):
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Start as the target's own output layer: the feature, with the token beside it, passes a
-        layer that adds nothing yet."""
+        """Start by predicting what the target's output layer does: the decoder layer adds nothing
+        yet to the feature and a little of the token."""
         unit_scale_init(self.model)
         layer: Any = self.model.layers[0]
         size = self.config.hidden_size
@@ -115,11 +109,11 @@ class Eagle(TokenConditioned):
         self.fc.bias.zero_()
 
     def _first(self, features: Tensor) -> Tensor:
-        """The target's features [..., F] in the place of a hidden state: [..., D]."""
+        """The target's features [..., F] as the hidden states of the first pairs: [..., D]."""
         return features.to(self.dtype)
 
     def _pairs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
-        """Tokens [...] and the hidden states before them [..., D]: what the layer reads."""
+        """The layer's input for tokens [...] and the hidden states before them [..., D]."""
         pairs = torch.cat([self.embed(tokens), hidden], -1)
         return self.fc(pairs).to(self.dtype)  # under autocast too: what is added to stays precise
 
@@ -158,12 +152,11 @@ class Eagle(TokenConditioned):
     def draft_hidden_states(
         self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
     ) -> Tensor:
-        """Depth 1 runs on all pairs of the text; each deeper one goes on from every position.
+        """Depth 1 runs on all pairs of the text; each deeper one continues every chosen position.
 
-        At depth k the pair of position t is its hidden state of depth k - 1 and token x_t+k, in
-        place t + k - 1. It sees the text's pairs up to t and its own of depths 2 … k: of the keys
-        that a depth adds, a query sees the one of its own position. That mask serves all heads;
-        scores written out take as long, and from 16 heads on twice the memory.
+        At depth k the pair of position t is its hidden state of depth k - 1 and token x_t+k, at
+        position t + k - 1. It attends to the text's pairs up to t and to its own of depths 2 … k:
+        of the keys that a depth adds, to the one of its own position.
         """
         batch, length = tokens.shape
         most = max(int(where.sum(1).max()), 1)
@@ -171,7 +164,7 @@ class Eagle(TokenConditioned):
         chosen = where.gather(1, at)
         cache = DynamicCache()
         first = self._first(features)  # [B, T, D]
-        # The last pair lacks its token: any will do, and nothing that is asked for sees it.
+        # The last pair lacks its token: any will do, since no chosen state depends on it.
         hidden = self._run(cache, tokens.roll(-1, 1), first)
         found = [hidden[where]]
         hidden = hidden.gather(1, at.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [B, W, D]

@@ -18,7 +18,6 @@ from .checkpoint import Found
 from .eagle import Eagle, EagleConfig
 from .parts.eagle_checkpoints import eagle3
 from .parts.llama_layers import unit_scale_init
-from .parts.vocabulary import check_draft_vocabulary
 
 
 @strict
@@ -27,9 +26,7 @@ class Eagle3Config(EagleConfig):
 
     Attributes:
         feature_layers: whose input it reads; () for the published three, see `mixed_layers`.
-        output: `own` knows every token, `trimmed` the `draft_vocab_size` most frequent ones of the
-            corpus.
-        draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
+        output: see `VocabularyConfig`.
         norm_before_residual: whether the layer adds to its normalised input, as heads of
             speculators do, or to the input itself.
     """
@@ -50,15 +47,11 @@ class Eagle3Config(EagleConfig):
         config.feature_layers = config.feature_layers or mixed_layers(target)
         return config
 
-    def validate_eagle3(self) -> None:
-        """Part of the config's own validation: what single fields cannot say."""
-        check_draft_vocabulary(self, self.output, self.draft_vocab_size)
-
 
 def mixed_layers(target: PreTrainedModel) -> list[int]:
     """The layers whose input EAGLE-3 reads: 2, the middle one, and the third from the end.
 
-    Of fewer than 7 these are not three, so they are spread over all that there are.
+    With fewer than 7 layers these are not three, so three are spread over all.
     """
     count = target.config.get_text_config(decoder=True).num_hidden_layers
     return [2, count // 2, count - 3] if count > 6 else [count // 4, count // 2, count - 1]
@@ -111,11 +104,11 @@ class Eagle3(Eagle):
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Start as EAGLE-1 does: with the last feature and the token beside it, read by the
-        target's own norm and output layer.
+        """Start as EAGLE-1 does: the last feature plus a little of the token, through copies of the
+        target's norm and output layer.
 
-        The token must come through attention, which reads the pair itself at first: queries and
-        keys make the same of embeddings, and a pair fits none as well as itself.
+        The token comes through attention. Queries and keys get equal weights for embeddings, so a
+        pair attends mostly to itself at first.
 
         Args:
             token_counts: [V], how often each token occurs in the corpus; `trimmed` keeps the most
@@ -134,12 +127,12 @@ class Eagle3(Eagle):
         value[..., :size].mul_(2**0.5)
         value[..., size:] = 0
         for each in (query, key):
-            each[..., size:].mul_(0.3)  # too little to change what fits best
+            each[..., size:].mul_(0.3)  # too little to change which pair scores highest
         self.fc.weight.zero_()
         self.fc.weight[:, -size:] = torch.eye(size)
         norm = getattr(self.target.get_decoder(), "norm", None)
         if norm is not None:
-            # What it multiplies by, whether it keeps that less 1, takes off a mean, or adds a bias.
+            # What it multiplies by, also where it stores that minus 1, centres, or adds a bias.
             signs = torch.ones_like(norm.weight)
             signs[::2] = -1
             self.norm.weight.copy_((norm(signs) - norm(-signs)) * signs / 2)

@@ -1,16 +1,12 @@
 """The drafter families: one record each, which is all that registers a family."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .core import OptionError
-
-if TYPE_CHECKING:
-    from .drafter import Drafter
+from .drafter import Drafter
 
 
 @dataclass(frozen=True)
@@ -19,71 +15,33 @@ class Family:
 
     Attributes:
         name: as in recipes and manifests.
-        place: where its class is, `MODULE:CLASS`.
-        recipe: the shipped recipe that trains it for the quickstart's target.
+        place: where its class is, `MODULE:CLASS`; a module without dots is one of this package.
         small: options of a drafter for a target of a few thousand weights, such as a test's.
         large: options of one for a target of billions of weights; others keep their defaults.
     """
 
     name: str
     place: str
-    recipe: str = ""
     small: Mapping[str, Any] = field(default_factory=dict)
     large: Mapping[str, Any] = field(default_factory=dict)
 
 
+_SHARED = {"heads": 5, "output": "shared"}
 _TRIMMED = {"output": "trimmed", "draft_vocab_size": 32_000}
+_PREFIX = {"layers": 4, "prefix": True, **_TRIMMED}
 
-FAMILIES: dict[str, Family] = {
-    family.name: family
-    for family in (
-        Family(
-            "draft_model",
-            "headstart.heads.draft_model:DraftModel",
-            recipe="draft-model",
-            small={"layers": 1},
-            large={"layers": 1},
-        ),
-        Family("eagle", "headstart.heads.eagle:Eagle", recipe="eagle"),
-        Family(
-            "eagle3",
-            "headstart.heads.eagle3:Eagle3",
-            recipe="eagle3",
-            small={"depths": 3},
-            large=_TRIMMED,
-        ),
-        Family(
-            "hydra",
-            "headstart.heads.hydra:Hydra",
-            recipe="hydra",
-            small={"heads": 3, "layers": 2, "prefix": True},
-            large={"layers": 4, "prefix": True, **_TRIMMED},
-        ),
-        Family("lookup", "headstart.heads.lookup:Lookup", recipe="lookup"),
-        Family(
-            "medusa",
-            "headstart.heads.medusa:Medusa",
-            recipe="quickstart",
-            small={"heads": 3},
-            large={"heads": 5, "output": "shared"},
-        ),
-        Family(
-            "medusa2",
-            "headstart.heads.medusa2:Medusa2",
-            recipe="medusa2",
-            small={"heads": 3, "rank": 4},
-            large={"heads": 5, "output": "shared"},
-        ),
-        Family(
-            "redrafter",
-            "headstart.heads.redrafter:ReDrafter",
-            recipe="redrafter",
-            small={"depths": 3},
-            large=_TRIMMED,
-        ),
-    )
-}
-"""Every family, by name. A new drafter adds its record here."""
+_FAMILIES = (
+    Family("draft_model", "draft_model:DraftModel", {"layers": 1}, {"layers": 1}),
+    Family("eagle", "eagle:Eagle"),
+    Family("eagle3", "eagle3:Eagle3", {"depths": 3}, _TRIMMED),
+    Family("hydra", "hydra:Hydra", {"heads": 3, "layers": 2, "prefix": True}, _PREFIX),
+    Family("lookup", "lookup:Lookup"),
+    Family("medusa", "medusa:Medusa", {"heads": 3}, _SHARED),
+    Family("medusa2", "medusa2:Medusa2", {"heads": 3, "rank": 4}, _SHARED),
+    Family("redrafter", "redrafter:ReDrafter", {"depths": 3}, _TRIMMED),
+)
+FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
+"""Every family, by name. A new drafter adds its record to those above."""
 
 
 def family(name: str) -> type[Drafter]:
@@ -97,4 +55,5 @@ def family(name: str) -> type[Drafter]:
             f"drafter.family is {name!r}; expected one of: {', '.join(sorted(FAMILIES))}."
         )
     module, _, attribute = FAMILIES[name].place.partition(":")
+    module = module if "." in module else f"{__package__}.{module}"
     return getattr(importlib.import_module(module), attribute)

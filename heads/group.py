@@ -1,35 +1,34 @@
-"""Several drafters of one target, each of which grows its own part of one token tree.
+"""The drafters of one target, each of which grows its own part of one token tree.
 
 After SpecInfer's collections of small models (Miao et al. 2024, arXiv 2305.09781); the tree that
-they fill is `headstart.infer.Union`. The target hands out one run of features, the layers that any
-of them reads; each is shown its own:
+several fill is `headstart.infer.Union`. The target captures the layers that any of them reads, and
+each drafter is given its own columns:
 
     drafters   a reads layers (FINAL,)      b reads (1, FINAL)      lookup reads none
     target     captures (FINAL, 1)          features [B, A, 2 D]
-    shown      a: columns 0 … D             b: D … 2 D, 0 … D       lookup: none
-
+    given      a: columns 0 … D             b: D … 2 D, 0 … D       lookup: none
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .core import OptionError
-from .drafter import Drafter, DrafterConfig, Step
+from .drafter import Drafter, Step
 
 
 class GroupMember:
-    """One of several drafters, asked with what belongs to all of them.
+    """One drafter of a group, called with the states and features of all.
 
     Args:
-        drafter: the one; number: its place among them.
-        layers: places of its feature layers among those that are captured.
-        captured: how many those are.
+        drafter: the one; number: its place in the group.
+        layers: where its feature layers stand among those that the target captures.
+        captured: how many layers those are.
     """
 
     def __init__(self, drafter: Drafter, number: int, layers: Sequence[int], captured: int):
@@ -58,29 +57,32 @@ class GroupMember:
         return torch.cat([features.narrow(-1, layer * width, width) for layer in layers], -1)
 
 
-class DrafterGroup(Drafter):
-    """Drafters of one target, asked one by one through `members`.
+class DrafterGroup:
+    """All drafters that decode together: none for plain decoding, one, or several.
 
-    It is not saved: each of its drafters has an artifact of its own.
+    A group keeps nothing of its own and is not saved: each drafter has an artifact of its own.
 
     Args:
-        drafters: at least two; the first one's children are tried first.
+        drafters: the first one's children are tried first.
+
+    Attributes:
+        members: the drafters as a tree's policy calls them.
+        feature_layers: the layers that any of them reads, as the target has to capture them.
 
     Raises:
-        OptionError: fewer, or one that is several itself.
+        OptionError: something else than drafters.
     """
 
-    def __init__(self, drafters: Sequence[Drafter]):
-        if len(drafters) < 2 or any(isinstance(each, DrafterGroup) for each in drafters):
-            raise OptionError(
-                f"found {len(drafters)} drafters for one tree, or several inside of several; "
-                "expected two or more, side by side."
-            )
+    def __init__(self, drafters: Sequence[Drafter] = ()):
+        for each in drafters:
+            if not isinstance(each, Drafter):
+                raise OptionError(
+                    f"found a {type(each).__name__} among the drafters; expected a drafter, or a "
+                    "flat list of them."
+                )
+        self.drafters = tuple(drafters)
         layers = list(dict.fromkeys(i for each in drafters for i in each.config.feature_layers))
-        first = drafters[0].config
-        shapes = {"hidden_size": first.hidden_size, "vocab_size": first.vocab_size}
-        super().__init__(DrafterConfig(feature_layers=layers, **shapes))
-        self.drafters = nn.ModuleList(drafters)
+        self.feature_layers = tuple(layers)
         self.members = [
             GroupMember(
                 each, number, [layers.index(i) for i in each.config.feature_layers], len(layers)
@@ -88,44 +90,45 @@ class DrafterGroup(Drafter):
             for number, each in enumerate(drafters)
         ]
 
+    @classmethod
+    def of(cls, drafters: Drafter | DrafterGroup | Sequence[Drafter] | None) -> DrafterGroup:
+        """The group of no drafter, one, or several; a group is returned as it is."""
+        if isinstance(drafters, DrafterGroup):
+            return drafters
+        if isinstance(drafters, Drafter):
+            return cls([drafters])
+        return cls(drafters or ())
+
     @property
-    def needs_length_bound(self) -> bool:  # type: ignore[override]
-        return any(member.drafter.needs_length_bound for member in self.members)
+    def needs_length_bound(self) -> bool:
+        """Whether any of them does, see `Drafter.needs_length_bound`."""
+        return any(each.needs_length_bound for each in self.drafters)
 
-    def bind(self, target: PreTrainedModel) -> Self:
-        for member in self.members:
-            member.drafter.bind(target)
-        return super().bind(target)
-
-    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
-        return []  # each has borrowed for itself
+    def bind(self, target: PreTrainedModel) -> None:
+        """Bind each of them to the target, see `Drafter.bind`."""
+        for each in self.drafters:
+            each.bind(target)
 
     def start(self, batch: int, capacity: int) -> list[Any]:
-        return [member.drafter.start(batch, capacity) for member in self.members]
+        """A fresh state of each, see `Drafter.start`."""
+        return [each.start(batch, capacity) for each in self.drafters]
 
-    def reserve(self, state: list[Any], longest: int, room: int) -> None:
-        for member, own in zip(self.members, state, strict=True):
-            member.drafter.reserve(own, longest, room)
+    def reserve(self, states: list[Any], longest: int, room: int) -> None:
+        """Give each of them the bound on the rows' lengths, see `Drafter.reserve`."""
+        for each, state in zip(self.drafters, states, strict=True):
+            each.reserve(state, longest, room)
 
-    def prefill(self, state: list[Any], features: Tensor, tokens: Tensor, count: Tensor) -> None:
-        for member, own in zip(self.members, state, strict=True):
-            member.drafter.prefill(own, member.own(features), tokens, count)
-
-    def begin(self, state: list[Any], features: Tensor, tokens: Tensor, count: Tensor) -> Step:
-        """Refused: each answers for itself.
-
-        Raises:
-            OptionError: always.
-        """
-        raise OptionError(
-            f"found {len(self.members)} drafters where one was expected, for one list of "
-            "proposals; give one, or a tree with a part for each, such as chain:4+chain:4."
-        )
+    def prefill(self, states: list[Any], features: Tensor, tokens: Tensor, count: Tensor) -> None:
+        """Show each of them the prompts, see `Drafter.prefill`."""
+        for member, state in zip(self.members, states, strict=True):
+            member.drafter.prefill(state, member.own(features), tokens, count)
 
 
 def members(drafter: Any) -> list[Any]:
-    """The drafters that each grow a part of the tree: of several each, else the one; none of None.
-
-    What several have is also had by whoever stands in for them, such as those who watch proposals.
-    """
+    """The drafters that each grow a part of the tree: a group's members, one drafter, or none."""
     return [] if drafter is None else getattr(drafter, "members", [drafter])
+
+
+def proposer(group: Any) -> Any:
+    """What a tree's policy calls: the group itself, its only member, or None without one."""
+    return group if len(group.members) > 1 else next(iter(group.members), None)

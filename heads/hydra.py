@@ -7,8 +7,7 @@
 
 h_t is the target's feature f_t or, with `prefix`, what one Llama layer and a norm of the drafter's
 own make of f_0 … f_t: with that, more blocks and the target's distribution as the label, the paper
-calls the drafter Hydra++. Every depth has weights of its own, so all nodes of a grown level meet
-the same ones, in one product each; a path's row is little beside them, and is gathered whole.
+calls the drafter Hydra++. Every depth has weights of its own, so a grown level is one product.
 """
 
 from collections.abc import Callable
@@ -23,24 +22,22 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .checkpoint import Found
 from .core import FINAL, OptionError, capture, device_of, output_layer
-from .drafter import DrafterConfig, Step, last_true
+from .drafter import Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.hydra_checkpoints import hydra
 from .parts.llama_layers import layer_like, own_layers
-from .parts.vocabulary import TokenConditioned, check_draft_vocabulary
+from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 
 @strict
-class HydraConfig(DrafterConfig):
+class HydraConfig(VocabularyConfig):
     """Hydra's shape.
 
     Attributes:
         heads: K, how many tokens beyond the next one are predicted.
         layers: L blocks per head.
         prefix: whether a layer with a cache of its own reads the features first (Hydra++).
-        output: as Medusa's: `shared` borrows the target's output layer, `own` gives each head its
-            own, `trimmed` one over the `draft_vocab_size` most frequent tokens of the corpus.
-        draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
+        output: see `VocabularyConfig`; each head has its own, unless `shared`.
         dropout: of what every block and output layer reads, while training.
         layer: the prefix's layer, see `layer_like`; taken from the target.
         embedding_scale: what embeddings are multiplied by; found when training starts, 1 in
@@ -52,7 +49,6 @@ class HydraConfig(DrafterConfig):
     layers: int = 1
     prefix: bool = False
     output: Literal["shared", "own", "trimmed"] = "shared"
-    draft_vocab_size: int = 0
     dropout: float = 0.0
     layer: dict[str, Any] | None = None
     embedding_scale: float = 1.0
@@ -75,16 +71,15 @@ class HydraConfig(DrafterConfig):
                 f"drafter.heads is {self.heads}, drafter.layers {self.layers} and drafter.dropout "
                 f"{self.dropout}; expected at least 1, at least 1, and a share below 1."
             )
-        check_draft_vocabulary(self, self.output, self.draft_vocab_size)
 
 
 class HydraState:
-    """A round.
+    """What a round has drafted, and the prefix's cache.
 
     Attributes:
-        paths: [B, W, (k + 1) D], z of the nodes grown last, at depth k - 1; the root's to begin.
-        first: the number of the first of them among all that were grown; -1 for the root.
-        cached: the prefix's state, where there is one.
+        paths: [B, W, (k + 1) D], z of the level grown last, at depth k - 1; of the root at first.
+        first: the number of its first node among all grown in the round; -1 for the root.
+        cached: the prefix's cache, None without prefix.
     """
 
     paths: Tensor
@@ -95,11 +90,11 @@ class HydraState:
 
 
 class _Narrowing(nn.Linear):
-    """What stands beside a block that reads more than it leaves; starts as the identity on h."""
+    """The residual path of a block wider at its input than its output; starts as identity on h."""
 
 
 class _Block(nn.Module):
-    """x + SiLU(Wx + b), or Rx + r + SiLU(Wx + b) where x is wider than what is left of it."""
+    """x + SiLU(Wx + b), or Rx + r + SiLU(Wx + b) where x is wider than the output."""
 
     def __init__(self, width: int, size: int):
         super().__init__()
@@ -111,7 +106,7 @@ class _Block(nn.Module):
 
 
 class Hydra(TokenConditioned):
-    """K heads, of which each sees the tokens that the ones before it drafted."""
+    """K heads, each of which reads the tokens that the heads before it drafted."""
 
     config_class = HydraConfig
     config: HydraConfig
@@ -137,7 +132,7 @@ class Hydra(TokenConditioned):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Blocks start as the identity on h; the prefix initialises itself."""
+        """Blocks start as the identity on h, output layers as zeros."""
         super()._init_weights(module)
         if isinstance(module, nn.Linear):
             (nn.init.eye_ if isinstance(module, _Narrowing) else nn.init.zeros_)(module.weight)
@@ -172,7 +167,7 @@ class Hydra(TokenConditioned):
         self.config.embedding_scale = 1 / self.size_of_embeddings().item()
 
     def _size_of_features(self) -> float:
-        """Their root mean square over some text, so that a norm can leave them as they are."""
+        """Their root mean square over some text: a norm with this weight leaves them unchanged."""
         some = torch.arange(min(64, self.config.vocab_size), device=device_of(self.target))
         features = capture(self.target, [FINAL], some.unsqueeze(0))
         return features.float().square().mean().sqrt().item()

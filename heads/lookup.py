@@ -3,13 +3,11 @@
 No weights and no training (Saxena 2023, "prompt lookup decoding"; Yang et al. 2023, arXiv
 2304.04487; suffix decoding, Oliaro et al. 2024, arXiv 2411.04975, ranks by suffix match as well).
 With the text `a b c a b`, the suffix `a b` occurred before, ending at position 1, so `c` is
-proposed, then `a`, then `b`; a continuation that runs into the end of the text goes round:
+proposed, then `a`, then `b`; a continuation that reaches the end of the text repeats:
 
     position   0 1 2 3 4          the match ends at e = 1, the text at n - 1 = 4, so the period is 3
     token      a b c a b          token j of the continuation is text[e + 1 + j mod 3]: c a b c …
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,14 +82,14 @@ class Lookup(Drafter):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
-        """The drafter that a config.json describes; transformers insists on a weight."""
+        """The drafter that a config.json describes; transformers itself requires weights."""
         config = LookupConfig.from_pretrained(name, local_files_only=Path(name).is_dir())
         drafter = cls(config, *args).eval()
         report = {f"{kind}_keys": [] for kind in ("missing", "unexpected", "mismatched")}
         return (drafter, report) if options.get("output_loading_info") else drafter
 
     def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]
-        """Write the config, and a weights' file without tensors, as every artifact has one."""
+        """Write the config, and a file of weights without tensors, since every artifact has one."""
         self.config.save_pretrained(folder)
         save_file({}, Path(folder) / "model.safetensors", metadata={"format": "pt"})
 
@@ -153,7 +151,7 @@ class Lookup(Drafter):
         ends = torch.arange(searched, device=state.text.device)
         back = torch.arange(before, 0, -1, device=state.text.device)  # the suffix, in order
         suffix = state.text.gather(1, state.size + before - back)  # [B, P]
-        # Window e holds the P tokens that end at position e. The -1 before the text meets a -1 of
+        # Window e holds the P tokens that end at position e. The -1 before the text equals a -1 of
         # the suffix only where e is the text's end.
         windows = state.text[:, 1 : before + searched].unfold(1, before, 1)  # [B, S, P]
         same = (windows == suffix.unsqueeze(1)).flip(-1)

@@ -18,31 +18,27 @@ from transformers import PreTrainedModel
 
 from .checkpoint import Found
 from .core import ArtifactError, OptionError, output_layer
-from .drafter import DrafterConfig, Step, last_true
-from .parts.vocabulary import TrimmedVocabulary, check_draft_vocabulary
+from .drafter import Step, last_true
+from .parts.vocabulary import TrimmedVocabulary, VocabularyConfig
 
 _INSIDE = "medusa_head."  # what the names of heads begin with in a whole model's weights
 _PLACE = re.compile(r"(\d+)\.\d+\.(linear\.(weight|bias)|weight)")
 
 
 @strict
-class MedusaConfig(DrafterConfig):
+class MedusaConfig(VocabularyConfig):
     """Medusa's shape.
 
     Attributes:
         heads: K, how many tokens beyond the next one are predicted.
         layers: L residual blocks per head.
-        output: which output layer turns a head's state into logits: `shared` borrows the target's
-            (nothing to store), `own` gives each head its own copy, `trimmed` gives each head its
-            own over the `draft_vocab_size` most frequent tokens of the corpus.
-        draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
+        output: see `VocabularyConfig`; each head has its own, unless `shared`.
     """
 
     model_type = "headstart_medusa"
     heads: int = 4
     layers: int = 1
     output: Literal["shared", "own", "trimmed"] = "shared"
-    draft_vocab_size: int = 0
 
     OPTIONS: ClassVar[tuple[str, ...]] = ("heads", "layers", "output", "draft_vocab_size")
 
@@ -53,7 +49,6 @@ class MedusaConfig(DrafterConfig):
                 f"drafter.heads is {self.heads} and drafter.layers {self.layers}; expected at "
                 "least 1 each."
             )
-        check_draft_vocabulary(self, self.output, self.draft_vocab_size)
 
 
 class Medusa(TrimmedVocabulary):
@@ -87,11 +82,10 @@ class Medusa(TrimmedVocabulary):
     def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         """The authors' heads (github.com/FasterDecoding/Medusa), alone or inside of their target.
 
-        Head k, from 0, has the tensors `{k}.{l}.linear.weight` and `.bias` for its blocks l = 0 …
-        L - 1. In the first layout its own output layer follows, `{k}.{L}.weight`; in the second
-        (`version` 2 in the config) all heads go through the target's. Inside of a model the names
-        begin with `medusa_head.`. K and L are counted: the config of a published checkpoint of five
-        heads says two.
+        Head k, from 0, has `{k}.{l}.linear.weight` and `.bias` for its blocks l = 0 … L - 1. In the
+        first layout its own output layer follows, `{k}.{L}.weight`; in the second all heads use the
+        target's. Inside of a model the names begin with `medusa_head.`. K and L are counted: the
+        config of a published checkpoint of five heads says two.
         """
         inside = [name for name in tensors if name.startswith(_INSIDE)]
         heads = {n.removeprefix(_INSIDE): tensors[n] for n in inside or tensors}
@@ -147,7 +141,7 @@ class Medusa(TrimmedVocabulary):
     def draft_hidden_states(
         self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
     ) -> Tensor:
-        return self._blocks(features[where], depths)  # the heads never see a token
+        return self._blocks(features[where], depths)  # the heads read no tokens
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.output is not None:

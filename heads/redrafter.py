@@ -5,9 +5,9 @@
     logits of x_t+k+1 = head([f_t ; s_k])       f_t stays the same during a round
 
 The head is L residual blocks x + SiLU(Ax + a) and an output layer without bias. One cell and one
-head serve all depths, so drafts may be deeper than what was trained. The text the drafter is taught
-with is the target's own (`distill`): one continuation, whose every position serves as a start. The
-paper's distillation instead lets the target continue anew from each position of a corpus.
+head serve all depths, so drafts may be deeper than what was trained. It is trained from every
+position of text that the target wrote (`distill`); the paper's distillation instead lets the target
+write a new continuation from each position of a corpus.
 """
 
 import re
@@ -21,23 +21,21 @@ from torch.nn import functional as F
 
 from .checkpoint import Found
 from .core import ArtifactError, OptionError
-from .drafter import DrafterConfig, Step, last_true
-from .parts.vocabulary import TokenConditioned, check_draft_vocabulary
+from .drafter import Step, last_true
+from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 _AUTHORS = "recurrent_drafting_drafter"  # the model type in their configs
 
 
 @strict
-class ReDrafterConfig(DrafterConfig):
+class ReDrafterConfig(VocabularyConfig):
     """ReDrafter's shape.
 
     Attributes:
         depths: K, how many steps of the cell a training loss covers.
         layers: L residual blocks of the head.
         exit_dim: their width; 0 for 2 D, the width of [f ; s].
-        output: `own` knows every token, `trimmed` the `draft_vocab_size` most frequent ones of the
-            corpus.
-        draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
+        output: see `VocabularyConfig`.
     """
 
     model_type = "headstart_redrafter"
@@ -45,7 +43,6 @@ class ReDrafterConfig(DrafterConfig):
     layers: int = 2
     exit_dim: int = 0
     output: Literal["own", "trimmed"] = "own"
-    draft_vocab_size: int = 0
 
     OPTIONS: ClassVar[tuple[str, ...]] = (
         *("depths", "layers", "exit_dim", "output", "draft_vocab_size"),
@@ -58,14 +55,13 @@ class ReDrafterConfig(DrafterConfig):
                 f"drafter.depths is {self.depths}, drafter.layers {self.layers} and "
                 f"drafter.exit_dim {self.exit_dim}; expected at least 1, 1 and 0."
             )
-        check_draft_vocabulary(self, self.output, self.draft_vocab_size)
 
 
 class ReDrafterState:
-    """A round: the feature [B, D] it started from, and the cell's state at each node so far."""
+    """The round's feature [B, D], and the cell's states [B, 1 + nodes, D], the root's first."""
 
     feature: Tensor
-    cells: Tensor  # [B, 1 + nodes, D], the root's first
+    cells: Tensor
 
 
 class _Zero(nn.Linear):
@@ -82,7 +78,7 @@ class _Block(nn.Module):
 
 
 class ReDrafter(TokenConditioned):
-    """A recurrent cell, fed one drafted token after another. Its weights bear the paper's names."""
+    """A recurrent cell, fed one drafted token after another; weights have the authors' names."""
 
     config_class = ReDrafterConfig
     config: ReDrafterConfig
@@ -100,7 +96,7 @@ class ReDrafter(TokenConditioned):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Blocks start as the identity, the cell as a random code of the last tokens."""
+        """Blocks start as the identity, the cell with random weights."""
         super()._init_weights(module)
         if isinstance(module, nn.Linear):
             spread = 0.0 if isinstance(module, _Zero) else module.in_features**-0.5
@@ -110,8 +106,9 @@ class ReDrafter(TokenConditioned):
 
     @classmethod
     def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
-        """The authors' drafters (github.com/apple/ml-recurrent-drafter), whose tensors bear the
-        same names. The config's `exit_dim` and `num_draft_layers` may be unset: they are counted.
+        """The authors' drafters (github.com/apple/ml-recurrent-drafter); tensor names are the same.
+
+        Shapes are taken from the tensors: `exit_dim` and `num_draft_layers` may be unset.
         """
         if config.get("model_type") != _AUTHORS and "rnn_w.weight" not in tensors:
             return None
@@ -129,7 +126,7 @@ class ReDrafter(TokenConditioned):
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Start as the target's own output layer, blind to the cell; see `Medusa`.
+        """Start as the target's own output layer, with zero weights for the cell; see `Medusa`.
 
         Args:
             token_counts: [V], how often each token occurs in the corpus; `trimmed` keeps the most

@@ -4,6 +4,7 @@ if __name__ != "headstart.infer":
     raise ImportError(f"imported as {__name__!r}; write `from headstart.infer import …` instead.")
 
 from .loop import Decoding
+from .request import Request
 from .rules.registry import RULES
 from .rules.rule import Rule
 from .speculator import Speculator, load
@@ -22,6 +23,7 @@ __all__ = [
     "BestFirst",
     "Decoding",
     "Policy",
+    "Request",
     "Rule",
     "Speculator",
     "StaticTree",

@@ -1,17 +1,16 @@
-"""Rounds captured once and replayed: on a GPU a whole round is one CUDA graph.
+"""Work captured once and replayed: on a GPU a whole round of decoding is one CUDA graph.
 
 A graph repeats the same kernels on the same addresses and runs no Python. So what one round hands
-to the next lives in tensors that stay (`Rounds.keep`), what the host decides is the graph's `kind`
-(tree, rule, batch, how many slots are attended to, where the caches lie), and everything else is
-read on the device. The first round of a kind runs as written, which warms everything up; the second
-is captured; all later ones are replayed.
+to the next lies in tensors that stay (`RoundGraphs.keep`), what the host decides is the graph's
+`kind`, and everything else is read on the device. The first round of a kind runs as written, which
+warms everything up; the second is captured; all later ones are replayed.
 
 Example: lengths that grow by one a round, repeated at the address where they lie.
 
->>> rounds = Rounds()
->>> lengths = rounds.keep("lengths", torch.tensor([3, 5]))
+>>> graphs = RoundGraphs()
+>>> lengths = graphs.keep("lengths", torch.tensor([3, 5]))
 >>> for _ in range(3):
-...     lengths = rounds.run("grow", lambda: rounds.keep("lengths", lengths + 1))
+...     lengths = graphs.run("grow", lambda: graphs.keep("lengths", lengths + 1))
 >>> lengths.tolist()
 [6, 8]
 """
@@ -19,19 +18,18 @@ Example: lengths that grow by one a round, repeated at the address where they li
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import PreTrainedModel
 
-from headstart.heads import Drafter, Sampling
-from headstart.heads.core import SlabCache, in_steps
-
-from .trees.policy import Committed
+from headstart.heads import DrafterGroup
+from headstart.heads.core import SlabCache, device_of, offloaded
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 """Does work once and returns what repeats it."""
@@ -41,6 +39,14 @@ _Leaf = tuple[Any, str, Any]  # an object, an attribute of it, and the tensor th
 
 _KINDS = 64
 """So many graphs are held; then the oldest goes."""
+
+
+def captures_rounds(target: PreTrainedModel) -> bool:
+    """Whether a target's rounds are captured unless told otherwise: on a GPU, with weights there.
+
+    Weights that are streamed in for each forward lie at no fixed address.
+    """
+    return device_of(target).type == "cuda" and not offloaded(target)
 
 
 class CudaCapture:
@@ -70,8 +76,8 @@ class _Captured:
     held: list[_Leaf]
 
 
-class Rounds:
-    """The rounds of a speculator's requests, one after another.
+class RoundGraphs:
+    """The captured rounds of a speculator, and the tensors that its requests share for them.
 
     Args:
         capture: how; None where a device has no graphs: the same path, run as it is written.
@@ -81,12 +87,12 @@ class Rounds:
         self._capture = capture
         self._kept: dict[Hashable, Tensor] = {}
         self._captured: dict[Hashable, _Captured | None] = {}  # None: seen once
-        self._states: dict[tuple[Drafter, int], Any] = {}
+        self._states: dict[Hashable, list[Any]] = {}
         self._held: list[_Leaf] = []
-        self._sent: dict[torch.Size, list[Tensor]] = {}
+        self._hosts: dict[torch.Size, deque[Tensor]] = {}
 
     @classmethod
-    def on(cls, device: torch.device) -> Rounds:
+    def on(cls, device: torch.device) -> RoundGraphs:
         """As the device allows: CUDA graphs, or the same path uncaptured."""
         return cls(CudaCapture() if device.type == "cuda" else None)
 
@@ -105,32 +111,21 @@ class Rounds:
             own.copy_(value)
         return own
 
-    def keep_committed(self, committed: Committed) -> Committed:
-        """What a round committed, in tensors that stay."""
-        kept = {f.name: self.keep(f.name, getattr(committed, f.name)) for f in fields(committed)}
-        return Committed(**kept)
-
-    def keep_sampling(self, sampling: Sampling) -> Sampling:
-        """The same seeds, in a tensor that stays."""
-        if sampling.seeds is None:
-            return sampling
-        return replace(sampling, seeds=self.keep("seeds", sampling.seeds))
-
-    def keep_state(self, state: Any) -> None:
-        """Put every tensor that a drafter's state holds where it stays."""
+    def keep_states(self, states: list[Any]) -> None:
+        """Put every tensor that the drafters' states hold where it stays."""
         self._held = [
             (owner, name, self.keep((number, type(owner).__name__, name), value))
-            for number, each in enumerate(state if isinstance(state, list) else [state])
-            for owner, name, value in _leaves(each)
+            for number, state in enumerate(states)
+            for owner, name, value in _leaves(state)
             if isinstance(value, Tensor)
         ]
         _hold(self._held)
 
-    def state(self, drafter: Drafter, batch: int, capacity: int) -> Any:
-        """The drafter's state for a request, the one of the last request of as many rows."""
-        key = (drafter, batch)
+    def states(self, drafters: DrafterGroup, batch: int, capacity: int) -> list[Any]:
+        """The drafters' states for a request: those of the last request of as many rows."""
+        key = (drafters.drafters, batch)
         if key not in self._states:
-            self._states[key] = drafter.start(batch, capacity)
+            self._states[key] = drafters.start(batch, capacity)
         return self._states[key]
 
     def run(self, kind: Hashable, work: Callable[[], _Found]) -> _Found:
@@ -159,7 +154,7 @@ class Rounds:
         except RuntimeError as error:
             self._capture = None
             _hold(held)  # what the capture would have written was never there
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else "no reason given"
+            reason = (str(error).strip().splitlines() or ["no reason given"])[0]
             warnings.warn(
                 f"this round cannot be captured as a CUDA graph ({reason}); decoding goes on "
                 "without graphs, more slowly: pass graphs=False to do so from the start.",
@@ -175,21 +170,20 @@ class Rounds:
 
         Of one shape, two may be on their way.
         """
-        pinned = report.device.type == "cuda"
-        ring = self._sent.setdefault(report.shape, [])
-        if len(ring) < 2:
-            ring.append(torch.empty(report.shape, dtype=report.dtype, pin_memory=pinned))
+        hosts = self._hosts.setdefault(report.shape, deque(maxlen=2))
+        if len(hosts) < 2:
+            hosts.append(torch.empty_like(report, device="cpu", pin_memory=report.is_cuda))
         else:
-            ring.append(ring.pop(0))
-        host = ring[-1]
+            hosts.rotate()
+        host = hosts[-1]
         host.copy_(report, non_blocking=True)
-        if not pinned:
-            return lambda: host.numpy().copy()
-        arrived = torch.cuda.Event()
-        arrived.record()
+        arrived = torch.cuda.Event() if report.is_cuda else None
+        if arrived is not None:
+            arrived.record()
 
         def read() -> np.ndarray:
-            arrived.synchronize()
+            if arrived is not None:
+                arrived.synchronize()
             return host.numpy().copy()
 
         return read
@@ -207,39 +201,12 @@ def repeated(
     return {name: capture(work) for name, work in contenders.items()}
 
 
-def bucket(slots: int) -> int:
-    """So many slots, rounded up by a quarter at most: a text as it grows needs few graphs.
-
-    >>> [bucket(n) for n in (1, 64, 65, 300, 513, 2049)]
-    [64, 64, 128, 320, 640, 2560]
-    """
-    step = in_steps(1)
-    while slots > 8 * step:
-        step *= 2
-    return -(-slots // step) * step
-
-
 def addresses(*owners: Any) -> Hashable:
     """Where tensors, and those of caches and states, lie; a graph is only good for the same."""
     found = [value for owner in owners for _, _, value in _leaves(owner)]
     return tuple(
         value.data_ptr() if isinstance(value, Tensor) else value.address for value in found
     )
-
-
-def settings(sampling: Sampling) -> Hashable:
-    """All that a graph has built in of how tokens are chosen."""
-
-    def plain(value: Any) -> Hashable:
-        return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else repr(value)
-
-    def built_in(item: LogitsProcessor) -> Hashable:
-        if (penalty := sampling.penalty) is not None and item is penalty:
-            return type(item), penalty.penalty  # what it ignores is on the device
-        return type(item), *((name, plain(value)) for name, value in sorted(vars(item).items()))
-
-    processors = tuple(map(built_in, sampling.processors or ()))
-    return sampling.seeds is None, sampling.dtype, processors
 
 
 def _hold(leaves: list[_Leaf]) -> None:

@@ -1,196 +1,160 @@
-"""What `generate` hands to a callable, read and checked: everything not honoured is refused."""
+"""A batch of prompts: how it is decoded, and what it holds meanwhile."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    PreTrainedModel,
-    RepetitionPenaltyLogitsProcessor,
-    StoppingCriteriaList,
-)
-from transformers.generation.configuration_utils import GenerationMode
-from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+from torch.nn.functional import pad
+from transformers import StoppingCriteriaList
 
-from headstart.heads import OptionError
-from headstart.heads.core import STATEFUL
+from headstart.heads import DrafterGroup, Sampling
 
-_OTHER_METHODS = {
-    "constraints": "constrained beam search",
-    "force_words_ids": "constrained beam search",
-    "num_beam_groups": "group beam search",
-    "num_beams": "beam search",
-    "dola_layers": "DoLa",
-    "prompt_lookup_num_tokens": "prompt lookup",
-    "assistant_early_exit": "early-exit assistance",
-    "use_mtp": "multi-token prediction",
-    "penalty_alpha": "contrastive search",
-}
-"""Options that ask for another decoding method, in the order in which `generate` decides."""
+from .record import Record
+from .rows import Rows
+from .rules.matching import GREEDY
+from .rules.rule import Rule
+from .rules.rule_api import Text, seen_in
+from .target import Target
+from .trees.children import Children, Expansion
+from .trees.policy import Committed, Policy
+from .trees.static import StaticTree
 
-_HONOURED = {"attention_mask", "position_ids", "past_key_values"}
-_WITHOUT_EFFECT = {"logits_to_keep", "use_cache", "output_attentions", "output_hidden_states"}
-"""Model inputs that change what a forward returns or how fast, never the text."""
+ROOT_ONLY = StaticTree([])
 
-_OTHER_CACHES = ("quantized", "offloaded")
+FIRST_TOKENS = 512
+"""New tokens that cache and text first have space for; later they grow by half."""
 
 
-def check_config(config: GenerationConfig, model: PreTrainedModel) -> None:
-    """Refuse options that ask for something else than one greedy or sampled text.
-
-    Raises:
-        OptionError: naming the option.
-    """
-    mode = config.get_generation_mode()
-    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        for name, method in _OTHER_METHODS.items():
-            value = getattr(config, name, None)
-            if value and not (value == 1 and name.startswith("num_")):
-                raise OptionError(
-                    f"{name} is {value} and asks for {method}; speculative decoding writes one "
-                    "greedy or sampled text: leave it out."
-                )
-    for name in ("output_attentions", "output_hidden_states"):
-        if config.return_dict_in_generate and getattr(config, name, None):
-            raise OptionError(f"{name}=True is not supported while speculating; set it to False.")
-    if config.cache_implementation in _OTHER_CACHES:
-        raise OptionError(
-            f"cache_implementation is {config.cache_implementation!r}; the speculator keeps its "
-            "own cache, in the model's dtype and on its devices: leave it out."
-        )
-    temperature = config.temperature
-    if config.do_sample and temperature is not None and not temperature > 0:
-        raise OptionError(
-            f"temperature is {temperature}; expected a number above 0, or do_sample=False."
-        )
-    if model.training:
-        raise OptionError(
-            "the target is in training mode, where dropout is random; call model.eval()."
-        )
-
-
-def check_processors(processors: LogitsProcessorList, batch: int, width: int) -> None:
-    """Refuse processors that no tree can follow, for prompts [B, P].
-
-    Raises:
-        OptionError: naming the processor: one that keeps a state for the batch as a whole when rows
-            run apart, or a penalty that is to ignore more than the prompt.
-    """
-    for processor in processors:
-        if batch > 1 and isinstance(processor, STATEFUL):
-            raise OptionError(
-                f"{type(processor).__name__} keeps a state that all rows share, and speculating "
-                f"rows advance apart; found {batch} rows: give it one prompt at a time."
-            )
-        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
-            ignored = processor.prompt_ignore_length
-            if ignored is not None and (most := int(torch.as_tensor(ignored).max())) > width:
-                raise OptionError(
-                    f"prompt_ignore_length of {type(processor).__name__} is {most} and the prompt "
-                    f"has {width} tokens; expected no more than those."
-                )
-
-
-def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Tensor:
-    """The prompt's mask [B, P], 1 at true tokens; refuse inputs that would be ignored.
+class Capacity:
+    """How many slots of cache a request has, and the `most` that it may come to need.
 
     Args:
-        input_ids: [B, P].
-        inputs: what else `generate` would pass to the model.
-        vocab: V, the target's token ids.
-
-    Raises:
-        OptionError: naming the input, or how the prompts are padded.
-    """
-    for name, value in inputs.items():
-        if value is not None and name not in _HONOURED | _WITHOUT_EFFECT:
-            raise OptionError(
-                f"{name} was given, but a token tree is run with token ids and positions alone; "
-                "leave it out."
-            )
-    cache = inputs.get("past_key_values")
-    if cache is not None and (
-        getattr(cache, "_is_user_defined", False) or int(cache.get_seq_length()) > 0
-    ):
-        raise OptionError(
-            "past_key_values was given; the speculator keeps its own cache: pass the whole prompt "
-            "instead."
-        )
-    mask = inputs.get("attention_mask")
-    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device, torch.long)
-    if input_ids.shape[1] == 0:
-        raise OptionError("the prompts are empty; expected at least one token a row.")
-    if mask.shape != input_ids.shape or not bool(mask[:, -1].all()):
-        raise OptionError(
-            "the prompts are padded on the right, or a row is all padding; expected at least one "
-            "token a row, padded on the left: set tokenizer.padding_side = 'left'."
-        )
-    if bool((mask[:, 1:] < mask[:, :-1]).any()):
-        raise OptionError(
-            "attention_mask hides tokens inside a prompt; expected padding on the left alone."
-        )
-    strange = (mask > 0) & ((input_ids < 0) | (input_ids >= vocab))
-    if bool(strange.any()):
-        row = int(strange.any(1).byte().argmax())
-        raise OptionError(
-            f"token {int(input_ids[strange][0])} of row {row} is not among the target's {vocab} "
-            "token ids; use the target's tokenizer."
-        )
-    positions = inputs.get("position_ids")
-    if positions is not None:
-        natural = (mask.cumsum(-1) - 1).clamp(min=0)
-        if positions.dim() != 2 or bool((positions.to(natural.device) != natural).any()):
-            raise OptionError(
-                "position_ids do not count the prompt's tokens from 0; the speculator numbers them "
-                "itself: leave position_ids out."
-            )
-    return mask
-
-
-@dataclass(frozen=True)
-class Ending:
-    """When rows end: text length [padding included], end tokens, and further criteria.
+        prompt: tokens of the longest prompt; new_tokens: at most so many follow.
+        behind: slots that rounds may write behind the position of a root.
 
     Attributes:
-        limit: columns of text, padding and prompt included.
-        eos: token ids, in the order given.
-        others: criteria that must be asked after every token.
-        lengths: the criteria that `limit` came from.
+        longest: the largest root position that there is space for.
     """
 
-    limit: int
-    eos: list[int]
-    others: StoppingCriteriaList
-    lengths: list[MaxLengthCriteria]
+    def __init__(self, prompt: int, new_tokens: int, behind: int):
+        self.behind, self.most = behind, prompt + new_tokens + behind
+        self.longest = prompt + min(new_tokens, FIRST_TOKENS) - 1
 
-    @classmethod
-    def of(cls, criteria: StoppingCriteriaList | None, width: int) -> Ending:
-        """Sort the criteria of `generate` for prompts of `width` columns.
+    @property
+    def slots(self) -> int:
+        """Slots for roots up to position `longest`."""
+        return min(self.longest + 1 + self.behind, self.most)
 
-        Raises:
-            OptionError: no length limit, or none that leaves room for a token.
+    def grow(self, longest: int) -> None:
+        """Have space for half as many tokens again; twice as many would cost too much memory."""
+        self.longest = longest + max(FIRST_TOKENS, longest // 2) - 1
+
+
+@dataclass
+class Request:
+    """A batch of B prompts.
+
+    Attributes:
+        target: the runner of the target model; drafters: bound to the same model.
+        policy: grows the tree; a root-only tree is plain decoding.
+        sampling: seeds and processors.
+        rule: accepts; expansion: how the drafters' children are chosen, see `Children`.
+        eos: token ids that end a row; pad: the one that is written after a row's end.
+        criteria: further stopping criteria, called after every token as `generate` calls them.
+        record: takes the scores and logits of the text, when given.
+        rows: what the host knows of each row. This and the following are there from the prefill on.
+        text, committed, states: what the device holds; the states are the drafters' own.
+        offset: [B, A], from a root's position to the text's columns of the tokens after it.
+    """
+
+    target: Target
+    drafters: DrafterGroup
+    policy: Policy
+    sampling: Sampling
+    rule: Rule = GREEDY
+    expansion: Expansion = "topk"
+    eos: Sequence[int] = ()
+    criteria: StoppingCriteriaList | None = None
+    pad: int = 0
+    record: Record | None = None
+    rows: Rows = field(init=False)
+    text: Text = field(init=False)
+    committed: Committed = field(init=False)
+    states: list[Any] = field(init=False)
+    capacity: Capacity = field(init=False)
+    offset: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.reads_text = bool(self.criteria or self.sampling.readers)
+        self.set_sampling(self.sampling)
+
+    def set_sampling(self, sampling: Sampling) -> None:
+        """Use these seeds and processors from now on."""
+        self.sampling, self.children = sampling, Children(self.expansion, sampling)
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] cached tokens of each row, the position of its root."""
+        return self.committed.lengths
+
+    def start_text(self, prompts: Tensor, pads: np.ndarray, vocabulary: int) -> None:
+        """Take prompts [B, P], padded by `pads` [B] on the left, for the text so far."""
+        width, device = prompts.shape[1], prompts.device
+        steps = torch.arange(self.policy.max_depth + 1, device=device)  # [A]
+        self.offset = torch.from_numpy(pads).to(device).unsqueeze(1) + 1 + steps
+        seen, penalty = None, self.sampling.penalty
+        if penalty is not None and not self.sampling.readers:
+            seen = seen_in(prompts, vocabulary, penalty.prompt_ignore_length)  # [B, V + 1]
+        ends = torch.from_numpy(self.rows.special[:-1]).to(device) if self.eos else None
+        # No root stands further right than the longest prompt's pads and its position let it.
+        self._columns = int(pads.max()) + len(steps) + 1
+        self.text = Text(prompts, width, self.rows.remaining, ends, seen)
+        self.text.host_lengths = self.rows.lengths  # arrays that change in place
+        self._widen_text()
+
+    def make_space(self, longest: int) -> None:
+        """Let cache and text have space for a round whose roots stand at `longest` at most."""
+        if longest > self.capacity.longest:
+            self.capacity.grow(longest)
+            self.target.reserve(self.capacity.slots)
+            self._widen_text()
+
+    def _widen_text(self) -> None:
+        if self.reads_text:
+            missing = self.capacity.longest + self._columns - self.text.ids.shape[1]
+            self.text.ids = pad(self.text.ids, (0, missing), value=self.pad)
+
+    def restore_ended_rows(self, count: np.ndarray) -> None:
+        """Put rows that have ended back to where they ended, which the device could not know.
+
+        Args:
+            count: [B], how many tokens each of them hands to its drafter.
         """
-        found = StoppingCriteriaList(criteria or [])
-        lengths = [c for c in found if isinstance(c, MaxLengthCriteria)]
-        limit = min((c.max_length for c in lengths), default=None)
-        if limit is None or limit <= width:
-            raise OptionError(
-                f"the length limit is {limit} and the prompt has {width} tokens; set "
-                "max_new_tokens to at least 1."
-            )
-        ends = [c for c in found if isinstance(c, EosTokenCriteria)]
-        others = [c for c in found if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
-        eos = [int(token) for c in ends for token in c.eos_token_id.tolist()]
-        return cls(limit, eos, StoppingCriteriaList(others), lengths)
+        committed, device = self.committed, self.lengths.device
+        alive = torch.from_numpy(self.rows.remaining > 0).to(device)  # [B]
+        ended = {"count": count, "lengths": self.rows.positions, "root": self.rows.roots[:, None]}
+        found = {"tokens": committed.tokens.clamp(min=0)}  # past an end token there may be none
+        for name, values in ended.items():
+            current: Tensor = getattr(committed, name)
+            going = alive if current.dim() == 1 else alive.unsqueeze(1)
+            found[name] = torch.where(going, current, torch.from_numpy(values).to(device))
+        self.committed = replace(committed, **found)
 
-    def remind(self, sequences: Tensor) -> None:
-        """Let transformers warn, as it does, when the text outgrew the model's trained length."""
-        if sequences.shape[1] > 1:
-            for criterion in self.lengths:
-                criterion(sequences[:, :-1], None)  # type: ignore[arg-type]
+    def drop_drafters(self) -> None:
+        """Decode plainly from now on, since proposals were NaN or infinite."""
+        if not self.drafters.members:
+            return
+        names = " and ".join(type(each).__name__ for each in self.drafters.drafters)
+        warnings.warn(
+            f"{names} proposed NaN or infinite logits; decoding goes on without drafting, more "
+            "slowly: check the weights and dtype.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        self.drafters, self.states, self.policy = DrafterGroup(), [], ROOT_ONLY

@@ -27,11 +27,12 @@ class Rows:
 
     Attributes:
         lengths: [B] columns of each row's text, padding included; they always count the root.
-        remaining: [B] tokens that each row may still emit.
+        remaining: [B] tokens that each row may still emit. Both arrays change in place.
         longest: the largest position of a root; even: whether all roots stand there.
         free: so many tokens every row may emit before a bound cuts it, or more.
         special: [V + 1] bool, the tokens that need a second look: end tokens, and -1, which finds
             the last entry.
+        one_node: [B] ones, the path in a tree of its root alone.
     """
 
     def __init__(
@@ -53,8 +54,9 @@ class Rows:
         self.special[[token for token in eos if 0 <= token < vocabulary]] = True
         self.special[-1] = True
         self._roots, self._emitted = np.zeros(batch, dtype=int), []
+        self.one_node = np.ones(batch, dtype=int)
         # [B] length of the text where each row's criteria first held.
-        self._held = np.full(batch, _NEVER) if together else None
+        self._met_at = np.full(batch, _NEVER) if together else None
 
     @property
     def positions(self) -> np.ndarray:
@@ -81,19 +83,18 @@ class Rows:
             met: [B, A] bool, after which tokens the criteria held.
 
         Returns:
-            The round's report, and whether a second look was needed: a row may have been cut, or
-            its token be none.
+            What the round emitted, and whether a row may have been cut, or its token be none.
         """
         count, steps = nodes, tokens.shape[1]
-        looked = met is not None or self.free <= steps or bool(self.special[tokens].any())
-        if looked:
+        cut = met is not None or self.free <= steps or bool(self.special[tokens].any())
+        if cut:
             count = self._cut(nodes, tokens, met)
             last = tokens[np.arange(len(count)), count - 1]
             self._roots = np.where(count > 0, last, self._roots)
         else:
             self.free -= steps
-            self.remaining = self.remaining - count
-            self.lengths = self.lengths + count
+            self.remaining -= count
+            self.lengths += count
         if len(count) == 1:
             self.longest += int(count[0])
         else:
@@ -102,30 +103,30 @@ class Rows:
             self.even = int(positions.min()) == self.longest
         emitted = Emitted(count, nodes, tokens)
         self._emitted.append(emitted)
-        return emitted, looked
+        return emitted, cut
 
     def _cut(self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None) -> np.ndarray:
         """How many of the tokens [B, A] are kept, [B], given the nodes that were accepted."""
-        count, room = np.minimum(nodes, self.remaining), _NEVER
+        count, space = np.minimum(nodes, self.remaining), _NEVER
         if self._context is not None:
             # Nodes past the last position ran at a wrong one.
-            room = self._context - self.positions
-            count = np.minimum(count, room)
+            space = self._context - self.positions
+            count = np.minimum(count, space)
         count, stopped = _cut_at(self.special[tokens] & (tokens >= 0), count)
-        if met is not None and self._held is not None:
+        if met is not None and self._met_at is not None:
             inside = met & (np.arange(met.shape[1]) < count[:, None])
             place = np.where(inside.any(1), self.lengths + inside.argmax(1) + 1, _NEVER)
-            self._held = np.minimum(self._held, place)
+            self._met_at = np.minimum(self._met_at, place)
         elif met is not None:
             count, also = _cut_at(met, count)
             stopped = stopped | also
-        self.lengths = self.lengths + count
+        self.lengths += count
         remaining = self.remaining - count
         remaining[stopped] = 0
-        if self._held is not None:
-            remaining = np.minimum(remaining, (self._held.max() - self.lengths).clip(0))
-        self.remaining = remaining
-        self.free = int(np.minimum(remaining, room - count).min())
+        if self._met_at is not None:
+            remaining = np.minimum(remaining, (self._met_at.max() - self.lengths).clip(0))
+        self.remaining[:] = remaining
+        self.free = int(np.minimum(remaining, space - count).min())
         return count
 
     def check(self) -> None:
@@ -156,8 +157,8 @@ class Rows:
         new = self.lengths[:, None] - self._width
         text = np.full((len(new), int(new.max())), pad)
         text[np.arange(text.shape[1]) < new] = tokens[true]
-        if self._held is not None:
-            text = text[:, : max(int(self._held.max()) - self._width, 0)]
+        if self._met_at is not None:
+            text = text[:, : max(int(self._met_at.max()) - self._width, 0)]
         return text
 
 

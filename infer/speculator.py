@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +18,23 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
-    StopStringCriteria,
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from headstart.heads import Drafter, OptionError, Sampling, load_drafter
+from headstart.heads import Drafter, DrafterGroup, OptionError, load_drafter
 from headstart.heads.artifacts.files import read_tree
 from headstart.heads.artifacts.plan import read_plan
-from headstart.heads.core import offloaded, row_seeds
-from headstart.heads.group import DrafterGroup, members
+from headstart.heads.core import offloaded
 
-from .graphs import Rounds
+from .generate_inputs import Ending, check_config, read_inputs, read_sampling
+from .generate_options import GenerateOptions, without_stop_strings
+from .graphs import RoundGraphs, captures_rounds
 from .loop import Decoding
 from .record import Record
-from .request import Ending, check_config, check_processors, read_inputs
+from .request import Request
 from .rules.registry import choose_rule, find_rule
-from .stats import Emitted, Stats
+from .stats import Stats
 from .target import Target
 from .trees.children import Expansion
 from .trees.parse import parse_tree
@@ -67,7 +64,7 @@ class Speculator:
             reading; None for on a GPU only, and not for weights that are streamed in. A graph has
             the model's weights and hooks built in: after changing them, make a new speculator.
         attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
-            see `heads/core/attention.py`; `auto`, that on CUDA, where the target passes a trial.
+            see `heads/core/tree_attention.py`; `auto`, that on CUDA, where the target passes a trial.
         compile: whether the target's forwards are compiled, or the mode of `torch.compile`, see
             `Target`. The first round of each batch size then takes long, and types of 16 bits round
             otherwise, so near-ties may fall otherwise than without.
@@ -79,7 +76,7 @@ class Speculator:
     def __init__(
         self,
         target: PreTrainedModel,
-        drafter: Drafter | Sequence[Drafter] | None = None,
+        drafter: Drafter | DrafterGroup | Sequence[Drafter] | None = None,
         *,
         tree: Policy | str | Sequence[Sequence[int]] | None = None,
         rule: str | None = None,
@@ -89,27 +86,29 @@ class Speculator:
         attention: str = "auto",
         compile: bool | str = False,
     ):
-        if drafter is not None and not isinstance(drafter, Drafter):
-            drafter = DrafterGroup(drafter) if len(drafter) > 1 else next(iter(drafter), None)
-        if drafter is not None:
-            drafter.bind(target)
-        self.drafter, self.rule, self.tokenizer = drafter, rule, tokenizer
-        self.tree = own_tree(members(drafter)) if tree is None else parse_tree(tree)
+        self.drafters = DrafterGroup.of(drafter)
+        self.drafters.bind(target)
+        self.rule, self.tokenizer = rule, tokenizer
+        self.tree = own_tree(self.drafters.drafters) if tree is None else parse_tree(tree)
         record = find_rule(rule)
         self.expansion: Expansion = record.check_expansion(expansion)
         record.check_tree(self.tree)
-        self.tree.check(drafter, self.expansion)
-        layers = () if drafter is None else tuple(drafter.config.feature_layers)
-        self.target = Target(target, layers, attention, compile)
+        self.tree.check(self.drafter, self.expansion)  # type: ignore[arg-type]
+        self.target = Target(target, self.drafters.feature_layers, attention, compile)
         self.stats = Stats()
-        device, streamed = self.device, offloaded(target)
-        if graphs and streamed:
+        if graphs and offloaded(target):
             raise OptionError(
                 "graphs is True, and the target's weights are streamed in for each forward, which "
                 "no graph repeats; leave graphs out, or load the target whole."
             )
-        captured = device.type == "cuda" and not streamed if graphs is None else graphs
-        self.rounds = Rounds.on(device) if captured else None
+        captured = captures_rounds(target) if graphs is None else graphs
+        self.graphs = RoundGraphs.on(self.device) if captured else None
+
+    @property
+    def drafter(self) -> Drafter | DrafterGroup | None:
+        """The only drafter; the group where there are several, None where there is none."""
+        found = self.drafters.drafters
+        return self.drafters if len(found) > 1 else next(iter(found), None)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -133,6 +132,7 @@ class Speculator:
             OptionError: an option that cannot be honoured, by name.
         """
         input_ids = options.pop("inputs", None) if input_ids is None else input_ids
+        given = GenerateOptions(options, self.model.generation_config)
         for name in ("assistant_model", "custom_generate", "synced_gpus"):
             if options.pop(name, None):
                 raise OptionError(
@@ -141,43 +141,29 @@ class Speculator:
                 )
         streamer = options.pop("streamer", None)
         tokenizer = options.pop("tokenizer", None) or self.tokenizer
-        if self._setting("temperature", options) == 0 and self._setting("do_sample", options):
-            _set(options, do_sample=False, temperature=1.0)
-        if strings := self._setting("stop_strings", options):
-            criteria = StoppingCriteriaList(options.pop("stopping_criteria", None) or [])
-            if not any(type(criterion) is StopStringCriteria for criterion in criteria):
-                if tokenizer is None:
-                    raise OptionError(
-                        "stop_strings need the target's tokenizer, found none; pass tokenizer=…."
-                    )
-                criteria.append(StopStringCriteria(tokenizer, strings))
-            options["stopping_criteria"] = criteria
-            _set(options, stop_strings=None)
-            options.pop("stop_strings", None)
+        if given.get("temperature") == 0 and given.get("do_sample"):
+            given.set(do_sample=False, temperature=1.0)
+        given.take_stop_strings(tokenizer)
         if input_ids is not None and input_ids.shape[-1] == 0 and "inputs_embeds" not in options:
             raise OptionError("the prompts are empty; expected at least one token a row.")
-        if self._setting("max_new_tokens", options) == 0 and input_ids is not None:
-            return self._nothing(input_ids, streamer, options)
-        _check_padding(input_ids, options, self)
+        if given.get("max_new_tokens") == 0 and input_ids is not None:
+            return self._prompts_alone(input_ids, streamer, given)
+        given.check_padding(input_ids)
         generate: Any = self.model.generate
-        with _without_stop_strings(self.model.generation_config):
+        with without_stop_strings(self.model.generation_config):
             call = functools.partial(self, streamer=streamer)
             return generate(input_ids, custom_generate=call, **options)
 
-    def _setting(self, name: str, options: dict[str, Any]) -> Any:
-        """An option as `generate` resolves it: the call's, its config's, the model's."""
-        if name in options:
-            return options[name]
-        given = getattr(options.get("generation_config"), name, None)
-        return getattr(self.model.generation_config, name, None) if given is None else given
-
-    def _nothing(self, ids: Tensor, streamer: BaseStreamer | None, options: dict[str, Any]) -> Any:
+    def _prompts_alone(
+        self, ids: Tensor, streamer: BaseStreamer | None, given: GenerateOptions
+    ) -> Any:
+        """What `generate` returns for `max_new_tokens=0`."""
         self.stats = Stats(self.tree.max_depth)
-        ids = ids.repeat_interleave(self._setting("num_return_sequences", options) or 1, dim=0)
+        ids = ids.repeat_interleave(given.get("num_return_sequences") or 1, dim=0)
         if streamer is not None:
             streamer.put(ids.cpu())
             streamer.end()
-        if self._setting("return_dict_in_generate", options):
+        if given.get("return_dict_in_generate"):
             return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
         return ids
 
@@ -220,121 +206,39 @@ class Speculator:
         mask = read_inputs(input_ids, model_kwargs, vocab)
         batch, width = input_ids.shape
         ending = Ending.of(stopping_criteria, width)
-        sampling = self._sampling(config, logits_processor, seed, input_ids)
-        check_processors(sampling.processors or LogitsProcessorList(), batch, width)
+        sampling = read_sampling(config, logits_processor, seed, input_ids)
         if streamer is not None and batch > 1:
             raise OptionError(f"a streamer takes one row, found {batch}; stream one prompt a call.")
         rule = choose_rule(self.rule, bool(config.do_sample))
         rule.check_sampling(sampling)
-        wanted = [bool(config.output_scores), bool(config.output_logits)]
-        record = Record(*wanted) if config.return_dict_in_generate and any(wanted) else None
-        decoding = Decoding(
+        record, pad = Record.asked(config), ending.padding(config)
+        request = Request(
             self.target,
-            self.drafter,
+            self.drafters,
             self.tree,
             sampling,
             rule=rule,
             expansion=self.expansion if rule.samples else rule.children,
             eos=ending.eos,
             criteria=ending.others,
-            pad=_pad(config, ending.eos),
+            pad=pad,
             record=record,
-            rounds=self.rounds,
         )
+        decoding = Decoding(request, self.graphs)
         self.stats = decoding.stats
         if streamer is not None:
             streamer.put(input_ids.cpu())
-        for emitted in run(decoding, input_ids, mask, ending.limit - width):
+        for emitted in decoding.run(input_ids, mask, ending.limit - width):
             if streamer is not None:
                 streamer.put(torch.from_numpy(emitted.tokens[0, : emitted.count[0]]))
         if streamer is not None:
             streamer.end()
         sequences = decoding.sequences
-        ending.remind(sequences)
+        ending.warn_of_length(sequences)
         if not config.return_dict_in_generate:
             return sequences
-        found: dict[str, Any] = {}
-        if record is not None:
-            new = sequences.shape[1] - width
-            found = {name: record.steps(name, new, decoding.pad) for name in ("scores", "logits")}
+        found: Any = {} if record is None else record.steps(sequences.shape[1] - width, pad)
         return GenerateDecoderOnlyOutput(sequences=sequences, **found)  # type: ignore[arg-type]
-
-    def _sampling(
-        self,
-        config: GenerationConfig,
-        processors: LogitsProcessorList | None,
-        seed: int | Sequence[int] | None,
-        input_ids: Tensor,
-    ) -> Sampling:
-        kept = LogitsProcessorList(processors or [])
-        if not config.do_sample:
-            return Sampling(None, kept)
-        batch = input_ids.shape[0]
-        if seed is None:
-            seed = int(torch.randint(2**62, ()))
-        if not isinstance(seed, int) and len(seed) != batch:
-            raise OptionError(
-                f"found {len(seed)} seeds for {batch} rows; give one seed, or one per row."
-            )
-        return Sampling(row_seeds(seed, batch, input_ids.device), kept)
-
-
-def run(decoding: Decoding, ids: Tensor, mask: Tensor, new_tokens: int) -> Iterator[Emitted]:
-    """Prefill and decode until every row has ended, yielding what each step emits."""
-    begun = time.perf_counter()
-    first = decoding.prefill(ids, mask, new_tokens)
-    decoding.stats.prefill_seconds = time.perf_counter() - begun
-    yield first
-    begun = time.perf_counter()
-    while not decoding.finished:
-        yield decoding.round()
-    decoding.stats.decode_seconds = time.perf_counter() - begun
-
-
-def _pad(config: GenerationConfig, eos: Sequence[int]) -> int:
-    if config.pad_token_id is not None:
-        return int(config.pad_token_id)
-    return int(eos[0]) if eos else 0
-
-
-def _set(options: dict[str, Any], **values: Any) -> None:
-    """Set options of a call, in its generation config where it has one, in a copy."""
-    if options.get("generation_config") is None:
-        options.update(values)
-        return
-    config = options["generation_config"] = copy.deepcopy(options["generation_config"])
-    for name, value in values.items():
-        options.pop(name, None)
-        setattr(config, name, value)
-
-
-@contextmanager
-def _without_stop_strings(config: GenerationConfig) -> Iterator[None]:
-    """Keep the model's own stop strings from `generate`, which has no tokenizer for a callable."""
-    strings, config.stop_strings = config.stop_strings, None
-    try:
-        yield
-    finally:
-        config.stop_strings = strings
-
-
-def _check_padding(
-    input_ids: Tensor | None, options: dict[str, Any], speculator: Speculator
-) -> None:
-    """Refuse what looks padded on the right where `generate` would take the padding for text.
-
-    It infers no mask when the padding token is an end token too.
-    """
-    if input_ids is None or input_ids.shape[0] < 2 or options.get("attention_mask") is not None:
-        return
-    eos, pad = (speculator._setting(name, options) for name in ("eos_token_id", "pad_token_id"))
-    eos = torch.as_tensor([] if eos is None else eos).flatten().tolist()
-    pad = eos[0] if pad is None and eos else pad
-    if pad in eos and input_ids.shape[1] and bool((input_ids[:, -1] == pad).any()):
-        raise OptionError(
-            f"a prompt ends with token {pad}, which is padding and end token, and there is no "
-            "attention_mask; pass it, and pad on the left: tokenizer.padding_side = 'left'."
-        )
 
 
 def load(

@@ -86,7 +86,7 @@ class Target:
         self.tap = FeatureTap(model, feature_layers) if feature_layers else None
         if self.tap is not None:
             weakref.finalize(self, self.tap.close)
-        self.cache, self._featureless = SlabCache(self.shapes, 0, 0), torch.empty(0, 0, 0)
+        self.cache = SlabCache(self.shapes, 0, 0)
         self.limit = PositionLimit.of(model)
 
     @property
@@ -171,6 +171,4 @@ class Target:
     def _features(self, tokens: Tensor) -> Tensor:
         if self.tap is not None:
             return self.tap.take()
-        if self._featureless.shape[:2] != tokens.shape or self._featureless.device != tokens.device:
-            self._featureless = torch.empty(*tokens.shape, 0, device=tokens.device)
-        return self._featureless
+        return torch.empty(*tokens.shape, 0, device=tokens.device)

@@ -68,7 +68,7 @@ def train_drafter(
         part="validation",
     )  # fmt: skip
     validation = Validation(target, prompts, decode.new_tokens, decode.tree, decode.rule)
-    if rows is None:
+    if rows is None or not isinstance(drafter, TrainableDrafter):
         measured = {"steps": 0, "seconds": 0.0, **validation(drafter)}
     else:
         pair = DraftedTarget(target, drafter, train.head_decay, train.loss, train.feature_weight)

@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from headstart.heads import Sampling
-from headstart.infer.graphs import Rounds
+from headstart.infer.graphs import RoundGraphs
 from headstart.infer.loop import Decoding
 from headstart.infer.measure.timing import Stopwatch
+from headstart.infer.request import Request
 from headstart.infer.rules.registry import RULES
 from headstart.infer.speculator import Speculator
 
@@ -42,9 +43,10 @@ def dissect(speculator: Speculator, ids: Tensor, rounds: int) -> tuple[dict[str,
         that is left, and what lies between two rounds. And the bytes of the drafter's state.
     """
     target, drafter, tree = speculator.target, speculator.drafter, speculator.tree
-    own = None if speculator.rounds is None else Rounds.on(ids.device)
+    own = None if speculator.graphs is None else RoundGraphs.on(ids.device)
     greedy = Sampling(None, LogitsProcessorList())
-    decoding = Decoding(target, drafter, tree, greedy, rule=RULES["greedy"], rounds=own)
+    request = Request(target, speculator.drafters, tree, greedy, rule=RULES["greedy"])
+    decoding = Decoding(request, own)
     wanted = (rounds + _TOGETHER + _WARM_UP + 1) * (tree.max_depth + 1)
     decoding.prefill(ids, torch.ones_like(ids), wanted)
     watch = Stopwatch(ids.device)
@@ -53,14 +55,13 @@ def dissect(speculator: Speculator, ids: Tensor, rounds: int) -> tuple[dict[str,
     owners["commit"] = (target, ["commit"])
     if drafter is not None:
         owners["draft"] = (drafter, ["begin", "extend"])
-    owners["round"] = (decoding, ["_step"])
     found: dict[bool, list[dict[str, float]]] = {True: [], False: []}
     together = _TOGETHER if own is not None and own.captures else 1
     with _watched(owners, spans, watch):
         for _ in range(_WARM_UP):
             decoding.round()
         for _ in range(0, rounds, together):
-            before = spans["round"]
+            before = spans["grow"]
             begun = watch.mark()
             for _ in range(together):
                 decoding.round()
@@ -69,10 +70,10 @@ def dissect(speculator: Speculator, ids: Tensor, rounds: int) -> tuple[dict[str,
                     ("draft", "grow", "verify", "commit")}  # fmt: skip
             took["grow"] -= took["draft"]
             took |= {"round": whole, "accept": whole - sum(took.values())}
-            found[spans["round"] is before].append(took)
+            found[spans["grow"] is before].append(took)
     counted = found[True] or found[False]  # by replays alone, where there are any
     parts = {part: statistics.median(took[part] for took in counted) for part in counted[0]}
-    return parts, held(decoding.state)
+    return parts, held(decoding.request.states)
 
 
 @contextmanager
@@ -88,7 +89,7 @@ def _watched(
 
     def watched(part: str, method: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
-            if part == "round":
+            if part == "grow":  # what a round does first
                 spans.clear()
             begun = watch.mark()
             answer = method(*args, **kwargs)

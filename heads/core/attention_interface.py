@@ -9,8 +9,6 @@ attention writes them to the slab itself, in one operator that the compiler does
 the compiled graph depends on the shape of the tree alone, not on the slab's address and length.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -48,8 +46,8 @@ def _attend(
     return tree_attention(query, keys, values, packed, scaling, softcap)
 
 
-# No argument is said to be written, and none is: compilers take slabs for no part of their graph.
-# Calls are not merged or reordered, since each has a layer of its own and feeds the next one.
+# The slab is no argument, so compilers do not see that it is written. Calls are not merged or
+# reordered all the same, since each has another layer number and feeds the next one.
 _opaque = torch.library.custom_op(
     "headstart::attend",
     _attend,
@@ -113,7 +111,7 @@ def tree_attention_on(model: PreTrainedModel, slab: SlabCache | None = None) -> 
     """For one forward, a model's layers attend by `tree_attention`; their mask is `pack_tree`'s.
 
     Args:
-        slab: aimed at where attention writes, when the model is given no cache.
+        slab: where attention writes, when the model is given no cache.
 
     Other forwards of the model, before and after, keep its own attention. Not for two threads that
     run one model at once.

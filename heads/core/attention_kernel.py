@@ -4,25 +4,20 @@ It is split-KV, as in Flash-Decoding (Dao et al. 2023, crfm.stanford.edu/2023/10
 flashdecoding.html): a first kernel attends to one part of the keys in each program and writes a
 partial output with its log-sum-exp, a second merges the parts.
 
-What a layer moves through the GPU's memory, by example: Llama-3-8B in bfloat16, one row, a prefix
-of 8,192 tokens and a tree of 64 nodes. 8 heads of keys and values, groups of 4, head dimension 128.
+What a layer reads and writes in GPU memory, by example: Llama-3-8B in bfloat16, a prefix of 8,192
+tokens, a tree of 64 nodes; 8 heads of keys and values, groups of 4, head dimension 128.
 
-- Keys and values: 2 × 8 × 8,192 × 128 × 2 bytes = 33.6 MB. This is the floor.
-- Masked sdpa repeats them for each query head: it writes 134 MB and reads them again, so it moves
-  nine times the floor. Here a group's queries are rows of one product with the keys that they
-  share: 4 × 64 = 256 rows.
-- The rows are cut into tiles of 64. A head's tiles stand next to each other in the grid, run at the
-  same time, and find in the L2 cache what one of them read.
+- Keys and values: 2 × 8 × 8,192 × 128 × 2 bytes = 33.6 MB, the least possible. Masked sdpa repeats
+  them for each query head: nine times as much. Here a group's queries are rows of one product with
+  the keys that they share, 4 × 64 = 256 rows, cut into tiles of 64. A head's tiles are next to each
+  other in the grid, so they run at the same time and share the L2 cache.
 - 8 heads × 4 tiles are 32 programs; 9 splits fill the 132 multiprocessors of an H100 twice. Each
-  split, and the tree, writes its rows in float32: 10 × 32 × 64 × 128 × 4 bytes = 10.5 MB, which
-  the merge reads. These bytes are bounded by what fills the GPU, not by the text.
-- The packed tree is 64 × 66 × 4 bytes = 17 kB, of which programs of a prefix read a line each. An
-  additive mask is 64 × 8,256 × 2 bytes = 1.1 MB, read for each query head.
+  split, and the tree, writes its rows in float32: 10 × 32 × 64 × 128 × 4 bytes = 10.5 MB.
+- The packed tree is 64 × 66 × 4 bytes = 17 kB; an additive mask is 1.1 MB for each query head.
 
-A row of queries takes 4 × 128 operations for the 512 bytes of a key and its value, so 256 rows do
-256 operations a byte; where that comes near the GPU's ratio (some 300 on an H100), computing
-bounds, not reading. Prefixes end where device memory says, and programs past the end leave at once:
-the launch is the same however long the text is, as a captured CUDA graph needs.
+256 rows take 256 operations for each byte read; near the GPU's ratio (some 300 on an H100) the time
+is bound by arithmetic. A prefix's end is read on the device, and programs past it return at once:
+the launch is the same for texts of any length, as a captured CUDA graph needs.
 """
 
 from __future__ import annotations

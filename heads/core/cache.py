@@ -24,17 +24,17 @@ def in_steps(slots: int) -> int:
     return -(-slots // SLOT_STEP) * SLOT_STEP
 
 
-def plain_move(rows: Tensor, aimed: Tensor, path: Tensor) -> None:
-    """Move what stands where nodes `path` were aimed to where the first A nodes were, in order.
+def plain_move(rows: Tensor, slots: Tensor, path: Tensor) -> None:
+    """Move the entries of nodes `path` to the slots of the first A nodes, in order.
 
     Everything is read before anything is written.
 
     Args:
-        rows: [entries, B*S, H, D], moved in place.
-        aimed: [B, N] int64, the flat index of each node's slot.
+        rows: [entries, B*S, H, D], changed in place.
+        slots: [B, N] int64, the flat index of each node's slot.
         path: [B, A] int64.
     """
-    source, destination = aimed.gather(1, path), aimed[:, : path.shape[1]]  # [B, A]
+    source, destination = slots.gather(1, path), slots[:, : path.shape[1]]  # [B, A]
     rows.index_copy_(1, destination.flatten(), rows.index_select(1, source.flatten()))
 
 
@@ -73,15 +73,15 @@ class _Layer(CacheLayerMixin):
 class SlabCache(Cache):
     """Keys and values of all layers in one slab per device, dtype and shape.
 
-    `aim(slots, live, seen)` says where the next forward writes and how many slots it sees; then any
-    model of transformers runs with it as `past_key_values`. `commit` moves the accepted path.
+    `set_slots` says where the next forward writes and how many slots it attends to; then any model
+    of transformers runs with it as `past_key_values`. `commit` moves the accepted path.
 
     Attributes:
         batch: B, rows.
         capacity: S, slots a row.
         live: slots of each row that the next forward attends to.
         seen: tokens that all rows hold before the next forward, as `get_seq_length` reports them;
-            it only matters for forwards without an explicit mask (the prefill).
+            it matters only for forwards without an explicit mask.
     """
 
     def __init__(self, shapes: list[LayerShape], batch: int, capacity: int):
@@ -94,14 +94,14 @@ class SlabCache(Cache):
                 group = (shape.device, shape.dtype, size)
                 self._members.setdefault(group, []).append((kind, layer))
         order = list(itertools.chain(*self._members.values()))
-        # Where the keys and the values of each layer stand among all slabs' entries.
+        # The places of each layer's keys and values among all slabs' entries.
         self._entries = [
             (order.index((0, layer)), order.index((1, layer))) for layer in range(len(shapes))
         ]
         self.live = self.seen = 0
-        self._aimed: Tensor | range = range(0)
-        self._slots: dict[torch.device, Tensor] = {}
-        self._written: list[Tensor] | None = None  # what is aimed at, where that is a range
+        self._flat_slots: Tensor | range = range(0)  # [B, N] flat indices, or a range in all rows
+        self._slots: dict[torch.device, Tensor] = {}  # the same flattened, for each device
+        self._written: list[Tensor] | None = None  # views of the slots, where they are a range
         self._slabs: list[Tensor] = []
         self.reserve(capacity)
 
@@ -138,11 +138,11 @@ class SlabCache(Cache):
 
     @property
     def address(self) -> tuple[int, ...]:
-        """Where the slabs lie and how they are laid out, which changes when they grow."""
+        """The slabs' shape and memory addresses, which change when they grow."""
         return self.batch, self.capacity, *(slab.data_ptr() for slab in self._slabs)
 
     def clear(self) -> None:
-        """Forget everything; see `reserve` for why that takes zeros."""
+        """Overwrite all with zeros; see `reserve` for the reason."""
         for slab in self._slabs:
             slab.zero_()
 
@@ -152,7 +152,7 @@ class SlabCache(Cache):
         return self.shapes[0].dtype
 
     def set_slots(self, slots: Tensor | range, live: int, seen: int = 0) -> None:
-        """Point the next forward at `slots`, attending to slots 0 … live - 1 of each row.
+        """Let the next forward write `slots`, and attend to slots 0 … live - 1 of each row.
 
         Args:
             slots: [B, N] int64, or the range of slots that every row writes.
@@ -162,16 +162,16 @@ class SlabCache(Cache):
         if live != self.live:
             self._view(live)
         if isinstance(slots, range):
-            self._aimed, self._written = slots, self._between(slots.start, slots.stop)
+            self._flat_slots, self._written = slots, self._between(slots.start, slots.stop)
             return
-        self._aimed = slots + self._numbers[:, :1] if self.batch > 1 else slots  # [B, N]
-        flat = self._aimed.flatten()
+        self._flat_slots = slots + self._numbers[:, :1] if self.batch > 1 else slots  # [B, N]
+        flat = self._flat_slots.flatten()
         self._slots = {device: flat.to(device) for device in self._devices}
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Write [B, H, N, D] keys and values at the aimed slots; return views [B, H, live, D]."""
+        """Write [B, H, N, D] keys and values at the set slots; return views [B, H, live, D]."""
         key, value = self._entries[layer_idx]
         if self._written is not None:
             self._written[key].copy_(key_states)
@@ -193,14 +193,14 @@ class SlabCache(Cache):
 
         One move for all layers of a slab, see `plain_move`; on CUDA one launch, where triton is.
         """
-        aimed = self._aimed
-        if isinstance(aimed, range):
-            aimed = self._numbers[:, aimed.start : aimed.stop]
+        slots = self._flat_slots
+        if isinstance(slots, range):
+            slots = self._numbers[:, slots.start : slots.stop]
         for rows in self._rows:  # [entries, B*S, H, D]
             move = plain_move
             if no_triton(rows.device) is None:
                 from .move_kernel import move_path as move
-            move(rows, aimed.to(rows.device), path.to(rows.device))
+            move(rows, slots.to(rows.device), path.to(rows.device))
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:
         """Keys and values of one layer, [B, H, S, D] each, all slots (for tests and tools)."""

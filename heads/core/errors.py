@@ -9,6 +9,11 @@ class UnsupportedTarget(HeadstartError):
     """The target cannot be driven by a token tree (for example, its cache cannot roll back)."""
 
 
+def undrivable(name: str, reason: str) -> UnsupportedTarget:
+    """The error for a model, named by its type, that no token tree can drive."""
+    return UnsupportedTarget(f"{name} {reason}; decode it plainly, with model.generate.")
+
+
 class ArtifactError(HeadstartError):
     """A saved drafter is missing, damaged, or was trained for another target."""
 

@@ -1,7 +1,5 @@
 """A model's hidden states, captured by hooks while it runs: the features that drafters read."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial

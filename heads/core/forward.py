@@ -4,8 +4,6 @@ A 4-D mask and explicit positions drive the model, so its code is not changed. U
 and for drafters that are language models or decoder layers.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -15,10 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from . import masks
 from .attention_interface import tree_attention_on
 from .cache import SlabCache
-from .masks import tree_masks
 from .topology import Topology
+from .tree_attention import pack_tree
 from .windows import AttentionWindows
 
 
@@ -75,9 +74,19 @@ def tree_run(
         else:
             numbers = torch.arange(first, nodes, device=lengths.device)
             slab.set_slots(lengths.unsqueeze(1) + numbers, live)
-        attention_mask = tree_masks(
-            windows, slab, lengths, positions, ancestors, live, nodes - first, seen, shape
-        )
+
+        def mask(window: int | None) -> Tensor:
+            if seen is not None and shape is not None:
+                return masks.shifted_mask(shape, slab, seen, live, window)
+            if windows.tree:
+                whole = pack_tree(lengths, positions, ancestors, window)  # [B, 1, G, 2 + G]
+            else:
+                whole = masks.tree_mask(lengths, positions, ancestors, live, slab.dtype, window)
+            return whole[:, :, first:] if first else whole  # [B, 1, N, …]
+
+        by_type = windows.by_type or {None: windows.single}
+        found = {kind: mask(window) for kind, window in by_type.items()}
+        attention_mask = found if windows.by_type else found[None]
     driving = {
         "attention_mask": attention_mask,
         "position_ids": positions[:, first:] if first else positions,

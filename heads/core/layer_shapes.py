@@ -1,7 +1,5 @@
 """What each layer of a model caches, found by running one token."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -9,7 +7,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .errors import UnsupportedTarget
+from .errors import undrivable
+from .eval_mode import eval_mode
 from .offload import device_of
 
 _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -30,37 +29,25 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     """Find what each layer of a causal language model caches, by running one token.
 
     Raises:
-        UnsupportedTarget: a layer keeps a state that cannot be rolled back (state-space or linear
-            attention), named in the message.
+        UnsupportedTarget: a layer keeps a state that cannot be rolled back, such as a state-space
+            layer's.
     """
     config = model.config.get_text_config(decoder=True)
+    name, layout = config.model_type, "in the layout of transformers"
     cache = DynamicCache(config=config)
-    was_training = model.training
-    model.eval()
-    with torch.no_grad():
+    with eval_mode(model):
         token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
         model(input_ids=token, past_key_values=cache, use_cache=True)
-    model.train(was_training)
     shapes = []
     for index, layer in enumerate(cast("list[Any]", cache.layers)):
         if type(layer) not in _PLAIN_LAYERS:
-            raise UnsupportedTarget(
-                f"{config.model_type} keeps a {type(layer).__name__} at layer {index}, which a "
-                "token tree cannot roll back; a target needs keys and values of its own in every "
-                "layer: decode it plainly, with model.generate."
-            )
+            kept = f"keeps a {type(layer).__name__} at layer {index}, which cannot be rolled back"
+            raise undrivable(name, f"{kept}; expected keys and values in every layer")
         keys, values = layer.keys, layer.values
         if keys is None or values is None or keys.dim() != 4:
-            raise UnsupportedTarget(
-                f"{config.model_type} caches no keys and values at layer {index} in the layout of "
-                "transformers; a target needs them in every layer: decode it plainly, with "
-                "model.generate."
-            )
+            raise undrivable(name, f"caches no keys and values at layer {index} {layout}")
         sizes = [(states.shape[1], states.shape[3]) for states in (keys, values)]
         shapes.append(LayerShape(keys.device, keys.dtype, *sizes))
     if not shapes:
-        raise UnsupportedTarget(
-            f"{config.model_type} caches no keys and values in the layout of transformers; decode "
-            "it plainly, with model.generate."
-        )
+        raise undrivable(name, f"caches no keys and values {layout}")
     return shapes

@@ -1,54 +1,12 @@
-"""The attention masks of a token tree: additive ones, or packed trees for tree attention."""
-
-from __future__ import annotations
+"""The additive attention masks with which a model's own attention runs a token tree."""
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .cache import SlabCache
 from .topology import Topology
-from .tree_attention import pack_tree
-from .windows import AttentionWindows
-
-
-def tree_masks(
-    windows: AttentionWindows,
-    slab: SlabCache,
-    lengths: Tensor,
-    positions: Tensor,
-    ancestors: Tensor,
-    live: int,
-    queries: int,
-    seen: int | None = None,
-    shape: Topology | None = None,
-) -> Any:
-    """What a model takes as its attention mask for the last N = `queries` of G tree nodes.
-
-    Args:
-        live: S, slots that the model attends to.
-        seen: the rows' length, where all have the same and the mask is additive.
-        shape: what `ancestors` belong to, where all rows and many rounds share it.
-
-    Returns:
-        [B, 1, N, S], or the packed tree [B, 1, N, 2 + G] where `windows.tree`; a dict of them by
-        layer type where the windows differ.
-    """
-
-    def mask(window: int | None) -> Tensor:
-        if seen is not None and shape is not None:
-            return shifted_mask(shape, slab, seen, live, window)
-        if windows.tree:
-            whole = pack_tree(lengths, positions, ancestors, window)  # [B, 1, G, 2 + G]
-        else:
-            whole = tree_mask(lengths, positions, ancestors, live, slab.dtype, window)
-        return whole[:, :, -queries:]
-
-    if windows.by_type is None:
-        return mask(windows.single)
-    return {kind: mask(window) for kind, window in windows.by_type.items()}
 
 
 def tree_mask(

@@ -15,7 +15,7 @@ _MOVED = 8 * 1024
 
 @triton.jit(do_not_specialize=["steps", "a_row", "p_row"])
 def _move(
-    rows, aimed, path, steps, batch, per_entry, columns,
+    rows, slots, path, steps, batch, per_entry, columns,
     a_row, a_node, p_row, p_step,
     STEPS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -25,8 +25,8 @@ def _move(
     step, column = tl.arange(0, STEPS), block * COLUMNS + tl.arange(0, COLUMNS)
     ok = step < steps
     node = tl.load(path + row * p_row + step * p_step, mask=ok, other=0)
-    source = tl.load(aimed + row * a_row + node * a_node, mask=ok, other=0)
-    destination = tl.load(aimed + row * a_row + step * a_node, mask=ok, other=0)
+    source = tl.load(slots + row * a_row + node * a_node, mask=ok, other=0)
+    destination = tl.load(slots + row * a_row + step * a_node, mask=ok, other=0)
     moves = (ok & (source != destination))[:, None] & (column < columns)[None, :]
     here = rows + entry * per_entry + column[None, :]
     value = tl.load(here + source[:, None] * columns, mask=moves)
@@ -36,7 +36,7 @@ def _move(
     tl.store(here + destination[:, None] * columns, value, mask=moves)
 
 
-def move_path(rows: Tensor, aimed: Tensor, path: Tensor) -> None:
+def move_path(rows: Tensor, slots: Tensor, path: Tensor) -> None:
     """`cache.plain_move` as a kernel, in one launch; `rows` is contiguous.
 
     A first call compiles, as `attention_kernel` does.
@@ -48,6 +48,6 @@ def move_path(rows: Tensor, aimed: Tensor, path: Tensor) -> None:
     wide = min(most, triton.next_power_of_2(columns))
     with torch.cuda.device(rows.device if rows.is_cuda else -1):
         move[(entries * batch, triton.cdiv(columns, wide))](
-            rows, aimed, path, steps, batch, rows.stride(0), columns,
-            *aimed.stride(), *path.stride(), STEPS=block, COLUMNS=wide, num_warps=4,
+            rows, slots, path, steps, batch, rows.stride(0), columns,
+            *slots.stride(), *path.stride(), STEPS=block, COLUMNS=wide, num_warps=4,
         )  # fmt: skip

@@ -3,8 +3,6 @@
 There is no generator and so no state: a row decodes alike alone, in any batch, and with any tree.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from enum import IntEnum
 
@@ -68,9 +66,10 @@ def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 
 
 def place(positions: Tensor, nodes: Tensor) -> Tensor:
-    """One key for a position and a node of its tree, in place of a bare position."""
+    """A key for a position and a node of the tree there, to be used in place of a position."""
     return positions + ((nodes + 1) << 32)
 
 
 def in_stream(numbers: Tensor, stream: Stream) -> Tensor:
+    """Token ids, or numbers of draws, as keys that no other stream uses."""
     return numbers + (stream << 40) if stream else numbers

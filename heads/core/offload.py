@@ -1,14 +1,10 @@
 """Models whose weights do not fit: accelerate's hooks stream them in, from CPU memory or disk.
 
-Between forwards such a weight lies on the `meta` device, with a shape and no data. Its module's
-hook brings it to the device that the module runs on, for as long as the module's forward takes. So
-a layer is called, not multiplied with; and what reads a weight asks for it here.
-
-Sources: accelerate's `dispatch_model`, `cpu_offload` and `disk_offload`; transformers' `device_map`
-and `max_memory` end in the first.
+Between forwards such a weight is on the `meta` device, with a shape and no data; a hook of its
+module loads it for each forward. So a layer must be called, not multiplied with, and code that
+reads a weight gets it by `weight_of`. The hooks are those of accelerate's `dispatch_model`, which
+transformers' `device_map` calls, `cpu_offload` and `disk_offload`.
 """
-
-from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
@@ -28,7 +24,7 @@ def offloaded(model: nn.Module) -> bool:
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """The device that a module runs on, going by its first weight: there its inputs belong."""
+    """The device that a module runs on, going by its first weight."""
     first, weight = next(
         (part, weight) for part in module.modules() for weight in part.parameters(recurse=False)
     )
@@ -42,7 +38,7 @@ def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     """A module's own weight to read or copy from, on the device that the module runs on.
 
     Raises:
-        UnsupportedTarget: it has no data, and no hook that would know where it is.
+        UnsupportedTarget: it has no data, and no hook that could load it.
     """
     with align_module_device(module):
         weight = getattr(module, name)
@@ -55,10 +51,7 @@ def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
 
 
 def keep_resident(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
-    """Bring in the weights of a model's layers to stay, for the model and for who else calls them.
-
-    Embedding and output layer go on sharing a weight where they do.
-    """
+    """Load the weights of a model's layers to stay; embedding and output layer remain tied."""
     streamed = [part for layer in layers for part in layer.modules() if has_offloaded_params(part)]
     for part in streamed:
         hook: Any = part._hf_hook
@@ -72,13 +65,10 @@ def keep_resident(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
 
 
 def streamed_from(model: PreTrainedModel) -> str:
-    """Where a model's layers are streamed from, and how many of them; empty where none are.
+    """The share of a model's bytes that is streamed in, and from where, such as `90% from disk`.
 
-    The share is that of their bytes, to a tenth: where each layer lies may depend on what memory
-    was free. What a drafter changes is not counted: embedding and output layer, which it may have
-    made stay, and the modules of an adapter, which have no hooks.
-
-    Example: `90% from disk`.
+    Empty where nothing is. The share is rounded to a tenth, since it may depend on what memory was
+    free, and leaves out what a drafter changes: embedding, output layer, and an adapter's modules.
     """
     ends = [_end(model, end) for end in ("input", "output")]
     sizes: Counter[str] = Counter()

@@ -1,7 +1,5 @@
 """From a model's final hidden state to its logits: output layer, scale or soft cap, vocabulary."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cached_property
 from typing import Any, cast
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .errors import OptionError, UnsupportedTarget
+from .eval_mode import eval_mode
 from .features import FINAL, FeatureTap
 
 
@@ -72,7 +71,7 @@ class OutputLayer:
         """
         config: Any = self.model.config.get_text_config(decoder=True)
         ids = torch.arange(8, device=self.model.device).unsqueeze(0) % config.vocab_size
-        with torch.no_grad(), FeatureTap(self.model, [FINAL]) as tap:
+        with eval_mode(self.model), FeatureTap(self.model, [FINAL]) as tap:
             expected = self.model(input_ids=ids, use_cache=False).logits.float()
             raw = self.layer(tap.take())
         tries: list[Callable[[Tensor], Tensor]] = [lambda logits: logits]
@@ -83,9 +82,11 @@ class OutputLayer:
             if cap := getattr(config, name, None):
                 tries.append(lambda logits, cap=cap: torch.tanh(logits / cap) * cap)
         close = 1e-4 if raw.dtype in (torch.float32, torch.float64) else 3e-2
-        for finish in tries:
-            if (finish(raw).float() - expected).abs().amax() <= close * expected.abs().amax():
-                return finish
+        # The best of them, since a cap hardly changes small logits.
+        errors = [(finish(raw).float() - expected).abs().amax().item() for finish in tries]
+        least = min(errors)
+        if least <= close * expected.abs().amax():
+            return tries[errors.index(least)]
         raise OptionError(
             f"{config.model_type} changes its output layer's logits in a way that train.loss does "
             "not know; expected none, a factor or a soft cap: use train.loss=cross_entropy, or "

@@ -1,11 +1,9 @@
-"""Whether a token tree can drive a model, and how: asked once, by running two small trees.
+"""Whether a token tree can drive a model, and how: found by running two small trees.
 
 Not every model of transformers heeds an explicit mask and explicit positions. Some number their
-tokens by what the cache holds, some build a mask of their own (alibi), some unpack the mask in
-another layout. Their tree logits differ from plain ones, whatever their names.
+tokens by the length of the cache, some build a mask of their own (alibi), some read the mask in
+another layout. Their logits on a tree differ from plain ones.
 """
-
-from __future__ import annotations
 
 import logging
 from dataclasses import replace
@@ -15,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .cache import SlabCache
-from .errors import OptionError, UnsupportedTarget
+from .errors import OptionError, UnsupportedTarget, undrivable
+from .eval_mode import eval_mode
 from .forward import tree_forward
 from .layer_shapes import LayerShape
 from .offload import device_of
@@ -27,8 +26,8 @@ _PARENTS = [
     [-1, *[0] * 12, 12, 12, 13],  # twelve siblings, and three nodes under the last
     [-1, 0, 1, 2, *[0] * 8, 3, 3, 12, 12],  # a chain, siblings of its first node, then its end
 ]
-"""Two rows that share neither mask nor positions, and whose last nodes stand far from the slots of
-their ancestors: a model that sees everything, or counts slots, is far off there."""
+"""Two rows with different masks and positions, whose last nodes are far from their ancestors'
+slots: the logits of a model that attends to all, or counts slots, differ most there."""
 _COMPARED = 3
 """The last nodes of each row are compared with plain forwards of their paths."""
 
@@ -46,7 +45,7 @@ def choose_attention(
     attention: str,
     cacheless: bool = False,
 ) -> AttentionWindows:
-    """Settle how a model attends to trees, by the trial of `check_tree`.
+    """Choose how a model attends to trees, by the trial of `check_tree`.
 
     Args:
         attention: `masked`, the model's own attention with an additive mask; `tree`, tree
@@ -82,7 +81,7 @@ def choose_attention(
 
 
 def _lost_softcap(model: PreTrainedModel) -> str | None:
-    """Why tree attention would differ where it is right: the model's own leaves the softcap out."""
+    """Why tree attention would differ from the model's own, where that leaves out the softcap."""
     config = model.config.get_text_config(decoder=True)
     if config._attn_implementation != "sdpa" or not getattr(config, "attn_logit_softcapping", None):
         return None
@@ -97,9 +96,9 @@ def check_tree(
 ) -> float:
     """Compare a tree forward with plain forwards of a few of its paths, on made-up tokens.
 
-    Two forwards, of 2 × 16 and 6 × 6 tokens. The difference of a node is the standard deviation,
-    over the vocabulary, of what differs, in units of its logits' standard deviation; a row's is the
-    median over its compared nodes, lest an expert that rounding routes otherwise counts.
+    Two forwards, of 2 × 16 and 6 × 6 tokens. A node's difference is the standard deviation over the
+    vocabulary of the difference, in units of its logits' standard deviation; a row's is the median
+    over its compared nodes, so that one expert routed otherwise by rounding does not count.
 
     Returns:
         The larger row's difference.
@@ -108,6 +107,7 @@ def check_tree(
         UnsupportedTarget: the difference is more than rounding, or the tree forward fails.
     """
     config = model.config.get_text_config(decoder=True)
+    name = config.model_type
     parents = torch.tensor(_PARENTS, device=device_of(model))
     topology = Topology.from_parents(parents, max_depth=5)
     # From the middle of the vocabulary, away from special tokens.
@@ -115,22 +115,27 @@ def check_tree(
     tokens = (tokens % config.vocab_size).view_as(parents)  # [2, N]
     paths = tokens.gather(1, topology.paths[:, -_COMPARED:].flatten(1))  # [2, 3(D+1)]
 
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            plain = model(input_ids=paths.view(2 * _COMPARED, -1), use_cache=False).logits
-            tree = _tree_logits(model, windows, shapes, tokens, topology)[:, -_COMPARED:]
-    finally:
-        model.train(was_training)
+    slots = (2, parents.shape[1] + 2)  # empty ones behind the tree, as in a round
+    with eval_mode(model):
+        plain = model(input_ids=paths.view(2 * _COMPARED, -1), use_cache=False).logits
+        try:
+            tree = tree_forward(
+                *(model, SlabCache(shapes, *slots), windows, tokens, tokens.new_zeros(2)),
+                *(topology.depth, topology.ancestors, slots[1]),
+            )[:, -_COMPARED:]
+        except (torch.OutOfMemoryError, UnsupportedTarget):
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}".partition("\n")[0]
+            raise undrivable(name, f"cannot run a token tree ({what})") from error
     last = topology.depth[:, -_COMPARED:].reshape(-1, 1, 1).expand(-1, 1, plain.shape[-1])
     plain = plain.gather(1, last).view_as(tree)  # [2, 3, V]
     difference = (_spread(tree - plain) / _spread(plain)).median(1).values.max().item()
     if difference > tolerance(plain.dtype):  # not so when NaN: that is for the loop to report
-        raise UnsupportedTarget(
-            f"{config.model_type} does not heed an explicit attention mask and positions: its "
-            f"logits on a token tree differ from plain ones by {difference:.2g} standard "
-            "deviations; such a model can only be decoded plainly, with model.generate."
+        raise undrivable(
+            name,
+            "does not heed an explicit attention mask and positions: its logits on a token tree "
+            f"differ from plain ones by {difference:.2g} standard deviations",
         )
     return difference
 
@@ -150,28 +155,3 @@ def tolerance(dtype: torch.dtype) -> float:
 def _spread(logits: Tensor) -> Tensor:
     """The standard deviation over the vocabulary, [..., V] -> [...]."""
     return logits.float().std(-1)
-
-
-def _tree_logits(
-    model: PreTrainedModel,
-    windows: AttentionWindows,
-    shapes: list[LayerShape],
-    tokens: Tensor,
-    topology: Topology,
-) -> Tensor:
-    rows, nodes = tokens.shape
-    live = nodes + 2  # empty slots behind the tree, as in a round
-    slab = SlabCache(shapes, rows, live)
-    lengths = tokens.new_zeros(rows)
-    try:
-        return tree_forward(
-            model, slab, windows, tokens, lengths, topology.depth, topology.ancestors, live
-        )
-    except (torch.OutOfMemoryError, UnsupportedTarget):
-        raise
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise UnsupportedTarget(
-            f"{model.config.model_type} cannot run a token tree ({type(error).__name__}: "
-            f"{reason}); such a model can only be decoded plainly, with model.generate."
-        ) from error

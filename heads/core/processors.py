@@ -1,7 +1,5 @@
 """The logits processors of transformers, sorted by what they read, and two of them rebuilt."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """From logits to scores, distributions and tokens, the same for target and drafter."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,7 +39,7 @@ class Sampling:
 
     @cached_property
     def readers(self) -> tuple[LogitsProcessor, ...]:
-        """The processors that may read the text before a row of logits, beside the `penalty`."""
+        """The processors that may read the text before a row of logits, without the `penalty`."""
         return tuple(
             processor
             for processor in self.processors or ()
@@ -50,9 +48,9 @@ class Sampling:
 
     @cached_property
     def penalty(self) -> RepetitionPenaltyLogitsProcessor | None:
-        """The repetition penalty, where there is just one: it need not read the text.
+        """The repetition penalty, where there is just one.
 
-        It asks no more than which tokens the text holds, which the device can keep.
+        It depends on the set of the text's tokens alone, which is kept on the device.
         """
         kind = RepetitionPenaltyLogitsProcessor
         found = [processor for processor in self.processors or () if type(processor) is kind]
@@ -60,10 +58,9 @@ class Sampling:
 
     @cached_property
     def particular(self) -> bool:
-        """Whether a processor may fail, or count, on a text that the target never wrote.
+        """Whether a processor may fail on a text that the target never wrote, or change its state.
 
-        Those of transformers take any text, but for the ones that call a user's function or keep a
-        state; a user's own processor may do anything.
+        So may a user's own, and those of transformers that call a user's function or keep a state.
         """
         home = LogitNormalization.__module__
         return any(
@@ -73,10 +70,7 @@ class Sampling:
         )
 
     def warp(self, logits: Tensor) -> Tensor:
-        """Apply the row-wise warpers alone, in `dtype`: [..., V] -> [..., V].
-
-        This is what a drafter's proposals get; the target gets all processors.
-        """
+        """Apply the `WARPERS` alone, as to a drafter's proposals, in `dtype`: [..., V] -> same."""
         kept = [item for item in self.processors or () if isinstance(item, WARPERS)]
         return self._row_by_row(logits, kept)
 
@@ -84,7 +78,7 @@ class Sampling:
         """Apply every processor to each row of [..., V] by itself, in `dtype`.
 
         Args:
-            seen: [..., V] bool, what a `penalty` is for. No processor may be among the `readers`.
+            seen: [..., V] bool, the tokens that a `penalty` applies to. There may be no `readers`.
         """
         return self._row_by_row(logits, self.processors or (), seen, copy=True)
 
@@ -109,8 +103,8 @@ class Sampling:
         """Apply every processor to logits [B, V] after `prefix` [B, T], in `dtype`.
 
         Args:
-            rows: which of the rows hold a true text; a `prefix_allowed_tokens_fn` is asked for
-                those alone. All of them when None.
+            rows: the rows that hold a true text, all when None; a `prefix_allowed_tokens_fn` is
+                called for those alone.
         """
         scores = logits.to(self.dtype, copy=True)  # a user's processor may write into it
         if self.processors is None:
@@ -178,7 +172,7 @@ def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     total = running[..., -1:]
     token = torch.searchsorted(running, uniforms * total, right=True)  # [..., k]
     token = token.clamp_(max=probabilities.shape[-1] - 1)
-    # A uniform at the very end, or a running sum added up in another order, may miss by one token.
+    # A uniform near 1, or a sum taken in another order, may be off by one token.
     missed = probabilities.gather(-1, token) <= 0
     token = torch.where(missed, probabilities.argmax(-1, keepdim=True), token)
     return token.masked_fill_(~((total > 0) & (total < torch.inf)), -1)

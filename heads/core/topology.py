@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def ancestor_mask(parents: Tensor) -> Tensor:
-    """Which nodes lie on the way from the root to each node, the node itself included.
+    """Which nodes are on the path from the root to each node, the node itself included.
 
     Args:
         parents: [B, N] int64, the parent of each node; -1 at the root.
@@ -46,11 +46,11 @@ class Topology:
         ancestors: [B, N, N] bool, see `ancestor_mask`.
         paths: [B, N, D + 1] int64, the nodes from the root to each node; past the node's own
             depth the node repeats.
-        rank: [B, N] int64, how many siblings stand before each node.
+        rank: [B, N] int64, how many siblings come before each node.
         max_depth: D, known on the host.
         width: the most children that a node has, or a bound on it, known on the host.
         children: the children of each node, where all rows share a shape that the host knows.
-        masks: the attention masks that were made for it, see `tree_forward`.
+        masks: attention masks made for it, see `shifted_mask`.
     """
 
     parents: Tensor
@@ -104,12 +104,12 @@ class Topology:
 
     @cached_property
     def steps_to(self) -> Tensor:
-        """[B, N] the nodes on the way to each node, itself and the root counted: depth + 1."""
+        """[B, N] the nodes from the root to each node, both counted: depth + 1."""
         return self.depth + 1
 
     @cached_property
     def below_root(self) -> Tensor:
-        """[B, N, D] the nodes from the root's child to each node, counted through all rows."""
+        """[B, N, D] the nodes from the root's child to each node, numbered through all rows."""
         below = self.paths[:, :, 1:]
         return below if self._firsts is None else below + self._firsts.view(-1, 1, 1)
 
@@ -124,9 +124,8 @@ class Topology:
 
     @cached_property
     def _firsts(self) -> Tensor | None:
-        """[B] each row's root, counted through all rows; None for one row."""
-        batch = len(self.parents)
-        if batch == 1:
+        """[B] each row's root, numbered through all rows; None for one row."""
+        if (batch := len(self.parents)) == 1:
             return None
         return torch.arange(0, batch * self.nodes, self.nodes, device=self.parents.device)
 
@@ -143,13 +142,6 @@ class Topology:
 
     def expand(self, batch: int) -> Topology:
         """The same shape for `batch` rows, without copying; needs a topology of one row."""
-        return Topology(
-            self.parents.expand(batch, -1),
-            self.depth.expand(batch, -1),
-            self.ancestors.expand(batch, -1, -1),
-            self.paths.expand(batch, -1, -1),
-            self.rank.expand(batch, -1),
-            self.max_depth,
-            self.width,
-            self.children,
-        )
+        tensors = (self.parents, self.depth, self.ancestors, self.paths, self.rank)
+        each = (tensor.expand(batch, *tensor.shape[1:]) for tensor in tensors)
+        return Topology(*each, self.max_depth, self.width, self.children)

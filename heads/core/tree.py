@@ -1,11 +1,9 @@
 """The token tree: what a drafter proposes and a target verifies in one forward.
 
 Node 0 is the root: the last committed token, whose keys and values are not cached yet. Parents come
-before their children and siblings stand in the order in which they were drawn. B batch, N nodes
-(the root counted), D the largest depth, G proposal rows, V vocabulary.
+before their children, and siblings in the order in which they were drawn. B batch, N nodes (the
+root counted), D the largest depth, G proposal rows, V vocabulary.
 """
-
-from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,8 +26,8 @@ class TokenTree:
             node is a point mass.
         vocabulary: [Vd] target ids that the columns of `logits` stand for; 0 … V - 1 when None.
         replacement: whether siblings were drawn with replacement.
-        turns: with several drafters, the root's children, by order, that are the first of another
-            one's: from there on siblings were drawn from that one's row, whoever came before.
+        turns: with several drafters, the numbers of the root's children at which each drafter's
+            own begin; siblings from there on were drawn from that drafter's row.
     """
 
     tokens: Tensor

@@ -7,8 +7,6 @@ exp(log-sum-exp) (Milakov and Gimelshein 2018, arXiv 1805.02867), so the parts c
 apart, and the prefix can be split further.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Where the Triton kernels run, and the reason where they do not."""
 
-from __future__ import annotations
-
 import importlib.util
 from functools import cache
 

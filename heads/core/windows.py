@@ -1,7 +1,4 @@
-"""What a model's config says of its attention: which windows its layers have, how far positions go.
-
-The masks of a token tree are built from these, see `masks`.
-"""
+"""What a model's config says of its attention: its layers' windows, and how far positions go."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from .errors import UnsupportedTarget
+from .errors import UnsupportedTarget, undrivable
 
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _OWN_WINDOWS = {
@@ -26,8 +23,8 @@ class AttentionWindows:
     """Which masks a model wants: one window for all layers, or one for each layer type.
 
     A window of w lets a query at position p see positions p - w + 1 … p; None sees everything.
-    `tree` says that masks are packed trees, for tree attention; `cacheless`, that the model is then
-    given no cache, which attention writes itself.
+    With `tree` its masks are packed trees, for tree attention; with `cacheless` it is also given no
+    cache, which attention writes itself.
     """
 
     single: int | None
@@ -37,14 +34,15 @@ class AttentionWindows:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> AttentionWindows:
-        """Read the windows from a model's config; refuse, by name, what a tree cannot drive."""
+        """Read the windows from a model's config.
+
+        Raises:
+            UnsupportedTarget: a token tree cannot drive such a model.
+        """
         config = model.config.get_text_config(decoder=True)
         name = config.model_type
         if model.config.is_encoder_decoder:
-            raise UnsupportedTarget(
-                f"{model.config.model_type} is an encoder-decoder; a target is a decoder-only "
-                "language model: decode it plainly, with model.generate."
-            )
+            raise undrivable(model.config.model_type, "is an encoder-decoder, not a decoder alone")
         implementation = config._attn_implementation
         if implementation not in ("sdpa", "eager"):
             raise UnsupportedTarget(
@@ -52,21 +50,14 @@ class AttentionWindows:
                 "mask: call model.set_attn_implementation('sdpa')."
             )
         if reason := _OWN_WINDOWS.get(name):
-            raise UnsupportedTarget(
-                f"{name} does not heed an explicit attention mask: {reason}; decode it plainly, "
-                "with model.generate."
-            )
+            raise undrivable(name, f"does not heed an explicit attention mask: {reason}")
         window = getattr(config, "sliding_window", None)
         types = getattr(config, "layer_types", None)
         if not types:
             return cls(window, None)
-        unknown = sorted(set(types) - _KNOWN_LAYER_TYPES)
-        if unknown:
-            raise UnsupportedTarget(
-                f"{name} has layers of type {unknown[0]!r}; a token tree can drive only "
-                f"{' and '.join(sorted(_KNOWN_LAYER_TYPES))}: decode it plainly, with "
-                "model.generate."
-            )
+        if unknown := sorted(set(types) - _KNOWN_LAYER_TYPES):
+            known = " and ".join(sorted(_KNOWN_LAYER_TYPES))
+            raise undrivable(name, f"has layers of type {unknown[0]!r}, expected only {known}")
         windows = {kind: window if kind == "sliding_attention" else None for kind in types}
         if len(windows) == 1:
             return cls(next(iter(windows.values())), None)
@@ -82,11 +73,10 @@ class PositionLimit:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> PositionLimit | None:
-        """The limit of a model, None where positions go on for ever.
+        """The limit of a model, None where there is none.
 
-        Dynamic and longrope scaling take other frequencies for all tokens once the batch's longest
-        text passes the trained length; keys cached before, and rows beside it, would be off. Below
-        that length they are fixed, so it is the limit.
+        Dynamic and longrope scaling change the frequencies of all tokens once the batch's longest
+        text passes the trained length, so keys that are cached would be wrong: it is the limit.
         """
         config = model.config.get_text_config(decoder=True)
         longest: Any = getattr(config, "max_position_embeddings", None)

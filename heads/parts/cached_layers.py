@@ -1,11 +1,8 @@
 """A drafter's own model or layers, run over a cache of its own: on the text, and on a tree's nodes.
 
-What is committed stands in the cache at its position, as in the target's. The nodes grown in a
-round stand after it, each seeing the text and its ancestors; they are scratch: the next round
-begins where the committed text ends, and writes over them.
+Committed tokens are cached at their positions, as in the target's cache. The nodes grown in a round
+come after them and attend to the text and their ancestors; the next round overwrites them.
 """
-
-from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field, replace
@@ -37,11 +34,11 @@ _ROOM = 512
 
 @dataclass
 class DraftCache:
-    """A request's state.
+    """The cache of one request.
 
     Attributes:
-        slab: keys and values; slot s of the committed text holds position s, and the nodes grown in
-            this round stand after it.
+        slab: keys and values; slot s of the committed text holds position s, and the slots after it
+            the nodes grown in this round.
         longest: a bound on any row's committed tokens, the root included, on the host.
         lengths: [B] committed tokens.
         ancestors: [B, G, G] bool, of the nodes grown in this round; depth: [B, G], theirs.
@@ -64,7 +61,7 @@ class DraftCache:
 
 @dataclass(frozen=True)
 class ForwardSetup:
-    """What the model's forwards need to know about it, and where that holds."""
+    """What forwards need to know of the model, and for which device and dtype it holds."""
 
     place: tuple[torch.device, torch.dtype]
     windows: AttentionWindows
@@ -73,14 +70,14 @@ class ForwardSetup:
 
 
 class CachedLayers:
-    """Answers a drafter's calls with a model's forwards, and returns the model's own output.
+    """The drafter's calls as forwards of a model; each returns the model's own output.
 
-    What the model reads is given by its own names, such as `input_ids` or `inputs_embeds`.
+    The model's inputs are given by its own names, `input_ids` or `inputs_embeds`.
 
     Args:
         model: a causal language model, or decoder layers without embedding.
-        shapes: what its layers cache, for layers of ours: they are known to heed a tree's mask.
-            Any other model is tried, on one token and two small trees.
+        shapes: what its layers cache, for layers that are known to heed a tree's mask. When None
+            that is found by trial, on one token and two small trees.
     """
 
     def __init__(self, model: PreTrainedModel, shapes: list[LayerShape] | None = None):
@@ -126,8 +123,8 @@ class CachedLayers:
         """Run what was just committed, [B, A]; from here on nodes are grown on it.
 
         Args:
-            added: A; count: [B], true tokens of each row. What the padding writes lies behind the
-                text, where this round's nodes are written.
+            added: A; count: [B], true tokens of each row. Padding is cached after the text, where
+                this round's nodes overwrite it.
         """
         live = state.reserve(state.longest + added)
         steps = torch.arange(added, device=count.device)
@@ -166,18 +163,18 @@ class CachedLayers:
         Args:
             depth: [B, G], 1 at the first position after the text; ancestors: [B, G, G].
         """
-        driven, lengths = self.forward_setup, state.lengths
+        setup, lengths = self.forward_setup, state.lengths
         positions = lengths.unsqueeze(1) + depth - 1  # [B, G]
-        if driven.limit is not None:
-            # What is drafted past the limit is any token; it must only stay legal to run.
-            positions = positions.clamp(max=driven.limit.positions - 1)
+        if setup.limit is not None:
+            # Drafts past the limit are of no use; their positions must only be valid ones.
+            positions = positions.clamp(max=setup.limit.positions - 1)
         return tree_run(
-            self.model, state.slab, driven.windows, inputs, lengths, positions, ancestors, live
+            self.model, state.slab, setup.windows, inputs, lengths, positions, ancestors, live
         )
 
     @property
     def forward_setup(self) -> ForwardSetup:
-        """How the model is driven, found where it is and as it is."""
+        """How the model is run, found again whenever its device or dtype has changed."""
         model = self.model
         place = (model.device, model.dtype)
         if self._forward_setup is not None and self._forward_setup.place == place:

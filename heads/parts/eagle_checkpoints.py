@@ -1,11 +1,9 @@
-"""EAGLE heads of other trainers: what their configs and tensors are called here.
+"""EAGLE heads of other trainers: their configs and tensors under this project's names.
 
-Three dialects are read. The authors' own (github.com/SafeAILab/EAGLE) have the config of a Llama of
+Three formats are read. The authors' own (github.com/SafeAILab/EAGLE) have the config of a Llama of
 one layer; SpecForge's (github.com/sgl-project/SpecForge) are the same, and may add `eagle_config`;
-speculators' (github.com/vllm-project/speculators) tell of the layer inside of their config.
+speculators' (github.com/vllm-project/speculators) nest the layer's config in theirs.
 """
-
-from __future__ import annotations
 
 from typing import Any
 
@@ -13,14 +11,13 @@ import torch
 from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from ..checkpoint import Found
 from ..core import ArtifactError
-
-_Found = tuple[dict[str, Any], dict[str, Tensor]]
 
 _AUX = "eagle_aux_hidden_state_layer_ids"
 
 
-def eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> _Found | None:
+def eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     """EAGLE-1 and 2 heads of the authors, and HASS's, which are alike.
 
     Some have no bias in `fc`. Their embedding is the target's own, and left out.
@@ -30,14 +27,14 @@ def eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> _Found | None:
         return None
     found.setdefault("fc.bias", torch.zeros_like(found["fc.weight"][:, 0]))
     known = {"layer": _layer(config, found), "hidden_size": len(found["fc.weight"])}
-    return _with_vocabulary(known, _told(config).get("vocab_size")), found
+    return _with_vocabulary(known, _layer_config(config).get("vocab_size")), found
 
 
-def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> _Found | None:
+def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     """EAGLE-3 heads of the authors and SpecForge (`midlayer`), or of speculators (`layers.0`).
 
-    The draft vocabulary is told by `d2t`, each token's target id less its own, or the ids
-    themselves; where there is `t2d`, a mask over the target's tokens, it says which.
+    The draft vocabulary is `d2t`, each token's target id minus its own, or the ids themselves;
+    `t2d`, a mask over the target's tokens, decides which where it is there.
     """
     inside = any(name.startswith("layers.0.") for name in tensors)
     found = _renamed(tensors, "layers.0." if inside else "midlayer.")
@@ -57,7 +54,7 @@ def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> _Found | None:
     if layers := config.get(_AUX) or [layer + 1 for layer in nested]:
         known["feature_layers"] = layers
     offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
-    size = _told(config).get("vocab_size") if mask is None else len(mask)
+    size = _layer_config(config).get("vocab_size") if mask is None else len(mask)
     if offsets is not None and (ids := _vocabulary(offsets, mask, size)) is not None:
         found["vocabulary"] = ids
         known |= {"output": "trimmed", "draft_vocab_size": len(ids)}
@@ -86,25 +83,25 @@ def _widths(found: dict[str, Tensor]) -> tuple[float, float]:
     return fc.shape[1] / fc.shape[0], query.shape[1] / fc.shape[0]
 
 
-def _told(config: dict[str, Any]) -> dict[str, Any]:
-    """Where a config tells of the layer."""
+def _layer_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that describes the layer."""
     return config.get("transformer_layer_config") or config
 
 
 def _layer(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Any]:
-    """The layer that a checkpoint has, see `layer_like`; what its tensors lack is made up for.
+    """The layer that a checkpoint has, see `layer_like`; a bias that it lacks is added as zeros.
 
     Raises:
         ArtifactError: no number of heads, or rotary positions of an unknown kind.
     """
-    told, size = _told(config), len(found["fc.weight"])
-    heads = told.get("num_attention_heads")
+    inner, size = _layer_config(config), len(found["fc.weight"])
+    heads = inner.get("num_attention_heads")
     if not heads:
         raise ArtifactError(
             "its config does not say num_attention_heads; restore the one that was published."
         )
-    rope = {**(told.get("rope_scaling") or {}), **(told.get("rope_parameters") or {})}
-    theta = rope.pop("rope_theta", None) or told.get("rope_theta") or 10_000.0
+    rope = {**(inner.get("rope_scaling") or {}), **(inner.get("rope_parameters") or {})}
+    theta = rope.pop("rope_theta", None) or inner.get("rope_theta") or 10_000.0
     rope = {"rope_type": rope.pop("type", "default"), **rope}
     kind = rope["rope_type"]
     if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
@@ -115,13 +112,13 @@ def _layer(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Any]:
     up = found.get("model.layers.0.mlp.up_proj.weight")
     layer = {
         "hidden_size": size,
-        "intermediate_size": told.get("intermediate_size") if up is None else len(up),
+        "intermediate_size": inner.get("intermediate_size") if up is None else len(up),
         "num_attention_heads": heads,
-        "num_key_value_heads": told.get("num_key_value_heads") or heads,
-        "head_dim": told.get("head_dim") or size // heads,
-        "hidden_act": told.get("hidden_act", "silu"),
-        "max_position_embeddings": told.get("max_position_embeddings", 2048),
-        "rms_norm_eps": told.get("rms_norm_eps", 1e-6),
+        "num_key_value_heads": inner.get("num_key_value_heads") or heads,
+        "head_dim": inner.get("head_dim") or size // heads,
+        "hidden_act": inner.get("hidden_act", "silu"),
+        "max_position_embeddings": inner.get("max_position_embeddings", 2048),
+        "rms_norm_eps": inner.get("rms_norm_eps", 1e-6),
         "rope_theta": theta,
         "rope_scaling": None if kind == "default" else rope,
     }

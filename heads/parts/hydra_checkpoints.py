@@ -1,7 +1,5 @@
 """Hydra heads as their authors publish them (github.com/zankner/Hydra)."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 from typing import Any

@@ -1,7 +1,5 @@
 """Decoder layers of a drafter's own: Llama's, in the target's sizes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

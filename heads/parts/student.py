@@ -1,7 +1,5 @@
 """A smaller model made of some layers of another, which is how a draft model may start."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 

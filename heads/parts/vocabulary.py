@@ -1,14 +1,41 @@
-"""What tokens are to a drafter: a trimmed vocabulary to write, the target's embedding to read."""
+"""Bases of drafters: with a trimmed vocabulary, and with the target's embedding as an input."""
 
 from typing import Any, Self, cast
 
 import torch
+from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core import OptionError, OutputLayer, device_of, output_layer, weight_of
 from ..drafter import DrafterConfig
 from ..trainable import TrainableDrafter
+
+
+@strict
+class VocabularyConfig(DrafterConfig):
+    """Which output layer a drafter has; a family's config says which `output` there are.
+
+    Attributes:
+        output: `shared` borrows the target's, `own` knows every token, `trimmed` the
+            `draft_vocab_size` most frequent ones of the corpus.
+        draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
+    """
+
+    draft_vocab_size: int = 0
+
+    def validate_draft_vocabulary(self) -> None:
+        """Part of the config's own validation.
+
+        Raises:
+            OptionError: a size without `trimmed`, or none with it, or more than the target has.
+        """
+        output, size = getattr(self, "output", "shared"), self.draft_vocab_size
+        if (output == "trimmed") != (size > 0) or size > max(self.vocab_size, 0):
+            raise OptionError(
+                f"drafter.draft_vocab_size is {size} with output {output!r}; expected "
+                f"1 … {self.vocab_size} with 'trimmed' and 0 otherwise."
+            )
 
 
 class TrimmedVocabulary(TrainableDrafter):
@@ -86,16 +113,3 @@ class TokenConditioned(TrimmedVocabulary):
         place = device_of(self.target.get_input_embeddings())
         some = torch.arange(min(4096, self.config.vocab_size), device=place)
         return self.embed(some).square().mean().sqrt().clamp(min=1e-6)
-
-
-def check_draft_vocabulary(config: DrafterConfig, output: str, size: int) -> None:
-    """Refuse a `draft_vocab_size` that does not go with `output`.
-
-    Raises:
-        OptionError: a size without `trimmed`, or none with it, or more than the target knows.
-    """
-    if (output == "trimmed") != (size > 0) or size > max(config.vocab_size, 0):
-        raise OptionError(
-            f"drafter.draft_vocab_size is {size} with output {output!r}; expected "
-            f"1 … {config.vocab_size} with 'trimmed' and 0 otherwise."
-        )

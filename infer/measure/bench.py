@@ -86,7 +86,7 @@ def bench(
     for prompt, runs in race(contenders, prompts, speculator.device, repeats):
         stats = speculator.stats
         loop = math.nan
-        apart = speculator.rounds is None and not speculator.target.windows.tree
+        apart = speculator.graphs is None and not speculator.target.windows.tree
         if apart and stats.rounds and len(measured) < _REPLAYED_PROMPTS:
             again = functools.partial(contenders["speculator"], prompt)
             replayed = statistics.median(_replay(speculator, again) for _ in range(repeats))
@@ -97,7 +97,7 @@ def bench(
 
 def _plain(speculator: Speculator) -> Speculator:
     """Plain decoding by the same means."""
-    graphs, compiled = speculator.rounds is not None, speculator.target.compile
+    graphs, compiled = speculator.graphs is not None, speculator.target.compile
     return Speculator(speculator.model, graphs=graphs, compile=compiled)
 
 

@@ -15,9 +15,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, TokenTree
-from headstart.heads.core import device_of, offloaded
 
-from ..graphs import repeated
+from ..graphs import captures_rounds, repeated
 from ..speculator import Speculator
 from ..target import Target
 from ..trees.static import StaticTree
@@ -151,7 +150,7 @@ def decode_times(
     found = Decoded({name: [] for name in speculators}, Counter(), Counter(), Counter())
     end = time.perf_counter() + seconds
     for speculator in speculators.values():
-        warm = new_tokens if speculator.rounds is not None else min(new_tokens, _WARM)
+        warm = new_tokens if speculator.graphs is not None else min(new_tokens, _WARM)
         decode_greedily(speculator, batches[0], warm)
     for number, prompts in enumerate(batches):
         late = number > 0 and time.perf_counter() > end
@@ -198,7 +197,7 @@ def verify_costs(
     target.prefill(context, [length] * batch, length + max(counts))
     lengths = torch.full_like(context[:, 0], length)
     contenders: dict[int, Call] = {}
-    captured = _captured(model)
+    captured = captures_rounds(model)
     even = not captured  # a captured round takes lengths from the device
     for count in counts:
         topology, proposal_row = StaticTree([[r] for r in range(count - 1)]).shape(
@@ -247,14 +246,9 @@ def _drafter_costs(
 
     levels = [] if drafter.independent or depth < 2 else list(counts)
     work = {0: begin, **{width: extend(width) for width in levels}}
-    contenders = repeated(context.device, work) if _captured(drafter.target) else work
+    contenders = repeated(context.device, work) if captures_rounds(drafter.target) else work
     times = medians(interleaved(contenders, context.device, _CALLS, _BURST, tick, SECONDS))
     return times[0], {width: max(times[width] - times[0], 0.0) for width in levels}
-
-
-def _captured(target: PreTrainedModel) -> bool:
-    """Whether a target's rounds run as graphs."""
-    return device_of(target).type == "cuda" and not offloaded(target)
 
 
 def _context(texts: Sequence[Written]) -> Tensor:

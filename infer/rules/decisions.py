@@ -1,7 +1,6 @@
 """The decisions of the sampling rules: accepting a token, and what is left once it is rejected.
 
-They work in the dtype of their input, so that tests can enumerate them in float64. The sources are
-named in `rejection` and `traversal`.
+They work in the dtype of their input; `rejection` and `traversal` name the sources.
 """
 
 from __future__ import annotations
@@ -45,11 +44,6 @@ def residual(p: Tensor, q: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     [[[0.0, 1.0, 0.0]], [0.3333333333333333]]
     """
     return normalise((weight.unsqueeze(1) * p - q).clamp_(min=0), p, weight)
-
-
-def residual_of_point(p: Tensor, token: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`residual` where q is 1 at `token` [B, 1], without a q in memory."""
-    return normalise((weight.unsqueeze(1) * p).scatter_(1, token, 0), p, weight)
 
 
 def normalise(excess: Tensor, p: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -104,8 +104,8 @@ def accept_matches(tree: TokenTree, choices: Tensor) -> Accepted:
 
 
 GREEDY = Rule(
-    name="greedy",
-    accept=matching,
+    "greedy",
+    matching,
     children="topk",
     refuses={
         "coupled": "the rule draws nothing, so its children have no noise to share",
@@ -114,27 +114,21 @@ GREEDY = Rule(
         ),
     },
     samples=False,
-    exact=True,
     same_text=True,
-    reads_prefix=True,
 )
 MATCH = Rule(
-    name="match",
-    accept=matching,
+    "match",
+    matching,
     children="topk",
     refuses={"coupled": "children that share the target's noise are what the rule 'coupled' names"},
-    exact=True,
     same_text=True,
-    reads_prefix=True,
 )
 COUPLED = Rule(
-    name="coupled",
-    accept=matching,
+    "coupled",
+    matching,
     children="coupled",
     refuses=dict.fromkeys(
         ("topk", *SAMPLED), "children without the target's noise are what the rule 'match' names"
     ),
-    exact=True,
     same_text=True,
-    reads_prefix=True,
 )

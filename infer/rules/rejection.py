@@ -66,11 +66,5 @@ def rejection(verified: Verified) -> Accepted:
 
 
 REJECTION = Rule(
-    name="rejection",
-    accept=rejection,
-    children="without_replacement",
-    refuses={"coupled": SHARED_NOISE},
-    exact=True,
-    same_text=False,
-    reads_prefix=True,
+    "rejection", rejection, children="without_replacement", refuses={"coupled": SHARED_NOISE}
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast, get_args
 
 from headstart.heads import OptionError, Sampling
@@ -13,7 +13,7 @@ from ..trees.policy import Policy
 from .rule_api import Accepted, Verified
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class Rule:
     """An acceptance rule, as `RULES` lists it.
 
@@ -33,11 +33,11 @@ class Rule:
     name: str
     accept: Callable[[Verified], Accepted]
     children: Expansion
-    refuses: Mapping[str, str] = field(default_factory=dict)
+    refuses: Mapping[str, str]
     samples: bool = True
-    exact: bool
-    same_text: bool
-    reads_prefix: bool
+    exact: bool = True
+    same_text: bool = False
+    reads_prefix: bool = True
     chains_only: bool = False
 
     def check_expansion(self, expansion: str | None) -> Expansion:

@@ -75,9 +75,8 @@ def seen_in(ids: Tensor, vocab: int, ignored: Tensor | int | None = None) -> Ten
     if ignored is not None:
         first = torch.as_tensor(ignored, device=ids.device).view(-1, 1)  # [B, 1] or [1, 1]
         ids = ids.masked_fill(torch.arange(ids.shape[1], device=ids.device) < first, vocab)
-    return torch.zeros(len(ids), vocab + 1, dtype=torch.bool, device=ids.device).scatter_(
-        1, ids, True
-    )
+    seen = torch.zeros(len(ids), vocab + 1, dtype=torch.bool, device=ids.device)
+    return seen.scatter_(1, ids, True)
 
 
 @dataclass(slots=True)

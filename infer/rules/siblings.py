@@ -13,7 +13,7 @@ from torch import Tensor
 from headstart.heads import TokenTree
 from headstart.heads.core import Stream
 
-from .decisions import accept_probability, residual, residual_of_point, without
+from .decisions import accept_probability, normalise, residual, without
 from .rule_api import Verified
 
 
@@ -64,7 +64,7 @@ def attempt(tree: TokenTree, state: State, child: Tensor, there: Tensor) -> tupl
     p_x = p.gather(1, token).squeeze(1)
     if q is None:
         probability = accept_probability(p_x, torch.ones_like(p_x), weight)
-        left, new = residual_of_point(p, token, weight)
+        left, new = normalise((weight.unsqueeze(1) * p).scatter_(1, token, 0), p, weight)
     else:
         point = (tree.proposal_row.gather(1, child) < 0).squeeze(1)  # [B]
         q_x = q.gather(1, token).squeeze(1).masked_fill(point, 1)

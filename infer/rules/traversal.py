@@ -122,12 +122,10 @@ def _starts(shape: Topology) -> set[int] | None:
 
 
 TRAVERSAL = Rule(
-    name="traversal",
-    accept=traversal,
+    "traversal",
+    traversal,
     children="without_replacement",
     refuses={"coupled": SHARED_NOISE},
-    exact=True,
-    same_text=False,
     reads_prefix=False,
 )
 BLOCK = replace(TRAVERSAL, name="block", chains_only=True)

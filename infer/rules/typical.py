@@ -58,14 +58,13 @@ def typical_nodes(verified: Verified, epsilon: float, delta: float) -> tuple[Ten
 
 
 TYPICAL = Rule(
-    name="typical",
-    accept=typical,
+    "typical",
+    typical,
     children="topk",
     refuses={
         "coupled": "the rule draws nothing, so its children have no noise to share",
         **dict.fromkeys(SAMPLED, "the rule never asks what a child was drawn from"),
     },
     exact=False,
-    same_text=False,
     reads_prefix=False,
 )

@@ -38,22 +38,22 @@ class BestFirst(SearchedTree):
                 f"tree {self} has no node beside the root; expected at least 2 nodes, and width, "
                 "depth and frontier from 1."
             )
-        self._check_room(frontier or nodes - 1)
+        self._check_candidates(frontier or nodes - 1)
 
     def __str__(self) -> str:
         numbers = [self.nodes, self.width, self.max_depth, self.frontier]
         return "best-first:" + ",".join(str(number) for number in numbers if number is not None)
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """Refuse a tree that the drafter cannot fill, and drawn children; see `Policy.check`."""
+        """See `Policy`; refuses more nodes than the search finds."""
         super().check(drafter, expansion)
         assert drafter is not None
-        self._check_room(self._extended(drafter))
+        self._check_candidates(self._extended(drafter))
 
     def _extended(self, drafter: Drafter) -> int:
         return self.frontier or (self.nodes - 1 if drafter.independent else self.width)
 
-    def _check_room(self, frontier: int) -> None:
+    def _check_candidates(self, frontier: int) -> None:
         extended, candidates = 1, 0
         for _ in range(self.max_depth):
             candidates += extended * self.width
@@ -72,18 +72,10 @@ class BestFirst(SearchedTree):
         frontier = self._extended(drafter)
         levels = search(drafter, state, committed, children, self.width, self.max_depth, frontier)
         parents, first = [torch.zeros_like(levels[0].tokens)], 1
-        for above in levels[:-1]:
-            wide = (above.kept + first).unsqueeze(-1).expand(-1, -1, self.width)
-            parents.append(wide.flatten(1))  # [B, C]
-            first += above.tokens.shape[1]
+        for level in levels[:-1]:
+            parents.append((level.kept + first).repeat_interleave(self.width, dim=1))  # [B, C]
+            first += level.tokens.shape[1]
         tokens = torch.cat([level.tokens for level in levels], dim=1)
         scores = torch.cat([level.scores for level in levels], dim=1)
-        return select(
-            committed.root,
-            tokens,
-            scores,
-            torch.cat(parents, dim=1),
-            self.nodes,
-            self.max_depth,
-            self.width,
-        )
+        above, sizes = torch.cat(parents, dim=1), (self.nodes, self.max_depth, self.width)
+        return select(committed.root, tokens, scores, above, *sizes)

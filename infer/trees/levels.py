@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,23 +14,14 @@ from headstart.heads import Topology
 
 @dataclass(frozen=True)
 class Level:
-    """One depth of a static tree: n nodes below W parents, w of which have children themselves.
+    """One depth of a static tree: n nodes below W parents, w of which have children themselves."""
 
-    Attributes:
-        ranks: children to take per parent.
-        above: [W] the parents' numbers in the tree.
-        rows: [n] which of the parents each node has.
-        pick: [n] each node among the children taken, row * ranks + rank.
-        inner: [w] which of the level's nodes have children.
-        parent: [1, w] of those, the parent among all inner nodes so far; -1 for the root.
-    """
-
-    ranks: int
-    above: Tensor
-    rows: Tensor
-    pick: Tensor
-    inner: Tensor
-    parent: Tensor
+    ranks: int  # children to take per parent
+    above: Tensor  # [W] the parents' numbers in the tree
+    rows: Tensor  # [n] which of the parents each node has
+    pick: Tensor  # [n] each node among the children taken, row * ranks + rank
+    inner: Tensor  # [w] which of the level's nodes have children
+    parent: Tensor  # [1, w] of those, the parent among all inner nodes so far; -1 for the root
 
 
 def make_levels(
@@ -40,7 +32,7 @@ def make_levels(
     number = {0: -1}  # of the root and the inner nodes so far, as `Drafter.extend` counts them
     above = [0]
 
-    def tensor(values: Sequence[int]) -> Tensor:
+    def tensor(values: Sequence[Any]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=device)
 
     for depth in range(1, max(depths) + 1):
@@ -49,12 +41,9 @@ def make_levels(
         count = 1 + max(ranks[node] for node in members)
         pick = [row * count + ranks[node] for row, node in zip(rows, members, strict=True)]
         inner = [node for node in members if node in branching]
-        parent = [number[parents[node]] for node in inner]
+        places, up = [node - first for node in inner], [number[parents[node]] for node in inner]
         number |= {node: len(number) - 1 + i for i, node in enumerate(inner)}
-        places = [node - first for node in inner]
-        levels.append(
-            Level(count, *map(tensor, (above, rows, pick, places)), tensor(parent).unsqueeze(0))
-        )
+        levels.append(Level(count, *map(tensor, (above, rows, pick, places, [up]))))
         above, first = inner, members.stop
     return levels
 

@@ -41,7 +41,7 @@ def parse_tree(text: str | Sequence[Sequence[int]] | Policy) -> Policy:
     15
     """
     if not isinstance(text, str):
-        return text if hasattr(text, "grow") else StaticTree(text)  # type: ignore[return-value,arg-type]
+        return text if isinstance(text, Policy) else StaticTree(text)
     if (tree := _parse_part(text)) is not None:
         return tree
     if "+" in text:
@@ -61,9 +61,9 @@ def parse_static(text: str | Sequence[Sequence[int]] | Policy) -> StaticTree:
         OptionError: what `parse_tree` refuses, and other trees.
     """
     tree = parse_tree(text)
-    if not isinstance(tree, StaticTree):
-        raise OptionError(f"tree is {text!r}; expected chain, cartesian, or a list of rank paths.")
-    return tree
+    if isinstance(tree, StaticTree):
+        return tree
+    raise OptionError(f"tree is {tree}; expected plain, chain, cartesian, or rank paths.")
 
 
 def sparse_nodes(text: object) -> int | None:

@@ -1,11 +1,12 @@
-"""What grows a token tree: the protocol of policies, and what each round gives them."""
+"""What every policy of growing a token tree has, and what each round gives it."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import Tensor
 
@@ -31,28 +32,24 @@ class Committed:
     lengths: Tensor
 
 
-class Policy(Protocol):
-    """Grows one tree a round. `str(policy)` is a text that `parse_tree` reads back."""
+class Policy(ABC):
+    """Grows one tree a round. `str(policy)` is a text that `parse_tree` reads back.
 
-    @property
-    def nodes(self) -> int:
-        """N, the root counted; the same in every round."""
-        ...
+    Attributes:
+        nodes: N, the root counted; the same in every round.
+        max_depth: D, the deepest level.
+        in_place: whether every accepted path already lies in the slots that it is committed to, as
+            in a chain.
+    """
 
-    @property
-    def max_depth(self) -> int:
-        """D, the deepest level."""
-        ...
-
-    @property
-    def in_place(self) -> bool:
-        """Whether every accepted path already lies in the slots it is committed to (a chain)."""
-        ...
+    nodes: int
+    max_depth: int
+    in_place: bool = False
 
     @property
     def label(self) -> str:
         """A short name for reports and messages, which need not be read back."""
-        ...
+        return str(self)
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
         """Refuse a tree that the drafter cannot fill, or that would bias children so chosen.
@@ -60,35 +57,32 @@ class Policy(Protocol):
         Raises:
             OptionError: with the reason.
         """
-        ...
+        if drafter is None and self.nodes > 1:
+            raise OptionError(
+                f"tree {self.label} needs a drafter, found none; give one, or use tree 'plain'."
+            )
+        found = len(members(drafter))
+        if found > 1 and self.nodes > 1:
+            raise OptionError(
+                f"tree {self.label} is grown by one drafter, found {found}; give a tree with a "
+                f"part for each, such as {'+'.join(['chain:4'] * found)}."
+            )
+        deepest = None if drafter is None or found > 1 else drafter.max_depth
+        if deepest is not None and self.max_depth > deepest:
+            raise OptionError(
+                f"tree {self.label} is {self.max_depth} deep, but the drafter proposes {deepest} "
+                "tokens; use a shallower tree or train more heads."
+            )
 
+    @abstractmethod
     def grow(
         self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
     ) -> TokenTree:
         """Propose a tree under `committed.root`."""
-        ...
 
 
-def check_depth(tree: Policy, drafter: Drafter | None) -> None:
-    """Refuse a tree without a drafter, or with several, or one deeper than its drafter proposes."""
-    if drafter is None and tree.nodes > 1:
-        raise OptionError(
-            f"tree {tree.label} needs a drafter, found none; give one, or use tree 'plain'."
-        )
-    if (found := len(members(drafter))) > 1 and tree.nodes > 1:
-        raise OptionError(
-            f"tree {tree.label} is grown by one drafter, found {found}; give a tree with a part "
-            f"for each, such as {'+'.join(['chain:4'] * found)}."
-        )
-    deepest = None if drafter is None else drafter.max_depth
-    if deepest is not None and tree.max_depth > deepest:
-        raise OptionError(
-            f"tree {tree.label} is {tree.max_depth} deep, but the drafter proposes {deepest} "
-            "tokens; use a shallower tree or train more heads."
-        )
-
-
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def made_once(make: Callable[P, T]) -> Callable[P, T]:

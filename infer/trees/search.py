@@ -1,8 +1,7 @@
 """Level-by-level search for trees whose shape follows the drafter's own probabilities.
 
-Such trees are new in every round. A search keeps the best nodes found and numbers them parents
-first. It ranks and drops nodes by what the drafter proposed, so children must be a function of the
-proposals (`topk`, `coupled`); drawn children may be neither ranked nor dropped.
+Such trees are new in every round. Nodes are ranked and dropped by what the drafter proposed, so
+children must be a function of the proposals (`topk`, `coupled`); drawn ones would be biased.
 """
 
 from __future__ import annotations
@@ -17,31 +16,18 @@ from torch.nn.functional import pad
 from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
 
 from .children import SAMPLED, Children, Expansion, rows_of
-from .policy import Committed, Policy, check_depth
+from .policy import Committed, Policy
 
 NEVER = float("-inf")
 """The score of what is no candidate."""
 
 
-class SearchedTree:
-    """What the policies of searched trees share."""
+class SearchedTree(Policy):
+    """A policy that ranks and drops nodes, and so refuses drawn children."""
 
-    nodes: int
-    max_depth: int
-    in_place = False
-
-    @property
-    def label(self) -> str:
-        """The text form."""
-        return str(self)
-
-    def check(self: Policy, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """Refuse a tree that the drafter cannot fill, and drawn children.
-
-        Raises:
-            OptionError: with the reason.
-        """
-        check_depth(self, drafter)
+    def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
+        """See `Policy`."""
+        super().check(drafter, expansion)
         if expansion in SAMPLED:
             raise OptionError(
                 f"tree {self} keeps the children that score best, which biases children drawn "

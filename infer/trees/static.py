@@ -19,10 +19,10 @@ from headstart.heads.core import parents_of_paths
 
 from .children import Children, Expansion, rows_of
 from .levels import Level, fixed_shape, make_levels, make_one_level
-from .policy import Committed, check_depth, made_once
+from .policy import Committed, Policy, made_once
 
 
-class StaticTree:
+class StaticTree(Policy):
     """A tree whose shape is fixed beforehand.
 
     >>> StaticTree.cartesian([2, 1]).paths
@@ -94,14 +94,11 @@ class StaticTree:
         return "sparse " + "/".join(map(str, counts))
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """Refuse a tree that the drafter cannot fill, or gaps in the ranks of distinct draws.
+        """See `Policy`; refuses gaps in the ranks of distinct draws.
 
         A draw that is left out would still have changed what the next one was drawn from.
-
-        Raises:
-            OptionError: with the reason.
         """
-        check_depth(self, drafter)
+        super().check(drafter, expansion)
         last = Counter(self.parents[1:])
         gaps = [n for n in range(1, self.nodes) if self.ranks[n] >= last[self.parents[n]]]
         if expansion == "without_replacement" and gaps:

@@ -4,18 +4,18 @@ Source: SpecInfer's merge of several small models' trees (Miao et al. 2024, arXi
 parts hang below one root, one drafter's after the other's, and are verified in one forward. The
 union of `chain:2` and `[[0],[1]]`, whose drafters propose a b and a c:
 
-    root ┬ a ─ b     the first one's
-         ├ a         the second one's; a twin
+    root ┬ a ─ b     of the first drafter
+         ├ a         of the second; a duplicate sibling
          └ c
 
-Twins are not merged. A tree has as many nodes in every round, so a merge would not shorten the
-forward; where children are drawn it would bias the text; and rules that follow the target's own
-choice walk down all twins at once (`choices`), so nothing that stands below one of them is lost.
-The sampling rules accept one of the twins, and go on with its children alone.
+Duplicate siblings are not merged. A tree has the same number of nodes in every round, so merging
+would not shorten the forward; where children are drawn it would bias the text; and rules that
+follow the target's own choice walk down all duplicates at once (see `matching`), so what stands
+below any of them can be accepted. The sampling rules accept one and go on with its children.
 
-With drawn children siblings of one drafter come after those of another, each tried with its own
-drafter's q: exact, with candidates such as lookup's among them too, for every rule that is exact
-with a tree of one (the argument is in `rejection`, its proof by enumeration in test_exactness.py).
+Where children are drawn, a rule tries the siblings of one drafter after those of another, each
+with its own drafter's q. This is exact for every rule that is exact with one drafter, candidates
+such as lookup's included (argued in `rejection`, proved by enumeration in test_exactness.py).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .policy import Committed, Policy, made_once
 from .static import StaticTree
 
 
-class Union:
+class Union(Policy):
     """Several trees under one root, one for each drafter of a `DrafterGroup`, in their order.
 
     Args:
@@ -54,14 +54,12 @@ class Union:
     [[-1, 0, 1, 0, 0]]
     """
 
-    in_place = False
-
     def __init__(self, parts: Sequence[Policy]):
         self.parts = tuple(parts)
         if len(self.parts) < 2 or any(part.nodes < 2 for part in self.parts):
             raise OptionError(
                 f"tree {self.label} is no union; expected two or more trees, each with a node "
-                "beside the root: leave a drafter out that shall propose nothing."
+                "beside the root: leave out a drafter that is to propose nothing."
             )
         self.nodes = 1 + sum(part.nodes - 1 for part in self.parts)
         self.max_depth = max(part.max_depth for part in self.parts)
@@ -76,11 +74,7 @@ class Union:
         return "+".join(part.label for part in self.parts)
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """Refuse what any part refuses of its drafter, and another number of drafters.
-
-        Raises:
-            OptionError: with the reason.
-        """
+        """Refuse what any part refuses of its drafter, and another number of drafters."""
         found = members(drafter)
         if len(found) != len(self.parts):
             raise OptionError(
@@ -102,10 +96,10 @@ class Union:
         tokens = torch.cat([committed.root, *(tree.tokens[:, 1:] for tree in trees)], 1)  # [B, N]
         valid = _valid(trees)
         if not self._static:
-            assert valid is not None, "a tree that is made anew says which nodes it has"
+            assert valid is not None, "a tree of changing shape says which nodes are valid"
             topology = self._grown(trees, valid)
             return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
-        topology, proposal_row = self.shape(*tokens.shape[:1], tokens.device)
+        topology, proposal_row = self.shape(tokens.shape[0], tokens.device)
         if all(tree.logits is None for tree in trees):
             return TokenTree(tokens, topology, valid, proposal_row)
         assert drafter is not None
@@ -113,7 +107,7 @@ class Union:
             tokens,
             topology,
             valid,
-            *_proposals(trees, drafter.config.vocab_size),
+            *_proposals(trees, members(drafter)[0].config.vocab_size),
             children.expansion == "with_replacement",
             self._turns,
         )
@@ -137,7 +131,7 @@ class Union:
         return topology, torch.full_like(topology.parents, -1)
 
     def _grown(self, trees: Sequence[TokenTree], valid: Tensor) -> Topology:
-        """The topology of parts that are new in every round."""
+        """The topology where the shape of a part changes with every round."""
         shifted, first = [], 0
         for tree in trees:
             above = tree.topology.parents[:, 1:]
@@ -146,8 +140,8 @@ class Union:
         parents = pad(torch.cat(shifted, 1), (1, 0), value=-1)  # [B, N]
         width = sum(tree.topology.width for tree in trees)
         topology = Topology.from_parents(parents, self.max_depth, width)
-        # Nodes that a part lacks hang on the root before the next part's: they are not counted, or
-        # a sibling's rank would pass the bound on what a node has.
+        # Invalid nodes of one part hang on the root before the nodes of the next. They are not
+        # counted, or a sibling's rank would exceed the bound on a node's children.
         siblings = (parents.unsqueeze(1) == parents.unsqueeze(2)) & valid.unsqueeze(1)
         return replace(topology, rank=siblings.tril(-1).sum(-1))
 

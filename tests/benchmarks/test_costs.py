@@ -11,7 +11,7 @@ from benchmarks.gpu.round_profile import dissect, held
 from benchmarks.gpu.shapes import SHAPES, random_drafter, random_target, read_bytes, weight_bytes
 from headstart.heads import FAMILIES
 from headstart.infer import Speculator
-from headstart.infer.graphs import CudaCapture, Rounds
+from headstart.infer.graphs import CudaCapture, RoundGraphs
 from headstart.infer.measure.baselines import generating, race, speculating
 from headstart.infer.measure.timing import Stopwatch, interleaved, medians
 from headstart.infer.trees.static import StaticTree
@@ -126,7 +126,7 @@ def test_captured_rounds_are_taken_apart_where_they_run(
     """Marks are replayed with the round, so none of them is an earlier one's, of twelve ticks."""
     target, tape = toy(), Tape()
     monkeypatch.setattr(anatomy, "Stopwatch", Ticks)
-    monkeypatch.setattr(Rounds, "on", lambda device: Rounds(tape))
+    monkeypatch.setattr(RoundGraphs, "on", lambda device: RoundGraphs(tape))
     drafter = random_drafter("draft_model", target)
     found = []
     for graphs in (True, False):

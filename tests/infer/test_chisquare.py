@@ -15,10 +15,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import Drafter, Sampling, Step
+from headstart.heads import Drafter, DrafterGroup, Sampling, Step
 from headstart.heads.core import row_seeds
 from headstart.heads.core.noise import Stream, place
-from headstart.infer import Decoding, Target
+from headstart.infer import Decoding, Request, Target
 from headstart.infer.rules.registry import RULES
 from headstart.infer.trees.parse import parse_tree
 from tests.support import random_rounds
@@ -115,14 +115,15 @@ def counts(target: Any, pair: tuple[str, str], warp: str, draws: int, tree: str)
     torch.manual_seed(4)
     drafter = Bigrams(target, torch.randn(FIRST + 4, VOCAB, VOCAB))
     found = torch.zeros(VOCAB**FIRST)
-    runner, policy = Target(target), parse_tree(tree)
+    runner, policy, drafters = Target(target), parse_tree(tree), DrafterGroup([drafter])
     ids = torch.tensor(PROMPT).expand(ROWS, -1)
     for number in range(draws // ROWS):
         sampling = Sampling(row_seeds(1000 + number, ROWS), processors(warp))
         expansion: Any = pair[0]
-        decoding = Decoding(
-            runner, drafter, policy, sampling, rule=RULES[pair[1]], expansion=expansion
+        request = Request(
+            runner, drafters, policy, sampling, rule=RULES[pair[1]], expansion=expansion
         )
+        decoding = Decoding(request)
         decoding.prefill(ids, torch.ones_like(ids), FIRST)
         while not decoding.finished:
             decoding.round()

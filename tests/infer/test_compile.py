@@ -16,9 +16,9 @@ from torch._dynamo.utils import counters
 
 from headstart.heads import OptionError, UnsupportedTarget
 from headstart.heads.core import attention_interface as attention
-from headstart.infer import Speculator, loop
+from headstart.infer import Speculator, request
 from tests.support.families import TREES, drafter, target
-from tests.support.tape import SAMPLED, captured, decode
+from tests.support.tape import SAMPLED, decode, on_tape
 from tests.support.tiny import COMMON, one_line, tiny
 
 STATIC = TREES[1]
@@ -49,7 +49,7 @@ def pair(name: str | None, tree: str = STATIC, **options: Any) -> tuple[Speculat
 
 def test_one_graph_for_each_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever asks, however long the text is, and wherever its cache lies."""
-    monkeypatch.setattr(loop, "_ROOM", 8)
+    monkeypatch.setattr(request, "FIRST_TOKENS", 8)
     compiled, plain = pair("medusa")
     for turn, options in enumerate(({"max_new_tokens": 90}, SAMPLED)):
         text = decode(compiled, turn=turn, **options)
@@ -79,7 +79,7 @@ def test_windows_that_differ_by_layer() -> None:
 
 def test_captured_rounds_may_be_compiled() -> None:
     compiled, plain = pair("medusa")
-    tape = captured(compiled)
+    tape = on_tape(compiled)
     for turn in range(2):
         assert torch.equal(decode(compiled, turn=turn), decode(plain, turn=turn))
     assert tape.replayed > tape.taped > 0 and counted() == (1, 0)
@@ -129,4 +129,4 @@ def test_captured_rounds_are_compiled_on_a_gpu() -> None:
     ids = torch.arange(11, device="cuda").view(1, -1)
     compiled = Speculator(model, compile=True)
     assert torch.equal(compiled.generate(ids, **options), model.generate(ids, **options))
-    assert counted() == (1, 0) and compiled.rounds is not None and compiled.rounds.captures
+    assert counted() == (1, 0) and compiled.graphs is not None and compiled.graphs.captures

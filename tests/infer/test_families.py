@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from headstart.compare import quickstart_of
 from headstart.heads import FAMILIES, Drafter, DrafterGroup, family, load_drafter
 from headstart.heads.draft_model import DraftModel
 from headstart.infer import Speculator, parse_tree
@@ -28,7 +29,7 @@ NEW = 10
 
 def recipes(name: str) -> list[str]:
     """The shipped recipes that train a drafter, or those that decode together."""
-    return [FAMILIES[each].recipe for each in name.split("+") if family(each).trainable]
+    return [quickstart_of(each) for each in name.split("+") if family(each).trainable]
 
 
 def trees(name: str) -> list[str]:

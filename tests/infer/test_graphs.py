@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from headstart.heads import FAMILIES, DecodingError, Drafter
-from headstart.infer import Decoding, Speculator, loop
-from headstart.infer.graphs import Rounds, addresses
+from headstart.infer import Speculator, captured, request
+from headstart.infer.captured import CapturedRunner
+from headstart.infer.graphs import RoundGraphs, addresses
 from tests.support.families import LENGTHS, TREES, drafter, target
-from tests.support.tape import NEW, SAMPLED, Tape, captured, decode
+from tests.support.tape import NEW, SAMPLED, Tape, decode, on_tape
 from tests.support.tiny import prompts
 
 STATIC = TREES[1]
@@ -24,7 +25,7 @@ def both(name: str, tree: str = STATIC, **options: Any) -> tuple[Speculator, Spe
     made = [
         Speculator(target("tiny"), drafter(name, "tiny"), tree=tree, **options) for _ in range(2)
     ]
-    return *made, captured(made[0])  # type: ignore[return-value]
+    return *made, on_tape(made[0])  # type: ignore[return-value]
 
 
 def cases() -> list[Any]:
@@ -63,12 +64,12 @@ def test_every_kind_of_rule(rule: str) -> None:
 
 def test_what_several_drafters_carry_over_is_kept_apart() -> None:
     """States of one family look alike: a tensor that stays is one drafter's own."""
-    rounds, states = Rounds(), [SimpleNamespace(), SimpleNamespace()]
+    graphs, states = RoundGraphs(), [SimpleNamespace(), SimpleNamespace()]
     where = []
     for turn in range(2):
         for number, state in enumerate(states):
             state.size = torch.tensor([10 * turn + number])
-        rounds.keep_state(states)
+        graphs.keep_states(states)
         assert [int(state.size) for state in states] == [10 * turn, 10 * turn + 1]
         where.append(addresses(states))
     assert where[0] == where[1] and len(set(where[0])) == 2
@@ -81,7 +82,7 @@ def test_several_drafters(rule: str) -> None:
     replayed, written = (
         Speculator(target("tiny"), proposers, tree=tree, rule=rule) for _ in range(2)
     )
-    tape = captured(replayed)
+    tape = on_tape(replayed)
     for turn, options in enumerate(({}, SAMPLED, {})):
         assert torch.equal(
             decode(replayed, turn=turn, **options), decode(written, turn=turn, **options)
@@ -101,7 +102,7 @@ def other_student() -> Drafter:
 
 def test_plain_decoding() -> None:
     replayed, written = (Speculator(target("tiny"), tree="plain") for _ in range(2))
-    tape = captured(replayed)
+    tape = on_tape(replayed)
     for turn in range(2):
         assert torch.equal(decode(replayed, turn=turn), decode(written, turn=turn))
         assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
@@ -125,11 +126,11 @@ def test_tree_attention_needs_one_graph() -> None:
 
 def test_what_a_drafter_carries_over_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: were a state left where Python puts it, replayed rounds would draft otherwise."""
-    monkeypatch.setattr(Rounds, "keep_state", lambda self, state: None)
+    monkeypatch.setattr(RoundGraphs, "keep_states", lambda self, states: None)
     replayed, _, tape = both("draft_model")
     decode(replayed)
     assert not tape.taped  # it never lies where it lay before
-    monkeypatch.setattr(loop, "addresses", lambda *owners: None)
+    monkeypatch.setattr(captured, "addresses", lambda *owners: None)
     replayed, written, _ = both("draft_model")
     assert torch.equal(decode(replayed), decode(written))  # the target decides
     assert replayed.stats.counts.tolist() != written.stats.counts.tolist()
@@ -138,13 +139,13 @@ def test_what_a_drafter_carries_over_matters(monkeypatch: pytest.MonkeyPatch) ->
 def test_rows_end_while_the_next_round_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """End tokens come as a surprise; what a row's round ahead wrote is nobody's."""
     ahead = []
-    launch = Decoding._launch
+    start = CapturedRunner._start_round
 
-    def counted(self: Decoding) -> None:
-        launch(self)
-        ahead.append(len(self._waiting))
+    def counted(self: CapturedRunner) -> None:
+        start(self)
+        ahead.append(len(self._started))
 
-    monkeypatch.setattr(Decoding, "_launch", counted)
+    monkeypatch.setattr(CapturedRunner, "_start_round", counted)
     for name in ("medusa", "hydra", "draft_model", "lookup"):
         replayed, written, tape = both(name)
         text = decode(written)
@@ -160,7 +161,7 @@ def test_rows_end_while_the_next_round_runs(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_caches_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "_ROOM", 8)
+    monkeypatch.setattr(request, "FIRST_TOKENS", 8)
     for name in ("medusa", "hydra", "draft_model", "lookup"):
         replayed, written, tape = both(name)
         options: dict[str, Any] = {"max_new_tokens": 200}
@@ -198,9 +199,9 @@ def test_a_repetition_penalty_is_captured(rule: str | None) -> None:
 
 def test_which_tokens_were_seen_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: were it left where each request makes it, others would be penalised by it."""
-    true = Rounds.keep
+    true = RoundGraphs.keep
     monkeypatch.setattr(
-        Rounds,
+        RoundGraphs,
         "keep",
         lambda self, name, value: value if name == "seen" else true(self, name, value),
     )
@@ -216,12 +217,12 @@ def test_a_round_that_cannot_be_captured() -> None:
     replayed, written, _ = both("draft_model")
 
     def refuse(work: Callable[[], Any]) -> Callable[[], Any]:
-        assert replayed.rounds is not None
-        for state in replayed.rounds._states.values():
-            state.lengths = torch.full_like(state.lengths, 1)
+        assert replayed.graphs is not None
+        for states in replayed.graphs._states.values():
+            states[0].lengths = torch.full_like(states[0].lengths, 1)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    captured(replayed, refuse)
+    on_tape(replayed, refuse)
     with pytest.warns(RuntimeWarning, match=r"cannot be captured .*graphs=False"):
         text = decode(replayed)
     assert torch.equal(text, decode(written))
@@ -241,7 +242,7 @@ def test_broken_scores_are_found_a_round_later(monkeypatch: pytest.MonkeyPatch) 
     handle = model.get_output_embeddings().register_forward_hook(poison)
     try:
         with pytest.raises(DecodingError, match="NaN or infinite"):
-            replayed.rounds = Rounds()
+            replayed.graphs = RoundGraphs()
             decode(replayed)
     finally:
         handle.remove()

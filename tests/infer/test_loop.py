@@ -278,7 +278,9 @@ def cache_distance(name: str, tree: str) -> float:
             layers: list[Any] = fresh.layers  # type: ignore[assignment]
             for index, layer in enumerate(layers):
                 for mine, true in zip(
-                    decoding.target.cache.layer(index), (layer.keys, layer.values), strict=True
+                    decoding.request.target.cache.layer(index),
+                    (layer.keys, layer.values),
+                    strict=True,
                 ):
                     worst = max(worst, float((mine[row, :, :length] - true[0]).abs().max()))
     return worst

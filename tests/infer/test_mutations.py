@@ -107,7 +107,7 @@ def residual_not_renormalised(patch: pytest.MonkeyPatch) -> None:
         left, new = true(excess.clone(), p, weight)
         return torch.where(excess.sum(1, keepdim=True) > 0, excess, left), new
 
-    patch.setattr(decisions, "normalise", normalise)
+    everywhere(patch, "normalise", normalise)
 
 
 @bug
@@ -118,7 +118,7 @@ def residual_softmaxed(patch: pytest.MonkeyPatch) -> None:
         left, new = true(excess, p, weight)
         return left.softmax(-1), new
 
-    patch.setattr(decisions, "normalise", normalise)
+    everywhere(patch, "normalise", normalise)
 
 
 @bug

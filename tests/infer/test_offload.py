@@ -20,9 +20,7 @@ from headstart.heads import (
     save_drafter,
 )
 from headstart.heads.artifacts.plan import machine, read_plan, write_plan
-from headstart.infer import Speculator
-from headstart.infer import target as runner
-from headstart.infer.graphs import Rounds
+from headstart.infer import Speculator, graphs
 from headstart.infer.measure import costs, planner
 from headstart.infer.measure.costs import Costs, measure_costs
 from headstart.infer.measure.planner import make_plan, rank_trees
@@ -107,12 +105,10 @@ def test_no_graph_repeats_what_comes_from_the_host(
         Speculator(model, graphs=True)
     assert "leave graphs out" in one_line(caught.value)
     # As on a GPU, of which the choice sees no more than this.
-    monkeypatch.setattr(runner.Target, "device", property(lambda self: torch.device("cuda")))
-    monkeypatch.setattr(Rounds, "on", lambda device: Rounds())
-    assert Speculator(model).rounds is None
-    assert Speculator(tiny("llama")).rounds is not None
-    monkeypatch.setattr(costs, "device_of", lambda model: torch.device("cuda"))
-    assert costs._captured(tiny("llama")) and not costs._captured(model), "what is timed"
+    monkeypatch.setattr(graphs, "device_of", lambda model: torch.device("cuda"))
+    assert Speculator(model).graphs is None
+    assert Speculator(tiny("llama")).graphs is not None
+    assert costs.captures_rounds is graphs.captures_rounds, "what is timed"
 
 
 def test_a_plan_is_for_weights_in_one_place(

@@ -631,7 +631,7 @@ def test_the_models_defaults() -> None:
 @pytest.mark.parametrize("shape", ["heads", "cached"])
 def test_a_long_answer_grows_its_memory(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A generous limit allocates little; what is then needed is added in few steps."""
-    from headstart.infer import loop
+    from headstart.infer import request
 
     config = CONFIGS["llama"]()
     config.max_position_embeddings = 200_000
@@ -646,7 +646,7 @@ def test_a_long_answer_grows_its_memory(shape: str, monkeypatch: pytest.MonkeyPa
         true(self, capacity)
 
     monkeypatch.setattr(target.SlabCache, "reserve", counted)
-    monkeypatch.setattr(loop, "_ROOM", 16)
+    monkeypatch.setattr(request, "FIRST_TOKENS", 16)
     free = model.generate(ids, attention_mask=mask, **base(max_new_tokens=230))  # type: ignore[operator]
     end = int(free[0, 9 + 200])
     script = pad(free[:, 9:], (0, 8))

@@ -128,7 +128,7 @@ class Run:
             tiny(self.case.name)(torch.tensor([text[:-1]]), past_key_values=fresh)
             layers: list[Any] = fresh.layers  # type: ignore[assignment]
             for index, layer in enumerate(layers):
-                mine = self.decoding.target.cache.layer(index)
+                mine = self.decoding.request.target.cache.layer(index)
                 for found, true in zip(mine, (layer.keys, layer.values), strict=True):
                     assert true.shape[2] == length
                     worst = max(worst, float((found[row, :, :length] - true[0]).abs().max()))

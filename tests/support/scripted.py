@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads import FINAL, Drafter, DrafterConfig, Sampling, Step
+from headstart.heads import FINAL, Drafter, DrafterConfig, DrafterGroup, Sampling, Step
 from headstart.heads.core import capture
-from headstart.infer import Decoding, Target, parse_tree
+from headstart.infer import Decoding, Request, Target, parse_tree
 from headstart.infer.trees.policy import Committed
 from tests.support.tiny import VOCAB
 
@@ -241,15 +241,17 @@ def make(
 
 def decoding_of(
     target: PreTrainedModel,
-    drafter: Drafter | None,
+    drafter: Drafter | DrafterGroup | None,
     tree: Any,
     sampling: Sampling | None = None,
     **options: Any,
 ) -> Decoding:
     """The loop without `generate` around it, to be driven round by round."""
-    layers = () if drafter is None else tuple(drafter.config.feature_layers)
-    runner = Target(target, layers)
-    return Decoding(runner, drafter, parse_tree(tree), sampling or Sampling(), **options)
+    group = DrafterGroup.of(drafter)
+    group.bind(target)
+    runner = Target(target, group.feature_layers)
+    request = Request(runner, group, parse_tree(tree), sampling or Sampling(), **options)
+    return Decoding(request)
 
 
 def rows_of(ids: Tensor, mask: Tensor) -> list[list[int]]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from headstart.infer import Speculator
-from headstart.infer.graphs import Rounds
+from headstart.infer.graphs import RoundGraphs
 from tests.support.families import LENGTHS
 from tests.support.tiny import prompts
 
@@ -73,10 +73,10 @@ def _tensors(found: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
 
 
-def captured(speculator: Speculator, capture: Callable | None = None) -> Tape:
+def on_tape(speculator: Speculator, capture: Callable | None = None) -> Tape:
     """Give the speculator a tape in place of graphs."""
     tape = Tape()
-    speculator.rounds = Rounds(capture or tape)
+    speculator.graphs = RoundGraphs(capture or tape)
     return tape
 
 

@@ -117,7 +117,7 @@ def test_it_compiles_for_gpus_that_are_not_here(
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it does compile
     tile = Tile.fit(256, 128, 128, 2)
     types = dict.fromkeys("qkv", "*bf16") | {"out": "*bf16", "packed": "*i32"}
-    types |= {"rows": "*bf16", "aimed": "*i64", "path": "*i64"}
+    types |= {"rows": "*bf16", "slots": "*i64", "path": "*i64"}
     types |= {"partial": "*fp32", "lse": "*fp32", "scale": "fp32", "softcap": "fp32"}
     sizes = {"D": 128, "DV": 128, "D_BLOCK": 128, "DV_BLOCK": 128, "PARTS": 16}
     sizes |= {"ROWS": tile.rows, "SLOTS": tile.slots, "CAPPED": True}

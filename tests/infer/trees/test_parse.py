@@ -116,7 +116,9 @@ def test_static_forms(text: Any, paths: list[list[int]]) -> None:
 
 def test_a_searched_tree_is_not_static() -> None:
     for text in ("beam:2,2", "chain:2+chain:2"):
-        with pytest.raises(OptionError, match=f"tree is '{text.replace('+', '.')}'") as caught:
+        with pytest.raises(
+            OptionError, match=f"tree is {text.replace('+', '.')}; expected plain"
+        ) as caught:
             parse_static(text)
         one_line(caught.value)
 

@@ -15,13 +15,12 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from headstart.heads import Drafter, OptionError, Sampling, Step, TokenTree
 from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.infer import Decoding, StaticTree, Target
-from headstart.infer.speculator import run
+from headstart.infer import Decoding, StaticTree
 from headstart.infer.trees.beam import Beam
 from headstart.infer.trees.best_first import BestFirst
 from headstart.infer.trees.children import Children
 from headstart.infer.trees.parse import parse_tree
-from tests.support.scripted import SHAPES, ScriptedConfig, committed, make, rows_of
+from tests.support.scripted import SHAPES, ScriptedConfig, committed, decoding_of, make, rows_of
 from tests.support.syncs import NoSync
 from tests.support.tiny import one_line, prompts, tiny
 
@@ -358,12 +357,11 @@ def decode(
 ) -> tuple[Tensor, Decoding]:
     """New tokens [B, new], and the loop that wrote them."""
     ids, mask = prompts(LENGTHS[batch])
-    layers = () if drafter is None else tuple(drafter.config.feature_layers)
     expansion: Any = "coupled" if rule == "coupled" else "topk"
     sampling = sampling_of(rule, batch)
-    decoding = Decoding(Target(tiny("llama"), layers), drafter, tree, sampling, expansion=expansion)
+    decoding = decoding_of(tiny("llama"), drafter, tree, sampling, expansion=expansion)
     with torch.no_grad():
-        for _ in run(decoding, ids, mask, new):
+        for _ in decoding.run(ids, mask, new):
             pass
     return decoding.sequences[:, ids.shape[1] :], decoding
 
@@ -400,14 +398,8 @@ def test_a_round_does_not_wait(tree: str, rule: str) -> None:
     ids, mask = prompts(LENGTHS[4])
     expansion: Any = "coupled" if rule == "coupled" else "topk"
     for drafter in drafters(plain(rule, 4)).values():
-        layers = tuple(drafter.config.feature_layers)
-        decoding = Decoding(
-            Target(tiny("llama"), layers),
-            drafter,
-            parse_tree(tree),
-            sampling_of(rule, 4),
-            expansion=expansion,
-        )
+        sampling = sampling_of(rule, 4)
+        decoding = decoding_of(tiny("llama"), drafter, tree, sampling, expansion=expansion)
         with torch.no_grad():
             decoding.prefill(ids, mask, 12)
             while not decoding.finished:

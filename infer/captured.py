@@ -1,0 +1,152 @@
+"""Captures rounds and replays them; while the host reads one report, the next round may run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from headstart.heads import Sampling
+from headstart.heads.core import in_steps
+
+from .graphs import RoundGraphs, addresses
+from .report import ProposalCheck
+from .request import Request
+from .round import run_round
+from .trees.policy import Committed
+
+
+class CapturedRunner:
+    """Runs the rounds of one request, of which two may have started before the first is read.
+
+    Args:
+        request: one whose text nobody reads.
+        graphs: what its speculator has captured so far.
+
+    Attributes:
+        slots_ahead: slots written by rounds that start before it is known where their row ends.
+    """
+
+    def __init__(self, request: Request, graphs: RoundGraphs):
+        self.request, self.graphs = request, graphs
+        self.slots_ahead = 2 * (request.policy.max_depth + 1)
+        self._started: deque[tuple[Callable[[], np.ndarray], int]] = deque()  # report, its A
+        self._settings = built_in(request.sampling)
+
+    def start(self, batch: int, capacity: int) -> list[Any]:
+        """The drafters' states for prompts that are about to be run, where graphs know them."""
+        return self.graphs.states(self.request.drafters, batch, capacity)
+
+    def begin(self) -> None:
+        """Take over after the prefill: put all that rounds read where it stays."""
+        request, keep = self.request, self.graphs.keep
+        if (seeds := request.sampling.seeds) is not None:
+            request.set_sampling(replace(request.sampling, seeds=keep("seeds", seeds)))
+        for name in ("ends", "seen"):
+            if (value := getattr(request.text, name)) is not None:
+                setattr(request.text, name, keep(name, value))
+        self._keep_rows()
+
+    def next_report(self) -> tuple[np.ndarray, int]:
+        """The report of the round that started first, and A, the tokens of each row in it."""
+        started = self._started
+        if not started:
+            self._start_round()
+        # No further round starts where a row will have used its budget by then.
+        if self.request.rows.free > started[0][1]:
+            self._start_round()
+        read, steps = started.popleft()
+        return read(), steps
+
+    def restore_ended_rows(self, count: np.ndarray) -> None:
+        """See `Request.restore_ended_rows`; count [B]: what the last round emitted."""
+        # A round that has started has handed those tokens on already.
+        self.request.restore_ended_rows(np.zeros_like(count) if self._started else count)
+        self._keep_rows()
+
+    def _start_round(self) -> None:
+        request = self.request
+        longest = request.rows.longest + sum(steps for _, steps in self._started)
+        request.make_space(longest)
+        report = self.graphs.send(self._run_round(self._bound(longest)))
+        self._started.append((report, request.committed.tokens.shape[1]))
+
+    def _bound(self, longest: int) -> int:
+        """A bound on the roots' positions that is the same for many rounds, as graphs have it."""
+        request, capacity = self.request, self.request.target.cache.capacity
+        most = capacity - request.policy.nodes
+        # Tree attention reads lengths on the device: one graph serves all, where drafters let it.
+        if request.target.windows.tree and not request.drafters.needs_length_bound:
+            return most
+        return min(bucket(longest + self.slots_ahead), most)
+
+    def _run_round(self, longest: int) -> Tensor:
+        """Do a round on tensors that stay, perhaps by replaying it; returns its report."""
+        request, graphs = self.request, self.graphs
+        request.drafters.reserve(request.states, longest, request.capacity.behind)
+        graphs.keep_states(request.states)
+        weight = request.target.model.get_input_embeddings().weight  # another one after a move
+        kind = (
+            *(request.policy, request.drafters.drafters, request.rule, request.expansion),
+            *(self._settings, request.committed.tokens.shape, longest, request.text.ends is None),
+            addresses(request.target.cache, request.states, weight),
+        )
+        check = ProposalCheck(request.drafters) if request.drafters.members else None
+
+        def work() -> tuple[Committed, Tensor]:
+            committed, report = run_round(request, longest, False, check)
+            graphs.keep_states(request.states)
+            committed = self._kept(self._without_ended_rows(committed))
+            return committed, graphs.keep("report", report)
+
+        request.committed, report = graphs.run(kind, work)
+        return report
+
+    def _without_ended_rows(self, committed: Committed) -> Committed:
+        """What a round committed, of rows that had not ended; its tokens may not be checked yet."""
+        tokens, count = committed.tokens.clamp(min=0), committed.count * self._alive
+        lengths = self.request.lengths + count
+        return replace(committed, tokens=tokens, count=count, root=tokens[:, -1:], lengths=lengths)
+
+    def _kept(self, committed: Committed) -> Committed:
+        keep = self.graphs.keep
+        return Committed(*(keep(f.name, getattr(committed, f.name)) for f in fields(committed)))
+
+    def _keep_rows(self) -> None:
+        request = self.request
+        request.committed = self._kept(request.committed)
+        alive = torch.from_numpy(request.rows.remaining > 0).to(request.lengths)  # [B]
+        self._alive = self.graphs.keep("alive", alive)
+
+
+def bucket(slots: int) -> int:
+    """So many slots, rounded up by a quarter at most: a text as it grows needs few graphs.
+
+    >>> [bucket(n) for n in (1, 64, 65, 300, 513, 2049)]
+    [64, 64, 128, 320, 640, 2560]
+    """
+    step = in_steps(1)
+    while slots > 8 * step:
+        step *= 2
+    return -(-slots // step) * step
+
+
+def built_in(sampling: Sampling) -> Hashable:
+    """All that a graph has built in of how tokens are chosen."""
+
+    def plain(value: Any) -> Hashable:
+        return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else repr(value)
+
+    def options(item: LogitsProcessor) -> Hashable:
+        if (penalty := sampling.penalty) is not None and item is penalty:
+            return type(item), penalty.penalty  # what it ignores is on the device
+        return type(item), *((name, plain(value)) for name, value in sorted(vars(item).items()))
+
+    processors = tuple(map(options, sampling.processors or ()))
+    return sampling.seeds is None, sampling.dtype, processors

@@ -1,0 +1,222 @@
+"""What `generate` hands to a callable, read and checked: everything not honoured is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
+)
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
+
+from headstart.heads import OptionError, Sampling
+from headstart.heads.core import STATEFUL, row_seeds
+
+_OTHER_METHODS = {
+    "constraints": "constrained beam search",
+    "force_words_ids": "constrained beam search",
+    "num_beam_groups": "group beam search",
+    "num_beams": "beam search",
+    "dola_layers": "DoLa",
+    "prompt_lookup_num_tokens": "prompt lookup",
+    "assistant_early_exit": "early-exit assistance",
+    "use_mtp": "multi-token prediction",
+    "penalty_alpha": "contrastive search",
+}
+"""Options that ask for another decoding method, in the order in which `generate` decides."""
+
+_HONOURED = {"attention_mask", "position_ids", "past_key_values"}
+_WITHOUT_EFFECT = {"logits_to_keep", "use_cache", "output_attentions", "output_hidden_states"}
+"""Model inputs that change what a forward returns or how fast, never the text."""
+
+_OTHER_CACHES = ("quantized", "offloaded")
+
+
+def check_config(config: GenerationConfig, model: PreTrainedModel) -> None:
+    """Refuse options that ask for something else than one greedy or sampled text.
+
+    Raises:
+        OptionError: naming the option.
+    """
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        for name, method in _OTHER_METHODS.items():
+            value = getattr(config, name, None)
+            if value and not (value == 1 and name.startswith("num_")):
+                raise OptionError(
+                    f"{name} is {value} and asks for {method}; speculative decoding writes one "
+                    "greedy or sampled text: leave it out."
+                )
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name, None):
+            raise OptionError(f"{name}=True is not supported while speculating; set it to False.")
+    if config.cache_implementation in _OTHER_CACHES:
+        raise OptionError(
+            f"cache_implementation is {config.cache_implementation!r}; the speculator keeps its "
+            "own cache, in the model's dtype and on its devices: leave it out."
+        )
+    temperature = config.temperature
+    if config.do_sample and temperature is not None and not temperature > 0:
+        raise OptionError(
+            f"temperature is {temperature}; expected a number above 0, or do_sample=False."
+        )
+    if model.training:
+        raise OptionError(
+            "the target is in training mode, where dropout is random; call model.eval()."
+        )
+
+
+def read_sampling(
+    config: GenerationConfig,
+    processors: LogitsProcessorList | None,
+    seed: int | Sequence[int] | None,
+    input_ids: Tensor,
+) -> Sampling:
+    """The seeds and processors of a request for prompts [B, P]; no seeds where it is greedy.
+
+    Raises:
+        OptionError: another number of seeds than rows; or a processor that no tree can follow: one
+            that keeps a state for the batch as a whole when rows run apart, or a penalty that is to
+            ignore more than the prompt.
+    """
+    kept, (batch, width) = LogitsProcessorList(processors or []), input_ids.shape
+    _check_processors(kept, batch, width)
+    if not config.do_sample:
+        return Sampling(None, kept)
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    if not isinstance(seed, int) and len(seed) != batch:
+        raise OptionError(
+            f"found {len(seed)} seeds for {batch} rows; give one seed, or one per row."
+        )
+    return Sampling(row_seeds(seed, batch, input_ids.device), kept)
+
+
+def _check_processors(processors: LogitsProcessorList, batch: int, width: int) -> None:
+    for processor in processors:
+        if batch > 1 and isinstance(processor, STATEFUL):
+            raise OptionError(
+                f"{type(processor).__name__} keeps a state that all rows share, and speculating "
+                f"rows advance apart; found {batch} rows: give it one prompt at a time."
+            )
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            ignored = processor.prompt_ignore_length
+            if ignored is not None and (most := int(torch.as_tensor(ignored).max())) > width:
+                raise OptionError(
+                    f"prompt_ignore_length of {type(processor).__name__} is {most} and the prompt "
+                    f"has {width} tokens; expected no more than those."
+                )
+
+
+def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Tensor:
+    """The prompt's mask [B, P], 1 at true tokens; refuse inputs that would be ignored.
+
+    Args:
+        input_ids: [B, P].
+        inputs: what else `generate` would pass to the model.
+        vocab: V, the target's token ids.
+
+    Raises:
+        OptionError: naming the input, or how the prompts are padded.
+    """
+    for name, value in inputs.items():
+        if value is not None and name not in _HONOURED | _WITHOUT_EFFECT:
+            raise OptionError(
+                f"{name} was given, but a token tree is run with token ids and positions alone; "
+                "leave it out."
+            )
+    cache = inputs.get("past_key_values")
+    if cache is not None and (
+        getattr(cache, "_is_user_defined", False) or int(cache.get_seq_length()) > 0
+    ):
+        raise OptionError(
+            "past_key_values was given; the speculator keeps its own cache: pass the whole prompt "
+            "instead."
+        )
+    mask = inputs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device, torch.long)
+    if input_ids.shape[1] == 0:
+        raise OptionError("the prompts are empty; expected at least one token a row.")
+    if mask.shape != input_ids.shape or not bool(mask[:, -1].all()):
+        raise OptionError(
+            "the prompts are padded on the right, or a row is all padding; expected at least one "
+            "token a row, padded on the left: set tokenizer.padding_side = 'left'."
+        )
+    if bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise OptionError(
+            "attention_mask hides tokens inside a prompt; expected padding on the left alone."
+        )
+    strange = (mask > 0) & ((input_ids < 0) | (input_ids >= vocab))
+    if bool(strange.any()):
+        row = int(strange.any(1).byte().argmax())
+        raise OptionError(
+            f"token {int(input_ids[strange][0])} of row {row} is not among the target's {vocab} "
+            "token ids; use the target's tokenizer."
+        )
+    positions = inputs.get("position_ids")
+    if positions is not None:
+        natural = (mask.cumsum(-1) - 1).clamp(min=0)
+        if positions.dim() != 2 or bool((positions.to(natural.device) != natural).any()):
+            raise OptionError(
+                "position_ids do not count the prompt's tokens from 0; the speculator numbers them "
+                "itself: leave position_ids out."
+            )
+    return mask
+
+
+@dataclass(frozen=True)
+class Ending:
+    """When rows end: text length [padding included], end tokens, and further criteria.
+
+    Attributes:
+        limit: columns of text, padding and prompt included.
+        eos: token ids, in the order given.
+        others: criteria that must be asked after every token.
+        lengths: the criteria that `limit` came from.
+    """
+
+    limit: int
+    eos: list[int]
+    others: StoppingCriteriaList
+    lengths: list[MaxLengthCriteria]
+
+    @classmethod
+    def of(cls, criteria: StoppingCriteriaList | None, width: int) -> Ending:
+        """Sort the criteria of `generate` for prompts of `width` columns.
+
+        Raises:
+            OptionError: no length limit, or none that leaves room for a token.
+        """
+        found = StoppingCriteriaList(criteria or [])
+        lengths = [c for c in found if isinstance(c, MaxLengthCriteria)]
+        limit = min((c.max_length for c in lengths), default=None)
+        if limit is None or limit <= width:
+            raise OptionError(
+                f"the length limit is {limit} and the prompt has {width} tokens; set "
+                "max_new_tokens to at least 1."
+            )
+        ends = [c for c in found if isinstance(c, EosTokenCriteria)]
+        others = [c for c in found if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+        eos = [int(token) for c in ends for token in c.eos_token_id.tolist()]
+        return cls(limit, eos, StoppingCriteriaList(others), lengths)
+
+    def padding(self, config: GenerationConfig) -> int:
+        """The token that is written after a row's end."""
+        if config.pad_token_id is not None:
+            return int(config.pad_token_id)
+        return self.eos[0] if self.eos else 0
+
+    def warn_of_length(self, sequences: Tensor) -> None:
+        """Let transformers warn, as it does, when the text outgrew the model's trained length."""
+        if sequences.shape[1] > 1:
+            for criterion in self.lengths:
+                criterion(sequences[:, :-1], None)  # type: ignore[arg-type]

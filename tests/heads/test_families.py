@@ -1,0 +1,33 @@
+"""The records of the families, and what their classes declare."""
+
+from typing import Any
+
+import pytest
+
+from headstart.heads import FAMILIES, Drafter, OptionError, TrainableDrafter, family
+from tests.support.tiny import one_line, tiny
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_record_fits_its_class(name: str) -> None:
+    kind: Any = family(name)
+    assert FAMILIES[name].name == name == kind.config_class.family_name()
+    assert set(FAMILIES[name].large) <= set(kind.config_class.OPTIONS)
+    kind.config_class.for_target(tiny("llama"), **FAMILIES[name].small)
+    assert issubclass(kind, TrainableDrafter) == kind.trainable == (not kind.weightless)
+
+
+def test_what_is_particular_is_declared() -> None:
+    def those(fact: str) -> set[str]:
+        return {name for name in FAMILIES if getattr(family(name), fact)}
+
+    assert those("weightless") == {"lookup"}
+    assert those("saved_as_language_model") == those("writes_text") == {"draft_model"}
+    assert those("independent") == {"medusa", "medusa2"}
+    assert not issubclass(Drafter, TrainableDrafter)
+
+
+def test_an_unknown_family_is_one_line() -> None:
+    with pytest.raises(OptionError, match="'medsua'; expected one of: draft_model") as caught:
+        family("medsua")
+    one_line(caught.value)
