@@ -13,6 +13,21 @@ __all__ = ["main"]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what a recipe describes: `RECIPE [a.b=value …] [--fresh]`; returns the exit status."""
-    from .command import main as run
+    import argparse
+    import sys
 
-    return run(argv)
+    from .recipe import load_recipe
+
+    parser = argparse.ArgumentParser(prog="headstart.train", description="Train a drafter.")
+    parser.add_argument("recipe", metavar="RECIPE", help="a path or a shipped name")
+    parser.add_argument("overrides", metavar="a.b=value", nargs="*", help="settings of the recipe")
+    parser.add_argument("--fresh", action="store_true", help="run finished stages again")
+    options = parser.parse_intermixed_args(argv)
+    recipe = load_recipe(options.recipe, options.overrides)
+    from .pipeline import train
+    from .processes import end_processes
+
+    folder = train(recipe, options.fresh)
+    print(f"The drafter is in {folder}", file=sys.stderr)
+    end_processes()
+    return 0

@@ -21,6 +21,7 @@ from headstart.heads import (
 from headstart.heads.artifacts.files import TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.artifacts.saving import write_artifact
+from headstart.heads.core.files import write_atomically
 
 from .card import training_card
 from .data.documents import Document
@@ -29,7 +30,6 @@ from .data.training_rows import Rows
 from .joint import adapter_loss_change, training_classes
 from .on_policy import StudentText
 from .recipe import Recipe
-from .stages import write_atomically
 from .validate import Validation
 
 

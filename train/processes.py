@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import TypeVar
 
 import torch
@@ -32,3 +33,11 @@ def wait_for_all() -> None:
     """Return when every process has called."""
     if in_parallel():
         torch.distributed.barrier()
+
+
+def end_processes() -> None:
+    """End the process group before the interpreter does: its threads abort a late exit."""
+    if in_parallel():
+        gc.collect()  # the trainer has cycles that hold the wrapped model, and so the group
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()

@@ -22,13 +22,13 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from headstart.heads import Drafter
+from headstart.heads.core.files import write_atomically
 
 from .clock import Bounds, Clock, Progress
 from .data.training_rows import Rows
 from .on_policy import StudentText
 from .processes import from_process_0
 from .recipe import Train
-from .stages import write_atomically
 from .target_with_drafter import TargetWithDrafter
 
 _COMPLETE = "complete.json"  # written last into a checkpoint: seconds of training so far

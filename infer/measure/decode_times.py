@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
 from ..speculator import Speculator
+from ..stats import Stats
 from .greedy_text import Tick, decode_greedily
+from .timing import take_turns
 
 _WARM = 16  # new tokens that warm up a speculator without graphs to capture
 
@@ -26,10 +27,10 @@ class DecodeTimes:
             batches.
     """
 
-    per_round: dict[str, list[float]]
-    loops: Counter[str] = field(default_factory=Counter)
-    rounds: Counter[str] = field(default_factory=Counter)
-    tokens: Counter[str] = field(default_factory=Counter)
+    per_round: dict[str, list[float]] = field(default_factory=dict)
+    loops: dict[str, int] = field(default_factory=dict)
+    rounds: dict[str, int] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
 
 
 def decode_times(
@@ -45,20 +46,19 @@ def decode_times(
         tick: called after each batch, also for those that are left out.
         seconds: no batch but the first one begins after this time.
     """
-    found = DecodeTimes({name: [] for name in speculators})
-    end = time.perf_counter() + seconds
     for speculator in speculators.values():
         warm = new_tokens if speculator.graphs is not None else min(new_tokens, _WARM)
         decode_greedily(speculator, batches[0], warm)
-    for number, prompts in enumerate(batches):
-        late = number > 0 and time.perf_counter() > end
-        for name, speculator in () if late else speculators.items():
-            decode_greedily(speculator, prompts, new_tokens)
-            stats = speculator.stats
-            loops = len(stats.counts)
-            found.per_round[name].append(stats.decode_seconds / max(loops, 1))
-            found.loops[name] += loops
-            found.rounds[name] += stats.rounds
-            found.tokens[name] += stats.tokens
-        tick()
+
+    def decode(speculator: Speculator, prompts: Sequence[Tensor]) -> Stats:
+        decode_greedily(speculator, prompts, new_tokens)
+        return speculator.stats
+
+    runs = {name: partial(decode, speculator) for name, speculator in speculators.items()}
+    found = DecodeTimes()
+    for name, each in take_turns(runs, batches, tick, seconds).items():
+        found.per_round[name] = [s.decode_seconds / max(len(s.counts), 1) for s in each]
+        found.loops[name] = sum(len(stats.counts) for stats in each)
+        found.rounds[name] = sum(stats.rounds for stats in each)
+        found.tokens[name] = sum(stats.tokens for stats in each)
     return found

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import headstart
 from headstart.heads import Drafter, load_drafter
-from headstart.heads.artifacts.files import read_manifest
+from headstart.heads.artifacts.manifest import read_manifest
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.medusa2 import Medusa2, Medusa2Config
 from headstart.heads.parts.adapter import ADAPTER_WEIGHTS

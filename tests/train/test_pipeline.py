@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headstart
 from headstart.heads import load_drafter
-from headstart.heads.artifacts.files import read_manifest
+from headstart.heads.artifacts.manifest import read_manifest
 from headstart.infer import StaticTree, parse_static
 from headstart.train import main, pipeline
 from headstart.train.data.corpus import load_documents

@@ -9,36 +9,19 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from headstart.heads.core.files import write_atomically
+
 from ..recipe import Corpus
-from ..stages import write_atomically
 from .documents import CorpusError, Document
-from .reading import SUPPORTED, order, read_source
+from .reading import SUPPORTED, Skipped, order, read_source
 
 logger = logging.getLogger(__name__)
 
 Split = Literal["train", "held_out"]
-
-
-@dataclass
-class Skipped:
-    """What is left out of a corpus, and whether a bad row may be.
-
-    `files` are not UTF-8 text (names), `rows` cannot be read (messages that name file and line).
-    """
-
-    on_error: str = "raise"
-    files: list[str] = field(default_factory=list)
-    rows: list[str] = field(default_factory=list)
-
-    def row(self, error: CorpusError) -> None:
-        """Note a bad row, or raise the error where the policy is to raise."""
-        if self.on_error == "raise":
-            raise CorpusError(f"{error} (corpus.on_error=skip leaves such rows out)") from None
-        self.rows.append(str(error))
 
 
 def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
@@ -91,7 +74,7 @@ def load_documents(folder: Path, split: Split) -> list[Document]:
 
 def _read(spec: Corpus, seed: int, skipped: Skipped) -> Iterator[Document]:
     if spec.source != "target":
-        return read_source(spec.source, skipped.row, skipped.files.append)
+        return read_source(spec.source, skipped)
     from .sampled_corpus import sample_documents  # loads torch
 
     assert spec.writer is not None  # the recipe filled it in

@@ -14,6 +14,7 @@ import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,23 @@ SUPPORTED = (
 )
 _FIRST_ITEM = re.compile(r"\s*\[\s*")
 
-BadRow = Callable[[CorpusError], None]
-"""Called with the error of a row that cannot be read; the row is left out if it returns."""
+
+@dataclass
+class Skipped:
+    """What is left out of a corpus, and whether a row that cannot be read may be.
+
+    `files` are names of what is not UTF-8 text, `rows` messages that name file and line.
+    """
+
+    on_error: str = "raise"
+    files: list[str] = field(default_factory=list)
+    rows: list[str] = field(default_factory=list)
+
+    def row(self, error: CorpusError) -> None:
+        """Note a bad row, or raise the error where the policy is to raise."""
+        if self.on_error == "raise":
+            raise CorpusError(f"{error} (corpus.on_error=skip leaves such rows out)") from None
+        self.rows.append(str(error))
 
 
 def read_documents(source: str | Path, answers: bool = False) -> list[Document]:
@@ -44,35 +60,26 @@ def read_documents(source: str | Path, answers: bool = False) -> list[Document]:
     Args:
         answers: keep the answers that came with them; else a chat ends with the user's last turn.
     """
-
-    def refuse(error: CorpusError) -> None:
-        raise error
-
-    documents = read_source(str(source), refuse, lambda name: None)
+    documents = read_source(str(source), Skipped())
     return list(documents) if answers else [document.prompts()[-1] for document in documents]
 
 
-def read_source(
-    source: str, bad_row: BadRow, skipped_file: Callable[[str], None]
-) -> Iterator[Document]:
+def read_source(source: str, skipped: Skipped) -> Iterator[Document]:
     """The documents of a recipe's `corpus.source`, in the order of the hash of their ids.
 
     An id is the path of a file in the folder, or `file:number` of a line or row.
 
-    Args:
-        skipped_file: called with the name of each file that is not UTF-8 text.
-
     Raises:
-        CorpusError: the source does not exist, or a file cannot be read on.
+        CorpusError: the source does not exist, or a file or row of it cannot be read.
     """
     path = Path(source).expanduser()
     if source == "stdlib":
         library = Path(sysconfig.get_paths()["stdlib"])
-        yield from _read_folder(library, library.rglob("*.py"), _NOT_LIBRARY, bad_row, skipped_file)
+        yield from _read_folder(library, library.rglob("*.py"), _NOT_LIBRARY, skipped)
     elif path.is_dir():
-        yield from _read_folder(path, path.rglob("*"), {"__pycache__"}, bad_row, skipped_file)
+        yield from _read_folder(path, path.rglob("*"), {"__pycache__"}, skipped)
     elif path.is_file() and file_kind(path) in _READERS:
-        yield from sorted(read_file(path, path.name, bad_row), key=lambda found: order(found.id))
+        yield from sorted(read_file(path, path.name, skipped), key=lambda found: order(found.id))
     elif path.is_file():
         found = path.suffix or "nameless"
         raise CorpusError(f"{source}: found a {found} file; expected {SUPPORTED}")
@@ -84,9 +91,8 @@ def read_source(
 
 
 def _read_folder(
-    root: Path, paths: Iterable[Path], excluded: set[str], bad_row: BadRow,
-    skipped_file: Callable[[str], None],
-) -> Iterator[Document]:  # fmt: skip
+    root: Path, paths: Iterable[Path], excluded: set[str], skipped: Skipped
+) -> Iterator[Document]:
     """One document a file; files of rows hold one a row, and hidden files are left out."""
     files = {}
     for path in paths:
@@ -97,14 +103,14 @@ def _read_folder(
     for name in sorted(files, key=order):
         path, kind = files[name], file_kind(files[name])
         if kind in (".jsonl", ".parquet") or (kind == ".json" and _is_array_of_rows(path)):
-            yield from read_file(path, name, bad_row)
+            yield from read_file(path, name, skipped)
             continue
         try:
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
             text = "\0"
         if "\0" in text:  # binary, which may happen to decode
-            skipped_file(name)
+            skipped.files.append(name)
         elif text.strip():
             yield Document(name, text.replace("\r\n", "\n"))
 
@@ -119,7 +125,7 @@ def order(name: str) -> bytes:
     return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
 
 
-def read_file(path: Path, name: str, bad_row: BadRow) -> Iterator[Document]:
+def read_file(path: Path, name: str, skipped: Skipped) -> Iterator[Document]:
     """The documents of a .txt (one a line), .jsonl, .json (an array) or .parquet file.
 
     Args:
@@ -137,7 +143,7 @@ def read_file(path: Path, name: str, bad_row: BadRow) -> Iterator[Document]:
         try:
             yield parse_row(_decode(row) if kind == ".jsonl" else row, f"{name}:{number}")
         except CorpusError as error:
-            bad_row(CorpusError(f"{path} {place} {number}: {error}"))
+            skipped.row(CorpusError(f"{path} {place} {number}: {error}"))
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:

@@ -4,6 +4,7 @@ from .build import parse_recipe
 from .fields import RecipeError
 from .files import load_recipe, shipped_recipes
 from .schema import (
+    LOSSES,
     Corpus,
     Decode,
     Distill,
@@ -16,6 +17,6 @@ from .schema import (
 )
 
 __all__ = [
-    "Corpus", "Decode", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError",
+    "LOSSES", "Corpus", "Decode", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError",
     "Scratch", "TargetSpec", "Train", "load_recipe", "parse_recipe", "shipped_recipes",
 ]  # fmt: skip

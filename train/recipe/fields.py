@@ -5,7 +5,6 @@ A check raises ValueError with what was found and expected; `build` puts the key
 
 import difflib
 import math
-import operator
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,26 +21,21 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
-_BOUNDS = {
-    "gt": ("greater than", operator.gt),
-    "ge": ("at least", operator.ge),
-    "lt": ("less than", operator.lt),
-    "le": ("at most", operator.le),
-}
+def number(
+    default: Any,
+    gt: float = -math.inf,
+    ge: float = -math.inf,
+    lt: float = math.inf,
+    le: float = math.inf,
+) -> Any:
+    """The field of a finite number that is greater than `gt`, at least `ge`, and so on."""
+    bounds = {"greater than": gt, "at least": ge, "less than": lt, "at most": le}
+    finite = [f"{words} {bound}" for words, bound in bounds.items() if math.isfinite(bound)]
+    expected = f"a number {' and '.join(finite)}"
 
-
-def number(default: Any, **bounds: float) -> Any:
-    """The field of a finite number within `bounds`: `gt`, `ge`, `lt`, `le`."""
-
-    def check(value: float | None) -> None:
-        if value is None:  # the type says whether null is a value
-            return
-        if not math.isfinite(value):
-            raise ValueError(f"found {value!r}, expected a finite number")
-        for name, bound in bounds.items():
-            words, holds = _BOUNDS[name]
-            if not holds(value, bound):
-                raise ValueError(f"found {value!r}, expected {words} {bound}")
+    def check(value: float | None) -> None:  # whether null is a value is said by the type
+        if value is not None and not (gt < value < lt and ge <= value <= le):
+            raise ValueError(f"found {value!r}, expected {expected}")
 
     return validated_field(check, default=default)
 
