@@ -124,7 +124,7 @@ class DraftModel(TrainableDrafter):
         if self.state_dict().keys() & state_dict.keys():
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         tied = self.model.all_tied_weights_keys  # one of each pair is saved
-        missing = {name: state_dict[twin] for name, twin in tied.items() if name not in state_dict}
+        missing = {name: state_dict[kept] for name, kept in tied.items() if name not in state_dict}
         return self.model.load_state_dict({**state_dict, **missing}, strict=strict, assign=assign)
 
     def bind(self, target: PreTrainedModel) -> Self:

@@ -190,15 +190,15 @@ class RoundGraphs:
 
 
 def repeated(
-    device: torch.device, contenders: Mapping[Any, Callable[[], Any]]
+    device: torch.device, calls: Mapping[Any, Callable[[], Any]]
 ) -> dict[Any, Callable[[], Any]]:
-    """What repeats each contender as rounds would: captured where the device has graphs."""
+    """What repeats each call as rounds would: captured where the device has graphs."""
     if device.type != "cuda":
-        return dict(contenders)
+        return dict(calls)
     capture = CudaCapture()
-    for work in contenders.values():
+    for work in calls.values():
         work()
-    return {name: capture(work) for name, work in contenders.items()}
+    return {name: capture(work) for name, work in calls.items()}
 
 
 def addresses(*owners: Any) -> Hashable:
