@@ -82,6 +82,7 @@ class DraftModel(TrainableDrafter):
     config: DraftModelConfig
     saved_as_language_model = True
     writes_text = True
+    saved_as_language_model = True
     needs_length_bound = True
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel | None = None):

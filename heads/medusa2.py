@@ -1,9 +1,8 @@
 """Medusa-2 (Cai et al. 2024, arXiv 2401.10774, section 2.2.2): Medusa heads and target, jointly.
 
-The heads are Medusa's. The target learns beside them, through a LoRA adapter: the heads' loss makes
-it easier to predict ahead, and the divergence from what it said without the adapter (self-
-distillation; the teacher is the same model with the adapter switched off) keeps it what it was.
-Decoding is exact with respect to the adapted target.
+The heads are Medusa's. The target is trained with them, through a LoRA adapter: the heads' loss
+makes it easier to predict ahead, and self-distillation from the same model without the adapter
+keeps its output close to what it was. Decoding is exact with respect to the adapted target.
 """
 
 from pathlib import Path
@@ -13,7 +12,7 @@ from huggingface_hub.dataclasses import strict
 
 from .core import OptionError
 from .medusa import Medusa, MedusaConfig
-from .parts.adapter import Adapter, Schedule
+from .parts.adapter import Adapter
 
 
 @strict
@@ -22,11 +21,11 @@ class Medusa2Config(MedusaConfig):
 
     Attributes:
         rank: of the adapter's factors.
-        alpha: its scale is alpha / rank.
-        dropout: on the input of its factors, while training.
-        modules: names of the layers that it changes; all linear ones but the output layer if empty.
-        heads_first: share of the training in which the heads learn alone: 0 for one stage.
-        head_weight: λ0, the weight of the heads' loss once both learn.
+        alpha: the adapter's scale is alpha / rank.
+        dropout: on the input of the adapter's factors, while training.
+        modules: names of the adapted layers; empty for all linear ones but the output layer.
+        heads_first: share of the training in which the heads learn alone; 0 for one stage.
+        head_weight: λ0, the weight of the heads' loss while heads and adapter both learn.
         ramp: `constant`, or `sine`: λ rises from 0 to λ0.
         head_rate: the heads' learning rate as a multiple of `train.learning_rate`.
     """
@@ -69,17 +68,16 @@ class Medusa2(Medusa):
 
     def __init__(self, config: Medusa2Config):
         super().__init__(config)
-        schedule = Schedule(config.heads_first, config.head_weight, config.ramp, config.head_rate)
-        self.adapter = Adapter(config.rank, config.alpha, config.dropout, config.modules, schedule)
+        self.adapter = Adapter(config.rank, config.alpha, config.dropout, config.modules)
 
     def train(self, mode: bool = True) -> Self:
-        """The adapter's dropout goes with the heads': off while decoding."""
+        """Switch the adapter's dropout with the heads: it is off while decoding."""
         if self.adapter is not None:
             self.adapter.train(mode)
         return super().train(mode)
 
     def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]
-        """Save the heads, and the adapter beside them where it is in the target."""
+        """Save the heads, and the adapter beside them if it is in the target."""
         super().save_pretrained(folder, **options)
         if self.adapter is not None and self.adapter.attached:
             self.adapter.save(Path(folder))

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-_ROOM_OF = {
+_PACKAGE_OF = {
     "Drafter": "headstart.heads",
     "DrafterConfig": "headstart.heads",
     "Speculator": "headstart.infer",
@@ -26,10 +26,10 @@ __all__ = ["Drafter", "DrafterConfig", "Speculator", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    """Fetch a public name from its room and keep it for the next time."""
-    if name not in _ROOM_OF:
+    """Import a public name and keep it for the next time."""
+    if name not in _PACKAGE_OF:
         raise AttributeError(f"module 'headstart' has no attribute {name!r}")
-    value = getattr(import_module(_ROOM_OF[name]), name)
+    value = getattr(import_module(_PACKAGE_OF[name]), name)
     globals()[name] = value
     return value
 

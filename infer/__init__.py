@@ -3,11 +3,12 @@
 if __name__ != "headstart.infer":
     raise ImportError(f"imported as {__name__!r}; write `from headstart.infer import …` instead.")
 
+from .loading import load
 from .loop import Decoding
 from .request import Request
 from .rules.registry import RULES
 from .rules.rule import Rule
-from .speculator import Speculator, load
+from .speculator import Speculator
 from .stats import Stats
 from .target import Target
 from .trees.beam import Beam

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     LogitsProcessorList,
     PreTrainedModel,
@@ -22,9 +18,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from headstart.heads import Drafter, DrafterGroup, OptionError, load_drafter
-from headstart.heads.artifacts.files import read_tree
-from headstart.heads.artifacts.plan import read_plan
+from headstart.heads import Drafter, DrafterGroup, OptionError
 from headstart.heads.core import offloaded
 
 from .generate_inputs import Ending, check_config, read_inputs, read_sampling
@@ -37,9 +31,9 @@ from .rules.registry import choose_rule, find_rule
 from .stats import Stats
 from .target import Target
 from .trees.children import Expansion
+from .trees.default import default_tree
 from .trees.parse import parse_tree
 from .trees.policy import Policy
-from .trees.union import Union
 
 
 class Speculator:
@@ -64,7 +58,8 @@ class Speculator:
             reading; None for on a GPU only, and not for weights that are streamed in. A graph has
             the model's weights and hooks built in: after changing them, make a new speculator.
         attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
-            see `heads/core/tree_attention.py`; `auto`, that on CUDA, where the target passes a trial.
+            see `heads/core/tree_attention.py`; `auto`, that on CUDA where the target passes a
+            trial.
         compile: whether the target's forwards are compiled, or the mode of `torch.compile`, see
             `Target`. The first round of each batch size then takes long, and types of 16 bits round
             otherwise, so near-ties may fall otherwise than without.
@@ -89,7 +84,7 @@ class Speculator:
         self.drafters = DrafterGroup.of(drafter)
         self.drafters.bind(target)
         self.rule, self.tokenizer = rule, tokenizer
-        self.tree = own_tree(self.drafters.drafters) if tree is None else parse_tree(tree)
+        self.tree = default_tree(self.drafters.drafters) if tree is None else parse_tree(tree)
         record = find_rule(rule)
         self.expansion: Expansion = record.check_expansion(expansion)
         record.check_tree(self.tree)
@@ -239,82 +234,3 @@ class Speculator:
             return sequences
         found: Any = {} if record is None else record.steps(sequences.shape[1] - width, pad)
         return GenerateDecoderOnlyOutput(sequences=sequences, **found)  # type: ignore[arg-type]
-
-
-def load(
-    target: PreTrainedModel | str | Path,
-    drafter: Drafter | str | Path | Sequence[Drafter | str | Path] | None = None,
-    *,
-    tokenizer: PreTrainedTokenizerBase | None = None,
-    tree: Policy | str | Sequence[Sequence[int]] | None = None,
-    rule: str | None = None,
-    expansion: str | None = None,
-    graphs: bool | None = None,
-    attention: str = "auto",
-    allow_pickle: bool = False,
-    compile: bool | str = False,
-    **options: Any,
-) -> Speculator:
-    """Load target and drafter and return the Speculator over them.
-
-    Args:
-        target: a model, or the folder or Hub name of one (its tokenizer is then loaded too).
-        drafter: a drafter, or the folder or Hub name of one, see `load_drafter`; None decodes
-            plainly; several decode together, see `Union`.
-        tree: see `Speculator`; None takes the artifact's plan for this machine, where nothing pays
-            to decode plainly, or else the tree that it was measured with; of several, each one's.
-        rule, expansion, graphs, attention, compile: see `Speculator`.
-        allow_pickle: see `load_drafter`.
-        options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
-
-    Raises:
-        ArtifactError: the drafter is damaged or was trained for another target.
-        UnsupportedTarget: the target cannot be driven by a token tree.
-    """
-    if isinstance(target, str | Path):
-        model = AutoModelForCausalLM.from_pretrained(target, **options).eval()
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
-    else:
-        model = target
-    single = drafter is None or isinstance(drafter, Drafter | str | Path)
-    given: Any = [drafter] if single else drafter
-    found: list[Any] = [each for each in given if each is not None]
-    trees: list[Any] = [None] * len(found)
-    for number, name in enumerate(found):
-        if isinstance(name, Drafter):
-            continue
-        if tree is None:
-            plan = read_plan(name, model)
-            pays = plan is not None and (plan.tree or len(found) == 1)
-            trees[number] = plan.tree if plan and pays else read_tree(name)
-        found[number] = load_drafter(name, model, tokenizer, allow_pickle=allow_pickle)
-    if trees == [[]]:
-        found = []  # it does not pay; it was loaded all the same, as it may have adapted the target
-    if tree is None:
-        tree = own_tree(found, trees)
-    return Speculator(
-        model,
-        found,
-        tree=tree,
-        rule=rule,
-        expansion=expansion,
-        tokenizer=tokenizer,
-        graphs=graphs,
-        attention=attention,
-        compile=compile,
-    )
-
-
-def own_tree(drafters: Sequence[Any], trees: Sequence[Any] = ()) -> Policy:
-    """The tree that drafters decode with where none is given: the union of each one's.
-
-    Args:
-        trees: of some of them; the deepest chain is taken for the others.
-    """
-    parts = [
-        parse_tree(tree or f"chain:{drafter.max_depth or 4}")
-        for drafter, tree in itertools.zip_longest(drafters, trees[: len(drafters)])
-    ]
-    if len(parts) > 1:
-        return Union(parts)
-    return parts[0] if parts else parse_tree("plain")

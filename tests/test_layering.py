@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from headstart.commands import COMMANDS
 from tests.support.modules import LINKED, module_names, package_files
 from tests.support.paths import ROOT
 
@@ -177,7 +178,7 @@ def test_every_package_is_installed_and_typed() -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["--help"], ["train", "--help"], ["generate", "--help"], ["--version"]]
+    "arguments", [["--help"], ["--version"], *([name, "--help"] for name in COMMANDS)]
 )
 def test_help_imports_no_torch(arguments: list[str]) -> None:
     program = (

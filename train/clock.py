@@ -1,4 +1,4 @@
-"""How far training is, which bounds it, and the bar that shows it."""
+"""The share of the training that is done, the bounds that end it, and the progress bar."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ import math
 import time
 from typing import Any
 
-import torch
 from tqdm import tqdm
 from transformers import TrainerCallback
 
+from .processes import from_process_0
+
 
 class Clock:
-    """How far training is, as a share of its bounds; process 0's clock counts for all."""
+    """The share of the training that is done, by steps or by time, whichever is further.
+
+    All processes go by the time of process 0.
+
+    Args:
+        warmup: share of the training in which the learning rate rises.
+    """
 
     def __init__(self, max_steps: int, max_seconds: float | None, warmup: float):
         self.max_steps, self.max_seconds, self.warmup = max_steps, max_seconds, warmup
@@ -21,30 +28,26 @@ class Clock:
         self.share = 0.0
 
     def start(self, seconds: float = 0.0) -> None:
-        """Start, `seconds` having been trained before the run was resumed."""
+        """Start; `seconds` is the time trained before a resumed run was interrupted."""
         self.started = time.perf_counter() - seconds
 
     def read(self, steps: int) -> None:
         """Read the clock after `steps` steps."""
-        self.seconds = time.perf_counter() - self.started
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            told = [self.seconds]
-            torch.distributed.broadcast_object_list(told, src=0)
-            self.seconds = told[0]
+        self.seconds = from_process_0(time.perf_counter() - self.started)
         self.share = steps / self.max_steps
         if self.max_seconds is not None:
             self.share = max(self.share, self.seconds / self.max_seconds)
 
     def at(self, step: int) -> float:
-        """The share at the coming step, the one after `step` steps."""
-        # Its middle, so that neither the first nor the last trains at a rate of zero.
+        """The share at the step that follows `step` steps."""
+        # The step's middle, so that neither the first nor the last trains at a rate of zero.
         return min(max(self.share, (step + 0.5) / self.max_steps), 1.0)
 
     def factor(self, step: int, since: float = 0.0) -> float:
-        """Learning-rate factor for the coming step: a linear rise, then a cosine down to zero.
+        """The learning rate's factor at the step that follows `step` steps.
 
         Args:
-            since: the share at which it rises; it is zero before.
+            since: zero up to this share; from there a linear rise, then a cosine down to zero.
         """
         share = (self.at(step) - since) / (1 - since)
         if share < 0:
@@ -61,7 +64,7 @@ class Bounds(TrainerCallback):
         self.clock = clock
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step:  # resumed: the first step must know where it stands
+        if state.global_step:  # resumed
             self.clock.read(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -72,7 +75,7 @@ class Bounds(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """A bar on stderr over the share of the bounds, with the last loss and τ."""
+    """A bar on stderr over the clock's share, with the last loss and τ."""
 
     def __init__(self, clock: Clock, enabled: bool):
         self.clock, self.enabled = clock, enabled

@@ -21,16 +21,16 @@ from headstart.heads import (
 from headstart.heads.artifacts.files import TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.artifacts.saving import write_artifact
+from headstart.heads.core.files import write_atomically
 
 from .card import training_card
 from .data.documents import Document
+from .data.held_out import held_out_prompts, held_out_texts
 from .data.training_rows import Rows
-from .joint import adapter_loss_change
+from .joint import adapter_loss_change, training_classes
 from .on_policy import StudentText
 from .recipe import Recipe
-from .stages import write_atomically
-from .trainer import DraftedTarget, DrafterTrainer
-from .validate import Validation, held_out_prompts, held_out_texts
+from .validate import Validation
 
 
 def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> Drafter:
@@ -67,19 +67,24 @@ def train_drafter(
         tokenizer, held_out, decode.validation_prompts, decode.prefix_tokens, recipe.seed,
         part="validation",
     )  # fmt: skip
-    validation = Validation(target, prompts, decode.new_tokens, decode.tree, decode.rule)
+    adapter = drafter.adapter  # of a target that is trained with the drafter
+    validation = Validation(
+        target, prompts, decode.new_tokens, decode.tree, decode.rule,
+        target_changes=adapter is not None,
+    )  # fmt: skip
     if rows is None or not isinstance(drafter, TrainableDrafter):
         measured = {"steps": 0, "seconds": 0.0, **validation(drafter)}
     else:
-        pair = DraftedTarget(target, drafter, train.head_decay, train.loss, train.feature_weight)
+        module_class, trainer_class = training_classes(drafter)
+        module = module_class(target, drafter, train.head_decay, train.loss, train.feature_weight)
         student = None
         if train.on_policy:
             student = StudentText(train.on_policy, drafter, rows, recipe.distill, args)
-        measured = DrafterTrainer(pair, args, rows, train, validation, student_text=student).fit()
+        measured = trainer_class(module, args, rows, train, validation, student_text=student).fit()
     drafter.eval()
-    if drafter.adapter is not None:
+    if adapter is not None:
         texts = held_out_texts(tokenizer, held_out, decode.prefix_tokens, recipe.seed)
-        measured["held_out_loss"] = adapter_loss_change(target, drafter.adapter, texts or prompts)
+        measured["held_out_loss"] = adapter_loss_change(target, adapter, texts or prompts)
     return drafter, measured
 
 

@@ -1,92 +1,208 @@
-"""Training drafter and target together: the optimizer's groups, bitsandbytes, how far it moved."""
+"""Trains a drafter and its target together (Medusa-2, arXiv 2401.10774, section 2.2.2).
+
+The target learns through a LoRA adapter. Its teacher is the same model with the adapter disabled,
+and the divergence from that teacher is its own loss, beside the drafter's.
+"""
 
 from __future__ import annotations
 
-import importlib.util
+import math
 from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from headstart.heads import OptionError
+from headstart.heads import Drafter, TrainableDrafter
+from headstart.heads.core import output_layer
 from headstart.heads.parts.adapter import Adapter
 
-from .clock import Clock
+from .losses.chunked import KEPT_LOGITS, summed_loss
+from .losses.divergences import forward_kl
+from .losses.draft_loss import zero_with_gradient
+from .losses.labels import target_positions
+from .losses.teacher import Teacher
+from .processes import in_parallel
+from .target_with_drafter import TargetWithDrafter
+from .trainer import DrafterTrainer
 
 _BATCH = 16  # texts a forward
 
 
-def split_groups(optimizer: torch.optim.Optimizer, adapter: Adapter) -> None:
-    """Give the adapter parameter groups of its own, marked `adapter`; the others' rate is scaled.
+def drafter_weight(config: Any, share: float) -> float | None:
+    """λ, the weight of the drafter's loss at a share of the training; None while it learns alone.
 
-    The learning rate that the groups have is the adapter's; the drafter's is `head_rate` times it.
+    Args:
+        config: of a drafter with an adapter: `heads_first`, `head_weight` and `ramp`. In the second
+            stage λ is λ0, or λ0 sin(πs/2) at share s of that stage.
+
+    >>> from headstart.heads.medusa2 import Medusa2Config
+    >>> config = Medusa2Config(heads_first=0.5, head_weight=0.2, ramp="sine")
+    >>> drafter_weight(config, 0.25), drafter_weight(config, 0.5), drafter_weight(config, 1.0)
+    (None, 0.0, 0.2)
     """
-    own = {id(parameter) for parameter in adapter.parameters()}
-    groups = []
-    for group in optimizer.param_groups:
-        for adapted in (False, True):
-            chosen = [p for p in group["params"] if (id(p) in own) == adapted]
-            rate = group["lr"] * (1.0 if adapted else adapter.schedule.head_rate)
-            if chosen:
-                groups.append({**group, "params": chosen, "lr": rate, "adapter": adapted})
-    optimizer.param_groups[:] = groups
+    if share < config.heads_first:
+        return None
+    if config.ramp == "constant":
+        return config.head_weight
+    stage = (share - config.heads_first) / (1 - config.heads_first)
+    return config.head_weight * math.sin(math.pi / 2 * stage)
 
 
-class Waiting(TrainerCallback):
-    """Takes an adapter's gradients away, zeros all, for as long as the drafter learns alone.
+class JointTarget(TargetWithDrafter):
+    """A target with an adapter, and the drafter that is trained with it.
 
-    Adam would count them as steps; told that so many are spent, it makes the first real ones
-    several times as long as the learning rate says.
+    The adapter is put into the target here, and stays there after training. Cached features are
+    those of the base, the target without adapter.
+
+    Args, Raises: see `TargetWithDrafter`.
     """
 
-    def __init__(self, adapter: Adapter, clock: Clock):
-        self.adapter, self.clock = adapter, clock
+    needs_final = True
+    preserve_rng_state = True  # the output layer may be adapted, and its adapter has dropout
 
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.adapter.schedule.weight_at(self.clock.at(state.global_step)) is None:
-            for parameter in self.adapter.parameters():
+    def __init__(
+        self, target: PreTrainedModel, drafter: TrainableDrafter, *args: Any, **options: Any
+    ):
+        base = Teacher(target)  # holds the output layer as it is without adapter
+        super().__init__(target, drafter, *args, **options)
+        assert drafter.adapter is not None
+        self.base, self.adapter = base, drafter.adapter
+        self.adapter.attach(target)
+
+    def forward(
+        self,
+        rows: Tensor | None,
+        tokens: Tensor,
+        supervised: Tensor,
+        counts: Tensor | None = None,
+        weight: float | None = None,
+    ) -> dict[str, Tensor]:
+        """See `TargetWithDrafter.forward`.
+
+        Args:
+            weight: of the drafter's loss beside the target's own. When None the drafter learns
+                alone, from the features of the base.
+        """
+        base = self.read(rows, tokens)  # [B, T, C]
+        counts = self.counts(tokens, supervised) if counts is None else counts
+        if weight is None:
+            loss = self.draft_loss(base, base, tokens, supervised, counts)
+            if in_parallel():
+                loss = loss + zero_with_gradient(self.adapter.parameters())
+            return {"loss": loss}
+        adapted = self.run_target(tokens)
+        loss = weight * self.draft_loss(adapted, base, tokens, supervised, counts)
+        where, final = target_positions(supervised), self.final
+        layer = output_layer(self.target)
+        moved = base_kl(
+            self.base, layer, base[..., final][where], adapted[..., final][where], counts[-1]
+        )
+        return {"loss": loss + moved}
+
+    def counts(self, tokens: Tensor, supervised: Tensor) -> Tensor:
+        """How many labels a batch has: of each depth, and last of the target itself.  # [K + 1]"""
+        own = target_positions(supervised).sum().view(1)
+        return torch.cat([super().counts(tokens, supervised), own])
+
+    @torch.no_grad()
+    def features(self, tokens: Tensor) -> Tensor:
+        """See `run_target`; of the base, without a gradient."""
+        with self.adapter.disabled():
+            return self.run_target(tokens)
+
+
+class JointTrainer(DrafterTrainer):
+    """Trains a `JointTarget`: the drafter alone, then drafter and adapter.
+
+    Args: see `DrafterTrainer`.
+    """
+
+    module: JointTarget
+
+    def drafter_weight(self) -> float | None:
+        """See `drafter_weight`, in the coming step."""
+        share = self.clock.at(self.state.global_step)
+        return drafter_weight(self.module.drafter.config, share)
+
+    def forward_options(self) -> dict[str, Any]:
+        return {"weight": self.drafter_weight()}
+
+    def starts_at(self, group: dict[str, Any]) -> float:
+        config: Any = self.module.drafter.config
+        return config.heads_first if group["adapter"] else 0.0
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Give the adapter parameter groups of its own, marked `adapter`.
+
+        The recipe's learning rate is the adapter's; the drafter's is `head_rate` times it.
+        """
+        if self.optimizer is not None:
+            return self.optimizer
+        optimizer: Any = super().create_optimizer(model)
+        adapter = {id(parameter) for parameter in self.module.adapter.parameters()}
+        config: Any = self.module.drafter.config
+        groups = []
+        for group in optimizer.param_groups:
+            for adapted, rate in ((False, config.head_rate), (True, 1.0)):
+                if chosen := [p for p in group["params"] if (id(p) in adapter) == adapted]:
+                    own = {"params": chosen, "lr": group["lr"] * rate, "adapter": adapted}
+                    groups.append({**group, **own})
+        optimizer.param_groups[:] = groups
+        optimizer.register_step_pre_hook(self._drop_waiting_gradients)
+        return optimizer
+
+    def _drop_waiting_gradients(self, *args: Any) -> None:
+        """While the drafter learns alone, remove the adapter's gradients, which are zeros or None.
+
+        Adam would count them as steps, and its bias correction would then make the first real
+        steps several times as long as the learning rate.
+        """
+        if self.drafter_weight() is None:
+            for parameter in self.module.adapter.parameters():
                 parameter.grad = None
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        self.module.adapter.load(Path(resume_from_checkpoint))  # saved beside the drafter's weights
 
-def check_bitsandbytes(setting: str, otherwise: str) -> None:
-    """Refuse a setting that needs bitsandbytes where it is not installed.
 
-    Raises:
-        OptionError: it is not.
+def training_classes(drafter: Drafter) -> tuple[type[TargetWithDrafter], type[DrafterTrainer]]:
+    """The module and the trainer of a drafter: joint ones if its target is trained with it."""
+    if drafter.adapter is None:
+        return TargetWithDrafter, DrafterTrainer
+    return JointTarget, JointTrainer
+
+
+def base_kl(
+    teacher: Teacher,
+    layer: nn.Module,
+    base: Tensor,
+    adapted: Tensor,
+    count: Tensor,
+    kept: int = KEPT_LOGITS,
+) -> Tensor:
+    """The mean KL(base ‖ adapted) in nats a position: how far an adapted target moved.
+
+    It is the self-distillation loss of Medusa-2 (arXiv 2401.10774).
+
+    Args:
+        teacher: the base's, over the whole vocabulary.
+        layer: the adapted target's output layer.
+        base, adapted: [M, D], the final features without and with the adapter.
+        count: scalar, the positions of the whole optimizer step.
+        kept: see `KEPT_LOGITS`.
     """
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise OptionError(
-            f"{setting} needs bitsandbytes, which is not installed; pip install bitsandbytes (for "
-            f"a GPU), or set {otherwise}."
-        )
-
-
-def load_options(dtype: str, device: torch.device) -> dict[str, Any]:
-    """How `from_pretrained` is to load a target of the recipe's `target.dtype`.
-
-    `4bit` is bitsandbytes' NF4 with products in bfloat16 (QLoRA, arXiv 2305.14314).
-
-    Raises:
-        OptionError: `4bit` without bitsandbytes.
-    """
-    if dtype != "4bit":
-        return {"dtype": dtype}
-    check_bitsandbytes("target.dtype=4bit", "target.dtype=bfloat16")
-    from transformers import BitsAndBytesConfig
-
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
-    return {
-        "dtype": torch.bfloat16,
-        "quantization_config": quantization,
-        "device_map": {"": device},  # a quantized model is not moved afterwards
-    }
+    places = torch.arange(len(base), device=base.device)
+    size = max(kept // teacher.output.layer.weight.shape[0], 1)
+    recompute = len(base) > size and torch.is_grad_enabled()
+    soft_target = forward_kl, teacher, base, places
+    read = partial(teacher.logits, layer)
+    nats = summed_loss(read, adapted, places, soft_target, size, recompute, True)
+    return nats / count.clamp(min=1)
 
 
 def adapter_loss_change(
@@ -100,7 +216,7 @@ def adapter_loss_change(
     Returns:
         `base` and `adapted`, nats a token; `tokens`, how many were predicted.
     """
-    with adapter.off():
+    with adapter.disabled():
         base = text_loss(target, texts)
     return {
         "base": base,
@@ -112,9 +228,7 @@ def adapter_loss_change(
 @torch.no_grad()
 def text_loss(target: PreTrainedModel, texts: Sequence[Tensor]) -> float:
     """A model's mean loss on texts [P] of equal length, in nats a token."""
-    nats, tokens = 0.0, 0
+    nats = 0.0
     for batch in torch.stack(list(texts)).to(target.device).split(_BATCH):
-        logits: Tensor = target(input_ids=batch[:, :-1], use_cache=False).logits  # [B, P - 1, V]
-        log_p = logits.float().log_softmax(-1).gather(2, batch[:, 1:, None])
-        nats, tokens = nats - float(log_p.double().sum()), tokens + log_p.numel()
-    return nats / tokens
+        nats += float(target(input_ids=batch, labels=batch, use_cache=False).loss) * len(batch)
+    return nats / len(texts)

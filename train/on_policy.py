@@ -1,9 +1,8 @@
-"""On-policy text: the student writes, and learns what the target would have said there.
+"""On-policy text: the drafter's language model, the student, is trained on text that it writes.
 
-A drafter is asked about texts that it has partly written itself. Text of the target alone never
-shows it its own mistakes; text of its own does, and the divergence from the target's distribution
-there is what it is corrected by (GKD, Agarwal et al. 2023, arXiv 2306.13649; DistillSpec, Zhou et
-al. 2023, arXiv 2310.08461). No gradient runs through the drawing of the text.
+Its loss there is the divergence from the target's distribution, so it also learns what to do after
+its own mistakes, which the target's text does not contain (GKD, Agarwal et al. 2023, arXiv
+2306.13649; DistillSpec, Zhou et al. 2023, arXiv 2310.08461). No gradient flows through sampling.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .recipe import Distill, OnPolicy, Recipe
 
 
 def check_on_policy(recipe: Recipe) -> None:
-    """Refuse on-policy text where it cannot be written.
+    """Refuse `train.on_policy` where no on-policy text can be written.
 
     Raises:
         OptionError: drafters of the recipe's family write no text, or their weights are sharded.
@@ -48,16 +47,16 @@ def check_on_policy(recipe: Recipe) -> None:
 
 
 class StudentText:
-    """The student's text, for the steps that learn from it.
+    """The student's text, for the steps that are trained on it.
 
-    Which steps these are, which prompts are continued and with what noise is drawn by (seed, step),
-    for all processes together, so it depends neither on their number nor on what was trained
-    before. The text for the steps up to the next multiple of `spec.every` is written at once, and
-    used once. A resumed run has no text, so none from before a checkpoint is used after it.
+    Which steps these are, which prompts are continued and the sampling noise are drawn by (seed,
+    step) for all processes together, so they depend neither on the number of processes nor on
+    earlier steps. The text for the steps up to the next multiple of `spec.every`, or to the next
+    checkpoint, is written at once. It is not saved, so a resumed run writes the same again.
 
     Args:
-        drafter: bound; its `writer` writes, with the weights that it then has.
-        rows: what the target wrote, whose prompts are continued.
+        drafter: bound; its `language_model` writes with its current weights.
+        rows: the target's texts, whose prompts are continued.
         distill: how long rows are, and how many are written at once.
         args: see `training_arguments`.
 
@@ -76,11 +75,12 @@ class StudentText:
         assert drafter.language_model is not None, "see check_on_policy"
         self.spec, self.rows, self.args = spec, rows, args
         self.distill = replace(distill, temperature=spec.temperature)
-        self.count = args.train_batch_size * args.gradient_accumulation_steps  # rows a step, here
+        # This process's rows a step.
+        self.count = args.train_batch_size * args.gradient_accumulation_steps
         self.student = drafter.language_model
         check_context(distill, self.student, "draft model")
         self.speculator = Speculator(self.student)
-        # It ends where the target does, and says nothing that the target has no logit for.
+        # It ends where the target does, and uses no token that the target lacks.
         self.options: dict[str, Any] = {
             "eos_token_id": drafter.target.generation_config.eos_token_id  # type: ignore[union-attr]
         }
@@ -90,7 +90,7 @@ class StudentText:
         self.written: dict[int, Rows] = {}  # by step
 
     def is_due(self, step: int) -> bool:
-        """Whether the step after `step` steps learns from the student's text."""
+        """Whether the step after `step` steps is trained on the student's text."""
         return self._draw(step).random() < self.spec.lmbda
 
     def at(self, step: int) -> Rows:
@@ -100,7 +100,7 @@ class StudentText:
         return self.written.pop(step)
 
     def in_place_of(self, batches: list[dict[str, Any]], step: int) -> list[dict[str, Any]]:
-        """The micro-batches of a step: as they are, or as many rows of the student's."""
+        """The micro-batches of a step: as they are, or as many rows of the student's text."""
         if not self.is_due(step):
             return batches
         text, first, own = self.at(step), 0, []
@@ -111,44 +111,37 @@ class StudentText:
         return own
 
     def _draw(self, step: int) -> random.Random:
-        # Text is hashed, so that neighbours have nothing in common.
+        # A string seed is hashed, so that neighbouring steps draw independently.
         return random.Random(f"{self.args.seed}:{step}")
 
     def _write(self, step: int) -> dict[int, Rows]:
-        """Rows for the steps from `step` on that learn from the student."""
+        """Rows of the due steps from `step` on, up to the next period or checkpoint."""
         periods = self.spec.every, int(self.args.save_steps)
         end = min(self.args.max_steps, *((step // period + 1) * period for period in periods))
         steps = [due for due in range(step, end) if self.is_due(due)]
-        prefixes, seeds = [], []
-        for due in steps:
-            some, noise = self._prompts(due)
-            prefixes += some
-            seeds += noise
+        prompts = [prompt for due in steps for prompt in self._prompts(due)]
         was_training = self.student.training
         self.student.eval()
-        parts = [
-            write_rows(self.speculator, prefixes[at], seeds[at], self.distill, **self.options)
-            for at in _slices(len(prefixes), self.distill.batch_size)
-        ]
+        parts = []
+        for first in range(0, len(prompts), self.distill.batch_size):
+            prefixes, seeds = zip(*prompts[first : first + self.distill.batch_size], strict=True)
+            parts.append(
+                write_rows(self.speculator, prefixes, list(seeds), self.distill, **self.options)
+            )
         self.student.train(was_training)
         columns = [torch.cat(column) for column in zip(*parts, strict=True)]
         each = zip(*(column.split(self.count) for column in columns), strict=True)
         return {due: Rows(*row) for due, row in zip(steps, each, strict=True)}
 
-    def _prompts(self, step: int) -> tuple[list[Tensor], list[int]]:
-        """What this process continues at a step, and its noise."""
+    def _prompts(self, step: int) -> list[tuple[Tensor, int]]:
+        """The prompts [P] that this process continues at a step, each with its noise's seed."""
         draw = self._draw(step)
         draw.random()  # whether the step is due
-        total = self.args.world_size * self.count
+        total, first = self.args.world_size * self.count, self.args.process_index * self.count
         chosen = draw.choices(range(len(self.rows)), k=total)
         seeds = row_seeds(draw.getrandbits(62), total).tolist()
-        first = self.args.process_index * self.count
-        own = slice(first, first + self.count)
         embedding: Any = self.student.get_input_embeddings()
         last = embedding.weight.shape[0] - 1
-        prompts = [self.rows.tokens[i, : self.rows.prompt_lengths[i]].long() for i in chosen[own]]
-        return [prompt.clamp(max=last) for prompt in prompts], seeds[own]
-
-
-def _slices(count: int, size: int) -> list[slice]:
-    return [slice(first, first + size) for first in range(0, count, size)]
+        prompts = [self.rows.tokens[i, : self.rows.prompt_lengths[i]].long() for i in chosen]
+        both = [(p.clamp(max=last), seed) for p, seed in zip(prompts, seeds, strict=True)]
+        return both[first : first + self.count]

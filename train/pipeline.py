@@ -17,18 +17,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from headstart.heads import family
 from headstart.infer import RULES, load
 
+from .arguments import load_options, training_arguments
 from .data.corpus import build_corpus, load_documents
 from .data.distill import distill, summary
+from .data.held_out import held_out_prompts
 from .data.training_rows import Rows
 from .drafter_stage import train_drafter, write_drafter
-from .joint import load_options
 from .on_policy import check_on_policy
 from .processes import is_process_0, wait_for_all
 from .recipe import Recipe
 from .scratch_target import train_target
 from .stages import Stage, StageStore
-from .trainer import training_arguments
-from .validate import held_out_prompts
 
 
 def train(recipe: Recipe, fresh: bool = False) -> Path:

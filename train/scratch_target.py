@@ -14,11 +14,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from headstart.heads.core.files import write_atomically
+
 from .data.corpus import load_documents
 from .data.documents import Document
 from .recipe import Scratch
 from .scratch_training import TargetError, fit, next_token_loss
-from .stages import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 

@@ -14,16 +14,15 @@ import hashlib
 import json
 import logging
 import os
-import platform
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from headstart.heads.artifacts.manifest import sha256
+from headstart.heads.artifacts.manifest import library_versions, sha256
+from headstart.heads.core.files import write_atomically
 
 from .processes import from_process_0, is_process_0, wait_for_all
 
@@ -181,34 +180,6 @@ def _checksums(folder: Path) -> dict[str, str]:
         for path in files
         if path.name not in _NOT_RESULTS
     }
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write a file so that a reader sees the old content or all of the new, even after a crash."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    if os.name == "posix":  # the rename itself lives in the folder
-        handle = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of Python and the libraries that shape a result; absent ones are left out."""
-    versions = {"python": platform.python_version()}
-    for name in ("torch", "transformers", "tokenizers", "accelerate", "numpy"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def _clear(folder: Path, fingerprint: str, keep: bool) -> None:

@@ -1,4 +1,4 @@
-"""What decoding costs at a model's shape: bandwidth, plain tokens, trees, rounds, memory.
+"""What decoding costs at a model's shape: plain tokens, trees, rounds, memory.
 
 Everything here runs with random weights (see `shapes`), so nothing of it is a speedup.
 """
@@ -15,16 +15,22 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from benchmarks.gpu.round_profile import dissect
-from benchmarks.gpu.shapes import read_bytes, weight_bytes
 from headstart.heads import Drafter
-from headstart.infer.measure.baselines import bare_loop, generating, race, speculating
+from headstart.infer.measure.baselines import (
+    decode_in_turns,
+    timed_bare_loop,
+    timed_generate,
+    timed_speculator,
+)
 from headstart.infer.measure.costs import Costs, decode_times, measure_costs, verify_costs
 from headstart.infer.measure.ranks import decode_greedily, write_texts
-from headstart.infer.measure.timing import interleaved
 from headstart.infer.speculator import Speculator
 from headstart.infer.trees.optimal import OptimalTrees
 from headstart.infer.trees.static import StaticTree
+
+from .bandwidth import copy_bandwidth
+from .round_profile import profile_rounds
+from .shapes import read_bytes, weight_bytes
 
 Paths = Sequence[Sequence[int]]
 
@@ -35,26 +41,6 @@ _USUAL = [0.6, 0.15, 0.07, 0.04, 0.03, 0.02, 0.02, 0.01]
 def usual_tree(nodes: int, depth: int) -> list[list[int]]:
     """The rank paths of a tree to time where no acceptance is known."""
     return OptimalTrees([_USUAL] * depth, nodes, depth).paths(nodes)
-
-
-def copy_bandwidth(
-    device: torch.device, megabytes: Sequence[int], repeats: int, calls: int
-) -> dict[str, Any]:
-    """How fast the device copies its own memory, read and written bytes both counted.
-
-    Returns:
-        `gb_per_s`, that of the largest copy, 1e9 bytes a second, median; `by_megabytes`.
-    """
-    copies = {}
-    for size in megabytes:
-        source = torch.ones(size << 20, dtype=torch.uint8, device=device)
-        copies[size] = (torch.empty_like(source), source)
-    contenders = {size: lambda pair=pair: pair[0].copy_(pair[1]) for size, pair in copies.items()}
-    times = interleaved(contenders, device, repeats, calls)
-    speed = {
-        size: 2 * (size << 20) / (statistics.median(each) * 1e6) for size, each in times.items()
-    }
-    return {"gb_per_s": speed[max(megabytes)], "by_megabytes": speed}
 
 
 def plain_costs(
@@ -72,15 +58,15 @@ def plain_costs(
         see `peak`.
     """
     ids = random_prompt(model, context - new_tokens // 2)
-    most = peak(model, None, None, ids, new_tokens)  # while nobody else holds a cache
+    most = peak(model, None, None, ids, new_tokens)  # before anything else holds a cache
     options = {"max_new_tokens": new_tokens, "do_sample": False}
     plain = Speculator(model)
-    contenders = {
-        "plain": speculating(plain, **options),
-        "generate": generating(model, **options),
-        "bare": bare_loop(model, new_tokens),
+    decoders = {
+        "plain": timed_speculator(plain, **options),
+        "generate": timed_generate(model, **options),
+        "bare": timed_bare_loop(model, new_tokens),
     }
-    ((_, runs),) = race(contenders, [ids], model.device, repeats, f"plain at {context}")
+    ((_, runs),) = decode_in_turns(decoders, [ids], model.device, repeats, f"plain at {context}")
     return {
         "context": context,
         "new_tokens": new_tokens,
@@ -103,11 +89,11 @@ def compiled_costs(
     compiled = Speculator(model, compile=True)
     decode_greedily(compiled, list(ids), 2)
     seconds = compiled.stats.decode_seconds
-    contenders = {
-        "compiled": speculating(compiled, **options),
-        "plain": speculating(Speculator(model), **options),
+    decoders = {
+        "compiled": timed_speculator(compiled, **options),
+        "plain": timed_speculator(Speculator(model), **options),
     }
-    ((_, runs),) = race(contenders, [ids], model.device, repeats, f"compiled at {context}")
+    ((_, runs),) = decode_in_turns(decoders, [ids], model.device, repeats, f"compiled at {context}")
     return {
         "context": context,
         "new_tokens": new_tokens,
@@ -123,7 +109,7 @@ def _reading(decoder: Speculator, context: int, repeats: int, megabytes: int) ->
     return {
         "weight_bytes_per_token": read_bytes(model),
         "cache_bytes_per_token": cached,
-        "copy_gb_per_s": copy_bandwidth(model.device, [megabytes], repeats, 4)["gb_per_s"],
+        "copy_gb_per_s": copy_bandwidth(model.device, [megabytes], repeats)["gb_per_s"],
         "bytes_per_token": read_bytes(model) + cached,
     }
 
@@ -146,13 +132,13 @@ def round_costs(
     """Real rounds of a few trees, and where their time goes, at batch 1.
 
     Args:
-        choose: names the trees to time, as rank paths, when it is told the planner's costs.
+        choose: names the trees to time, as rank paths, by the planner's costs.
         nodes, depth: the largest tree, and the deepest, that the planner's costs are to cover.
 
     Returns:
         `plain_ms`, a round of plain decoding run in turns with the trees, and for each of the
         `trees` its `paths`, `nodes`, `round_ms`, the `parts` of a round as it is decoded (see
-        `dissect`), and `peak_bytes`. Of the drafter its
+        `profile_rounds`), and `peak_bytes`. Of the drafter its
         `weight_bytes` and `cache_bytes`, which is its state's. And the planner's `costs`.
     """
     ids = random_prompt(model, context - new_tokens // 2)
@@ -165,7 +151,7 @@ def round_costs(
     found: dict[str, Any] = {}
     cache = 0
     for name, tree in shapes.items():
-        parts, cache = dissect(ours[name], ids, new_tokens)
+        parts, cache = profile_rounds(ours[name], ids, new_tokens)
         found[name] = {
             "paths": [list(path) for path in tree.paths],
             "tree": tree.label,
@@ -212,7 +198,7 @@ def peak(
 ) -> int | None:
     """The most bytes allocated on a GPU while decoding [B, P], weights and all; None elsewhere.
 
-    Whatever else is allocated counts too, so nobody else may hold a cache meanwhile.
+    Whatever else is allocated counts too, so nothing else may hold a cache meanwhile.
     """
     if ids.device.type != "cuda":
         return None

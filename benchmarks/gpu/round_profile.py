@@ -1,4 +1,4 @@
-"""Where the time of a round goes, as it runs: draft, grow, verify, commit, and the rest."""
+"""Where the time of a round goes: draft, grow, verify, commit, and the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _TOGETHER = 8  # captured rounds that are timed as a whole, since the host runs 
 
 
 @torch.no_grad()
-def dissect(speculator: Speculator, ids: Tensor, rounds: int) -> tuple[dict[str, float], int]:
+def profile_rounds(
+    speculator: Speculator, ids: Tensor, rounds: int
+) -> tuple[dict[str, float], int]:
     """Decode greedily, and note when each part of a round begins and ends.
 
     Of captured rounds the marks are part of the graph. Then some rounds are timed together, as they
@@ -73,7 +75,7 @@ def dissect(speculator: Speculator, ids: Tensor, rounds: int) -> tuple[dict[str,
             found[spans["grow"] is before].append(took)
     counted = found[True] or found[False]  # by replays alone, where there are any
     parts = {part: statistics.median(took[part] for took in counted) for part in counted[0]}
-    return parts, held(decoding.request.states)
+    return parts, state_bytes(decoding.request.states)
 
 
 @contextmanager
@@ -108,11 +110,11 @@ def _watched(
             object.__delattr__(owner, name)
 
 
-def held(state: Any) -> int:
+def state_bytes(state: Any) -> int:
     """Bytes of the distinct storages that a drafter's state reaches.
 
     >>> text = torch.zeros(4, 8)
-    >>> held({"text": text, "views": [text[0], text[1]]})
+    >>> state_bytes({"text": text, "views": [text[0], text[1]]})
     128
     """
     sizes: dict[int, int] = {}

@@ -1,7 +1,7 @@
 """Models of known shapes with random weights, made where they run: they cost what real ones cost.
 
 What a forward costs depends on shapes and dtype alone, so costs can be measured without a
-checkpoint. Acceptance cannot: nothing that these models write means anything.
+checkpoint. Acceptance cannot: what these models write has no meaning.
 """
 
 from __future__ import annotations

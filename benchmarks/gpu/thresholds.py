@@ -1,4 +1,4 @@
-"""The bars of the GPU suite: what must hold, each as a ratio of figures from one run."""
+"""The thresholds of the GPU suite: what must hold, each as a ratio of figures from one run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Limit:
         )
 
 
-BARS: dict[str, tuple[str, Limit]] = {
+THRESHOLDS: dict[str, tuple[str, Limit]] = {
     "1a": ("plain decoding, share of the copy bandwidth", Limit(least=0.6)),
     "1b": ("plain decoding, times as fast as eager generate", Limit(least=1)),
     "1c": ("plain decoding, its time over a bare loop's", Limit(most=1.05)),
@@ -49,7 +49,7 @@ BARS: dict[str, tuple[str, Limit]] = {
     "8": ("peak memory over plain + drafter's weights + its cache", Limit(most=1.03)),
     "9": ("texts in float32 that differ by more than a near-tie", Limit(most=0)),
 }
-"""Every bar: what it says, and its limit, where readings have none of their own."""
+"""Every threshold: what it says, and its limit, where readings have none of their own."""
 
 EFFICIENCY = {
     "medusa": 0.72, "medusa2": 0.72, "hydra": 0.65, "redrafter": 0.58, "eagle": 0.52,
@@ -65,21 +65,21 @@ def batch_limit(batch: int) -> Limit:
     """What a batch should gain: rows share the reading of the weights, until arithmetic binds."""
     if batch in (2, 3, 4):
         return Limit(least=2)
-    return Limit(least=1.6) if batch == 8 else BARS["7"][1]
+    return Limit(least=1.6) if batch == 8 else THRESHOLDS["7"][1]
 
 
 @dataclass(frozen=True)
 class Reading:
-    """One value for one bar.
+    """One value for one threshold.
 
     Attributes:
-        bar: its key in `BARS`; of: which family, batch or tree it is for.
+        threshold: its key in `THRESHOLDS`; of: which family, batch or tree it is for.
         value: None where it was not measured.
         expected: whether it joins one model's costs and another's acceptance.
-        own: its limit, where that is not the bar's.
+        own: its limit, where that is not the threshold's.
     """
 
-    bar: str
+    threshold: str
     of: str
     value: float | None
     expected: bool = False
@@ -88,7 +88,7 @@ class Reading:
     @property
     def limit(self) -> Limit:
         """What the value must be."""
-        return BARS[self.bar][1] if self.own is None else self.own
+        return THRESHOLDS[self.threshold][1] if self.own is None else self.own
 
     def status(self, judged: bool = True) -> str:
         """met, missed, no limit, or not measured; not judged where a limit is not meant for it.
@@ -100,36 +100,37 @@ class Reading:
         holds = self.limit.holds(self.value)
         if holds is None:
             return "no limit"
-        return ("met" if holds else "missed") if judged or self.bar == "9" else "not judged"
+        return ("met" if holds else "missed") if judged or self.threshold == "9" else "not judged"
 
     def to_dict(self, judged: bool) -> dict[str, Any]:
         """As it stands in the report."""
         return {
-            "bar": self.bar, "what": BARS[self.bar][0], "of": self.of, "value": self.value,
+            "threshold": self.threshold, "what": THRESHOLDS[self.threshold][0], "of": self.of,
+            "value": self.value,
             "limit": str(self.limit), "status": self.status(judged), "expected": self.expected,
         }  # fmt: skip
 
 
 def readings(parts: Parts, worth: Mapping[str, Any]) -> list[Reading]:
-    """Every bar with all its values; one without any has a reading that says so.
+    """Every threshold with all its values; one without any has a reading that says so.
 
     Args:
-        worth: what the costs are expected to be worth, see `suite_report.expected`.
+        worth: what the costs are expected to be worth, see `report.expected`.
     """
     found = [*_plain(parts), *_trees(parts), *_rounds(parts), *_decoding(parts, worth)]
-    known = {reading.bar for reading in found}
-    found += [Reading(bar, "", None) for bar in BARS if bar not in known]
-    return sorted(found, key=lambda reading: list(BARS).index(reading.bar))
+    known = {reading.threshold for reading in found}
+    found += [Reading(key, "", None) for key in THRESHOLDS if key not in known]
+    return sorted(found, key=lambda reading: list(THRESHOLDS).index(reading.threshold))
 
 
 def _plain(parts: Parts) -> Iterator[Reading]:
     for part in ("costs-8b", "costs-1b"):
         of = part.removeprefix("costs-")
-        for bar, name in (("1a", "plain"), ("1d", "compiled")):
+        for key, name in (("1a", "plain"), ("1d", "compiled")):
             if entry := parts[part].get(name):
                 speed = entry["bytes_per_token"] / (entry[f"{name}_ms_per_token"] * 1e6)  # GB/s
                 share = speed / entry["copy_gb_per_s"]
-                yield Reading(bar, of, share, own=None if of == "8b" else Limit())
+                yield Reading(key, of, share, own=None if of == "8b" else Limit())
         if plain := parts[part].get("plain"):
             milliseconds = plain["plain_ms_per_token"]
             yield Reading("1b", of, plain["generate_ms_per_token"] / milliseconds)
@@ -137,15 +138,15 @@ def _plain(parts: Parts) -> Iterator[Reading]:
 
 
 def _trees(parts: Parts) -> Iterator[Reading]:
-    """Of the 8 B shape, whatever contexts were timed: the shorter, then the longer."""
+    """Of the 8 B shape: the shorter context that was timed, then the longer one."""
     entries = [e for name, e in parts["costs-8b"].items() if name.startswith("trees at ")]
     entries.sort(key=lambda entry: entry["context"])
     wanted = [(("2a", "64"), ("2b", "128")), (("2c", "64"),)]
-    for entry, bars in zip(entries, wanted, strict=False):
+    for entry, keys in zip(entries, wanted, strict=False):
         times = entry["verify_ms"]
-        for bar, nodes in bars:
+        for key, nodes in keys:
             if nodes in times:
-                yield Reading(bar, f"8b at {entry['context']}", times[nodes] / times["1"])
+                yield Reading(key, f"8b at {entry['context']}", times[nodes] / times["1"])
 
 
 def _rounds(parts: Parts) -> Iterator[Reading]:
@@ -164,7 +165,7 @@ def _rounds(parts: Parts) -> Iterator[Reading]:
 
 
 def _decoding(parts: Parts, worth: Mapping[str, Any]) -> Iterator[Reading]:
-    for family, entry in parts["contenders"].items():
+    for family, entry in parts["baselines"].items():
         times = entry["ms_per_token"]
         for rival, ours in product(("assistant", "assistant_default"), ("chain", "tree")):
             if rival in times:
@@ -188,5 +189,5 @@ def _decoding(parts: Parts, worth: Mapping[str, Any]) -> Iterator[Reading]:
 
 
 def ratio(slower: list[float], faster: list[float]) -> float:
-    """The median over prompts of one contender's time over another's, from the same turns."""
+    """The median over prompts of one way's time over another's, from the same turns."""
     return statistics.median(a / b for a, b in zip(slower, faster, strict=True))

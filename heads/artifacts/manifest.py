@@ -1,40 +1,53 @@
-"""The manifest of a drafter: where it came from, and what tells one target from another."""
-
-from __future__ import annotations
+"""The manifest of an artifact, and the hashes that identify its target, tokenizer and files."""
 
 import hashlib
 import json
 import platform
 from dataclasses import dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import weight_of
+from .files import MANIFEST, read_json, unreadable
 
 
+def library_versions() -> dict[str, str]:
+    """Versions of Python and of the libraries that influence a result, as far as installed."""
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "tokenizers", "accelerate", "numpy"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+@strict
 @dataclass
 class Manifest:
-    """Where a drafter came from and what it was measured to do.
+    """Where a drafter came from, and its measured results.
 
     Attributes:
         family: the drafter's family.
-        target: name or path of the target, as the training run was given it.
+        target: name or path of the target, as given to the training run; with an adapter, of the
+            base model that the adapter changes.
         target_fingerprint: see `fingerprint`.
-        tokenizer_hash: sha256 of the target's token map; empty when unknown.
-        weights_sha256: of `model.safetensors`, filled in by `save_drafter`.
-        adapter_sha256: of the adapter's weights, likewise; empty without adapter. The drafter then
-            drafts for the target with that adapter, and the target named here is its base.
-        adapter_base: see `Adapter.digest`, likewise.
-        origin: the checkpoint of others that it was made from, with its commit where it has one;
-            empty for what was trained here.
+        tokenizer_hash: see `tokenizer_hash`; empty when unknown.
+        weights_sha256: of `model.safetensors`; set by `save_drafter`.
+        adapter_sha256: of the adapter's weights, empty without adapter; set by `save_drafter`.
+        adapter_base: see `Adapter.digest`; set by `save_drafter`.
+        origin: the checkpoint that it was converted from, `ORG/NAME@COMMIT` or a folder; empty for
+            a drafter trained by headstart.
         recipe: the recipe that trained it, as plain data.
-        metrics: measured figures, such as tau.
-        versions: library versions of the training run.
+        metrics: measured results, such as tau.
+        versions: see `library_versions`.
     """
 
     family: str
@@ -47,19 +60,26 @@ class Manifest:
     origin: str = ""
     recipe: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(
-        default_factory=lambda: {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        }
-    )
+    versions: dict[str, str] = field(default_factory=library_versions)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest in an artifact's folder.
+
+    Raises:
+        ArtifactError: it is missing, or cannot be read.
+    """
+    path = folder / MANIFEST
+    try:
+        return Manifest(**read_json(path))
+    except (TypeError, StrictDataclassError) as error:
+        raise unreadable(path, error) from error
 
 
 def fingerprint(target: PreTrainedModel) -> str:
     """sha256 of a target's embedding and norm tensors, rounded to bfloat16.
 
-    The rounding makes it the same whether the target is loaded in float64, float32 or bfloat16.
+    It is the same in whichever of float64, float32 and bfloat16 the target is loaded.
     """
     digest = hashlib.sha256()
     layers = {"embedding": target.get_input_embeddings()}
@@ -75,12 +95,12 @@ def fingerprint(target: PreTrainedModel) -> str:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """sha256 of the token map (every token and its id)."""
+    """sha256 of a tokenizer's tokens and their ids."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()
 
 
 def sha256(path: Path) -> str:
-    """The sha256 of a file, hexadecimal."""
+    """sha256 of a file's content, hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,37 +1,40 @@
-"""What a planner decided, as it is kept beside a drafter: one plan for each kind of machine."""
-
-from __future__ import annotations
+"""Plans: the tree that the planner chose for a drafter, one for each kind of machine."""
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.dataclasses import strict
+from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
-from .. import ArtifactError
-from ..core import device_of, streamed_from
-from .files import PLAN, artifact_folder, is_artifact, read_json, read_manifest
-from .saving import write_file
+from ..core import ArtifactError, device_of, streamed_from
+from ..core.files import write_atomically
+from .files import PLAN, read_json
+from .manifest import read_manifest
 
 _DAMAGED = "{path} is no plan that headstart wrote; delete it, or run headstart plan again."
 
 
-@dataclass(frozen=True)
+@strict
+@dataclass
 class Plan:
-    """What to decode with on one kind of machine.
+    """The tree to decode with on one kind of machine.
 
     Attributes:
-        device: see `machine`; dtype, such as `float32`; batch_size: prompts at once.
-        policy: the chosen candidate's name, `plain` where nothing pays.
+        device: see `machine`.
+        dtype: see `dtype_name`.
+        batch_size: prompts decoded at once.
+        policy: the chosen candidate's name; `plain` where no tree is faster than plain decoding.
         tree: its rank paths; empty for plain decoding.
-        tau, speedup: expected of it; 1 for plain decoding.
+        tau, speedup: what is expected of it; 1 for plain decoding.
         acceptance: [K][W], how often the true token stood at each rank, by depth.
         costs: milliseconds, see `Costs`.
         candidates: all that were considered, the best first.
-        prompts, new_tokens: what was measured on.
-        weights_sha256: of the drafter that was planned for.
+        prompts, new_tokens: how many prompts, and tokens of each, were measured.
+        weights_sha256: of the drafter's weights.
     """
 
     device: str
@@ -39,8 +42,8 @@ class Plan:
     batch_size: int
     policy: str
     tree: list[list[int]]
-    tau: float
-    speedup: float
+    tau: int | float
+    speedup: int | float
     acceptance: list[list[float]]
     costs: dict[str, Any]
     candidates: list[dict[str, Any]]
@@ -50,12 +53,12 @@ class Plan:
 
     @property
     def key(self) -> str:
-        """What it is filed under in `plan.json`."""
-        return f"{self.device}, {self.dtype}, batch {self.batch_size}"
+        """Its key in `plan.json`."""
+        return _key(self.device, self.dtype, self.batch_size)
 
 
 def device_name(device: torch.device) -> str:
-    """The kind of machine that times hold for: a GPU's name, or the CPU's threads.
+    """The name of a kind of device: of a GPU, or `N-thread cpu`.
 
     >>> device_name(torch.device("cpu")).endswith("-thread cpu")
     True
@@ -67,7 +70,7 @@ def device_name(device: torch.device) -> str:
 
 
 def machine(target: PreTrainedModel) -> str:
-    """The kind of machine, and what is streamed on it of a target that does not fit.
+    """The device that a target runs on, and the share of its weights that is streamed in.
 
     Example: `NVIDIA L40, 90% from cpu`.
     """
@@ -76,44 +79,42 @@ def machine(target: PreTrainedModel) -> str:
 
 
 def dtype_name(model: PreTrainedModel) -> str:
-    """What a model computes in, such as `float32`."""
+    """The type that a model computes in, such as `float32`."""
     return str(model.dtype).removeprefix("torch.")
 
 
-def write_plan(name: str | Path, plan: Plan) -> Path:
-    """File a plan in an artifact's `plan.json`, beside those for other machines.
+def write_plan(folder: Path, plan: Plan) -> Path:
+    """Write a plan into an artifact's `plan.json`, beside those for other machines.
+
+    Returns:
+        The file.
 
     Raises:
-        ArtifactError: no artifact of that name.
-        OSError: its folder cannot be written.
+        ArtifactError: the folder holds no artifact.
+        OSError: the folder cannot be written.
     """
-    folder = artifact_folder(name)
     plan = replace(plan, weights_sha256=read_manifest(folder).weights_sha256)
     try:
-        plans = _plans(folder)
+        plans = _read(folder)
     except ArtifactError:
-        plans = {}  # a damaged file holds nothing worth keeping
-    kept = asdict(plan)
-    for candidate in kept["candidates"]:
-        candidate.pop("tree", None)  # of hundreds, each of up to hundreds of paths
-    text = json.dumps(plans | {plan.key: kept}, indent=2, allow_nan=False)
-    write_file(folder / PLAN, text + "\n")
+        plans = {}  # a damaged file is replaced
+    document = asdict(plan)
+    for candidate in document["candidates"]:
+        candidate.pop("tree", None)  # hundreds of candidates, each of up to hundreds of paths
+    text = json.dumps(plans | {plan.key: document}, indent=2, allow_nan=False)
+    write_atomically(folder / PLAN, text + "\n")
     return folder / PLAN
 
 
-def read_plan(name: str | Path, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
-    """The plan that an artifact holds for this target's device and dtype; None where it has none.
+def find_plan(folder: Path, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
+    """The plan in an artifact's folder for a target's device and dtype; None where there is none.
 
-    A plan for other weights than the artifact's does not count.
+    A plan that was made for other weights than the artifact's does not count.
 
     Raises:
-        ArtifactError: `plan.json` is damaged.
+        ArtifactError: `plan.json` is damaged, or the folder holds no artifact.
     """
-    if not is_artifact(name):
-        return None
-    folder = artifact_folder(name)
-    key = f"{machine(target)}, {dtype_name(target)}, batch {batch_size}"
-    found = _plans(folder).get(key)
+    found = _read(folder).get(_key(machine(target), dtype_name(target), batch_size))
     if found is None:
         return None
     plan = _plan(found, folder)
@@ -121,24 +122,27 @@ def read_plan(name: str | Path, target: PreTrainedModel, batch_size: int = 1) ->
 
 
 def read_plans(folder: Path) -> list[Plan]:
-    """All plans in an artifact's folder, whatever machine and weights they are for.
+    """All plans in an artifact's folder, for whatever machine and weights.
 
     Raises:
         ArtifactError: `plan.json` is damaged.
     """
-    return [_plan(found, folder) for found in _plans(folder).values()]
+    return [_plan(found, folder) for found in _read(folder).values()]
+
+
+def _key(device: str, dtype: str, batch_size: int) -> str:
+    """The key of a plan in `plan.json`."""
+    return f"{device}, {dtype}, batch {batch_size}"
 
 
 def _plan(found: Any, folder: Path) -> Plan:
-    kinds = {"str": str, "int": int, "float": int | float}
-    known = {each.name: kinds.get(str(each.type), list | dict) for each in fields(Plan)}
-    whole = isinstance(found, dict) and set(found) == set(known)
-    if not whole or not all(isinstance(found[name], kind) for name, kind in known.items()):
-        raise ArtifactError(_DAMAGED.format(path=folder / PLAN))
-    return Plan(**found)
+    try:
+        return Plan(**found)
+    except (TypeError, StrictDataclassError):
+        raise ArtifactError(_DAMAGED.format(path=folder / PLAN)) from None
 
 
-def _plans(folder: Path) -> dict[str, Any]:
+def _read(folder: Path) -> dict[str, Any]:
     if not (folder / PLAN).is_file():
         return {}
     try:

@@ -1,80 +1,67 @@
-"""The clean copy of an artifact that goes to the Hub: its own files alone, without local paths."""
+"""Publishing: a copy of an artifact without paths of this machine, pushed to the Hub."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections.abc import Callable
-from pathlib import Path, PureWindowsPath
-from typing import Any
+from pathlib import Path
 
 import yaml
 from huggingface_hub import ModelCard, get_token
 
 from ..core import ArtifactError
-from ..parts.adapter import ADAPTER, ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .files import (
-    CARD,
-    CONFIG,
-    FILES,
-    MANIFEST,
-    PLAN,
-    TREE,
-    WEIGHTS,
-    artifact_folder,
-    check_files,
-    read_json,
-    read_manifest,
-)
+from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from .checks import check_files
+from .files import CARD, FILES, MANIFEST, read_json
 from .hub import is_hub_name, split_revision, upload
+from .local_paths import cleaner, is_local, local_paths, map_strings
 from .manifest import Manifest
+from .source import DrafterSource
 
 _TAGS = ["headstart", "speculative-decoding"]
-_HERE = '"PATH OF THIS FOLDER"'  # what a card that was not pushed says instead of a name
+_HERE = '"PATH OF THIS FOLDER"'  # in the example of a card that was not pushed
 
 
 def clean_copy(
-    artifact: str | Path,
+    artifact: str | Path | DrafterSource,
     into: Path,
     repository: str,
     target_name: str | None = None,
     license: str | None = None,
 ) -> list[Path]:
-    """Write what is to be pushed into an empty folder, and return its files.
+    """Write the files to push into an empty folder, and return them.
 
-    Paths of this machine become their last part, in the manifest, the card and every other text;
-    the target's becomes `target_name`. The card's front matter is completed for the Hub.
+    In the manifest, the card and every other text, a path of this machine is replaced by its last
+    part, and the target's by `target_name`. The card's front matter is completed for the Hub.
 
     Args:
-        repository: `ORG/NAME` or `ORG/NAME@BRANCH`, which the card's example loads.
-        target_name: the target's name on the Hub, or any label of a model that is not there.
+        repository: `ORG/NAME` or `ORG/NAME@BRANCH`, for the card's example.
+        target_name: the target's name on the Hub, or any label for a model that is not there.
         license: an identifier that the Hub knows, such as `apache-2.0`.
 
     Raises:
         ArtifactError: a damaged artifact, a target without a public name, an access token in a
-            file, or no such repository's name.
+            file, or a malformed repository name.
     """
     name, _ = split_revision(repository)
     if "/" not in name or not is_hub_name(name):
         raise ArtifactError(f"{repository!r} is no place on the Hub; expected ORG/NAME.")
-    folder = artifact_folder(artifact)
-    manifest = read_manifest(folder)
+    source = DrafterSource.of(artifact)
+    manifest, folder = source.manifest, source.folder
     check_files(folder, manifest)
     target = _public_name(manifest, target_name)
-    clean = _cleaner(
-        _paths([manifest.recipe, manifest.metrics, manifest.origin]) | {manifest.target: target}
-    )
-
-    shutil.copyfile(folder / WEIGHTS, into / WEIGHTS)
-    documents = [CONFIG, MANIFEST, TREE, PLAN]
-    if manifest.adapter_sha256:
-        (into / ADAPTER).mkdir()
-        shutil.copyfile(folder / ADAPTER_WEIGHTS, into / ADAPTER_WEIGHTS)
-        documents.append(ADAPTER_CONFIG)
-    for name in documents:
-        if (folder / name).is_file():
-            data = _strings(read_json(folder / name), clean)
+    paths = local_paths([manifest.recipe, manifest.metrics, manifest.origin])
+    clean = cleaner(paths | {manifest.target: target})
+    for name in FILES:
+        unused = name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) and not manifest.adapter_sha256
+        if name == CARD or unused or not (folder / name).is_file():
+            continue
+        (into / name).parent.mkdir(exist_ok=True)
+        if name.endswith(".safetensors"):
+            shutil.copyfile(folder / name, into / name)
+        else:
+            data = map_strings(read_json(folder / name), clean)
             text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
             (into / name).write_text(text, encoding="utf-8")
     body = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
@@ -94,7 +81,7 @@ def push(folder: Path, repository: str, private: bool = False) -> str:
 
 def _public_name(manifest: Manifest, given: str | None) -> str:
     name = manifest.target if given is None else given
-    if not name.strip() or "\n" in name or _is_local(name):
+    if not name.strip() or "\n" in name or is_local(name):
         raise ArtifactError(
             f"the target {name!r} is a path of this machine, which says nothing to others; give "
             "its name on the Hub, or any label, with --target-name."
@@ -130,60 +117,6 @@ def _card(body: str, manifest: Manifest, target: str, repository: str, license: 
     if license is not None:
         data["license"] = license
     return str(card)
-
-
-def _is_local(text: str) -> bool:
-    """Whether a setting is a path of this machine, rather than another text.
-
-    >>> [_is_local(text) for text in ("/data/x.txt", "~/x", "C:\\\\x", "org/name", "stdlib")]
-    [True, True, True, False, False]
-    """
-    outside = text.startswith(("/", "~", "./", "../", "file:"))
-    return "\n" not in text and (outside or PureWindowsPath(text).drive != "" or _is_folder(text))
-
-
-def _is_folder(text: str) -> bool:
-    return "/" in text and len(text) < 256 and Path(text).is_dir()
-
-
-def _paths(value: Any) -> dict[str, str]:
-    """Every string in a document that is a path of this machine, with its last part."""
-    if isinstance(value, str):
-        name = PureWindowsPath(value.rstrip("/\\")).name  # knows both kinds of slashes
-        return {value: name} if len(value) > 3 and name and _is_local(value) else {}
-    each = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return {path: name for item in each for path, name in _paths(item).items()}
-
-
-def _cleaner(known: dict[str, str]) -> Callable[[str], str]:
-    """A function that renames known paths in a text, and shortens others that exist here.
-
-    >>> _cleaner({"/data/base": "org/base"})("/data/base, /data/base/x.json, https://h/data/base.")
-    'org/base, x.json, https://h/data/base.'
-    """
-    below = r"(?P<below>(?:[/\\][\w.+@-]*[\w+@])*)"  # a sentence's full stop is no part of it
-    names = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
-    rename = re.compile(rf"(?<![\w/.~-])(?P<known>{names}){below}(?![\w/-])")
-    absolute = re.compile(rf"(?<![\w:/\\.~-])(?P<known>/[\w.+@-]+){below}/?")
-
-    def renamed(match: re.Match[str]) -> str:
-        return Path(match["below"]).name or known[match["known"]]
-
-    def shortened(match: re.Match[str]) -> str:
-        # Where the first folder does not exist, it is a route or a formula, not a path.
-        here = match["below"] and Path(match["known"]).is_dir()
-        return Path(match["below"]).name if here else match.group()
-
-    return lambda text: absolute.sub(shortened, rename.sub(renamed, text))
-
-
-def _strings(value: Any, change: Callable[[str], str]) -> Any:
-    """The same document with every string changed, keys included."""
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {change(key): _strings(item, change) for key, item in value.items()}
-    return [_strings(item, change) for item in value] if isinstance(value, list) else value
 
 
 def _refuse_token(path: Path) -> None:

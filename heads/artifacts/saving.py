@@ -1,9 +1,8 @@
-"""Writes artifacts: the folder appears whole or not at all, whatever happens meanwhile."""
+"""Saving of artifacts: a reader finds the old folder or the whole new one, even after a crash."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,16 +10,18 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ..core import ArtifactError
+from ..core.files import flush_to_disk
 from ..drafter import Drafter
 from ..parts.adapter import ADAPTER_WEIGHTS
-from .files import CARD, MANIFEST, WEIGHTS, beside
+from .files import CARD, MANIFEST, WEIGHTS, retired_folder
 from .manifest import Manifest, sha256
 
 
 def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card: str = "") -> Path:
-    """Write an artifact folder; an older one in its place goes only when the new is complete.
+    """Write an artifact folder; an older one in its place is removed when the new is complete.
 
     Args:
+        manifest: its `weights_sha256`, `adapter_sha256` and `adapter_base` are filled in.
         card: the model card, Markdown.
 
     Returns:
@@ -42,25 +43,25 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
             f"{folder} exists and is no artifact of headstart (it has no {MANIFEST}); choose "
             "another folder, or empty this one."
         )
-    staging, retired = beside(folder, "partial"), beside(folder, "retired")
+    new, old = folder.with_name(f".{folder.name}.partial"), retired_folder(folder)
     try:
-        if retired.is_dir():  # an earlier save was killed half way
-            _discard(retired, staging) if folder.exists() else retired.rename(folder)
-        shutil.rmtree(staging, ignore_errors=True)
-        staging.mkdir(parents=True)
-        write_artifact(drafter, staging, manifest, card)
-        # A folder cannot be swapped in one step everywhere. Between these two renames only the
-        # retired one stands, and `artifact_folder` finds it.
+        if old.is_dir():  # an earlier save was killed between its two renames, or just after them
+            _remove(old, new) if folder.exists() else old.rename(folder)
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir(parents=True)
+        write_artifact(drafter, new, manifest, card)
+        # Few systems swap two folders in one step. Between these renames there is only the old
+        # one under its other name, where `DrafterSource` finds it.
         if folder.exists():
-            folder.rename(retired)
-        staging.rename(folder)
-        _sync(folder.parent)
-        if retired.is_dir():
-            _discard(retired, staging)
+            folder.rename(old)
+        new.rename(folder)
+        flush_to_disk(folder.parent)
+        if old.is_dir():
+            _remove(old, new)
     except (OSError, SafetensorError) as error:
-        if retired.is_dir() and not folder.exists():
-            retired.rename(folder)
-        shutil.rmtree(staging, ignore_errors=True)
+        if old.is_dir() and not folder.exists():
+            old.rename(folder)
+        shutil.rmtree(new, ignore_errors=True)
         reason = " ".join(str(error).split())
         raise OSError(
             f"the drafter cannot be saved in {folder} ({reason}); what stood there is untouched: "
@@ -70,7 +71,7 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
 
 
 def write_artifact(drafter: Drafter, folder: Path, manifest: Manifest, card: str) -> None:
-    """Write an artifact's files into a folder that is there; see `save_drafter`."""
+    """Write an artifact's files into an existing folder; see `save_drafter`."""
     drafter.save_pretrained(folder)
     manifest = replace(manifest, weights_sha256=sha256(folder / WEIGHTS))
     if drafter.adapter is not None:
@@ -81,39 +82,15 @@ def write_artifact(drafter: Drafter, folder: Path, manifest: Manifest, card: str
     if card:
         (folder / CARD).write_text(card, encoding="utf-8")
     for path in (*folder.rglob("*"), folder):
-        _sync(path)
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a file of a finished artifact: a reader sees the old text or all of the new.
-
-    Raises:
-        OSError: it cannot be written; the old text is still there.
-    """
-    staging = path.with_name(f".{path.name}.partial")
-    try:
-        staging.write_text(text, encoding="utf-8")
-        _sync(staging)
-        staging.replace(path)
-    finally:
-        staging.unlink(missing_ok=True)
-    _sync(path.parent)
+        flush_to_disk(path)
 
 
 def _replaceable(folder: Path) -> bool:
     return folder.is_dir() and ((folder / MANIFEST).is_file() or not any(folder.iterdir()))
 
 
-def _discard(retired: Path, staging: Path) -> None:
-    """Delete a retired folder under a name that is never read: it may be half gone for a while."""
-    shutil.rmtree(staging, ignore_errors=True)
-    retired.rename(staging)
-    shutil.rmtree(staging)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def _remove(old: Path, new: Path) -> None:
+    """Delete the old folder under the new one's temporary name, from which nothing is loaded."""
+    shutil.rmtree(new, ignore_errors=True)
+    old.rename(new)
+    shutil.rmtree(new)

@@ -144,4 +144,4 @@ class Topology:
         """The same shape for `batch` rows, without copying; needs a topology of one row."""
         tensors = (self.parents, self.depth, self.ancestors, self.paths, self.rank)
         each = (tensor.expand(batch, *tensor.shape[1:]) for tensor in tensors)
-        return Topology(*each, self.max_depth, self.width, self.children)
+        return Topology(*each, max_depth=self.max_depth, width=self.width, children=self.children)

@@ -1,1 +1,1 @@
-"""What a person sees of results: tables, plots and descriptions."""
+"""What commands print of results: tables, plots and JSON documents."""

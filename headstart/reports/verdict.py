@@ -1,21 +1,18 @@
 """What a test of losslessness has shown, in plain words."""
 
-from __future__ import annotations
+from typing import TextIO
 
-from typing import TYPE_CHECKING, TextIO
+from rich.padding import Padding
 
-from headstart.reports.tables import plain_console
+from headstart.infer.measure.lossless import Divergence, Greedy, Sampled
 
-if TYPE_CHECKING:
-    from headstart.infer.measure.lossless import Divergence, Greedy, Sampled
+from .console import plain_console
 
-_EXPLAINED = 5  # divergences told one by one
+_EXPLAINED = 5  # divergences described one by one
 
 
 def print_verdict(greedy: Greedy, sampled: Sampled, out: TextIO) -> None:
     """Print what was shown: colours on a terminal, plain text anywhere else."""
-    from rich.padding import Padding
-
     console = plain_console(out)
     for holds, title, said in (
         (greedy.holds, "Greedy text", greedy_sentences(greedy)),

@@ -1,16 +1,14 @@
-"""Those who decode the same prompts against each other: the loop, `generate`, and a bare loop.
+"""Ways to decode a prompt that are timed against each other: our loop, `generate`, a bare loop.
 
-They take turns on each prompt, several times over, so that a machine whose speed drifts slows all
-of them alike. Times run from a prompt's first tokens to its last; the prefill is kept apart.
+Times run from a prompt's first tokens to its last; the prefill is kept apart.
 """
 
 from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,137 +18,130 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ..speculator import Speculator
-from .timing import wait
+from .timing import Stopwatch, take_turns
 
 
 class Timed(NamedTuple):
-    """One run of one contender.
+    """One decoded prompt.
 
     Attributes:
         text: [1, P + new].
-        prefill: seconds until its first tokens; decode: seconds after them.
+        prefill_ms: until its first tokens; decode_ms: after them.
         first: how many new tokens the first were.
     """
 
     text: Tensor
-    prefill: float
-    decode: float
+    prefill_ms: float
+    decode_ms: float
     first: int = 1
 
 
-Contender = Callable[[Tensor], Timed]
+TimedDecode = Callable[[Tensor], Timed]
 """Decodes one prompt [1, P]."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Runs:
-    """One contender's runs of one prompt: seconds per run, and the new tokens of the last one."""
+    """One prompt, decoded several times in the same way.
 
-    decode: list[float] = field(default_factory=list)
-    prefill: list[float] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    first: int = 1
+    Attributes:
+        tokens: the new tokens of the last run.
+        first: how many of them came first, and are not in `decode_ms`.
+        decode_ms: after the first tokens, the median run; prefill_ms: until them, every run.
+    """
 
-    def note(self, run: Timed, prompt: int) -> None:
-        """Keep one run of a prompt of so many tokens."""
-        self.decode.append(run.decode)
-        self.prefill.append(run.prefill)
-        self.tokens, self.first = run.text[0, prompt:].tolist(), run.first
+    tokens: list[int]
+    first: int
+    decode_ms: float
+    prefill_ms: list[float]
 
-    @property
-    def seconds(self) -> float:
-        """The median run's seconds after the first tokens."""
-        return statistics.median(self.decode)
+    @classmethod
+    def of(cls, runs: Sequence[Timed], prompt: int) -> Runs:
+        """The runs of a prompt of so many tokens."""
+        decode_ms = statistics.median(run.decode_ms for run in runs)
+        tokens = runs[-1].text[0, prompt:].tolist()
+        return cls(tokens, runs[-1].first, decode_ms, [run.prefill_ms for run in runs])
 
     @property
     def per_token(self) -> float:
         """Milliseconds per token after the first ones."""
-        return 1e3 * self.seconds / max(len(self.tokens) - self.first, 1)
+        return self.decode_ms / max(len(self.tokens) - self.first, 1)
 
 
-def speculating(speculator: Speculator, **options: Any) -> Contender:
+def timed_speculator(speculator: Speculator, **options: Any) -> TimedDecode:
     """Our loop, with the options of its `generate`."""
 
     def decode(ids: Tensor) -> Timed:
-        text = speculator.generate(ids, **options)
-        return Timed(text, speculator.stats.prefill_seconds, speculator.stats.decode_seconds)
+        text, stats = speculator.generate(ids, **options), speculator.stats
+        return Timed(text, 1e3 * stats.prefill_seconds, 1e3 * stats.decode_seconds)
 
     return decode
 
 
-def generating(model: PreTrainedModel, **options: Any) -> Contender:
+def timed_generate(model: PreTrainedModel, **options: Any) -> TimedDecode:
     """`generate` of transformers, with these options."""
 
     def decode(ids: Tensor) -> Timed:
-        clock, begun = _Clock(), time.perf_counter()
-        text = model.generate(ids, streamer=clock, **options)  # type: ignore[operator]
-        wait(ids.device)
-        return Timed(text, clock.at - begun, time.perf_counter() - clock.at, clock.first)
+        watch = Stopwatch(ids.device)
+        first, begin = _FirstTokens(watch), watch.mark()
+        text = model.generate(ids, streamer=first, **options)  # type: ignore[operator]
+        prefill = watch.between(begin, first.at)
+        return Timed(text, prefill, watch.between(first.at, watch.mark()), first.count)
 
     return decode
 
 
-def bare_loop(model: PreTrainedModel, new_tokens: int) -> Contender:
+def timed_bare_loop(model: PreTrainedModel, new_tokens: int) -> TimedDecode:
     """The least that greedy decoding with transformers can be: a DynamicCache and an argmax."""
 
+    @torch.no_grad()
     def decode(ids: Tensor) -> Timed:
-        begun = time.perf_counter()
-        cache = DynamicCache(config=model.config)
-        with torch.no_grad():
-            token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
-            text = [ids, token]
-            wait(ids.device)
-            first = time.perf_counter()
-            for _ in range(new_tokens - 1):
-                token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-                text.append(token)
-            wait(ids.device)
-        return Timed(torch.cat(text, 1), first - begun, time.perf_counter() - first)
+        watch = Stopwatch(ids.device)
+        begin, cache = watch.mark(), DynamicCache(config=model.config)
+        token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
+        prefill, text = watch.between(begin, first := watch.mark()), [ids, token]
+        for _ in range(new_tokens - 1):
+            token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            text.append(token)
+        return Timed(torch.cat(text, 1), prefill, watch.between(first, watch.mark()))
 
     return decode
 
 
-class Raced(NamedTuple):
-    """A prompt [1, P] and every contender's runs of it."""
-
-    prompt: Tensor
-    runs: dict[str, Runs]
-
-
-def race(
-    contenders: Mapping[str, Contender],
+def decode_in_turns(
+    decoders: Mapping[str, TimedDecode],
     prompts: Sequence[Tensor],
     device: torch.device,
     repeats: int,
     title: str = "bench",
-) -> Iterator[Raced]:
-    """Decode every prompt with every contender in turn, `repeats` times, once warmed up.
+) -> Iterator[tuple[Tensor, dict[str, Runs]]]:
+    """Decode every prompt in every way in turn, `repeats` times; the first prompt once more before.
 
     Args:
         prompts: token ids, each [P] or [1, P].
-        title: of the bar on stderr.
+        title: of the progress bar on stderr.
+
+    Yields:
+        Each prompt, [1, P], and its runs by the decoders' names.
     """
     for number, prompt in enumerate(tqdm(prompts, desc=title, unit="prompt", file=sys.stderr)):
         ids = prompt.reshape(1, -1).to(device)
-        runs = {name: Runs() for name in contenders}
-        for repeat in range(-1 if number == 0 else 0, repeats):
-            for name, decode in contenders.items():
-                run = decode(ids)
-                if repeat >= 0:
-                    runs[name].note(run, ids.shape[1])
-        yield Raced(ids, runs)
+        if number == 0:  # warms up
+            take_turns(decoders, [ids])
+        runs = take_turns(decoders, [ids] * repeats)
+        yield ids, {name: Runs.of(each, ids.shape[1]) for name, each in runs.items()}
 
 
-class _Clock(BaseStreamer):
+class _FirstTokens(BaseStreamer):
     """A streamer that notes when `generate` hands over its first tokens, and how many they are."""
 
-    def __init__(self) -> None:
-        self.calls, self.at, self.first = 0, 0.0, 1
+    def __init__(self, watch: Stopwatch) -> None:
+        self.watch, self.calls, self.at, self.count = watch, 0, watch.mark(), 1
 
     def put(self, value: Tensor) -> None:
         self.calls += 1
         if self.calls == 2:  # the prompt comes before them
-            self.at, self.first = time.perf_counter(), value.numel()
+            self.at, self.count = self.watch.mark(), value.numel()
 
     def end(self) -> None:
         pass

@@ -1,14 +1,13 @@
 """Measures a speculator against plain decoding in the same runtime and `generate` of transformers.
 
-Every figure is a median over runs in which the contenders took turns (see `contenders`).
+Every figure is a median over runs that took turns (see `baselines`).
 """
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,21 +16,27 @@ from torch import Tensor
 
 from headstart.heads import OptionError
 from headstart.heads.artifacts.plan import dtype_name
-from headstart.heads.group import members
 
 from ..rules.registry import choose_rule
 from ..speculator import Speculator
 from ..stats import Stats
-from .baselines import Contender, Runs, bare_loop, generating, race, speculating
-from .timing import Stopwatch
+from .baselines import (
+    Runs,
+    TimedDecode,
+    decode_in_turns,
+    timed_bare_loop,
+    timed_generate,
+    timed_speculator,
+)
+from .loop_overhead import loop_overhead
 
 _REPLAYED_PROMPTS = 8
 """Prompts whose forwards are replayed alone to find the loop's own cost."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One prompt: every contender's runs, the speculator's rounds, and its loop's cost a round."""
+class _Measured:
+    """One prompt: its runs by decoder, the speculator's rounds, and its loop's cost a round."""
 
     runs: dict[str, Runs]
     stats: Stats
@@ -47,18 +52,18 @@ def bench(
     temperature: float = 0.0,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Decode every prompt with every contender, one prompt at a time.
+    """Decode every prompt with the speculator and its baselines in turn, one prompt at a time.
 
     Args:
         prompts: token ids, each [P] or [1, P].
-        repeats: times each contender decodes each prompt, after one round of warming up.
+        repeats: how often each prompt is decoded in each way, once all have been warmed up.
         temperature: 0 decodes greedily; otherwise text is sampled with a seed per prompt.
 
     Returns:
         The report: `tau`, `tau_by_prompt`, `acceptance_by_depth`, `identical_to_plain`,
         `identical_to_generate` (None when sampling: generate draws from another generator),
         `speedup_vs_plain` and `speedup_vs_generate` (median, min, max over prompts), milliseconds
-        per token of every contender, `ms_per_round`, `loop_overhead_ms` (a round minus its forwards
+        per token of each, `ms_per_round`, `loop_overhead_ms` (a round minus its forwards
         replayed alone; NaN where rounds are captured whole, or attend as trees), the settings, and
         `distinct_4grams` of the text.
 
@@ -76,22 +81,19 @@ def bench(
         options |= {"temperature": temperature, "top_k": 0}
     seeded = options | ({"seed": seed} if sampled else {})
     model = speculator.model
-    contenders: dict[str, Contender] = {
-        "plain": speculating(_plain(speculator), **seeded),
-        "speculator": speculating(speculator, **seeded),
-        "generate": generating(model, **options),
-        "bare": bare_loop(model, new_tokens),
+    decoders: dict[str, TimedDecode] = {
+        "plain": timed_speculator(_plain(speculator), **seeded),
+        "speculator": timed_speculator(speculator, **seeded),
+        "generate": timed_generate(model, **options),
+        "bare": timed_bare_loop(model, new_tokens),
     }
     measured = []
-    for prompt, runs in race(contenders, prompts, speculator.device, repeats):
-        stats = speculator.stats
-        loop = math.nan
-        apart = speculator.graphs is None and not speculator.target.windows.tree
-        if apart and stats.rounds and len(measured) < _REPLAYED_PROMPTS:
-            again = functools.partial(contenders["speculator"], prompt)
-            replayed = statistics.median(_replay(speculator, again) for _ in range(repeats))
-            loop = 1e3 * (runs["speculator"].seconds - replayed) / stats.rounds
-        measured.append(Measured(runs, stats, loop))
+    for prompt, runs in decode_in_turns(decoders, prompts, speculator.device, repeats):
+        stats, loop = speculator.stats, math.nan
+        if len(measured) < _REPLAYED_PROMPTS:
+            took = runs["speculator"].decode_ms
+            loop = loop_overhead(speculator, decoders["speculator"], prompt, took, repeats)
+        measured.append(_Measured(runs, stats, loop))
     return _report(speculator, measured, sampled)
 
 
@@ -101,49 +103,7 @@ def _plain(speculator: Speculator) -> Speculator:
     return Speculator(speculator.model, graphs=graphs, compile=compiled)
 
 
-def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:
-    """Seconds that the forwards of one decoded prompt take alone, target and drafter.
-
-    Every call is recorded while decoding and then repeated with nothing in between; the prefill's
-    are left out.
-    """
-    target, drafters = speculator.target, members(speculator.drafter)
-    calls: list[tuple[Callable, tuple, dict]] = []
-
-    def recorded(function: Callable) -> Callable:
-        def record(*args, **kwargs):
-            # A count of 0, in place of `begin`'s own: the drafter's cache does not grow in replays.
-            still = [torch.zeros_like(args[3])] if function.__name__ == "begin" else args[3:]
-            calls.append((function, (*args[:3], *still), kwargs))
-            return function(*args, **kwargs)
-
-        return record
-
-    patches = [(target.model, "forward")]
-    patches += [(drafter, name) for drafter in drafters for name in ("begin", "extend")]
-    for owner, name in patches:
-        object.__setattr__(owner, name, recorded(getattr(owner, name)))
-    try:
-        decode()
-    finally:
-        for owner, name in patches:
-            object.__delattr__(owner, name)
-    seconds, watch = 0.0, Stopwatch(target.device)
-    with torch.no_grad():
-        for function, args, kwargs in calls[1:]:
-            if (slab := kwargs.get("past_key_values")) is not None:
-                root, nodes = int(kwargs["position_ids"].min()), kwargs["input_ids"].shape[1]
-                masks = kwargs["attention_mask"]
-                mask = next(iter(masks.values())) if isinstance(masks, dict) else masks
-                live = root + 1 if mask is None else mask.shape[3]
-                slab.set_slots(range(root, root + nodes), live, root if mask is None else 0)
-            started = watch.mark()
-            function(*args, **kwargs)
-            seconds += watch.between(started, watch.mark()) / 1e3
-    return seconds
-
-
-def _report(speculator: Speculator, measured: list[Measured], sampled: bool) -> dict[str, Any]:
+def _report(speculator: Speculator, measured: list[_Measured], sampled: bool) -> dict[str, Any]:
     stats = Stats(speculator.tree.max_depth)
     for one in measured:
         stats.extend(one.stats)
@@ -178,10 +138,10 @@ def _report(speculator: Speculator, measured: list[Measured], sampled: bool) -> 
         "generate_ms_per_token": per_token("generate"),
         "bare_loop_ms_per_token": per_token("bare"),
         "ms_per_round": middle(
-            1e3 * one.runs["speculator"].seconds / max(one.stats.rounds, 1) for one in measured
+            one.runs["speculator"].decode_ms / max(one.stats.rounds, 1) for one in measured
         ),
         "loop_overhead_ms": middle(one.loop_ms for one in measured),
-        "prefill_ms": middle(1e3 * s for one in measured for s in one.runs["speculator"].prefill),
+        "prefill_ms": middle(ms for one in measured for ms in one.runs["speculator"].prefill_ms),
         "nodes": speculator.tree.nodes,
         "tree": str(speculator.tree),
         "tree_label": speculator.tree.label,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -18,10 +18,11 @@ from headstart.heads import Drafter, TokenTree
 
 from ..graphs import captures_rounds, repeated
 from ..speculator import Speculator
+from ..stats import Stats
 from ..target import Target
 from ..trees.static import StaticTree
 from .ranks import Tick, Written, decode_greedily
-from .timing import Call, interleaved, medians
+from .timing import Call, interleaved, medians, take_turns
 
 _CALLS = 8  # turns that each forward gets to be timed
 _BURST = 5  # timed calls in a turn
@@ -29,7 +30,7 @@ _RUNS = 5  # times each probe decodes
 _WARM = 16  # new tokens that warm up what has no graphs to capture
 
 SECONDS = 300.0
-"""No timing goes on for longer, but that each contender has a turn; slow targets get few."""
+"""No timing goes on for longer, once everything has had a turn; slow targets get few turns."""
 
 STEPS = 2 * _CALLS + _RUNS
 """How often `measure_costs` ticks."""
@@ -82,7 +83,7 @@ def measure_costs(
     depth: int,
     tick: Tick = lambda: None,
 ) -> Costs:
-    """Time the forwards and real rounds, each contender in turn, at the texts' middle length.
+    """Time the forwards and real rounds, in turns, at the texts' middle length.
 
     Args:
         texts: one for each row of the batch.
@@ -120,7 +121,7 @@ def sizes(largest: int) -> list[int]:
 
 @dataclass
 class Decoded:
-    """Real decoding, by contender.
+    """Real decoding, by speculator.
 
     Attributes:
         per_round: seconds a round of the loop, for each batch.
@@ -147,23 +148,25 @@ def decode_times(
         tick: called after each batch, and for those that are left out.
         seconds: after so many no further batch is begun; the first one always is.
     """
-    found = Decoded({name: [] for name in speculators}, Counter(), Counter(), Counter())
-    end = time.perf_counter() + seconds
     for speculator in speculators.values():
         warm = new_tokens if speculator.graphs is not None else min(new_tokens, _WARM)
         decode_greedily(speculator, batches[0], warm)
-    for number, prompts in enumerate(batches):
-        late = number > 0 and time.perf_counter() > end
-        for name, speculator in () if late else speculators.items():
-            decode_greedily(speculator, prompts, new_tokens)
-            stats = speculator.stats
-            loops = len(stats.counts)
-            found.per_round[name].append(stats.decode_seconds / max(loops, 1))
-            found.loops[name] += loops
-            found.rounds[name] += stats.rounds
-            found.tokens[name] += stats.tokens
-        tick()
-    return found
+
+    def decode(speculator: Speculator, prompts: Sequence[Tensor]) -> Stats:
+        decode_greedily(speculator, prompts, new_tokens)
+        return speculator.stats
+
+    runs = {name: partial(decode, speculator) for name, speculator in speculators.items()}
+    found: dict[str, list[Stats]] = take_turns(runs, batches, tick, seconds)
+    return Decoded(
+        {
+            name: [stats.decode_seconds / max(len(stats.counts), 1) for stats in each]
+            for name, each in found.items()
+        },
+        Counter({name: sum(len(stats.counts) for stats in each) for name, each in found.items()}),
+        Counter({name: sum(stats.rounds for stats in each) for name, each in found.items()}),
+        Counter({name: sum(stats.tokens for stats in each) for name, each in found.items()}),
+    )
 
 
 def _probes(max_nodes: int, depth: int) -> list[StaticTree]:
@@ -196,7 +199,7 @@ def verify_costs(
     batch, length = context.shape
     target.prefill(context, [length] * batch, length + max(counts))
     lengths = torch.full_like(context[:, 0], length)
-    contenders: dict[int, Call] = {}
+    calls: dict[int, Call] = {}
     captured = captures_rounds(model)
     even = not captured  # a captured round takes lengths from the device
     for count in counts:
@@ -205,9 +208,9 @@ def verify_costs(
         )
         tokens = context[:, :1].expand(-1, count).contiguous()
         tree = TokenTree(tokens, topology, None, proposal_row)
-        contenders[count] = lambda tree=tree: target.verify(tree, lengths, length, even)
-    contenders = repeated(context.device, contenders) if captured else contenders
-    times = interleaved(contenders, context.device, _CALLS, _BURST, tick, SECONDS)
+        calls[count] = lambda tree=tree: target.verify(tree, lengths, length, even)
+    calls = repeated(context.device, calls) if captured else calls
+    times = interleaved(calls, context.device, _CALLS, _BURST, tick, SECONDS)
     if target.tap is not None:
         target.tap.close()
     return medians(times)
@@ -246,8 +249,8 @@ def _drafter_costs(
 
     levels = [] if drafter.independent or depth < 2 else list(counts)
     work = {0: begin, **{width: extend(width) for width in levels}}
-    contenders = repeated(context.device, work) if captures_rounds(drafter.target) else work
-    times = medians(interleaved(contenders, context.device, _CALLS, _BURST, tick, SECONDS))
+    calls = repeated(context.device, work) if captures_rounds(drafter.target) else work
+    times = medians(interleaved(calls, context.device, _CALLS, _BURST, tick, SECONDS))
     return times[0], {width: max(times[width] - times[0], 0.0) for width in levels}
 
 

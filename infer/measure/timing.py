@@ -1,33 +1,32 @@
-"""One clock for every device: CUDA events on a GPU, `perf_counter` elsewhere."""
+"""One clock for every device, and measurements that take turns.
+
+Calls that are compared take turns, so that a machine whose speed drifts slows all of them alike;
+what is reported of each is a median over its turns.
+"""
 
 from __future__ import annotations
 
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 Call = Callable[[], Any]
 
-_LONG = 0.2
-"""A call that takes so many seconds is timed well enough alone."""
-
-
-def wait(device: torch.device) -> None:
-    """Let the device finish what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+_LONG = 200.0
+"""Milliseconds; a call that takes so many is timed well enough alone."""
 
 
 class Stopwatch:
     """Marks points in a device's work, and says how far apart they are.
 
-    On a GPU a mark is an event in the stream: making it waits for nothing, and what lies between
-    two of them holds the time in which the device waited for the host as well. Made while a graph
-    is captured it is part of the graph, and each replay makes it anew.
+    On a GPU a mark is an event in the stream: making it waits for nothing, and the time between two
+    of them includes the time in which the device waited for the host. A mark that is made while a
+    graph is captured is part of the graph, and each replay makes it anew. Elsewhere it is
+    `perf_counter`.
     """
 
     def __init__(self, device: torch.device):
@@ -48,43 +47,59 @@ class Stopwatch:
         end.synchronize()
         return begin.elapsed_time(end)
 
+    def time(self, call: Call, calls: int = 1) -> float:
+        """Milliseconds a call, of so many that are timed as a whole."""
+        begin = self.mark()
+        for _ in range(calls):
+            call()
+        return self.between(begin, self.mark()) / calls
 
-def interleaved(
-    contenders: Mapping[Any, Call],
-    device: torch.device,
-    repeats: int,
-    calls: int,
+
+def take_turns(
+    runs: Mapping[Any, Callable[[Any], Any]],
+    turns: Iterable[Any],
     tick: Call = lambda: None,
     seconds: float = math.inf,
-) -> dict[Any, list[float]]:
-    """Milliseconds a call of each contender, in each of `repeats` turns.
-
-    The contenders take turns, so that a machine whose speed drifts slows all of them alike. A turn
-    is one call that is not timed, since it finds the caches full of another's data, and `calls`
-    that are timed as a whole; of long calls, one.
+) -> dict[Any, list[Any]]:
+    """Call every one of `runs` with each turn's value, turn by turn; what they returned, by name.
 
     Args:
         tick: called after each turn of all, and for those that are left out.
-        seconds: after so many no further turn of all is begun; the first one always is.
+        seconds: after so many no further turn is begun; the first one always is.
+    """
+    found: dict[Any, list[Any]] = {name: [] for name in runs}
+    end = time.perf_counter() + seconds
+    for number, value in enumerate(turns):
+        late = number > 0 and time.perf_counter() > end
+        for name, run in () if late else runs.items():
+            found[name].append(run(value))
+        tick()
+    return found
+
+
+def interleaved(
+    calls: Mapping[Any, Call],
+    device: torch.device,
+    repeats: int,
+    burst: int,
+    tick: Call = lambda: None,
+    seconds: float = math.inf,
+) -> dict[Any, list[float]]:
+    """Milliseconds of each call, in each of `repeats` turns; see `take_turns`.
+
+    In a turn it is called once to fill the caches with its own data, and then `burst` times, which
+    are timed as a whole; a long one once.
     """
     watch = Stopwatch(device)
-    times: dict[Any, list[float]] = {name: [] for name in contenders}
-    end = time.perf_counter() + seconds
-    for turn in range(repeats):
-        late = turn > 0 and time.perf_counter() > end
-        for name, contender in () if late else contenders.items():
-            started = time.perf_counter()
-            contender()
-            wait(device)
-            burst = calls if time.perf_counter() - started < _LONG else 1
-            begun = watch.mark()
-            for _ in range(burst):
-                contender()
-            times[name].append(watch.between(begun, watch.mark()) / burst)
-        tick()
-    return times
+
+    def timed(call: Call) -> Callable[[int], float]:
+        return lambda turn: watch.time(call, burst if watch.time(call) < _LONG else 1)
+
+    return take_turns(
+        {name: timed(call) for name, call in calls.items()}, range(repeats), tick, seconds
+    )
 
 
 def medians(times: Mapping[Any, list[float]]) -> dict[Any, float]:
-    """The median of each contender's turns."""
+    """The median of each call's turns."""
     return {name: statistics.median(each) for name, each in times.items()}

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.attention import Layer, Run, Shape, main, measure, plain, sdpa
+from benchmarks.gpu.attention import main, measure
+from benchmarks.gpu.attention_ways import Layer, Run, Shape, plain, sdpa
 
 TOY = "--device cpu --dtype float32 --nodes 1 5 --contexts 70 --groups 1 4 --heads 2 --size 16"
 

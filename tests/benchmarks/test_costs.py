@@ -1,64 +1,26 @@
-"""What the suite measures with random weights: turns, shapes, the parts of a round, contenders."""
+"""What the suite measures with random weights: shapes, the parts of a round, costs."""
 
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.gpu import round_profile as anatomy
-from benchmarks.gpu.costs import compiled_costs, copy_bandwidth, plain_costs, usual_tree
-from benchmarks.gpu.round_profile import dissect, held
+from benchmarks.gpu import round_profile
+from benchmarks.gpu.bandwidth import copy_bandwidth
+from benchmarks.gpu.costs import compiled_costs, plain_costs, usual_tree
+from benchmarks.gpu.round_profile import profile_rounds, state_bytes
 from benchmarks.gpu.shapes import SHAPES, random_drafter, random_target, read_bytes, weight_bytes
 from headstart.heads import FAMILIES
 from headstart.infer import Speculator
-from headstart.infer.graphs import CudaCapture, RoundGraphs
-from headstart.infer.measure.baselines import generating, race, speculating
-from headstart.infer.measure.timing import Stopwatch, interleaved, medians
+from headstart.infer.graphs import RoundGraphs
 from headstart.infer.trees.static import StaticTree
 from tests.support.tape import Tape
-from tests.support.tiny import prompts, tiny
 
 CPU = torch.device("cpu")
 
 
 def toy() -> Any:
     return random_target(SHAPES["toy"], CPU, torch.float32)
-
-
-def test_contenders_take_turns_and_warm_up() -> None:
-    called: list[str] = []
-    contenders = {name: lambda name=name: called.append(name) for name in "ab"}
-    times = interleaved(contenders, CPU, repeats=2, calls=3)
-    assert called == [*"aaaa", *"bbbb"] * 2  # one of each four is not timed
-    assert {name: len(each) for name, each in times.items()} == {"a": 2, "b": 2}
-    assert medians({"a": [1.0, 9.0, 2.0]}) == {"a": 2.0}
-
-
-def test_a_gpu_is_timed_by_its_own_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a stand-in: marks are events in the stream, and only reading them waits."""
-    log: list[str] = []
-
-    class Event:
-        def __init__(self, enable_timing: bool, external: bool):
-            assert enable_timing and external  # or a graph would hold no mark
-
-        def record(self, stream: str) -> None:
-            log.append(f"mark in {stream}")
-
-        def synchronize(self) -> None:
-            log.append("wait")
-
-        def elapsed_time(self, end: Any) -> float:
-            return 12.0
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"{device}'s stream")
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: log.append("whole device"))
-    gpu = torch.device("cuda")
-    times = interleaved({"a": lambda: log.append("call")}, gpu, repeats=1, calls=3)
-    mark = "mark in cuda's stream"
-    assert log == ["call", "whole device", mark, *["call"] * 3, mark, "wait"]
-    assert times == {"a": [4.0]}
 
 
 def test_shapes_are_made_on_their_device_in_their_dtype() -> None:
@@ -93,7 +55,7 @@ def test_the_parts_of_a_round_are_the_round() -> None:
     target = toy()
     drafter = random_drafter("draft_model", target)
     decoder = Speculator(target, drafter, tree="cartesian:2,2")
-    parts, state = dissect(decoder, torch.arange(24).view(1, -1), rounds=1)
+    parts, state = profile_rounds(decoder, torch.arange(24).view(1, -1), rounds=1)
     inside = sum(value for name, value in parts.items() if name != "round")
     assert parts["round"] == pytest.approx(inside)
     assert all(parts[name] > 0 for name in ("round", "draft", "grow", "verify", "commit"))
@@ -125,13 +87,13 @@ def test_captured_rounds_are_taken_apart_where_they_run(
 ) -> None:
     """Marks are replayed with the round, so none of them is an earlier one's, of twelve ticks."""
     target, tape = toy(), Tape()
-    monkeypatch.setattr(anatomy, "Stopwatch", Ticks)
+    monkeypatch.setattr(round_profile, "Stopwatch", Ticks)
     monkeypatch.setattr(RoundGraphs, "on", lambda device: RoundGraphs(tape))
     drafter = random_drafter("draft_model", target)
     found = []
     for graphs in (True, False):
         decoder = Speculator(target, drafter, tree=tree, graphs=graphs)
-        found.append(dissect(decoder, torch.arange(24).view(1, -1), rounds=16)[0])
+        found.append(profile_rounds(decoder, torch.arange(24).view(1, -1), rounds=16)[0])
     replayed, written = found
     assert tape.replayed >= 16 > tape.taped
     inside = ("draft", "grow", "verify", "commit")
@@ -141,28 +103,10 @@ def test_captured_rounds_are_taken_apart_where_they_run(
     assert sum(replayed[part] for part in (*inside, "accept")) == replayed["round"]
 
 
-@pytest.mark.gpu
-def test_marks_in_a_graph_are_made_anew() -> None:
-    device = torch.device("cuda")
-    watch, marks = Stopwatch(device), []
-    matrix = torch.randn(2048, 2048, device=device)
-
-    def work() -> None:
-        marks.append(watch.mark())
-        torch.mm(matrix, matrix)
-        marks.append(watch.mark())
-
-    torch.mm(matrix, matrix)  # libraries' own
-    replay = CudaCapture()(work)
-    begun = watch.mark()
-    replay()
-    assert watch.between(*marks) > 0 and watch.between(begun, marks[0]) >= 0
-
-
 def test_a_state_counts_every_storage_once() -> None:
     text = torch.zeros(4, 8)
     state = {"text": text, "views": [text[0], (text[1],)], "layer": torch.nn.Linear(9, 9)}
-    assert held(state) == 128 and held(None) == 0
+    assert state_bytes(state) == 128 and state_bytes(None) == 0
 
 
 def test_the_usual_tree_is_one() -> None:
@@ -171,7 +115,7 @@ def test_the_usual_tree_is_one() -> None:
 
 
 def test_copies_count_what_is_read_and_written() -> None:
-    found = copy_bandwidth(CPU, [1, 2], repeats=2, calls=2)
+    found = copy_bandwidth(CPU, [1, 2], repeats=2)
     assert set(found["by_megabytes"]) == {1, 2}
     assert found["gb_per_s"] == found["by_megabytes"][2] > 0
 
@@ -197,23 +141,3 @@ def test_compiled_tokens_read_as_much(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["bytes_per_token"] == plain["bytes_per_token"]
     times = ("compiled_ms_per_token", "plain_ms_per_token", "compile_seconds")
     assert all(found[name] > 0 for name in times)
-
-
-def test_first_tokens_of_an_assistant_come_together() -> None:
-    """A time per token leaves out those that came before the clock was started."""
-    target: Any = tiny("llama")
-    ids, _ = prompts([12])
-    options: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
-    student: Any = tiny("llama")  # it proposes what the target says
-    student.generation_config.num_assistant_tokens = 4
-    student.generation_config.num_assistant_tokens_schedule = "constant"
-    student.generation_config.assistant_confidence_threshold = 0.0
-    racing = {
-        "plain": speculating(Speculator(target), **options),
-        "assistant": generating(target, **options, assistant_model=student),
-    }
-    ((_, runs),) = race(racing, [ids], target.device, repeats=1)
-    assert runs["assistant"].tokens == runs["plain"].tokens
-    assert (runs["plain"].first, runs["assistant"].first) == (1, 5)
-    seconds = runs["assistant"].seconds
-    assert runs["assistant"].per_token == pytest.approx(1e3 * seconds / (9 - 5))

@@ -1,4 +1,4 @@
-"""`bench --suite gpu` at toy size: every part, its files, taking up where it stopped, mistakes."""
+"""The GPU suite at toy size: every part, its files, going on where it stopped, mistakes."""
 
 import io
 import json
@@ -13,20 +13,25 @@ import pytest
 import torch
 
 from benchmarks.gpu import suite
-from benchmarks.gpu.parts import recipe_of
-from benchmarks.gpu.report import expected, print_suite, report
-from benchmarks.gpu.suite import PARTS, SCALES, Entries, Scale, make_job, write_json
-from benchmarks.gpu.thresholds import BARS, Limit, Reading, readings
-from headstart.cli import main
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.entries import Entries, write_json
+from benchmarks.gpu.job import PARTS, Job, make_job
+from benchmarks.gpu.machine import machine
+from benchmarks.gpu.report import expected, report
+from benchmarks.gpu.report_table import print_suite
+from benchmarks.gpu.scale import SCALES, Scale
+from benchmarks.gpu.thresholds import THRESHOLDS, Limit, Reading, readings
+from benchmarks.gpu.trained import recipe_of
 from headstart.heads import FAMILIES
 from headstart.train.recipe import load_recipe
 from tests.support.paths import ROOT
 
-COMMAND = ["bench", "--suite", "gpu", "--device", "cpu", "--size", "toy"]
+RECIPE = ROOT / "benchmarks" / "gpu" / "recipe.yaml"
+COMMAND = ["--device", "cpu", "--size", "toy"]
 WITHOUT_DATASETS = (
     "import sys\n"
     "sys.modules['datasets'] = None\n"  # any import of it fails
-    "from headstart.cli import main\n"
+    "from benchmarks.gpu.__main__ import main\n"
     "sys.exit(main(sys.argv[1:]))\n"
 )
 
@@ -67,11 +72,12 @@ def test_the_whole_suite_runs_offline_and_says_what_it_measured(measured: Any) -
         assert {"python", "torch", "transformers", "headstart"} <= set(conditions["versions"])
         assert all(entry["seconds"] >= 0 and entry["at"] for entry in file["entries"].values())
     found = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-    known = {bar["bar"] for bar in found["bars"] if bar["value"] is not None}
-    assert known == set(BARS) - {"8"}  # nobody tells how much memory a CPU process allocated
-    said = {bar["status"] for bar in found["bars"] if bar["bar"] != "9"}
-    assert said == {"no limit", "not judged", "not measured"}  # toy figures are no one's
-    assert [bar["status"] for bar in found["bars"] if bar["bar"] == "9"] == ["met"]
+    judged = found["thresholds"]
+    known = {each["threshold"] for each in judged if each["value"] is not None}
+    assert known == set(THRESHOLDS) - {"8"}  # what a CPU process allocates is not counted
+    said = {each["status"] for each in judged if each["threshold"] != "9"}
+    assert said == {"no limit", "not judged", "not measured"}  # toy sizes are not judged
+    assert [each["status"] for each in judged if each["threshold"] == "9"] == ["met"]
     assert found["mixed"] == [] and len(found["machines"]) == 1
     assert all(not part["errors"] for part in found["parts"].values())
     assert "Toy sizes show that everything runs" in printed and "(expected)" in printed
@@ -89,11 +95,11 @@ def test_what_the_parts_hold(measured: Any) -> None:
     assert accepted["tau"] == pytest.approx(sum(rounds) / len(rounds))
     # What the ranks say of that tree is what the loop did with it.
     assert accepted["replayed_tau"] == pytest.approx(accepted["tau"])
-    raced = entries(folder, "contenders")["draft_model"]
-    assert set(raced["same_text"]) == {
+    decoded = entries(folder, "baselines")["draft_model"]
+    assert set(decoded["same_text"]) == {
         *("plain", "generate", "tree", "chain", "assistant", "assistant_default")
     }
-    assert all(raced["same_text"].values())
+    assert all(decoded["same_text"].values())
     assert entries(folder, "identity")["draft_model"]["divergences"] == 0
     tree = entries(folder, "costs-8b")["draft_model"]["trees"]["tree"]
     assert set(tree["parts"]) == {"round", "draft", "grow", "verify", "commit", "accept"}
@@ -108,7 +114,7 @@ def test_what_is_there_is_not_measured_again(
     folder, _ = measured
     before = {part: (folder / f"{part}.json").read_bytes() for part in PARTS if part != "report"}
     command = [*COMMAND, "--family", "draft_model", "--output", str(folder), "--json"]
-    assert main([*command, "--part", "costs-8b", "--part", "contenders"]) == 0
+    assert main([*command, "--part", "costs-8b", "--part", "baselines"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["plot"] is None  # not asked for
     assert {p: (folder / f"{p}.json").read_bytes() for p in before} == before
@@ -148,20 +154,17 @@ def test_every_part_alone_for_every_family(tmp_path: Path) -> None:
         trained = ["--trained", str(tmp_path / "trained")]
         assert main([*COMMAND, "--part", part, "--output", str(folder), *trained]) == 0
         assert [path.stem for path in folder.glob("*.json")] == [part]
-    for part in ("heads", "acceptance", "identity", "contenders"):
+    for part in ("heads", "acceptance", "identity", "baselines"):
         assert set(entries(tmp_path / part, part)) == set(FAMILIES)
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--suite", "gpus"], "did you mean 'gpu'"),
-        (["--suite", "gpu", "--part", "costs-8"], "did you mean 'costs-8b'"),
-        (["--suite", "gpu", "--family", "redraftr"], "did you mean 'redrafter'"),
-        (["--suite", "gpu", "--device", "cuda"], "finds 0 GPUs here; use --device cpu"),
-        (["--suite", "gpu", "--tree", "chain:4"], "--tree does not go with --suite"),
-        (["--part", "costs-8b", "--prompts", "x.txt"], "--part belongs to a suite"),
-        ([], "--prompts, or --suite"),
+        (["--part", "costs-8"], "did you mean 'costs-8b'"),
+        (["--family", "redraftr"], "did you mean 'redrafter'"),
+        (["--device", "cuda"], "finds 0 GPUs here; use --device cpu"),
+        (["--tree", "chain:4"], "unrecognized arguments: --tree"),
     ],
 )
 def test_mistakes_answer_before_any_work(
@@ -172,16 +175,12 @@ def test_mistakes_answer_before_any_work(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     monkeypatch.setattr(suite, "run_suite", lambda *_: pytest.fail("it ran"))
-    assert main(["bench", *arguments]) == 2
+    assert main(arguments) == 2
     assert said in last_line(capsys)
 
 
-def job_of(tmp_path: Path, **changes: Any) -> suite.Job:
-    given: dict[str, Any] = {
-        **dict.fromkeys(("parts", "size", "trained", "families", "corpus")),
-        **{"suite": "gpu", "device": "cpu", "output": tmp_path, "fresh": False},
-    }
-    return make_job(**(given | changes))
+def job_of(tmp_path: Path, **changes: Any) -> Job:
+    return make_job(**({"device": "cpu", "output": tmp_path} | changes))
 
 
 def test_families_come_from_the_table(tmp_path: Path) -> None:
@@ -202,7 +201,7 @@ def test_the_trained_target_has_100_million_parameters() -> None:
 
     from headstart.train.scratch_target import END_OF_TEXT, build_model
 
-    spec = load_recipe("gpu-suite").target.scratch
+    spec = load_recipe(RECIPE).target.scratch
     assert spec is not None
     words = {END_OF_TEXT: 0} | {str(n): n for n in range(1, spec.vocab_size)}
     tokenizer = PreTrainedTokenizerFast(
@@ -233,7 +232,7 @@ BY_HAND: dict[str, Any] = {
                    "weight_bytes": 20, "cache_bytes": 5},
     },
     "acceptance": {"medusa": {"ranks": [[[0, 0], [0, 0], [0, 0], [1, 1], [0, 3]]]}},
-    "contenders": {"medusa": {"ms_per_token": {
+    "baselines": {"medusa": {"ms_per_token": {
         "chain": [4.0, 6.0], "tree": [2.0, 2.0], "assistant": [2.0, 3.0],
     }}},
     "identity": {"medusa": {"divergences": 3, "near_ties": 2}},
@@ -241,11 +240,11 @@ BY_HAND: dict[str, Any] = {
 }  # fmt: skip
 
 
-def test_bars_by_hand() -> None:
+def test_thresholds_by_hand() -> None:
     worth = expected(BY_HAND)
     # Rounds emit 3 (two nodes right), 1 and 2 tokens: 6 tokens, were there so many; 5 are.
     assert worth["costs-8b"]["medusa"]["tree"]["tau"] == pytest.approx(5 / 3)
-    found = {(r.bar, r.of): r for r in readings(BY_HAND, worth)}
+    found = {(r.threshold, r.of): r for r in readings(BY_HAND, worth)}
     values = {key: reading.value for key, reading in found.items()}
     assert values["1a", "8b"] == pytest.approx(0.8)  # 16 GB in 10 ms, of 2 TB/s
     assert (values["1b", "8b"], values["1c", "8b"]) == (1.5, 1.0)
@@ -270,7 +269,7 @@ def test_bars_by_hand() -> None:
     assert status["5", "medusa, tree against assistant"] == "no limit"
     assert found["7", "medusa batch 4, chain:2"].limit == Limit(least=2)
     nothing = readings({part: {} for part in PARTS}, {})
-    assert [reading.bar for reading in nothing] == list(BARS)
+    assert [reading.threshold for reading in nothing] == list(THRESHOLDS)
     assert {reading.status() for reading in nothing} == {"not measured"}
     high = Reading("1c", "8b", 1.06)
     assert (high.status(), high.status(judged=False)) == ("missed", "not judged")
@@ -300,14 +299,14 @@ def test_a_gpu_is_named_with_its_driver(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     told = SimpleNamespace(stdout="580.95.05\n")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: told)
-    found = suite.machine(torch.device("cuda"))
+    found = machine(torch.device("cuda"))
     assert (found["device"], found["driver"], found["memory_bytes"]) == ("a GPU", "580.95.05", 80)
 
     def missing(*_: Any, **__: Any) -> None:
         raise FileNotFoundError("nvidia-smi")
 
     monkeypatch.setattr(subprocess, "run", missing)
-    assert suite.machine(torch.device("cuda"))["driver"] is None
+    assert machine(torch.device("cuda"))["driver"] is None
 
 
 def test_full_size_is_the_default_of_a_gpu_alone(

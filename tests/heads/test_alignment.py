@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from headstart.heads import FAMILIES, FINAL, Drafter, family
+from headstart.heads import FAMILIES, FINAL, TrainableDrafter, family
 from headstart.heads.core import capture
-from headstart.train.trainer import DraftedTarget
+from headstart.train.joint import training_classes
 from tests.support.tiny import VOCAB, tiny
 
 DEPTHS, PROMPT, LENGTH, BATCH = 3, 4, 14, 2
@@ -50,14 +50,14 @@ def target() -> Any:
 
 
 @pytest.fixture
-def adapted() -> Iterator[Callable[[Drafter], None]]:
+def adapted() -> Iterator[Callable[[TrainableDrafter], None]]:
     """Gives a drafter's adapter, if it has one, random weights in the target, until the test ends.
 
     All that is captured of the target is then of the adapted one.
     """
     adapters = []
 
-    def adapt(drafter: Drafter) -> None:
+    def adapt(drafter: TrainableDrafter) -> None:
         if (adapter := drafter.adapter) is None:
             return
         adapters.append(adapter)
@@ -74,10 +74,10 @@ def adapted() -> Iterator[Callable[[Drafter], None]]:
         adapter.detach()
 
 
-def random_drafter(name: str, options: dict[str, Any]) -> Drafter:
+def random_drafter(name: str, options: dict[str, Any]) -> TrainableDrafter:
     """No weight at its start's zero, where many a mistake would not show."""
     config: Any = family(name).config_class
-    drafter = family(name)(config.for_target(target(), **options)).double().bind(target())
+    drafter: Any = family(name)(config.for_target(target(), **options)).double().bind(target())
     drafter.init_from_target(torch.arange(VOCAB))
     with torch.no_grad():
         for parameter in drafter.parameters():
@@ -91,7 +91,7 @@ def captured(tokens: Tensor, layers: list[int]) -> Tensor:
 
 
 @torch.no_grad()
-def decoded(drafter: Drafter, features: Tensor, tokens: Tensor, late: int = 0) -> Tensor:
+def decoded(drafter: TrainableDrafter, features: Tensor, tokens: Tensor, late: int = 0) -> Tensor:
     """Logits [K, B, T, Vd] of every start from PROMPT - 1 on, NaN at the others.
 
     Args:
@@ -130,7 +130,7 @@ def decoded(drafter: Drafter, features: Tensor, tokens: Tensor, late: int = 0) -
 
 
 @torch.no_grad()
-def trained(drafter: Drafter, features: Tensor, tokens: Tensor) -> Tensor:
+def trained(drafter: TrainableDrafter, features: Tensor, tokens: Tensor) -> Tensor:
     """Logits [K, B, T, Vd] of the training forward at every position."""
     where = torch.ones_like(tokens, dtype=torch.bool)
     states = drafter.draft_hidden_states(features, tokens, where, DEPTHS)
@@ -156,7 +156,7 @@ def test_every_trained_family_has_a_row() -> None:
 
 @pytest.mark.parametrize(("name", "options"), ROWS, ids=IDS)
 def test_training_forward_is_decode_forward(
-    name: str, options: dict[str, Any], adapted: Callable[[Drafter], None]
+    name: str, options: dict[str, Any], adapted: Callable[[TrainableDrafter], None]
 ) -> None:
     drafter, tokens = random_drafter(name, options), text()
     adapted(drafter)
@@ -175,7 +175,9 @@ def test_training_forward_is_decode_forward(
         assert difference(decode, trained(drafter, features, tokens.roll(1, 1))) > 1e-2
 
 
-def loss_while_decoding(drafter: Drafter, decode: Tensor, tokens: Tensor, shift: int = 0) -> float:
+def loss_while_decoding(
+    drafter: TrainableDrafter, decode: Tensor, tokens: Tensor, shift: int = 0
+) -> float:
     """The loss of the decode calls' own proposals.
 
     The root of a round that starts from position t is token t + 1, so a proposal at depth k is for
@@ -197,25 +199,25 @@ def loss_while_decoding(drafter: Drafter, decode: Tensor, tokens: Tensor, shift:
 
 @pytest.mark.parametrize(("name", "options"), ROWS, ids=IDS)
 def test_the_loss_is_that_of_the_decode_forward(
-    name: str, options: dict[str, Any], adapted: Callable[[Drafter], None]
+    name: str, options: dict[str, Any], adapted: Callable[[TrainableDrafter], None]
 ) -> None:
     """Labels too: the trainer's loss on a text is the one of what decoding proposes for it."""
     drafter, tokens = random_drafter(name, options), text()
-    pair = DraftedTarget(target(), drafter, 0.8)
+    module = training_classes(drafter)[0](target(), drafter, 0.8)
     adapted(drafter)
     decode = decoded(drafter, captured(tokens, list(drafter.config.feature_layers)), tokens)
     # Decoding answered for some starts alone, so the labels of the others are left out.
     answered = ~decode[0, 0].isnan().any(-1)  # [T]
-    labels = pair.labels(tokens, torch.ones_like(tokens, dtype=torch.bool))
+    labels = module.labels(tokens, torch.ones_like(tokens, dtype=torch.bool))
     labels[:, :, : len(answered)][:, :, ~answered] = -100
     labels[:, :, len(answered) :] = -100
-    pair.labels = lambda *_: labels  # type: ignore[method-assign]
+    module.labels = lambda *_: labels  # type: ignore[method-assign]
     batch = torch.arange(BATCH), tokens, torch.ones_like(tokens, dtype=torch.bool)
     if drafter.adapter is None:
-        loss = pair(*batch)["loss"]
+        loss = module(*batch)["loss"]
     else:  # the target's own part drops out
-        loss = pair(*batch, weight=3.0)["loss"] - pair(*batch, weight=2.0)["loss"]
-    pair.release()
+        loss = module(*batch, weight=3.0)["loss"] - module(*batch, weight=2.0)["loss"]
+    module.release()
     assert loss.item() == pytest.approx(loss_while_decoding(drafter, decode, tokens), rel=1e-5)
     for shift in (-1, 1):
         if decode.shape[2] + DEPTHS + shift < LENGTH:

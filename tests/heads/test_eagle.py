@@ -19,6 +19,7 @@ from headstart.heads import (
     Drafter,
     Manifest,
     OptionError,
+    TrainableDrafter,
     family,
     fingerprint,
     load_drafter,
@@ -212,7 +213,7 @@ def test_other_peoples_rotary_positions() -> None:
     assert not torch.allclose(plain, scaled) and (scaled <= plain + 1e-9).all()
 
 
-def made(name: str, **options: Any) -> Drafter:
+def made(name: str, **options: Any) -> TrainableDrafter:
     cls: Any = family(name)
     return cls(cls.config_class.for_target(tiny("llama"), **options)).double().bind(tiny("llama"))
 

@@ -86,7 +86,7 @@ def test_the_target_is_its_old_self_without_the_adapter(name: str) -> None:
     drafter.adapter.detach()
     adapt(drafter, model)
     assert (logits(model) - before).abs().max() > 1e-2
-    with drafter.adapter.off():
+    with drafter.adapter.disabled():
         assert torch.equal(logits(model), before)
     assert (logits(model) - before).abs().max() > 1e-2
     drafter.adapter.detach()

@@ -5,14 +5,18 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from headstart import cli, inputs
+from headstart import cli, models
 from headstart.cli import main
+from headstart.heads.artifacts.source import DrafterSource
+from headstart.prompts import encode
+from headstart.terminal import UsageError
 from tests.support.paths import ROOT
 
 SECRET = "the secret words"
@@ -127,7 +131,7 @@ def test_bench_compares_trees_and_rules(
     found = [(run["tree"], run["rule"], run["nodes"]) for run in document["runs"]]
     assert found == [
         ("chain:1", "match", 2), ("chain:1", "coupled", 2),
-        ("sparse:2/4", "match", 7), ("sparse:2/4", "coupled", 7),
+        ("cartesian:2,2", "match", 7), ("cartesian:2,2", "coupled", 7),
     ]  # fmt: skip
     for run in document["runs"]:
         assert run["identical_to_plain"] is True and run["identical_to_generate"] is None
@@ -136,7 +140,7 @@ def test_bench_compares_trees_and_rules(
     printed = capsys.readouterr().out
     rows = [line.split() for line in printed.splitlines() if "greedy" in line]
     assert [(row[0], row[1], row[2], row[-1]) for row in rows] == [
-        ("chain:1", "greedy", "2", "yes"), ("sparse:2/4", "greedy", "7", "yes"),
+        ("chain:1", "greedy", "2", "yes"), ("cartesian:2,2", "greedy", "7", "yes"),
     ]  # fmt: skip
 
     door = Door()
@@ -145,15 +149,14 @@ def test_bench_compares_trees_and_rules(
         assert main([*command, *pairs[:6], *wrong]) == 2
         assert wrong[1].partition(":")[0] in last_line(capsys)
     assert main([*command, "--rule", "greedy", "--temperature", "1"]) == 2
-    assert "use match or coupled" in last_line(capsys)
+    assert "use one that samples" in last_line(capsys)
     assert not door.calls
 
 
 def last_line(capsys: pytest.CaptureFixture[str]) -> str:
-    """The line that an error ends with; only the progress of loading may come before it."""
-    *before, error = capsys.readouterr().err.splitlines()
+    """The line that an error is; loading models shows no progress before it."""
+    (error,) = filter(None, capsys.readouterr().err.splitlines())
     assert error.startswith("headstart: error: ")
-    assert all(not bar or "Loading weights" in bar for bar in before)
     return error
 
 
@@ -198,7 +201,7 @@ def test_inspect_says_what_it_is(
     assert found["options"]["heads"] == 2 and found["feature_layers"] == [-1]
     assert found["tensors"]["weight"] == {"shape": [1, 2, 32, 32], "dtype": "F32"}
     assert found["parameters"] == 2 * 32 * 32 + 2 * 32
-    assert found["tree"] == {"name": "sparse:2/1", "nodes": 4, "depth": 2}
+    assert found["tree"] == {"name": "sparse 2/1", "nodes": 4, "depth": 2}
     assert found["metrics"]["tau"] == 1.25 and found["recipe"]["name"] == "small"
     assert {"torch", "transformers"} <= set(found["versions"])
     checks = {file["name"]: file["check"] for file in found["files"]}
@@ -212,13 +215,13 @@ def test_inspect_says_what_it_is(
     printed = capsys.readouterr().out
     assert "\x1b" not in printed
     assert max(map(len, printed.split("\n", 2)[2].splitlines())) <= 80
-    for said in ("2,112, ", "sparse:2/1, 4 nodes", "1.25", "small", "texts.jsonl", "not pushed"):
+    for said in ("2,112, ", "sparse 2/1, 4 nodes", "1.25", "small", "texts.jsonl", "not pushed"):
         assert said in printed
     assert "NO" not in printed
 
 
 def test_inspect_says_how_far_a_target_moved() -> None:
-    from headstart.reports.describe import _moved
+    from headstart.reports.description import _moved
 
     def said(base: float, adapted: float) -> str:
         ((_, text),) = _moved({"held_out_loss": {"base": base, "adapted": adapted}})
@@ -313,14 +316,14 @@ def test_generate_takes_the_artifact_sown_target_and_tree(
     command = ["generate", "--drafter", heads, "--prompt", "hi", "--max-new-tokens", "12"]
     assert main(command) == 0
     assert capsys.readouterr().out.rstrip("\n") == plain_text(target, "hi", 12).rstrip("\n")
-    options = inputs.argparse.Namespace(target=None, drafter=heads, tree=None, rule=None)
-    tree: Any = inputs.load_speculator(options).tree
+    options = Namespace(target=None, drafter=heads, tree=None, rule=None)
+    tree: Any = models.load_speculator(options).tree
     assert tree.paths == ((0,), (1,), (0, 0))
-    options = inputs.argparse.Namespace(target=None, drafter=heads, tree="chain:1", rule=None)
-    assert str(inputs.load_speculator(options).tree) == "chain:1"
+    options = Namespace(target=None, drafter=heads, tree="chain:1", rule=None)
+    assert str(models.load_speculator(options).tree) == "chain:1"
     plain = artifact(target, tmp_path / "without", tree=None)
-    options = inputs.argparse.Namespace(target=None, drafter=plain, tree=None, rule=None)
-    assert str(inputs.load_speculator(options).tree) == "chain:2"
+    options = Namespace(target=None, drafter=plain, tree=None, rule=None)
+    assert str(models.load_speculator(options).tree) == "chain:2"
 
 
 def test_several_drafters_decode_together(
@@ -332,14 +335,14 @@ def test_several_drafters_decode_together(
     both = ["--drafter", "lookup", "--drafter", artifact(target, tmp_path / "heads")]
     assert main(["generate", *both, "--prompt", "hi", "--max-new-tokens", "12"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == plain_text(target, "hi", 12).rstrip("\n")
-    options = inputs.argparse.Namespace(target=None, drafter=both[1::2], tree=None, rule=None)
-    assert str(inputs.load_speculator(options).tree) == "chain:4+sparse:2/1"
+    options = Namespace(target=None, drafter=both[1::2], tree=None, rule=None)
+    assert str(models.load_speculator(options).tree) == "chain:4+[[1],[0,0]]"
     command = ["bench", *both, "--prompts", str(prompts), "--new-tokens", "6", "--json"]
     trees = ["chain:3+chain:1", "cartesian:2,1+chain:2"]
     assert main([*command, "--tree", trees[0], "--tree", trees[1]]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     assert [(run["tree"], run["nodes"]) for run in runs] == [
-        ("chain:3+chain:1", 5), ("sparse:2/2+chain:2", 7),
+        ("chain:3+chain:1", 5), ("cartesian:2,1+chain:2", 7),
     ]  # fmt: skip
     assert all(run["identical_to_generate"] for run in runs)
     assert all(run["loop_overhead_ms"] < run["ms_per_round"] for run in runs)
@@ -395,10 +398,10 @@ def test_prompts_that_are_chats_go_through_the_template(chat_target: str, target
     from headstart.train.data.corpus import Document
 
     for folder, before in ((chat_target, "<user>a<assistant>"), (target, "")):
-        options = inputs.argparse.Namespace(target=folder, drafter=None)
-        speculator = inputs.load_speculator(options)
+        options = Namespace(target=folder, drafter=None)
+        speculator = models.load_speculator(options)
         messages = [{"role": "user", "content": "a"}]
-        ids = inputs.encode(Document("1", "a", messages), speculator, None)
+        ids = encode(Document("1", "a", messages), speculator, None)
         tokenizer: Any = speculator.tokenizer
         wanted = tokenizer(before or "a", add_special_tokens=not before).input_ids
         assert ids.tolist() == [wanted]
@@ -475,26 +478,20 @@ def test_a_seed_repeats_a_sample(target: str, capsys: pytest.CaptureFixture[str]
     assert sample("1") != sample("2")
 
 
-def test_the_artifact_names_its_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def trained_for(name: str) -> None:
-        manifest = SimpleNamespace(target=name)
-        monkeypatch.setattr("headstart.heads.artifacts.files.read_manifest", lambda _: manifest)
+def test_the_artifact_names_its_target(tmp_path: Path) -> None:
+    def own_target(folder: Path, trained_for: str) -> str:
+        source = DrafterSource("org/drafter")
+        vars(source).update(folder=folder, manifest=SimpleNamespace(target=trained_for))
+        return models.own_target(source)
 
-    def own_target(folder: Path | str) -> str:
-        return inputs.own_target(str(folder), "org/drafter")
-
-    here, moved = tmp_path / "here", tmp_path / "run" / "target"
+    here, moved, heads = tmp_path / "here", tmp_path / "run" / "target", tmp_path / "run" / "heads"
     here.mkdir()
     moved.mkdir(parents=True)
-    trained_for(str(here))
-    assert own_target("somewhere") == str(here)
-    trained_for("runs/elsewhere/target")
-    assert own_target(tmp_path / "run" / "heads") == str(moved)
-    trained_for("org/model")
-    assert own_target("somewhere") == "org/model"  # on the Hub
-    trained_for("runs/elsewhere/gone")
-    with pytest.raises(inputs.UsageError, match="pass --target runs/elsewhere/gone"):
-        own_target(tmp_path / "run" / "heads")
+    assert own_target(Path("somewhere"), str(here)) == str(here)
+    assert own_target(heads, "runs/elsewhere/target") == str(moved)
+    assert own_target(Path("somewhere"), "org/model") == "org/model"  # on the Hub
+    with pytest.raises(UsageError, match="pass --target runs/elsewhere/gone"):
+        own_target(heads, "runs/elsewhere/gone")
 
 
 # How it fails.
@@ -607,9 +604,9 @@ def test_tokens_and_passwords_are_blanked() -> None:
 
 def test_a_reader_that_goes_away_is_no_error() -> None:
     program = (
-        "import sys\nfrom headstart import cli, commands\n"
+        "import sys\nfrom headstart import cli\nfrom headstart.commands import train\n"
         "def long(_):\n    [print('x' * 80) for _ in range(100_000)]\n    return 0\n"
-        "commands.train = long\n"
+        "train.run = long\n"
         "sys.exit(cli.main(['train', 'quickstart']))\n"
     )
     process = subprocess.Popen(

@@ -105,13 +105,13 @@ def test_a_drafter_that_does_not_pay(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import headstart
-    from headstart.heads.artifacts.plan import read_plan
+    from headstart.heads.artifacts.source import DrafterSource
 
     heads = artifact(model, tmp_path / "heads", hopeless=True)
     printed = " ".join(table(command(heads, tmp_path), capsys).split())
     assert "nothing pays: the best tree" in printed and "is to decode plainly" in printed
     target: Any = headstart.load(str(model)).model
-    plan = read_plan(heads, target)
+    plan = DrafterSource(heads).plan(target)
     assert plan is not None and (plan.policy, plan.tree) == ("plain", [])
     loaded = headstart.load(target, heads)
     assert loaded.drafter is None and str(loaded.tree) == "plain"

@@ -38,7 +38,7 @@ def trees(name: str) -> list[str]:
 
 
 @cache
-def pair(of: str, name: str) -> tuple[Any, Drafter]:
+def pair(of: str, name: str) -> tuple[Any, Drafter | DrafterGroup]:
     """A target and its drafter; a trained one has a target of its own, which it may adapt."""
     trained = recipes(name)
     if of != "quickstart" or not trained:

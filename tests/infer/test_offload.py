@@ -19,7 +19,7 @@ from headstart.heads import (
     load_drafter,
     save_drafter,
 )
-from headstart.heads.artifacts.plan import machine, read_plan, write_plan
+from headstart.heads.artifacts.plan import find_plan, machine, write_plan
 from headstart.infer import Speculator, graphs
 from headstart.infer.measure import costs, planner
 from headstart.infer.measure.costs import Costs, measure_costs
@@ -133,9 +133,9 @@ def test_a_plan_is_for_weights_in_one_place(
     assert asked == [64, 768]
     assert plan.device.endswith("cpu, 100% from disk")
     again = streamed(target, "disk", tmp_path)
-    assert read_plan(tmp_path / "heads", again) == read_plan(tmp_path / "heads", away["disk"])
-    assert read_plan(tmp_path / "heads", again) is not None
-    assert read_plan(tmp_path / "heads", away["cpu"]) is None
+    assert find_plan(tmp_path / "heads", again) == find_plan(tmp_path / "heads", away["disk"])
+    assert find_plan(tmp_path / "heads", again) is not None
+    assert find_plan(tmp_path / "heads", away["cpu"]) is None
 
 
 def test_its_costs_are_measured(tmp_path: Path) -> None:
@@ -148,10 +148,10 @@ def test_its_costs_are_measured(tmp_path: Path) -> None:
 
 def test_slow_calls_are_timed_less_often() -> None:
     called: list[str] = []
-    contenders = {"a": lambda: called.append("a"), "b": lambda: called.append("b")}
+    calls = {"a": lambda: called.append("a"), "b": lambda: called.append("b")}
     ticks: list[None] = []
     cpu = torch.device("cpu")
-    times = interleaved(contenders, cpu, 4, 2, lambda: ticks.append(None), seconds=0)
+    times = interleaved(calls, cpu, 4, 2, lambda: ticks.append(None), seconds=0)
     assert len(ticks) == 4 and [len(each) for each in times.values()] == [1, 1]
     assert called == [*"aaa", *"bbb"]
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from headstart.heads import FAMILIES, Drafter, DrafterGroup, TrainableDrafter, family
+from headstart.heads import FAMILIES, DrafterGroup, TrainableDrafter, family
 from tests.support.paths import ROOT, SHARED
 from tests.support.tiny import tiny
 
@@ -30,7 +30,7 @@ def target(name: str) -> Any:
 
 
 @cache
-def drafter(name: str, of: str) -> Drafter:
+def drafter(name: str, of: str) -> Any:
     """As training would start it, with every weight moved a little."""
     if name in UNIONS:
         return DrafterGroup([drafter(each, of) for each in name.split("+")])

@@ -1,14 +1,27 @@
-"""Drafters as a recipe makes them, and a validation that measures nothing."""
+"""Small training runs: drafters as a recipe makes them, their trainers, and runs cut in two."""
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
 
-from headstart.heads import Drafter
+from headstart.heads import Drafter, TrainableDrafter
+from headstart.train.arguments import training_arguments
 from headstart.train.data.training_rows import Rows
 from headstart.train.drafter_stage import make_drafter
-from headstart.train.recipe import parse_recipe
+from headstart.train.joint import training_classes
+from headstart.train.recipe import Train, parse_recipe
+from headstart.train.trainer import DrafterTrainer
 from tests.support.counting import counting_rows
+
+IDLE = {"tau": 1.0, "acceptance_by_depth": [], "tree": []}
+"""What a validation that measures nothing returns."""
+
+Validate = Callable[[Drafter], dict[str, Any]]
 
 
 def rows(count: int = 10, length: int = 12) -> Rows:
@@ -16,9 +29,62 @@ def rows(count: int = 10, length: int = 12) -> Rows:
     return Rows(counting_rows(count, length).int(), lengths, torch.full_like(lengths, 2))
 
 
-IDLE = {"tau": 1.0, "acceptance_by_depth": [], "tree": []}
-
-
-def drafter_of(target: Any, family: str, **options: Any) -> Drafter:
+def drafter_of(target: Any, family: str, **options: Any) -> TrainableDrafter:
     recipe = {"name": "r", "target": {"model": "m"}, "drafter": {"family": family, **options}}
-    return make_drafter(parse_recipe(recipe), target, rows())
+    drafter = make_drafter(parse_recipe(recipe), target, rows())
+    assert isinstance(drafter, TrainableDrafter)
+    return drafter
+
+
+def trainer_of(
+    drafter: TrainableDrafter, folder: Path, spec: Train, validate: Validate, **arguments: Any
+) -> DrafterTrainer:
+    """The trainer that a recipe's run would use, on `rows()`."""
+    module_class, trainer_class = training_classes(drafter)
+    module = module_class(drafter.target, drafter, spec.head_decay, spec.loss)
+    args = training_arguments(spec, folder, seed=3, **arguments)
+    return trainer_class(module, args, rows(), spec, validate, progress=False)
+
+
+class Killed(Exception):
+    """Ends a training run."""
+
+
+def killed_and_resumed(
+    trainer: Callable[[Path, Validate], DrafterTrainer], validate: Validate, root: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The reports of a run in `root/whole`, and of one in `root/cut` that is resumed.
+
+    The latter was ended at its third validation, when it had two checkpoints.
+    """
+    whole = trainer(root / "whole", validate).fit()
+    calls = []
+
+    def die_in_the_third(drafter: Drafter) -> dict[str, Any]:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise Killed
+        return validate(drafter)
+
+    with pytest.raises(Killed):
+        trainer(root / "cut", die_in_the_third).fit()
+    names = [path.name for path in (root / "cut").iterdir()]
+    assert "checkpoint-8" in names and "checkpoint-12" not in names
+    torch.manual_seed(99)  # nothing may depend on what the new process happens to draw
+    return whole, trainer(root / "cut", validate).fit()
+
+
+def check_same_checkpoints(root: Path, *files: str) -> None:
+    """Files of the last checkpoint are bit for bit the same in `root/whole` and `root/cut`."""
+    for file in files:
+        one, two = (tensors(root / run / "checkpoint-12" / file) for run in ("whole", "cut"))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(tensor, two[name]) for name, tensor in one.items()), file
+
+
+def tensors(path: Path) -> dict[str, Tensor]:
+    """Those of a file of weights, or of an optimizer's state."""
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    states = torch.load(path, weights_only=True)["state"]
+    return {f"{key} {name}": value for key, s in states.items() for name, value in s.items()}

@@ -15,15 +15,17 @@ from transformers import LlamaForCausalLM
 from headstart.heads import FAMILIES, OptionError
 from headstart.heads.draft_model import DraftModel
 from headstart.train import on_policy
+from headstart.train.arguments import training_arguments
 from headstart.train.data.prefixes import DistillError
 from headstart.train.data.training_rows import Rows
 from headstart.train.on_policy import StudentText, check_on_policy
 from headstart.train.recipe import Distill, OnPolicy, RecipeError, Train, parse_recipe
-from headstart.train.trainer import DraftedTarget, DrafterTrainer, training_arguments
+from headstart.train.target_with_drafter import TargetWithDrafter
+from headstart.train.trainer import DrafterTrainer
 from tests.support.counting import SIZE, counting_rows, counting_target
 from tests.support.paths import ROOT
 from tests.support.recipes import SAME, TINY, launch
-from tests.support.training import IDLE, drafter_of
+from tests.support.training import IDLE, check_same_checkpoints, drafter_of, killed_and_resumed
 
 PROMPT, LENGTH = 3, 12
 DISTILL = Distill(prefix_tokens=PROMPT, new_tokens=LENGTH - PROMPT, batch_size=5)
@@ -146,19 +148,19 @@ def test_the_text_ends_and_is_spelt_as_the_targets() -> None:
 
 
 def trainer(folder: Path, drafter: DraftModel, spec: Train = SPEC, validate: Any = None) -> Any:
-    pair = DraftedTarget(drafter.target, drafter, spec.head_decay, spec.loss)
+    module = TargetWithDrafter(drafter.target, drafter, spec.head_decay, spec.loss)
     args = training_arguments(spec, folder, seed=3)
     assert spec.on_policy is not None
     text = StudentText(spec.on_policy, drafter, rows(), DISTILL, args)
     check = validate or (lambda _: IDLE)
-    return DrafterTrainer(pair, args, rows(), spec, check, progress=False, student_text=text)
+    return DrafterTrainer(module, args, rows(), spec, check, progress=False, student_text=text)
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_steps_take_the_students_text_in_its_turn(tmp_path: Path, accumulation: int) -> None:
     spec = replace(SPEC, gradient_accumulation=accumulation, batch_size=2, feature_cache_mb=1.0)
     run = trainer(tmp_path, student(), spec)
-    forward, seen = run.pair.forward, []
+    forward, seen = run.module.forward, []
 
     def watched(rows: Any, tokens: Tensor, *others: Any, **how: Any) -> Any:
         own = not any(torch.equal(tokens[0], row) for row in run.rows.tokens.long())
@@ -166,7 +168,7 @@ def test_steps_take_the_students_text_in_its_turn(tmp_path: Path, accumulation: 
         seen.append((run.state.global_step, own, len(tokens)))
         return forward(rows, tokens, *others, **how)
 
-    run.pair.forward = watched
+    run.module.forward = watched
     run.fit()
     assert [(step, own) for step, own, _ in seen] == [
         (step, run.student_text.is_due(step)) for step, _, _ in seen
@@ -181,42 +183,25 @@ def test_steps_take_the_students_text_in_its_turn(tmp_path: Path, accumulation: 
 
 def test_the_cache_is_of_the_targets_text_alone() -> None:
     drafter = student()
-    pair = DraftedTarget(drafter.target, drafter, 0.8, "reverse_kl")
+    module = TargetWithDrafter(drafter.target, drafter, 0.8, "reverse_kl")
     text = text_of(drafter, OnPolicy(lmbda=1.0)).at(0)
     batch = text.tokens.long(), text.written
-    online = pair(None, *batch)["loss"]
-    assert pair.fill_cache(rows(), 1.0)
-    assert torch.equal(pair(None, *batch)["loss"], online)
-    assert not torch.equal(pair(torch.arange(4), *batch)["loss"], online)
+    online = module(None, *batch)["loss"]
+    assert module.fill_cache(rows(), 1.0)
+    assert torch.equal(module(None, *batch)["loss"], online)
+    assert not torch.equal(module(torch.arange(4), *batch)["loss"], online)
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     """Its checkpoints fall between the steps at which text is written."""
 
-    class Killed(Exception):
-        pass
-
-    calls = []
-
-    def die_in_the_third(drafter: DraftModel) -> dict[str, Any]:
-        calls.append(drafter)
-        if len(calls) == 3:
-            raise Killed
-        return IDLE
-
     spec = replace(SPEC, on_policy=OnPolicy(lmbda=0.7, every=3))
-    trainer(tmp_path / "whole", student(), spec).fit()
-    with pytest.raises(Killed):
-        trainer(tmp_path / "cut", student(), spec, die_in_the_third).fit()
-    torch.manual_seed(99)  # nothing may depend on what the new process happens to draw
-    again = trainer(tmp_path / "cut", student(), spec)
-    assert [path.name for path in (tmp_path / "cut").iterdir() if path.name.endswith("-12")] == []
-    again.fit()
-    one, two = (
-        safetensors.torch.load_file(tmp_path / run / "checkpoint-12" / "model.safetensors")
-        for run in ("whole", "cut")
+    killed_and_resumed(
+        lambda folder, validate: trainer(folder, student(), spec, validate),
+        lambda _: IDLE,
+        tmp_path,
     )
-    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    check_same_checkpoints(tmp_path, "model.safetensors")
 
 
 @pytest.mark.parametrize("loss", ["reverse_kl", "total_variation"])
@@ -230,9 +215,9 @@ def test_the_loss_falls_on_the_students_text(tmp_path: Path, loss: str) -> None:
 
     def on_fresh_text() -> float:
         text = text_of(drafter, on_policy, rows=64).at(0)
-        pair = DraftedTarget(drafter.target, drafter, 1.0, loss)
+        module = TargetWithDrafter(drafter.target, drafter, 1.0, loss)
         with torch.no_grad():
-            return float(pair(None, text.tokens.long(), text.written)["loss"])
+            return float(module(None, text.tokens.long(), text.written)["loss"])
 
     before = on_fresh_text()
     run.fit()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from headstart.train.stages import RECORD, Stage, StageStore, write_atomically
+from headstart.train.stages import RECORD, Stage, StageStore
 
 
 class Work:
@@ -173,18 +173,3 @@ def test_a_record_without_checksums_is_that_of_a_finished_stage(tmp_path: Path) 
         (tmp_path / name / RECORD).write_text(json.dumps(record))
     two(tmp_path, first, second)
     assert (first.ran, second.ran) == (1, 1)
-
-
-def test_a_failing_write_leaves_the_old_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "deep" / "file"
-    write_atomically(file, b"old")
-
-    def fail(handle: int) -> None:
-        raise OSError("disk full")
-
-    monkeypatch.setattr("headstart.train.stages.os.fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(file, b"new")
-    assert file.read_bytes() == b"old"

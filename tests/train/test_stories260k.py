@@ -14,9 +14,9 @@ import headstart
 from headstart.infer import Speculator, Stats
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
+from headstart.train.data.held_out import held_out_prompts
 from headstart.train.data.prefixes import make_prefixes
 from headstart.train.recipe import Recipe, RecipeError, load_recipe
-from headstart.train.validate import held_out_prompts
 from tests.support.paths import ROOT, SHARED
 
 MODEL = SHARED / "models" / "stories260k"

@@ -31,18 +31,21 @@ from headstart.heads import (
 from headstart.heads.drafter import last_true
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import StaticTree
+from headstart.train.clock import Clock
 from headstart.train.recipe import Train
-from headstart.train.trainer import (
-    Clock,
-    DraftedTarget,
-    DrafterTrainer,
-    last_checkpoint,
-    training_arguments,
-)
+from headstart.train.target_with_drafter import TargetWithDrafter
+from headstart.train.trainer import DrafterTrainer, last_checkpoint
 from headstart.train.validate import Validation, measure_tau
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
 from tests.support.paths import ROOT
-from tests.support.training import IDLE, drafter_of, rows
+from tests.support.training import (
+    IDLE,
+    check_same_checkpoints,
+    drafter_of,
+    killed_and_resumed,
+    rows,
+    trainer_of,
+)
 
 SPEC = Train(learning_rate=3e-2, batch_size=4, max_steps=12, eval_every=4)
 
@@ -70,12 +73,8 @@ def trainer(
     drafter: Any = None,
     **arguments: Any,
 ) -> DrafterTrainer:
-    target = counting_target() if drafter is None else drafter.target
-    drafter = fresh_drafter(target) if drafter is None else drafter
-    pair = DraftedTarget(target, drafter, spec.head_decay, spec.loss)
-    args = training_arguments(spec, folder, seed=3, **arguments)
-    check = validate or validation(target)
-    return DrafterTrainer(pair, args, rows(), spec, check, progress=False)
+    drafter = fresh_drafter(counting_target()) if drafter is None else drafter
+    return trainer_of(drafter, folder, spec, validate or validation(drafter.target), **arguments)
 
 
 def weights(drafter: Drafter) -> dict[str, Tensor]:
@@ -90,7 +89,7 @@ def test_labels_fit_the_decode_loop(off_by: int) -> None:
         assert drafter.output is not None
         drafter.output.mul_(10)  # so that a right answer costs next to nothing
     tokens = counting_rows(4, 16)
-    loss = DraftedTarget(target, drafter, 0.8)(
+    loss = TargetWithDrafter(target, drafter, 0.8)(
         torch.arange(4), tokens, torch.ones_like(tokens, dtype=torch.bool)
     )["loss"].item()
     measured = measure_tau(target, drafter, StaticTree.chain(3), "greedy", prompts(), 13)
@@ -104,14 +103,14 @@ def test_labels_fit_the_decode_loop(off_by: int) -> None:
 
 def test_training_learns_to_count_and_leaves_the_target_alone(tmp_path: Path) -> None:
     run = trainer(tmp_path, replace(SPEC, max_steps=60, eval_every=30))
-    before = {name: tensor.clone() for name, tensor in run.pair.target.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in run.module.target.state_dict().items()}
     report = run.fit()
     assert (
         report["tau"] == pytest.approx(33 / 12) and report["steps"] == 60
     )  # chain of 2: at best 3
-    for name, tensor in run.pair.target.state_dict().items():
+    for name, tensor in run.module.target.state_dict().items():
         assert torch.equal(tensor, before[name]), name
-    assert run.pair.target.training is False
+    assert run.module.target.training is False
 
 
 def test_checkpoints_hold_the_drafter_alone(tmp_path: Path) -> None:
@@ -127,39 +126,13 @@ def test_checkpoints_hold_the_drafter_alone(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
-    whole = trainer(tmp_path / "whole")
-    report = whole.fit()
-    assert report["steps"] == 12
-
-    class Killed(Exception):
-        pass
-
-    calls = []
-
-    def die_in_the_third(drafter: Drafter) -> dict[str, Any]:
-        calls.append(len(calls))
-        if len(calls) == 3:
-            raise Killed
-        return validation(drafter.target)(drafter)
-
-    with pytest.raises(Killed):
-        trainer(tmp_path / "cut", validate=die_in_the_third).fit()
-    found = last_checkpoint(tmp_path / "cut")
-    assert found is not None and found.name == "checkpoint-8"
-    torch.manual_seed(99)  # nothing may depend on what the new process happens to draw
-    again = trainer(tmp_path / "cut")
-    resumed = again.fit()
-    assert resumed["steps"] == 12 and resumed["tau"] == report["tau"]
-    last = "checkpoint-12/model.safetensors"
-    expected = safetensors.torch.load_file(tmp_path / "whole" / last)
-    for name, tensor in safetensors.torch.load_file(tmp_path / "cut" / last).items():
-        assert torch.equal(tensor, expected[name]), name
-    one, two = (
-        torch.load(tmp_path / run / "checkpoint-12" / "optimizer.pt", weights_only=True)
-        for run in ("whole", "cut")
+    report, resumed = killed_and_resumed(
+        lambda folder, validate: trainer(folder, validate=validate),
+        lambda drafter: validation(drafter.target)(drafter),
+        tmp_path,
     )
-    for key, state in one["state"].items():
-        assert all(torch.equal(value, two["state"][key][name]) for name, value in state.items())
+    assert report["steps"] == resumed["steps"] == 12 and resumed["tau"] == report["tau"]
+    check_same_checkpoints(tmp_path, "model.safetensors", "optimizer.pt")
 
 
 def test_a_half_written_checkpoint_is_ignored(tmp_path: Path) -> None:
@@ -184,7 +157,7 @@ def test_the_best_decoding_checkpoint_is_taken(tmp_path: Path) -> None:
     run = trainer(tmp_path, validate=scripted)
     report = run.fit()
     assert report["best_step"] == 8 and report["tau"] == 2.5
-    for name, tensor in run.pair.drafter.state_dict().items():
+    for name, tensor in run.module.drafter.state_dict().items():
         assert torch.equal(tensor, seen[1][name])
     assert not torch.equal(seen[1]["output"], seen[2]["output"])
 
@@ -194,8 +167,8 @@ def test_cached_features_train_alike(tmp_path: Path) -> None:
     for limit in (0.0, 1.0):
         run = trainer(tmp_path / str(limit), replace(SPEC, feature_cache_mb=limit))
         assert run.fit()["features_cached"] is (limit > 0)
-        assert run.pair.cache is None and not run.pair.target.model._forward_hooks
-        found[limit] = weights(run.pair.drafter)
+        assert run.module.cache is None and not run.module.target.model._forward_hooks
+        found[limit] = weights(run.module.drafter)
     for name, tensor in found[0.0].items():
         torch.testing.assert_close(found[1.0][name], tensor, rtol=1e-4, atol=1e-5)
 
@@ -211,7 +184,7 @@ def test_accumulation_does_not_change_the_steps(
         run.rows.written[::2, 6:] = False
         run.rows.written[1] = False
         report = run.fit()
-        return report["train_loss"], weights(run.pair.drafter)
+        return report["train_loss"], weights(run.module.drafter)
 
     loss, reference = train(8, 1)
     split_loss, split = train(batch, accumulation)
@@ -223,17 +196,17 @@ def test_accumulation_does_not_change_the_steps(
 def test_the_cache_holds_what_the_target_computes(tmp_path: Path) -> None:
     target = counting_target()
     drafter = fresh_drafter(target)
-    pair = DraftedTarget(target, drafter, 0.8)
+    module = TargetWithDrafter(target, drafter, 0.8)
     torch.nn.init.normal_(drafter.weight)  # as it starts, every token costs the same
     data = rows(20)
-    assert not pair.fill_cache(data, limit=0.001) and pair.cache is None
+    assert not module.fill_cache(data, limit=0.001) and module.cache is None
     batch = torch.stack([data[i]["tokens"] for i in (3, 18)])
     supervised = torch.stack([data[i]["supervised"] for i in (3, 18)])
-    online = pair(torch.tensor([3, 18]), batch, supervised)["loss"]
-    assert pair.fill_cache(data, limit=1.0) and pair.cache is not None
-    assert pair.cache.shape == (20, 12, SIZE)
-    cached = pair(torch.tensor([3, 18]), batch, supervised)["loss"]
-    wrong_rows = pair(torch.tensor([4, 18]), batch, supervised)["loss"]
+    online = module(torch.tensor([3, 18]), batch, supervised)["loss"]
+    assert module.fill_cache(data, limit=1.0) and module.cache is not None
+    assert module.cache.shape == (20, 12, SIZE)
+    cached = module(torch.tensor([3, 18]), batch, supervised)["loss"]
+    wrong_rows = module(torch.tensor([4, 18]), batch, supervised)["loss"]
     torch.testing.assert_close(cached, online)
     assert abs(wrong_rows - online) > 1e-3
 
@@ -297,11 +270,7 @@ def test_sigkill_then_resume_is_bit_exact(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "cut").iterdir()] == ["checkpoint-4"]
     trainer(tmp_path / "cut").fit()
     trainer(tmp_path / "whole").fit()
-    one, two = (
-        safetensors.torch.load_file(tmp_path / run / "checkpoint-12" / "model.safetensors")
-        for run in ("whole", "cut")
-    )
-    assert all(torch.equal(tensor, two[name]) for name, tensor in one.items())
+    check_same_checkpoints(tmp_path, "model.safetensors")
 
 
 @pytest.mark.parametrize("loss", ["soft_cross_entropy", "forward_kl", "acceptance"])
@@ -372,19 +341,19 @@ def test_every_weight_moves_and_is_kept_in_float32(
         assert {value.dtype for value in state.values()} == {torch.float32}
 
 
-def test_features_are_compared_where_they_are_foretold() -> None:
+def test_features_are_compared_where_they_are_predicted() -> None:
     drafter = drafter_of(random_target(), "eagle", depths=2)
     batch = torch.arange(2), counting_rows(2, 12), torch.ones(2, 12, dtype=torch.bool)
     losses = [
-        DraftedTarget(drafter.target, drafter, 1.0, feature_weight=w)(*batch)["loss"]
+        TargetWithDrafter(drafter.target, drafter, 1.0, feature_weight=w)(*batch)["loss"]
         for w in (0.0, 1.0, 3.0)
     ]
     assert losses[1] > losses[0]
     torch.testing.assert_close(losses[2] - losses[0], 3 * (losses[1] - losses[0]))
     for name in ("eagle3", "medusa"):
         other = drafter_of(random_target(), name)
-        with pytest.raises(OptionError, match=r"feature_weight is 1.0, and .* foretells no"):
-            DraftedTarget(other.target, other, 1.0, feature_weight=1.0)
+        with pytest.raises(OptionError, match=r"feature_weight is 1.0, but .* predicts no"):
+            TargetWithDrafter(other.target, other, 1.0, feature_weight=1.0)
 
 
 def test_norms_in_bfloat16_stay_where_they_are(tmp_path: Path) -> None:
@@ -401,16 +370,16 @@ def test_autocast_leaves_weights_and_features_alone(tmp_path: Path, loss: str) -
     spec = replace(SPEC, loss=loss, feature_cache_mb=0.0, eval_every=None)
     run = trainer(tmp_path, spec, bf16=True)
     seen = set()
-    states = run.pair.drafter.draft_hidden_states
+    states = run.module.drafter.draft_hidden_states
 
     def watched(features: Tensor, *others: Any) -> Tensor:
         seen.add((features.dtype, torch.is_autocast_enabled("cpu")))
         return states(features, *others)
 
-    run.pair.drafter.draft_hidden_states = watched  # type: ignore[method-assign]
+    run.module.drafter.draft_hidden_states = watched  # type: ignore[method-assign]
     run.fit()
     assert seen == {(torch.float32, True)}
-    assert all(p.dtype == torch.float32 for p in run.pair.drafter.parameters())
+    assert all(p.dtype == torch.float32 for p in run.module.drafter.parameters())
 
 
 def test_a_drafter_without_training_is_refused() -> None:
@@ -419,7 +388,7 @@ def test_a_drafter_without_training_is_refused() -> None:
 
     target = counting_target()
     with pytest.raises(OptionError, match="nothing to train"):
-        DraftedTarget(target, Untaught(BigramConfig.for_target(target)).bind(target), 0.8)
+        TargetWithDrafter(target, Untaught(BigramConfig.for_target(target)).bind(target), 0.8)
 
 
 class BigramConfig(DrafterConfig):

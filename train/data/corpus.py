@@ -13,8 +13,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
+from headstart.heads.core.files import write_atomically
+
 from ..recipe import Corpus
-from ..stages import write_atomically
 from .documents import CorpusError, Document
 from .reading import SUPPORTED, Skipped, order, read_source
 

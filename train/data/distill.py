@@ -19,10 +19,10 @@ from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.core import row_seeds
+from headstart.heads.core.files import write_atomically
 from headstart.infer import Speculator
 
 from ..recipe import Distill
-from ..stages import write_atomically
 from .continuations import check_context, write_rows
 from .documents import Document
 from .prefixes import make_prefixes

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
-from jinja2 import TemplateError
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..recipe import Distill
+from .chats import ChatTemplateError, render_chat
 from .documents import Document
 
 
@@ -149,13 +149,8 @@ def _apply_template(tokenizer: PreTrainedTokenizerBase, document: Document) -> s
     assert document.messages
     due = document.messages[-1]["role"] == "user"
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                document.messages, add_generation_prompt=due, tokenize=False
-            )
-        )
-    except TemplateError:  # what it says may quote the chat
+        return render_chat(tokenizer, document.messages, answer=due)
+    except ChatTemplateError as error:
         raise DistillError(
-            f"{document.id}: the tokenizer's chat template refuses this chat's roles; drop the "
-            "row, or set distill.chat=plain."
+            f"{document.id}: {error}; drop the row, or set distill.chat=plain."
         ) from None

@@ -3,9 +3,20 @@
 from .build import parse_recipe
 from .fields import RecipeError
 from .files import load_recipe, shipped_recipes
-from .schema import LOSSES, Corpus, Distill, DrafterSpec, OnPolicy, Recipe, Scratch, Train
+from .schema import (
+    LOSSES,
+    Corpus,
+    Decode,
+    Distill,
+    DrafterSpec,
+    OnPolicy,
+    Recipe,
+    Scratch,
+    TargetSpec,
+    Train,
+)
 
 __all__ = [
-    "LOSSES", "Corpus", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError", "Scratch",
-    "Train", "load_recipe", "parse_recipe", "shipped_recipes",
+    "LOSSES", "Corpus", "Decode", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError",
+    "Scratch", "TargetSpec", "Train", "load_recipe", "parse_recipe", "shipped_recipes",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 
 from huggingface_hub.dataclasses import as_validated_field, strict
 
+from ..losses import LOSSES
 from .fields import RecipeError, number, one_of, positive
 
 
@@ -95,12 +96,6 @@ class DrafterSpec:
     options: dict[str, Any] = field(default_factory=dict)
 
 
-LOSSES = (
-    *("cross_entropy", "soft_cross_entropy", "forward_kl", "reverse_kl", "jensen_shannon"),
-    *("total_variation", "acceptance"),
-)
-
-
 @strict
 @dataclass
 class OnPolicy:
@@ -134,10 +129,11 @@ class Train:
     on_policy: OnPolicy | None = None  # null: all text is the target's
 
     def __post_init__(self) -> None:
-        if self.on_policy is not None and self.loss == LOSSES[0]:
+        if self.on_policy is not None and LOSSES[self.loss].divergence is None:
+            others = [name for name, loss in LOSSES.items() if loss.divergence is not None]
             raise RecipeError(
                 f"train.on_policy: {self.loss} would train the drafter on its own text; set "
-                f"train.loss to one that compares with the target: {', '.join(LOSSES[1:])}"
+                f"train.loss to one that compares with the target: {', '.join(others)}"
             )
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from headstart.heads import ArtifactError, load_drafter
 from headstart.heads.artifacts.conversion import convert
-from headstart.heads.artifacts.files import read_manifest
+from headstart.heads.artifacts.manifest import read_manifest
 from headstart.heads.artifacts.publish import clean_copy
 from headstart.infer import Speculator
 from tests.support.artifacts import save

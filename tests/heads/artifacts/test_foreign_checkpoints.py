@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from headstart.heads import ArtifactError, Drafter, load_drafter
-from headstart.heads.artifacts.files import is_artifact, is_foreign
+from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.families import FAMILIES, family
 from headstart.infer import Speculator
 from tests.support import published_eagle as eagle
@@ -245,17 +245,12 @@ def test_eagle(dialect: str, tmp_path: Path) -> None:
 def test_without_a_network_the_cache_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, VICUNA, medusa(), SAFE)
     asked: list[str] = []
-    monkeypatch.setattr("headstart.heads.artifacts.files.download", lambda name, files: tmp_path)
-    monkeypatch.setattr(
-        "headstart.heads.artifacts.foreign_checkpoints.file_names",
-        lambda name: asked.append(name) or [],
-    )
-    monkeypatch.setattr(
-        "headstart.heads.artifacts.foreign_checkpoints.download",
-        lambda name, files: asked.extend(files) or tmp_path,
-    )
+    source = "headstart.heads.artifacts.source"
+    monkeypatch.setattr(f"{source}.file_names", lambda name: asked.append(name) or [])
+    monkeypatch.setattr(f"{source}.download", lambda name, files: asked.extend(files) or tmp_path)
     assert load_drafter("them/heads@v1", tiny("llama")).max_depth == 5
-    assert asked == ["config.json", "config.json", "them/heads@v1", "config.json", SAFE]
+    assert asked.count("them/heads@v1") == asked.count("config.json") == asked.count(SAFE) == 1
+    assert not any(name.endswith((".pt", ".bin")) for name in asked)
 
 
 def test_what_is_not_known_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -269,7 +264,7 @@ def test_what_is_not_known_is_said_once(tmp_path: Path, caplog: pytest.LogCaptur
     ]
     assert "Only shapes" in record.message and "lmsys/vicuna-7b-v1.3" in record.message
     assert drafter.dtype == torch.bfloat16
-    assert is_foreign(tmp_path) and not is_artifact(tmp_path)
+    assert DrafterSource(tmp_path).kind is SourceKind.CHECKPOINT
 
 
 class Bomb:

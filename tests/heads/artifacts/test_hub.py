@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 import yaml
 
@@ -31,13 +32,27 @@ PLACE = "me/drafter"
 NOWHERE = "http://127.0.0.1:9"
 
 # Reads a line [token, command lines], runs them, and answers with a line of what each gave:
-# [status, stdout, stderr]. The command `load` is not of the command line; it does in Python what
-# `generate` does there.
+# [status, stdout, stderr]. Two commands are not of the command line: `load` does in Python what
+# `generate` does there, and `downloads` prints how often the Hub's client was asked for a snapshot
+# since the last time.
 CLIENT = """
 import contextlib, io, json, os, sys
 from headstart import cli
+from headstart.heads.artifacts import hub
+
+names, snapshot_download = [], hub.snapshot_download
+
+def counted(name, **options):
+    names.append(name)
+    return snapshot_download(name, **options)
+
+hub.snapshot_download = counted
 
 def main(arguments):
+    if arguments[0] == "downloads":
+        print(len(names))
+        names.clear()
+        return 0
     if arguments[0] != "load":
         return cli.main(arguments)
     import headstart
@@ -334,6 +349,39 @@ def test_branches(hub: Hub, machine: Machine, run: Path) -> None:
     assert (found["problem"], found["target"]) == (None, "me/base")
     assert main[0] == 2 and "holds no headstart.json" in main[2]
     assert missing[0] == 2 and "no such revision" in missing[2]
+
+
+def test_a_drafter_is_downloaded_by_one_call(
+    hub: Hub, machine: Machine, run: Path, tmp_path: Path
+) -> None:
+    """Whatever takes a drafter's name resolves it once."""
+    weights = {f"{head}.0.linear.weight": torch.randn(32, 32) for head in range(2)}
+    weights |= {f"{head}.0.linear.bias": torch.randn(32) for head in range(2)}
+    theirs = {"config.json": b"{}", "medusa_lm_head.safetensors": safetensors.torch.save(weights)}
+    hub.add("them/medusa", theirs)
+    small = {path.name: path.read_bytes() for path in (run / "target").iterdir()}
+    hub.add("them/small", small)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("abcdef\nghijkl\n")
+    target = ["--target", str(run / "target")]
+    measured = ["--prompts", str(prompts), "--new-tokens", "6"]
+    commands = [
+        ["load", target[1], PLACE, PROMPT, "8"],
+        *(generate(run, name) for name in (PLACE, "them/medusa", "them/small")),
+        ["bench", *target, "--drafter", PLACE, *measured],
+        ["plan", *target, "--drafter", PLACE, *measured, "--measure", "1"],
+        ["verify-lossless", *target, "--drafter", PLACE, *measured, "--draws", "128"],
+        ["inspect", PLACE, *target],
+        ["convert", "them/medusa", str(tmp_path / "ours"), *target],
+        ["push", PLACE, "me/copy", "--target-name", "me/base", "--dry-run"],
+    ]  # fmt: skip
+    pushed, _ = machine(push(run), ["downloads"])
+    assert pushed[0] == 0, pushed
+    results = machine(*(each for command in commands for each in (command, ["downloads"])))
+    for command, (status, _, err), (_, downloads, _) in zip(
+        commands, results[::2], results[1::2], strict=True
+    ):
+        assert (status, downloads) == (0, "1\n"), (command, err)
 
 
 def test_an_update_and_a_listing_that_climbs_out(

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headstart.heads import ArtifactError, Manifest, OptionError, fingerprint, save_drafter
-from headstart.heads.artifacts.plan import Plan, read_plan, write_plan
+from headstart.heads.artifacts.plan import Plan, find_plan, write_plan
 from headstart.heads.medusa import Medusa
 from headstart.infer import Speculator, StaticTree
 from headstart.infer.measure import planner
@@ -193,18 +193,18 @@ def test_plans_for_several_machines_live_in_one_file(
     drafter = unsure(counting_target())
     folder = saved(tmp_path / "heads", drafter)
     target: Any = drafter.target
-    assert read_plan(folder, target) is None
+    assert find_plan(folder, target) is None
     plan = plan_of(drafter, costs(0.5), monkeypatch)
     assert write_plan(folder, plan) == folder / "plan.json"
     write_plan(folder, replace(plan, batch_size=8, tree=[[0]]))
     write_plan(folder, replace(plan, device="another machine", tree=[]))
     assert len(json.loads((folder / "plan.json").read_text())) == 3
-    found = read_plan(folder, target)
+    found = find_plan(folder, target)
     assert found is not None and found.tree == plan.tree and found.policy == plan.policy
-    batched = read_plan(folder, target, batch_size=8)
+    batched = find_plan(folder, target, batch_size=8)
     assert batched is not None and batched.tree == [[0]]
-    assert read_plan(folder, target, batch_size=3) is None
-    assert read_plan(folder, target.double()) is None
+    assert find_plan(folder, target, batch_size=3) is None
+    assert find_plan(folder, target.double()) is None
     target.float()
     assert not list(folder.glob(".plan*"))
     # Other weights under the same plan: it was not measured with them.
@@ -213,7 +213,7 @@ def test_plans_for_several_machines_live_in_one_file(
         drafter.bias.add_(1)
     saved(folder, drafter)
     (folder / "plan.json").write_text(text)
-    assert read_plan(folder, target) is None
+    assert find_plan(folder, target) is None
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"KEY": {"tree": []}}', '{"KEY": 3}'])
@@ -226,12 +226,12 @@ def test_a_damaged_plan_is_named_and_can_be_replaced(
     (folder / "plan.json").write_text(text.replace("KEY", plan.key))
     target: Any = drafter.target
     with pytest.raises(ArtifactError, match="delete it, or run headstart plan again"):
-        read_plan(folder, target)
+        find_plan(folder, target)
     write_plan(folder, plan)
-    found = read_plan(folder, target)
+    found = find_plan(folder, target)
     assert found is not None and found.tree == plan.tree
     data = json.loads((folder / "plan.json").read_text())
     data[plan.key]["tau"] = "fast"
     (folder / "plan.json").write_text(json.dumps(data))
     with pytest.raises(ArtifactError, match="delete it, or run headstart plan again"):
-        read_plan(folder, target)
+        find_plan(folder, target)

@@ -13,10 +13,10 @@ from headstart.train.data.distill import distill, summary
 from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import DistillError, Prompts, Windows, encode, make_prefixes
 from headstart.train.data.training_rows import Rows
-from headstart.train.losses import IGNORED
+from headstart.train.losses.labels import IGNORED
 from headstart.train.recipe import Distill
 from headstart.train.scratch_target import train_tokenizer
-from headstart.train.trainer import DraftedTarget
+from headstart.train.target_with_drafter import TargetWithDrafter
 
 ASK, ANSWER, MORE = "why is the sky blue?", "it scatters.", "and at night?"
 CHAT = Document.chat("chats:1", [
@@ -224,14 +224,14 @@ def test_rows_that_teach_nothing_are_skipped_and_never_nan(
     # Nothing supervised at all, and one token, which only the target's own layer could predict.
     target = tiny_target()
     drafter = Medusa(MedusaConfig.for_target(target, heads=2)).bind(target)
-    pair = DraftedTarget(target, drafter, 0.8)
+    module = TargetWithDrafter(target, drafter, 0.8)
     for taught in ([], [0], [1]):
         supervised = torch.zeros(1, 8, dtype=torch.bool)
         supervised[:, taught] = True
         tokens = torch.arange(8)[None]
-        assert (pair.labels(tokens, supervised) == IGNORED).all()
-        loss = pair(torch.tensor([0]), tokens, supervised)["loss"]
+        assert (module.labels(tokens, supervised) == IGNORED).all()
+        loss = module(torch.tensor([0]), tokens, supervised)["loss"]
         loss.backward()
         assert loss.item() == 0.0
         assert all(p.grad is not None and not p.grad.any() for p in drafter.parameters())
-    pair.release()
+    module.release()

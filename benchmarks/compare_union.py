@@ -1,13 +1,13 @@
 """Compares two drafters with their union at equal numbers of nodes, paired over prompts.
 
-    python docs/benchmarks/compare_union.py TARGET DRAFTER PROMPTS [--other lookup]
+    python benchmarks/compare_union.py TARGET DRAFTER PROMPTS [--other lookup]
         [--limit 12] [--repeats 3] [--temperature 0] [--prefix-tokens 64]
 
 PROMPTS is what `headstart bench --prompts` takes; windows of 64 tokens are continued by 128.
-Every other window is measured, and on those between them DRAFTER's trees are fitted. All contenders
-decode each prompt in turn, several times over: times are medians, and × plain is the median over
-prompts of plain decoding's milliseconds per token by the contender's. `ahead` counts the prompts on
-which a contender took fewer rounds than DRAFTER alone with as many nodes; `behind`, more.
+Every other window is measured, and on those between them DRAFTER's trees are fitted. Each prompt is
+decoded in every way in turn, several times over: times are medians, and × plain is the median over
+prompts of plain decoding's milliseconds per token by this way's. `ahead` counts the prompts on
+which a way took fewer rounds than DRAFTER alone with as many nodes; `behind`, more.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 import headstart
 from headstart.heads import load_drafter
 from headstart.infer import Speculator, StaticTree, Union
-from headstart.infer.measure.baselines import race, speculating
+from headstart.infer.measure.baselines import decode_in_turns, timed_speculator
 from headstart.infer.measure.ranks import best_tree, measure_ranks, write_texts
 from headstart.train.data.reading import read_documents
 
@@ -65,24 +65,25 @@ def main() -> None:
 def report(
     ways: dict[str, Speculator], prompts: list[torch.Tensor], repeats: int, given: dict[str, Any]
 ) -> None:
-    """Race them, and print a line for each."""
-    contenders = {name: speculating(speculator, **given) for name, speculator in ways.items()}
+    """Decode in turns, and print a line for each way."""
+    decoders = {name: timed_speculator(speculator, **given) for name, speculator in ways.items()}
     runs: dict[str, list[Any]] = {name: [] for name in ways}
     counts: dict[str, list[tuple[int, int]]] = {name: [] for name in ways}
     grams: list[tuple[int, ...]] = []
-    for prompt, raced in race(contenders, prompts, ways["plain"].model.device, repeats):
-        text = raced["plain"].tokens
+    device = ways["plain"].device
+    for prompt, found in decode_in_turns(decoders, prompts, device, repeats):
+        text = found["plain"].tokens
         grams += [tuple(text[at : at + 4]) for at in range(len(text) - 3)]
         for name, speculator in ways.items():
-            runs[name].append(raced[name])
+            runs[name].append(found[name])
             counts[name].append((speculator.stats.tokens, speculator.stats.rounds))
-            assert raced[name].tokens == text, (name, prompt)
+            assert found[name].tokens == text, (name, prompt)
     print(f"{len(prompts)} prompts, distinct 4-grams {len(set(grams)) / len(grams):.2f}")
     for name in ways:
         tokens, rounds = (sum(column) for column in zip(*counts[name], strict=True))
         pairs = zip(runs["plain"], runs[name], strict=True)
         speedup = statistics.median(plain.per_token / mine.per_token for plain, mine in pairs)
-        took = [1e3 * run.seconds / n for run, (_, n) in zip(runs[name], counts[name], strict=True)]
+        took = [run.decode_ms / n for run, (_, n) in zip(runs[name], counts[name], strict=True)]
         alone = counts.get(f"{name.split()[0]} alone", counts[name])
         both = list(zip(counts[name], alone, strict=True))
         fewer, more = sum(a[1] < b[1] for a, b in both), sum(a[1] > b[1] for a, b in both)

@@ -1,6 +1,6 @@
 """Compares acceptance rules by tokens per round when sampling, paired over prompts.
 
-    python docs/benchmarks/compare_rules.py TARGET DRAFTER PROMPTS [--limit 128] [--seeds 1]
+    python benchmarks/compare_rules.py TARGET DRAFTER PROMPTS [--limit 128] [--seeds 1]
 
 PROMPTS is what `headstart bench --prompts` takes; windows of 64 tokens of it, evenly spaced, are
 continued by 128 at temperature 1. A t above about 2 is a difference that chance seldom makes.

@@ -1,6 +1,5 @@
 """Heads and target trained jointly: who learns when, what is kept, resumed, measured and loaded."""
 
-import importlib.util
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,33 +8,34 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 import headstart
-from headstart.heads import Drafter, OptionError, load_drafter
-from headstart.heads.artifacts.files import read_manifest
+from headstart.heads import Drafter, load_drafter
+from headstart.heads.artifacts.manifest import read_manifest
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.medusa2 import Medusa2, Medusa2Config
 from headstart.heads.parts.adapter import ADAPTER_WEIGHTS
 from headstart.infer import StaticTree, parse_static
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
+from headstart.train.data.held_out import held_out_prompts, held_out_texts
 from headstart.train.data.training_rows import Rows
-from headstart.train.joint import adapter_loss_change, load_options, text_loss
-from headstart.train.losses import Teacher, drift, forward_kl
-from headstart.train.recipe import Train, load_recipe
-from headstart.train.trainer import DraftedTarget, DrafterTrainer, training_arguments
-from headstart.train.validate import (
-    Validation,
-    held_out_prompts,
-    held_out_texts,
-    measure_tau,
+from headstart.train.joint import (
+    JointTarget,
+    JointTrainer,
+    adapter_loss_change,
+    base_kl,
+    text_loss,
 )
+from headstart.train.losses.divergences import forward_kl
+from headstart.train.recipe import Train, load_recipe
+from headstart.train.validate import Validation, measure_tau
 from tests.support.counting import SIZE, counting_rows, counting_target
 from tests.support.recipes import TINY
+from tests.support.training import check_same_checkpoints, killed_and_resumed, trainer_of
 
 SPEC = Train(learning_rate=1e-2, batch_size=4, max_steps=12, eval_every=4)
 
@@ -44,11 +44,6 @@ def target() -> Any:
     """Random, but the same at every call."""
     torch.manual_seed(1)
     return LlamaForCausalLM(counting_target().config).eval()
-
-
-def rows(count: int = 10, length: int = 12) -> Rows:
-    lengths = torch.full((count,), length).int()
-    return Rows(counting_rows(count, length).int(), lengths, torch.full_like(lengths, 2))
 
 
 def medusa2(model: Any, **options: Any) -> Medusa2:
@@ -65,11 +60,10 @@ def validate(drafter: Drafter) -> dict[str, Any]:
 
 def trainer(
     folder: Path, spec: Train = SPEC, check: Callable[..., Any] = validate, **options: Any
-) -> DrafterTrainer:
-    model = target()
-    pair = DraftedTarget(model, medusa2(model, **options), spec.head_decay, spec.loss)
-    args = training_arguments(spec, folder, seed=3)
-    return DrafterTrainer(pair, args, rows(), spec, check, progress=False)
+) -> JointTrainer:
+    run = trainer_of(medusa2(target(), **options), folder, spec, check)
+    assert isinstance(run, JointTrainer)
+    return run
 
 
 def batch() -> dict[str, Tensor]:
@@ -80,19 +74,17 @@ def batch() -> dict[str, Tensor]:
     return {"rows": torch.arange(4), "tokens": tokens, "supervised": supervised}
 
 
-def weights(run: DrafterTrainer) -> dict[str, Tensor]:
+def weights(run: JointTrainer) -> dict[str, Tensor]:
     """Those of the heads and of the adapter."""
-    assert run.pair.drafter.adapter is not None
-    found = {name: tensor.clone() for name, tensor in run.pair.drafter.state_dict().items()}
-    factors = run.pair.drafter.adapter.parameters()
+    found = {name: tensor.clone() for name, tensor in run.module.drafter.state_dict().items()}
+    factors = run.module.adapter.parameters()
     return found | {f"adapter {i}": p.detach().clone() for i, p in enumerate(factors)}
 
 
-def disturb(pair: DraftedTarget, scale: float = 0.3) -> None:
-    assert pair.drafter.adapter is not None
+def disturb(module: JointTarget, scale: float = 0.3) -> None:
     torch.manual_seed(4)
     with torch.no_grad():
-        for parameter in pair.drafter.adapter.parameters():
+        for parameter in module.adapter.parameters():
             parameter.normal_(0, scale)
 
 
@@ -106,12 +98,12 @@ def test_the_targets_own_loss_is_the_divergence_from_itself_without_adapter(
     model, data = target(), batch()
     with torch.no_grad():
         base = model(data["tokens"]).logits.log_softmax(-1)
-    pair = DraftedTarget(model, medusa2(model, modules=modules), 0.8)
-    assert pair(**data, weight=0.0)["loss"].item() == 0.0
-    disturb(pair)
+    module = JointTarget(model, medusa2(model, modules=modules), 0.8)
+    assert module(**data, weight=0.0)["loss"].item() == 0.0
+    disturb(module)
     with torch.no_grad():
         adapted = model(data["tokens"]).logits.log_softmax(-1)
-        loss = pair(**data, weight=0.0)["loss"].item()
+        loss = module(**data, weight=0.0)["loss"].item()
     # Position t says what x_t+1 may be, and is compared where that is supervised.
     where = functional.pad(data["supervised"][:, 1:], (0, 1))
     expected = forward_kl(base[where], adapted[where]).mean().item()
@@ -124,18 +116,17 @@ def test_the_targets_own_loss_is_the_divergence_from_itself_without_adapter(
 def test_the_divergence_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """With its gradient, and with dropout before the output layer, which is run twice then."""
     model = target()
-    pair = DraftedTarget(model, medusa2(model, modules=["lm_head"], dropout=0.5), 0.8).train()
-    disturb(pair)
-    teacher = pair.base
-    assert isinstance(teacher, Teacher) and pair.drafter.adapter is not None
+    module = JointTarget(model, medusa2(model, modules=["lm_head"], dropout=0.5), 0.8).train()
+    disturb(module)
+    teacher = module.base
     base, adapted = torch.randn(9, SIZE), torch.randn(9, SIZE, requires_grad=True)
     found = []
     for kept in (10**6, SIZE * 3):
         for drop in (False, True):
-            pair.drafter.adapter.train(drop)
+            module.adapter.train(drop)
             torch.manual_seed(0)
             layer = model.get_output_embeddings()
-            loss = drift(teacher, layer, base, adapted, torch.tensor(9), kept)
+            loss = base_kl(teacher, layer, base, adapted, torch.tensor(9), kept)
             found.append((loss, torch.autograd.grad(loss, adapted)[0]))
     (whole, slope), _, (parts, same), (_, dropped) = found
     torch.testing.assert_close(parts, whole)
@@ -147,7 +138,7 @@ def test_the_divergence_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -
         for sign in (1, -1):
             torch.manual_seed(0)
             moved = adapted + sign * 1e-2 * nudge
-            values.append(drift(teacher, layer, base, moved, torch.tensor(9), SIZE * 3))
+            values.append(base_kl(teacher, layer, base, moved, torch.tensor(9), SIZE * 3))
         by_differences = (values[0] - values[1]) / 2e-2
     torch.testing.assert_close(by_differences, (dropped * nudge).sum(), rtol=2e-2, atol=1e-3)
 
@@ -157,25 +148,27 @@ def test_the_heads_read_the_adapted_feature(limit: float) -> None:
     """Cached features are the base's, which the divergence alone may read."""
     model, data = target(), batch()
     drafter = medusa2(model)
-    pair = DraftedTarget(model, drafter, 0.8)
-    assert pair.fill_cache(Rows(data["tokens"], *[torch.full((4,), 12)] * 2), limit) == (limit > 0)
-    disturb(pair)
-    alone = pair(**data)["loss"]
-    joint = pair(**data, weight=2.0)["loss"] - pair(**data, weight=1.0)["loss"]
+    module = JointTarget(model, drafter, 0.8)
+    assert module.fill_cache(Rows(data["tokens"], *[torch.full((4,), 12)] * 2), limit) == (
+        limit > 0
+    )
+    disturb(module)
+    alone = module(**data)["loss"]
+    joint = module(**data, weight=2.0)["loss"] - module(**data, weight=1.0)["loss"]
     assert abs(joint - alone) > 1e-3
-    with drafter.adapter.off():  # type: ignore[union-attr]
-        plain = pair(**data, weight=2.0)["loss"] - pair(**data, weight=1.0)["loss"]
+    with drafter.adapter.disabled():  # type: ignore[union-attr]
+        plain = module(**data, weight=2.0)["loss"] - module(**data, weight=1.0)["loss"]
     torch.testing.assert_close(plain, alone, rtol=1e-4, atol=1e-4)
 
 
 def test_heads_alone_do_not_reach_the_adapter() -> None:
     model, data = target(), batch()
-    pair = DraftedTarget(model, medusa2(model), 0.8)
-    disturb(pair)
-    factors = pair.drafter.adapter.parameters()  # type: ignore[union-attr]
-    pair(**data)["loss"].backward()
+    module = JointTarget(model, medusa2(model), 0.8)
+    disturb(module)
+    factors = module.adapter.parameters()
+    module(**data)["loss"].backward()
     assert all(p.grad is None for p in factors)
-    pair(**data, weight=0.5)["loss"].backward()
+    module(**data, weight=0.5)["loss"].backward()
     assert all(p.grad is not None and p.grad.any() for p in factors)
     frozen = [p for p in model.parameters() if not any(p is f for f in factors)]
     assert frozen and not any(p.requires_grad for p in frozen)
@@ -191,12 +184,12 @@ def test_heads_and_adapter_move_and_the_base_does_not(tmp_path: Path) -> None:
     assert report["steps"] == 12
     for name, tensor in weights(run).items():
         assert not torch.equal(tensor, before[name]), name
-    model, adapter = run.pair.target, run.pair.drafter.adapter
+    model, adapter = run.module.target, run.module.adapter
     assert adapter is not None
     with torch.no_grad():
         expected = base(ids).logits
         assert not torch.equal(model(ids).logits, expected)
-        with adapter.off():
+        with adapter.disabled():
             assert torch.equal(model(ids).logits, expected)
     adapter.detach()
     mine, own = model.state_dict(), base.state_dict()
@@ -216,7 +209,7 @@ def test_the_adapter_waits_for_its_stage(tmp_path: Path) -> None:
     run = trainer(tmp_path, spec, watched, heads_first=0.5, head_rate=8.0)
     start = weights(run)
     step, weighed = run.compute_loss, []
-    forward = run.pair.forward
+    forward = run.module.forward
 
     def noted(*args: Any, **how: Any) -> Any:
         groups: Any = run.optimizer.param_groups  # type: ignore[union-attr]
@@ -228,7 +221,7 @@ def test_the_adapter_waits_for_its_stage(tmp_path: Path) -> None:
         return forward(*args, weight=weight, **how)
 
     run.compute_loss = noted  # type: ignore[method-assign]
-    run.pair.forward = weigh  # type: ignore[method-assign]
+    run.module.forward = weigh  # type: ignore[method-assign]
     run.fit()
     assert all(torch.equal(p, start[f"adapter {i}"]) for i, p in enumerate(seen[0]))
     assert all(not torch.equal(p, start[f"adapter {i}"]) for i, p in enumerate(seen[1]))
@@ -245,9 +238,7 @@ def test_heads_alone_learn_as_medusas_do(tmp_path: Path) -> None:
     model = target()
     medusa = Medusa(MedusaConfig.for_target(model, heads=2, output="own")).bind(model)
     medusa.init_from_target()
-    pair = DraftedTarget(model, medusa, SPEC.head_decay, SPEC.loss)
-    args = training_arguments(SPEC, tmp_path / "medusa", seed=3)
-    DrafterTrainer(pair, args, rows(), SPEC, validate, progress=False).fit()
+    trainer_of(medusa, tmp_path / "medusa", SPEC, validate).fit()
     slower = replace(SPEC, learning_rate=SPEC.learning_rate / 4)
     run = trainer(tmp_path / "medusa2", slower, heads_first=1 - 1e-9)
     start = weights(run)
@@ -266,24 +257,24 @@ def test_adam_counts_no_step_while_the_adapter_waits(
     parallel: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Data-parallel training gives an adapter that waits gradients of zero, which do not count."""
-    monkeypatch.setattr("headstart.train.trainer._in_parallel", lambda: parallel)
+    monkeypatch.setattr("headstart.train.joint.in_parallel", lambda: parallel)
     run = trainer(tmp_path, heads_first=0.5)
     run.fit()
     state = run.optimizer.state  # type: ignore[union-attr]
-    factors = run.pair.drafter.adapter.parameters()  # type: ignore[union-attr]
-    assert {int(state[p]["step"]) for p in run.pair.drafter.parameters()} == {12}
+    factors = run.module.adapter.parameters()
+    assert {int(state[p]["step"]) for p in run.module.drafter.parameters()} == {12}
     assert {int(state[p]["step"]) for p in factors} == {6}
 
 
 def test_a_sine_ramp_reaches_the_weight_at_the_end(tmp_path: Path) -> None:
     run = trainer(tmp_path, ramp="sine", head_weight=0.5)
-    weighed, forward = [], run.pair.forward
+    weighed, forward = [], run.module.forward
 
     def weigh(*args: Any, weight: float | None = None, **how: Any) -> Any:
         weighed.append(weight)
         return forward(*args, weight=weight, **how)
 
-    run.pair.forward = weigh  # type: ignore[method-assign]
+    run.module.forward = weigh  # type: ignore[method-assign]
     run.fit()
     assert weighed == sorted(weighed) and 0 < weighed[0] < 0.04 and weighed[-1] > 0.49
 
@@ -306,35 +297,11 @@ def test_accumulation_does_not_change_the_steps(
 def test_a_resumed_run_ends_with_the_same_weights(tmp_path: Path) -> None:
     """Dropout, the ramp and both stages included."""
     options: dict[str, Any] = {"heads_first": 0.4, "ramp": "sine", "dropout": 0.2}
-    whole = trainer(tmp_path / "whole", **options)
-    report = whole.fit()
-
-    class Killed(Exception):
-        pass
-
-    calls = []
-
-    def die_in_the_third(drafter: Drafter) -> dict[str, Any]:
-        calls.append(len(calls))
-        if len(calls) == 3:
-            raise Killed
-        return validate(drafter)
-
-    with pytest.raises(Killed):
-        trainer(tmp_path / "cut", check=die_in_the_third, **options).fit()
-    torch.manual_seed(99)
-    again = trainer(tmp_path / "cut", **options)
-    assert again.fit()["tau"] == report["tau"]
-    for file in ("model.safetensors", ADAPTER_WEIGHTS, "optimizer.pt"):
-        one, two = (tmp_path / name / "checkpoint-12" / file for name in ("whole", "cut"))
-        if file == "optimizer.pt":
-            first, second = (torch.load(path, weights_only=True)["state"] for path in (one, two))
-            first = {f"{k} {n}": t for k, state in first.items() for n, t in state.items()}
-            second = {f"{k} {n}": t for k, state in second.items() for n, t in state.items()}
-        else:
-            first, second = load_file(one), load_file(two)
-        assert first.keys() == second.keys()
-        assert all(torch.equal(tensor, second[name]) for name, tensor in first.items()), file
+    report, resumed = killed_and_resumed(
+        lambda folder, check: trainer(folder, check=check, **options), validate, tmp_path
+    )
+    assert resumed["tau"] == report["tau"]
+    check_same_checkpoints(tmp_path, "model.safetensors", ADAPTER_WEIGHTS, "optimizer.pt")
 
 
 def test_the_best_checkpoint_has_its_own_adapter(tmp_path: Path) -> None:
@@ -357,12 +324,12 @@ def test_the_best_checkpoint_has_its_own_adapter(tmp_path: Path) -> None:
 def test_held_out_loss_is_that_of_the_text(tmp_path: Path) -> None:
     run = trainer(tmp_path)
     texts = list(counting_rows(20, 10))
-    base, adapter = target(), run.pair.drafter.adapter
+    base, adapter = target(), run.module.adapter
     assert adapter is not None
-    disturb(run.pair)
-    found = adapter_loss_change(run.pair.target, adapter, texts)  # type: ignore[arg-type]
+    disturb(run.module)
+    found = adapter_loss_change(run.module.target, adapter, texts)  # type: ignore[arg-type]
     stacked = torch.stack(texts)
-    for name, model in (("base", base), ("adapted", run.pair.target)):
+    for name, model in (("base", base), ("adapted", run.module.target)):
         with torch.no_grad():
             loss = model(stacked, labels=stacked).loss.item()
         assert found[name] == pytest.approx(loss, rel=1e-5)
@@ -374,11 +341,12 @@ def test_the_tree_is_chosen_on_what_the_adapted_target_writes() -> None:
     """Its text is not that of the validation before."""
     model = target()
     drafter = medusa2(model)
-    pair = DraftedTarget(model, drafter, 0.8)
-    check = Validation(model, list(counting_rows(3, 4)), 8, "sparse:4", "greedy")
+    module = JointTarget(model, drafter, 0.8)
+    prompts = list(counting_rows(3, 4))
+    check = Validation(model, prompts, 8, "sparse:4", "greedy", target_changes=True)
     check(drafter.eval())
     before = check._texts
-    disturb(pair)
+    disturb(module)
     check(drafter)
     assert before is not None and check._texts is not None and before is not check._texts
 
@@ -416,16 +384,3 @@ def test_from_recipe_to_tokens(tmp_path: Path) -> None:
     prompt = prompts[0][None]
     found = speculator.generate(prompt, max_new_tokens=12, do_sample=False)
     assert torch.equal(found, base.generate(prompt, max_new_tokens=12, do_sample=False))
-
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("bitsandbytes") is not None, reason="bitsandbytes is installed"
-)
-def test_what_needs_bitsandbytes_says_so(tmp_path: Path) -> None:
-    for ask in (
-        lambda: training_arguments(replace(SPEC, optimizer="adamw_8bit"), tmp_path, seed=0),
-        lambda: load_options("4bit", torch.device("cpu")),
-    ):
-        with pytest.raises(OptionError, match="needs bitsandbytes, which is not") as caught:
-            ask()
-        assert "\n" not in str(caught.value)

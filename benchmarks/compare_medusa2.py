@@ -1,11 +1,11 @@
 """Compares drafters that were trained on one target by tokens per round, paired over prompts.
 
-    python docs/benchmarks/compare_medusa2.py TARGET HELD_OUT DRAFTER [DRAFTER …] [--limit 192]
+    python benchmarks/compare_medusa2.py TARGET HELD_OUT DRAFTER [DRAFTER …] [--limit 192]
 
 HELD_OUT is a run's corpus/held_out.jsonl; prompts are those that the benchmark stage draws from it,
 64 tokens each, continued greedily by 128. A drafter with an adapter is measured twice: on what its
-adapted target writes, as it decodes; and on what the target wrote without it (`forced`), which
-tells better heads from other text. A t above about 2 is a difference that chance seldom makes.
+adapted target writes, as it decodes; and on what the target wrote without it (`forced`), where
+better heads are told from other text. A t above about 2 is a difference that chance seldom makes.
 """
 
 import argparse
@@ -20,9 +20,9 @@ from headstart.heads import Drafter, load_drafter
 from headstart.heads.core import capture
 from headstart.infer import StaticTree, parse_static
 from headstart.infer.measure.ranks import Written, measure_ranks, replay, write_texts
+from headstart.train.data.held_out import held_out_prompts, held_out_texts
 from headstart.train.data.reading import read_documents
 from headstart.train.joint import text_loss
-from headstart.train.validate import held_out_prompts, held_out_texts
 
 CHAIN = StaticTree.chain(4).paths
 Rounds = tuple[np.ndarray, np.ndarray]
@@ -82,8 +82,8 @@ def against(found: Rounds, first: Rounds) -> str:
     """τ with its standard error, and t of the difference from the first drafter's."""
     (tau, own), (_, other) = estimate(*found), estimate(*first)
     apart, error = tau - estimate(*first)[0], (own - other).std(ddof=1) / math.sqrt(len(own))
-    told = f", {apart:+.3f} t {apart / error:.1f}" if error else ""
-    return f"{tau:.3f} ± {own.std(ddof=1) / math.sqrt(len(own)):.3f}{told}"
+    change = f", {apart:+.3f} t {apart / error:.1f}" if error else ""
+    return f"{tau:.3f} ± {own.std(ddof=1) / math.sqrt(len(own)):.3f}{change}"
 
 
 def estimate(tokens: np.ndarray, taken: np.ndarray) -> tuple[float, np.ndarray]:

@@ -7,40 +7,9 @@ from typing import Any
 
 import pytest
 
-from headstart.reports.tables import (
-    KEYS,
-    next_commands,
-    print_comparison,
-    print_next_steps,
-    print_table,
-    remarks,
-    to_json,
-)
-
-REPORT: dict[str, Any] = {
-    "tau": 2.5,
-    "tau_by_prompt": [2.0, 3.0],
-    "acceptance_by_depth": [0.75, 0.5, float("nan")],
-    "identical_to_plain": True,
-    "identical_to_generate": True,
-    "speedup_vs_plain": {"median": 1.5, "min": 1.25, "max": 2.0},
-    "speedup_vs_generate": {"median": 1.75, "min": 1.5, "max": 2.25},
-    "plain_ms_per_token": 2.0,
-    "generate_ms_per_token": 2.5,
-    "bare_loop_ms_per_token": 1.9,
-    "ms_per_round": 3.25,
-    "loop_overhead_ms": 0.5,
-    "nodes": 8,
-    "tree": "cartesian:2,1,1",
-    "rule": "greedy",
-    "dtype": "float32",
-    "prompts": 24,
-    "tokens": 3072,
-    "distinct_4grams": 0.75,
-    "stage_seconds": {"corpus": 1.0, "target": 80.4, "distill": 40.0, "heads": 40.0, "bench": 20.0},
-    "threads": 2,
-    "artifact": "runs/quick start/heads",
-}
+from headstart.reports.document import to_json
+from headstart.reports.measured import next_commands, print_next_steps, print_table, remarks
+from tests.support.reports import REPORT, line
 
 
 def table(report: dict[str, Any]) -> str:
@@ -48,15 +17,6 @@ def table(report: dict[str, Any]) -> str:
     print_table(report, out, "headstart quickstart")
     print_next_steps(report, out)
     return out.getvalue()
-
-
-def line(text: str, label: str) -> str:
-    (found,) = [line for line in text.splitlines() if line.strip().startswith(label + "  ")]
-    return " ".join(found.split()).removeprefix(label).strip()
-
-
-def test_the_sample_has_every_key() -> None:
-    assert tuple(REPORT) == KEYS
 
 
 def test_the_table_says_what_was_measured() -> None:
@@ -101,7 +61,7 @@ def test_commands_are_whole_lines_that_can_be_pasted(tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_has_no_line() -> None:
-    nothing = dict.fromkeys(KEYS) | {"tau": 1.0, "stage_seconds": {}}
+    nothing = dict.fromkeys(REPORT) | {"tau": 1.0, "stage_seconds": {}}
     text = table(nothing)
     assert "tokens per round" in text
     for label in ("speedup", "identical", "round  ", "stage", "threads", "The drafter", "tree"):
@@ -118,30 +78,14 @@ def test_remarks_only_where_they_apply() -> None:
 
 
 def test_a_tree_of_paths_is_counted() -> None:
-    assert line(table(REPORT | {"tree": [[0], [1]], "nodes": 3}), "tree") == "2 rank paths, 3 nodes"
+    assert (
+        line(table(REPORT | {"tree": [[0], [1]], "tree_label": None, "nodes": 3}), "tree")
+        == "2 rank paths, 3 nodes"
+    )
 
 
 def test_the_document_is_strict_json() -> None:
     document = json.loads(to_json(REPORT), parse_constant=pytest.fail)
-    assert list(document) == list(KEYS)
+    assert list(document) == list(REPORT)
     assert document["acceptance_by_depth"] == [0.75, 0.5, None]
     assert document["speedup_vs_plain"] == {"median": 1.5, "min": 1.25, "max": 2.0}
-
-
-def test_the_comparison_has_a_line_for_each_run() -> None:
-    slow = REPORT | {
-        "tree": "sparse:" + "/".join("9" * 12),
-        "rule": "coupled",
-        "tau": 1.0,
-        "identical_to_plain": False,
-        "identical_to_generate": None,
-    }
-    out = io.StringIO()
-    print_comparison([REPORT, slow], out, "headstart bench")
-    text = out.getvalue()
-    assert "\x1b" not in text and max(map(len, text.splitlines())) <= 80
-    rows = [line.split() for line in text.splitlines()]
-    assert ["cartesian:2,1,1", "greedy", "8", "2.50", "3.25", "1.50", "1.75", "yes"] in rows
-    assert any(row[1:] == ["coupled", "8", "1.00", "3.25", "1.50", "1.75", "NO"] for row in rows)
-    assert "The outputs differ" in text
-    assert line(text, "prompts") == "24, 3,072 tokens"

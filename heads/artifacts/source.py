@@ -1,0 +1,136 @@
+"""Where a drafter comes from: what a user's name for it stands for, found once and passed on."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from functools import cached_property
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from ..core import ArtifactError
+from ..families import FAMILIES, family
+from .files import (
+    CONFIG,
+    MANIFEST,
+    TREE,
+    files_to_download,
+    pickled,
+    read_json,
+    retired_folder,
+)
+from .hub import download, file_names, is_hub_name, split_revision
+from .manifest import Manifest, read_manifest
+from .plan import Plan, find_plan
+
+
+class SourceKind(StrEnum):
+    """What a drafter's name stands for."""
+
+    WEIGHTLESS = "weightless"  # a family without weights, by its own name, such as `lookup`
+    ARTIFACT = "artifact"  # what headstart saved
+    CHECKPOINT = "checkpoint"  # another trainer's drafter, or a language model
+
+
+class DrafterSource:
+    """Where a drafter comes from.
+
+    Each attribute is found when it is first read, and then kept. A repository on the Hub is
+    downloaded by one call, and only the files that are needed. Reading an attribute raises
+    ArtifactError where there is no such drafter, or the attribute's file is damaged.
+
+    Args:
+        name: a folder, `ORG/NAME` or `ORG/NAME@REVISION` on the Hub, or `lookup`.
+        allow_pickle: whether weights may be read from a pickle where there are no safetensors;
+            tensors alone are unpickled.
+    """
+
+    def __init__(self, name: str | Path, allow_pickle: bool = False):
+        self.name, self.allow_pickle = str(name), allow_pickle
+
+    @classmethod
+    def of(cls, drafter: str | Path | DrafterSource, allow_pickle: bool = False) -> DrafterSource:
+        """The source of a name; a source is returned as it is, with its own `allow_pickle`."""
+        return drafter if isinstance(drafter, DrafterSource) else cls(drafter, allow_pickle)
+
+    def __str__(self) -> str:
+        return self.name
+
+    @cached_property
+    def folder(self) -> Path:
+        """The local folder of the files; those on the Hub are downloaded."""
+        if self._local is not None:
+            return self._local
+        if Path(self.name).exists() or not is_hub_name(split_revision(self.name)[0]):
+            raise ArtifactError(
+                f"no drafter at {self.name!r}: neither a folder nor the name of a Hub repository; "
+                "check the name."
+            )
+        folder = download(self.name, files_to_download(self._listed, self.allow_pickle))
+        if not folder.is_dir():  # the repository has none of the files
+            raise ArtifactError(
+                f"{self} holds no {MANIFEST}; expected a repository that headstart pushed."
+            )
+        return folder
+
+    @cached_property
+    def files(self) -> list[str]:
+        """The names of all its files; without a network, of those in the local cache."""
+        return self._listed or [path.name for path in self.folder.iterdir()]
+
+    @cached_property
+    def kind(self) -> SourceKind:
+        """What the name stands for."""
+        if self._local is None and self.name in FAMILIES and family(self.name).weightless:
+            return SourceKind.WEIGHTLESS
+        config = self.folder / CONFIG
+        if (self.folder / MANIFEST).is_file() or not config.is_file():
+            return SourceKind.ARTIFACT  # perhaps a damaged one
+        ours = str(read_json(config).get("model_type")).startswith("headstart_")
+        return SourceKind.ARTIFACT if ours else SourceKind.CHECKPOINT
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The artifact's manifest; an ArtifactError for any other kind."""
+        if self.kind is SourceKind.ARTIFACT:
+            return read_manifest(self.folder)
+        pickles = pickled(self.files) if self.kind is SourceKind.CHECKPOINT else []
+        found = f"{self.kind} with {pickles[0]}, a pickle" if pickles else str(self.kind)
+        raise ArtifactError(
+            f"{self} is no artifact of headstart (it is {found}); make an artifact of a checkpoint "
+            "with headstart convert."
+        )
+
+    @cached_property
+    def tree(self) -> list[list[int]] | None:
+        """The rank paths that an artifact was measured with; None where there are none."""
+        if self.kind is not SourceKind.ARTIFACT or not (self.folder / TREE).is_file():
+            return None
+        return read_json(self.folder / TREE)
+
+    def plan(self, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
+        """An artifact's plan for a target's device and dtype; None where there is none."""
+        if self.kind is not SourceKind.ARTIFACT:
+            return None
+        return find_plan(self.folder, target, batch_size)
+
+    @property
+    def origin(self) -> str:
+        """A folder's name, or `ORG/NAME@COMMIT`."""
+        if self._local is not None:
+            return self.name
+        return f"{split_revision(self.name)[0]}@{self.folder.name}"  # the cache names it so
+
+    @cached_property
+    def _local(self) -> Path | None:
+        """The folder of this name, if there is one."""
+        folder = Path(self.name)
+        for found in (folder, retired_folder(folder)) if folder.name else (folder,):
+            if found.is_dir():
+                return found
+        return None
+
+    @cached_property
+    def _listed(self) -> list[str]:
+        """The file names of a repository; empty where the Hub does not answer."""
+        return [] if self._local is not None else file_names(self.name)

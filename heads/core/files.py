@@ -1,0 +1,39 @@
+"""Writing files that survive a crash."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_atomically(path: Path, data: bytes | str) -> None:
+    """Write a file so that a reader finds the old content or all of the new, even after a crash.
+
+    The data goes to a temporary file beside it, which is then renamed. Missing folders are made.
+
+    Args:
+        data: bytes, or text that is written as UTF-8.
+
+    Raises:
+        OSError: it cannot be written; the old content is still there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(data.encode() if isinstance(data, str) else data)
+        flush_to_disk(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    flush_to_disk(path.parent)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until the disk holds a file's content, or a folder's list of names."""
+    if path.is_dir() and os.name != "posix":
+        return  # only there can a folder be opened
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

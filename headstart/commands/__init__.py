@@ -1,0 +1,19 @@
+"""The commands of `headstart`, one module each.
+
+A module's docstring is its line in `--help`. It has `add_arguments(parser)`, and `run(options)`,
+which does the work, prints the result and returns the exit status. Whatever takes long to import
+is imported inside `run`, so that help and mistakes are answered at once.
+"""
+
+COMMANDS = (
+    "quickstart",
+    "train",
+    "generate",
+    "bench",
+    "plan",
+    "verify-lossless",
+    "convert",
+    "inspect",
+    "push",
+)
+"""Every command in the order of the help; `verify-lossless` is in verify_lossless.py."""

@@ -1,0 +1,34 @@
+"""Make an artifact of another's checkpoint of a drafter."""
+
+import argparse
+
+from headstart.models import load_speculator
+from headstart.terminal import quiet_stdout
+
+from . import options as shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("checkpoint", metavar="CHECKPOINT", help=shared.ARTIFACT)
+    add("folder", metavar="FOLDER", help="where to write the artifact")
+    add("--target", metavar="MODEL", required=True, help="the model that it was trained for")
+    add("--allow-pickle", action="store_true", help=shared.PICKLE)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, and print the artifact's folder."""
+    from headstart.heads.artifacts.conversion import convert
+
+    target = load_speculator(argparse.Namespace(target=options.target, drafter=None))
+    assert target.tokenizer is not None  # loaded together with the target
+    with quiet_stdout():
+        folder = convert(
+            options.checkpoint,
+            target.model,
+            target.tokenizer,
+            options.folder,
+            allow_pickle=options.allow_pickle,
+        )
+    print(folder)
+    return 0

@@ -1,0 +1,84 @@
+"""Continue a prompt, streamed to stdout."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from headstart.models import load_speculator
+from headstart.prompts import read_chat, read_prompt
+from headstart.terminal import UsageError
+
+from . import options as shared
+
+if TYPE_CHECKING:
+    from headstart.infer import Stats
+
+_CHAT = (
+    "the prompt is a user's message, and goes through the tokenizer's chat template; a .jsonl FILE "
+    "holds one conversation (messages or turns)"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    shared.add_model_arguments(parser)
+    text = parser.add_mutually_exclusive_group()
+    text.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: stdin)")
+    text.add_argument("--file", metavar="FILE", type=Path, help="read the prompt from a file")
+    add("--max-new-tokens", metavar="N", type=shared.positive, default=128)
+    add("--chat", action="store_true", help=_CHAT)
+    shared.add_sampling_arguments(parser)
+    add("--top-p", metavar="P", type=shared.probability, help="nucleus sampling")
+    add("--top-k", metavar="K", type=shared.positive, help="sample from the K best")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read the prompt, load the models and stream what they write."""
+    if options.temperature == 0 and (options.top_p or options.top_k):
+        raise UsageError("--top-p and --top-k choose among samples; give --temperature as well")
+    messages = read_chat(options) if options.chat else None
+    prompt = "" if messages else read_prompt(options)
+    speculator = load_speculator(options)
+    from transformers import TextStreamer
+
+    from headstart.train.data.chats import render_chat
+
+    tokenizer = speculator.tokenizer
+    assert tokenizer is not None  # loaded together with the target
+    if messages and not tokenizer.chat_template:
+        raise UsageError("the target's tokenizer has no chat template; leave out --chat")
+    if messages:
+        prompt = render_chat(tokenizer, messages)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not messages)
+    if inputs.input_ids.shape[1] == 0:
+        raise UsageError("the prompt has no token in this model's vocabulary; give another")
+    inputs = inputs.to(speculator.device)
+    sampling = {
+        name: getattr(options, name)
+        for name in ("temperature", "top_p", "top_k", "seed")
+        if options.temperature > 0 and getattr(options, name) is not None
+    }
+    started = time.perf_counter()
+    speculator.generate(
+        inputs.input_ids,
+        attention_mask=inputs.attention_mask,
+        max_new_tokens=options.max_new_tokens,
+        do_sample=options.temperature > 0,
+        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+        **sampling,
+    )
+    print(_summary(speculator.stats, time.perf_counter() - started), file=sys.stderr)
+    return 0
+
+
+def _summary(stats: Stats, seconds: float) -> str:
+    if not stats.rounds:
+        return f"no round was needed, {seconds:.2f} s"
+    return (
+        f"τ {stats.tau:.2f} tokens per round: {stats.tokens} tokens after the first, "
+        f"{stats.rounds} rounds, {seconds:.2f} s with the prompt"
+    )

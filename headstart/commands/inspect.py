@@ -1,0 +1,39 @@
+"""Show what an artifact is, and check it."""
+
+import argparse
+import json
+import sys
+
+from headstart.models import load_speculator
+from headstart.terminal import blank, quiet_stdout
+
+from . import options as shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("artifact", metavar="shared.ARTIFACT", help=shared.ARTIFACT)
+    add("--target", metavar="MODEL", help="load this model: does it fit?")
+    shared.add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the description; the status is 1 where it is damaged or does not fit --target."""
+    from headstart.heads.artifacts.source import DrafterSource
+    from headstart.reports.describe import describe, fits
+    from headstart.reports.description import print_description
+    from headstart.reports.document import to_json
+
+    source = DrafterSource(options.artifact)
+    with quiet_stdout():
+        found = describe(source)
+        if options.target is not None:
+            target = load_speculator(argparse.Namespace(target=options.target, drafter=None))
+            misfit = fits(source, target.model, target.tokenizer)
+            found |= {"fits": misfit is None, "misfit": misfit}
+    text = blank(to_json(found))  # a recipe may hold an access token
+    if options.json:
+        print(text)
+    else:
+        print_description(json.loads(text), sys.stdout)
+    return 0 if found["problem"] is None and found.get("fits", True) else 1

@@ -1,0 +1,143 @@
+"""Arguments that several commands share, and the types of argument values."""
+
+import argparse
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
+TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
+PICKLE = "read the tensors alone of a drafter's file that is a pickle"
+
+_DRAFTER = (
+    f"{ARTIFACT}; or another's checkpoint; or a smaller model; or lookup; several times to decode "
+    "with all of them together (default: none, plain decoding)"
+)
+_TREE = (
+    "chain:K, cartesian:A,B,…, best-first:NODES,WIDTH,DEPTH, beam:WIDTH,LENGTH or a JSON file of "
+    "rank paths; with several drafters one for each, joined by + (default: the artifact's plan or "
+    "tree)"
+)
+_RULE = (
+    "how drafted tokens are accepted, e.g. coupled or rejection; an unknown name lists all of them "
+    "(default: greedy, or coupled when sampling)"
+)
+_EXPANSION = (
+    "how children are chosen, e.g. topk; an unknown name lists those that the rule takes (default: "
+    "what the rule is best with)"
+)
+_MEMORY = (
+    "for a target that does not fit: so much of its weights is kept on each device, and the rest "
+    "is streamed in from CPU memory, then disk; e.g. 0=20GB,cpu=100GB, or cpu=8GB without a GPU"
+)
+_FOLDER = (
+    "where weights are written that --max-memory leaves to the disk and that are not read from the "
+    "target's own safetensors"
+)
+
+
+def _number(kind: type, holds: Callable[[Any], bool], wanted: str) -> Callable[[str], Any]:
+    """The type of an argument: what reads it, or says what was expected."""
+
+    def read(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"found {text!r}, expected {wanted}")
+        return value
+
+    return read
+
+
+positive = _number(int, lambda n: n >= 1, "a whole number from 1")
+whole = _number(int, lambda n: n >= 0, "a whole number from 0")
+temperature = _number(float, lambda t: 0 <= t < math.inf, "a finite number from 0")
+probability = _number(float, lambda p: 0 < p <= 1, "a number above 0, at most 1")
+
+
+def memory(text: str) -> dict[int | str, str]:
+    """Sizes by device, as the `max_memory` of transformers.
+
+    >>> memory("0=20GB,cpu=1.5GiB")
+    {0: '20GB', 'cpu': '1.5GiB'}
+    """
+    found: dict[int | str, str] = {}
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+|cpu)=(\d+(?:\.\d+)?[KMG]i?B)", part.strip())
+        if match is None:
+            raise argparse.ArgumentTypeError(
+                f"found {text!r}, expected a size for each device, such as 0=20GB,cpu=1.5GB"
+            )
+        device, size = match.groups()
+        found[device if device == "cpu" else int(device)] = size
+    return found
+
+
+def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
+    """Overrides of a recipe's settings, and --fresh."""
+    add = parser.add_argument
+    add(
+        "overrides",
+        metavar="a.b=value",
+        nargs="*",
+        default=[],
+        help="settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)",
+    )
+    add("--fresh", action="store_true", help="redo stages that are finished")
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) -> None:
+    """Target, drafters, and how they decode together.
+
+    Args:
+        compare: whether --tree and --rule are lists, of which all pairs are compared.
+    """
+    add = parser.add_argument
+    action, more = ("append", "; several times to compare") if compare else ("store", "")
+    add("--target", metavar="MODEL", help=TARGET)
+    add("--drafter", metavar="ARTIFACT", action="append", help=_DRAFTER)
+    add("--allow-pickle", action="store_true", help=PICKLE)
+    add("--tree", metavar="TREE", action=action, help=_TREE + more)
+    add("--rule", metavar="RULE", action=action, help=_RULE + more)
+    add("--expansion", metavar="EXPANSION", help=_EXPANSION)
+    add_placing_arguments(parser)
+
+
+def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
+    """The models' dtype, and which devices hold them."""
+    add = parser.add_argument
+    add("--dtype", metavar="DTYPE", help="float32, bfloat16, … (default: as saved)")
+    add("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
+    add("--max-memory", metavar="DEVICE=SIZE,…", type=memory, help=_MEMORY)
+    add("--offload-folder", metavar="DIR", type=Path, help=_FOLDER)
+
+
+def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
+    """A file of prompts, how many of them, and how much is written after each."""
+    add = parser.add_argument
+    add(
+        "--prompts",
+        metavar="FILE",
+        type=Path,
+        required=True,
+        help="text, one prompt a line, or JSONL with prompt, messages, turns or text",
+    )
+    add("--limit", metavar="N", type=positive, help="use only N prompts")
+    add("--prefix-tokens", metavar="N", type=positive, help="cut each prompt to its first N tokens")
+    add("--new-tokens", metavar="N", type=positive, default=128)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Temperature and seed."""
+    add = parser.add_argument
+    add("--temperature", metavar="T", type=temperature, default=0.0, help="0 is greedy (default)")
+    add("--seed", metavar="S", type=int, help="makes sampling repeatable")
+
+
+def add_json_argument(parser: argparse.ArgumentParser) -> None:
+    """One JSON document in place of a table."""
+    parser.add_argument("--json", action="store_true", help="print one JSON document")

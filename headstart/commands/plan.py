@@ -1,0 +1,88 @@
+"""Choose the tree that decodes fastest on this machine."""
+
+import argparse
+import dataclasses
+import os
+import sys
+from pathlib import Path
+
+from headstart.models import load_speculator
+from headstart.prompts import encode, read_documents
+from headstart.terminal import UsageError, quiet_stdout
+
+from . import options as shared
+from .options import positive, whole
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", metavar="MODEL", help=shared.TARGET)
+    add("--drafter", metavar="shared.ARTIFACT", required=True, help=shared.ARTIFACT)
+    shared.add_placing_arguments(parser)
+    shared.add_prompt_arguments(parser)
+    add("--batch-size", metavar="N", type=positive, default=1, help="prompts decoded at once")
+    add(
+        "--max-nodes",
+        metavar="N",
+        type=positive,
+        help="the largest tree considered (default: 64, or 768 with --max-memory)",
+    )
+    add(
+        "--measure",
+        metavar="K",
+        type=whole,
+        default=4,
+        help="decode with the K best, and let that decide (default: 4)",
+    )
+    add("--plot", metavar="FILE", type=Path, help="draw speedup against tree size (.png, .svg, …)")
+    shared.add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure, choose, write the plan, and print what it is expected to be worth."""
+    from headstart.reports.plan_plot import check_plot, draw_plan
+
+    if options.plot is not None:
+        check_plot(options.plot)
+    documents = read_documents(options)
+    from headstart.heads.artifacts.source import DrafterSource, SourceKind
+
+    with quiet_stdout():
+        source = options.drafter = DrafterSource(options.drafter)
+        if source.kind is not SourceKind.ARTIFACT:
+            raise UsageError(
+                f"--drafter {source} is no artifact, and the plan is written into one; make one of "
+                "a checkpoint with headstart convert"
+            )
+    folder = source.folder
+    if not os.access(folder, os.W_OK):
+        raise UsageError(f"{folder} cannot be written, and the plan belongs there; copy it first")
+    options.tree = "plain"  # the drafter is needed, whatever an earlier plan says
+    speculator = load_speculator(options)
+    assert speculator.drafter is not None
+    from headstart.heads.artifacts.plan import write_plan
+    from headstart.infer.measure.planner import make_plan
+    from headstart.reports.document import to_json
+    from headstart.reports.plans import print_plan
+
+    prompts = [encode(document, speculator, options.prefix_tokens) for document in documents]
+    with quiet_stdout():
+        found = make_plan(
+            speculator.model,
+            speculator.drafter,
+            prompts,
+            batch_size=options.batch_size,
+            max_nodes=options.max_nodes,
+            new_tokens=options.new_tokens,
+            measure=options.measure,
+            progress=True,
+        )
+        written = write_plan(folder, found)
+        if options.plot is not None:
+            draw_plan(found, options.plot)
+    if options.json:
+        print(to_json(dataclasses.asdict(found)))
+        return 0
+    print_plan(found, sys.stdout)
+    print(f"\nThe plan is in {written}")
+    return 0

@@ -1,0 +1,134 @@
+"""The models that a command line names: target and drafters, and the devices they are put on.
+
+Heavy imports stand inside the functions, so that parsing and mistakes answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headstart.terminal import UsageError, one_line, quiet_stdout
+
+if TYPE_CHECKING:
+    import torch
+
+    from headstart.heads.artifacts.source import DrafterSource
+    from headstart.infer import Speculator
+
+
+def load_speculator(options: argparse.Namespace) -> Speculator:
+    """The Speculator for --target, --drafter, --tree, --rule, --dtype and where it is placed.
+
+    Without --tree it takes the artifact's own tree. Where trees or rules are lists, they are left
+    to the caller. `options.target` is filled in by `drafter_sources`.
+    """
+    given = {
+        name: getattr(options, name)
+        for name in ("tree", "rule", "expansion", "dtype")
+        if isinstance(getattr(options, name, None), str)
+    }
+    if isinstance(getattr(options, "tree", None), list):
+        given["tree"] = "plain"  # the drafter is needed, whatever its plan says
+    with quiet_stdout():
+        drafters = drafter_sources(options)
+        if not drafters and options.target is None:
+            raise UsageError("neither --target nor --drafter given; name at least one")
+        import headstart
+
+        given |= _placing(options)
+        try:
+            return headstart.load(options.target, drafters, **given)
+        except OSError as error:  # transformers' message may not even name the model
+            raise UsageError(
+                f"--target {options.target} cannot be loaded; expected a folder or the name of a "
+                f"model that can be downloaded ({one_line(error)[:200]})"
+            ) from error
+
+
+def drafter_sources(options: argparse.Namespace) -> list[DrafterSource]:
+    """The drafters of --drafter; without --target, that of the first artifact is filled in.
+
+    Raises:
+        UsageError: there is no --target, and no artifact names one.
+        ArtifactError: no such drafter.
+    """
+    from headstart.heads.artifacts.source import DrafterSource, SourceKind
+
+    named = options.drafter if isinstance(options.drafter, list) else [options.drafter]
+    allow_pickle = getattr(options, "allow_pickle", False)
+    sources = [DrafterSource.of(name, allow_pickle) for name in named if name is not None]
+    for source in sources:
+        if options.target is None and source.kind is SourceKind.ARTIFACT:
+            options.target = own_target(source)
+    if sources and options.target is None:
+        raise UsageError(
+            f"--drafter {' --drafter '.join(map(str, sources))} belongs to no target; name one "
+            "with --target"
+        )
+    return sources
+
+
+def _placing(options: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `from_pretrained` for --device, --max-memory and --offload-folder."""
+    name, memory = getattr(options, "device", None), getattr(options, "max_memory", None)
+    folder = getattr(options, "offload_folder", None)
+    if memory is None:
+        if folder is not None:
+            raise UsageError("--offload-folder without --max-memory, and nothing is offloaded")
+        device = find_device(name)
+        return {} if device.type == "cpu" else {"device_map": {"": device}}
+    if name is not None:
+        raise UsageError("--max-memory names the devices itself; leave --device out")
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if missing := [device for device in memory if device not in ("cpu", *range(gpus))]:
+        raise UsageError(
+            f"--max-memory names GPU {missing[0]}, and torch {torch.__version__} finds {gpus} GPUs "
+            "here; name those that are, or cpu alone"
+        )
+    return {"device_map": "auto", "max_memory": memory, "offload_folder": folder}
+
+
+def find_device(name: str | None) -> torch.device:
+    """The device of --device; where it is not given, a GPU if there is one.
+
+    Raises:
+        UsageError: no such device, or none here.
+    """
+    import torch
+
+    gpus = torch.cuda.device_count()
+    try:
+        device = torch.device(name or ("cuda" if gpus else "cpu"))
+    except RuntimeError as error:
+        raise UsageError(f"--device is {name!r}; expected cpu, cuda, cuda:1, …") from error
+    if device.type == "cuda" and (device.index or 0) >= gpus:
+        raise UsageError(
+            f"--device {name}, and torch {torch.__version__} finds {gpus} GPUs here; use --device "
+            "cpu, or another GPU"
+        )
+    return device
+
+
+def own_target(source: DrafterSource) -> str:
+    """The target that an artifact was trained for: its folder on this machine, or its Hub name.
+
+    Raises:
+        UsageError: it is a folder that is not here.
+    """
+    from headstart.heads.artifacts.hub import is_hub_name
+
+    name = source.manifest.target
+    target = Path(name)
+    # A relative path holds where the training ran; a run's folder that was moved keeps its parts,
+    # and runs that share a target may have moved together.
+    run = source.folder.parent
+    for found in (target, run / target.name, run.parent / target.parent.name / target.name):
+        if found.is_dir():
+            return str(found)
+    if is_hub_name(name):
+        return name
+    raise UsageError(f"the target of {source} is not on this machine; pass --target {target}")

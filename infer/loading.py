@@ -1,0 +1,93 @@
+"""Loading of a target and its drafters for decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from headstart.heads import Drafter, load_drafter
+from headstart.heads.artifacts.source import DrafterSource
+
+from .speculator import Speculator
+from .trees.default import default_tree
+from .trees.policy import Policy
+
+NamedDrafter = DrafterSource | str | Path
+
+
+def load(
+    target: PreTrainedModel | str | Path,
+    drafter: Drafter | NamedDrafter | Sequence[Drafter | NamedDrafter] | None = None,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    tree: Policy | str | Sequence[Sequence[int]] | None = None,
+    rule: str | None = None,
+    expansion: str | None = None,
+    graphs: bool | None = None,
+    attention: str = "auto",
+    allow_pickle: bool = False,
+    compile: bool | str = False,
+    **options: Any,
+) -> Speculator:
+    """Load target and drafter and return the Speculator over them.
+
+    Args:
+        target: a model, or the folder or Hub name of one (its tokenizer is then loaded too).
+        drafter: a drafter, or the name or source of one, see `load_drafter`; None decodes plainly;
+            several decode together, see `Union`.
+        tree: see `Speculator`; None takes the artifact's plan for this machine, which decodes
+            plainly where no tree is faster, or else the tree that it was measured with; for several
+            drafters the union of theirs.
+        rule, expansion, graphs, attention, compile: see `Speculator`.
+        allow_pickle: see `DrafterSource`.
+        options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
+
+    Raises:
+        ArtifactError: the drafter is damaged or was trained for another target.
+        UnsupportedTarget: the target cannot be driven by a token tree.
+    """
+    if isinstance(target, str | Path):
+        model = AutoModelForCausalLM.from_pretrained(target, **options).eval()
+        tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
+    else:
+        model = target
+    single = drafter is None or isinstance(drafter, Drafter | NamedDrafter)
+    given: Any = [drafter] if single else drafter
+    drafters: list[Any] = [each for each in given if each is not None]
+    trees: list[Any] = [None] * len(drafters)
+    for number, each in enumerate(drafters):
+        if isinstance(each, Drafter):
+            continue
+        source = DrafterSource.of(each, allow_pickle)
+        if tree is None:
+            trees[number] = _own_tree(source, model, single=len(drafters) == 1)
+        drafters[number] = load_drafter(source, model, tokenizer)
+    if trees == [[]]:
+        drafters = []  # no tree pays; the drafter was loaded because it may have adapted the target
+    return Speculator(
+        model,
+        drafters,
+        tree=default_tree(drafters, trees) if tree is None else tree,
+        rule=rule,
+        expansion=expansion,
+        tokenizer=tokenizer,
+        graphs=graphs,
+        attention=attention,
+        compile=compile,
+    )
+
+
+def _own_tree(
+    source: DrafterSource, model: PreTrainedModel, single: bool
+) -> list[list[int]] | None:
+    """The tree of a drafter's plan, else of its artifact; empty where only plain decoding pays."""
+    plan = source.plan(model)
+    return plan.tree if plan is not None and (plan.tree or single) else source.tree

@@ -1,0 +1,101 @@
+"""A recipe's settings as the arguments of transformers' Trainer and `from_pretrained`."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from headstart.heads import OptionError
+
+from .recipe import Train
+
+
+def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> TrainingArguments:
+    """The arguments of a training run whose checkpoints go to `folder`.
+
+    Making them also sets up the processes, which must happen before anything else asks for those.
+
+    Args:
+        changes: override single arguments.
+
+    Raises:
+        OptionError: an 8-bit optimizer without bitsandbytes.
+    """
+    if spec.optimizer == "adamw_8bit":
+        _check_bitsandbytes("train.optimizer=adamw_8bit", "train.optimizer=adamw")
+        changes = {"optim": "adamw_bnb_8bit", **changes}
+    gpu = torch.cuda.is_available()
+    every = spec.eval_every or spec.max_steps
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": spec.max_steps,
+        "learning_rate": spec.learning_rate,
+        "weight_decay": spec.weight_decay,
+        "max_grad_norm": spec.clip,
+        "per_device_train_batch_size": spec.batch_size,
+        "gradient_accumulation_steps": spec.gradient_accumulation,
+        "seed": seed,
+        "use_cpu": not gpu,
+        # Autocast of products alone: weights, gradients and the optimizer's state stay float32.
+        "bf16": gpu and torch.cuda.is_bf16_supported(),
+        "dataloader_pin_memory": gpu,
+        "eval_strategy": "steps",
+        "eval_steps": every,
+        "save_strategy": "steps",
+        "save_steps": every,
+        "save_total_limit": 2,  # the best and the last
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "tau",
+        "greater_is_better": True,
+        "logging_steps": 25,
+        "logging_nan_inf_filter": False,  # it reads the loss from the device at every step
+        "remove_unused_columns": False,
+        "label_names": ["tokens"],
+        "prediction_loss_only": True,
+        "ddp_find_unused_parameters": False,
+        "ddp_timeout": 24 * 3600,  # processes wait for stages that one of them does alone
+        "report_to": "none",
+        "log_level": "error",
+        "disable_tqdm": True,  # the bar of `Progress` knows about the time bound
+    }
+    args = TrainingArguments(**settings | changes)
+    args._n_gpu = min(args.n_gpu, 1)  # without a launcher take one GPU, instead of DataParallel
+    return args
+
+
+def load_options(dtype: str, device: torch.device) -> dict[str, Any]:
+    """The options of `from_pretrained` for a recipe's `target.dtype`.
+
+    `4bit` is bitsandbytes' NF4 with products in bfloat16 (QLoRA, arXiv 2305.14314).
+
+    Raises:
+        OptionError: `4bit` without bitsandbytes.
+    """
+    if dtype != "4bit":
+        return {"dtype": dtype}
+    _check_bitsandbytes("target.dtype=4bit", "target.dtype=bfloat16")
+    from transformers import BitsAndBytesConfig
+
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+    )
+    return {
+        "dtype": torch.bfloat16,
+        "quantization_config": quantization,
+        "device_map": {"": device},  # a quantized model cannot be moved afterwards
+    }
+
+
+def _check_bitsandbytes(setting: str, alternative: str) -> None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise OptionError(
+            f"{setting} needs bitsandbytes, which is not installed; pip install bitsandbytes (for "
+            f"a GPU), or set {alternative}."
+        )

@@ -1,0 +1,93 @@
+"""A loss summed over positions, in chunks that bound the memory.
+
+Tensors as wide as the vocabulary exist for one chunk of positions at a time.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from .divergences import Divergence
+from .labels import IGNORED
+from .teacher import Teacher
+
+KEPT_LOGITS = 9 * 2**20
+"""How many logits may stay in memory until the backward pass; if there are more, they are computed
+in chunks, and again in the backward pass.
+
+In float32 they are a little more than the 32 MiB from which on glibc returns freed memory at once.
+Smaller chunks go to its heap, which fragmented to ten times what was in use.
+"""
+
+SoftTarget = tuple[Divergence, Teacher, Tensor, Tensor]
+"""A divergence, a teacher, final features [N, D], and [M] the places among them to compare with."""
+
+
+def summed_loss(
+    read: Callable[[Tensor], Tensor],
+    states: Tensor,
+    labels: Tensor,
+    soft_target: SoftTarget | None,
+    size: int,
+    recompute: bool,
+    preserve_rng_state: bool,
+) -> Tensor:
+    """The sum of a loss over M positions, of which `size` at a time are given logits.
+
+    Args:
+        read: states [m, D'] -> logits [m, Vd].
+        states: [M, D'].
+        labels: [M]; `IGNORED` where a position does not count.
+        soft_target: None for the cross entropy with the labels.
+        recompute: drop the logits, and compute them again in the backward pass.
+    """
+    positions, total = len(states), states.new_zeros((), dtype=torch.float32)
+    for first in range(0, positions, size):
+        # Chunks of one size reuse each other's memory, so the last one repeats some positions.
+        start = max(min(first, positions - size), 0)
+        part, wanted = slice(start, start + size), labels[start : start + size].clone()
+        wanted[: first - start] = IGNORED
+        soft = None if soft_target is None else (*soft_target[:3], soft_target[3][part])
+        arguments = read, states[part], wanted, soft
+        if recompute:
+            nats = checkpoint(
+                _chunk_loss, *arguments, use_reentrant=False, preserve_rng_state=preserve_rng_state
+            )
+        else:
+            nats = _chunk_loss(*arguments)
+        total = total + nats
+    return total
+
+
+def _chunk_loss(
+    read: Callable[[Tensor], Tensor], states: Tensor, labels: Tensor, soft: SoftTarget | None
+) -> Tensor:
+    logits = read(states)  # [M, Vd]
+    if soft is None:
+        return summed_cross_entropy(logits.device.type)(logits, labels)
+    divergence, teacher, final, places = soft
+    logits = logits.float()
+    log_p = teacher(final.index_select(0, places))  # [M, Vd]
+    return divergence(log_p, logits.log_softmax(-1)).masked_fill(labels == IGNORED, 0.0).sum()
+
+
+@cache
+def summed_cross_entropy(device: str) -> Callable[[Tensor, Tensor], Tensor]:
+    """The summed cross entropy of logits [M, Vd] and labels [M], for a type of devices.
+
+    On `cuda` it is liger_kernel's where that is installed: it makes no float32 copy of the logits
+    and writes their gradient over them.
+    """
+    if device == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
+        fused = importlib.import_module("liger_kernel.transformers.functional").liger_cross_entropy
+        return partial(fused, ignore_index=IGNORED, reduction="sum")
+    entropy = partial(functional.cross_entropy, ignore_index=IGNORED, reduction="sum")
+    return lambda logits, labels: entropy(logits.float(), labels)

@@ -1,0 +1,85 @@
+"""The losses that a recipe's `train.loss` can name, one record each.
+
+A divergence compares the target's distribution p with the drafter's q. Both are given as
+log-probabilities, [M, Vd] each, and the result is in nats, [M]. A new loss is a function of both
+and an entry of `LOSSES`. Nothing here imports torch, so recipes are checked without it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Divergence = Callable[["Tensor", "Tensor"], "Tensor"]
+
+
+def soft_cross_entropy(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """-sum p log q; it has the gradient of `forward_kl`."""
+    return -(log_p.exp() * log_q).sum(-1)
+
+
+def forward_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(p ‖ q): the drafter covers every token that the target may choose."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def reverse_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """KL(q ‖ p): the drafter concentrates on tokens that are likely for the target.
+
+    Like `total_variation` it has almost no gradient where p and q hardly overlap, so it is for
+    drafters that are partly trained.
+    """
+    return (log_q.exp() * (log_q - log_p)).sum(-1)
+
+
+def jensen_shannon(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """The mean of KL(p ‖ m) and KL(q ‖ m) for the mixture m = (p + q) / 2; at most log 2."""
+    log_m = log_p.logaddexp(log_q) - math.log(2)
+    return (forward_kl(log_p, log_m) + forward_kl(log_q, log_m)) / 2
+
+
+def total_variation(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """sum |p - q| / 2: how often rejection sampling rejects a sampled draft (arXiv 2211.17192)."""
+    return (log_p.exp() - log_q.exp()).abs().sum(-1) / 2
+
+
+def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """-log sum min(p, q), the probability of acceptance (LK losses, arXiv 2602.23881).
+
+    Its gradient is that of `total_variation` divided by the acceptance, so a drafter that is rarely
+    accepted still learns.
+    """
+    return -log_p.minimum(log_q).logsumexp(-1)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A value of `train.loss`.
+
+    Attributes:
+        divergence: of the drafter's distribution from the target's; None for the cross entropy with
+            the labels, which needs no distribution of the target.
+    """
+
+    name: str
+    divergence: Divergence | None
+
+
+LOSSES = {
+    loss.name: loss
+    for loss in (
+        Loss("cross_entropy", None),
+        Loss("soft_cross_entropy", soft_cross_entropy),
+        Loss("forward_kl", forward_kl),
+        Loss("reverse_kl", reverse_kl),
+        Loss("jensen_shannon", jensen_shannon),
+        Loss("total_variation", total_variation),
+        Loss("acceptance", acceptance),
+    )
+}
+"""Every loss, by name."""
