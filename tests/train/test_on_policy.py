@@ -236,8 +236,16 @@ def recipe_with(on_policy: Any, family: str = "draft_model", **train: Any) -> An
     ("on_policy", "train", "said"),
     [
         ({"lambda": 0.5}, {}, r"train\.on_policy\.lambda: unknown key \(did you mean 'lmbda'"),
-        ({"lmbda": 0.0}, {}, r"train\.on_policy\.lmbda: found 0\.0, expected greater than 0"),
-        ({"lmbda": 1.5}, {}, r"train\.on_policy\.lmbda: found 1\.5, expected at most 1"),
+        (
+            {"lmbda": 0.0},
+            {},
+            r"train\.on_policy\.lmbda: found 0\.0, expected a finite number greater than 0",
+        ),
+        (
+            {"lmbda": 1.5},
+            {},
+            r"train\.on_policy\.lmbda: found 1\.5, expected a finite number greater than 0 and at most 1",
+        ),
         ({"every": 0}, {}, r"train\.on_policy\.every"),
         ({"temperature": -1}, {}, r"train\.on_policy\.temperature"),
         (0.5, {}, r"train\.on_policy: found the number 0\.5"),

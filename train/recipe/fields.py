@@ -31,7 +31,7 @@ def number(
     """The field of a finite number that is greater than `gt`, at least `ge`, and so on."""
     bounds = {"greater than": gt, "at least": ge, "less than": lt, "at most": le}
     finite = [f"{words} {bound}" for words, bound in bounds.items() if math.isfinite(bound)]
-    expected = f"a number {' and '.join(finite)}"
+    expected = f"a finite number {' and '.join(finite)}"
 
     def check(value: float | None) -> None:  # whether null is a value is said by the type
         if value is not None and not (gt < value < lt and ge <= value <= le):
