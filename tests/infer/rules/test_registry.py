@@ -8,6 +8,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from huggingface_hub.errors import StrictDataclassFieldValidationError
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper
 
@@ -17,6 +18,7 @@ from headstart.infer.rules.matching import accept_matches, target_choices
 from headstart.infer.rules.registry import RULES, choose_rule, find_rule
 from headstart.infer.rules.rule_api import Text, Verified
 from headstart.infer.trees.children import Expansion
+from headstart.train.recipe.schema import Decode
 from tests.support.tiny import one_line, path_to, random_parents
 
 EXPANSIONS = sorted(get_args(Expansion))
@@ -80,6 +82,16 @@ def test_the_rule_of_a_request() -> None:
     with pytest.raises(OptionError, match=r"'greedy' with do_sample=True") as caught:
         choose_rule("greedy", sampled=True)
     one_line(caught.value)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_recipe_takes_the_rules_of_plain_decodings_text(name: str) -> None:
+    """Its schema imports no torch, and so lists them itself."""
+    if RULES[name].same_text:
+        assert Decode(rule=name).rule == name
+    else:
+        with pytest.raises(StrictDataclassFieldValidationError, match="expected one of"):
+            Decode(rule=name)
 
 
 def strings_of(path: Path) -> set[str]:
