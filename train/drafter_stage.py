@@ -25,7 +25,7 @@ from headstart.heads.core.files import write_atomically
 
 from .card import training_card
 from .data.documents import Document
-from .data.held_out import held_out_prompts, held_out_texts
+from .data.prefixes import held_out_prompts, held_out_texts
 from .data.training_rows import Rows
 from .joint import adapter_loss_change, training_classes
 from .on_policy import StudentText

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     speculator = load_speculator(options)
     from transformers import TextStreamer
 
-    from headstart.train.data.chats import render_chat
+    from headstart.train.data.documents import render_chat
 
     tokenizer = speculator.tokenizer
     assert tokenizer is not None  # loaded together with the target

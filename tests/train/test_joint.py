@@ -21,7 +21,7 @@ from headstart.heads.parts.adapter import ADAPTER_WEIGHTS
 from headstart.infer import StaticTree, parse_static
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
-from headstart.train.data.held_out import held_out_prompts, held_out_texts
+from headstart.train.data.prefixes import held_out_prompts, held_out_texts
 from headstart.train.data.training_rows import Rows
 from headstart.train.joint import (
     JointTarget,

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -20,8 +19,7 @@ from typing import Any
 
 import fsspec
 
-from .documents import CorpusError, Document
-from .row_formats import parse_row, text_key
+from .documents import CorpusError, Document, parse_row, text_key
 
 # Tests repeat themselves, idlelib and lib2to3 carry test data, pydoc_data is one generated file of
 # prose as large as a fifth of the default corpus; the rest is not the library's own.
@@ -33,19 +31,15 @@ SUPPORTED = (
     '"stdlib", "target", or the path of a .txt, .jsonl or .json file (also .gz), of a .parquet '
     "file, or of a folder"
 )
-_FIRST_ITEM = re.compile(r"\s*\[\s*")
 
 
 @dataclass
 class Skipped:
-    """What is left out of a corpus, and whether a row that cannot be read may be.
+    """What is left out of a corpus, and whether a row that cannot be read may be."""
 
-    `files` are names of what is not UTF-8 text, `rows` messages that name file and line.
-    """
-
-    on_error: str = "raise"
-    files: list[str] = field(default_factory=list)
-    rows: list[str] = field(default_factory=list)
+    on_error: str = "raise"  # or "skip"
+    files: list[str] = field(default_factory=list)  # names of what is not UTF-8 text
+    rows: list[str] = field(default_factory=list)  # messages that name file and line
 
     def row(self, error: CorpusError) -> None:
         """Note a bad row, or raise the error where the policy is to raise."""
@@ -75,11 +69,11 @@ def read_source(source: str, skipped: Skipped) -> Iterator[Document]:
     path = Path(source).expanduser()
     if source == "stdlib":
         library = Path(sysconfig.get_paths()["stdlib"])
-        yield from _read_folder(library, library.rglob("*.py"), _NOT_LIBRARY, skipped)
+        yield from _read_folder(library, "*.py", _NOT_LIBRARY, skipped)
     elif path.is_dir():
-        yield from _read_folder(path, path.rglob("*"), {"__pycache__"}, skipped)
+        yield from _read_folder(path, "*", {"__pycache__"}, skipped)
     elif path.is_file() and file_kind(path) in _READERS:
-        yield from sorted(read_file(path, path.name, skipped), key=lambda found: order(found.id))
+        yield from sorted(_read_file(path, path.name, skipped), key=lambda found: order(found.id))
     elif path.is_file():
         found = path.suffix or "nameless"
         raise CorpusError(f"{source}: found a {found} file; expected {SUPPORTED}")
@@ -88,31 +82,6 @@ def read_source(source: str, skipped: Skipped) -> Iterator[Document]:
             f"{source}: no such file or folder; expected {SUPPORTED} (a Hub data set is not read "
             "here: export it with datasets' to_parquet)"
         )
-
-
-def _read_folder(
-    root: Path, paths: Iterable[Path], excluded: set[str], skipped: Skipped
-) -> Iterator[Document]:
-    """One document a file; files of rows hold one a row, and hidden files are left out."""
-    files = {}
-    for path in paths:
-        parts = path.relative_to(root).parts
-        hidden = any(part.startswith(".") for part in parts)
-        if not hidden and not excluded.intersection(parts) and path.is_file():
-            files["/".join(parts)] = path
-    for name in sorted(files, key=order):
-        path, kind = files[name], file_kind(files[name])
-        if kind in (".jsonl", ".parquet") or (kind == ".json" and _is_array_of_rows(path)):
-            yield from read_file(path, name, skipped)
-            continue
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:
-            text = "\0"
-        if "\0" in text:  # binary, which may happen to decode
-            skipped.files.append(name)
-        elif text.strip():
-            yield Document(name, text.replace("\r\n", "\n"))
 
 
 def file_kind(path: Path) -> str:
@@ -125,24 +94,43 @@ def order(name: str) -> bytes:
     return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
 
 
-def read_file(path: Path, name: str, skipped: Skipped) -> Iterator[Document]:
-    """The documents of a .txt (one a line), .jsonl, .json (an array) or .parquet file.
-
-    Args:
-        name: of the file, the first part of the documents' ids.
-
-    Raises:
-        CorpusError: the file cannot be read on (not UTF-8, damaged gzip, a broken array).
-    """
-    kind = file_kind(path)
-    if kind == ".txt":
-        yield from (Document(f"{name}:{number}", line) for number, line in _lines(path))
-        return
-    place = "line" if kind == ".jsonl" else "row"
-    for number, row in _READERS[kind](path):
+def _read_folder(
+    root: Path, pattern: str, excluded: set[str], skipped: Skipped
+) -> Iterator[Document]:
+    """One document a file; files of rows hold one a row, and hidden files are left out."""
+    files = {}
+    for path in root.rglob(pattern):
+        parts = path.relative_to(root).parts
+        hidden = any(part.startswith(".") for part in parts)
+        if not hidden and not excluded.intersection(parts) and path.is_file():
+            files["/".join(parts)] = path
+    for name in sorted(files, key=order):
+        path, kind = files[name], file_kind(files[name])
+        if kind in (".jsonl", ".parquet") or (kind == ".json" and _is_array_of_rows(path)):
+            yield from _read_file(path, name, skipped)
+            continue
         try:
-            yield parse_row(_decode(row) if kind == ".jsonl" else row, f"{name}:{number}")
+            text = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:  # binary, which may happen to decode
+            skipped.files.append(name)
+        elif text.strip():
+            yield Document(name, text.replace("\r\n", "\n"))
+
+
+def _read_file(path: Path, name: str, skipped: Skipped) -> Iterator[Document]:
+    """The documents of a file that `_READERS` can read; their ids begin with `name`."""
+    kind = file_kind(path)
+    for number, row in _READERS[kind](path):
+        id = f"{name}:{number}"
+        if kind == ".txt":
+            yield Document(id, row)
+            continue
+        try:
+            yield parse_row(_decode(row) if kind == ".jsonl" else row, id)
         except CorpusError as error:
+            place = "line" if kind == ".jsonl" else "row"
             skipped.row(CorpusError(f"{path} {place} {number}: {error}"))
 
 
@@ -171,6 +159,11 @@ def _decode(line: str) -> Any:
         raise CorpusError("JSON nested too deep; fix or drop the line") from None
 
 
+def _text(path: Path) -> str:
+    lines = dict(_lines(path))
+    return "\n".join(lines.get(number, "") for number in range(1, max(lines, default=0) + 1))
+
+
 def _array(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         rows = json.loads(_text(path))
@@ -185,17 +178,12 @@ def _array(path: Path) -> Iterator[tuple[int, Any]]:
 def _is_array_of_rows(path: Path) -> bool:
     """Whether a .json file is an array whose first item is a row; other JSON is just text."""
     try:
-        text = _text(path)
-        start = _FIRST_ITEM.match(text)
-        first, _ = json.JSONDecoder().raw_decode(text, start.end()) if start else (None, 0)
+        text = _text(path).lstrip()
+        rows = text[1:].lstrip() if text.startswith("[") else "null"
+        first, _ = json.JSONDecoder().raw_decode(rows)
     except (CorpusError, ValueError, RecursionError):
         return False
     return isinstance(first, dict) and text_key(first) is not None
-
-
-def _text(path: Path) -> str:
-    lines = dict(_lines(path))
-    return "\n".join(lines.get(number, "") for number in range(1, max(lines, default=0) + 1))
 
 
 def _table(path: Path) -> Iterator[tuple[int, Any]]:
