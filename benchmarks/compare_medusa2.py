@@ -41,7 +41,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     documents = list(read_documents(options.held_out))
     prompts = held_out_prompts(tokenizer, documents, options.limit, 64)
-    held_out = held_out_texts(tokenizer, documents, 64)
+    held_out = held_out_texts(tokenizer, documents, 64)[:512]
     first: list[Rounds] = []
     base: list[torch.Tensor] = []
     for folder in options.drafters:

@@ -83,7 +83,7 @@ def train_drafter(
         measured = trainer_class(module, args, rows, train, validation, student_text=student).fit()
     drafter.eval()
     if adapter is not None:
-        texts = held_out_texts(tokenizer, held_out, decode.prefix_tokens, recipe.seed)
+        texts = held_out_texts(tokenizer, held_out, decode.prefix_tokens, recipe.seed)[:512]
         measured["held_out_loss"] = adapter_loss_change(target, adapter, texts or prompts)
     return drafter, measured
 

@@ -21,9 +21,10 @@ from headstart.heads.core import row_seeds
 from headstart.heads.core.files import write_atomically
 from headstart.infer import Speculator
 
-from ..recipe import Corpus
+from ..recipe import Corpus, Distill
 from .documents import CorpusError, Document
 from .reading import SUPPORTED, Skipped, order, read_source
+from .training_rows import write_rows
 
 logger = logging.getLogger(__name__)
 
@@ -83,19 +84,13 @@ def load_documents(folder: Path, split: Literal["train", "held_out"]) -> list[Do
 
 
 def sample_documents(name: str, tokens: int, seed: int) -> Iterator[Document]:
-    """Different texts that a model writes after its start token, sampled at temperature 1.
+    """Different texts of `tokens` tokens that the model `name` writes, without end.
 
-    Each has `tokens` tokens; there is no last one, unless the model repeats itself. Text i is
-    sampled with a seed of its own, made of (seed, i), and cut at an end-of-text or a second start
-    token; the start token itself is left out, since tokenizers put it back. Of texts that agree in
-    their first three quarters one is kept, so that held-out prefixes of that length are not those
-    that were trained on.
-
-    Args:
-        name: a folder or Hub name of a model whose tokenizer has a start token.
-
-    Raises:
-        CorpusError: it has none.
+    It ends only where the model repeats itself. Text i is sampled at temperature 1 after the start
+    token, which is left out, with a seed made of (seed, i), and cut at an end-of-text or a second
+    start token. Of texts that agree in their first three quarters one is kept, so that held-out
+    prefixes of that length are not those that were trained on. Raises CorpusError where the
+    tokenizer has no start token.
     """
     tokenizer = AutoTokenizer.from_pretrained(name)
     start = tokenizer.bos_token_id
@@ -107,20 +102,12 @@ def sample_documents(name: str, tokens: int, seed: int) -> Iterator[Document]:
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     speculator = Speculator(model)
-    prompt = torch.full((_BATCH, 1), start, device=model.device)
+    spec = Distill(prefix_tokens=1, new_tokens=tokens, temperature=1.0)
     ends = {start, tokenizer.eos_token_id}
     seen: set[str] = set()
     for first in itertools.count(0, _BATCH):
-        text = speculator.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=tokens,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            seed=row_seeds(seed, first + _BATCH).tolist()[first:],
-        )
+        seeds = row_seeds(seed, first + _BATCH).tolist()[first:]
+        text, *_ = write_rows(speculator, [torch.tensor([start])] * _BATCH, seeds, spec)
         known = len(seen)
         for row, ids in enumerate(text[:, 1:].tolist(), start=first):
             end = next((at for at, token in enumerate(ids) if token in ends), tokens)

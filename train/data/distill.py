@@ -44,10 +44,8 @@ def distill(
 
     Row i continues a prefix of the documents that is drawn by (seed, i), with sampling noise keyed
     by (seed, i), so a row is the same whichever process writes it, before or after a kill. After
-    `spec.max_seconds` no further shard is begun, but each process writes at least one.
-
-    Raises:
-        DistillError: no document gives a prefix, or the target's context is too short.
+    `spec.max_seconds` no further shard is begun, but each process writes at least one. Raises
+    DistillError where no document gives a prefix, or the target's context is too short.
     """
     prefixes = make_prefixes(spec, tokenizer, documents)
     check_context(spec, target)
@@ -97,10 +95,7 @@ def shard_path(folder: Path, shard: int, shards: int) -> Path:
 
 
 def summary(spec: Distill, folder: Path) -> dict[str, int]:
-    """What was written in all: shards, rows and tokens; logs a warning where time cut it short.
-
-    `skipped`, where not 0, counts the documents or prompts that gave no prefix.
-    """
+    """The shards, rows and tokens written; `skipped`, if any, are documents without a prefix."""
     rows = Rows.load(folder)
     shards = sorted(folder.glob("*.safetensors"))
     if len(shards) < spec.shards:

@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from typing import Any
 
 Message = dict[str, str]
 """One turn of a chat: `role` (system, user or assistant) and `content`."""
@@ -39,17 +36,12 @@ class ChatTemplateError(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """One text.
+    """A text, a prompt or a chat."""
 
-    `id` is where it came from. A plain text is `text` alone. A prompt that came with its answer
-    has both, to be read as `text + answer`. A chat has `messages`, and its `text` is the plain
-    rendering of them, for models without a chat template (see `plain_chat`).
-    """
-
-    id: str
-    text: str
-    messages: list[Message] | None = None
-    answer: str | None = None
+    id: str  # where it came from
+    text: str  # of a chat, what `plain_chat` writes, for models without a chat template
+    messages: list[Message] | None = None  # of a chat
+    answer: str | None = None  # what came with a prompt, to be read as `text + answer`
 
     @classmethod
     def chat(cls, id: str, messages: Sequence[Message]) -> Document:
@@ -94,7 +86,7 @@ def plain_chat(messages: Sequence[Message]) -> str:
     return "\n\n".join(parts)
 
 
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]]) -> str:
+def render_chat(tokenizer: Any, messages: list[Message]) -> str:
     """A chat as the tokenizer's template writes it, special tokens included.
 
     After a user's turn the text ends where the answer begins. Raises ChatTemplateError where the
@@ -104,8 +96,7 @@ def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str,
 
     due = messages[-1]["role"] == "user"
     try:
-        chat = list(messages)
-        text = tokenizer.apply_chat_template(chat, add_generation_prompt=due, tokenize=False)
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=due, tokenize=False)
     except TemplateError:  # its message may quote the chat
         roles = ", ".join(message["role"] for message in messages)[:80]
         said = f"the tokenizer's chat template refuses the roles {roles}"

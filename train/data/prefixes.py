@@ -105,39 +105,29 @@ def encode(
 ) -> list[list[int]]:
     """Token ids of whole documents, with the start token where the tokenizer sets one.
 
-    A chat that ends with the user's turn is encoded up to where the answer begins. Raises
-    DistillError where there is no template, or it refuses a chat.
-
-    Args:
-        chat: `template` renders chats by the tokenizer's chat template, `plain` as `plain_chat`
-            does, `auto` by the template where there is one.
+    A chat is rendered by the tokenizer's template, as `plain_chat` does it (`plain`), or by the
+    template where there is one (`auto`); one that ends with the user's turn is encoded up to where
+    the answer begins. Raises DistillError where there is no template, or it refuses a chat.
     """
     if chat == "template" and not tokenizer.chat_template:
         raise DistillError(
             "distill.chat is template, but the tokenizer has none; set it to plain or auto."
         )
-    by_template = chat != "plain" and bool(tokenizer.chat_template)
-    rows: list[list[int]] = [[] for _ in documents]
-    for templated in (False, True):
-        texts = {}
-        for i, document in enumerate(documents):
-            if (by_template and bool(document.messages)) == templated:
-                texts[i] = _apply_template(tokenizer, document) if templated else document.whole()
-        if texts:  # a template writes the special tokens itself
-            ids = tokenizer(list(texts.values()), add_special_tokens=not templated, verbose=False)
-            for i, row in zip(texts, ids["input_ids"], strict=True):
-                rows[i] = row
-    return rows
-
-
-def _apply_template(tokenizer: PreTrainedTokenizerBase, document: Document) -> str:
-    assert document.messages
-    try:
-        return render_chat(tokenizer, document.messages)
-    except ChatTemplateError as error:
-        raise DistillError(
-            f"{document.id}: {error}; drop the row, or set distill.chat=plain."
-        ) from None
+    plain, templated = {}, {}  # texts, by the number of their document
+    for i, document in enumerate(documents):
+        if chat == "plain" or not tokenizer.chat_template or not document.messages:
+            plain[i] = document.whole()
+            continue
+        try:
+            templated[i] = render_chat(tokenizer, document.messages)
+        except ChatTemplateError as error:
+            said = f"{document.id}: {error}; drop the row, or set distill.chat=plain."
+            raise DistillError(said) from None
+    rows: dict[int, list[int]] = {}
+    for texts in filter(None, (plain, templated)):  # a template writes the special tokens itself
+        ids = tokenizer(list(texts.values()), add_special_tokens=texts is plain, verbose=False)
+        rows |= zip(texts, ids["input_ids"], strict=True)
+    return [rows[i] for i in range(len(documents))]
 
 
 def held_out_prompts(
@@ -148,14 +138,8 @@ def held_out_prompts(
     seed: int = 0,
     part: Literal["bench", "validation"] = "bench",
 ) -> list[Tensor]:
-    """`count` prompts of `prefix_tokens` tokens each, [P] int64, from held-out documents.
-
-    Deterministic in (seed, documents). Every third document, in the order of a hash, is for
-    validation and the others for the benchmark, so a checkpoint or tree is not judged by prompts
-    that chose it. The documents take turns in giving windows, which do not overlap. Raises
-    HeldOutError where there are fewer.
-    """
-    prompts = _held_out_windows(tokenizer, documents, prefix_tokens, seed, part)
+    """The first `count` of `held_out_texts`; raises HeldOutError where there are fewer."""
+    prompts = held_out_texts(tokenizer, documents, prefix_tokens, seed, part)
     if len(prompts) < count:
         raise HeldOutError(
             f"the held-out documents give {len(prompts)} {part} prompts of {prefix_tokens} tokens, "
@@ -165,24 +149,25 @@ def held_out_prompts(
 
 
 def held_out_texts(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], tokens: int, seed: int = 0
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    tokens: int,
+    seed: int = 0,
+    part: Literal["bench", "validation"] = "bench",
 ) -> list[Tensor]:
-    """At most 512 texts of `tokens` tokens each, [P] int64, from the benchmark's documents."""
-    return _held_out_windows(tokenizer, documents, tokens, seed, "bench")[:512]
+    """Texts of `tokens` tokens each, [P] int64, from held-out documents.
 
-
-def _held_out_windows(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], length: int, seed: int,
-    part: str,
-) -> list[Tensor]:  # fmt: skip
-    """All prompts of a part, see `held_out_prompts`."""
+    Deterministic in (seed, documents). Every third document, in the order of a hash, is for
+    validation and the others for the benchmark, so a checkpoint or tree is not judged by texts that
+    chose it. The documents take turns in giving windows, which do not overlap.
+    """
     documents = sorted(documents, key=lambda document: order(f"{seed}:{document.id}"))
     usable = []
     for document, row in zip(documents, encode(tokenizer, documents), strict=True):
-        starts = range(0, len(row) - length + 1, length)
+        starts = range(0, len(row) - tokens + 1, tokens)
         drawn = sorted(starts, key=lambda start: order(f"{seed}:{document.id}:{start}"))
         if drawn:
-            usable.append([torch.tensor(row[start : start + length]) for start in drawn])
+            usable.append([torch.tensor(row[start : start + tokens]) for start in drawn])
     mine = usable[::3] if part == "validation" else [d for i, d in enumerate(usable) if i % 3]
     turns = itertools.zip_longest(*mine)
-    return [prompt for turn in turns for prompt in turn if prompt is not None]
+    return [text for turn in turns for text in turn if text is not None]

@@ -1,9 +1,8 @@
 """Reads documents from files and folders: text, JSON Lines, JSON arrays, Parquet, the stdlib.
 
-JSON is decoded by the standard library, row by row, and Parquet is read by `datasets`, which is
-imported only then. (`datasets` reads JSON as well, but gives each column one type: it turns dates
-and mixed columns into other values, and its errors name no line.) Errors name file and line, or the
-number of a row where lines are not known, and never quote a row, which may be private.
+JSON is decoded by the standard library: `datasets`, which reads Parquet, would turn dates and mixed
+columns into other values, and its errors name no line. Errors name file and line, or the number of
+a row where lines are not known, and never quote a row, which may be private.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import hashlib
 import json
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,18 +40,11 @@ class Skipped:
     files: list[str] = field(default_factory=list)  # names of what is not UTF-8 text
     rows: list[str] = field(default_factory=list)  # messages that name file and line
 
-    def row(self, error: CorpusError) -> None:
-        """Note a bad row, or raise the error where the policy is to raise."""
-        if self.on_error == "raise":
-            raise CorpusError(f"{error} (corpus.on_error=skip leaves such rows out)") from None
-        self.rows.append(str(error))
-
 
 def read_documents(source: str | Path, answers: bool = False) -> list[Document]:
-    """All documents of a file or a folder, as prompts. Raises CorpusError.
+    """All documents of a file or a folder. Raises CorpusError.
 
-    Args:
-        answers: keep the answers that came with them; else a chat ends with the user's last turn.
+    Without `answers` they are prompts: a chat ends with the user's last turn.
     """
     documents = read_source(str(source), Skipped())
     return list(documents) if answers else [document.prompts()[-1] for document in documents]
@@ -61,10 +53,8 @@ def read_documents(source: str | Path, answers: bool = False) -> list[Document]:
 def read_source(source: str, skipped: Skipped) -> Iterator[Document]:
     """The documents of a recipe's `corpus.source`, in the order of the hash of their ids.
 
-    An id is the path of a file in the folder, or `file:number` of a line or row.
-
-    Raises:
-        CorpusError: the source does not exist, or a file or row of it cannot be read.
+    An id is the path of a file in the folder, or `file:number` of a line or row. Raises CorpusError
+    where the source does not exist, or a file or row of it cannot be read.
     """
     path = Path(source).expanduser()
     if source == "stdlib":
@@ -94,15 +84,13 @@ def order(name: str) -> bytes:
     return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
 
 
-def _read_folder(
-    root: Path, pattern: str, excluded: set[str], skipped: Skipped
-) -> Iterator[Document]:
+def _read_folder(root: Path, names: str, without: set[str], skipped: Skipped) -> Iterator[Document]:
     """One document a file; files of rows hold one a row, and hidden files are left out."""
     files = {}
-    for path in root.rglob(pattern):
+    for path in root.rglob(names):
         parts = path.relative_to(root).parts
         hidden = any(part.startswith(".") for part in parts)
-        if not hidden and not excluded.intersection(parts) and path.is_file():
+        if not hidden and not without.intersection(parts) and path.is_file():
             files["/".join(parts)] = path
     for name in sorted(files, key=order):
         path, kind = files[name], file_kind(files[name])
@@ -130,8 +118,10 @@ def _read_file(path: Path, name: str, skipped: Skipped) -> Iterator[Document]:
         try:
             yield parse_row(_decode(row) if kind == ".jsonl" else row, id)
         except CorpusError as error:
-            place = "line" if kind == ".jsonl" else "row"
-            skipped.row(CorpusError(f"{path} {place} {number}: {error}"))
+            said = f"{path} {'line' if kind == '.jsonl' else 'row'} {number}: {error}"
+            if skipped.on_error == "raise":
+                raise CorpusError(f"{said} (corpus.on_error=skip leaves such rows out)") from None
+            skipped.rows.append(said)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -195,9 +185,4 @@ def _table(path: Path) -> Iterator[tuple[int, Any]]:
     return enumerate(rows, start=1)
 
 
-_READERS: dict[str, Callable[[Path], Iterable[tuple[int, Any]]]] = {
-    ".txt": _lines,
-    ".jsonl": _lines,
-    ".json": _array,
-    ".parquet": _table,
-}
+_READERS = {".txt": _lines, ".jsonl": _lines, ".json": _array, ".parquet": _table}

@@ -22,8 +22,7 @@ from .prefixes import DistillError
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = ("tokens", "length", "prompt_length")
-"""The tensors of a shard: [n, T], [n] and [n], int32."""
+COLUMNS = ("tokens", "length", "prompt_length")  # of a shard: [n, T], [n] and [n], int32
 
 
 @dataclass
@@ -81,27 +80,19 @@ def check_context(spec: Distill, writer: PreTrainedModel, name: str = "target") 
 
 
 def write_rows(
-    speculator: Speculator,
-    prefixes: Sequence[Tensor],
-    seeds: list[int],
-    spec: Distill,
-    **options: Any,
+    speculator: Speculator, prefixes: Sequence[Tensor], seeds: list[int], spec: Distill, **how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Continue prefixes [P] of any length.
+    """Continue prefixes [P] of any length, row i with the noise of `seeds[i]`.
 
-    Args:
-        seeds: one a row, of its sampling noise.
-        options: further ones of `generate`, such as another `eos_token_id` than the model's.
-
-    Returns:
-        On the CPU: the text [B, prefix_tokens + new_tokens], each row from column 0 on, its
-        length [B], and its prefix's length [B].
+    `how` are further options of `generate`, such as another `eos_token_id` than the model's.
+    Returns, on the CPU, the text [B, prefix_tokens + new_tokens], each row from column 0 on, its
+    length [B], and its prefix's length [B].
     """
     if spec.temperature > 0:
         # generate's defaults, or the model's own config, would restrict the sampling.
-        options |= {"temperature": spec.temperature, "seed": seeds, "top_k": 0, "top_p": 1.0}
+        how |= {"temperature": spec.temperature, "seed": seeds, "top_k": 0, "top_p": 1.0}
     config: Any = speculator.model.generation_config
-    end = options.get("eos_token_id", config.eos_token_id)
+    end = how.get("eos_token_id", config.eos_token_id)
     counts = torch.tensor([len(prefix) for prefix in prefixes])
     width = int(counts.max())
     pads = width - counts  # [B], on the left
@@ -111,7 +102,7 @@ def write_rows(
         attention_mask=(torch.arange(width) >= pads.unsqueeze(1)).long().to(device),
         max_new_tokens=spec.new_tokens,
         do_sample=spec.temperature > 0,
-        **options,
+        **how,
     ).cpu()
     # A row's text ends with the first end-of-text after its prefix, that one included.
     new = text[:, width:]

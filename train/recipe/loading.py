@@ -58,10 +58,7 @@ def _find(name: str) -> Path:
 
 def _read(path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
     """A recipe file's keys, those of its base included; `above` are the files it is the base of."""
-    try:
-        data = _yaml(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError as error:
-        raise RecipeError(f"{path}: not valid YAML: {error}") from error
+    data = _yaml(path.read_bytes(), str(path))
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: found {_kind(data)}, expected a mapping of recipe keys")
     if "base" not in data:
@@ -117,7 +114,7 @@ _SCIENTIFIC = re.compile(r"^[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
 
 
-def _yaml(text: str, where: str) -> Any:
+def _yaml(text: str | bytes, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError as error:
@@ -128,8 +125,8 @@ def _yaml(text: str, where: str) -> Any:
 def _section(cls: type, data: Any, path: str) -> Any:
     """The dataclass `cls` of the mapping at key path `path`.
 
-    `@strict` checks types and ranges. The rest is done here: key paths, unknown and missing keys,
-    sections in sections, and an integer where a float is expected.
+    Done here is what `@strict` does not do: key paths, unknown and missing keys, sections in
+    sections, and an integer where a float is expected.
     """
     fields = {field.name: field for field in dataclasses.fields(cls)}
     takes = ", ".join(fields) if cls is not DrafterSpec else "family and that family's options"
@@ -138,9 +135,9 @@ def _section(cls: type, data: Any, path: str) -> Any:
     if cls is DrafterSpec:  # all other keys belong to the family's config class
         options = {str(key): value for key, value in data.items() if key != "family"}
         data = {key: data[key] for key in data if key == "family"} | {"options": options}
-    values, probe = {}, object.__new__(cls)
+    values, probe, prefix = {}, object.__new__(cls), f"{path}." if path else ""
     for key, value in data.items():
-        where = f"{path}.{key}" if path else str(key)
+        where = f"{prefix}{key}"
         if key not in fields:
             near = nearest(str(key), fields)
             raise RecipeError(f"{where}: unknown key{near}; {path or 'a recipe'} takes {takes}")
@@ -161,7 +158,7 @@ def _section(cls: type, data: Any, path: str) -> Any:
         values[key] = value
     for name, field in fields.items():
         if name not in values and field.default is field.default_factory is dataclasses.MISSING:
-            raise RecipeError(f"{path + '.' if path else ''}{name}: missing; a recipe must give it")
+            raise RecipeError(f"{prefix}{name}: missing; a recipe must give it")
     return cls(**values)
 
 

@@ -1,8 +1,7 @@
 """What a recipe may say: strict dataclasses, one a section of the file.
 
-`@strict` applies a field's type and its check whenever the field is set. It reads the annotations,
-which must not be strings. Nothing here imports torch, so that `--help` and a mistyped recipe answer
-at once.
+`@strict` checks a field's type and range whenever it is set, and reads annotations, which must not
+be strings. Nothing here imports torch, so that `--help` and a mistyped recipe answer at once.
 """
 
 import dataclasses
