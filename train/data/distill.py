@@ -77,8 +77,8 @@ def distill(
             bar.update(len(batch))
             speed = bar.n * spec.new_tokens / (time.perf_counter() - started)
             bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
-        columns = [torch.cat(column).int() for column in zip(*parts, strict=True)]
-        data = dict(zip(COLUMNS, columns, strict=True))
+        columns = zip(COLUMNS, zip(*parts, strict=True), strict=True)
+        data = {name: torch.cat(column).int() for name, column in columns}
         shard_bytes = safetensors.torch.save(data, {"skipped": str(prefixes.skipped)})
         write_atomically(shard_path(folder, shard, spec.shards), shard_bytes)
     bar.close()

@@ -143,7 +143,7 @@ def _section(cls: type, data: Any, path: str) -> Any:
             raise RecipeError(f"{where}: unknown key{near}; {path or 'a recipe'} takes {takes}")
         hint = fields[key].type
         members = {*typing.get_args(hint), hint}  # of a union, or of no interest
-        section = next(filter(dataclasses.is_dataclass, members), None)
+        section: Any = next(filter(dataclasses.is_dataclass, members), None)
         if section and (value is not None or types.NoneType not in members):
             value = _section(section, value, where)
         elif float in members and type(value) is int:
