@@ -7,13 +7,13 @@ rows have the same length or not, and the accepted path is moved by one gather f
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .layer_shapes import LayerShape
-from .triton_support import no_triton
+from .tree_attention import no_triton
 
 SLOT_STEP = 64
 """Slots grow, and are attended to, in steps of this size, so shapes seldom change."""
@@ -36,6 +36,16 @@ def plain_move(rows: Tensor, slots: Tensor, path: Tensor) -> None:
     """
     source, destination = slots.gather(1, path), slots[:, : path.shape[1]]  # [B, A]
     rows.index_copy_(1, destination.flatten(), rows.index_select(1, source.flatten()))
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer caches: its place and the shapes of its keys and values."""
+
+    device: torch.device
+    dtype: torch.dtype
+    key: tuple[int, int]  # (heads, head dimension)
+    value: tuple[int, int]
 
 
 class _Layer(CacheLayerMixin):
@@ -199,7 +209,7 @@ class SlabCache(Cache):
         for rows in self._rows:  # [entries, B*S, H, D]
             move = plain_move
             if no_triton(rows.device) is None:
-                from .move_kernel import move_path as move
+                from .kernels import move_path as move
             move(rows, slots.to(rows.device), path.to(rows.device))
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:

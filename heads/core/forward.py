@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from . import masks
 from .attention_interface import tree_attention_on
 from .cache import SlabCache
-from .topology import Topology
+from .masks import AttentionWindows
+from .tree import Topology
 from .tree_attention import pack_tree
-from .windows import AttentionWindows
 
 
 def tree_forward(

@@ -6,16 +6,27 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitNormalization,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as hf
 
 from .noise import Stream, gumbel, in_stream, uniform
-from .processors import ROWWISE, STATEFUL, WARPERS, OnlyRows, penalise
+
+WARPERS = (
+    hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
+)  # fmt: skip
+"""The processors that a drafter's proposals follow too: functions of one row of logits alone."""
+
+ROWWISE = (
+    *WARPERS, hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper,
+    hf.TopHLogitsWarper, hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization,
+)  # fmt: skip
+"""All processors of transformers that are functions of one row of logits alone."""
+
+STATEFUL = (
+    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor,
+)  # fmt: skip
+"""Those that count on one call for each token of the text, in order, for the whole batch."""
 
 
 @dataclass(frozen=True)
@@ -40,20 +51,17 @@ class Sampling:
     @cached_property
     def readers(self) -> tuple[LogitsProcessor, ...]:
         """The processors that may read the text before a row of logits, without the `penalty`."""
-        return tuple(
-            processor
-            for processor in self.processors or ()
-            if not isinstance(processor, ROWWISE) and processor is not self.penalty
-        )
+        others = (item for item in self.processors or () if not isinstance(item, ROWWISE))
+        return tuple(item for item in others if item is not self.penalty)
 
     @cached_property
-    def penalty(self) -> RepetitionPenaltyLogitsProcessor | None:
+    def penalty(self) -> hf.RepetitionPenaltyLogitsProcessor | None:
         """The repetition penalty, where there is just one.
 
         It depends on the set of the text's tokens alone, which is kept on the device.
         """
-        kind = RepetitionPenaltyLogitsProcessor
-        found = [processor for processor in self.processors or () if type(processor) is kind]
+        kind = hf.RepetitionPenaltyLogitsProcessor
+        found = [item for item in self.processors or () if type(item) is kind]
         return found[0] if len(found) == 1 else None
 
     @cached_property
@@ -62,17 +70,19 @@ class Sampling:
 
         So may a user's own, and those of transformers that call a user's function or keep a state.
         """
-        home = LogitNormalization.__module__
+        kept = (*STATEFUL, hf.PrefixConstrainedLogitsProcessor)
         return any(
-            type(processor).__module__ != home
-            or isinstance(processor, (*STATEFUL, PrefixConstrainedLogitsProcessor))
-            for processor in self.processors or ()
+            type(item).__module__ != hf.__name__ or isinstance(item, kept)
+            for item in self.processors or ()
         )
 
     def warp(self, logits: Tensor) -> Tensor:
         """Apply the `WARPERS` alone, as to a drafter's proposals, in `dtype`: [..., V] -> same."""
-        kept = [item for item in self.processors or () if isinstance(item, WARPERS)]
-        return self._row_by_row(logits, kept)
+        flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype)
+        for processor in self.processors or ():
+            if isinstance(processor, WARPERS):
+                flat = processor(None, flat)  # type: ignore[arg-type]
+        return flat.view(logits.shape)
 
     def process_each(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """Apply every processor to each row of [..., V] by itself, in `dtype`.
@@ -80,18 +90,9 @@ class Sampling:
         Args:
             seen: [..., V] bool, the tokens that a `penalty` applies to. There may be no `readers`.
         """
-        return self._row_by_row(logits, self.processors or (), seen, copy=True)
-
-    def _row_by_row(
-        self,
-        logits: Tensor,
-        processors: Sequence[LogitsProcessor],
-        seen: Tensor | None = None,
-        copy: bool = False,
-    ) -> Tensor:
-        flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype, copy=copy)
+        flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype, copy=True)
         penalty = self.penalty
-        for processor in processors:
+        for processor in self.processors or ():
             if penalty is not None and processor is penalty:
                 assert seen is not None
                 flat = penalise(flat, seen.reshape(flat.shape), penalty.penalty)
@@ -109,11 +110,10 @@ class Sampling:
         scores = logits.to(self.dtype, copy=True)  # a user's processor may write into it
         if self.processors is None:
             return scores
-        processors = self.processors
+        processors, asked = self.processors, hf.PrefixConstrainedLogitsProcessor
         if rows is not None:
             processors = LogitsProcessorList(
-                OnlyRows(item, rows) if isinstance(item, PrefixConstrainedLogitsProcessor) else item
-                for item in processors
+                OnlyRows(item, rows) if isinstance(item, asked) else item for item in processors
             )
         return processors(prefix, scores)  # type: ignore[arg-type]
 
@@ -186,3 +186,32 @@ def argmax(scores: Tensor) -> Tensor:
     """
     best, token = scores.max(-1)
     return token.masked_fill_(best.isnan(), -1)
+
+
+def penalise(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """What the repetition penalty (Keskar et al. 2019, arXiv 1909.05858) makes of scores.
+
+    Args:
+        scores: [..., V]; seen: [..., V] bool, the tokens that are penalised.
+
+    >>> scores, seen = torch.tensor([[3.0, -2.0, 1.0]]), torch.tensor([[True, True, False]])
+    >>> penalise(scores, seen, 2.0).tolist()
+    [[1.5, -4.0, 1.0]]
+    """
+    less = torch.where(scores < 0, scores * penalty, scores / penalty)
+    return torch.where(seen, less, scores)
+
+
+class OnlyRows(LogitsProcessor):
+    """A user's `prefix_allowed_tokens_fn`, asked about some rows alone; the others may do all."""
+
+    def __init__(self, asked: hf.PrefixConstrainedLogitsProcessor, rows: Sequence[bool]):
+        self.function, self.rows = asked._prefix_allowed_tokens_fn, rows
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
+        everything = list(range(scores.shape[-1]))
+
+        def allowed(row: int, text: Tensor) -> list[int]:
+            return self.function(row, text) if self.rows[row] else everything
+
+        return hf.PrefixConstrainedLogitsProcessor(allowed, 1)(input_ids, scores)  # type: ignore[arg-type]

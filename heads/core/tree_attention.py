@@ -7,10 +7,14 @@ exp(log-sum-exp) (Milakov and Gimelshein 2018, arXiv 1805.02867), so the parts c
 apart, and the prefix can be split further.
 """
 
+import importlib.util
+from functools import cache
+
 import torch
 from torch import Tensor
 
-from .triton_support import no_kernel
+_KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_SIZE = 256
 
 
 def pack_tree(
@@ -69,7 +73,7 @@ def tree_attention(
     """
     size = max(query.shape[-1], value.shape[-1])
     if no_kernel(query.device, query.dtype, size) is None:
-        from .attention_kernel import split_attention
+        from .kernels import split_attention
 
         return split_attention(query, key, value, packed, scaling, softcap)
     return plain_attention(query, key, value, packed, scaling, softcap)
@@ -122,3 +126,29 @@ def plain_attention(
         total = both
     output = output.view(batch, query_heads, nodes, -1)
     return output.transpose(1, 2).contiguous().to(query.dtype)
+
+
+@cache
+def no_triton(device: torch.device) -> str | None:
+    """Why no Triton kernel runs on a device; None where one does."""
+    if device.type != "cuda":
+        return f"its kernel runs on CUDA, and the keys are on {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "its kernel needs triton, which is not installed"
+    return None
+
+
+@cache
+def no_kernel(device: torch.device, dtype: torch.dtype, size: int) -> str | None:
+    """Why the kernel cannot run there; None where it can.
+
+    Args:
+        size: the larger head dimension.
+    """
+    if (reason := no_triton(device)) is not None:
+        return reason
+    if dtype not in _KERNEL_TYPES:
+        return f"its kernel knows no {dtype}"
+    if size > _KERNEL_SIZE:
+        return f"its kernel knows head dimensions to {_KERNEL_SIZE}, found {size}"
+    return None

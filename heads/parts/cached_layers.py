@@ -26,7 +26,7 @@ from ..core import (
     probe_layers,
     tree_run,
 )
-from ..core.triton_support import no_kernel
+from ..core.tree_attention import no_kernel
 
 _ROOM = 512
 """Tokens beyond the prompt that the cache is first made for; later it grows by half."""
