@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .tree_attention import no_triton
+from .tree_attention import no_kernel
 
 SLOT_STEP = 64
 """Slots grow, and are attended to, in steps of this size, so shapes seldom change."""
@@ -25,9 +25,7 @@ def in_steps(slots: int) -> int:
 
 
 def plain_move(rows: Tensor, slots: Tensor, path: Tensor) -> None:
-    """Move the entries of nodes `path` to the slots of the first A nodes, in order.
-
-    Everything is read before anything is written.
+    """Move entries of nodes `path` to the first A nodes' slots; all is read before it is written.
 
     Args:
         rows: [entries, B*S, H, D], changed in place.
@@ -73,25 +71,16 @@ class _Layer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.owner.capacity
 
-    def reset(self) -> None:
-        self.owner.seen = 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self.owner.seen -= tokens_to_remove
-
 
 class SlabCache(Cache):
     """Keys and values of all layers in one slab per device, dtype and shape.
 
-    `set_slots` says where the next forward writes and how many slots it attends to; then any model
-    of transformers runs with it as `past_key_values`. `commit` moves the accepted path.
+    After `set_slots` any model of transformers runs with it as `past_key_values`.
 
     Attributes:
-        batch: B, rows.
-        capacity: S, slots a row.
+        batch, capacity: B rows of S slots.
         live: slots of each row that the next forward attends to.
-        seen: tokens that all rows hold before the next forward, as `get_seq_length` reports them;
-            it matters only for forwards without an explicit mask.
+        seen: what `get_seq_length` reports, for forwards without an explicit mask.
     """
 
     def __init__(self, shapes: list[LayerShape], batch: int, capacity: int):
@@ -105,9 +94,7 @@ class SlabCache(Cache):
                 self._members.setdefault(group, []).append((kind, layer))
         order = list(itertools.chain(*self._members.values()))
         # The places of each layer's keys and values among all slabs' entries.
-        self._entries = [
-            (order.index((0, layer)), order.index((1, layer))) for layer in range(len(shapes))
-        ]
+        self._entries = [(order.index((0, i)), order.index((1, i))) for i in range(len(shapes))]
         self.live = self.seen = 0
         self._flat_slots: Tensor | range = range(0)  # [B, N] flat indices, or a range in all rows
         self._slots: dict[torch.device, Tensor] = {}  # the same flattened, for each device
@@ -122,9 +109,8 @@ class SlabCache(Cache):
         slabs = []
         for number, ((device, dtype, (heads, size)), members) in enumerate(self._members.items()):
             # Zeros, not empty: masked slots are multiplied by zero, and a stray NaN would survive.
-            slab = torch.zeros(
-                len(members), self.batch, capacity, heads, size, dtype=dtype, device=device
-            )
+            sizes = len(members), self.batch, capacity, heads, size
+            slab = torch.zeros(sizes, dtype=dtype, device=device)
             if self._slabs:
                 slab[:, :, : self.capacity] = self._slabs[number]
             slabs.append(slab)  # [entries, B, S, H, D]
@@ -142,9 +128,7 @@ class SlabCache(Cache):
 
     def _between(self, first: int, end: int) -> list[Tensor]:
         """Views of slots first … end - 1 of every entry, [B, H, slots, D] each."""
-        return [
-            view for slab in self._heads for view in slab.narrow(3, first, end - first).unbind(0)
-        ]
+        return [view for slab in self._heads for view in slab[:, :, :, first:end].unbind(0)]
 
     @property
     def address(self) -> tuple[int, ...]:
@@ -166,7 +150,6 @@ class SlabCache(Cache):
 
         Args:
             slots: [B, N] int64, or the range of slots that every row writes.
-            seen: what `get_seq_length` shall report, for a forward without a mask.
         """
         self.seen, self._written = seen, None
         if live != self.live:
@@ -201,14 +184,14 @@ class SlabCache(Cache):
     def commit(self, path: Tensor) -> None:
         """Move what the last forward wrote for nodes `path` [B, A] to its first A slots, in order.
 
-        One move for all layers of a slab, see `plain_move`; on CUDA one launch, where triton is.
+        One `plain_move` for all layers of a slab; on CUDA one launch, where triton is.
         """
         slots = self._flat_slots
         if isinstance(slots, range):
             slots = self._numbers[:, slots.start : slots.stop]
         for rows in self._rows:  # [entries, B*S, H, D]
             move = plain_move
-            if no_triton(rows.device) is None:
+            if no_kernel(rows.device) is None:
                 from .kernels import move_path as move
             move(rows, slots.to(rows.device), path.to(rows.device))
 

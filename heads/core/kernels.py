@@ -24,8 +24,7 @@ the launch is the same for texts of any length, as a captured CUDA graph needs.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # type: ignore[import-not-found]
@@ -41,8 +40,7 @@ _MOVED = 8 * 1024
 """Bytes of a path that a program moves at once: sixteen registers of each thread of four warps."""
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """How the work is cut: rows of queries and slots of keys a step, warps and pipeline stages."""
 
     rows: int
@@ -224,8 +222,7 @@ def split_attention(
         )  # fmt: skip
         merge[(count,)](
             partial, lse, out, query_heads, nodes, parts, count,
-            DV=width, DV_BLOCK=blocks["DV_BLOCK"], PARTS=triton.next_power_of_2(parts),
-            num_warps=4,
+            DV=width, DV_BLOCK=blocks["DV_BLOCK"], PARTS=triton.next_power_of_2(parts), num_warps=4,
         )  # fmt: skip
     return out
 

@@ -20,14 +20,7 @@ _KERNEL_SIZE = 256
 def pack_tree(
     lengths: Tensor, positions: Tensor, ancestors: Tensor, window: int | None = None
 ) -> Tensor:
-    """What each node sees, in the place of an additive mask.
-
-    Args:
-        lengths: [B] int64, cached tokens of each row; slot s of the prefix holds position s, and
-            node n is written at slot length + n.
-        positions: [B, G] int64, the position of each node.
-        ancestors: [B, G, G] bool, see `ancestor_mask`.
-        window: width of a sliding window, or None.
+    """What each node sees, in the place of an additive mask; arguments as for `tree_mask`.
 
     Returns:
         [B, 1, G, 2 + G] int32: the first slot of the prefix that the node sees, the prefix's end,
@@ -71,12 +64,10 @@ def tree_attention(
     Returns:
         [B, N, Hq, Dv] in the query's dtype.
     """
-    size = max(query.shape[-1], value.shape[-1])
-    if no_kernel(query.device, query.dtype, size) is None:
-        from .kernels import split_attention
-
-        return split_attention(query, key, value, packed, scaling, softcap)
-    return plain_attention(query, key, value, packed, scaling, softcap)
+    attend = plain_attention
+    if no_kernel(query.device, query.dtype, max(query.shape[-1], value.shape[-1])) is None:
+        from .kernels import split_attention as attend
+    return attend(query, key, value, packed, scaling, softcap)
 
 
 def plain_attention(
@@ -88,11 +79,7 @@ def plain_attention(
     softcap: float | None = None,
     block: int = 1024,
 ) -> Tensor:
-    """`tree_attention` in torch's own operators, on any device, at least in float32.
-
-    Args:
-        block: slots of the prefix attended to at a time.
-    """
+    """`tree_attention` in torch's own operators, by blocks of slots, at least in float32."""
     batch, query_heads, nodes, size = query.shape
     heads, tree = key.shape[1], packed.shape[-1] - 2
     wide = torch.promote_types(query.dtype, torch.float32)
@@ -129,24 +116,18 @@ def plain_attention(
 
 
 @cache
-def no_triton(device: torch.device) -> str | None:
-    """Why no Triton kernel runs on a device; None where one does."""
+def no_kernel(
+    device: torch.device, dtype: torch.dtype = torch.float32, size: int = 0
+) -> str | None:
+    """Why no Triton kernel runs there; None where one does.
+
+    Args:
+        dtype, size: the keys' and the larger head dimension, for the kernel of attention.
+    """
     if device.type != "cuda":
         return f"its kernel runs on CUDA, and the keys are on {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "its kernel needs triton, which is not installed"
-    return None
-
-
-@cache
-def no_kernel(device: torch.device, dtype: torch.dtype, size: int) -> str | None:
-    """Why the kernel cannot run there; None where it can.
-
-    Args:
-        size: the larger head dimension.
-    """
-    if (reason := no_triton(device)) is not None:
-        return reason
     if dtype not in _KERNEL_TYPES:
         return f"its kernel knows no {dtype}"
     if size > _KERNEL_SIZE:
