@@ -1,8 +1,7 @@
 """How models of transformers are made to attend by `tree_attention`, for one forward.
 
 Tree attention is registered with transformers' `AttentionInterface`. The packed tree is passed
-where a model's 4-D mask is, one for each layer type where windows differ. The model keeps its own
-attention for all other forwards.
+where a model's 4-D mask is, one for each layer type where windows differ.
 
 A compiled forward gets no cache: its layers hand over the keys and values of the tree, and
 attention writes them to the slab itself, in one operator that the compiler does not look into. So
@@ -38,10 +37,7 @@ def _attend(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    """Write a layer's new keys and values [B, Hkv, N, D] to the slab, and attend to what it holds.
-
-    See `tree_attention` for the rest.
-    """
+    """Write a layer's new keys and values [B, Hkv, N, D] to the slab; attend to what it holds."""
     keys, values = _slabs[-1].update(key, value, layer)
     return tree_attention(query, keys, values, packed, scaling, softcap)
 
@@ -74,10 +70,7 @@ def _attention(
     cacheless: bool = False,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """What models call: query [B, Hq, N, D], and the packed tree where their mask is.
-
-    Keys and values are all that is cached, or without a cache the tree's own.
-    """
+    """What models call; keys and values are all that is cached, or `cacheless` the tree's own."""
     if attention_mask is None or attention_mask.dtype != torch.int32:
         found = "no mask" if attention_mask is None else f"a mask of {attention_mask.dtype}"
         raise UnsupportedTarget(
@@ -101,8 +94,7 @@ def _attention(
 AttentionInterface.register(NAME, _attention)
 AttentionInterface.register(CACHELESS, partial(_attention, cacheless=True))
 
-
-_slabs: list[SlabCache] = []
+_slabs: list[Any] = []
 """Where attention writes in forwards that run without a cache; the last is the innermost's."""
 
 
@@ -110,19 +102,17 @@ _slabs: list[SlabCache] = []
 def tree_attention_on(model: PreTrainedModel, slab: SlabCache | None = None) -> Iterator[None]:
     """For one forward, a model's layers attend by `tree_attention`; their mask is `pack_tree`'s.
 
+    Not for two threads that run one model at once.
+
     Args:
         slab: where attention writes, when the model is given no cache.
-
-    Other forwards of the model, before and after, keep its own attention. Not for two threads that
-    run one model at once.
     """
     config: Any = model.get_decoder().config  # the wrapper's may be another copy
     own = config._attn_implementation
     config._attn_implementation = NAME if slab is None else CACHELESS
-    _slabs.extend([] if slab is None else [slab])
+    _slabs.append(slab)
     try:
         yield
     finally:
         config._attn_implementation = own
-        if slab is not None:
-            _slabs.pop()
+        _slabs.pop()

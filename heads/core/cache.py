@@ -45,6 +45,11 @@ class LayerShape:
     key: tuple[int, int]  # (heads, head dimension)
     value: tuple[int, int]
 
+    @property
+    def no_kernel(self) -> str | None:
+        """See `tree_attention.no_kernel`."""
+        return no_kernel(self.device, self.dtype, max(self.key[1], self.value[1]))
+
 
 class _Layer(CacheLayerMixin):
     """What models ask of a single layer; the tensors live in the slab."""
@@ -53,8 +58,7 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, owner: SlabCache):
         super().__init__()
-        self.owner = owner
-        self.is_initialized = True
+        self.owner, self.is_initialized = owner, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
@@ -118,17 +122,14 @@ class SlabCache(Cache):
         self._rows = [slab.flatten(1, 2) for slab in slabs]  # [entries, B*S, H, D]
         self._heads = [slab.transpose(2, 3) for slab in slabs]  # [entries, B, H, S, D]
         self._flat = [view for slab in self._rows for view in slab.unbind(0)]
-        self._full = self._between(0, capacity)
+        self._full = self._views(0, capacity)
         numbers = torch.arange(self.batch * capacity, device=self.shapes[0].device)
         self._numbers = numbers.view(self.batch, capacity)  # [B, S], the flat indices
-        self._view(min(self.live, capacity))
+        self._seen = self._views(0, self.live)
 
-    def _view(self, live: int) -> None:
-        self.live, self._seen = live, self._between(0, live)
-
-    def _between(self, first: int, end: int) -> list[Tensor]:
-        """Views of slots first … end - 1 of every entry, [B, H, slots, D] each."""
-        return [view for slab in self._heads for view in slab[:, :, :, first:end].unbind(0)]
+    def _views(self, first: int, count: int) -> list[Tensor]:
+        """Views of slots first … first + count - 1 of every entry, [B, H, count, D] each."""
+        return [view for slab in self._heads for view in slab.narrow(3, first, count).unbind(0)]
 
     @property
     def address(self) -> tuple[int, ...]:
@@ -153,9 +154,9 @@ class SlabCache(Cache):
         """
         self.seen, self._written = seen, None
         if live != self.live:
-            self._view(live)
+            self.live, self._seen = live, self._views(0, live)
         if isinstance(slots, range):
-            self._flat_slots, self._written = slots, self._between(slots.start, slots.stop)
+            self._flat_slots, self._written = slots, self._views(slots.start, len(slots))
             return
         self._flat_slots = slots + self._numbers[:, :1] if self.batch > 1 else slots  # [B, N]
         flat = self._flat_slots.flatten()

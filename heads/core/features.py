@@ -100,11 +100,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def output_layer(model: PreTrainedModel) -> nn.Linear:
-    """The linear layer that reads the final hidden state.
-
-    Raises:
-        UnsupportedTarget: the model has none.
-    """
+    """The linear layer that reads the final hidden state; `UnsupportedTarget` without one."""
     layer = model.get_output_embeddings()
     if layer is None:
         raise UnsupportedTarget(

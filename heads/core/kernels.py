@@ -5,8 +5,8 @@ Flash-Decoding (Dao et al. 2023, crfm.stanford.edu/2023/10/12/flashdecoding.html
 attends to one part of the keys in each program and writes a partial output with its log-sum-exp, a
 second merges the parts.
 
-What a layer reads and writes in GPU memory, by example: Llama-3-8B in bfloat16, a prefix of 8,192
-tokens, a tree of 64 nodes; 8 heads of keys and values, groups of 4, head dimension 128.
+What a layer of Llama-3-8B reads and writes in GPU memory, in bfloat16 (8 heads of keys and values,
+groups of 4, head dimension 128), for a prefix of 8,192 tokens and a tree of 64 nodes:
 
 - Keys and values: 2 × 8 × 8,192 × 128 × 2 bytes = 33.6 MB, the least possible. Masked sdpa repeats
   them for each query head: nine times as much. Here a group's queries are rows of one product with

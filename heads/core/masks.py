@@ -37,11 +37,7 @@ class AttentionWindows:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> AttentionWindows:
-        """Read the windows from a model's config.
-
-        Raises:
-            UnsupportedTarget: a token tree cannot drive such a model.
-        """
+        """Read the windows from a model's config; `UnsupportedTarget` if no tree can drive it."""
         config = model.config.get_text_config(decoder=True)
         name = config.model_type
         if model.config.is_encoder_decoder:
@@ -62,9 +58,7 @@ class AttentionWindows:
             known = " and ".join(sorted(_KNOWN_LAYER_TYPES))
             raise undrivable(name, f"has layers of type {unknown[0]!r}, expected only {known}")
         windows = {kind: window if kind == "sliding_attention" else None for kind in types}
-        if len(windows) == 1:
-            return cls(next(iter(windows.values())), None)
-        return cls(None, windows)
+        return cls(None, windows) if len(windows) > 1 else cls(*windows.values(), None)
 
 
 def tree_mask(
@@ -83,7 +77,6 @@ def tree_mask(
         positions: [B, N] int64, the position of each node.
         ancestors: [B, N, N] bool, see `ancestor_mask`.
         live: S, slots that the model attends to.
-        dtype: the model's floating dtype.
         window: width of a sliding window, or None.
 
     Returns:
@@ -103,11 +96,9 @@ def tree_mask(
 
 
 @cache
-def _bounds(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    return (
-        torch.zeros((), dtype=dtype, device=device),
-        torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device),
-    )
+def _bounds(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    bounds = (0.0, torch.finfo(dtype).min)
+    return tuple(torch.tensor(bound, dtype=dtype, device=device) for bound in bounds)
 
 
 def shifted_mask(

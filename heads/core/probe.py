@@ -22,7 +22,6 @@ from .forward import tree_forward
 from .masks import AttentionWindows
 from .offload import device_of
 from .tree import Topology
-from .tree_attention import no_kernel
 
 _LAYOUT = "in the layout of transformers"
 _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -46,8 +45,7 @@ def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     """Find what each layer of a causal language model caches, by running one token.
 
     Raises:
-        UnsupportedTarget: a layer keeps a state that cannot be rolled back, such as a state-space
-            layer's.
+        UnsupportedTarget: a layer keeps a state that cannot be rolled back, as state spaces do.
     """
     config = model.config.get_text_config(decoder=True)
     name, cache = config.model_type, DynamicCache(config=config)
@@ -90,8 +88,7 @@ def choose_attention(
     if attention not in ATTENTION:
         raise OptionError(f"attention is {attention!r}; expected one of {', '.join(ATTENTION)}.")
     if attention != "masked":
-        layers = {(s.device, s.dtype, max(s.key[1], s.value[1])) for s in shapes}
-        slow = next((reason for layer in layers if (reason := no_kernel(*layer))), None)
+        slow = next(filter(None, (shape.no_kernel for shape in shapes)), None)
         reason = _lost_softcap(model) or (slow if attention == "auto" else None)
         if reason is None:
             packed = replace(windows, tree=True, cacheless=cacheless)
@@ -168,8 +165,7 @@ def check_tree(
 def tolerance(dtype: torch.dtype) -> float:
     """The largest difference that passes for rounding, in standard deviations of the logits.
 
-    Deep random models, which magnify rounding more than trained ones, stay below 0.4 of it.
-    Float32 gets room for the ten bits of TF32.
+    Deep random models, which magnify it most, stay below 0.4 of that. Float32 has room for TF32.
 
     >>> [round(tolerance(dtype), 3) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     [0.01, 0.044, 0.125]
@@ -178,8 +174,7 @@ def tolerance(dtype: torch.dtype) -> float:
 
 
 def _spread(logits: Tensor) -> Tensor:
-    """The standard deviation over the vocabulary, [..., V] -> [...]."""
-    return logits.float().std(-1)
+    return logits.float().std(-1)  # over the vocabulary, [..., V] -> [...]
 
 
 @dataclass(frozen=True)

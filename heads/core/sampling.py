@@ -1,15 +1,18 @@
-"""From logits to scores, distributions and tokens, the same for target and drafter."""
+"""From logits to scores, distributions and tokens, the same for target and drafter.
+
+Random numbers come from a counter: the same (seed, position, token) always gives the same number.
+There is no generator and so no state: a row decodes alike alone, in any batch, and with any tree.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
-
-from .noise import Stream, gumbel, in_stream, uniform
 
 WARPERS = (
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
@@ -27,6 +30,68 @@ STATEFUL = (
     hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor,
 )  # fmt: skip
 """Those that count on one call for each token of the text, in order, for the whole batch."""
+
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, the increment of splitmix64
+_MIX = (-4658895280553007687, -7723592293110705685)  # its two multipliers
+
+
+def _splitmix(state: Tensor) -> Tensor:
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014) on int64, whose product wraps."""
+    for shift, multiplier in zip((30, 27), _MIX, strict=True):
+        state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
+    return state ^ ((state >> 31) & ((1 << 33) - 1))
+
+
+def row_seeds(seed: int | Sequence[int], batch: int, device: torch.device | str = "cpu") -> Tensor:
+    """One seed per row, [B] int64: a list is taken as it is, an int is spread over the rows.
+
+    >>> row_seeds([3, 4], 2).tolist()
+    [3, 4]
+    """
+    if isinstance(seed, int):
+        rows = torch.arange(batch, device=device, dtype=torch.int64)
+        return _splitmix((seed & (2**62 - 1)) + rows * _GOLDEN)
+    return torch.tensor(list(seed), dtype=torch.int64, device=device)
+
+
+class Stream(IntEnum):
+    """Which draw a number is for; streams share no number."""
+
+    TARGET = 0  # the target's own choice of a token, shared with the drafter by `coupled`
+    CHILDREN = 1  # the drafter's independent draws of a node's children
+    VERDICTS = 2  # accepting a node, and the token drawn at the end of a round
+
+
+def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Uniforms in (0, 1), float64 [B, M, V], keyed by (seed, position, token).
+
+    Args:
+        seeds: [B] int64; tokens: [V] int64, ids.
+        positions: [B, M] int64, the absolute position that the draw decides.
+    """
+    row = _splitmix(seeds.unsqueeze(1) + _splitmix(positions + 1) * _GOLDEN)  # [B, M]
+    bits = _splitmix(row.unsqueeze(-1) + (tokens + 1) * _GOLDEN)  # [B, M, V]
+    # 52 bits and a half: the largest value stays below 1 after rounding, so the noise stays finite.
+    return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
+
+
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise, float64 [B, M, V]; arguments as for `uniform`.
+
+    The argmax of log p + noise is a draw from p (Gumbel 1954; Maddison et al. 2014).
+    """
+    return -torch.log(-torch.log(uniform(seeds, positions, tokens)))
+
+
+def place(positions: Tensor, nodes: Tensor) -> Tensor:
+    """A key for a position and a node of the tree there, to be used in place of a position."""
+    return positions + ((nodes + 1) << 32)
+
+
+def in_stream(numbers: Tensor, stream: Stream) -> Tensor:
+    """Token ids, or numbers of draws, as keys that no other stream uses."""
+    return numbers + (stream << 40) if stream else numbers
 
 
 @dataclass(frozen=True)
@@ -56,10 +121,7 @@ class Sampling:
 
     @cached_property
     def penalty(self) -> hf.RepetitionPenaltyLogitsProcessor | None:
-        """The repetition penalty, where there is just one.
-
-        It depends on the set of the text's tokens alone, which is kept on the device.
-        """
+        """The repetition penalty, where there is just one; it reads the set of tokens alone."""
         kind = hf.RepetitionPenaltyLogitsProcessor
         found = [item for item in self.processors or () if type(item) is kind]
         return found[0] if len(found) == 1 else None
@@ -135,10 +197,9 @@ class Sampling:
         tokens: Tensor | None = None,
         stream: Stream = Stream.TARGET,
     ) -> Tensor:
-        """Scores [B, M, V] plus the noise of (seed, position, token), float64.
+        """Scores [B, M, V] plus the noise of (seed, position [B, M] or [B, 1], token), float64.
 
         Args:
-            positions: [B, M] or [B, 1].
             tokens: [V] the token ids that the columns stand for; 0 … V - 1 when None.
         """
         assert self.seeds is not None
@@ -189,10 +250,7 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def penalise(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """What the repetition penalty (Keskar et al. 2019, arXiv 1909.05858) makes of scores.
-
-    Args:
-        scores: [..., V]; seen: [..., V] bool, the tokens that are penalised.
+    """What the repetition penalty (Keskar et al. 2019, arXiv 1909.05858) makes of scores [..., V].
 
     >>> scores, seen = torch.tensor([[3.0, -2.0, 1.0]]), torch.tensor([[True, True, False]])
     >>> penalise(scores, seen, 2.0).tolist()

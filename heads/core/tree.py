@@ -19,13 +19,13 @@ from torch import Tensor
 def ancestor_mask(parents: Tensor) -> Tensor:
     """Which nodes are on the path from the root to each node, the node itself included.
 
+    Computed by pointer jumping in about log2(N) steps, on the device of `parents`.
+
     Args:
         parents: [B, N] int64, the parent of each node; -1 at the root.
 
     Returns:
         [B, N, N] bool; entry (b, i, j) says that j is i or an ancestor of i.
-
-    Computed by pointer jumping in about log2(N) steps, on the device of `parents`.
 
     >>> ancestor_mask(torch.tensor([[-1, 0, 0, 1]]))[0].int().tolist()
     [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
@@ -74,11 +74,7 @@ class Topology:
         width: int | None = None,
         children: tuple[tuple[int, ...], ...] | None = None,
     ) -> Topology:
-        """Derive depth, ancestors, paths and ranks from `parents` [B, N].
-
-        Args:
-            width: a bound on any node's children; N - 1 when None.
-            children: see `Topology`.
+        """Derive depth, ancestors, paths and ranks from `parents`; `width` is N - 1 when None.
 
         >>> shape = Topology.from_parents(torch.tensor([[-1, 0, 0, 1]]), max_depth=2)
         >>> shape.depth.tolist(), shape.paths[0].tolist(), shape.rank.tolist()
@@ -163,8 +159,7 @@ class TokenTree:
             node is a point mass.
         vocabulary: [Vd] target ids that the columns of `logits` stand for; 0 … V - 1 when None.
         replacement: whether siblings were drawn with replacement.
-        turns: with several drafters, the numbers of the root's children at which each drafter's
-            own begin; siblings from there on were drawn from that drafter's row.
+        turns: with several drafters, the number of the root's child at which each one's own begin.
     """
 
     tokens: Tensor
@@ -183,15 +178,10 @@ class TokenTree:
 
 
 def parents_of_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[int]]:
-    """Turn rank paths into nodes, parents first, siblings by rank.
+    """Parents (-1 at the root), ranks (0 there) and depths of N nodes, parents first, from paths.
 
-    Args:
-        paths: one path of ranks per node without the root, such as `[[0], [1], [0, 0]]`: the best
-            child, the second child, and the best child of the best child. Missing prefixes are
-            added.
-
-    Returns:
-        parents (with -1 for the root), ranks (0 for the root) and depths, each of N entries.
+    A path of ranks stands for each node but the root, such as `[[0], [1], [0, 0]]`: the best child,
+    the second child, and the best child of the best child. Missing prefixes are added.
 
     >>> parents_of_paths([[0, 1], [1]])
     ([-1, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 2])

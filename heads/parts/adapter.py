@@ -1,8 +1,6 @@
 """A LoRA adapter in the target, trained together with a drafter (peft; LoRA: arXiv 2106.09685).
 
 peft wraps layers inside the target, which stays the same model object and decodes like any other.
-Detached, the target is bit for bit what it was before; merged, it is an ordinary model with changed
-weights.
 """
 
 from __future__ import annotations
@@ -39,7 +37,10 @@ class Adapter:
     """
 
     def __init__(self, rank: int, alpha: float, dropout: float, modules: Sequence[str]):
-        self.rank, self.alpha, self.dropout, self.modules = rank, alpha, dropout, list(modules)
+        self._lora: dict[str, Any] = {
+            "r": rank, "lora_alpha": alpha, "lora_dropout": dropout,
+            "target_modules": list(modules) or "all-linear", "task_type": "CAUSAL_LM",
+        }  # fmt: skip
         self._wrapped: Any = None  # peft's model around the target
         self._trainable: list[nn.Parameter] = []  # those of the target that peft has frozen
 
@@ -61,13 +62,7 @@ class Adapter:
 
         assert not self.attached
         self._trainable = [p for p in target.parameters() if p.requires_grad]
-        config = peft.LoraConfig(
-            r=self.rank,
-            lora_alpha=self.alpha,  # type: ignore[arg-type]
-            lora_dropout=self.dropout,
-            target_modules=self.modules or "all-linear",
-            task_type="CAUSAL_LM",
-        )
+        config = peft.LoraConfig(**self._lora)
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 torch.manual_seed(_SEED)
@@ -96,9 +91,8 @@ class Adapter:
 
     def parameters(self) -> list[nn.Parameter]:
         """The factors A and B of every layer; empty if it is not attached."""
-        if not self.attached:
-            return []
-        return [p for name, p in self._wrapped.named_parameters() if "lora_" in name]
+        named = self._wrapped.named_parameters() if self.attached else ()
+        return [p for name, p in named if "lora_" in name]
 
     def train(self, mode: bool = True) -> None:
         """Switch the adapter's dropout; the target's own stays off."""
@@ -186,7 +180,5 @@ class Adapter:
 
     def _layers(self) -> dict[str, Any]:
         """The target's adapted layers, by name."""
-        if not self.attached:
-            return {}
-        modules = self._wrapped.base_model.model.named_modules()
+        modules = self._wrapped.base_model.model.named_modules() if self.attached else ()
         return {name: module for name, module in modules if hasattr(module, "lora_dropout")}

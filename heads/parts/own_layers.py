@@ -12,10 +12,7 @@ from ..core import LayerShape, OptionError, decoder_layers, weight_of
 
 
 def layer_like(target: PreTrainedModel) -> dict[str, Any]:
-    """A Llama layer of the target's sizes, as the plain data of its config.
-
-    Heads of public checkpoints are such layers, whatever their target is.
-    """
+    """A Llama layer of the target's sizes, as plain data; published heads are such layers."""
     text = target.config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     rope = getattr(text, "rope_parameters", None) or {}
@@ -34,8 +31,7 @@ def layer_like(target: PreTrainedModel) -> dict[str, Any]:
 def own_layers(layer: dict[str, Any], count: int = 1) -> tuple[LlamaModel, list[LayerShape]]:
     """Decoder layers, read by `inputs_embeds` alone and without a final norm, and what they cache.
 
-    Args:
-        layer: see `layer_like`; may say more of what `LlamaConfig` knows, and `rope_scaling`.
+    `layer` is as of `layer_like`; it may say more of what `LlamaConfig` knows, and `rope_scaling`.
     """
     sizes = {name: value for name, value in layer.items() if not name.startswith("rope_")}
     rope = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
@@ -60,11 +56,7 @@ def unit_scale_init(model: nn.Module) -> None:
 
 
 def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConfig:
-    """The config of a model made of some layers of another.
-
-    Raises:
-        OptionError: the model is more than its decoder.
-    """
+    """The config of a model made of some layers of another, which must be its decoder alone."""
     if config.get_text_config(decoder=True) is not config:
         raise OptionError(
             f"{config.model_type} is more than a language model, so no student can be made of its "

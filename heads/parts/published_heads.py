@@ -21,16 +21,12 @@ _AUX = "eagle_aux_hidden_state_layer_ids"
 
 
 def eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
-    """EAGLE-1 and 2 heads of the authors, and HASS's, which are alike.
-
-    Some have no bias in `fc`. Their embedding is the target's own, and left out.
-    """
+    """EAGLE-1 and 2 heads of the authors, and HASS's; some have no bias in `fc`."""
     found = _renamed(tensors, "layers.0.")
     if _widths(found) != (2, 1):
         return None
     found.setdefault("fc.bias", torch.zeros_like(found["fc.weight"][:, 0]))
-    known = {"layer": _layer(config, found), "hidden_size": len(found["fc.weight"])}
-    return _with_vocabulary(known, _layer_config(config).get("vocab_size")), found
+    return _known(config, found, _layer_config(config).get("vocab_size")), found
 
 
 def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
@@ -49,22 +45,24 @@ def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
                 f"its config sets {name}, a variant of EAGLE-3 that is not run here; expected a "
                 "head without it."
             )
-    known = {"layer": _layer(config, found), "hidden_size": len(found["fc.weight"])}
+    offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
+    size = _layer_config(config).get("vocab_size") if mask is None else len(mask)
+    known = _known(config, found, size)
     known["norm_before_residual"] = bool(config.get("norm_before_residual"))
     # At the top, as vLLM reads them, these are the layers whose input is read; in `eagle_config`,
     # as SGLang reads them, those whose output is.
     nested = (config.get("eagle_config") or {}).get(_AUX) or []
     if layers := config.get(_AUX) or [layer + 1 for layer in nested]:
         known["feature_layers"] = layers
-    offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
-    size = _layer_config(config).get("vocab_size") if mask is None else len(mask)
     if offsets is not None and (ids := _vocabulary(offsets, mask, size)) is not None:
         found["vocabulary"] = ids
         known |= {"output": "trimmed", "draft_vocab_size": len(ids)}
-    return _with_vocabulary(known, size), found
+    return known, found
 
 
-def _with_vocabulary(known: dict[str, Any], size: int | None) -> dict[str, Any]:
+def _known(config: dict[str, Any], found: dict[str, Tensor], size: int | None) -> dict[str, Any]:
+    """The family's config, as far as every checkpoint says it; size is that of the vocabulary."""
+    known = {"layer": _layer(config, found), "hidden_size": len(found["fc.weight"])}
     return known if size is None else {**known, "vocab_size": size}
 
 
@@ -92,11 +90,7 @@ def _layer_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Any]:
-    """The layer that a checkpoint has, see `layer_like`; a bias that it lacks is added as zeros.
-
-    Raises:
-        ArtifactError: no number of heads, or rotary positions of an unknown kind.
-    """
+    """The layer that a checkpoint has, see `layer_like`; a bias that it lacks is added as zeros."""
     inner, size = _layer_config(config), len(found["fc.weight"])
     heads = inner.get("num_attention_heads")
     if not heads:
@@ -134,11 +128,7 @@ def _layer(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _vocabulary(offsets: Tensor, mask: Tensor | None, size: int | None) -> Tensor | None:
-    """The draft vocabulary [Vd], ascending; None where it is the whole of the target's.
-
-    Raises:
-        ArtifactError: it is none, or its two tables contradict each other.
-    """
+    """The draft vocabulary [Vd], ascending; None where it is the whole of the target's."""
     ids = offsets.long() + torch.arange(len(offsets))
     if mask is not None and not torch.equal(ids, kept := mask.nonzero().flatten()):
         if not torch.equal(offsets.long(), kept):
