@@ -6,17 +6,20 @@ rows have the same length or not, and the accepted path is moved by one gather f
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .tree_attention import no_kernel
-
 SLOT_STEP = 64
 """Slots grow, and are attended to, in steps of this size, so shapes seldom change."""
+
+_KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_SIZE = 256
 
 
 def in_steps(slots: int) -> int:
@@ -36,6 +39,26 @@ def plain_move(rows: Tensor, slots: Tensor, path: Tensor) -> None:
     rows.index_copy_(1, destination.flatten(), rows.index_select(1, source.flatten()))
 
 
+@cache
+def no_kernel(
+    device: torch.device, dtype: torch.dtype = torch.float32, size: int = 0
+) -> str | None:
+    """Why no Triton kernel runs there; None where one does.
+
+    Args:
+        dtype, size: the keys' and the larger head dimension, for the kernel of attention.
+    """
+    if device.type != "cuda":
+        return f"its kernel runs on CUDA, and the keys are on {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "its kernel needs triton, which is not installed"
+    if dtype not in _KERNEL_TYPES:
+        return f"its kernel knows no {dtype}"
+    if size > _KERNEL_SIZE:
+        return f"its kernel knows head dimensions to {_KERNEL_SIZE}, found {size}"
+    return None
+
+
 @dataclass(frozen=True)
 class LayerShape:
     """What one attention layer caches: its place and the shapes of its keys and values."""
@@ -47,7 +70,7 @@ class LayerShape:
 
     @property
     def no_kernel(self) -> str | None:
-        """See `tree_attention.no_kernel`."""
+        """See `no_kernel`."""
         return no_kernel(self.device, self.dtype, max(self.key[1], self.value[1]))
 
 
@@ -90,6 +113,7 @@ class SlabCache(Cache):
     def __init__(self, shapes: list[LayerShape], batch: int, capacity: int):
         super().__init__(layers=[_Layer(self) for _ in shapes])
         self.shapes, self.batch, self.capacity = shapes, batch, 0
+        self.dtype = shapes[0].dtype  # which attention masks take
         self._devices = {shape.device for shape in shapes}
         self._members: dict[tuple, list[tuple[int, int]]] = {}  # of each slab: (kind, layer)
         for layer, shape in enumerate(shapes):
@@ -140,11 +164,6 @@ class SlabCache(Cache):
         """Overwrite all with zeros; see `reserve` for the reason."""
         for slab in self._slabs:
             slab.zero_()
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the first layer's keys, which the attention mask takes."""
-        return self.shapes[0].dtype
 
     def set_slots(self, slots: Tensor | range, live: int, seen: int = 0) -> None:
         """Let the next forward write `slots`, and attend to slots 0 … live - 1 of each row.

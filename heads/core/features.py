@@ -43,16 +43,16 @@ class FeatureTap(AbstractContextManager):
         self._order, self._handles = tuple(layers), []
         stack = decoder_layers(model) if any(layer != FINAL for layer in layers) else ()
         for layer in set(layers):
-            if layer != FINAL and not 0 <= layer < len(stack):
+            if layer == FINAL:
+                hook = model.get_decoder().register_forward_hook(self._keep_output)
+            elif 0 <= layer < len(stack):
+                keep = partial(self._keep_input, layer)
+                hook = stack[layer].register_forward_pre_hook(keep, with_kwargs=True)
+            else:
                 raise OptionError(
                     f"feature layer {layer} does not exist; expected 0 … {len(stack) - 1}, or "
                     f"{FINAL} for the final hidden state."
                 )
-            if layer == FINAL:
-                hook = model.get_decoder().register_forward_hook(self._keep_output)
-            else:
-                keep = partial(self._keep_input, layer)
-                hook = stack[layer].register_forward_pre_hook(keep, with_kwargs=True)
             self._handles.append(hook)
 
     def __exit__(self, *exception: Any) -> None:
@@ -132,10 +132,7 @@ class OutputLayer:
         return logits if self.vocabulary is None else logits.index_select(-1, self.vocabulary)
 
     def raw(self, hidden: Tensor) -> Tensor:
-        """What the layer alone makes of states [..., D] of any dtype: [..., V].
-
-        Drafters whose own states stand in for final hidden states are trained with these.
-        """
+        """What the layer alone makes of states [..., D] of any dtype, as in training: [..., V]."""
         return self.layer(hidden.to(self.layer.weight.dtype))
 
     @cached_property

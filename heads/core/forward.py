@@ -14,11 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import masks
-from .attention_interface import tree_attention_on
 from .cache import SlabCache
 from .masks import AttentionWindows
 from .tree import Topology
-from .tree_attention import pack_tree
+from .tree_attention import pack_tree, tree_attention_on
 
 
 def tree_forward(
@@ -49,9 +48,8 @@ def tree_run(
 
     Args:
         inputs: what the model reads, by its own name: [B, N] `input_ids`, or `inputs_embeds`.
-        lengths: [B] int64, cached tokens per row; node n is written at slot length + n.
+        lengths, ancestors: see `tree_mask`.
         positions: [B, G] int64, each node's position: `lengths` + its depth.
-        ancestors: [B, G, G] bool.
         live: slots to attend to, at least the longest row's length + G.
         seen: given where all rows have this length. Lone roots then need no mask, and the model
             does what it does when it decodes plainly.

@@ -210,19 +210,19 @@ def split_attention(
     partial = torch.empty(parts, count, width, dtype=torch.float32, device=query.device)
     lse = torch.empty(parts, count, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, nodes, query_heads, width, dtype=query.dtype, device=query.device)
-    blocks = {"D_BLOCK": _block(size), "DV_BLOCK": _block(width)}
     with torch.cuda.device(query.device if query.is_cuda else -1):
         attend[(tiles, batch * heads, parts)](
             query, key, value, packed, partial, lse, scaling, softcap or 0.0,
             heads, groups, nodes, tree, splits,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             packed.stride(0), packed.stride(2),
-            D=size, DV=width, **blocks, ROWS=tile.rows, SLOTS=tile.slots,
-            CAPPED=softcap is not None, num_warps=tile.warps, num_stages=tile.stages,
+            D=size, DV=width, D_BLOCK=_block(size), DV_BLOCK=_block(width),
+            ROWS=tile.rows, SLOTS=tile.slots, CAPPED=softcap is not None,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         merge[(count,)](
             partial, lse, out, query_heads, nodes, parts, count,
-            DV=width, DV_BLOCK=blocks["DV_BLOCK"], PARTS=triton.next_power_of_2(parts), num_warps=4,
+            DV=width, DV_BLOCK=_block(width), PARTS=triton.next_power_of_2(parts), num_warps=4,
         )  # fmt: skip
     return out
 

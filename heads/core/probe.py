@@ -7,11 +7,10 @@ another layout. Their logits on a tree differ from plain ones.
 
 import itertools
 import logging
-from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from dataclasses import replace
+from typing import Any, NamedTuple, Self, cast
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -152,7 +151,8 @@ def check_tree(
             raise undrivable(config.model_type, f"cannot run a token tree ({what})") from error
     last = topology.depth[:, -_COMPARED:].reshape(-1, 1, 1).expand(-1, 1, plain.shape[-1])
     plain = plain.gather(1, last).view_as(tree)  # [2, 3, V]
-    difference = (_spread(tree - plain) / _spread(plain)).median(1).values.max().item()
+    error, size = (logits.float().std(-1) for logits in (tree - plain, plain))  # over V: [2, 3]
+    difference = (error / size).median(1).values.max().item()
     if difference > tolerance(plain.dtype):  # not so when NaN: that is for the loop to report
         raise undrivable(
             config.model_type,
@@ -173,12 +173,7 @@ def tolerance(dtype: torch.dtype) -> float:
     return max(0.01, (2 * torch.finfo(dtype).eps) ** 0.5)
 
 
-def _spread(logits: Tensor) -> Tensor:
-    return logits.float().std(-1)  # over the vocabulary, [..., V] -> [...]
-
-
-@dataclass(frozen=True)
-class PositionLimit:
+class PositionLimit(NamedTuple):
     """How many positions a model has, and why no more."""
 
     positions: int
@@ -207,9 +202,8 @@ class PositionLimit:
 
 def _has_position_table(model: PreTrainedModel, positions: int) -> bool:
     """Whether positions are looked up; some tables hold a few entries before position 0."""
-    tables = itertools.chain(model.named_parameters(), model.named_buffers())
     return any(
         tensor.dim() >= 2 and 0 <= tensor.shape[-2] - positions <= 2
-        for name, tensor in tables
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
         if "pos" in name or "wpe" in name
     )

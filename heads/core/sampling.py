@@ -175,7 +175,8 @@ class Sampling:
         processors, asked = self.processors, hf.PrefixConstrainedLogitsProcessor
         if rows is not None:
             processors = LogitsProcessorList(
-                OnlyRows(item, rows) if isinstance(item, asked) else item for item in processors
+                only_rows(item, rows, scores.shape[-1]) if isinstance(item, asked) else item
+                for item in processors
             )
         return processors(prefix, scores)  # type: ignore[arg-type]
 
@@ -260,16 +261,13 @@ def penalise(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
     return torch.where(seen, less, scores)
 
 
-class OnlyRows(LogitsProcessor):
+def only_rows(
+    asked: hf.PrefixConstrainedLogitsProcessor, rows: Sequence[bool], vocabulary: int
+) -> hf.PrefixConstrainedLogitsProcessor:
     """A user's `prefix_allowed_tokens_fn`, asked about some rows alone; the others may do all."""
+    everything, function = list(range(vocabulary)), asked._prefix_allowed_tokens_fn
 
-    def __init__(self, asked: hf.PrefixConstrainedLogitsProcessor, rows: Sequence[bool]):
-        self.function, self.rows = asked._prefix_allowed_tokens_fn, rows
+    def allowed(row: int, text: Tensor) -> list[int]:
+        return function(row, text) if rows[row] else everything
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:  # type: ignore[override]
-        everything = list(range(scores.shape[-1]))
-
-        def allowed(row: int, text: Tensor) -> list[int]:
-            return self.function(row, text) if self.rows[row] else everything
-
-        return hf.PrefixConstrainedLogitsProcessor(allowed, 1)(input_ids, scores)  # type: ignore[arg-type]
+    return hf.PrefixConstrainedLogitsProcessor(allowed, 1)

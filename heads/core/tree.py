@@ -47,8 +47,7 @@ class Topology:
         parents: [B, N] int64, -1 at the root.
         depth: [B, N] int64, 0 at the root.
         ancestors: [B, N, N] bool, see `ancestor_mask`.
-        paths: [B, N, D + 1] int64, the nodes from the root to each node; past the node's own
-            depth the node repeats.
+        paths: [B, N, D + 1] int64, the nodes from the root to each node, which then repeats.
         rank: [B, N] int64, how many siblings come before each node.
         max_depth: D, known on the host.
         width: the most children that a node has, or a bound on it, known on the host.

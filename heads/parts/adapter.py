@@ -25,15 +25,12 @@ ADAPTER_CONFIG = f"{ADAPTER}/adapter_config.json"
 ADAPTER_WEIGHTS = f"{ADAPTER}/adapter_model.safetensors"
 """Where an artifact or a checkpoint keeps its adapter, in peft's own files."""
 
-_SEED = 0  # of the factors, so that every process starts from the same
-
 
 class Adapter:
     """Low-rank changes of a target's linear layers: W + (alpha / rank) · B A, with B zero at first.
 
     Args:
-        modules: names of the layers, such as `q_proj`; empty for all linear layers but the output
-            layer.
+        modules: names of layers, such as `q_proj`; empty for all linear ones but the output layer.
     """
 
     def __init__(self, rank: int, alpha: float, dropout: float, modules: Sequence[str]):
@@ -55,8 +52,7 @@ class Adapter:
         The target's own parameters are frozen until the adapter is detached or merged.
 
         Raises:
-            OptionError: the target has no such layers, or `modules` names an output layer that is
-                tied to the embedding.
+            OptionError: the target has no such layers, or `modules` names a tied output layer.
         """
         import peft  # slow to import, and not needed by other drafters
 
@@ -65,7 +61,7 @@ class Adapter:
         config = peft.LoraConfig(**self._lora)
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                torch.manual_seed(_SEED)
+                torch.manual_seed(0)  # every process starts from the same factors
                 warnings.simplefilter("ignore")  # about layers that peft transposes by itself
                 self._wrapped = peft.get_peft_model(target, config)
                 self._init_offloaded()
@@ -139,9 +135,8 @@ class Adapter:
                 "restore the file or train again."
             ) from error
         own = peft.get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        if wrong := sorted(dict(shapes.items() ^ found.items())):
+        expected, found = ({(name, some[name].shape) for name in some} for some in (own, weights))
+        if wrong := sorted(name for name, _ in expected ^ found):
             raise ArtifactError(
                 f"{path} does not fit the drafter's config or this target: {wrong[0]} is missing, "
                 "unknown or of another shape; restore both files, and load the right target."

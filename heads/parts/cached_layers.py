@@ -52,8 +52,7 @@ class DraftCache:
         """Make room for so many slots a row; returns them rounded up, to be attended to."""
         live = in_steps(slots)
         if live > self.slab.capacity:
-            grown = self.slab.capacity + self.slab.capacity // 2
-            self.slab.reserve(max(live, in_steps(grown)))
+            self.slab.reserve(max(live, in_steps(self.slab.capacity * 3 // 2)))
         return live
 
 
@@ -152,8 +151,7 @@ class CachedLayers:
     @property
     def forward_setup(self) -> ForwardSetup:
         """How the model is run, found again whenever its device or dtype has changed."""
-        model = self.model
-        place = (model.device, model.dtype)
+        model, place = self.model, (self.model.device, self.model.dtype)
         if self._forward_setup is not None and self._forward_setup.place == place:
             return self._forward_setup
         try:

@@ -92,8 +92,7 @@ def _layer_config(config: dict[str, Any]) -> dict[str, Any]:
 def _layer(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Any]:
     """The layer that a checkpoint has, see `layer_like`; a bias that it lacks is added as zeros."""
     inner, size = _layer_config(config), len(found["fc.weight"])
-    heads = inner.get("num_attention_heads")
-    if not heads:
+    if not (heads := inner.get("num_attention_heads")):
         raise ArtifactError(
             "its config does not say num_attention_heads; restore the one that was published."
         )
@@ -119,8 +118,7 @@ def _layer(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": None if kind == "default" else rope,
     }
-    bias = found.get("model.layers.0.self_attn.q_proj.bias")
-    if bias is not None:
+    if (bias := found.get("model.layers.0.self_attn.q_proj.bias")) is not None:
         layer["attention_bias"] = True  # in transformers' layer the output has one as well
         nothing = torch.zeros(size, dtype=bias.dtype)
         found.setdefault("model.layers.0.self_attn.o_proj.bias", nothing)
@@ -155,10 +153,9 @@ _BORROWED = re.compile(r"input_embed_fn\.weight|.*\.embed_tokens\.weight|.*\.rot
 def hydra(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     """The authors' heads, with or without the prefix; see `StoredDrafter.from_checkpoint`.
 
-    Head i, from 0, has blocks `hydra_mlp.{i}.{j}` and an output layer `hydra_lm_head.{i}`; with
-    the prefix, every other place of both is a dropout's. There the blocks after a head's first
-    are one and the same under several names, of which a file may hold one alone; here they are
-    copies. The prefix is a whole one-layer model, with an embedding that nothing reads.
+    Head i, from 0, has blocks `hydra_mlp.{i}.{j}` and an output layer `hydra_lm_head.{i}`; with the
+    prefix, a one-layer model, every other place of both is a dropout's. The blocks after a head's
+    first are one under several names, of which a file may hold one alone; here they are copies.
     """
     if not any(name.startswith("hydra_mlp.") for name in tensors):
         return None
@@ -184,8 +181,7 @@ def hydra(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     if layers == 2:
         layers = max(layers, config.get("hydra_num_layers", layers))
     for head, layer, part in product(range(heads), range(2, layers), ("weight", "bias")):
-        second = found.get(f"mlp.{head}.1.linear.{part}")
-        if second is not None:
+        if (second := found.get(f"mlp.{head}.1.linear.{part}")) is not None:
             found.setdefault(f"mlp.{head}.{layer}.linear.{part}", second)
     known = {"heads": heads, "layers": layers, "prefix": prefix, "output": "own"}
     if (output := found.get("output.0.weight")) is not None:
