@@ -6,8 +6,7 @@ if __name__ != "headstart.infer":
 from .loading import load
 from .loop import Decoding
 from .request import Request
-from .rules.registry import RULES
-from .rules.rule import Rule
+from .rules.registry import RULES, Rule
 from .speculator import Speculator
 from .stats import Stats
 from .target import Target

@@ -17,8 +17,7 @@ from headstart.heads import DrafterGroup, Sampling
 
 from .record import Record
 from .rows import Rows
-from .rules.matching import GREEDY
-from .rules.rule import Rule
+from .rules.registry import GREEDY, Rule
 from .rules.rule_api import Text, seen_in
 from .target import Target
 from .trees.children import Children, Expansion

@@ -1,8 +1,7 @@
 """What an acceptance rule is given, and what it answers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -14,13 +13,13 @@ from headstart.heads import Sampling, TokenTree
 class Text:
     """The rows' text so far, in the layout of `generate`: padded on the left, then growing.
 
-    Processors and criteria read it. The host knows everything else that is said of the rows.
+    Processors and criteria read it.
 
     Args:
         ids: [B, C] int64 with room to grow, of which each row uses the same `width` columns so far.
         remaining: [B] tokens that each row may still emit, on the host; without a bound when None.
         ends: [V] bool, the tokens that end a row; none when None.
-        seen: [B, V + 1] bool, the tokens that a repetition penalty is for, see `seen_in`.
+        seen: see `seen_in`; None where no repetition penalty needs it.
 
     Attributes:
         lengths: [B] int64, columns in use, padding included; always count the root.
@@ -92,7 +91,7 @@ class Accepted:
     count: Tensor
 
     @classmethod
-    def up_to(cls, tree: TokenTree, node: Tensor, last: Tensor) -> Accepted:
+    def up_to(cls, tree: TokenTree, node: Tensor, last: Tensor) -> Self:
         """The path to each row's node [B, 1], and the token [B, 1] that is emitted after it."""
         shape = tree.topology
         path = shape.path_to(node.squeeze(1))  # [B, A]
@@ -107,9 +106,7 @@ class Verified:
     """A tree that the target has run, and how its tokens are chosen.
 
     Attributes:
-        tree: B rows of N nodes.
         logits: [B, N, V], the target's.
-        sampling: seeds and processors.
         lengths: [B], the root's position.
         text: what the rows have written, the root included.
         kept: takes the processed scores [B, N, V], true along the path, when a list.
