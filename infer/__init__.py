@@ -10,10 +10,9 @@ from .rules.registry import RULES, Rule
 from .speculator import Speculator
 from .stats import Stats
 from .target import Target
-from .trees.beam import Beam
-from .trees.best_first import BestFirst
 from .trees.parse import parse_static, parse_tree
 from .trees.policy import Policy
+from .trees.search import Beam, BestFirst
 from .trees.static import StaticTree
 from .trees.union import Union
 

@@ -17,7 +17,7 @@ from headstart.heads import Drafter, load_drafter
 from headstart.heads.artifacts.source import DrafterSource
 
 from .speculator import Speculator
-from .trees.default import default_tree
+from .trees.parse import default_tree
 from .trees.policy import Policy
 
 NamedDrafter = DrafterSource | str | Path

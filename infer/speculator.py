@@ -31,8 +31,7 @@ from .rules.registry import choose_rule, find_rule
 from .stats import Stats
 from .target import Target
 from .trees.children import Expansion
-from .trees.default import default_tree
-from .trees.parse import parse_tree
+from .trees.parse import default_tree, parse_tree
 from .trees.policy import Policy
 
 

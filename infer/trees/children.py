@@ -1,12 +1,8 @@
 """Whose children a node gets: from a drafter's proposals to tokens.
 
-Children are the drafter's best tokens (`topk`), the best after the noise that the target will use
-has been added (`coupled`), or draws from the proposals, with or without replacement. Each parent
-draws for itself, also where parents share a row of proposals. What was drawn is neither ranked nor
-dropped afterwards: either would bias the text.
+Each parent draws for itself, also where parents share a row of proposals. What was drawn is neither
+ranked nor dropped afterwards: either would bias the text.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal

@@ -1,12 +1,8 @@
 """What every policy of growing a token tree has, and what each round gives it."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -79,24 +75,3 @@ class Policy(ABC):
         self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
     ) -> TokenTree:
         """Propose a tree under `committed.root`."""
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def made_once(make: Callable[P, T]) -> Callable[P, T]:
-    """Keep what a policy's method returns for its arguments for as long as the policy lives.
-
-    For tensors on a device: captured CUDA graphs read them, so none may be dropped earlier.
-    """
-
-    @wraps(make)
-    def kept(*args: P.args, **kwargs: P.kwargs) -> T:
-        made = vars(args[0]).setdefault("_made", {})
-        key = make, args[1:]
-        if key not in made:
-            made[key] = make(*args, **kwargs)
-        return made[key]
-
-    return kept

@@ -4,10 +4,8 @@ Such trees are new in every round. Nodes are ranked and dropped by what the draf
 children must be a function of the proposals (`topk`, `coupled`); drawn ones would be biased.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +24,6 @@ class SearchedTree(Policy):
     """A policy that ranks and drops nodes, and so refuses drawn children."""
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """See `Policy`."""
         super().check(drafter, expansion)
         if expansion in SAMPLED:
             raise OptionError(
@@ -35,19 +32,12 @@ class SearchedTree(Policy):
             )
 
 
-@dataclass(frozen=True, slots=True)
-class SearchLevel:
-    """One depth of a search: C = F * w candidates, w for each of the F nodes that were extended.
+class SearchLevel(NamedTuple):
+    """One depth of a search: C = F * w candidates, w for each of the F nodes that were extended."""
 
-    Attributes:
-        tokens: [B, C] target ids; -1 where there is none.
-        scores: [B, C] log-probability of the path from the root; -inf where there is no candidate.
-        kept: [B, F'] the candidates that are extended next, best first.
-    """
-
-    tokens: Tensor
-    scores: Tensor
-    kept: Tensor
+    tokens: Tensor  # [B, C] target ids; -1 where there is none
+    scores: Tensor  # [B, C] log-probability of the path from the root; -inf where there is none
+    kept: Tensor  # [B, F'] the candidates that are extended next, best first
 
 
 def search(
@@ -154,3 +144,131 @@ def select(
     tokens = torch.cat([root, pad(tokens, (0, 1)).gather(1, chosen)], dim=1)  # [B, N]
     valid = pad(chosen < count, (1, 0), value=True)
     return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
+
+
+class BestFirst(SearchedTree):
+    """The nodes of highest probability, as the drafter sees it.
+
+    In each level the best `frontier` nodes are extended with their best `width` children; of all
+    candidates the best `nodes` - 1 make the tree (EAGLE-2, arXiv 2406.16858). Independent heads
+    answer for every node at once, so their frontier is as wide as the tree, and the tree the true
+    best-first set over the product of their marginals (DDTree, arXiv 2604.12989).
+
+    Args:
+        nodes: N, the root counted.
+        width: children that a node may have.
+        depth: D.
+        frontier: None for `width`, and for `nodes` - 1 with independent heads.
+
+    Raises:
+        OptionError: numbers that make no tree, or leave nodes without a use.
+    """
+
+    def __init__(self, nodes: int, width: int, depth: int, frontier: int | None = None):
+        self.nodes, self.width, self.max_depth, self.frontier = nodes, width, depth, frontier
+        if min(nodes - 1, width, depth, frontier or 1) < 1:
+            raise OptionError(
+                f"tree {self} has no node beside the root; expected at least 2 nodes, and width, "
+                "depth and frontier from 1."
+            )
+        self._check_candidates(frontier or nodes - 1)
+
+    def __str__(self) -> str:
+        numbers = [self.nodes, self.width, self.max_depth, self.frontier]
+        return "best-first:" + ",".join(str(number) for number in numbers if number is not None)
+
+    def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
+        super().check(drafter, expansion)
+        assert drafter is not None
+        self._check_candidates(self._extended(drafter))
+
+    def _extended(self, drafter: Drafter) -> int:
+        return self.frontier or (self.nodes - 1 if drafter.independent else self.width)
+
+    def _check_candidates(self, frontier: int) -> None:
+        extended, candidates = 1, 0
+        for _ in range(self.max_depth):
+            candidates += extended * self.width
+            extended = min(frontier, extended * self.width)
+        if candidates < self.nodes - 1:
+            raise OptionError(
+                f"tree {self} never has more than {candidates + 1} nodes when {frontier} of a "
+                "level are extended; lower its nodes, or raise width, depth or frontier."
+            )
+
+    def grow(
+        self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
+    ) -> TokenTree:
+        assert drafter is not None
+        frontier = self._extended(drafter)
+        levels = search(drafter, state, committed, children, self.width, self.max_depth, frontier)
+        parents, first = [torch.zeros_like(levels[0].tokens)], 1
+        for level in levels[:-1]:
+            parents.append((level.kept + first).repeat_interleave(self.width, dim=1))  # [B, C]
+            first += level.tokens.shape[1]
+        tokens = torch.cat([level.tokens for level in levels], dim=1)
+        scores = torch.cat([level.scores for level in levels], dim=1)
+        above, sizes = torch.cat(parents, dim=1), (self.nodes, self.max_depth, self.width)
+        return select(committed.root, tokens, scores, above, *sizes)
+
+
+class Beam(SearchedTree):
+    """The union of the paths that a beam search ends with (ReDrafter, arXiv 2403.09919).
+
+    Each level keeps the best `width` pairs of a beam and a token. Beams with a common beginning
+    share its nodes; nodes on no final beam are dropped. Where the search runs dry before `length`,
+    the final beams are the last that there were.
+
+    Args:
+        width: beams; length: D, tokens of each.
+        nodes: N, the root counted; the worst beams are cut first. None for 1 + width * length.
+
+    Raises:
+        OptionError: numbers that make no tree, or leave nodes without a use.
+    """
+
+    def __init__(self, width: int, length: int, nodes: int | None = None):
+        self.width, self.max_depth, self._cut = width, length, nodes
+        most = 1 + width * length
+        self.nodes = most if nodes is None else nodes
+        if min(width, length) < 1 or not 1 < self.nodes <= most:
+            raise OptionError(
+                f"tree {self} makes no beams; expected width and length from 1, and from 2 to "
+                "1 + width * length nodes."
+            )
+
+    def __str__(self) -> str:
+        cut = "" if self._cut is None else f",{self._cut}"
+        return f"beam:{self.width},{self.max_depth}{cut}"
+
+    def grow(
+        self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
+    ) -> TokenTree:
+        assert drafter is not None
+        width, depth = self.width, self.max_depth
+        levels = search(drafter, state, committed, children, width, depth, width)
+        tokens = torch.cat([level.tokens.gather(1, level.kept) for level in levels], dim=1)
+        slots = torch.arange(depth - 1, device=tokens.device).repeat_interleave(width) * width + 1
+        parents = torch.cat([level.kept // width for level in levels], dim=1)  # [B, D * width]
+        parents = parents + pad(slots, (width, 0))
+        goals = torch.cat(final_beams(levels, width), dim=1)
+        return select(committed.root, tokens, goals, parents, self.nodes, depth, width)
+
+
+def final_beams(levels: Sequence[SearchLevel], width: int) -> list[Tensor]:
+    """For each level minus the place of the best final beam through each beam, [B, width].
+
+    -inf where no final beam passes.
+    """
+    goals: list[Tensor] = []
+    for level in reversed(levels):
+        alive = level.scores.gather(1, level.kept) > NEVER  # [B, width]
+        order = -torch.arange(width, dtype=torch.float64, device=alive.device)
+        ends = torch.where(alive, order, NEVER)
+        if goals:
+            below, parent = goals[-1], levels[len(levels) - len(goals)].kept // width
+            passing = torch.full_like(below, NEVER).scatter_reduce(1, parent, below, "amax")
+            dry = (below == NEVER).all(1, keepdim=True)
+            ends = torch.where(dry, ends, passing)
+        goals.append(ends)
+    return goals[::-1]

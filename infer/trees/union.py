@@ -18,10 +18,9 @@ with its own drafter's q. This is exact for every rule that is exact with one dr
 such as lookup's included (argued in `rejection`, proved by enumeration in test_exactness.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -33,9 +32,8 @@ from headstart.heads import Drafter, OptionError, TokenTree, Topology
 from headstart.heads.group import members
 
 from .children import Children, Expansion
-from .levels import fixed_shape
-from .policy import Committed, Policy, made_once
-from .static import StaticTree
+from .policy import Committed, Policy
+from .static import StaticTree, fixed_shape
 
 
 class Union(Policy):
@@ -64,17 +62,16 @@ class Union(Policy):
         self.nodes = 1 + sum(part.nodes - 1 for part in self.parts)
         self.max_depth = max(part.max_depth for part in self.parts)
         self._static = all(isinstance(part, StaticTree) for part in self.parts)
+        self.shape = cache(self._shape)  # of static parts; kept as `StaticTree` keeps its own
 
     def __str__(self) -> str:
         return "+".join(map(str, self.parts))
 
     @property
     def label(self) -> str:
-        """The labels of the parts."""
         return "+".join(part.label for part in self.parts)
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """Refuse what any part refuses of its drafter, and another number of drafters."""
         found = members(drafter)
         if len(found) != len(self.parts):
             raise OptionError(
@@ -87,7 +84,6 @@ class Union(Policy):
     def grow(
         self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
     ) -> TokenTree:
-        """Propose a tree under `committed.root`."""
         trees, first = [], 0
         for part, member in zip(self.parts, members(drafter), strict=True):
             own = replace(children, first=first)
@@ -115,20 +111,16 @@ class Union(Policy):
     @property
     def _turns(self) -> tuple[int, ...]:
         """Which of the root's children, by order, are the first of each part."""
-        assert self._static
         counts = (part.parents.count(0) for part in self.parts if isinstance(part, StaticTree))
         return (0, *accumulate(counts))[:-1]
 
-    @made_once
-    def shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
-        """The topology of static parts for `batch` rows, see `StaticTree.shape`."""
+    def _shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
         parents = [-1]
         for part in self.parts:
             assert isinstance(part, StaticTree)
             first = len(parents) - 1
             parents += [parent + first if parent else 0 for parent in part.parents[1:]]
-        topology = fixed_shape(parents, self.max_depth, device).expand(batch)
-        return topology, torch.full_like(topology.parents, -1)
+        return fixed_shape(parents, self.max_depth, batch, device)
 
     def _grown(self, trees: Sequence[TokenTree], valid: Tensor) -> Topology:
         """The topology where the shape of a part changes with every round."""
