@@ -10,7 +10,7 @@ each drafter is given its own columns:
 """
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -84,9 +84,9 @@ class DrafterGroup:
             self.members.append(GroupMember(each, number, own, len(layers)))
 
     @classmethod
-    def of(cls, drafters: Drafter | Self | Sequence[Drafter] | None) -> Self:
+    def of(cls, drafters: "Drafter | DrafterGroup | Sequence[Drafter] | None") -> "DrafterGroup":
         """The group of no drafter, one, or several; a group is returned as it is."""
-        if isinstance(drafters, cls):
+        if isinstance(drafters, DrafterGroup):
             return drafters
         return cls([drafters] if isinstance(drafters, Drafter) else drafters or ())
 

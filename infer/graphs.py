@@ -15,13 +15,10 @@ Example: lengths that grow by one a round, repeated at the address where they li
 [6, 8]
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -36,6 +33,9 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
 _Found = TypeVar("_Found")
 _Leaf = tuple[Any, str, Any]  # an object, an attribute of it, and the tensor that it holds
+_Captured = tuple[
+    Callable[[], Any], Any, list[_Leaf]
+]  # what repeats a round, its result, its tensors
 
 _KINDS = 64
 """So many graphs are held; then the oldest goes."""
@@ -52,8 +52,7 @@ def captures_rounds(target: PreTrainedModel) -> bool:
 class CudaCapture:
     """Captures work as CUDA graphs that share one pool of memory.
 
-    They may share it since they run one after another, and what one leaves for the next is copied
-    to tensors that lie outside of it.
+    They run one after another, and what one leaves for the next is copied out of the pool.
     """
 
     def __init__(self) -> None:
@@ -65,15 +64,6 @@ class CudaCapture:
             work()
         graph.replay()
         return graph.replay
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """What repeats a kind of round, what it returned, and which attributes hold its tensors."""
-
-    replay: Callable[[], Any]
-    found: Any
-    held: list[_Leaf]
 
 
 class RoundGraphs:
@@ -92,7 +82,7 @@ class RoundGraphs:
         self._hosts: dict[torch.Size, deque[Tensor]] = {}
 
     @classmethod
-    def on(cls, device: torch.device) -> RoundGraphs:
+    def on(cls, device: torch.device) -> Self:
         """As the device allows: CUDA graphs, or the same path uncaptured."""
         return cls(CudaCapture() if device.type == "cuda" else None)
 
@@ -129,17 +119,17 @@ class RoundGraphs:
         return self._states[key]
 
     def run(self, kind: Hashable, work: Callable[[], _Found]) -> _Found:
-        """Do a round.
+        """Do `work`, a round that leaves all that outlasts it in tensors that stay.
 
         Args:
             kind: everything that the host decides about the round.
-            work: the round, which leaves all that outlasts it in tensors that stay.
         """
         known = self._captured.get(kind)
         if known is not None:
-            known.replay()
-            _hold(known.held)
-            return known.found
+            replay, result, held = known
+            replay()
+            _hold(held)
+            return result
         if self._capture is None:
             return work()
         if kind not in self._captured:
@@ -162,7 +152,7 @@ class RoundGraphs:
                 stacklevel=2,
             )
             return work()
-        self._captured[kind] = _Captured(replay, found[0], self._held)
+        self._captured[kind] = replay, found[0], self._held
         return found[0]
 
     def send(self, report: Tensor) -> Callable[[], np.ndarray]:

@@ -1,7 +1,5 @@
 """Loading of a target and its drafters for decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

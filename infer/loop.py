@@ -1,10 +1,8 @@
 """The decode loop: run the prompts, then round after round, for a batch of rows.
 
-A round is in `round`: grow a tree, verify it, accept, commit. `eager` and `captured` run rounds.
+A round is in `round`: grow a tree, verify it, accept, commit. `runners` run rounds.
 Each ends in one report, from which the host cuts the rows where they end.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Iterator
@@ -15,13 +13,11 @@ from torch import Tensor
 
 from headstart.heads import OptionError, TokenTree
 
-from .captured import CapturedRunner
-from .eager import EagerRunner
 from .graphs import RoundGraphs
-from .report import unpack
 from .request import ROOT_ONLY, Capacity, Request
-from .round import accept_and_commit
+from .round import accept_and_commit, unpack
 from .rows import Rows
+from .runners import CapturedRunner, EagerRunner
 from .stats import Emitted, Stats
 from .trees.policy import Committed
 

@@ -1,7 +1,5 @@
 """A batch of prompts: how it is decoded, and what it holds meanwhile."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,10 +13,10 @@ from transformers import StoppingCriteriaList
 
 from headstart.heads import DrafterGroup, Sampling
 
-from .record import Record
 from .rows import Rows
 from .rules.registry import GREEDY, Rule
 from .rules.rule_api import Text, seen_in
+from .stats import Record
 from .target import Target
 from .trees.children import Children, Expansion
 from .trees.policy import Committed, Policy

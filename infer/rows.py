@@ -1,7 +1,5 @@
 """What the host knows of a batch's rows: how long each is, and where what it accepted is cut."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The public face of decoding: a callable for `model.generate(custom_generate=…)`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -21,14 +19,19 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from headstart.heads import Drafter, DrafterGroup, OptionError
 from headstart.heads.core import offloaded
 
-from .generate_inputs import Ending, check_config, read_inputs, read_sampling
-from .generate_options import GenerateOptions, without_stop_strings
+from .generate_options import (
+    Ending,
+    GenerateOptions,
+    check_config,
+    read_inputs,
+    read_sampling,
+    without_stop_strings,
+)
 from .graphs import RoundGraphs, captures_rounds
 from .loop import Decoding
-from .record import Record
 from .request import Request
 from .rules.registry import choose_rule, find_rule
-from .stats import Stats
+from .stats import Record, Stats
 from .target import Target
 from .trees.children import Expansion
 from .trees.parse import default_tree, parse_tree

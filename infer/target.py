@@ -1,7 +1,5 @@
 """Drives a target model: prefill, verify a tree in one forward, commit the accepted path."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from types import FunctionType
