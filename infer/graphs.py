@@ -33,9 +33,7 @@ Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
 
 _Found = TypeVar("_Found")
 _Leaf = tuple[Any, str, Any]  # an object, an attribute of it, and the tensor that it holds
-_Captured = tuple[
-    Callable[[], Any], Any, list[_Leaf]
-]  # what repeats a round, its result, its tensors
+_Captured = tuple[Callable[[], Any], Any, list[_Leaf]]  # what repeats a round, what it returned
 
 _KINDS = 64
 """So many graphs are held; then the oldest goes."""

@@ -4,6 +4,7 @@ Such trees are new in every round. Nodes are ranked and dropped by what the draf
 children must be a function of the proposals (`topk`, `coupled`); drawn ones would be biased.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,8 +21,22 @@ NEVER = float("-inf")
 """The score of what is no candidate."""
 
 
+class SearchLevel(NamedTuple):
+    """One depth of a search: C = F * w candidates, w for each of the F nodes that were extended."""
+
+    tokens: Tensor  # [B, C] target ids; -1 where there is none
+    scores: Tensor  # [B, C] log-probability of the path from the root; -inf where there is none
+    kept: Tensor  # [B, F'] the candidates that are extended next, best first
+
+
 class SearchedTree(Policy):
-    """A policy that ranks and drops nodes, and so refuses drawn children."""
+    """A policy that ranks and drops nodes, and so refuses drawn children.
+
+    Attributes:
+        width: children that a node may have.
+    """
+
+    width: int
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
         super().check(drafter, expansion)
@@ -31,119 +46,80 @@ class SearchedTree(Policy):
                 f"{expansion}; use 'topk' or 'coupled' children, or a static tree."
             )
 
+    @abstractmethod
+    def extended(self, drafter: Drafter) -> int:
+        """How many nodes of a level are extended."""
 
-class SearchLevel(NamedTuple):
-    """One depth of a search: C = F * w candidates, w for each of the F nodes that were extended."""
+    @abstractmethod
+    def candidates(self, levels: Sequence[SearchLevel]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, scores and parents of a search's candidates, see `select`."""
 
-    tokens: Tensor  # [B, C] target ids; -1 where there is none
-    scores: Tensor  # [B, C] log-probability of the path from the root; -inf where there is none
-    kept: Tensor  # [B, F'] the candidates that are extended next, best first
+    def grow(
+        self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
+    ) -> TokenTree:
+        assert drafter is not None
+        levels = self._search(drafter, state, committed, children)
+        return self.select(committed.root, *self.candidates(levels))
 
+    def _search(
+        self, drafter: Drafter, state: Any, committed: Committed, children: Children
+    ) -> list[SearchLevel]:
+        """Level by level, extend the best nodes with their best `width` children each."""
+        assert not children.sampled, "check() refuses drawn children"
+        width, depth, lengths = self.width, self.max_depth, committed.lengths
+        frontier = self.extended(drafter)
+        step = drafter.begin(state, committed.features, committed.tokens, committed.count)
+        heads = None
+        if drafter.independent:
+            depths = torch.arange(1, depth + 1, device=lengths.device)
+            heads = best_children(children, rows_of(step, 0, depth), width, lengths, depths)
+        above = torch.zeros_like(lengths, dtype=torch.float64).unsqueeze(1)  # [B, F], the root's
+        levels: list[SearchLevel] = []
+        first = -1  # the number of the first extended node, among all that the drafter has grown
+        for level in range(1, depth + 1):
+            if heads is not None:  # one row for all nodes of a level
+                ids, scores = (values[:, level - 1 : level] for values in heads)
+            else:
+                ids, scores = best_children(children, step, width, lengths, level)
+            tokens = ids.expand(-1, above.shape[1], -1).flatten(1)  # [B, C]
+            scores = (above.unsqueeze(-1) + scores).flatten(1)  # [B, C]
+            kept = _best(scores, frontier)  # [B, F']
+            levels.append(SearchLevel(tokens, scores, kept))
+            if level < depth and heads is None:
+                parent = kept // width + first
+                step = drafter.extend(state, tokens.gather(1, kept).clamp(min=0), parent)
+                first += above.shape[1]
+            above = scores.gather(1, kept)
+        return levels
 
-def search(
-    drafter: Drafter,
-    state: Any,
-    committed: Committed,
-    children: Children,
-    width: int,
-    depth: int,
-    frontier: int,
-) -> list[SearchLevel]:
-    """Level by level, extend the best `frontier` nodes with their best `width` children each."""
-    assert not children.sampled, "check() refuses drawn children"
-    lengths = committed.lengths
-    step = drafter.begin(state, committed.features, committed.tokens, committed.count)
-    heads = None
-    if drafter.independent:
-        depths = torch.arange(1, depth + 1, device=lengths.device)
-        heads = best_children(children, rows_of(step, 0, depth), width, lengths, depths)
-    above = torch.zeros_like(lengths, dtype=torch.float64).unsqueeze(1)  # [B, F]; the root's score
-    levels: list[SearchLevel] = []
-    first = -1  # the number of the first extended node, among all that the drafter has grown
-    for level in range(1, depth + 1):
-        if heads is not None:  # one row for all nodes of a level
-            ids, scores = (values[:, level - 1 : level] for values in heads)
-        else:
-            ids, scores = best_children(children, step, width, lengths, level)
-        tokens = ids.expand(-1, above.shape[1], -1).flatten(1)  # [B, C]
-        scores = (above.unsqueeze(-1) + scores).flatten(1)  # [B, C]
-        kept = _best(scores, frontier)  # [B, F']
-        levels.append(SearchLevel(tokens, scores, kept))
-        if level < depth and heads is None:
-            parent = kept // width + first
-            step = drafter.extend(state, tokens.gather(1, kept).clamp(min=0), parent)
-            first += above.shape[1]
-        above = scores.gather(1, kept)
-    return levels
+    def select(self, root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor) -> TokenTree:
+        """The tree of the root [B, 1] and the best N - 1 of C candidates, in their order.
 
+        Args:
+            tokens: [B, C].
+            scores: [B, C], nowhere above the parent's; -inf candidates are left out, and what is
+                missing to N is invalid, at the end, and hangs on the root.
+            parents: [B, C], 0 for the root, c + 1 for candidate c, which comes earlier.
 
-def best_children(
-    children: Children, step: Step, count: int, lengths: Tensor, depth: int | Tensor
-) -> tuple[Tensor, Tensor]:
-    """The best children of W nodes and their log-probabilities, [B, W, count] both.
-
-    After `coupled` noise these are the log-softmax of the noisy scores. Candidates have no scores
-    and count as e^0, e^-1, … in their order. Missing children are -1, at -inf.
-    """
-    if step.logits is None:
-        ids = step.top(count)
-        order = torch.arange(count, dtype=torch.float64, device=ids.device)
-        return ids, torch.where(ids < 0, NEVER, -order)
-    scores, sampling = children.scores(step, lengths, depth), children.sampling
-    if scores is None:
-        greedy = sampling.seeds is None
-        scores = step.logits.to(sampling.dtype) if greedy else sampling.warp(step.logits)
-    most = min(count, scores.shape[-1])
-    values, columns = scores.topk(most, dim=-1)  # [B, W, most]
-    values = values.double() - scores.logsumexp(-1, keepdim=True)
-    # A child never scores above its parent, and what is no number is no candidate.
-    values = values.clamp_(max=0).nan_to_num_(nan=NEVER, neginf=NEVER)
-    ids = step.named(columns).masked_fill(values == NEVER, -1)
-    missing = (0, count - most)
-    return pad(ids, missing, value=-1), pad(values, missing, value=NEVER)
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
-    """The places of the best scores, [B, C] -> [B, count], best first; of equals, the earlier."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
-
-
-def select(
-    root: Tensor,
-    tokens: Tensor,
-    scores: Tensor,
-    parents: Tensor,
-    nodes: int,
-    depth: int,
-    width: int,
-) -> TokenTree:
-    """The tree of the root and the best `nodes` - 1 of C candidates, in their order.
-
-    Args:
-        root: [B, 1]; tokens: [B, C].
-        scores: [B, C], nowhere above the parent's; -inf candidates are left out, and what is
-            missing to `nodes` is invalid, at the end, and hangs on the root.
-        parents: [B, C], 0 for the root, c + 1 for candidate c, which comes earlier.
-        depth, width: the deepest level, and the most children of a node, invalid ones apart.
-
-    >>> tokens, parents = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]])
-    >>> scores = torch.tensor([[-1.0, -3.0, -2.0, -9.0]])
-    >>> tree = select(torch.tensor([[9]]), tokens, scores, parents, nodes=4, depth=2, width=2)
-    >>> tree.tokens.tolist(), tree.topology.parents.tolist()
-    ([[9, 5, 6, 7]], [[-1, 0, 0, 1]])
-    """
-    count = tokens.shape[1]
-    scores = pad(scores, (0, max(nodes - 1 - count, 0)), value=NEVER)
-    order = _best(scores, nodes - 1)  # [B, N-1]
-    missing = scores.gather(1, order) == NEVER
-    chosen = order.masked_fill(missing, count).sort(dim=1).values  # [B, N-1], missing ones last
-    numbers = torch.arange(1, nodes, device=root.device).expand_as(chosen)
-    number = torch.zeros_like(pad(tokens, (1, 1))).scatter(1, chosen + 1, numbers)  # [B, C+2]
-    above = number.gather(1, pad(parents, (0, 1)).gather(1, chosen))  # [B, N-1]
-    topology = Topology.from_parents(pad(above, (1, 0), value=-1), depth, width)
-    tokens = torch.cat([root, pad(tokens, (0, 1)).gather(1, chosen)], dim=1)  # [B, N]
-    valid = pad(chosen < count, (1, 0), value=True)
-    return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
+        >>> tokens, parents = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]])
+        >>> scores = torch.tensor([[-1.0, -3.0, -2.0, -9.0]])
+        >>> tree = BestFirst(4, 2, 2).select(torch.tensor([[9]]), tokens, scores, parents)
+        >>> tree.tokens.tolist(), tree.topology.parents.tolist()
+        ([[9, 5, 6, 7]], [[-1, 0, 0, 1]])
+        """
+        nodes, count = self.nodes, tokens.shape[1]
+        scores = pad(scores, (0, max(nodes - 1 - count, 0)), value=NEVER)
+        order = _best(scores, nodes - 1)  # [B, N-1]
+        missing = scores.gather(1, order) == NEVER
+        chosen = order.masked_fill(missing, count).sort(dim=1).values  # [B, N-1], missing ones last
+        numbers = torch.arange(1, nodes, device=root.device).expand_as(chosen)
+        number = torch.zeros_like(pad(tokens, (1, 1))).scatter(1, chosen + 1, numbers)  # [B, C+2]
+        above = number.gather(1, pad(parents, (0, 1)).gather(1, chosen))  # [B, N-1]
+        above = pad(above, (1, 0), value=-1)  # [B, N]
+        topology = Topology.from_parents(above, self.max_depth, self.width)
+        tokens = torch.cat([root, pad(tokens, (0, 1)).gather(1, chosen)], dim=1)  # [B, N]
+        valid = pad(chosen < count, (1, 0), value=True)
+        return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
 
 
 class BestFirst(SearchedTree):
@@ -180,9 +156,9 @@ class BestFirst(SearchedTree):
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
         super().check(drafter, expansion)
         assert drafter is not None
-        self._check_candidates(self._extended(drafter))
+        self._check_candidates(self.extended(drafter))
 
-    def _extended(self, drafter: Drafter) -> int:
+    def extended(self, drafter: Drafter) -> int:
         return self.frontier or (self.nodes - 1 if drafter.independent else self.width)
 
     def _check_candidates(self, frontier: int) -> None:
@@ -196,20 +172,13 @@ class BestFirst(SearchedTree):
                 "level are extended; lower its nodes, or raise width, depth or frontier."
             )
 
-    def grow(
-        self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
-    ) -> TokenTree:
-        assert drafter is not None
-        frontier = self._extended(drafter)
-        levels = search(drafter, state, committed, children, self.width, self.max_depth, frontier)
+    def candidates(self, levels: Sequence[SearchLevel]) -> tuple[Tensor, Tensor, Tensor]:
         parents, first = [torch.zeros_like(levels[0].tokens)], 1
         for level in levels[:-1]:
             parents.append((level.kept + first).repeat_interleave(self.width, dim=1))  # [B, C]
             first += level.tokens.shape[1]
         tokens = torch.cat([level.tokens for level in levels], dim=1)
-        scores = torch.cat([level.scores for level in levels], dim=1)
-        above, sizes = torch.cat(parents, dim=1), (self.nodes, self.max_depth, self.width)
-        return select(committed.root, tokens, scores, above, *sizes)
+        return tokens, torch.cat([level.scores for level in levels], dim=1), torch.cat(parents, 1)
 
 
 class Beam(SearchedTree):
@@ -241,18 +210,47 @@ class Beam(SearchedTree):
         cut = "" if self._cut is None else f",{self._cut}"
         return f"beam:{self.width},{self.max_depth}{cut}"
 
-    def grow(
-        self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
-    ) -> TokenTree:
-        assert drafter is not None
+    def extended(self, drafter: Drafter) -> int:
+        return self.width
+
+    def candidates(self, levels: Sequence[SearchLevel]) -> tuple[Tensor, Tensor, Tensor]:
         width, depth = self.width, self.max_depth
-        levels = search(drafter, state, committed, children, width, depth, width)
         tokens = torch.cat([level.tokens.gather(1, level.kept) for level in levels], dim=1)
         slots = torch.arange(depth - 1, device=tokens.device).repeat_interleave(width) * width + 1
         parents = torch.cat([level.kept // width for level in levels], dim=1)  # [B, D * width]
         parents = parents + pad(slots, (width, 0))
-        goals = torch.cat(final_beams(levels, width), dim=1)
-        return select(committed.root, tokens, goals, parents, self.nodes, depth, width)
+        return tokens, torch.cat(final_beams(levels, width), dim=1), parents
+
+
+def best_children(
+    children: Children, step: Step, count: int, lengths: Tensor, depth: int | Tensor
+) -> tuple[Tensor, Tensor]:
+    """The best children of W nodes and their log-probabilities, [B, W, count] both.
+
+    After `coupled` noise these are the log-softmax of the noisy scores. Candidates have no scores
+    and count as e^0, e^-1, … in their order. Missing children are -1, at -inf.
+    """
+    if step.logits is None:
+        ids = step.top(count)
+        order = torch.arange(count, dtype=torch.float64, device=ids.device)
+        return ids, torch.where(ids < 0, NEVER, -order)
+    scores, sampling = children.scores(step, lengths, depth), children.sampling
+    if scores is None:
+        greedy = sampling.seeds is None
+        scores = step.logits.to(sampling.dtype) if greedy else sampling.warp(step.logits)
+    most = min(count, scores.shape[-1])
+    values, columns = scores.topk(most, dim=-1)  # [B, W, most]
+    values = values.double() - scores.logsumexp(-1, keepdim=True)
+    # A child never scores above its parent, and what is no number is no candidate.
+    values = values.clamp_(max=0).nan_to_num_(nan=NEVER, neginf=NEVER)
+    ids = step.named(columns).masked_fill(values == NEVER, -1)
+    missing = (0, count - most)
+    return pad(ids, missing, value=-1), pad(values, missing, value=NEVER)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The places of the best scores, [B, C] -> [B, count], best first; of equals, the earlier."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def final_beams(levels: Sequence[SearchLevel], width: int) -> list[Tensor]:
