@@ -235,18 +235,21 @@ class Ending:
 
     Attributes:
         limit: columns of text, padding and prompt included.
-        eos: token ids, in the order given.
+        eos: token ids, in the order given; pad: the one that is written after a row's end.
         others: criteria that must be asked after every token.
         lengths: the criteria that `limit` came from.
     """
 
     limit: int
     eos: list[int]
+    pad: int
     others: StoppingCriteriaList
     lengths: list[MaxLengthCriteria]
 
     @classmethod
-    def of(cls, criteria: StoppingCriteriaList | None, width: int) -> Self:
+    def of(
+        cls, criteria: StoppingCriteriaList | None, config: GenerationConfig, width: int
+    ) -> Self:
         """Sort the criteria of `generate` for prompts of `width` columns."""
         found = StoppingCriteriaList(criteria or [])
         lengths = [c for c in found if isinstance(c, MaxLengthCriteria)]
@@ -259,13 +262,8 @@ class Ending:
         ends = [c for c in found if isinstance(c, EosTokenCriteria)]
         others = [c for c in found if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
         eos = [int(token) for c in ends for token in c.eos_token_id.tolist()]
-        return cls(limit, eos, StoppingCriteriaList(others), lengths)
-
-    def padding(self, config: GenerationConfig) -> int:
-        """The token that is written after a row's end."""
-        if config.pad_token_id is not None:
-            return int(config.pad_token_id)
-        return self.eos[0] if self.eos else 0
+        pad = (eos or [0])[0] if config.pad_token_id is None else int(config.pad_token_id)
+        return cls(limit, eos, pad, StoppingCriteriaList(others), lengths)
 
     def warn_of_length(self, sequences: Tensor) -> None:
         """Let transformers warn, as it does, when the text outgrew the model's trained length."""

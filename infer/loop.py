@@ -23,10 +23,9 @@ from .trees.policy import Committed
 
 
 class Decoding:
-    """A request being decoded.
+    """A request being decoded, once.
 
     Args:
-        request: what is asked for; it has not been decoded before.
         graphs: captures rounds and replays them, when given. Rounds whose text somebody reads, or
             whose scores are recorded, run as they are written.
     """
@@ -122,12 +121,10 @@ class Decoding:
 
     @property
     def lengths(self) -> Tensor:
-        """[B] cached tokens of each row, the position of its root."""
         return self.request.lengths
 
     @property
     def finished(self) -> bool:
-        """Whether every row has ended."""
         return self.request.rows.finished
 
     @property

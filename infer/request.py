@@ -34,23 +34,17 @@ class Capacity:
     Args:
         prompt: tokens of the longest prompt; new_tokens: at most so many follow.
         behind: slots that rounds may write behind the position of a root.
-
-    Attributes:
-        longest: the largest root position that there is space for.
     """
 
     def __init__(self, prompt: int, new_tokens: int, behind: int):
         self.behind, self.most = behind, prompt + new_tokens + behind
+        # The largest root position that there is space for.
         self.longest = prompt + min(new_tokens, FIRST_TOKENS) - 1
 
     @property
     def slots(self) -> int:
         """Slots for roots up to position `longest`."""
         return min(self.longest + 1 + self.behind, self.most)
-
-    def grow(self, longest: int) -> None:
-        """Have space for half as many tokens again; twice as many would cost too much memory."""
-        self.longest = longest + max(FIRST_TOKENS, longest // 2) - 1
 
 
 @dataclass
@@ -60,11 +54,9 @@ class Request:
     Attributes:
         target: the runner of the target model; drafters: bound to the same model.
         policy: grows the tree; a root-only tree is plain decoding.
-        sampling: seeds and processors.
-        rule: accepts; expansion: how the drafters' children are chosen, see `Children`.
+        expansion: how the drafters' children are chosen, see `Children`.
         eos: token ids that end a row; pad: the one that is written after a row's end.
         criteria: further stopping criteria, called after every token as `generate` calls them.
-        record: takes the scores and logits of the text, when given.
         rows: what the host knows of each row. This and the following are there from the prefill on.
         text, committed, states: what the device holds; the states are the drafters' own.
         offset: [B, A], from a root's position to the text's columns of the tokens after it.
@@ -118,7 +110,8 @@ class Request:
     def make_space(self, longest: int) -> None:
         """Let cache and text have space for a round whose roots stand at `longest` at most."""
         if longest > self.capacity.longest:
-            self.capacity.grow(longest)
+            # Half as many tokens again; twice as many would cost too much memory.
+            self.capacity.longest = longest + max(FIRST_TOKENS, longest // 2) - 1
             self.target.reserve(self.capacity.slots)
             self._widen_text()
 

@@ -77,8 +77,7 @@ class Rows:
         """Add what a round accepted to the rows, as far as they go.
 
         Args:
-            nodes: [B] of the accepted path; tokens: [B, A] after them.
-            met: [B, A] bool, after which tokens the criteria held.
+            nodes: [B] of the accepted path; tokens, met: see `unpack`.
 
         Returns:
             What the round emitted, and whether a row may have been cut, or its token be none.
@@ -99,9 +98,8 @@ class Rows:
             positions = self.positions
             self.longest = int(positions.max())
             self.even = int(positions.min()) == self.longest
-        emitted = Emitted(count, nodes, tokens)
-        self._emitted.append(emitted)
-        return emitted, cut
+        self._emitted.append(Emitted(count, nodes, tokens))
+        return self._emitted[-1], cut
 
     def _cut(self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None) -> np.ndarray:
         """How many of the tokens [B, A] are kept, [B], given the nodes that were accepted."""
@@ -128,11 +126,7 @@ class Rows:
         return count
 
     def check(self) -> None:
-        """Look for what went wrong in the last round.
-
-        Raises:
-            DecodingError: the target's scores were no distribution, or it has no further position.
-        """
+        """Refuse to go on where the last scores were no distribution, or no position is left."""
         last, written = self._emitted[-1], self.lengths - self._width
         rows = np.arange(len(written))
         for row in rows[(last.count > 0) & (last.tokens[rows, last.count - 1] < 0)]:
@@ -161,14 +155,7 @@ class Rows:
 
 
 def _cut_at(ends: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Shorten `count` [B] to end with the first token that ends its row.
-
-    Args:
-        ends: [B, A] bool, which tokens end a row.
-
-    Returns:
-        The new count, and which rows ended, both [B].
-    """
+    """Shorten `count` [B] to the first token that `ends` [B, A] its row; and which rows ended."""
     ends = ends & (np.arange(ends.shape[1]) < count[:, None])
     stopped = np.logical_or.reduce(ends, 1)
     return np.where(stopped, ends.argmax(1) + 1, count), stopped

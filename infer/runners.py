@@ -51,18 +51,14 @@ class EagerRunner:
         return packed.cpu().numpy(), request.committed.tokens.shape[1]
 
     def restore_ended_rows(self, count: np.ndarray) -> None:
-        """See `Request.restore_ended_rows`; count [B]: what the last round emitted."""
+        """See `Request.restore_ended_rows`; `count` [B] tokens were emitted last."""
         self.request.restore_ended_rows(count)
 
 
 class CapturedRunner:
     """Captures rounds and replays them; while the host reads one report, the next round may run.
 
-    It has the same calls as `EagerRunner`.
-
-    Args:
-        request: one whose text nobody reads.
-        graphs: what its speculator has captured so far.
+    The calls are those of `EagerRunner`, for a request whose text nobody reads.
     """
 
     def __init__(self, request: Request, graphs: RoundGraphs):

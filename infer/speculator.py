@@ -109,7 +109,6 @@ class Speculator:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The target."""
         return self.target.model
 
     @property
@@ -154,7 +153,6 @@ class Speculator:
     def _prompts_alone(
         self, ids: Tensor, streamer: BaseStreamer | None, given: GenerateOptions
     ) -> Any:
-        """What `generate` returns for `max_new_tokens=0`."""
         self.stats = Stats(self.tree.max_depth)
         ids = ids.repeat_interleave(given.get("num_return_sequences") or 1, dim=0)
         if streamer is not None:
@@ -202,13 +200,13 @@ class Speculator:
         vocab = max(embedding.weight.shape[0], self.model.config.get_text_config().vocab_size)
         mask = read_inputs(input_ids, model_kwargs, vocab)
         batch, width = input_ids.shape
-        ending = Ending.of(stopping_criteria, width)
+        ending = Ending.of(stopping_criteria, config, width)
         sampling = read_sampling(config, logits_processor, seed, input_ids)
         if streamer is not None and batch > 1:
             raise OptionError(f"a streamer takes one row, found {batch}; stream one prompt a call.")
         rule = choose_rule(self.rule, bool(config.do_sample))
         rule.check_sampling(sampling)
-        record, pad = Record.asked(config), ending.padding(config)
+        record = Record.asked(config)
         request = Request(
             self.target,
             self.drafters,
@@ -218,7 +216,7 @@ class Speculator:
             expansion=self.expansion if rule.samples else rule.children,
             eos=ending.eos,
             criteria=ending.others,
-            pad=pad,
+            pad=ending.pad,
             record=record,
         )
         decoding = Decoding(request, self.graphs)
@@ -234,5 +232,5 @@ class Speculator:
         ending.warn_of_length(sequences)
         if not config.return_dict_in_generate:
             return sequences
-        found: Any = {} if record is None else record.steps(sequences.shape[1] - width, pad)
+        found: Any = {} if record is None else record.steps(sequences.shape[1] - width, ending.pad)
         return GenerateDecoderOnlyOutput(sequences=sequences, **found)  # type: ignore[arg-type]

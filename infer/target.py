@@ -62,9 +62,6 @@ class Target:
     Raises:
         OptionError: a mode that captures graphs itself, or masked attention to be compiled.
         UnsupportedTarget: the model cannot be driven by a token tree; the message names why.
-
-    Attributes:
-        limit: how many positions the model has, None without an end; no row may run past it.
     """
 
     def __init__(
@@ -85,11 +82,10 @@ class Target:
         if self.tap is not None:
             weakref.finalize(self, self.tap.close)
         self.cache = SlabCache(self.shapes, 0, 0)
-        self.limit = PositionLimit.of(model)
+        self.limit = PositionLimit.of(model)  # no row may run past it; None without an end
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs, and takes its tokens."""
         return device_of(self.model)
 
     def prefill(
@@ -101,8 +97,7 @@ class Target:
         on its addresses stays good.
 
         Args:
-            tokens: [B, T] int64, padded on the right.
-            counts: true tokens of each row.
+            tokens: [B, T] int64, padded on the right; counts: true ones of each row.
 
         Returns:
             Logits [B, V] after each row's last token, and features [B, T, F].
@@ -118,15 +113,11 @@ class Target:
     def verify(
         self, tree: TokenTree, lengths: Tensor, longest: int, even: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """One forward over a tree.
+        """One forward over a tree: logits [B, N, V] and features [B, N, F].
 
         Args:
             lengths: [B] cached tokens of each row, the root's position.
-            longest: the largest of `lengths`, on the host.
-            even: whether all of them are that long.
-
-        Returns:
-            Logits [B, N, V] and features [B, N, F].
+            longest: the largest of `lengths`, on the host; even: whether all are that long.
         """
         live, shape = self.reserve(longest + tree.nodes), tree.topology
         if self.windows.tree:

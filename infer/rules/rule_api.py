@@ -43,11 +43,8 @@ class Text:
     ) -> Tensor:
         """Processed scores [B, V] after each row's first `length + extra` columns.
 
-        A processor may hold something for every row of the batch, so it always sees the whole
-        batch: once per distinct length, of which only the rows of that length are kept.
-
-        Args:
-            rows: [B] bool, the rows that matter, on the host; all of them when None.
+        A processor may hold something for every row, so it always sees the whole batch: once per
+        distinct length, of which only the rows of that length are kept. Only `rows` [B] matter.
         """
         scores = None
         for length in np.unique(self.host_lengths if rows is None else self.host_lengths[rows]):
@@ -122,13 +119,11 @@ class Verified:
     def scores_at(self, node: Tensor, level: int, alive: Tensor) -> Tensor | None:
         """Processed scores [B, V] after each row's node, for rules that walk down the levels.
 
-        Args:
-            node: [B, 1], each row's node at depth `level`; the tokens of its path are written, see
-                `write`.
-            alive: [B, 1] bool, the rows that are still walking.
+        None when no row writes a token here, so that the walk is over.
 
-        Returns:
-            None when no row writes a token here, so that the walk is over.
+        Args:
+            node: [B, 1], at depth `level`; the tokens of its path are written, see `write`.
+            alive: [B, 1] bool, the rows that are still walking.
         """
         sampling = self.sampling
         at = node.unsqueeze(-1).expand(-1, -1, self.logits.shape[-1])  # [B, 1, V]
@@ -154,10 +149,7 @@ class Verified:
         return scores
 
     def scores_after(self, node: Tensor) -> Tensor:
-        """Processed scores [B, V] after each row's node [B, 1], anywhere in the tree.
-
-        For rules that judge nodes off the walked path, where no processor may read the text.
-        """
+        """The same for rules that judge any node [B, 1]; no processor may read the text."""
         assert not self.sampling.readers, "processors that read the text"
         scores = self.scores_at(node, 0, torch.ones_like(node, dtype=torch.bool))
         assert scores is not None
