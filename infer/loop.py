@@ -114,7 +114,7 @@ class Decoding:
         if request.reads_text:
             request.text.lengths = request.lengths + request.offset[:, 0]
         if request.record is not None:
-            request.record.count(emitted.count)
+            request.record.counts.append(emitted.count)
         if broken is not None and (broken & (emitted.count > 0)).any():
             request.drop_drafters()
         return emitted

@@ -42,9 +42,8 @@ class Speculator:
     """Decodes a target with a drafter, with the target's own output distribution.
 
     Give it to `model.generate(…, custom_generate=speculator)`, or call `speculator.generate(…)`:
-    generation config, logits processors and stopping criteria of transformers apply as they are.
-    A processor of the user's own is shown the whole batch once per distinct length of the rows; a
-    stopping criterion gets no scores.
+    what transformers takes applies as it is. A logits processor of the user's own is shown the
+    whole batch once per distinct length of the rows; a stopping criterion gets no scores.
 
     Args:
         target: a causal language model of transformers, in eval mode.
@@ -60,11 +59,10 @@ class Speculator:
             reading; None for on a GPU only, and not for weights that are streamed in. A graph has
             the model's weights and hooks built in: after changing them, make a new speculator.
         attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
-            see `heads/core/tree_attention.py`; `auto`, that on CUDA where the target passes a
-            trial.
-        compile: whether the target's forwards are compiled, or the mode of `torch.compile`, see
-            `Target`. The first round of each batch size then takes long, and types of 16 bits round
-            otherwise, so near-ties may fall otherwise than without.
+            see `heads/core/tree_attention.py`; `auto`, that on CUDA where it passes a trial.
+        compile: whether the target's forwards are compiled, or the mode of `torch.compile`. The
+            first round of each batch size then takes long, and types of 16 bits round otherwise,
+            so near-ties may fall otherwise than without.
 
     Attributes:
         stats: what the last call did.

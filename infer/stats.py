@@ -74,16 +74,19 @@ class Stats:
 
 
 class Record:
-    """The target's scores and logits of each emitted token, as `generate` returns them.
+    """The target's scores and logits of each emitted token, in float32, as `generate` returns them.
 
     Args:
-        scores: keep the processed scores; logits: keep the raw logits. Both in float32.
+        scores: keep the processed scores; logits: keep the raw logits.
+
+    Attributes:
+        counts: [B] for each round, how many of its path's entries emitted a token.
     """
 
     def __init__(self, scores: bool, logits: bool):
         self.wanted = {"scores": scores, "logits": logits}
         self._rounds: list[dict[str, Tensor]] = []
-        self._counts: list[np.ndarray] = []
+        self.counts: list[np.ndarray] = []
 
     @classmethod
     def asked(cls, config: GenerationConfig) -> Self | None:
@@ -100,10 +103,6 @@ class Record:
                 kept[name] = values.gather(1, index).float()  # [B, A, V]
         self._rounds.append(kept)
 
-    def count(self, count: np.ndarray) -> None:
-        """Say how many of the last path's entries emitted a token, [B]."""
-        self._counts.append(count)
-
     def steps(self, new: int, pad: int) -> dict[str, tuple[Tensor, ...]]:
         """Scores, logits or both, as wanted: one [B, V] for each of `new` tokens.
 
@@ -117,7 +116,7 @@ class Record:
         out = torch.full((new, batch, vocab), -torch.inf, device=first.device)
         out[:, :, pad] = 0
         start = torch.zeros(batch, dtype=torch.long, device=first.device)
-        for emitted, kept in zip(self._counts, self._rounds, strict=True):
+        for emitted, kept in zip(self.counts, self._rounds, strict=True):
             count = torch.from_numpy(emitted).to(first.device)
             steps = torch.arange(kept[name].shape[1], device=first.device)
             at = start.unsqueeze(1) + steps  # [B, A]

@@ -23,7 +23,7 @@ from headstart.heads.core import (
 )
 
 MODES = ("default", "max-autotune-no-cudagraphs")
-"""The modes of `torch.compile` that capture no graphs of their own; ours hold the whole round."""
+"""The modes of `torch.compile` that capture no graphs of their own."""
 
 
 def _compiled(model: PreTrainedModel, mode: bool | str, attention: str) -> Callable[..., Any]:

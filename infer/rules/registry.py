@@ -43,11 +43,7 @@ class Rule:
     chains_only: bool = False
 
     def check_expansion(self, expansion: str | None) -> Expansion:
-        """The expansion to use, the rule's own when None.
-
-        Raises:
-            OptionError: an unknown expansion, or one that the rule refuses, with the reason.
-        """
+        """The expansion to use, the rule's own when None; one that it refuses is an error."""
         if expansion is None:
             return self.children
         known = get_args(Expansion)
@@ -122,11 +118,7 @@ RULES = {
 
 
 def choose_rule(name: str | None, sampled: bool) -> Rule:
-    """The rule that decodes a request: when sampling the one asked for, else always `greedy`.
-
-    Raises:
-        OptionError: an unknown name, or `greedy` when sampling.
-    """
+    """The rule that decodes a request: when sampling the one asked for, else always `greedy`."""
     rule = find_rule(name)
     if sampled and not rule.samples:
         raise OptionError(
@@ -136,11 +128,7 @@ def choose_rule(name: str | None, sampled: bool) -> Rule:
 
 
 def find_rule(name: str | None) -> Rule:
-    """The rule of that name; where none is asked for `coupled`, the default when sampling.
-
-    Raises:
-        OptionError: an unknown name.
-    """
+    """The rule of that name; where none is asked for `coupled`, the default when sampling."""
     if name is None:
         return _COUPLED
     if name not in RULES:

@@ -33,9 +33,9 @@ def typical(verified: Verified, epsilon: float = 0.09, delta: float = 0.3) -> Ac
 
 
 def typical_nodes(verified: Verified, epsilon: float, delta: float) -> tuple[Tensor, Tensor]:
-    """Which nodes are typical after their parent, and their log-likelihoods there; [B, N] both.
+    """Which nodes are typical after their parent, and their log-likelihoods, else 0; [B, N] both.
 
-    The root is typical, with log-likelihood 0; so has every node that is not typical.
+    The root is typical.
     """
     tree, shape = verified.tree, verified.tree.topology
     good = torch.zeros_like(tree.tokens, dtype=torch.bool)

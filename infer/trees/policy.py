@@ -48,11 +48,7 @@ class Policy(ABC):
         return str(self)
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """Refuse a tree that the drafter cannot fill, or that would bias children so chosen.
-
-        Raises:
-            OptionError: with the reason.
-        """
+        """Refuse a tree that the drafter cannot fill, or that would bias children so chosen."""
         if drafter is None and self.nodes > 1:
             raise OptionError(
                 f"tree {self.label} needs a drafter, found none; give one, or use tree 'plain'."

@@ -156,13 +156,9 @@ class StaticTree(Policy):
         filled = _filled(root, tokens, topology, holes)
         if not logits:
             return TokenTree(*filled, proposal_row)
-        return TokenTree(
-            *filled,
-            torch.cat(rows, dim=1),
-            step.logits if drafter.independent else torch.cat(logits, dim=1),  # [B, G, Vd]
-            step.vocabulary,
-            children.expansion == "with_replacement",
-        )
+        proposals = step.logits if drafter.independent else torch.cat(logits, dim=1)  # [B, G, Vd]
+        replacement = children.expansion == "with_replacement"
+        return TokenTree(*filled, torch.cat(rows, 1), proposals, step.vocabulary, replacement)
 
     def _shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
         return fixed_shape(self.parents, self.max_depth, batch, device)

@@ -90,7 +90,10 @@ class Union(Policy):
             trees.append(part.grow(member, state, committed, own))
             first += part.nodes
         tokens = torch.cat([committed.root, *(tree.tokens[:, 1:] for tree in trees)], 1)  # [B, N]
-        valid = _valid(trees)
+        valid = None
+        if any(tree.valid is not None for tree in trees):
+            there = [torch.ones_like(t.tokens) > 0 if t.valid is None else t.valid for t in trees]
+            valid = torch.cat([there[0], *(each[:, 1:] for each in there[1:])], 1)
         if not self._static:
             assert valid is not None, "a tree of changing shape says which nodes are valid"
             topology = self._grown(trees, valid)
@@ -98,15 +101,9 @@ class Union(Policy):
         topology, proposal_row = self.shape(tokens.shape[0], tokens.device)
         if all(tree.logits is None for tree in trees):
             return TokenTree(tokens, topology, valid, proposal_row)
-        assert drafter is not None
-        return TokenTree(
-            tokens,
-            topology,
-            valid,
-            *_proposals(trees, members(drafter)[0].config.vocab_size),
-            children.expansion == "with_replacement",
-            self._turns,
-        )
+        proposals = _proposals(trees, members(drafter)[0].config.vocab_size)
+        replacement = children.expansion == "with_replacement"
+        return TokenTree(tokens, topology, valid, *proposals, replacement, self._turns)
 
     @property
     def _turns(self) -> tuple[int, ...]:
@@ -136,17 +133,6 @@ class Union(Policy):
         # counted, or a sibling's rank would exceed the bound on a node's children.
         siblings = (parents.unsqueeze(1) == parents.unsqueeze(2)) & valid.unsqueeze(1)
         return replace(topology, rank=siblings.tril(-1).sum(-1))
-
-
-def _valid(trees: Sequence[TokenTree]) -> Tensor | None:
-    """[B, N] which nodes of the union may be accepted; None for all."""
-    if all(tree.valid is None for tree in trees):
-        return None
-    each = [
-        torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid
-        for tree in trees
-    ]
-    return torch.cat([each[0], *(valid[:, 1:] for valid in each[1:])], 1)
 
 
 def _proposals(trees: Sequence[TokenTree], vocab: int) -> tuple[Tensor, Tensor, Tensor | None]:
