@@ -23,9 +23,7 @@ from .drafter import Drafter, Step
 class GroupMember:
     """One drafter of a group, called with the states and features of all.
 
-    Args:
-        number: its place in the group.
-        layers: where its feature layers stand among the `captured` many of the target.
+    It is the one of that `number`; its feature layers stand at `layers` of the `captured` many.
     """
 
     def __init__(self, drafter: Drafter, number: int, layers: Sequence[int], captured: int):
@@ -92,7 +90,6 @@ class DrafterGroup:
 
     @property
     def needs_length_bound(self) -> bool:
-        """Whether any of them does, see `Drafter.needs_length_bound`."""
         return any(each.needs_length_bound for each in self.drafters)
 
     def bind(self, target: PreTrainedModel) -> None:

@@ -36,18 +36,13 @@ _OTHER_METHODS = {
 }
 """Options that ask for another decoding method, in the order in which `generate` decides."""
 
-_HONOURED = {"attention_mask", "position_ids", "past_key_values"}
-_WITHOUT_EFFECT = {"logits_to_keep", "use_cache", "output_attentions", "output_hidden_states"}
-"""Model inputs that change what a forward returns or how fast, never the text."""
+_INPUTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+_INPUTS |= {"output_attentions", "output_hidden_states"}
+"""Model inputs that are honoured, or never change the text."""
 
 
 class GenerateOptions:
-    """The arguments of one call of `Speculator.generate`, resolved as transformers resolves them.
-
-    Args:
-        options: as they were given; taken over.
-        defaults: the model's own generation config.
-    """
+    """The options of one call of `Speculator.generate`, resolved as transformers resolves them."""
 
     def __init__(self, options: dict[str, Any], defaults: GenerationConfig):
         self.options, self._defaults = options, defaults
@@ -180,12 +175,10 @@ def read_sampling(
 def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Tensor:
     """The mask of prompts [B, P], 1 at true tokens; inputs that would be ignored are refused.
 
-    Args:
-        inputs: what else `generate` would pass to the model.
-        vocab: V, the target's token ids.
+    `inputs` are what else `generate` would pass to the model, which has `vocab` token ids.
     """
     for name, value in inputs.items():
-        if value is not None and name not in _HONOURED | _WITHOUT_EFFECT:
+        if value is not None and name not in _INPUTS:
             raise OptionError(
                 f"{name} was given, but a token tree is run with token ids and positions alone; "
                 "leave it out."

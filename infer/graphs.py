@@ -28,15 +28,13 @@ from transformers import PreTrainedModel
 from headstart.heads import DrafterGroup
 from headstart.heads.core import SlabCache, device_of, offloaded
 
-Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
-"""Does work once and returns what repeats it."""
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]  # does work; returns what repeats it
 
 _Found = TypeVar("_Found")
 _Leaf = tuple[Any, str, Any]  # an object, an attribute of it, and the tensor that it holds
 _Captured = tuple[Callable[[], Any], Any, list[_Leaf]]  # what repeats a round, what it returned
 
-_KINDS = 64
-"""So many graphs are held; then the oldest goes."""
+_KINDS = 64  # so many graphs are held; then the oldest goes
 
 
 def captures_rounds(target: PreTrainedModel) -> bool:
@@ -48,10 +46,7 @@ def captures_rounds(target: PreTrainedModel) -> bool:
 
 
 class CudaCapture:
-    """Captures work as CUDA graphs that share one pool of memory.
-
-    They run one after another, and what one leaves for the next is copied out of the pool.
-    """
+    """Captures work as CUDA graphs that share one pool of memory, as they run one by one."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -154,11 +149,8 @@ class RoundGraphs:
         return found[0]
 
     def send(self, report: Tensor) -> Callable[[], np.ndarray]:
-        """Start copying a report to the host; what is returned waits for it, and for nothing later.
-
-        Of one shape, two may be on their way.
-        """
-        hosts = self._hosts.setdefault(report.shape, deque(maxlen=2))
+        """Start copying a report to the host; what is returned waits for it, and nothing later."""
+        hosts = self._hosts.setdefault(report.shape, deque())  # two may be on their way
         if len(hosts) < 2:
             hosts.append(torch.empty_like(report, device="cpu", pin_memory=report.is_cuda))
         else:

@@ -83,11 +83,7 @@ class Decoding:
         return emitted
 
     def round(self) -> Emitted:
-        """Draft, verify, accept and commit once, for every row; finished rows emit nothing.
-
-        Raises:
-            DecodingError: the target's logits are NaN, or it has no further position.
-        """
+        """Draft, verify, accept and commit once, for every row; finished rows emit nothing."""
         emitted = self._take(*self.runner.next_report())
         self.stats.add(emitted)
         return emitted

@@ -24,8 +24,7 @@ from .trees.static import StaticTree
 
 ROOT_ONLY = StaticTree([])
 
-FIRST_TOKENS = 512
-"""New tokens that cache and text first have space for; later they grow by half."""
+FIRST_TOKENS = 512  # that cache and text first have space for; later they grow by half
 
 
 class Capacity:
@@ -123,8 +122,7 @@ class Request:
     def restore_ended_rows(self, count: np.ndarray) -> None:
         """Put rows that have ended back to where they ended, which the device could not know.
 
-        Args:
-            count: [B], how many tokens each of them hands to its drafter.
+        Each of them hands `count` [B] tokens to its drafter.
         """
         committed, device = self.committed, self.lengths.device
         alive = torch.from_numpy(self.rows.remaining > 0).to(device)  # [B]

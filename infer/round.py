@@ -101,10 +101,7 @@ def accept_and_commit(
 
 
 def pack(request: Request, tokens: Tensor, count: Tensor, check: ProposalCheck | None) -> Tensor:
-    """A round's report, on the device: tokens [B, A] and nodes [B] of the accepted path, and more.
-
-    The tokens are also written into the text, where somebody reads it.
-    """
+    """A round's report, on the device, see `unpack`; text that is read takes the tokens too."""
     steps = tokens.shape[1]
     parts = [tokens, count] if steps > 1 else [tokens]  # a tree of its root alone accepts it
     if request.reads_text:

@@ -28,8 +28,7 @@ class Rows:
         remaining: [B] tokens that each row may still emit. Both arrays change in place.
         longest: the largest position of a root; even: whether all roots stand there.
         free: so many tokens every row may emit before a bound cuts it, or more.
-        special: [V + 1] bool, the tokens that need a second look: end tokens, and -1, which finds
-            the last entry.
+        special: [V + 1] bool, the tokens that need a second look: end tokens, and -1, the last.
         one_node: [B] ones, the path in a tree of its root alone.
     """
 
@@ -49,8 +48,7 @@ class Rows:
         # Until the prefill has emitted a token, the last one of the prompt is the root.
         self.longest, self.even, self.free = width - int(pads.min()) - 1, True, 0
         self.special = np.zeros(vocabulary + 1, dtype=bool)
-        self.special[[token for token in eos if 0 <= token < vocabulary]] = True
-        self.special[-1] = True
+        self.special[[-1, *(token for token in eos if 0 <= token < vocabulary)]] = True
         self._roots, self._emitted = np.zeros(batch, dtype=int), []
         self.one_node = np.ones(batch, dtype=int)
         # [B] length of the text where each row's criteria first held.

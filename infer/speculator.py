@@ -52,8 +52,7 @@ class Speculator:
         tree: a policy, or what `parse_tree` reads; the deepest chain (of each) when None.
         rule: who is accepted when sampling, a name in `RULES`; None takes `coupled`. All but
             `typical` keep the target's distribution. Without sampling every rule is `greedy`.
-        expansion: how children are chosen when sampling, see `Children`; None takes what the rule
-            is best with.
+        expansion: how children are chosen when sampling, see `Children`; None: the rule's own.
         tokenizer: only needed for `stop_strings`.
         graphs: whether rounds are captured as CUDA graphs and replayed, and overlap with the host's
             reading; None for on a GPU only, and not for weights that are streamed in. A graph has
@@ -111,16 +110,14 @@ class Speculator:
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs, wherever its weights are kept."""
         return self.target.device
 
     def generate(self, input_ids: Tensor | None = None, **options: Any) -> Any:
         """`model.generate(input_ids, custom_generate=self, **options)`, and what that cannot do.
 
-        These work here alone, since `generate` keeps them from a callable or refuses them: a
-        `streamer`; `stop_strings` (with `tokenizer`, unless the speculator has it);
-        `max_new_tokens=0`, which returns the prompt; `temperature=0`, which is greedy. Also takes
-        `seed`.
+        These work here alone: a `streamer`; `stop_strings` (with `tokenizer`, unless the speculator
+        has it); `max_new_tokens=0`, which returns the prompt; `temperature=0`, which is greedy.
+        Also takes `seed`.
 
         Raises:
             OptionError: an option that cannot be honoured, by name.
@@ -156,9 +153,8 @@ class Speculator:
         if streamer is not None:
             streamer.put(ids.cpu())
             streamer.end()
-        if given.get("return_dict_in_generate"):
-            return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
-        return ids
+        as_dict = given.get("return_dict_in_generate")
+        return GenerateDecoderOnlyOutput(sequences=ids) if as_dict else ids  # type: ignore[arg-type]
 
     @torch.no_grad()
     def __call__(

@@ -36,11 +36,9 @@ class Stats:
         self._rounds: list[Emitted] = []
 
     def add(self, emitted: Emitted) -> None:
-        """Note one round."""
         self._rounds.append(emitted)
 
     def extend(self, other: Self) -> None:
-        """Note another request's rounds too."""
         self._rounds += other._rounds
 
     @property

@@ -50,10 +50,9 @@ def _compiled(model: PreTrainedModel, mode: bool | str, attention: str) -> Calla
 
 
 class Target:
-    """A causal language model behind the three calls of a round.
+    """A causal language model of transformers, whose cache can be rolled back, as rounds call it.
 
     Args:
-        model: any causal language model of transformers whose cache can be rolled back.
         feature_layers: the hidden states to capture, see `FeatureTap`; empty for none.
         attention: how trees attend, see `choose_attention`.
         compile: whether forwards over trees are compiled by `torch.compile`, once for each shape,
@@ -93,9 +92,6 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """Run prompts into an empty cache with at least `capacity` slots a row.
 
-        The last request's cache is used again where it is large enough, so that what was captured
-        on its addresses stays good.
-
         Args:
             tokens: [B, T] int64, padded on the right; counts: true ones of each row.
 
@@ -104,7 +100,7 @@ class Target:
         """
         capacity = in_steps(max(capacity, tokens.shape[1]))
         if self.cache.batch == tokens.shape[0] and self.cache.capacity >= capacity:
-            self.cache.clear()
+            self.cache.clear()  # what was captured on its addresses stays good
         else:
             self.cache = SlabCache(self.shapes, tokens.shape[0], capacity)
         logits = prefill_forward(self.model, self.cache, tokens, counts)
@@ -151,10 +147,8 @@ class Target:
         return slots
 
     def commit(self, path: Tensor) -> None:
-        """Keep the keys and values of the last tree's `path` [B, A] (nodes from the root on).
-
-        Entries past the accepted count land in slots that the next round overwrites.
-        """
+        """Keep the keys and values of the last tree's `path` [B, A] (nodes from the root on)."""
+        # Entries past the accepted count land in slots that the next round overwrites.
         self.cache.commit(path)
 
     def _features(self, tokens: Tensor) -> Tensor:

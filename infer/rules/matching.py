@@ -14,8 +14,7 @@ from headstart.heads.core import argmax
 
 from .rule_api import Accepted, Verified
 
-_AT_ONCE = 2**18
-"""Up to so many logits all nodes are scored at once, beyond it only those on the walked path."""
+_AT_ONCE = 2**18  # up to so many logits all nodes are scored at once, else the walked path's
 
 
 def matching(verified: Verified) -> Accepted:

@@ -16,7 +16,7 @@ class Text:
     Processors and criteria read it.
 
     Args:
-        ids: [B, C] int64 with room to grow, of which each row uses the same `width` columns so far.
+        ids: [B, C] int64 with room to grow, of which each row uses `width` columns so far.
         remaining: [B] tokens that each row may still emit, on the host; without a bound when None.
         ends: [V] bool, the tokens that end a row; none when None.
         seen: see `seen_in`; None where no repetition penalty needs it.
@@ -121,9 +121,7 @@ class Verified:
 
         None when no row writes a token here, so that the walk is over.
 
-        Args:
-            node: [B, 1], at depth `level`; the tokens of its path are written, see `write`.
-            alive: [B, 1] bool, the rows that are still walking.
+        `node` [B, 1] is at depth `level`, its path written; `alive` [B, 1] are rows still walking.
         """
         sampling = self.sampling
         at = node.unsqueeze(-1).expand(-1, -1, self.logits.shape[-1])  # [B, 1, V]

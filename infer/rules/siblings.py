@@ -1,8 +1,7 @@
 """The children of one node, tried in the order in which they were drawn, for the sampling rules.
 
-First the decisions, in the dtype of their input: accepting a token, and what is left once it is
-rejected; `rejection` and `traversal` name the sources. Then what they decide on: one row of the
-vocabulary is held for each row of the batch, never one per node.
+Decisions work in the dtype of their input; `rejection` and `traversal` name the sources. One row of
+the vocabulary is held for each row of the batch, never one per node.
 """
 
 from dataclasses import dataclass

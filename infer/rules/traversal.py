@@ -98,7 +98,6 @@ def first_flagged(shape: Topology, flagged: Tensor) -> Tensor:
 
 
 def _state_before_children(verified: Verified, node: Tensor, weights: Tensor) -> State:
-    """The state of each row's node [B, 1], whose weight is in `weights` [B, N]."""
     p = verified.scores_after(node).softmax(-1)
     return State(p, proposal(verified, node), weights.gather(1, node).squeeze(1))
 

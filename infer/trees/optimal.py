@@ -102,9 +102,8 @@ def expected_tokens(accept: ArrayLike, paths: Sequence[Sequence[int]]) -> float:
 def _level(accept: np.ndarray, below: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One level on top of subtrees that are worth `below` [N + 1].
 
-    Returns:
-        The best value of n nodes [N + 1], how many children its root has [N + 1], and how many
-        nodes the b-th of b children and its subtree get [W, N + 1].
+    The best value of n nodes [N + 1], how many children its root has [N + 1], and how many nodes
+    the b-th of b children and its subtree get [W, N + 1].
     """
     size = len(below)
     total = np.where(np.arange(size) > 0, 1.0, _NONE)  # T[n, 0]: n nodes may be fewer

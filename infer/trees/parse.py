@@ -18,7 +18,6 @@ TREES = (
     "beam:WIDTH,LENGTH[,NODES], a JSON list of rank paths such as [[0],[1],[0,0]], or the path of "
     "a .json file that holds one; with several drafters a tree for each, joined by +"
 )
-"""How trees are written."""
 
 _NUMBERED: dict[str, Callable[..., Policy]] = {
     "chain": StaticTree.chain,

@@ -17,8 +17,7 @@ from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
 from .children import SAMPLED, Children, Expansion, rows_of
 from .policy import Committed, Policy
 
-NEVER = float("-inf")
-"""The score of what is no candidate."""
+NEVER = float("-inf")  # the score of what is no candidate
 
 
 class SearchLevel(NamedTuple):
@@ -30,13 +29,9 @@ class SearchLevel(NamedTuple):
 
 
 class SearchedTree(Policy):
-    """A policy that ranks and drops nodes, and so refuses drawn children.
+    """A policy that ranks and drops nodes, and so refuses drawn children."""
 
-    Attributes:
-        width: children that a node may have.
-    """
-
-    width: int
+    width: int  # children that a node may have
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
         super().check(drafter, expansion)
@@ -254,10 +249,7 @@ def _best(scores: Tensor, count: int) -> Tensor:
 
 
 def final_beams(levels: Sequence[SearchLevel], width: int) -> list[Tensor]:
-    """For each level minus the place of the best final beam through each beam, [B, width].
-
-    -inf where no final beam passes.
-    """
+    """For each level minus the place of the best final beam through each beam, or -inf: [B, w]."""
     goals: list[Tensor] = []
     for level in reversed(levels):
         alive = level.scores.gather(1, level.kept) > NEVER  # [B, width]
