@@ -44,7 +44,8 @@ def load(
         tree: see `Speculator`; None takes the artifact's plan for this machine, which decodes
             plainly where no tree is faster, or else the tree that it was measured with; for several
             drafters the union of theirs.
-        rule, expansion, graphs, attention, compile: see `Speculator`; allow_pickle: `DrafterSource`.
+        rule, expansion, graphs, attention, compile: see `Speculator`.
+        allow_pickle: see `DrafterSource`.
         options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
 
     Raises:

@@ -20,13 +20,9 @@ from .trees.policy import Committed
 
 
 class EagerRunner:
-    """Runs rounds as they are written, and reads each one's report before the next one starts.
+    """Runs rounds as they are written, and reads each one's report before the next one starts."""
 
-    Attributes:
-        slots_ahead: slots written by rounds that start before it is known where their row ends.
-    """
-
-    slots_ahead = 0
+    slots_ahead = 0  # slots written by rounds that start before it is known where their row ends
 
     def __init__(self, request: Request):
         self.request, self._rounds = request, 0

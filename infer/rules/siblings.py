@@ -89,17 +89,11 @@ def verdicts(verified: Verified) -> Tensor:
 
 @dataclass(slots=True)
 class State:
-    """What is left at a node while its children are tried.
+    """What is left at a node while its children are tried."""
 
-    Attributes:
-        p: [B, V], what the target still wants there.
-        q: [B, V], what the next child was drawn from; None when no node of the tree was drawn.
-        weight: [B], see `accept_probability`.
-    """
-
-    p: Tensor
-    q: Tensor | None
-    weight: Tensor
+    p: Tensor  # [B, V], what the target still wants there
+    q: Tensor | None  # [B, V], what the next child is from; None when no node of the tree was drawn
+    weight: Tensor  # [B], see `accept_probability`
 
 
 def child_at(tree: TokenTree, node: Tensor, order: int) -> tuple[Tensor, Tensor]:

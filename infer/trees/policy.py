@@ -14,18 +14,13 @@ from .children import Children, Expansion
 
 @dataclass(slots=True)
 class Committed:
-    """What the last round (or the prefill) committed, as `Drafter.begin` takes it.
+    """What the last round (or the prefill) committed, as `Drafter.begin` takes it."""
 
-    Attributes:
-        features: [B, A, F]; tokens: [B, A]; count: [B]; root: [B, 1], the last committed token.
-        lengths: [B], cached tokens of each row; the root's position.
-    """
-
-    features: Tensor
-    tokens: Tensor
-    count: Tensor
-    root: Tensor
-    lengths: Tensor
+    features: Tensor  # [B, A, F]
+    tokens: Tensor  # [B, A]
+    count: Tensor  # [B]
+    root: Tensor  # [B, 1], the last committed token
+    lengths: Tensor  # [B], cached tokens of each row; the root's position
 
 
 class Policy(ABC):
