@@ -5,8 +5,6 @@ assumes that a child is accepted with a probability that depends on its rank alo
 wanted, on its depth too), so a node counts with the product along its path, and the root with 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -25,6 +23,9 @@ class OptimalTrees:
         nodes: N, at least 1.
         depth: the deepest level allowed; None for no limit.
 
+    Raises:
+        ValueError: no rank, an entry outside 0 … 1, fewer than one node or a negative depth.
+
     Attributes:
         expected: [N + 1], F of the best tree of at most n nodes; entry 0 is 0.
 
@@ -39,11 +40,6 @@ class OptimalTrees:
     """
 
     def __init__(self, accept: ArrayLike, nodes: int, depth: int | None = None):
-        """Fill the tables.
-
-        Raises:
-            ValueError: no rank, an entry outside 0 … 1, fewer than one node or a negative depth.
-        """
         table = np.atleast_2d(np.asarray(accept, dtype=float))  # [D, W]
         inside = table.ndim == 2 and table.size and bool(((table >= 0) & (table <= 1)).all())
         if not inside or nodes < 1 or (depth is not None and depth < 0):
@@ -88,8 +84,7 @@ class OptimalTrees:
 def expected_tokens(accept: ArrayLike, paths: Sequence[Sequence[int]]) -> float:
     """F of a tree under the same assumption: the sum over its nodes, the root counted.
 
-    Args:
-        accept: see `OptimalTrees`; ranks beyond its width are never accepted.
+    Ranks beyond the width of `accept` are never accepted.
 
     >>> expected_tokens([0.5, 0.25], [[0], [1], [0, 0]])
     2.0
@@ -107,9 +102,8 @@ def expected_tokens(accept: ArrayLike, paths: Sequence[Sequence[int]]) -> float:
 def _level(accept: np.ndarray, below: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One level on top of subtrees that are worth `below` [N + 1].
 
-    Returns:
-        The best value of n nodes [N + 1], how many children its root has [N + 1], and how many
-        nodes the b-th of b children and its subtree get [W, N + 1].
+    The best value of n nodes [N + 1], how many children its root has [N + 1], and how many nodes
+    the b-th of b children and its subtree get [W, N + 1].
     """
     size = len(below)
     total = np.where(np.arange(size) > 0, 1.0, _NONE)  # T[n, 0]: n nodes may be fewer
