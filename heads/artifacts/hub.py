@@ -48,9 +48,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def download(name: str, files: Sequence[str]) -> Path:
-    """The folder in huggingface_hub's cache that holds these files of a repository.
-
-    Without a network it is the one that was downloaded before.
+    """The folder of huggingface_hub's cache with these files, downloaded or there before.
 
     Raises:
         ArtifactError: no such repository or revision, no right to read it, no network.
@@ -68,9 +66,7 @@ def file_names(name: str) -> list[str]:
         return []
 
 
-def upload(
-    folder: Path, name: str, files: Sequence[str], marker: str, private: bool = False
-) -> str:
+def upload(folder: Path, name: str, files: Sequence[str], marker: str, private: bool) -> str:
     """Make `files` of a repository what `folder` holds, in one commit; create it where missing.
 
     Those of `files` that the folder lacks are deleted there; other files are left alone.
@@ -158,8 +154,7 @@ def _reason(error: BaseException) -> str:
         return f"the Hub answered {status}; try again later"
     if isinstance(error, HFValidationError):
         return "neither a folder nor the name of a Hub repository; check the name"
-    if isinstance(error, ValueError):  # the Hub's verdict on the card, or on a malformed answer
-        return " ".join(str(error).split()).rstrip(".")
-    if isinstance(error, _TRANSPORT):
+    # A ValueError is the Hub's verdict on the card, or on a malformed answer.
+    if isinstance(error, _TRANSPORT) and not isinstance(error, ValueError):
         return f"the Hub cannot be reached ({type(error).__name__}); check network and HF_ENDPOINT"
     return " ".join(str(error).split()).rstrip(".")

@@ -15,8 +15,6 @@ from ..core.files import write_atomically
 from .files import PLAN, read_json
 from .manifest import read_manifest
 
-_DAMAGED = "{path} is no plan that headstart wrote; delete it, or run headstart plan again."
-
 
 @strict
 @dataclass
@@ -24,8 +22,7 @@ class Plan:
     """The tree to decode with on one kind of machine.
 
     Attributes:
-        device: see `machine`.
-        dtype: see `dtype_name`.
+        device, dtype: see `machine` and `dtype_name`.
         batch_size: prompts decoded at once.
         policy: the chosen candidate's name; `plain` where no tree is faster than plain decoding.
         tree: its rank paths; empty for plain decoding.
@@ -34,7 +31,6 @@ class Plan:
         costs: milliseconds, see `Costs`.
         candidates: all that were considered, the best first.
         prompts, new_tokens: how many prompts, and tokens of each, were measured.
-        weights_sha256: of the drafter's weights.
     """
 
     device: str
@@ -49,12 +45,7 @@ class Plan:
     candidates: list[dict[str, Any]]
     prompts: int
     new_tokens: int
-    weights_sha256: str = ""
-
-    @property
-    def key(self) -> str:
-        """Its key in `plan.json`."""
-        return _key(self.device, self.dtype, self.batch_size)
+    weights_sha256: str = ""  # of the drafter
 
 
 def device_name(device: torch.device) -> str:
@@ -70,10 +61,7 @@ def device_name(device: torch.device) -> str:
 
 
 def machine(target: PreTrainedModel) -> str:
-    """The device that a target runs on, and the share of its weights that is streamed in.
-
-    Example: `NVIDIA L40, 90% from cpu`.
-    """
+    """A target's device and the share of its weights streamed in: `NVIDIA L40, 90% from cpu`."""
     name, streamed = device_name(device_of(target)), streamed_from(target)
     return f"{name}, {streamed}" if streamed else name
 
@@ -84,15 +72,7 @@ def dtype_name(model: PreTrainedModel) -> str:
 
 
 def write_plan(folder: Path, plan: Plan) -> Path:
-    """Write a plan into an artifact's `plan.json`, beside those for other machines.
-
-    Returns:
-        The file.
-
-    Raises:
-        ArtifactError: the folder holds no artifact.
-        OSError: the folder cannot be written.
-    """
+    """Write a plan into an artifact's `plan.json`, beside those for other machines."""
     plan = replace(plan, weights_sha256=read_manifest(folder).weights_sha256)
     try:
         plans = _read(folder)
@@ -101,7 +81,8 @@ def write_plan(folder: Path, plan: Plan) -> Path:
     document = asdict(plan)
     for candidate in document["candidates"]:
         candidate.pop("tree", None)  # hundreds of candidates, each of up to hundreds of paths
-    text = json.dumps(plans | {plan.key: document}, indent=2, allow_nan=False)
+    plans[_key(plan.device, plan.dtype, plan.batch_size)] = document
+    text = json.dumps(plans, indent=2, allow_nan=False)
     write_atomically(folder / PLAN, text + "\n")
     return folder / PLAN
 
@@ -122,16 +103,11 @@ def find_plan(folder: Path, target: PreTrainedModel, batch_size: int = 1) -> Pla
 
 
 def read_plans(folder: Path) -> list[Plan]:
-    """All plans in an artifact's folder, for whatever machine and weights.
-
-    Raises:
-        ArtifactError: `plan.json` is damaged.
-    """
+    """All plans in an artifact's folder, for whatever machine and weights."""
     return [_plan(found, folder) for found in _read(folder).values()]
 
 
 def _key(device: str, dtype: str, batch_size: int) -> str:
-    """The key of a plan in `plan.json`."""
     return f"{device}, {dtype}, batch {batch_size}"
 
 
@@ -139,13 +115,17 @@ def _plan(found: Any, folder: Path) -> Plan:
     try:
         return Plan(**found)
     except (TypeError, StrictDataclassError):
-        raise ArtifactError(_DAMAGED.format(path=folder / PLAN)) from None
+        raise _damaged(folder) from None
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    if not (folder / PLAN).is_file():
-        return {}
     try:
-        return read_json(folder / PLAN)
+        return read_json(folder / PLAN) if (folder / PLAN).is_file() else {}
     except ArtifactError:
-        raise ArtifactError(_DAMAGED.format(path=folder / PLAN)) from None
+        raise _damaged(folder) from None
+
+
+def _damaged(folder: Path) -> ArtifactError:
+    return ArtifactError(
+        f"{folder / PLAN} is no plan that headstart wrote; delete it, or run headstart plan again."
+    )

@@ -10,15 +10,7 @@ from transformers import PreTrainedModel
 
 from ..core import ArtifactError
 from ..families import FAMILIES, family
-from .files import (
-    CONFIG,
-    MANIFEST,
-    TREE,
-    files_to_download,
-    pickled,
-    read_json,
-    retired_folder,
-)
+from .files import CONFIG, MANIFEST, TREE, files_to_download, pickled, read_json, retired_folder
 from .hub import download, file_names, is_hub_name, split_revision
 from .manifest import Manifest, read_manifest
 from .plan import Plan, find_plan
@@ -104,15 +96,13 @@ class DrafterSource:
     @cached_property
     def tree(self) -> list[list[int]] | None:
         """The rank paths that an artifact was measured with; None where there are none."""
-        if self.kind is not SourceKind.ARTIFACT or not (self.folder / TREE).is_file():
-            return None
-        return read_json(self.folder / TREE)
+        known = self.kind is SourceKind.ARTIFACT and (self.folder / TREE).is_file()
+        return read_json(self.folder / TREE) if known else None
 
     def plan(self, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
         """An artifact's plan for a target's device and dtype; None where there is none."""
-        if self.kind is not SourceKind.ARTIFACT:
-            return None
-        return find_plan(self.folder, target, batch_size)
+        ours = self.kind is SourceKind.ARTIFACT
+        return find_plan(self.folder, target, batch_size) if ours else None
 
     @property
     def origin(self) -> str:
@@ -123,12 +113,10 @@ class DrafterSource:
 
     @cached_property
     def _local(self) -> Path | None:
-        """The folder of this name, if there is one."""
+        """The folder of this name, or what an interrupted save has left of it."""
         folder = Path(self.name)
-        for found in (folder, retired_folder(folder)) if folder.name else (folder,):
-            if found.is_dir():
-                return found
-        return None
+        places = (folder, retired_folder(folder)) if folder.name else (folder,)
+        return next((place for place in places if place.is_dir()), None)
 
     @cached_property
     def _listed(self) -> list[str]:

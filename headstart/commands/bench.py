@@ -8,8 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from headstart.models import load_speculator
-from headstart.prompts import encode, read_documents
+from headstart.inputs import encode, load_speculator, read_documents
 from headstart.terminal import UsageError, quiet_stdout
 
 from . import options as shared

@@ -2,7 +2,7 @@
 
 import argparse
 
-from headstart.models import load_speculator
+from headstart.inputs import load_speculator
 from headstart.terminal import quiet_stdout
 
 from . import options as shared

@@ -8,8 +8,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headstart.models import load_speculator
-from headstart.prompts import read_chat, read_prompt
+from headstart.inputs import load_speculator
 from headstart.terminal import UsageError
 
 from . import options as shared
@@ -40,8 +39,8 @@ def run(options: argparse.Namespace) -> int:
     """Read the prompt, load the models and stream what they write."""
     if options.temperature == 0 and (options.top_p or options.top_k):
         raise UsageError("--top-p and --top-k choose among samples; give --temperature as well")
-    messages = read_chat(options) if options.chat else None
-    prompt = "" if messages else read_prompt(options)
+    messages = _read_chat(options) if options.chat else None
+    prompt = "" if messages else _read_prompt(options)
     speculator = load_speculator(options)
     from transformers import TextStreamer
 
@@ -82,3 +81,33 @@ def _summary(stats: Stats, seconds: float) -> str:
         f"τ {stats.tau:.2f} tokens per round: {stats.tokens} tokens after the first, "
         f"{stats.rounds} rounds, {seconds:.2f} s with the prompt"
     )
+
+
+def _read_prompt(options: argparse.Namespace) -> str:
+    """The text of --prompt, --file or stdin."""
+    source = "--prompt" if options.prompt is not None else str(options.file or "stdin")
+    if options.prompt is options.file is None and sys.stdin.isatty():
+        raise UsageError("no prompt; give --prompt or --file, or pipe the text in")
+    try:
+        if options.file is not None:
+            text = options.file.read_text(encoding="utf-8")
+        else:
+            text = sys.stdin.read() if options.prompt is None else options.prompt
+        text.encode()
+    except UnicodeError:
+        raise UsageError(f"{source}: not valid UTF-8 text; convert it first") from None
+    if not text.strip():
+        raise UsageError(f"{source}: the prompt is empty; give at least one word")
+    return text
+
+
+def _read_chat(options: argparse.Namespace) -> list[dict[str, str]]:
+    """The chat in a .jsonl file, or any other prompt as a user's message."""
+    if options.file is None or options.file.suffix != ".jsonl":
+        return [{"role": "user", "content": _read_prompt(options).strip()}]
+    from headstart.train.data import reading
+
+    documents = reading.read_documents(options.file)
+    if len(documents) != 1:
+        raise UsageError(f"{options.file}: found {len(documents)} conversations, expected one")
+    return documents[0].messages or [{"role": "user", "content": documents[0].text}]

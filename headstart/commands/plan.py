@@ -6,8 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from headstart.models import load_speculator
-from headstart.prompts import encode, read_documents
+from headstart.inputs import encode, load_speculator, read_documents
 from headstart.terminal import UsageError, quiet_stdout
 
 from . import options as shared
@@ -17,7 +16,7 @@ from .options import positive, whole
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", metavar="MODEL", help=shared.TARGET)
-    add("--drafter", metavar="shared.ARTIFACT", required=True, help=shared.ARTIFACT)
+    add("--drafter", metavar="ARTIFACT", required=True, help=shared.ARTIFACT)
     shared.add_placing_arguments(parser)
     shared.add_prompt_arguments(parser)
     add("--batch-size", metavar="N", type=positive, default=1, help="prompts decoded at once")
@@ -40,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure, choose, write the plan, and print what it is expected to be worth."""
-    from headstart.reports.plan_plot import check_plot, draw_plan
+    from headstart.reports.plans import check_plot, draw_plan
 
     if options.plot is not None:
         check_plot(options.plot)
@@ -62,8 +61,8 @@ def run(options: argparse.Namespace) -> int:
     assert speculator.drafter is not None
     from headstart.heads.artifacts.plan import write_plan
     from headstart.infer.measure.planner import make_plan
-    from headstart.reports.document import to_json
     from headstart.reports.plans import print_plan
+    from headstart.reports.tables import to_json
 
     prompts = [encode(document, speculator, options.prefix_tokens) for document in documents]
     with quiet_stdout():

@@ -16,7 +16,7 @@ _TARGET_NAME = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("artifact", metavar="shared.ARTIFACT", help=shared.ARTIFACT)
+    add("artifact", metavar="ARTIFACT", help=shared.ARTIFACT)
     add("repository", metavar="ORG/NAME", help="made where it is missing")
     add("--target-name", metavar="NAME", help=_TARGET_NAME)
     add("--license", metavar="ID", help="for the model card, e.g. apache-2.0")

@@ -1,4 +1,4 @@
-"""The models that a command line names: target and drafters, and the devices they are put on.
+"""What a command line names: target and drafters, the devices they are put on, and prompts.
 
 Heavy imports stand inside the functions, so that parsing and mistakes answer at once.
 """
@@ -48,12 +48,7 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
 
 
 def drafter_sources(options: argparse.Namespace) -> list[DrafterSource]:
-    """The drafters of --drafter; without --target, that of the first artifact is filled in.
-
-    Raises:
-        UsageError: there is no --target, and no artifact names one.
-        ArtifactError: no such drafter.
-    """
+    """The drafters of --drafter; without --target, that of the first artifact is filled in."""
     from headstart.heads.artifacts.source import DrafterSource, SourceKind
 
     named = options.drafter if isinstance(options.drafter, list) else [options.drafter]
@@ -93,11 +88,7 @@ def _placing(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device of --device; where it is not given, a GPU if there is one.
-
-    Raises:
-        UsageError: no such device, or none here.
-    """
+    """The device of --device; where it is not given, a GPU if there is one."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -114,11 +105,7 @@ def find_device(name: str | None) -> torch.device:
 
 
 def own_target(source: DrafterSource) -> str:
-    """The target that an artifact was trained for: its folder on this machine, or its Hub name.
-
-    Raises:
-        UsageError: it is a folder that is not here.
-    """
+    """The target that an artifact was trained for: its folder on this machine, or its Hub name."""
     from headstart.heads.artifacts.hub import is_hub_name
 
     name = source.manifest.target
@@ -132,3 +119,29 @@ def own_target(source: DrafterSource) -> str:
     if is_hub_name(name):
         return name
     raise UsageError(f"the target of {source} is not on this machine; pass --target {target}")
+
+
+def read_documents(options: argparse.Namespace) -> list[Any]:
+    """The prompts that --prompts and --limit name."""
+    from headstart.train.data import reading
+
+    documents = reading.read_documents(options.prompts)[: options.limit]
+    if not documents:
+        raise UsageError(f"{options.prompts}: no prompts found")
+    return documents
+
+
+def encode(document: Any, speculator: Speculator, limit: int | None) -> Any:
+    """Token ids [1, T] of a prompt; a chat goes through the tokenizer's template, if it has one."""
+    from headstart.train.data.chats import render_chat
+
+    tokenizer = speculator.tokenizer
+    assert tokenizer is not None  # loaded together with the target
+    text, chat = document.text, bool(document.messages and tokenizer.chat_template)
+    if chat:
+        text = render_chat(tokenizer, document.messages)
+    # A prompt may be longer than the model's context: `limit` cuts it.
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, verbose=False).input_ids
+    if ids.shape[1] == 0:
+        raise UsageError(f"{document.id}: the prompt has no token in this model's vocabulary")
+    return ids[:, :limit]

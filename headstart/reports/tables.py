@@ -1,10 +1,24 @@
-"""Consoles and the two kinds of tables that every report is printed with."""
+"""What reports are made of: consoles, two kinds of tables, and JSON documents."""
 
-from collections.abc import Sequence
-from typing import TextIO
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
+
+Report = Mapping[str, Any]
+"""What a benchmark returns; what was not measured is None."""
+
+
+def to_json(report: Report) -> str:
+    """One JSON document; a number that is not finite becomes null, which every reader accepts.
+
+    >>> to_json({"tau": 2.5, "ms_per_round": float("nan")})
+    '{\\n  "tau": 2.5,\\n  "ms_per_round": null\\n}'
+    """
+    finite = json.loads(json.dumps(report), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=2, ensure_ascii=False)
 
 
 def plain_console(out: TextIO, width: int | None = None) -> Console:
@@ -23,13 +37,24 @@ def titled(out: TextIO, title: str, width: int | None = None) -> Console:
     return console
 
 
+def print_apart(console: Console, *parts: RenderableType, style: str | None = None) -> None:
+    """Print each part after an empty line."""
+    for part in parts:
+        console.print()
+        console.print(part, style=style)
+
+
 def grid(rows: Sequence[tuple[str, str]]) -> Table:
-    """Labels, as wide in every grid, and values, of which those that start with NO are red."""
+    """Labels, as wide in every grid, and values, red where they start with NO.
+
+    A row with an empty value is left out.
+    """
     table = Table.grid(padding=(0, 2))
     table.add_column(width=31, style="cyan")
     table.add_column()
     for label, value in rows:
-        table.add_row(f"  {label}", value, style="bold red" if value.startswith("NO") else None)
+        if value:
+            table.add_row(f"  {label}", value, style="bold red" if value.startswith("NO") else None)
     return table
 
 
