@@ -24,12 +24,10 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
     Without --tree it takes the artifact's own tree. Where trees or rules are lists, they are left
     to the caller. `options.target` is filled in by `drafter_sources`.
     """
-    given = {
-        name: getattr(options, name)
-        for name in ("tree", "rule", "expansion", "dtype")
-        if isinstance(getattr(options, name, None), str)
-    }
-    if isinstance(getattr(options, "tree", None), list):
+    names = ("tree", "rule", "expansion", "dtype")
+    given = {name: vars(options).get(name) for name in names}
+    given = {name: value for name, value in given.items() if isinstance(value, str)}
+    if isinstance(vars(options).get("tree"), list):
         given["tree"] = "plain"  # the drafter is needed, whatever its plan says
     with quiet_stdout():
         drafters = drafter_sources(options)
@@ -67,8 +65,8 @@ def drafter_sources(options: argparse.Namespace) -> list[DrafterSource]:
 
 def _placing(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `from_pretrained` for --device, --max-memory and --offload-folder."""
-    name, memory = getattr(options, "device", None), getattr(options, "max_memory", None)
-    folder = getattr(options, "offload_folder", None)
+    names = ("device", "max_memory", "offload_folder")
+    name, memory, folder = (getattr(options, each, None) for each in names)
     if memory is None:
         if folder is not None:
             raise UsageError("--offload-folder without --max-memory, and nothing is offloaded")
@@ -135,11 +133,9 @@ def encode(document: Any, speculator: Speculator, limit: int | None) -> Any:
     """Token ids [1, T] of a prompt; a chat goes through the tokenizer's template, if it has one."""
     from headstart.train.data.chats import render_chat
 
-    tokenizer = speculator.tokenizer
-    assert tokenizer is not None  # loaded together with the target
-    text, chat = document.text, bool(document.messages and tokenizer.chat_template)
-    if chat:
-        text = render_chat(tokenizer, document.messages)
+    tokenizer: Any = speculator.tokenizer
+    chat = bool(document.messages and tokenizer.chat_template)
+    text = render_chat(tokenizer, document.messages) if chat else document.text
     # A prompt may be longer than the model's context: `limit` cuts it.
     ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, verbose=False).input_ids
     if ids.shape[1] == 0:

@@ -39,9 +39,7 @@ INDEX = f"{WEIGHTS}.index.json"
 # What transformers reads of a language model and its tokenizer, beside the weights.
 _MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _SHARDS = "model-*.safetensors"
-
-HERE = '"PATH OF THIS FOLDER"'
-"""Stands for the artifact in the example of a card that was not pushed."""
+HERE = '"PATH OF THIS FOLDER"'  # in the example of a card that was not pushed
 
 
 def read_json(path: Path) -> Any:

@@ -195,28 +195,19 @@ def _check_model(source: DrafterSource, config: dict[str, Any], files: list[Path
 
 
 def _load_language_model(
-    source: DrafterSource,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase | None,
-    options: dict[str, Any],
+    source: DrafterSource, target: PreTrainedModel, tokenizer: Any, options: dict[str, Any]
 ) -> DraftModel:
     """A causal language model with the target's tokenizer, as its draft model."""
-    try:
-        own: Any = AutoTokenizer.from_pretrained(source.folder)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(
-            f"{source} holds no tokenizer that can be loaded, so nobody knows whether its ids are "
-            "the target's; save the tokenizer beside the model."
-        ) from error
-    try:
-        expected: Any = tokenizer
-        if expected is None:
-            expected = AutoTokenizer.from_pretrained(target.name_or_path)
-    except (OSError, ValueError) as error:
-        raise ArtifactError(
-            f"{source} is compared with the target by their tokenizers, and the target's was "
-            "not found; pass tokenizer=…."
-        ) from error
+    own = _load_tokenizer(
+        source.folder,
+        f"{source} holds no tokenizer that can be loaded, so nobody knows whether its ids are the "
+        "target's; save the tokenizer beside the model.",
+    )
+    expected = tokenizer or _load_tokenizer(
+        target.name_or_path,
+        f"{source} is compared with the target by their tokenizers, and the target's was not "
+        "found; pass tokenizer=….",
+    )
     if tokenizer_hash(own) != tokenizer_hash(expected):
         raise ArtifactError(
             f"{source} has another tokenizer than the target ({len(own)} tokens, expected those of "
@@ -231,3 +222,10 @@ def _load_language_model(
             f"{source} cannot be loaded as a causal language model ({brief(error)}); expected one "
             "with weights in safetensors."
         ) from error
+
+
+def _load_tokenizer(place: str | Path, otherwise: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(otherwise) from error

@@ -16,7 +16,6 @@ from ..families import family
 from ..parts.adapter import Adapter
 from .files import CONFIG, WEIGHTS, brief
 from .foreign_checkpoints import load_checkpoint
-from .manifest import check_files, check_target
 from .source import DrafterSource, SourceKind
 
 
@@ -53,7 +52,7 @@ def load_drafter(
     if source.kind is SourceKind.CHECKPOINT:
         drafter = load_checkpoint(source, target, tokenizer, options)
     else:
-        check_target(source.manifest, target, tokenizer, source.folder)
+        source.check_target(target, tokenizer)
         drafter = _load_artifact(source, options)
     drafter = drafter.to(device).eval().bind(target)  # type: ignore[arg-type]
     if source.kind is SourceKind.ARTIFACT and drafter.adapter is not None:
@@ -63,7 +62,7 @@ def load_drafter(
 
 def _load_artifact(source: DrafterSource, options: dict[str, Any]) -> Drafter:
     folder = source.folder
-    weights = check_files(folder, source.manifest, source.allow_pickle)
+    weights = source.check_files()
     kind = family(source.manifest.family)
     try:
         loaded: Any = kind.from_pretrained(

@@ -1,4 +1,4 @@
-"""Publishing: a copy of an artifact without paths of this machine, pushed to the Hub."""
+"""What is pushed of an artifact: a copy of it without paths of this machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from huggingface_hub import ModelCard, get_token
 
 from ..core import ArtifactError
 from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .files import CARD, FILES, HERE, MANIFEST, brief, read_json
-from .hub import is_hub_name, split_revision, upload
-from .manifest import Manifest, check_files
+from .files import CARD, FILES, HERE, brief, read_json
+from .hub import is_hub_name, split_revision
+from .manifest import Manifest
 from .source import DrafterSource
 
 
@@ -27,7 +27,7 @@ def clean_copy(
     target_name: str | None = None,
     license: str | None = None,
 ) -> list[Path]:
-    """Write the files to push into an empty folder, and return them.
+    """Write the files to push into an empty folder, and return them, the card last.
 
     In the manifest, the card and every other text, a path of this machine is replaced by its last
     part, and the target's by `target_name`. The card's front matter is completed for the Hub.
@@ -46,7 +46,7 @@ def clean_copy(
         raise ArtifactError(f"{repository!r} is no place on the Hub; expected ORG/NAME.")
     source = DrafterSource.of(artifact)
     manifest, folder = source.manifest, source.folder
-    check_files(folder, manifest)
+    source.check_files()
     target = _public_name(manifest, target_name)
     paths = _local_paths([manifest.recipe, manifest.metrics, manifest.origin])
     clean = cleaner(paths | {manifest.target: target})
@@ -76,24 +76,17 @@ def clean_copy(
     return files
 
 
-def push(folder: Path, repository: str, private: bool = False) -> str:
-    """Upload a clean copy to the Hub and return the repository's address; see `upload`."""
-    return upload(folder, repository, FILES, marker=MANIFEST, private=private)
-
-
 def _public_name(manifest: Manifest, given: str | None) -> str:
     name = manifest.target if given is None else given
     if not name.strip() or "\n" in name or is_local(name):
-        raise ArtifactError(
-            f"the target {name!r} is a path of this machine, which says nothing to others; give "
-            "its name on the Hub, or any label, with --target-name."
-        )
-    if given is None and not is_hub_name(name):
-        raise ArtifactError(
-            f"the target {name!r} is not the name of a Hub repository; give its name there, or any "
-            "label, with --target-name."
-        )
-    return name
+        why = "a path of this machine, which says nothing to others"
+    elif given is None and not is_hub_name(name):
+        why = "not the name of a Hub repository"
+    else:
+        return name
+    raise ArtifactError(
+        f"the target {name!r} is {why}; give its name on the Hub, or any label, with --target-name."
+    )
 
 
 def _card(body: str, manifest: Manifest, target: str, repository: str, license: str | None) -> str:

@@ -6,7 +6,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from headstart.inputs import load_speculator
 from headstart.terminal import UsageError
@@ -46,8 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
     from headstart.train.data.chats import render_chat
 
-    tokenizer = speculator.tokenizer
-    assert tokenizer is not None  # loaded together with the target
+    tokenizer: Any = speculator.tokenizer
     if messages and not tokenizer.chat_template:
         raise UsageError("the target's tokenizer has no chat template; leave out --chat")
     if messages:
@@ -56,11 +55,9 @@ def run(options: argparse.Namespace) -> int:
     if inputs.input_ids.shape[1] == 0:
         raise UsageError("the prompt has no token in this model's vocabulary; give another")
     inputs = inputs.to(speculator.device)
-    sampling = {
-        name: getattr(options, name)
-        for name in ("temperature", "top_p", "top_k", "seed")
-        if options.temperature > 0 and getattr(options, name) is not None
-    }
+    names = ("temperature", "top_p", "top_k", "seed") if options.temperature > 0 else ()
+    given = {name: getattr(options, name) for name in names}
+    sampling = {name: value for name, value in given.items() if value is not None}
     started = time.perf_counter()
     speculator.generate(
         inputs.input_ids,

@@ -12,6 +12,9 @@ from headstart.terminal import UsageError, quiet_stdout
 from . import options as shared
 from .options import positive, whole
 
+_NODES = "the largest tree considered (default: 64, or 768 with --max-memory)"
+_MEASURE = "decode with the K best, and let that decide (default: 4)"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -20,19 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_placing_arguments(parser)
     shared.add_prompt_arguments(parser)
     add("--batch-size", metavar="N", type=positive, default=1, help="prompts decoded at once")
-    add(
-        "--max-nodes",
-        metavar="N",
-        type=positive,
-        help="the largest tree considered (default: 64, or 768 with --max-memory)",
-    )
-    add(
-        "--measure",
-        metavar="K",
-        type=whole,
-        default=4,
-        help="decode with the K best, and let that decide (default: 4)",
-    )
+    add("--max-nodes", metavar="N", type=positive, help=_NODES)
+    add("--measure", metavar="K", type=whole, default=4, help=_MEASURE)
     add("--plot", metavar="FILE", type=Path, help="draw speedup against tree size (.png, .svg, …)")
     shared.add_json_argument(parser)
 
@@ -53,8 +45,7 @@ def run(options: argparse.Namespace) -> int:
                 f"--drafter {source} is no artifact, and the plan is written into one; make one of "
                 "a checkpoint with headstart convert"
             )
-    folder = source.folder
-    if not os.access(folder, os.W_OK):
+    if not os.access(folder := source.folder, os.W_OK):
         raise UsageError(f"{folder} cannot be written, and the plan belongs there; copy it first")
     options.tree = "plain"  # the drafter is needed, whatever an earlier plan says
     speculator = load_speculator(options)
@@ -81,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
             draw_plan(found, options.plot)
     if options.json:
         print(to_json(dataclasses.asdict(found)))
-        return 0
-    print_plan(found, sys.stdout)
-    print(f"\nThe plan is in {written}")
+    else:
+        print_plan(found, sys.stdout)
+        print(f"\nThe plan is in {written}")
     return 0

@@ -122,10 +122,8 @@ def _run_all(recipes: Mapping[str, Recipe], fresh: bool) -> dict[str, dict[str, 
         try:
             report = pipeline.run(recipe, fresh=fresh)
             found = describe(report["artifact"])
-            reports[drafter] = report | {
-                "parameters": found["parameters"],
-                "train_seconds": found["metrics"]["seconds"],
-            }
+            size, seconds = found["parameters"], found["metrics"]["seconds"]
+            reports[drafter] = report | {"parameters": size, "train_seconds": seconds}
         except Exception as error:
             if os.environ.get("HEADSTART_DEBUG") == "1":
                 traceback.print_exc()

@@ -42,14 +42,9 @@ def run(options: argparse.Namespace) -> int:
     prompts = [ids.to(speculator.device) for ids in prompts]
     with quiet_stdout():
         greedy = compare_greedy(speculator, prompts, options.new_tokens, progress=True)
+        sampling = {"temperature": options.temperature, "seed": options.seed}
         sampled = compare_sampled(
-            speculator,
-            prompts,
-            options.new_tokens,
-            options.draws,
-            temperature=options.temperature,
-            seed=options.seed,
-            progress=True,
+            speculator, prompts, options.new_tokens, options.draws, progress=True, **sampling
         )
     if options.json:
         found = {"greedy": greedy, "sampled": sampled}
@@ -85,21 +80,18 @@ def _greedy_sentences(greedy: Greedy) -> list[str]:
             f"{greedy.dtype}."
         ]
     near = sum(divergence.near_tie for divergence in apart)
-    said = [
+    more = len(apart) - _EXPLAINED
+    return [
         f"{len(apart)} of {greedy.prompts} texts leave generate's, in {greedy.dtype}; "
         f"{greedy.tokens:,} tokens agree before that. {near} of them at a near-tie, where the "
-        "margin is at most twice what plain decoding differs from itself in another shape."
-    ]
-    said += [_explained(divergence) for divergence in apart[:_EXPLAINED]]
-    if len(apart) > _EXPLAINED:
-        said.append(f"… and {len(apart) - _EXPLAINED} more.")
-    said.append(
+        "margin is at most twice what plain decoding differs from itself in another shape.",
+        *map(_explained, apart[:_EXPLAINED]),
+        *([f"… and {more} more."] if more > 0 else []),
         f"Plain decoding leaves its own text in {greedy.plain_divergences} of {greedy.prompts} "
         f"prompts in a batch of copies or as one forward ({greedy.plain_tokens:,} tokens agree): "
         f"{_rate(greedy.plain_divergences or 0, greedy.plain_tokens)} against "
-        f"{_rate(len(apart), greedy.tokens)} here."
-    )
-    return said
+        f"{_rate(len(apart), greedy.tokens)} here.",
+    ]
 
 
 def _sampled_sentences(sampled: Sampled) -> list[str]:
@@ -118,17 +110,15 @@ def _sampled_sentences(sampled: Sampled) -> list[str]:
     if sampled.seeded_differences and sampled.holds:
         said.append(f"In {sampled.dtype} rounding turns near-ties, with and without a drafter.")
     agrees = "agrees with" if sampled.agrees else "is not"
-    said.append(
+    return [
+        *said,
         f"Over {sampled.draws:,} texts of one prompt the joint distribution of the first "
         f"{sampled.places} tokens {agrees} the target's: chi-square {sampled.statistic:.1f} over "
-        f"{sampled.bins} bins, p = {sampled.p_value:.2g}."
-    )
-    said.append(
+        f"{sampled.bins} bins, p = {sampled.p_value:.2g}.",
         f"The total variation over these bins was {sampled.distance:.3f}, and is at most "
         f"{sampled.bound:.3f} with all but one chance in a million. More draws bound it more "
-        "tightly."
-    )
-    return said
+        "tightly.",
+    ]
 
 
 def _explained(divergence: Divergence) -> str:

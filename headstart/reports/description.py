@@ -11,9 +11,9 @@ from typing import Any, TextIO
 from rich.filesize import decimal
 from safetensors import SafetensorError, safe_open
 
-from headstart.heads import DrafterConfig, family
+from headstart.heads import family
 from headstart.heads.artifacts.files import CARD, CONFIG, FILES, MANIFEST, WEIGHTS
-from headstart.heads.artifacts.manifest import Manifest, check_files, check_target, sha256
+from headstart.heads.artifacts.manifest import Manifest, sha256
 from headstart.heads.artifacts.plan import read_plans
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core import FINAL, ArtifactError
@@ -28,14 +28,11 @@ Description = dict[str, Any]
 
 
 def describe(name: str | Path | DrafterSource) -> Description:
-    """Everything that an artifact says about itself; no target is loaded.
+    """A document of what an artifact says about itself; no target is loaded.
 
-    Returns:
-        A document for JSON. `problem` is None for a whole artifact, else the error that loading
-        would give; what the damage hides is then missing. `files` has, for each file, its `bytes`,
-        `sha256` and `check`: `ok`, `damaged`, or `unchecked` where there is nothing to check it
-        against. `plans` has one entry for each machine that was planned for; where `current` is
-        false it was made for other weights, and loading passes it over.
+    `problem` is None for a whole artifact, else the error that loading would give; what the damage
+    hides is then missing. A file's `check` is `ok`, `damaged`, or `unchecked` where nothing tells.
+    A plan that is not `current` was made for other weights, and loading passes it over.
 
     Raises:
         ArtifactError: there is no artifact of that name, or its manifest cannot be read.
@@ -58,35 +55,30 @@ def describe(name: str | Path | DrafterSource) -> Description:
         except (ValueError, OSError) as error:
             found["problem"] = found["problem"] or " ".join(str(error).split())
     try:
-        check_files(folder, manifest)
+        source.check_files()
     except ArtifactError as error:
         found["problem"] = str(error)
-    found |= {
+    paths = sorted((*folder.iterdir(), *(folder / ADAPTER).glob("*")))
+    return found | {
         "recipe": manifest.recipe,
         "metrics": manifest.metrics,
         "versions": manifest.versions,
-        "files": [
-            _file(path, folder, manifest)
-            for path in sorted((*folder.iterdir(), *(folder / ADAPTER).glob("*")))
-            if path.is_file()
-        ],
+        "files": [_file(path, folder, manifest) for path in paths if path.is_file()],
     }
-    return found
 
 
 def fits(source: DrafterSource, target: Any, tokenizer: Any) -> str | None:
     """None where the drafter was trained for this target and tokenizer, else why not."""
     try:
-        check_target(source.manifest, target, tokenizer, source.folder)
+        source.check_target(target, tokenizer)
     except ArtifactError as error:
         return str(error)
     return None
 
 
 def _config(source: DrafterSource) -> Description:
-    kind = family(source.manifest.family).config_class
-    assert kind is not None and issubclass(kind, DrafterConfig)
-    config: Any = kind.from_pretrained(source.folder, local_files_only=True)
+    kind: Any = family(source.manifest.family).config_class
+    config = kind.from_pretrained(source.folder, local_files_only=True)
     return {
         "options": {option: getattr(config, option) for option in kind.OPTIONS},
         "hidden_size": config.hidden_size,
@@ -100,11 +92,8 @@ def _weights(source: DrafterSource) -> Description:
     path = source.folder / WEIGHTS
     try:
         with safe_open(path, "pt") as file:
-            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-            tensors = {
-                key: {"shape": each.get_shape(), "dtype": each.get_dtype()}
-                for key, each in slices.items()
-            }
+            each = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            tensors = {k: {"shape": s.get_shape(), "dtype": s.get_dtype()} for k, s in each.items()}
     except (SafetensorError, OSError):
         return {}  # `check_files` says why
     floats = [math.prod(t["shape"]) for t in tensors.values() if t["dtype"].startswith(("F", "BF"))]

@@ -68,10 +68,10 @@ def next_commands(report: Report) -> list[str]:
 
 def remarks(report: Report) -> list[str]:
     """Sentences that the numbers must not be read without."""
-    said = []
-    if known(report, "distinct_4grams") and report["distinct_4grams"] < _REPETITIVE:
+    said, distinct = [], report.get("distinct_4grams")
+    if distinct is not None and distinct < _REPETITIVE:
         said.append(
-            f"Only {report['distinct_4grams']:.0%} of the 4-grams are distinct: the target repeats "
+            f"Only {distinct:.0%} of the 4-grams are distinct: the target repeats "
             "itself, and repeating text flatters every drafter."
         )
     if False in (report.get("identical_to_plain"), report.get("identical_to_generate")):
@@ -143,12 +143,7 @@ def percentages(shares: Sequence[float | None]) -> str:
     return "  ".join(each)
 
 
-def known(report: Report, key: str) -> bool:
-    """Whether a number was measured and is finite."""
-    value = report.get(key)
-    return value is not None and math.isfinite(value)
-
-
 def shown(report: Report, key: str, form: str) -> str:
     """A number in a form such as `{:.2f} ms`; empty where it was not measured."""
-    return form.format(report[key]) if known(report, key) else ""
+    value = report.get(key)
+    return form.format(value) if value is not None and math.isfinite(value) else ""

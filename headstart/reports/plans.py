@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from .measured import shown
 from .tables import column_table, grid, print_apart, titled
 
 if TYPE_CHECKING:
@@ -52,16 +53,9 @@ def _sentences(plan: Plan) -> list[str]:
 
 
 def _row(candidate: dict[str, Any]) -> list[str]:
-    measured = candidate["measured_speedup"]
-    return [
-        candidate["name"],
-        str(candidate["nodes"]),
-        str(candidate["depth"]),
-        f"{candidate['tau']:.2f}",
-        f"{candidate['round_ms']:.2f}",
-        f"{candidate['speedup']:.2f}",
-        "–" if measured is None else f"{measured:.2f}",
-    ]
+    names, figures = ("name", "nodes", "depth"), ("tau", "round_ms", "speedup", "measured_speedup")
+    numbers = [shown(candidate, key, "{:.2f}") or "–" for key in figures]
+    return [*(str(candidate[key]) for key in names), *numbers]
 
 
 def _cost_rows(plan: Plan) -> list[tuple[str, str]]:
@@ -76,8 +70,8 @@ def _cost_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _by_size(costs: dict[Any, float]) -> str:
-    shown = [size for size in costs if int(size).bit_count() == 1]  # powers of two
-    return "  ".join(f"{size}: {costs[size]:.2f}" for size in shown) + " ms" if shown else ""
+    sizes = [size for size in costs if int(size).bit_count() == 1]  # powers of two
+    return "  ".join(f"{size}: {costs[size]:.2f}" for size in sizes) + " ms" if sizes else ""
 
 
 def _times(candidate: dict[str, Any]) -> str:
@@ -99,11 +93,7 @@ def at_once(batch_size: int) -> str:
 
 
 def check_plot(path: Path) -> None:
-    """Refuse a plot that could not be drawn, before anything is measured for it.
-
-    Raises:
-        ValueError: matplotlib is missing, or the file cannot be what it is named.
-    """
+    """Refuse a plot that could not be drawn, before anything is measured for it."""
     if path.suffix not in _FORMATS or not path.parent.is_dir():
         raise ValueError(
             f"--plot is {str(path)!r}; expected a file in an existing folder, named "
