@@ -24,8 +24,6 @@ def convert(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
-    *,
-    allow_pickle: bool = False,
 ) -> Path:
     """Write an artifact made from another trainer's drafter, or from a language model.
 
@@ -34,14 +32,14 @@ def convert(
     checked by shapes alone.
 
     Args:
-        checkpoint, allow_pickle: see `DrafterSource`.
+        checkpoint: see `DrafterSource`.
         target: the model that it was trained for, loaded from a folder or the Hub.
         folder: where to write; an artifact in its place is replaced.
 
     Raises:
         ArtifactError: it is an artifact already, or no drafter for this target.
     """
-    source = DrafterSource.of(checkpoint, allow_pickle)
+    source = DrafterSource.of(checkpoint)
     if source.kind is not SourceKind.CHECKPOINT:
         raise ArtifactError(
             f"{source} is not somebody else's checkpoint; expected one with a config.json and "

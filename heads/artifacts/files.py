@@ -43,11 +43,7 @@ HERE = '"PATH OF THIS FOLDER"'  # in the example of a card that was not pushed
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file of an artifact: a list for the tree, a dict for all others.
-
-    Raises:
-        ArtifactError: it is missing or damaged.
-    """
+    """A list for the tree, a dict for others; an ArtifactError for a missing or damaged file."""
     if not path.is_file():
         raise ArtifactError(
             f"{path.parent} holds no {path.name}; expected a folder that headstart saved: restore "
@@ -64,9 +60,8 @@ def read_json(path: Path) -> Any:
 
 def unreadable(path: Path, reason: object) -> ArtifactError:
     """The error for a damaged file."""
-    return ArtifactError(
-        f"{path} cannot be read ({brief(reason, None)}); restore the file or train again."
-    )
+    text = brief(reason, None)
+    return ArtifactError(f"{path} cannot be read ({text}); restore the file or train again.")
 
 
 def brief(reason: object, length: int | None = 160) -> str:

@@ -42,10 +42,6 @@ def load_checkpoint(
 ) -> Drafter:
     """Load another trainer's drafter, or a language model as the draft model; neither is bound yet.
 
-    Args:
-        tokenizer: of the target; loaded where a language model needs it and it is not given.
-        options: passed to `from_pretrained`.
-
     Raises:
         ArtifactError: it is neither, does not fit the target, or is pickled and not allowed.
     """
@@ -62,10 +58,8 @@ def load_checkpoint(
     base = config.get("base_model_name_or_path")
     named = f"; its config names {base}" if isinstance(base, str) else ""
     logger.warning(
-        "Only shapes show that %s was trained for this target%s: where it was not, τ stays near 1, "
-        "and the output is the target's all the same.",
-        source,
-        named,
+        f"Only shapes show that {source} was trained for this target{named}: where it was not, τ "
+        "stays near 1, and the output is the target's all the same."
     )
     return drafter
 

@@ -41,11 +41,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def download(name: str, files: Sequence[str]) -> Path:
-    """The folder of huggingface_hub's cache with these files, downloaded or there before.
-
-    Raises:
-        ArtifactError: no such repository or revision, no right to read it, no network.
-    """
+    """The folder of huggingface_hub's cache with these files, downloaded or there before."""
     repository, revision = split_revision(name)
     with _one_line(f"no drafter at {name!r}"):
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
@@ -60,15 +56,10 @@ def file_names(name: str) -> list[str]:
 
 
 def upload(folder: Path, name: str, private: bool = False) -> str:
-    """Make a repository's artifact what `folder` holds, in one commit; create it where missing.
+    """Make a repository's artifact what `folder` holds, in one commit, and return its address.
 
+    A missing repository is created, and a missing branch (`ORG/NAME@BRANCH`) from the main one.
     Files of an artifact that the folder lacks are deleted there; other files are left alone.
-
-    Args:
-        name: `ORG/NAME`, or `ORG/NAME@BRANCH`; a new branch starts at the main one.
-
-    Returns:
-        The address of the repository.
 
     Raises:
         ArtifactError: not logged in, no right to write, a repository of something else, no network.

@@ -64,15 +64,10 @@ def _load_artifact(source: DrafterSource, options: dict[str, Any]) -> Drafter:
     folder = source.folder
     weights = source.check_files()
     kind = family(source.manifest.family)
+    options |= {"local_files_only": True, "weights_only": True}
+    options["use_safetensors"] = weights.name == WEIGHTS
     try:
-        loaded: Any = kind.from_pretrained(
-            folder,
-            local_files_only=True,
-            output_loading_info=True,
-            use_safetensors=weights.name == WEIGHTS,
-            weights_only=True,
-            **options,
-        )
+        loaded: Any = kind.from_pretrained(folder, output_loading_info=True, **options)
     except torch.OutOfMemoryError:
         raise
     except UnpicklingError as error:

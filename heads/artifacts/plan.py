@@ -82,24 +82,16 @@ def write_plan(folder: Path, plan: Plan) -> Path:
     for candidate in document["candidates"]:
         candidate.pop("tree", None)  # hundreds of candidates, each of up to hundreds of paths
     plans[_key(plan.device, plan.dtype, plan.batch_size)] = document
-    text = json.dumps(plans, indent=2, allow_nan=False)
-    write_atomically(folder / PLAN, text + "\n")
+    write_atomically(folder / PLAN, json.dumps(plans, indent=2, allow_nan=False) + "\n")
     return folder / PLAN
 
 
 def find_plan(folder: Path, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
-    """The plan in an artifact's folder for a target's device and dtype; None where there is none.
-
-    A plan that was made for other weights than the artifact's does not count.
-
-    Raises:
-        ArtifactError: `plan.json` is damaged, or the folder holds no artifact.
-    """
+    """The plan for a target's device and dtype and the artifact's weights; None without one."""
     found = _read(folder).get(_key(machine(target), dtype_name(target), batch_size))
-    if found is None:
-        return None
-    plan = _plan(found, folder)
-    return plan if plan.weights_sha256 == read_manifest(folder).weights_sha256 else None
+    plan = None if found is None else _plan(found, folder)
+    current = plan is not None and plan.weights_sha256 == read_manifest(folder).weights_sha256
+    return plan if current else None
 
 
 def read_plans(folder: Path) -> list[Plan]:

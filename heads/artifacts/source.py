@@ -135,11 +135,7 @@ class DrafterSource:
                 )
 
     def check_files(self) -> Path:
-        """An artifact's file of weights.
-
-        Raises:
-            ArtifactError: a file is missing, damaged, pickled, or names code or files to load.
-        """
+        """An artifact's weights; an ArtifactError for files missing, damaged, pickled or unsafe."""
         self._check_config()
         weights, pickle = self.folder / WEIGHTS, self.folder / PICKLE
         if not weights.is_file():

@@ -6,15 +6,12 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headstart.inputs import load_speculator
 from headstart.terminal import UsageError
 
 from . import options as shared
-
-if TYPE_CHECKING:
-    from headstart.infer import Stats
 
 _CHAT = (
     "the prompt is a user's message, and goes through the tokenizer's chat template; a .jsonl FILE "
@@ -67,17 +64,13 @@ def run(options: argparse.Namespace) -> int:
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         **sampling,
     )
-    print(_summary(speculator.stats, time.perf_counter() - started), file=sys.stderr)
+    stats, seconds = speculator.stats, time.perf_counter() - started
+    said = f"no round was needed, {seconds:.2f} s"
+    if stats.rounds:
+        said = f"τ {stats.tau:.2f} tokens per round: {stats.tokens} tokens after the first, "
+        said += f"{stats.rounds} rounds, {seconds:.2f} s with the prompt"
+    print(said, file=sys.stderr)
     return 0
-
-
-def _summary(stats: Stats, seconds: float) -> str:
-    if not stats.rounds:
-        return f"no round was needed, {seconds:.2f} s"
-    return (
-        f"τ {stats.tau:.2f} tokens per round: {stats.tokens} tokens after the first, "
-        f"{stats.rounds} rounds, {seconds:.2f} s with the prompt"
-    )
 
 
 def _read_prompt(options: argparse.Namespace) -> str:

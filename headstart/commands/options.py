@@ -67,16 +67,12 @@ def memory(text: str) -> dict[int | str, str]:
     >>> memory("0=20GB,cpu=1.5GiB")
     {0: '20GB', 'cpu': '1.5GiB'}
     """
-    found: dict[int | str, str] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+|cpu)=(\d+(?:\.\d+)?[KMG]i?B)", part.strip())
-        if match is None:
-            raise argparse.ArgumentTypeError(
-                f"found {text!r}, expected a size for each device, such as 0=20GB,cpu=1.5GB"
-            )
-        device, size = match.groups()
-        found[device if device == "cpu" else int(device)] = size
-    return found
+    sizes = [part.strip().split("=") for part in text.split(",")]
+    if not all(re.fullmatch(r"(\d+|cpu)=\d+(\.\d+)?[KMG]i?B", "=".join(size)) for size in sizes):
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected a size for each device, such as 0=20GB,cpu=1.5GB"
+        )
+    return {device if device == "cpu" else int(device): size for device, size in sizes}
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
 import sys
 import traceback
@@ -66,10 +65,7 @@ def _compare(options: argparse.Namespace) -> int:
 
 
 def quickstarts() -> dict[str, str]:
-    """The shipped recipe of each family's quickstart, by family; the others share the first one's.
-
-    A recipe that shares the stages of `quickstart` is the quickstart of the family that it is named
-    after.
+    """By family, the shipped recipe of its quickstart; all but the first share that one's stages.
 
     >>> quickstarts()["medusa"]
     'quickstart'
@@ -85,11 +81,12 @@ def quickstarts() -> dict[str, str]:
 
 def quickstart_of(drafter: str) -> str:
     """The recipe of one family's quickstart."""
+    from headstart.train.recipe.fields import nearest
+
     known = quickstarts()
     name = drafter.replace("-", "_")
     if name not in known:
-        close = difflib.get_close_matches(name, [*known, _ALL], n=1, cutoff=0.5)
-        meant = f" (did you mean {close[0]!r}?)" if close else ""
+        meant = nearest(name, [*known, _ALL])
         raise UsageError(
             f"--drafter {drafter!r} has no quickstart{meant}; expected one of "
             f"{', '.join(known)}, or {_ALL}"

@@ -103,11 +103,7 @@ def _measured(reports: Mapping[str, Report]) -> dict[str, Report]:
 
 
 def draw_drafters(reports: Mapping[str, Report], folder: Path) -> Path | None:
-    """Draw speedups, and tokens against the cost of a round, into an image in `folder`.
-
-    Returns:
-        The image; None where matplotlib is missing or nothing was measured.
-    """
+    """Draw speedups and costs into an image; None without matplotlib or anything measured."""
     measured = _measured(reports)
     if not measured or importlib.util.find_spec("matplotlib") is None:
         return None

@@ -22,10 +22,8 @@ def to_json(report: Report) -> str:
 
 
 def plain_console(out: TextIO, width: int | None = None) -> Console:
-    """A console on `out`: colours on a terminal, plain text anywhere else.
-
-    Without markup: a tree or a path may hold square brackets.
-    """
+    """A console on `out`: colours on a terminal, plain text anywhere else."""
+    # Without markup: a tree or a path may hold square brackets.
     return Console(file=out, markup=False, emoji=False, highlight=False, width=width)
 
 
