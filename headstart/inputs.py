@@ -25,7 +25,7 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
     to the caller. `options.target` is filled in by `drafter_sources`.
     """
     names = ("tree", "rule", "expansion", "dtype")
-    given = {name: vars(options).get(name) for name in names}
+    given: dict[str, Any] = {name: vars(options).get(name) for name in names}
     given = {name: value for name, value in given.items() if isinstance(value, str)}
     if isinstance(vars(options).get("tree"), list):
         given["tree"] = "plain"  # the drafter is needed, whatever its plan says

@@ -218,7 +218,7 @@ def _load_language_model(
         ) from error
 
 
-def _load_tokenizer(place: str | Path, otherwise: str) -> Any:
+def _load_tokenizer(place: Any, otherwise: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError) as error:
