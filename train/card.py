@@ -1,7 +1,7 @@
 """The model card of a trained drafter: what it is, what was measured, and its limits."""
 
 from headstart.heads import Manifest, family
-from headstart.heads.artifacts.card import model_card
+from headstart.heads.artifacts.saving import model_card
 from headstart.infer import StaticTree
 
 from .recipe import Recipe
