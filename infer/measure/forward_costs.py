@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ def verify_costs(
     for count in counts:
         siblings = StaticTree([[rank] for rank in range(count - 1)])
         topology, proposal_row = siblings.shape(batch, context.device)
-        tokens = context[:, :1].expand(-1, count).contiguous()
+        tokens = context[:, :1].repeat(1, count)
         tree = TokenTree(tokens, topology, None, proposal_row)
         # A captured round reads the rows' lengths from the device, so they may differ.
         work[count] = lambda tree=tree: target.verify(tree, lengths, length, not captured)
@@ -69,8 +70,7 @@ def draft_costs(
     """Milliseconds of the drafter's `begin`, and of its `extend` by the nodes of the level.
 
     Args:
-        texts: one for each row of the batch.
-        counts: level sizes to time.
+        texts: one for each row of the batch; counts: level sizes to time.
         depth: the deepest level that trees will have; a drafter with independent heads, or with a
             single level, has no `extend` to time.
         tick: called after each of `TURNS` turns.
@@ -88,22 +88,17 @@ def draft_costs(
     # A count of 0, as for rows that have ended: the work is the same, and the text does not grow.
     none = torch.zeros_like(count)
 
-    def begin() -> None:
+    def begin(*level: Tensor) -> None:
         drafter.reserve(state, length, depth + 1 + max(counts))
         drafter.begin(state, columns[0], columns[1], none)
-
-    def begin_and_extend(width: int) -> Callable[[], None]:
-        nodes = context[:, -1:].expand(-1, width)
-        parent = torch.full_like(nodes, -1)
-
-        def work() -> None:
-            begin()
-            drafter.extend(state, nodes, parent)
-
-        return work
+        if level:
+            drafter.extend(state, *level)
 
     levels = [] if drafter.independent or depth < 2 else list(counts)
-    work = {0: begin, **{width: begin_and_extend(width) for width in levels}}
+    work: dict[int, Call] = {0: begin}
+    for width in levels:
+        nodes = context[:, -1:].expand(-1, width)
+        work[width] = partial(begin, nodes, torch.full_like(nodes, -1))
     times = _medians(work, context.device, captures_rounds(drafter.target), tick)
     return times[0], {width: max(times[width] - times[0], 0.0) for width in levels}
 

@@ -17,8 +17,7 @@ from headstart.heads.group import members
 
 from ..speculator import Speculator
 from .candidates import SMALL, Candidate, rank_trees, reach
-from .costs import STEPS, measure_costs
-from .decode_times import decode_times
+from .costs import STEPS, decode_times, measure_costs
 from .forward_costs import SECONDS
 from .greedy_text import BATCH, Tick, write_texts
 from .ranks import acceptance, measure_ranks
