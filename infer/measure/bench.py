@@ -31,8 +31,7 @@ from .baselines import (
 )
 from .timing import Stopwatch
 
-_REPLAYED_PROMPTS = 8
-"""Prompts whose forwards are replayed alone to find the loop's own cost."""
+_REPLAYED_PROMPTS = 8  # whose forwards are replayed alone to find the loop's own cost
 
 
 def bench(

@@ -76,21 +76,19 @@ def draft_costs(
         tick: called after each of `TURNS` turns.
     """
     context = context_of(texts)  # [B, L]
-    features = _cut([text.features for text in texts], context.shape[1])  # [B, L, F]
     batch, length = context.shape
+    features = _cut([text.features for text in texts], length)  # [B, L, F]
     state = drafter.start(batch, length + max(counts) + depth + 1)
     count = torch.full_like(context[:, 0], length)
     drafter.prefill(state, features, context, count)
     # A round hands over as many columns as a path can be long.
-    columns = [
-        values[:, -1:].expand(-1, depth + 1, *values.shape[2:]) for values in (features, context)
-    ]
+    columns = [v[:, -1:].expand(-1, depth + 1, *v.shape[2:]) for v in (features, context)]
     # A count of 0, as for rows that have ended: the work is the same, and the text does not grow.
     none = torch.zeros_like(count)
 
     def begin(*level: Tensor) -> None:
         drafter.reserve(state, length, depth + 1 + max(counts))
-        drafter.begin(state, columns[0], columns[1], none)
+        drafter.begin(state, *columns, none)
         if level:
             drafter.extend(state, *level)
 

@@ -49,7 +49,7 @@ class Greedy:
     prompts: int
     tokens: int  # compared, up to the first difference of each prompt
     divergences: list[Divergence]  # one for each prompt whose text differs
-    plain_divergences: int | None  # prompts whose plain text differs in another shape
+    plain_divergences: int | None  # prompts whose plain text differs in another shape, if tried
     plain_tokens: int  # compared for that
     dtype: str  # the target's
 

@@ -48,7 +48,7 @@ class Sampled:
     distance: float  # total variation over the bins, observed
     bound: float  # with probability 1 - ALPHA the true one is not larger
     dtype: str  # the target's
-    seeded_tokens: int  # compared with seeded plain decoding, where the rule promises its text
+    seeded_tokens: int  # compared with seeded plain decoding; 0 where its text is not promised
     seeded_differences: int  # prompts whose text differed from it
 
     @property

@@ -78,7 +78,7 @@ def _record(drafter: Drafter, texts: Sequence[Written], depth: int) -> list[Tens
     state = drafter.start(batch, longest + depth + 1)
     drafter.prefill(state, features[:, :first], tokens[:, :first], prompt)
     row = torch.arange(batch, device=device)
-    found = []
+    ranks = torch.full((batch, max(rounds), depth), MISSED, device=device)  # [B, M, K]
     for place in range(max(rounds)):
         root = (prompt + place).clamp(max=longest - 1)  # [B]
         active = (root + 1 < length).long()
@@ -87,19 +87,14 @@ def _record(drafter: Drafter, texts: Sequence[Written], depth: int) -> list[Tens
         step = drafter.begin(
             state, features[row, root - 1].unsqueeze(1), after[0].unsqueeze(1), active
         )
-        levels = []
         for level in range(depth):
             if level and not drafter.independent:
                 # The first node's parent is the root (-1), each later one's the node before it.
                 parent = torch.full((batch, 1), level - 2, device=device)
                 step = drafter.extend(state, after[level].unsqueeze(1), parent)
             rank = _rank(step, level if drafter.independent else 0, after[level + 1])
-            levels.append(rank.masked_fill(root + level + 1 >= length, MISSED))
-        found.append(torch.stack(levels, 1))
-    if not found:
-        return [torch.empty(0, depth, dtype=torch.long)] * batch
-    ranks = torch.stack(found, 1).cpu()  # [B, M, K]
-    return [each[:count] for each, count in zip(ranks, rounds, strict=True)]
+            ranks[:, place, level] = rank.masked_fill(root + level + 1 >= length, MISSED)
+    return [each[:count] for each, count in zip(ranks.cpu(), rounds, strict=True)]
 
 
 def _rank(step: Step, row: int, wanted: Tensor) -> Tensor:
@@ -123,7 +118,7 @@ def acceptance(ranks: Sequence[Tensor], width: int = RANKS) -> np.ndarray:
     """[K, W], the acceptance vector of each depth: how often the true token has each rank.
 
     Args:
-        ranks: [M, K] for each text, see `measure_ranks`.
+        ranks: see `measure_ranks`.
         width: W, the ranks counted, from the best on.
 
     >>> acceptance([torch.tensor([[0, 1], [0, MISSED]])], width=2).tolist()
