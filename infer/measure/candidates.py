@@ -30,24 +30,16 @@ _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # limits tried where every level c
 
 @dataclass(frozen=True)
 class Candidate:
-    """One tree that was considered.
+    """One tree that was considered."""
 
-    Attributes:
-        name: the policy and its size; nodes, the root counted; depth.
-        tau: expected tokens per round, from replayed ranks.
-        round_ms: expected milliseconds of a round.
-        speedup: expected, against plain decoding in the same runtime; tree: rank paths.
-        measured_tau, measured_speedup: of real decoding; None where it was not measured.
-    """
-
-    name: str
-    nodes: int
+    name: str  # the policy and its size
+    nodes: int  # the root counted
     depth: int
-    tau: float
-    round_ms: float
-    speedup: float
-    tree: list[list[int]]
-    measured_tau: float | None = None
+    tau: float  # expected tokens per round, from replayed ranks
+    round_ms: float  # expected milliseconds of a round
+    speedup: float  # expected, against plain decoding in the same runtime
+    tree: list[list[int]]  # its rank paths
+    measured_tau: float | None = None  # of real decoding; None where it was not measured
     measured_speedup: float | None = None
 
     @property

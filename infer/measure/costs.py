@@ -31,21 +31,13 @@ STEPS = 2 * TURNS + _RUNS
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds, medians, for one batch.
+    """Milliseconds, medians, for one batch."""
 
-    Attributes:
-        plain: a round of plain decoding, all of it.
-        verify: t(n), the target's forward over n nodes, by n.
-        begin: the drafter's `begin`.
-        extend: the drafter's `extend`, by the nodes of the level; empty for independent heads.
-        loop: what else a round costs: a + b · nodes + c · depth, fitted to rounds of real trees.
-    """
-
-    plain: float
-    verify: dict[int, float]
-    begin: float
-    extend: dict[int, float]
-    loop: tuple[float, float, float]
+    plain: float  # a round of plain decoding, all of it
+    verify: dict[int, float]  # t(n), the target's forward over n nodes, by n
+    begin: float  # the drafter's
+    extend: dict[int, float]  # the drafter's, by a level's nodes; empty for independent heads
+    loop: tuple[float, float, float]  # what else: a + b · nodes + c · depth, fitted to real rounds
 
     def forwards(self, tree: StaticTree) -> float:
         """Verifying the tree and drafting it, level by level where the drafter does so."""

@@ -17,12 +17,8 @@ from ..trees.static import StaticTree
 from .greedy_text import Tick, Written
 from .timing import Call, interleaved, medians
 
-SECONDS = 300.0
-"""No timing goes on for longer, but everything that is timed has a turn."""
-
-TURNS = 8
-"""Turns that each forward is timed in."""
-
+SECONDS = 300.0  # no timing goes on for longer, but everything that is timed has a turn
+TURNS = 8  # that each forward is timed in
 _CALLS = 5  # timed calls in a turn
 
 

@@ -23,17 +23,11 @@ Tick = Callable[[], object]
 
 @dataclass(frozen=True)
 class Written:
-    """A prompt and the target's greedy continuation.
+    """A prompt and the target's greedy continuation."""
 
-    Attributes:
-        tokens: [T] int64, the prompt included.
-        features: [T, F], those of the target that the drafter reads.
-        prompt: how many of the tokens are the prompt's.
-    """
-
-    tokens: Tensor
-    features: Tensor
-    prompt: int
+    tokens: Tensor  # [T] int64, the prompt included
+    features: Tensor  # [T, F], those of the target that the drafter reads
+    prompt: int  # how many of the tokens are the prompt's
 
 
 @torch.no_grad()

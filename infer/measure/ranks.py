@@ -32,10 +32,7 @@ _DEPTH = 8  # levels recorded of a drafter that has no bound of its own
 
 @torch.no_grad()
 def measure_ranks(
-    drafter: Drafter,
-    texts: Sequence[Written],
-    depth: int | None = None,
-    tick: Tick = lambda: None,
+    drafter: Drafter, texts: Sequence[Written], depth: int | None = None, tick: Tick = lambda: None
 ) -> list[Tensor]:
     """Record a drafter's ranks through the calls of its contract alone.
 
