@@ -84,7 +84,7 @@ def draft_costs(
 
     def begin(*level: Tensor) -> None:
         drafter.reserve(state, length, depth + 1 + max(counts))
-        drafter.begin(state, *columns, none)
+        drafter.begin(state, columns[0], columns[1], none)
         if level:
             drafter.extend(state, *level)
 
