@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 from headstart.heads import Drafter
 from headstart.infer import RULES, Speculator, StaticTree, Stats, parse_static
 from headstart.infer.measure.greedy_text import Written, write_texts
-from headstart.infer.measure.ranks import measure_ranks
-from headstart.infer.measure.replay import best_tree
+from headstart.infer.measure.ranks import best_tree, measure_ranks
 from headstart.infer.trees.parse import sparse_nodes
 
 _BATCH = 32  # prompts decoded at once
