@@ -67,15 +67,14 @@ def load_options(dtype: str, device: torch.device) -> dict[str, Any]:
     if dtype != "4bit":
         return {"dtype": dtype}
     _check_bitsandbytes("target.dtype=4bit", "target.dtype=bfloat16")
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
     return {
         "dtype": torch.bfloat16,
-        "quantization_config": quantization,
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        ),
         "device_map": {"": device},  # a quantized model cannot be moved afterwards
     }
 

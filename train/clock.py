@@ -18,10 +18,7 @@ class Clock(TrainerCallback):
     """The share of the training that is done, by steps or by time, whichever is further.
 
     All processes go by the time of process 0. When it is up, training ends with a last validation
-    and checkpoint.
-
-    Args:
-        warmup: share of the training in which the learning rate rises.
+    and checkpoint. `warmup` is the share in which the learning rate rises.
     """
 
     def __init__(self, max_steps: int, max_seconds: float | None, warmup: float):

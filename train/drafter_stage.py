@@ -97,10 +97,9 @@ def train_drafter(
 
 def training_card(recipe: Recipe, manifest: Manifest) -> str:
     """The README.md of the artifact that `recipe` made, from the measurements in its manifest."""
-    measured = manifest.metrics
+    measured, decode = manifest.metrics, recipe.decode
     tree = StaticTree(measured["tree"])
     shares = " ".join("–" if s is None else f"{s:.2f}" for s in measured["acceptance_by_depth"])
-    decode = recipe.decode
     rows = [
         ("tokens per round, τ", f"{measured['tau']:.2f}"),
         ("acceptance at depth 1, 2, …", shares),

@@ -92,7 +92,7 @@ class JointTarget(TargetWithDrafter):
         return {"loss": loss + base_kl(self.base, output_layer(self.target), *both, counts[-1])}
 
     def counts(self, tokens: Tensor, supervised: Tensor) -> Tensor:
-        """Of each depth's labels, and last of the target's own.  # [K + 1]"""
+        """How many labels each depth has, and last the target itself.  # [K + 1]"""
         own = target_positions(supervised).sum().view(1)
         return torch.cat([super().counts(tokens, supervised), own])
 

@@ -114,12 +114,10 @@ class StudentText:
         prompts = [prompt for due in steps for prompt in self._prompts(due)]
         was_training = self.student.training
         self.student.eval()
-        parts = []
-        for first in range(0, len(prompts), self.distill.batch_size):
-            prefixes, seeds = zip(*prompts[first : first + self.distill.batch_size], strict=True)
-            parts.append(
-                write_rows(self.speculator, prefixes, list(seeds), self.distill, **self.options)
-            )
+        spec, parts = self.distill, []
+        for first in range(0, len(prompts), spec.batch_size):
+            prefixes, seeds = zip(*prompts[first : first + spec.batch_size], strict=True)
+            parts.append(write_rows(self.speculator, prefixes, list(seeds), spec, **self.options))
         self.student.train(was_training)
         columns = [torch.cat(column) for column in zip(*parts, strict=True)]
         each = zip(*(column.split(self.count) for column in columns), strict=True)

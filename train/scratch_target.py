@@ -102,7 +102,7 @@ def pack(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> Tenso
 
 def build_model(spec: Scratch, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """A float32 Llama of the recipe's shape with seeded random weights."""
-    end = tokenizer.eos_token_id
+    end: Any = tokenizer.eos_token_id
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=spec.hidden_size,
@@ -153,7 +153,15 @@ def fit(
             f"the corpus has {len(tokens)} tokens, expected more than "
             f"target.scratch.sequence_length, {length}; use more text or a shorter sequence"
         )
-    optimizers = _optimizers(model, spec)
+    # Muon (Jordan et al. 2024) orthogonalises each matrix's momentum; it is not meant for the
+    # embedding and the output layer, whose rows are tokens.
+    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
+    inside = {id(p) for p in hidden}
+    others = [p for p in model.parameters() if id(p) not in inside]
+    optimizers = (
+        torch.optim.Muon(hidden, lr=spec.muon_lr, momentum=0.95, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=spec.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    )
     rates = [(group, group["lr"]) for each in optimizers for group in each.param_groups]
     rows = Rows(tokens, length, seed)
     clock = Clock(spec.max_seconds, spec.max_tokens, spec.batch_size * length, time.perf_counter())
@@ -208,21 +216,6 @@ class Clock:
         if self.max_tokens is not None:
             shares.append((self.steps + steps_ahead) * self.step_tokens / self.max_tokens)
         return max(shares)
-
-
-def _optimizers(model: LlamaForCausalLM, spec: Scratch) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices between the layers, AdamW for embedding, norms and output layer.
-
-    Muon (Jordan et al. 2024) orthogonalises each matrix's momentum; it is not meant for the
-    embedding and the output layer, whose rows are tokens.
-    """
-    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
-    inside = {id(p) for p in hidden}
-    others = [p for p in model.parameters() if id(p) not in inside]
-    return [
-        torch.optim.Muon(hidden, lr=spec.muon_lr, momentum=0.95, weight_decay=0.0),
-        torch.optim.AdamW(others, lr=spec.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
 
 
 def schedule(share: float, warmup: float) -> float:

@@ -85,7 +85,7 @@ class TargetWithDrafter(nn.Module):
     ) -> Tensor:  # fmt: skip
         """The loss of a drafter that reads `captured`, with a teacher that reads `teaching`.
 
-        Both are features as `run_target` returns them, [B, T, C].
+        Both are what `run_target` returns, [B, T, C].
         """
         labels = self.labels(tokens, supervised)
         counts = label_counts(labels) if counts is None else counts

@@ -21,6 +21,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from headstart.heads import Drafter
+from headstart.heads.artifacts.files import WEIGHTS
 from headstart.heads.core.files import write_atomically
 
 from .clock import Clock, Progress
@@ -31,7 +32,6 @@ from .recipe import Train
 from .target_with_drafter import TargetWithDrafter
 
 _COMPLETE = "complete.json"  # written last into a checkpoint: seconds of training so far
-_WEIGHTS = "model.safetensors"
 
 
 class DrafterTrainer(Trainer):
@@ -153,7 +153,7 @@ class DrafterTrainer(Trainer):
             write_atomically(folder / _COMPLETE, json.dumps(self.clock.seconds).encode())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        weights = safetensors.torch.load_file(Path(resume_from_checkpoint) / _WEIGHTS)
+        weights = safetensors.torch.load_file(Path(resume_from_checkpoint) / WEIGHTS)
         self.module.drafter.load_state_dict(weights)
 
     def _load_best_model(self) -> None:

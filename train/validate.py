@@ -56,7 +56,6 @@ class Validation:
 
     Args:
         prompts: [P] each, of equal length.
-        new_tokens: tokens written after each.
         tree: what `parse_static` reads, or `sparse:N`: the best tree of N nodes for each drafter
             that is measured, see `sparse_nodes`.
         rule: one that follows a static tree.

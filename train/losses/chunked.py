@@ -5,7 +5,6 @@ Tensors as wide as the vocabulary exist for one chunk of positions at a time.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 from collections.abc import Callable
 from functools import cache, partial
