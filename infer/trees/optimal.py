@@ -5,7 +5,6 @@ assumes that a child is accepted with a probability that depends on its rank alo
 wanted, on its depth too), so a node counts with the product along its path, and the root with 1.
 """
 
-
 import numpy as np
 from numpy.typing import ArrayLike
 
