@@ -24,8 +24,8 @@ from .checkpoint import Found
 from .core import FINAL, OptionError, capture, device_of, output_layer
 from .drafter import Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
-from .parts.hydra_checkpoints import hydra
-from .parts.llama_layers import layer_like, own_layers
+from .parts.own_layers import layer_like, own_layers
+from .parts.published_heads import hydra
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 

@@ -12,10 +12,7 @@ import pytest
 from tests.support.modules import module_names
 
 MODULES = [name for name in module_names() if not name.endswith("__main__")]
-NEEDS = {
-    f"headstart.heads.core.{name}": "triton"  # comes with torch where there is CUDA
-    for name in ("attention_kernel", "move_kernel")
-}
+NEEDS = {"headstart.heads.core.kernels": "triton"}  # comes with torch where there is CUDA
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -25,11 +25,7 @@ class VocabularyConfig(DrafterConfig):
     draft_vocab_size: int = 0
 
     def validate_draft_vocabulary(self) -> None:
-        """Part of the config's own validation.
-
-        Raises:
-            OptionError: a size without `trimmed`, or none with it, or more than the target has.
-        """
+        """Part of the config's own validation."""
         output, size = getattr(self, "output", "shared"), self.draft_vocab_size
         if (output == "trimmed") != (size > 0) or size > max(self.vocab_size, 0):
             raise OptionError(
