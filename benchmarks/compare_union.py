@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import headstart
-from headstart.heads import load_drafter
+from headstart.heads import Drafter, load_drafter
 from headstart.infer import Speculator, StaticTree, Union
 from headstart.infer.measure.baselines import decode_in_turns, timed_speculator
 from headstart.infer.measure.greedy_text import write_texts
@@ -40,7 +40,7 @@ def main() -> None:
     options = parser.parse_args()
     loaded = headstart.load(options.target, options.drafter)
     model, drafter, tokenizer = loaded.model, loaded.drafter, loaded.tokenizer
-    assert drafter is not None and tokenizer is not None
+    assert isinstance(drafter, Drafter) and tokenizer is not None
     other = load_drafter(options.other, model, tokenizer)
     texts = [tokenizer(d.text)["input_ids"] for d in read_documents(options.prompts)]
     width = options.prefix_tokens

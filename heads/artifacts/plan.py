@@ -81,14 +81,14 @@ def write_plan(folder: Path, plan: Plan) -> Path:
     document = asdict(plan)
     for candidate in document["candidates"]:
         candidate.pop("tree", None)  # hundreds of candidates, each of up to hundreds of paths
-    plans[_key(plan.device, plan.dtype, plan.batch_size)] = document
+    plans[plan_key(plan.device, plan.dtype, plan.batch_size)] = document
     write_atomically(folder / PLAN, json.dumps(plans, indent=2, allow_nan=False) + "\n")
     return folder / PLAN
 
 
 def find_plan(folder: Path, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
     """The plan for a target's device and dtype and the artifact's weights; None without one."""
-    found = _read(folder).get(_key(machine(target), dtype_name(target), batch_size))
+    found = _read(folder).get(plan_key(machine(target), dtype_name(target), batch_size))
     plan = None if found is None else _plan(found, folder)
     current = plan is not None and plan.weights_sha256 == read_manifest(folder).weights_sha256
     return plan if current else None
@@ -99,7 +99,7 @@ def read_plans(folder: Path) -> list[Plan]:
     return [_plan(found, folder) for found in _read(folder).values()]
 
 
-def _key(device: str, dtype: str, batch_size: int) -> str:
+def plan_key(device: str, dtype: str, batch_size: int) -> str:
     return f"{device}, {dtype}, batch {batch_size}"
 
 

@@ -10,10 +10,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from headstart.heads import Drafter, OptionError
+from headstart.heads import Drafter, DrafterGroup, OptionError
 from headstart.heads.artifacts.plan import Plan, dtype_name, machine
 from headstart.heads.core import device_of, offloaded
-from headstart.heads.group import members
 
 from ..speculator import Speculator
 from .candidates import SMALL, Candidate, rank_trees, reach
@@ -31,7 +30,7 @@ _HUGE = 768  # nodes; Sequoia's largest tree, for a target in CPU memory
 
 def make_plan(
     target: PreTrainedModel,
-    drafter: Drafter,
+    drafter: Drafter | DrafterGroup,
     prompts: Sequence[Tensor],
     *,
     batch_size: int = 1,
@@ -61,10 +60,10 @@ def make_plan(
             f"{measure} trees to measure; planning needs a prompt for each row of a batch, and at "
             "least 2 nodes."
         )
-    if (several := len(members(drafter))) > 1:
+    if isinstance(drafter, DrafterGroup):
         raise OptionError(
-            f"found {several} drafters, and a plan is one drafter's; plan them one by one: "
-            "together they decode with their own trees."
+            f"found {len(drafter.drafters)} drafters, and a plan is one drafter's; plan them one by "
+            "one: together they decode with their own trees."
         )
     prompts = [prompt.flatten().to(device_of(target)) for prompt in prompts]
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]

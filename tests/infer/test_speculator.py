@@ -16,6 +16,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 import headstart
 from headstart.heads import (
     ArtifactError,
+    Drafter,
     HeadstartError,
     Manifest,
     OptionError,
@@ -289,7 +290,7 @@ def test_load_from_folders(artifact: Path, tmp_path: Path) -> None:
     tf.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(folder)
     ours = load(str(folder), str(artifact), dtype=torch.float32)
     assert ours.model.dtype == torch.float32 and not ours.model.training
-    assert ours.drafter is not None and ours.drafter.dtype == torch.float32
+    assert isinstance(ours.drafter, Drafter) and ours.drafter.dtype == torch.float32
     assert ours.tokenizer is not None and len(ours.tokenizer) == VOCAB
     ids, _ = prompts([6])
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}

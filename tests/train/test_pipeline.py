@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import headstart
 from headstart.heads import load_drafter
 from headstart.heads.artifacts.manifest import read_manifest
+from headstart.heads.lookup import Lookup
 from headstart.infer import StaticTree, parse_static
 from headstart.train import main, pipeline
 from headstart.train.data.corpus import load_documents
@@ -133,8 +134,7 @@ def test_a_drafter_without_training_is_measured_all_the_same(tiny: Path, tmp_pat
     manifest = read_manifest(artifact)
     assert manifest.metrics["seconds"] == manifest.metrics["steps"] == 0
     speculator = headstart.load(manifest.target, artifact)
-    assert type(speculator.drafter).__name__ == "Lookup"
-    assert speculator.drafter is not None and speculator.drafter.config.min_match == 2
+    assert isinstance(speculator.drafter, Lookup) and speculator.drafter.config.min_match == 2
     assert str(speculator.tree) == str(StaticTree(manifest.metrics["tree"]))
     assert "training" not in (artifact / "README.md").read_text()
 

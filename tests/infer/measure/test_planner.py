@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headstart.heads import ArtifactError, Manifest, OptionError, fingerprint, save_drafter
-from headstart.heads.artifacts.plan import Plan, find_plan, write_plan
+from headstart.heads.artifacts.plan import Plan, find_plan, plan_key, write_plan
 from headstart.heads.medusa import Medusa
 from headstart.infer import Speculator, StaticTree
 from headstart.infer.measure import candidates, planner
@@ -224,7 +224,8 @@ def test_a_damaged_plan_is_named_and_can_be_replaced(
     drafter = unsure(counting_target())
     folder = saved(tmp_path / "heads", drafter)
     plan = plan_of(drafter, costs(0.5), monkeypatch)
-    (folder / "plan.json").write_text(text.replace("KEY", plan.key))
+    key = plan_key(plan.device, plan.dtype, plan.batch_size)
+    (folder / "plan.json").write_text(text.replace("KEY", key))
     target: Any = drafter.target
     with pytest.raises(ArtifactError, match="delete it, or run headstart plan again"):
         find_plan(folder, target)
@@ -232,7 +233,7 @@ def test_a_damaged_plan_is_named_and_can_be_replaced(
     found = find_plan(folder, target)
     assert found is not None and found.tree == plan.tree
     data = json.loads((folder / "plan.json").read_text())
-    data[plan.key]["tau"] = "fast"
+    data[key]["tau"] = "fast"
     (folder / "plan.json").write_text(json.dumps(data))
     with pytest.raises(ArtifactError, match="delete it, or run headstart plan again"):
         find_plan(folder, target)
