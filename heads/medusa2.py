@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal, Self
 
 from huggingface_hub.dataclasses import strict
 
-from .core import OptionError
 from .medusa import Medusa, MedusaConfig
 from .parts.adapter import Adapter
 
@@ -40,25 +39,17 @@ class Medusa2Config(MedusaConfig):
     ramp: Literal["constant", "sine"] = "constant"
     head_rate: int | float = 4.0
 
-    OPTIONS: ClassVar[tuple[str, ...]] = (
+    OPTIONS = (
         *MedusaConfig.OPTIONS,
         *("rank", "alpha", "dropout", "modules"),
         *("heads_first", "head_weight", "ramp", "head_rate"),
     )
 
-    def validate_medusa2(self) -> None:
-        """Part of the config's own validation."""
-        limits = {
-            "rank": (self.rank >= 1, "at least 1"),
-            "alpha": (self.alpha > 0, "more than 0"),
-            "dropout": (0 <= self.dropout < 1, "0 … 1, 1 excluded"),
-            "heads_first": (0 <= self.heads_first < 1, "0 … 1, 1 excluded"),
-            "head_weight": (self.head_weight > 0, "more than 0"),
-            "head_rate": (self.head_rate > 0, "more than 0"),
-        }
-        for name, (holds, expected) in limits.items():
-            if not holds:
-                raise OptionError(f"drafter.{name} is {getattr(self, name)}; expected {expected}.")
+    RANGES: ClassVar = {
+        "at least 1": ("heads", "layers", "rank"),
+        "more than 0": ("alpha", "head_weight", "head_rate"),
+        "0 … 1, 1 excluded": ("dropout", "heads_first"),
+    }
 
 
 class Medusa2(Medusa):
