@@ -23,15 +23,12 @@ _RANGES = {
 class DrafterConfig(PreTrainedConfig):
     """What every drafter's `config.json` says; `model_type` is `headstart_` + the family's name.
 
-    Attributes:
-        hidden_size: D of the target.
-        vocab_size: V of the target's output layer.
-        feature_layers: the hidden states that the drafter reads, see `FeatureTap`; may be empty.
+    `feature_layers` are the hidden states that it reads, see `FeatureTap`; there may be none.
     """
 
     model_type = "headstart_"
-    hidden_size: int = 0
-    vocab_size: int = 0
+    hidden_size: int = 0  # D of the target
+    vocab_size: int = 0  # V of the target's output layer
     feature_layers: list[int] | tuple[int, ...] = (FINAL,)
 
     OPTIONS: ClassVar[tuple[str, ...]] = ()

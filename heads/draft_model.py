@@ -71,7 +71,7 @@ class DraftModelConfig(DrafterConfig):
 
 
 class DraftModel(TrainableDrafter):
-    """A causal language model as the drafter: `model`, or a new one by `config` where it is None."""
+    """A causal language model as the drafter: `model`, or else a new one by `config`."""
 
     config_class = DraftModelConfig
     config: DraftModelConfig

@@ -24,17 +24,11 @@ from .core import OptionError, device_of, keep_resident, output_layer
 
 @dataclass(frozen=True)
 class Step:
-    """Proposals for the children of W nodes: either logits or ready candidates.
+    """Proposals for the children of W nodes: either logits or ready candidates."""
 
-    Attributes:
-        logits: [B, W, Vd] raw logits over the draft vocabulary.
-        vocabulary: [Vd] target ids of the draft vocabulary, or None when they are the same.
-        ids: [B, W, k] candidate token ids, best first; -1 where there is none.
-    """
-
-    logits: Tensor | None = None
-    vocabulary: Tensor | None = None
-    ids: Tensor | None = None
+    logits: Tensor | None = None  # [B, W, Vd] raw logits over the draft vocabulary
+    vocabulary: Tensor | None = None  # [Vd] its target ids, or None when they are the same
+    ids: Tensor | None = None  # [B, W, k] candidate token ids, best first; -1 where there is none
 
     def top(self, count: int, scores: Tensor | None = None) -> Tensor:
         """The best `count` target ids per node, [B, W, count]; -1 where there are fewer.

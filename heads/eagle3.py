@@ -63,8 +63,7 @@ class _MixedLayer(LlamaDecoderLayer):
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(self.self_attn, name)
-            bias = narrow.bias is not None
-            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=bias)
+            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, config.attention_bias)
             setattr(self.self_attn, name, wide)
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:

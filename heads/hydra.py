@@ -31,26 +31,16 @@ from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 @strict
 class HydraConfig(VocabularyConfig):
-    """Hydra's shape.
-
-    Attributes:
-        heads, layers: K heads of L blocks.
-        prefix: whether a layer with a cache of its own reads the features first (Hydra++).
-        output: see `VocabularyConfig`; each head has its own, unless `shared`.
-        dropout: of what every block and output layer reads, while training.
-        layer: the prefix's layer, see `layer_like`; taken from the target.
-        embedding_scale: what embeddings are multiplied by; found when training starts, 1 in
-            published heads.
-    """
+    """Hydra's shape; each head has its own output layer, unless it is `shared`."""
 
     model_type = "headstart_hydra"
-    heads: int = 4
-    layers: int = 1
-    prefix: bool = False
+    heads: int = 4  # K, how many tokens beyond the next one are predicted
+    layers: int = 1  # L blocks per head
+    prefix: bool = False  # whether a layer with its own cache reads the features first (Hydra++)
     output: Literal["shared", "own", "trimmed"] = "shared"
-    dropout: float = 0.0
-    layer: dict[str, Any] | None = None
-    embedding_scale: float = 1.0
+    dropout: float = 0.0  # of what every block and output layer reads, while training
+    layer: dict[str, Any] | None = None  # the prefix's, see `layer_like`; taken from the target
+    embedding_scale: float = 1.0  # of embeddings; found when training starts, 1 in published heads
 
     OPTIONS = ("heads", "layers", "prefix", "output", "draft_vocab_size", "dropout")
     RANGES: ClassVar = {"at least 1": ("heads", "layers"), "0 … 1, 1 excluded": ("dropout",)}

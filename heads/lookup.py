@@ -26,18 +26,15 @@ from .drafter import Drafter, DrafterConfig, Step
 class LookupConfig(DrafterConfig):
     """How text is looked up.
 
-    Attributes:
-        max_match: the longest suffix that is compared.
-        min_match: the shortest that counts as a match.
-        matches: how many matches are followed, the longest first and the latest of equals; a node
-            has at most so many children.
+    Of the matches the longest are followed, the latest of equals; a node has a child of each at
+    most.
     """
 
     model_type = "headstart_lookup"
     feature_layers: list[int] | tuple[int, ...] = ()
-    max_match: int = 8
-    min_match: int = 1
-    matches: int = 8
+    max_match: int = 8  # the longest suffix that is compared
+    min_match: int = 1  # the shortest that counts as a match
+    matches: int = 8  # how many are followed
 
     OPTIONS = ("max_match", "min_match", "matches")
 

@@ -26,11 +26,11 @@ _PLACE = re.compile(r"(\d+)\.\d+\.(linear\.(weight|bias)|weight)")
 
 @strict
 class MedusaConfig(VocabularyConfig):
-    """Medusa's shape: K heads of L residual blocks; each has its own output, unless `shared`."""
+    """Medusa's shape; each head has its own output layer, unless it is `shared`."""
 
     model_type = "headstart_medusa"
-    heads: int = 4
-    layers: int = 1
+    heads: int = 4  # K, how many tokens beyond the next one are predicted
+    layers: int = 1  # L residual blocks per head
     output: Literal["shared", "own", "trimmed"] = "shared"
 
     OPTIONS = ("heads", "layers", "output", "draft_vocab_size")

@@ -27,18 +27,12 @@ from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 @strict
 class ReDrafterConfig(VocabularyConfig):
-    """ReDrafter's shape.
-
-    Attributes:
-        depths: K, how many steps of the cell a training loss covers.
-        layers: L residual blocks of the head.
-        exit_dim: their width; 0 for 2 D, the width of [f ; s].
-    """
+    """ReDrafter's shape."""
 
     model_type = "headstart_redrafter"
-    depths: int = 5
-    layers: int = 2
-    exit_dim: int = 0
+    depths: int = 5  # K, how many steps of the cell a training loss covers
+    layers: int = 2  # L residual blocks of the head
+    exit_dim: int = 0  # their width; 0 for 2 D, the width of [f ; s]
     output: Literal["own", "trimmed"] = "own"
 
     OPTIONS = ("depths", "layers", "exit_dim", "output", "draft_vocab_size")
