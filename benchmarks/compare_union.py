@@ -21,8 +21,7 @@ from headstart.heads import load_drafter
 from headstart.infer import Speculator, StaticTree, Union
 from headstart.infer.measure.baselines import decode_in_turns, timed_speculator
 from headstart.infer.measure.greedy_text import write_texts
-from headstart.infer.measure.ranks import measure_ranks
-from headstart.infer.measure.replay import best_tree
+from headstart.infer.measure.ranks import best_tree, measure_ranks
 from headstart.train.data.reading import read_documents
 
 SPLITS = {8: [(2, 6), (4, 4)], 12: [(4, 8), (8, 4)]}

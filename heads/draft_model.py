@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from .core import OptionError, OutputLayer, output_layer
 from .drafter import DrafterConfig, Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
-from .parts.student import copy_layers, layers_of
+from .parts.own_layers import copy_layers, layers_of
 from .trainable import TrainableDrafter
 
 

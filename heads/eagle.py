@@ -23,8 +23,8 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .drafter import Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
-from .parts.eagle_checkpoints import eagle1
-from .parts.llama_layers import layer_like, own_layers, unit_scale_init
+from .parts.own_layers import layer_like, own_layers, unit_scale_init
+from .parts.published_heads import eagle1
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 

@@ -16,8 +16,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from .eagle import Eagle, EagleConfig
-from .parts.eagle_checkpoints import eagle3
-from .parts.llama_layers import unit_scale_init
+from .parts.own_layers import unit_scale_init
+from .parts.published_heads import eagle3
 
 
 @strict

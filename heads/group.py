@@ -9,8 +9,6 @@ each drafter is given its own columns:
     given      a: columns 0 … D             b: D … 2 D, 0 … D       lookup: none
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,10 +23,7 @@ from .drafter import Drafter, Step
 class GroupMember:
     """One drafter of a group, called with the states and features of all.
 
-    Args:
-        drafter: the one; number: its place in the group.
-        layers: where its feature layers stand among those that the target captures.
-        captured: how many layers those are.
+    It is the one of that `number`; its feature layers stand at `layers` of the `captured` many.
     """
 
     def __init__(self, drafter: Drafter, number: int, layers: Sequence[int], captured: int):
@@ -39,11 +34,9 @@ class GroupMember:
         self._in_order = self._layers == [self._first + i for i in range(len(layers))]
 
     def begin(self, states: list[Any], features: Tensor, tokens: Tensor, count: Tensor) -> Step:
-        """`Drafter.begin`, given the states and features of all."""
         return self.drafter.begin(states[self.number], self.own(features), tokens, count)
 
     def extend(self, states: list[Any], tokens: Tensor, parent: Tensor) -> Step:
-        """`Drafter.extend`, given the states of all."""
         return self.drafter.extend(states[self.number], tokens, parent)
 
     def own(self, features: Tensor) -> Tensor:
@@ -60,7 +53,8 @@ class GroupMember:
 class DrafterGroup:
     """All drafters that decode together: none for plain decoding, one, or several.
 
-    A group keeps nothing of its own and is not saved: each drafter has an artifact of its own.
+    A group keeps nothing of its own and is not saved: each drafter has an artifact of its own. Its
+    methods call those of every drafter.
 
     Args:
         drafters: the first one's children are tried first.
@@ -81,45 +75,35 @@ class DrafterGroup:
                     "flat list of them."
                 )
         self.drafters = tuple(drafters)
-        layers = list(dict.fromkeys(i for each in drafters for i in each.config.feature_layers))
-        self.feature_layers = tuple(layers)
-        self.members = [
-            GroupMember(
-                each, number, [layers.index(i) for i in each.config.feature_layers], len(layers)
-            )
-            for number, each in enumerate(drafters)
-        ]
+        layers = tuple(dict.fromkeys(i for each in drafters for i in each.config.feature_layers))
+        self.feature_layers, self.members = layers, list[GroupMember]()
+        for number, each in enumerate(drafters):
+            own = [layers.index(i) for i in each.config.feature_layers]
+            self.members.append(GroupMember(each, number, own, len(layers)))
 
     @classmethod
-    def of(cls, drafters: Drafter | DrafterGroup | Sequence[Drafter] | None) -> DrafterGroup:
+    def of(cls, drafters: "Drafter | DrafterGroup | Sequence[Drafter] | None") -> "DrafterGroup":
         """The group of no drafter, one, or several; a group is returned as it is."""
         if isinstance(drafters, DrafterGroup):
             return drafters
-        if isinstance(drafters, Drafter):
-            return cls([drafters])
-        return cls(drafters or ())
+        return cls([drafters] if isinstance(drafters, Drafter) else drafters or ())
 
     @property
     def needs_length_bound(self) -> bool:
-        """Whether any of them does, see `Drafter.needs_length_bound`."""
         return any(each.needs_length_bound for each in self.drafters)
 
     def bind(self, target: PreTrainedModel) -> None:
-        """Bind each of them to the target, see `Drafter.bind`."""
         for each in self.drafters:
             each.bind(target)
 
     def start(self, batch: int, capacity: int) -> list[Any]:
-        """A fresh state of each, see `Drafter.start`."""
         return [each.start(batch, capacity) for each in self.drafters]
 
     def reserve(self, states: list[Any], longest: int, room: int) -> None:
-        """Give each of them the bound on the rows' lengths, see `Drafter.reserve`."""
         for each, state in zip(self.drafters, states, strict=True):
             each.reserve(state, longest, room)
 
     def prefill(self, states: list[Any], features: Tensor, tokens: Tensor, count: Tensor) -> None:
-        """Show each of them the prompts, see `Drafter.prefill`."""
         for member, state in zip(self.members, states, strict=True):
             member.drafter.prefill(state, member.own(features), tokens, count)
 

@@ -24,8 +24,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from .core import FINAL, capture, device_of
 from .drafter import Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
-from .parts.hydra_checkpoints import hydra
-from .parts.llama_layers import layer_like, own_layers
+from .parts.own_layers import layer_like, own_layers
+from .parts.published_heads import hydra
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 

@@ -15,23 +15,17 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-_PACKAGE_OF = {
-    "Drafter": "headstart.heads",
-    "DrafterConfig": "headstart.heads",
-    "Speculator": "headstart.infer",
-    "load": "headstart.infer",
-}
-
 __all__ = ["Drafter", "DrafterConfig", "Speculator", "__version__", "load"]
+
+_LAYER_OF = {"Drafter": "heads", "DrafterConfig": "heads", "Speculator": "infer", "load": "infer"}
 
 
 def __getattr__(name: str) -> Any:
     """Import a public name and keep it for the next time."""
-    if name not in _PACKAGE_OF:
+    if name not in _LAYER_OF:
         raise AttributeError(f"module 'headstart' has no attribute {name!r}")
-    value = getattr(import_module(_PACKAGE_OF[name]), name)
-    globals()[name] = value
-    return value
+    globals()[name] = getattr(import_module(f"headstart.{_LAYER_OF[name]}"), name)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

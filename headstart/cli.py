@@ -18,16 +18,8 @@ from headstart.terminal import UsageError, one_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status.
-
-    argv: the arguments after the program's name; None takes them from the process.
-    """
-
-    def run() -> int:
-        options = _parse(argv)
-        return options.run(options)
-
-    return exit_status("headstart", run)
+    """Run one command, by default that of the process, and return its exit status."""
+    return exit_status("headstart", lambda: _run(argv))
 
 
 def exit_status(program: str, run: Callable[[], int]) -> int:
@@ -83,16 +75,15 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _run(argv: Sequence[str] | None) -> int:
     # Overrides may stand anywhere, which argparse cannot express: it fills an optional list of
     # positionals once, at the first gap between options.
     options, rest = build_parser().parse_known_args(argv)
-    if not hasattr(options, "overrides"):
-        if rest:  # not repeated: it may be the prompt
-            raise UsageError(f"arguments too many: {len(rest)}; a prompt is given with --prompt")
-        return options
-    for word in rest:
-        if word.startswith("-") or "=" not in word:
-            raise UsageError(f"unknown argument {word!r}; an override has the form a.b=value")
-    options.overrides += rest
-    return options
+    if hasattr(options, "overrides"):
+        for word in rest:
+            if word.startswith("-") or "=" not in word:
+                raise UsageError(f"unknown argument {word!r}; an override has the form a.b=value")
+        options.overrides += rest
+    elif rest:  # not repeated: it may be the prompt
+        raise UsageError(f"arguments too many: {len(rest)}; a prompt is given with --prompt")
+    return options.run(options)

@@ -3,35 +3,18 @@
 if __name__ != "headstart.infer":
     raise ImportError(f"imported as {__name__!r}; write `from headstart.infer import …` instead.")
 
-from .loading import load
-from .loop import Decoding
-from .request import Request
-from .rules.registry import RULES
-from .rules.rule import Rule
-from .speculator import Speculator
-from .stats import Stats
-from .target import Target
-from .trees.beam import Beam
-from .trees.best_first import BestFirst
-from .trees.parse import parse_static, parse_tree
-from .trees.policy import Policy
-from .trees.static import StaticTree
-from .trees.union import Union
-
-__all__ = [
-    "RULES",
-    "Beam",
-    "BestFirst",
-    "Decoding",
-    "Policy",
-    "Request",
-    "Rule",
-    "Speculator",
-    "StaticTree",
-    "Stats",
-    "Target",
-    "Union",
-    "load",
-    "parse_static",
-    "parse_tree",
-]
+from .loading import load as load
+from .loop import Decoding as Decoding
+from .request import Request as Request
+from .rules.registry import RULES as RULES
+from .rules.registry import Rule as Rule
+from .speculator import Speculator as Speculator
+from .stats import Stats as Stats
+from .target import Target as Target
+from .trees.parse import parse_static as parse_static
+from .trees.parse import parse_tree as parse_tree
+from .trees.policy import Policy as Policy
+from .trees.search import Beam as Beam
+from .trees.search import BestFirst as BestFirst
+from .trees.static import StaticTree as StaticTree
+from .trees.union import Union as Union

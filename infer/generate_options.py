@@ -1,31 +1,48 @@
-"""What `Speculator.generate` takes beyond what `model.generate` hands to a callable."""
-
-from __future__ import annotations
+"""What `generate` takes, read and checked: everything that is not honoured is refused."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
     PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
     StoppingCriteriaList,
     StopStringCriteria,
 )
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
-from headstart.heads import OptionError
+from headstart.heads import OptionError, Sampling
+from headstart.heads.core import STATEFUL, row_seeds
+
+_OTHER_METHODS = {
+    "constraints": "constrained beam search",
+    "force_words_ids": "constrained beam search",
+    "num_beam_groups": "group beam search",
+    "num_beams": "beam search",
+    "dola_layers": "DoLa",
+    "prompt_lookup_num_tokens": "prompt lookup",
+    "assistant_early_exit": "early-exit assistance",
+    "use_mtp": "multi-token prediction",
+    "penalty_alpha": "contrastive search",
+}
+"""Options that ask for another decoding method, in the order in which `generate` decides."""
+
+_INPUTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep", "use_cache"}
+_INPUTS |= {"output_attentions", "output_hidden_states"}
+"""Model inputs that are honoured, or never change the text."""
 
 
 class GenerateOptions:
-    """The keyword arguments of one call of `generate`, resolved as transformers resolves them.
-
-    Args:
-        options: as they were given; taken over.
-        defaults: the model's own generation config.
-    """
+    """The options of one call of `Speculator.generate`, resolved as transformers resolves them."""
 
     def __init__(self, options: dict[str, Any], defaults: GenerationConfig):
         self.options, self._defaults = options, defaults
@@ -49,11 +66,7 @@ class GenerateOptions:
             setattr(config, name, value)
 
     def take_stop_strings(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
-        """Turn `stop_strings` into a criterion; `generate` hands no tokenizer to a callable.
-
-        Raises:
-            OptionError: there is no tokenizer.
-        """
+        """Turn `stop_strings` into a criterion; `generate` hands no tokenizer to a callable."""
         if not (strings := self.get("stop_strings")):
             return
         criteria = StoppingCriteriaList(self.options.pop("stopping_criteria", None) or [])
@@ -67,24 +80,17 @@ class GenerateOptions:
         self.set(stop_strings=None)
         self.options.pop("stop_strings", None)
 
-    def check_padding(self, input_ids: Tensor | None) -> None:
-        """Refuse what looks padded on the right where `generate` would take padding for text.
+    def check_padding(self, ids: Tensor | None) -> None:
+        """Refuse prompts [B, P] that look padded on the right, with no mask to say so.
 
-        It infers no mask when the padding token is an end token too.
-
-        Raises:
-            OptionError: a prompt of [B, P] ends with that token.
+        `generate` infers none, and takes padding for text, when the padding token is an end token.
         """
-        if (
-            input_ids is None
-            or len(input_ids) < 2
-            or self.options.get("attention_mask") is not None
-        ):
+        if ids is None or len(ids) < 2 or self.options.get("attention_mask") is not None:
             return
         eos, pad = self.get("eos_token_id"), self.get("pad_token_id")
         eos = torch.as_tensor([] if eos is None else eos).flatten().tolist()
         pad = eos[0] if pad is None and eos else pad
-        if pad in eos and input_ids.shape[1] and bool((input_ids[:, -1] == pad).any()):
+        if pad in eos and ids.shape[1] and bool((ids[:, -1] == pad).any()):
             raise OptionError(
                 f"a prompt ends with token {pad}, which is padding and end token, and there is no "
                 "attention_mask; pass it, and pad on the left: tokenizer.padding_side = 'left'."
@@ -99,3 +105,161 @@ def without_stop_strings(config: GenerationConfig) -> Iterator[None]:
         yield
     finally:
         config.stop_strings = strings
+
+
+def check_config(config: GenerationConfig, model: PreTrainedModel) -> None:
+    """Refuse, by name, options that ask for something else than one greedy or sampled text."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        for name, method in _OTHER_METHODS.items():
+            value = getattr(config, name, None)
+            if value and not (value == 1 and name.startswith("num_")):
+                raise OptionError(
+                    f"{name} is {value} and asks for {method}; speculative decoding writes one "
+                    "greedy or sampled text: leave it out."
+                )
+    for name in ("output_attentions", "output_hidden_states"):
+        if config.return_dict_in_generate and getattr(config, name, None):
+            raise OptionError(f"{name}=True is not supported while speculating; set it to False.")
+    if config.cache_implementation in ("quantized", "offloaded"):
+        raise OptionError(
+            f"cache_implementation is {config.cache_implementation!r}; the speculator keeps its "
+            "own cache, in the model's dtype and on its devices: leave it out."
+        )
+    temperature = config.temperature
+    if config.do_sample and temperature is not None and not temperature > 0:
+        raise OptionError(
+            f"temperature is {temperature}; expected a number above 0, or do_sample=False."
+        )
+    if model.training:
+        raise OptionError(
+            "the target is in training mode, where dropout is random; call model.eval()."
+        )
+
+
+def read_sampling(
+    config: GenerationConfig,
+    processors: LogitsProcessorList | None,
+    seed: int | Sequence[int] | None,
+    input_ids: Tensor,
+) -> Sampling:
+    """The seeds and processors of a request for prompts [B, P]; no seeds where it is greedy.
+
+    Refused are another number of seeds than rows, and processors that no tree can follow.
+    """
+    kept, (batch, width) = LogitsProcessorList(processors or []), input_ids.shape
+    for processor in kept:
+        if batch > 1 and isinstance(processor, STATEFUL):
+            raise OptionError(
+                f"{type(processor).__name__} keeps a state that all rows share, and speculating "
+                f"rows advance apart; found {batch} rows: give it one prompt at a time."
+            )
+        if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+            ignored = processor.prompt_ignore_length
+            if ignored is not None and (most := int(torch.as_tensor(ignored).max())) > width:
+                raise OptionError(
+                    f"prompt_ignore_length of {type(processor).__name__} is {most} and the prompt "
+                    f"has {width} tokens; expected no more than those."
+                )
+    if not config.do_sample:
+        return Sampling(None, kept)
+    if seed is None:
+        seed = int(torch.randint(2**62, ()))
+    if not isinstance(seed, int) and len(seed) != batch:
+        raise OptionError(
+            f"found {len(seed)} seeds for {batch} rows; give one seed, or one per row."
+        )
+    return Sampling(row_seeds(seed, batch, input_ids.device), kept)
+
+
+def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Tensor:
+    """The mask of prompts [B, P], 1 at true tokens; inputs that would be ignored are refused.
+
+    `inputs` are what else `generate` would pass to the model, which has `vocab` token ids.
+    """
+    for name, value in inputs.items():
+        if value is not None and name not in _INPUTS:
+            raise OptionError(
+                f"{name} was given, but a token tree is run with token ids and positions alone; "
+                "leave it out."
+            )
+    cache = inputs.get("past_key_values")
+    if cache is not None and (
+        getattr(cache, "_is_user_defined", False) or int(cache.get_seq_length()) > 0
+    ):
+        raise OptionError(
+            "past_key_values was given; the speculator keeps its own cache: pass the whole prompt "
+            "instead."
+        )
+    mask = inputs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device, torch.long)
+    if input_ids.shape[1] == 0:
+        raise OptionError("the prompts are empty; expected at least one token a row.")
+    if mask.shape != input_ids.shape or not bool(mask[:, -1].all()):
+        raise OptionError(
+            "the prompts are padded on the right, or a row is all padding; expected at least one "
+            "token a row, padded on the left: set tokenizer.padding_side = 'left'."
+        )
+    if bool((mask[:, 1:] < mask[:, :-1]).any()):
+        raise OptionError(
+            "attention_mask hides tokens inside a prompt; expected padding on the left alone."
+        )
+    strange = (mask > 0) & ((input_ids < 0) | (input_ids >= vocab))
+    if bool(strange.any()):
+        row = int(strange.any(1).byte().argmax())
+        raise OptionError(
+            f"token {int(input_ids[strange][0])} of row {row} is not among the target's {vocab} "
+            "token ids; use the target's tokenizer."
+        )
+    positions = inputs.get("position_ids")
+    if positions is not None:
+        natural = (mask.cumsum(-1) - 1).clamp(min=0)
+        if positions.dim() != 2 or bool((positions.to(natural.device) != natural).any()):
+            raise OptionError(
+                "position_ids do not count the prompt's tokens from 0; the speculator numbers them "
+                "itself: leave position_ids out."
+            )
+    return mask
+
+
+@dataclass(frozen=True)
+class Ending:
+    """When rows end.
+
+    Attributes:
+        limit: columns of text, padding and prompt included.
+        eos: token ids, in the order given; pad: the one that is written after a row's end.
+        others: criteria that must be asked after every token.
+        lengths: the criteria that `limit` came from.
+    """
+
+    limit: int
+    eos: list[int]
+    pad: int
+    others: StoppingCriteriaList
+    lengths: list[MaxLengthCriteria]
+
+    @classmethod
+    def of(
+        cls, criteria: StoppingCriteriaList | None, config: GenerationConfig, width: int
+    ) -> Self:
+        """Sort the criteria of `generate` for prompts of `width` columns."""
+        found = StoppingCriteriaList(criteria or [])
+        lengths = [c for c in found if isinstance(c, MaxLengthCriteria)]
+        limit = min((c.max_length for c in lengths), default=None)
+        if limit is None or limit <= width:
+            raise OptionError(
+                f"the length limit is {limit} and the prompt has {width} tokens; set "
+                "max_new_tokens to at least 1."
+            )
+        ends = [c for c in found if isinstance(c, EosTokenCriteria)]
+        others = [c for c in found if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
+        eos = [int(token) for c in ends for token in c.eos_token_id.tolist()]
+        pad = (eos or [0])[0] if config.pad_token_id is None else int(config.pad_token_id)
+        return cls(limit, eos, pad, StoppingCriteriaList(others), lengths)
+
+    def warn_of_length(self, sequences: Tensor) -> None:
+        """Let transformers warn, as it does, when the text outgrew the model's trained length."""
+        if sequences.shape[1] > 1:
+            for criterion in self.lengths:
+                criterion(sequences[:, :-1], None)  # type: ignore[arg-type]

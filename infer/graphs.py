@@ -15,13 +15,10 @@ Example: lengths that grow by one a round, repeated at the address where they li
 [6, 8]
 """
 
-from __future__ import annotations
-
 import warnings
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -31,14 +28,13 @@ from transformers import PreTrainedModel
 from headstart.heads import DrafterGroup
 from headstart.heads.core import SlabCache, device_of, offloaded
 
-Capture = Callable[[Callable[[], Any]], Callable[[], Any]]
-"""Does work once and returns what repeats it."""
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]  # does work; returns what repeats it
 
 _Found = TypeVar("_Found")
 _Leaf = tuple[Any, str, Any]  # an object, an attribute of it, and the tensor that it holds
+_Captured = tuple[Callable[[], Any], Any, list[_Leaf]]  # what repeats a round, what it returned
 
-_KINDS = 64
-"""So many graphs are held; then the oldest goes."""
+_KINDS = 64  # so many graphs are held; then the oldest goes
 
 
 def captures_rounds(target: PreTrainedModel) -> bool:
@@ -50,11 +46,7 @@ def captures_rounds(target: PreTrainedModel) -> bool:
 
 
 class CudaCapture:
-    """Captures work as CUDA graphs that share one pool of memory.
-
-    They may share it since they run one after another, and what one leaves for the next is copied
-    to tensors that lie outside of it.
-    """
+    """Captures work as CUDA graphs that share one pool of memory, as they run one by one."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -65,15 +57,6 @@ class CudaCapture:
             work()
         graph.replay()
         return graph.replay
-
-
-@dataclass(frozen=True)
-class _Captured:
-    """What repeats a kind of round, what it returned, and which attributes hold its tensors."""
-
-    replay: Callable[[], Any]
-    found: Any
-    held: list[_Leaf]
 
 
 class RoundGraphs:
@@ -92,7 +75,7 @@ class RoundGraphs:
         self._hosts: dict[torch.Size, deque[Tensor]] = {}
 
     @classmethod
-    def on(cls, device: torch.device) -> RoundGraphs:
+    def on(cls, device: torch.device) -> Self:
         """As the device allows: CUDA graphs, or the same path uncaptured."""
         return cls(CudaCapture() if device.type == "cuda" else None)
 
@@ -129,17 +112,17 @@ class RoundGraphs:
         return self._states[key]
 
     def run(self, kind: Hashable, work: Callable[[], _Found]) -> _Found:
-        """Do a round.
+        """Do `work`, a round that leaves all that outlasts it in tensors that stay.
 
         Args:
             kind: everything that the host decides about the round.
-            work: the round, which leaves all that outlasts it in tensors that stay.
         """
         known = self._captured.get(kind)
         if known is not None:
-            known.replay()
-            _hold(known.held)
-            return known.found
+            replay, result, held = known
+            replay()
+            _hold(held)
+            return result
         if self._capture is None:
             return work()
         if kind not in self._captured:
@@ -162,15 +145,12 @@ class RoundGraphs:
                 stacklevel=2,
             )
             return work()
-        self._captured[kind] = _Captured(replay, found[0], self._held)
+        self._captured[kind] = replay, found[0], self._held
         return found[0]
 
     def send(self, report: Tensor) -> Callable[[], np.ndarray]:
-        """Start copying a report to the host; what is returned waits for it, and for nothing later.
-
-        Of one shape, two may be on their way.
-        """
-        hosts = self._hosts.setdefault(report.shape, deque(maxlen=2))
+        """Start copying a report to the host; what is returned waits for it, and nothing later."""
+        hosts = self._hosts.setdefault(report.shape, deque())  # two may be on their way
         if len(hosts) < 2:
             hosts.append(torch.empty_like(report, device="cpu", pin_memory=report.is_cuda))
         else:

@@ -1,7 +1,5 @@
 """Loading of a target and its drafters for decoding."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from headstart.heads import Drafter, load_drafter
 from headstart.heads.artifacts.source import DrafterSource
 
 from .speculator import Speculator
-from .trees.default import default_tree
+from .trees.parse import default_tree
 from .trees.policy import Policy
 
 NamedDrafter = DrafterSource | str | Path
@@ -68,7 +66,10 @@ def load(
             continue
         source = DrafterSource.of(each, allow_pickle)
         if tree is None:
-            trees[number] = _own_tree(source, model, single=len(drafters) == 1)
+            # A plan's tree is empty where only plain decoding pays; one of several drafters stays.
+            plan = source.plan(model)
+            planned = plan is not None and (plan.tree or len(drafters) == 1)
+            trees[number] = plan.tree if plan is not None and planned else source.tree
         drafters[number] = load_drafter(source, model, tokenizer)
     if trees == [[]]:
         drafters = []  # no tree pays; the drafter was loaded because it may have adapted the target
@@ -83,11 +84,3 @@ def load(
         attention=attention,
         compile=compile,
     )
-
-
-def _own_tree(
-    source: DrafterSource, model: PreTrainedModel, single: bool
-) -> list[list[int]] | None:
-    """The tree of a drafter's plan, else of its artifact; empty where only plain decoding pays."""
-    plan = source.plan(model)
-    return plan.tree if plan is not None and (plan.tree or single) else source.tree

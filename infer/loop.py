@@ -1,10 +1,8 @@
 """The decode loop: run the prompts, then round after round, for a batch of rows.
 
-A round is in `round`: grow a tree, verify it, accept, commit. `eager` and `captured` run rounds.
+A round is in `round`: grow a tree, verify it, accept, commit. `runners` run rounds.
 Each ends in one report, from which the host cuts the rows where they end.
 """
-
-from __future__ import annotations
 
 import time
 from collections.abc import Iterator
@@ -15,22 +13,19 @@ from torch import Tensor
 
 from headstart.heads import OptionError, TokenTree
 
-from .captured import CapturedRunner
-from .eager import EagerRunner
 from .graphs import RoundGraphs
-from .report import unpack
 from .request import ROOT_ONLY, Capacity, Request
-from .round import accept_and_commit
+from .round import accept_and_commit, unpack
 from .rows import Rows
+from .runners import CapturedRunner, EagerRunner
 from .stats import Emitted, Stats
 from .trees.policy import Committed
 
 
 class Decoding:
-    """A request being decoded.
+    """A request being decoded, once.
 
     Args:
-        request: what is asked for; it has not been decoded before.
         graphs: captures rounds and replays them, when given. Rounds whose text somebody reads, or
             whose scores are recorded, run as they are written.
     """
@@ -88,11 +83,7 @@ class Decoding:
         return emitted
 
     def round(self) -> Emitted:
-        """Draft, verify, accept and commit once, for every row; finished rows emit nothing.
-
-        Raises:
-            DecodingError: the target's logits are NaN, or it has no further position.
-        """
+        """Draft, verify, accept and commit once, for every row; finished rows emit nothing."""
         emitted = self._take(*self.runner.next_report())
         self.stats.add(emitted)
         return emitted
@@ -119,19 +110,17 @@ class Decoding:
         if request.reads_text:
             request.text.lengths = request.lengths + request.offset[:, 0]
         if request.record is not None:
-            request.record.count(emitted.count)
+            request.record.counts.append(emitted.count)
         if broken is not None and (broken & (emitted.count > 0)).any():
             request.drop_drafters()
         return emitted
 
     @property
     def lengths(self) -> Tensor:
-        """[B] cached tokens of each row, the position of its root."""
         return self.request.lengths
 
     @property
     def finished(self) -> bool:
-        """Whether every row has ended."""
         return self.request.rows.finished
 
     @property

@@ -1,7 +1,5 @@
 """A batch of prompts: how it is decoded, and what it holds meanwhile."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -15,11 +13,10 @@ from transformers import StoppingCriteriaList
 
 from headstart.heads import DrafterGroup, Sampling
 
-from .record import Record
 from .rows import Rows
-from .rules.matching import GREEDY
-from .rules.rule import Rule
+from .rules.registry import GREEDY, Rule
 from .rules.rule_api import Text, seen_in
+from .stats import Record
 from .target import Target
 from .trees.children import Children, Expansion
 from .trees.policy import Committed, Policy
@@ -27,8 +24,7 @@ from .trees.static import StaticTree
 
 ROOT_ONLY = StaticTree([])
 
-FIRST_TOKENS = 512
-"""New tokens that cache and text first have space for; later they grow by half."""
+FIRST_TOKENS = 512  # that cache and text first have space for; later they grow by half
 
 
 class Capacity:
@@ -37,23 +33,17 @@ class Capacity:
     Args:
         prompt: tokens of the longest prompt; new_tokens: at most so many follow.
         behind: slots that rounds may write behind the position of a root.
-
-    Attributes:
-        longest: the largest root position that there is space for.
     """
 
     def __init__(self, prompt: int, new_tokens: int, behind: int):
         self.behind, self.most = behind, prompt + new_tokens + behind
+        # The largest root position that there is space for.
         self.longest = prompt + min(new_tokens, FIRST_TOKENS) - 1
 
     @property
     def slots(self) -> int:
         """Slots for roots up to position `longest`."""
         return min(self.longest + 1 + self.behind, self.most)
-
-    def grow(self, longest: int) -> None:
-        """Have space for half as many tokens again; twice as many would cost too much memory."""
-        self.longest = longest + max(FIRST_TOKENS, longest // 2) - 1
 
 
 @dataclass
@@ -63,11 +53,9 @@ class Request:
     Attributes:
         target: the runner of the target model; drafters: bound to the same model.
         policy: grows the tree; a root-only tree is plain decoding.
-        sampling: seeds and processors.
-        rule: accepts; expansion: how the drafters' children are chosen, see `Children`.
+        expansion: how the drafters' children are chosen, see `Children`.
         eos: token ids that end a row; pad: the one that is written after a row's end.
         criteria: further stopping criteria, called after every token as `generate` calls them.
-        record: takes the scores and logits of the text, when given.
         rows: what the host knows of each row. This and the following are there from the prefill on.
         text, committed, states: what the device holds; the states are the drafters' own.
         offset: [B, A], from a root's position to the text's columns of the tokens after it.
@@ -121,7 +109,8 @@ class Request:
     def make_space(self, longest: int) -> None:
         """Let cache and text have space for a round whose roots stand at `longest` at most."""
         if longest > self.capacity.longest:
-            self.capacity.grow(longest)
+            # Half as many tokens again; twice as many would cost too much memory.
+            self.capacity.longest = longest + max(FIRST_TOKENS, longest // 2) - 1
             self.target.reserve(self.capacity.slots)
             self._widen_text()
 
@@ -133,8 +122,7 @@ class Request:
     def restore_ended_rows(self, count: np.ndarray) -> None:
         """Put rows that have ended back to where they ended, which the device could not know.
 
-        Args:
-            count: [B], how many tokens each of them hands to its drafter.
+        Each of them hands `count` [B] tokens to its drafter.
         """
         committed, device = self.committed, self.lengths.device
         alive = torch.from_numpy(self.rows.remaining > 0).to(device)  # [B]

@@ -1,33 +1,67 @@
 """One round of decoding: grow a tree, verify it in one forward, accept a path, commit it.
 
 The host reads nothing of the device in here, so a round can be captured as a CUDA graph and
-replayed. It ends in one report, see `report`, which is all that the host reads of it.
+replayed. It ends in one report, a tensor of whole numbers, which is all that the host reads of it:
+`pack` makes it and `unpack` takes it apart.
 """
 
-from __future__ import annotations
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from headstart.heads import TokenTree
-from headstart.heads.group import proposer
+from headstart.heads import DrafterGroup, Step, TokenTree
+from headstart.heads.group import GroupMember, proposer
 
-from .report import ProposalCheck, pack
 from .request import Request
 from .rules.rule_api import Verified
 from .trees.policy import Committed
 
 
+class ProposalCheck:
+    """A group's proposals, passed on, with what shows a NaN or an infinity among them kept.
+
+    They cannot change the text, only slow it down, so not every round is checked.
+    """
+
+    def __init__(self, group: DrafterGroup):
+        self._largest: list[Tensor] = []  # [B] each: the largest logit, NaN where there is one
+        self.members = [_CheckedMember(member, self._largest) for member in group.members]
+
+    def broken(self) -> Tensor | None:
+        """[B] bool, whose proposals were NaN or infinite; None when there were no logits."""
+        if not self._largest:
+            return None
+        largest = self._largest
+        largest = largest[0] if len(largest) == 1 else torch.stack(largest).amax(0)
+        return (largest - largest).isnan()
+
+
+class _CheckedMember:
+    def __init__(self, member: GroupMember, largest: list[Tensor]):
+        self.member, self.config, self.independent = member, member.config, member.independent
+        self._largest = largest
+
+    def begin(self, states: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        return self._noted(self.member.begin(states, features, tokens, count))
+
+    def extend(self, states: Any, tokens: Tensor, parent: Tensor) -> Step:
+        return self._noted(self.member.extend(states, tokens, parent))
+
+    def _noted(self, step: Step) -> Step:
+        if step.logits is not None:
+            self._largest.append(step.logits.amax((1, 2)))
+        return step
+
+
 def run_round(
     request: Request, longest: int, even: bool, check: ProposalCheck | None
 ) -> tuple[Committed, Tensor]:
-    """Run one round for all rows of a request.
+    """Run one round for all rows; returns what the next one starts from, and the report.
 
     Args:
         longest: a bound on the roots' positions; even: whether all of them stand there.
-        check: looks at the drafters' proposals, when given.
-
-    Returns:
-        What the next round starts from, and the report.
     """
     drafter = proposer(check or request.drafters)
     tree = request.policy.grow(drafter, request.states, request.committed, request.children)
@@ -64,3 +98,51 @@ def accept_and_commit(
         path = accepted.path.unsqueeze(-1).expand(-1, -1, features.shape[-1])
         features = features.gather(1, path)  # [B, A, F]
     return Committed(features, tokens, count, root, lengths + count), report
+
+
+def pack(request: Request, tokens: Tensor, count: Tensor, check: ProposalCheck | None) -> Tensor:
+    """A round's report, on the device, see `unpack`; text that is read takes the tokens too."""
+    steps = tokens.shape[1]
+    parts = [tokens, count] if steps > 1 else [tokens]  # a tree of its root alone accepts it
+    if request.reads_text:
+        # What is cut is overwritten, or padding at the end. Nobody is shown an id below 0.
+        columns = request.lengths.unsqueeze(1) + request.offset[:, :steps]
+        request.text.ids.scatter_(1, columns, tokens.clamp(min=0))
+    if request.criteria:
+        parts.append(_criteria_met(request, steps))
+    if check is not None and (broken := check.broken()) is not None:
+        parts.append(broken)
+    return torch.cat([part.flatten() for part in parts]) if len(parts) > 1 else tokens
+
+
+def unpack(
+    request: Request, packed: np.ndarray, steps: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+    """A report as `pack` made it, of A = `steps` tokens a row.
+
+    Returns:
+        Tokens [B, A]; nodes [B] of the accepted path; after which tokens [B, A] the stopping
+        criteria held, None without any; and in which rows [B] proposals were NaN or infinite, None
+        where nobody looked.
+    """
+    batch = len(request.rows.remaining)
+    size, nodes, met = batch * steps, request.rows.one_node, None
+    tokens, rest = packed[:size].reshape(batch, steps), packed[size:]
+    if steps > 1:
+        nodes, rest = rest[:batch], rest[batch:]
+    if request.criteria:
+        met, rest = rest[:size].reshape(batch, steps) > 0, rest[size:]
+    return tokens, nodes, met, rest > 0 if rest.size else None
+
+
+def _criteria_met(request: Request, steps: int) -> Tensor:
+    """Whether the stopping criteria hold after each token [B, A], asked as `generate` asks."""
+    text, criteria = request.text, request.criteria
+    met = torch.zeros(len(text.ids), steps, dtype=torch.bool, device=text.ids.device)
+    for length in np.unique(text.host_lengths):
+        mine = text.lengths == int(length)
+        for step in range(steps):
+            written = text.ids[:, : int(length) + step + 1]
+            answer = criteria(written, None)  # type: ignore[misc,arg-type]
+            met[:, step] |= answer.to(met.device) & mine
+    return met

@@ -1,7 +1,5 @@
 """What the host knows of a batch's rows: how long each is, and where what it accepted is cut."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np
@@ -30,8 +28,7 @@ class Rows:
         remaining: [B] tokens that each row may still emit. Both arrays change in place.
         longest: the largest position of a root; even: whether all roots stand there.
         free: so many tokens every row may emit before a bound cuts it, or more.
-        special: [V + 1] bool, the tokens that need a second look: end tokens, and -1, which finds
-            the last entry.
+        special: [V + 1] bool, the tokens that need a second look: end tokens, and -1, the last.
         one_node: [B] ones, the path in a tree of its root alone.
     """
 
@@ -51,8 +48,7 @@ class Rows:
         # Until the prefill has emitted a token, the last one of the prompt is the root.
         self.longest, self.even, self.free = width - int(pads.min()) - 1, True, 0
         self.special = np.zeros(vocabulary + 1, dtype=bool)
-        self.special[[token for token in eos if 0 <= token < vocabulary]] = True
-        self.special[-1] = True
+        self.special[[-1, *(token for token in eos if 0 <= token < vocabulary)]] = True
         self._roots, self._emitted = np.zeros(batch, dtype=int), []
         self.one_node = np.ones(batch, dtype=int)
         # [B] length of the text where each row's criteria first held.
@@ -79,8 +75,7 @@ class Rows:
         """Add what a round accepted to the rows, as far as they go.
 
         Args:
-            nodes: [B] of the accepted path; tokens: [B, A] after them.
-            met: [B, A] bool, after which tokens the criteria held.
+            nodes: [B] of the accepted path; tokens, met: see `unpack`.
 
         Returns:
             What the round emitted, and whether a row may have been cut, or its token be none.
@@ -101,9 +96,8 @@ class Rows:
             positions = self.positions
             self.longest = int(positions.max())
             self.even = int(positions.min()) == self.longest
-        emitted = Emitted(count, nodes, tokens)
-        self._emitted.append(emitted)
-        return emitted, cut
+        self._emitted.append(Emitted(count, nodes, tokens))
+        return self._emitted[-1], cut
 
     def _cut(self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None) -> np.ndarray:
         """How many of the tokens [B, A] are kept, [B], given the nodes that were accepted."""
@@ -130,11 +124,7 @@ class Rows:
         return count
 
     def check(self) -> None:
-        """Look for what went wrong in the last round.
-
-        Raises:
-            DecodingError: the target's scores were no distribution, or it has no further position.
-        """
+        """Refuse to go on where the last scores were no distribution, or no position is left."""
         last, written = self._emitted[-1], self.lengths - self._width
         rows = np.arange(len(written))
         for row in rows[(last.count > 0) & (last.tokens[rows, last.count - 1] < 0)]:
@@ -163,14 +153,7 @@ class Rows:
 
 
 def _cut_at(ends: np.ndarray, count: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Shorten `count` [B] to end with the first token that ends its row.
-
-    Args:
-        ends: [B, A] bool, which tokens end a row.
-
-    Returns:
-        The new count, and which rows ended, both [B].
-    """
+    """Shorten `count` [B] to the first token that `ends` [B, A] its row; and which rows ended."""
     ends = ends & (np.arange(ends.shape[1]) < count[:, None])
     stopped = np.logical_or.reduce(ends, 1)
     return np.where(stopped, ends.argmax(1) + 1, count), stopped

@@ -1,7 +1,5 @@
 """The public face of decoding: a callable for `model.generate(custom_generate=…)`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -21,18 +19,22 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from headstart.heads import Drafter, DrafterGroup, OptionError
 from headstart.heads.core import offloaded
 
-from .generate_inputs import Ending, check_config, read_inputs, read_sampling
-from .generate_options import GenerateOptions, without_stop_strings
+from .generate_options import (
+    Ending,
+    GenerateOptions,
+    check_config,
+    read_inputs,
+    read_sampling,
+    without_stop_strings,
+)
 from .graphs import RoundGraphs, captures_rounds
 from .loop import Decoding
-from .record import Record
 from .request import Request
 from .rules.registry import choose_rule, find_rule
-from .stats import Stats
+from .stats import Record, Stats
 from .target import Target
 from .trees.children import Expansion
-from .trees.default import default_tree
-from .trees.parse import parse_tree
+from .trees.parse import default_tree, parse_tree
 from .trees.policy import Policy
 
 
@@ -40,9 +42,8 @@ class Speculator:
     """Decodes a target with a drafter, with the target's own output distribution.
 
     Give it to `model.generate(…, custom_generate=speculator)`, or call `speculator.generate(…)`:
-    generation config, logits processors and stopping criteria of transformers apply as they are.
-    A processor of the user's own is shown the whole batch once per distinct length of the rows; a
-    stopping criterion gets no scores.
+    what transformers takes applies as it is. A logits processor of the user's own is shown the
+    whole batch once per distinct length of the rows; a stopping criterion gets no scores.
 
     Args:
         target: a causal language model of transformers, in eval mode.
@@ -51,18 +52,16 @@ class Speculator:
         tree: a policy, or what `parse_tree` reads; the deepest chain (of each) when None.
         rule: who is accepted when sampling, a name in `RULES`; None takes `coupled`. All but
             `typical` keep the target's distribution. Without sampling every rule is `greedy`.
-        expansion: how children are chosen when sampling, see `Children`; None takes what the rule
-            is best with.
+        expansion: how children are chosen when sampling, see `Children`; None: the rule's own.
         tokenizer: only needed for `stop_strings`.
         graphs: whether rounds are captured as CUDA graphs and replayed, and overlap with the host's
             reading; None for on a GPU only, and not for weights that are streamed in. A graph has
             the model's weights and hooks built in: after changing them, make a new speculator.
         attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
-            see `heads/core/tree_attention.py`; `auto`, that on CUDA where the target passes a
-            trial.
-        compile: whether the target's forwards are compiled, or the mode of `torch.compile`, see
-            `Target`. The first round of each batch size then takes long, and types of 16 bits round
-            otherwise, so near-ties may fall otherwise than without.
+            see `heads/core/tree_attention.py`; `auto`, that on CUDA where it passes a trial.
+        compile: whether the target's forwards are compiled, or the mode of `torch.compile`. The
+            first round of each batch size then takes long, and types of 16 bits round otherwise,
+            so near-ties may fall otherwise than without.
 
     Attributes:
         stats: what the last call did.
@@ -107,21 +106,18 @@ class Speculator:
 
     @property
     def model(self) -> PreTrainedModel:
-        """The target."""
         return self.target.model
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs, wherever its weights are kept."""
         return self.target.device
 
     def generate(self, input_ids: Tensor | None = None, **options: Any) -> Any:
         """`model.generate(input_ids, custom_generate=self, **options)`, and what that cannot do.
 
-        These work here alone, since `generate` keeps them from a callable or refuses them: a
-        `streamer`; `stop_strings` (with `tokenizer`, unless the speculator has it);
-        `max_new_tokens=0`, which returns the prompt; `temperature=0`, which is greedy. Also takes
-        `seed`.
+        These work here alone: a `streamer`; `stop_strings` (with `tokenizer`, unless the speculator
+        has it); `max_new_tokens=0`, which returns the prompt; `temperature=0`, which is greedy.
+        Also takes `seed`.
 
         Raises:
             OptionError: an option that cannot be honoured, by name.
@@ -152,15 +148,13 @@ class Speculator:
     def _prompts_alone(
         self, ids: Tensor, streamer: BaseStreamer | None, given: GenerateOptions
     ) -> Any:
-        """What `generate` returns for `max_new_tokens=0`."""
         self.stats = Stats(self.tree.max_depth)
         ids = ids.repeat_interleave(given.get("num_return_sequences") or 1, dim=0)
         if streamer is not None:
             streamer.put(ids.cpu())
             streamer.end()
-        if given.get("return_dict_in_generate"):
-            return GenerateDecoderOnlyOutput(sequences=ids)  # type: ignore[arg-type]
-        return ids
+        as_dict = given.get("return_dict_in_generate")
+        return GenerateDecoderOnlyOutput(sequences=ids) if as_dict else ids  # type: ignore[arg-type]
 
     @torch.no_grad()
     def __call__(
@@ -200,13 +194,13 @@ class Speculator:
         vocab = max(embedding.weight.shape[0], self.model.config.get_text_config().vocab_size)
         mask = read_inputs(input_ids, model_kwargs, vocab)
         batch, width = input_ids.shape
-        ending = Ending.of(stopping_criteria, width)
+        ending = Ending.of(stopping_criteria, config, width)
         sampling = read_sampling(config, logits_processor, seed, input_ids)
         if streamer is not None and batch > 1:
             raise OptionError(f"a streamer takes one row, found {batch}; stream one prompt a call.")
         rule = choose_rule(self.rule, bool(config.do_sample))
         rule.check_sampling(sampling)
-        record, pad = Record.asked(config), ending.padding(config)
+        record = Record.asked(config)
         request = Request(
             self.target,
             self.drafters,
@@ -216,7 +210,7 @@ class Speculator:
             expansion=self.expansion if rule.samples else rule.children,
             eos=ending.eos,
             criteria=ending.others,
-            pad=pad,
+            pad=ending.pad,
             record=record,
         )
         decoding = Decoding(request, self.graphs)
@@ -232,5 +226,5 @@ class Speculator:
         ending.warn_of_length(sequences)
         if not config.return_dict_in_generate:
             return sequences
-        found: Any = {} if record is None else record.steps(sequences.shape[1] - width, pad)
+        found: Any = {} if record is None else record.steps(sequences.shape[1] - width, ending.pad)
         return GenerateDecoderOnlyOutput(sequences=sequences, **found)  # type: ignore[arg-type]

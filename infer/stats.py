@@ -1,26 +1,22 @@
-"""What the rounds of a request did: one report each, and what they add up to."""
-
-from __future__ import annotations
+"""What is kept of a request's rounds: a report each, what they add up to, and their scores."""
 
 import itertools
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
 
 
 @dataclass(slots=True)
 class Emitted:
-    """One round's report, on the host.
+    """One round's report, on the host."""
 
-    Attributes:
-        count: [B] how many of each row's tokens are new.
-        nodes: [B] nodes on the accepted path before any cut, the root counted.
-        tokens: [B, A] the tokens, the new ones first.
-    """
-
-    count: np.ndarray
-    nodes: np.ndarray
-    tokens: np.ndarray
+    count: np.ndarray  # [B] how many of each row's tokens are new
+    nodes: np.ndarray  # [B] nodes on the accepted path before any cut, the root counted
+    tokens: np.ndarray  # [B, A] the tokens, the new ones first
 
 
 class Stats:
@@ -40,11 +36,9 @@ class Stats:
         self._rounds: list[Emitted] = []
 
     def add(self, emitted: Emitted) -> None:
-        """Note one round."""
         self._rounds.append(emitted)
 
-    def extend(self, other: Stats) -> None:
-        """Note another request's rounds too."""
+    def extend(self, other: Self) -> None:
         self._rounds += other._rounds
 
     @property
@@ -75,3 +69,56 @@ class Stats:
             nodes = emitted.nodes[emitted.count > 0, None]
             reached += (nodes > np.arange(self.depth + 1)).sum(0)
         return [float(b / a) if a else float("nan") for a, b in itertools.pairwise(reached)]
+
+
+class Record:
+    """The target's scores and logits of each emitted token, in float32, as `generate` returns them.
+
+    Args:
+        scores: keep the processed scores; logits: keep the raw logits.
+
+    Attributes:
+        counts: [B] for each round, how many of its path's entries emitted a token.
+    """
+
+    def __init__(self, scores: bool, logits: bool):
+        self.wanted = {"scores": scores, "logits": logits}
+        self._rounds: list[dict[str, Tensor]] = []
+        self.counts: list[np.ndarray] = []
+
+    @classmethod
+    def asked(cls, config: GenerationConfig) -> Self | None:
+        """The record that a generation config asks for; None where it asks for none."""
+        wanted = bool(config.output_scores), bool(config.output_logits)
+        return cls(*wanted) if config.return_dict_in_generate and any(wanted) else None
+
+    def note(self, path: Tensor, **found: Tensor) -> None:
+        """Keep of `scores` and `logits` [B, N, V] the nodes of a round's accepted path [B, A]."""
+        kept = {}
+        for name, values in found.items():
+            if self.wanted[name]:
+                index = path.unsqueeze(-1).expand(-1, -1, values.shape[-1])
+                kept[name] = values.gather(1, index).float()  # [B, A, V]
+        self._rounds.append(kept)
+
+    def steps(self, new: int, pad: int) -> dict[str, tuple[Tensor, ...]]:
+        """Scores, logits or both, as wanted: one [B, V] for each of `new` tokens.
+
+        A row that has ended gets rows of -inf with 0 at the padding token, a certain choice of it.
+        """
+        return {name: self._steps(name, new, pad) for name in self.wanted if self.wanted[name]}
+
+    def _steps(self, name: str, new: int, pad: int) -> tuple[Tensor, ...]:
+        first = self._rounds[0][name]
+        batch, _, vocab = first.shape
+        out = torch.full((new, batch, vocab), -torch.inf, device=first.device)
+        out[:, :, pad] = 0
+        start = torch.zeros(batch, dtype=torch.long, device=first.device)
+        for emitted, kept in zip(self.counts, self._rounds, strict=True):
+            count = torch.from_numpy(emitted).to(first.device)
+            steps = torch.arange(kept[name].shape[1], device=first.device)
+            at = start.unsqueeze(1) + steps  # [B, A]
+            row, step = ((steps < count.unsqueeze(1)) & (at < new)).nonzero(as_tuple=True)
+            out[at[row, step], row] = kept[name][row, step]
+            start = start + count
+        return out.unbind(0)

@@ -1,7 +1,5 @@
 """Drives a target model: prefill, verify a tree in one forward, commit the accepted path."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Sequence
 from types import FunctionType
@@ -25,7 +23,7 @@ from headstart.heads.core import (
 )
 
 MODES = ("default", "max-autotune-no-cudagraphs")
-"""The modes of `torch.compile` that capture no graphs of their own; ours hold the whole round."""
+"""The modes of `torch.compile` that capture no graphs of their own."""
 
 
 def _compiled(model: PreTrainedModel, mode: bool | str, attention: str) -> Callable[..., Any]:
@@ -52,10 +50,9 @@ def _compiled(model: PreTrainedModel, mode: bool | str, attention: str) -> Calla
 
 
 class Target:
-    """A causal language model behind the three calls of a round.
+    """A causal language model of transformers, whose cache can be rolled back, as rounds call it.
 
     Args:
-        model: any causal language model of transformers whose cache can be rolled back.
         feature_layers: the hidden states to capture, see `FeatureTap`; empty for none.
         attention: how trees attend, see `choose_attention`.
         compile: whether forwards over trees are compiled by `torch.compile`, once for each shape,
@@ -64,9 +61,6 @@ class Target:
     Raises:
         OptionError: a mode that captures graphs itself, or masked attention to be compiled.
         UnsupportedTarget: the model cannot be driven by a token tree; the message names why.
-
-    Attributes:
-        limit: how many positions the model has, None without an end; no row may run past it.
     """
 
     def __init__(
@@ -87,11 +81,10 @@ class Target:
         if self.tap is not None:
             weakref.finalize(self, self.tap.close)
         self.cache = SlabCache(self.shapes, 0, 0)
-        self.limit = PositionLimit.of(model)
+        self.limit = PositionLimit.of(model)  # no row may run past it; None without an end
 
     @property
     def device(self) -> torch.device:
-        """Where the target runs, and takes its tokens."""
         return device_of(self.model)
 
     def prefill(
@@ -99,19 +92,15 @@ class Target:
     ) -> tuple[Tensor, Tensor]:
         """Run prompts into an empty cache with at least `capacity` slots a row.
 
-        The last request's cache is used again where it is large enough, so that what was captured
-        on its addresses stays good.
-
         Args:
-            tokens: [B, T] int64, padded on the right.
-            counts: true tokens of each row.
+            tokens: [B, T] int64, padded on the right; counts: true ones of each row.
 
         Returns:
             Logits [B, V] after each row's last token, and features [B, T, F].
         """
         capacity = in_steps(max(capacity, tokens.shape[1]))
         if self.cache.batch == tokens.shape[0] and self.cache.capacity >= capacity:
-            self.cache.clear()
+            self.cache.clear()  # what was captured on its addresses stays good
         else:
             self.cache = SlabCache(self.shapes, tokens.shape[0], capacity)
         logits = prefill_forward(self.model, self.cache, tokens, counts)
@@ -120,15 +109,11 @@ class Target:
     def verify(
         self, tree: TokenTree, lengths: Tensor, longest: int, even: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """One forward over a tree.
+        """One forward over a tree: logits [B, N, V] and features [B, N, F].
 
         Args:
             lengths: [B] cached tokens of each row, the root's position.
-            longest: the largest of `lengths`, on the host.
-            even: whether all of them are that long.
-
-        Returns:
-            Logits [B, N, V] and features [B, N, F].
+            longest: the largest of `lengths`, on the host; even: whether all are that long.
         """
         live, shape = self.reserve(longest + tree.nodes), tree.topology
         if self.windows.tree:
@@ -162,10 +147,8 @@ class Target:
         return slots
 
     def commit(self, path: Tensor) -> None:
-        """Keep the keys and values of the last tree's `path` [B, A] (nodes from the root on).
-
-        Entries past the accepted count land in slots that the next round overwrites.
-        """
+        """Keep the keys and values of the last tree's `path` [B, A] (nodes from the root on)."""
+        # Entries past the accepted count land in slots that the next round overwrites.
         self.cache.commit(path)
 
     def _features(self, tokens: Tensor) -> Tensor:

@@ -12,10 +12,7 @@ import pytest
 from tests.support.modules import module_names
 
 MODULES = [name for name in module_names() if not name.endswith("__main__")]
-NEEDS = {
-    f"headstart.heads.core.{name}": "triton"  # comes with torch where there is CUDA
-    for name in ("attention_kernel", "move_kernel")
-}
+NEEDS = {"headstart.heads.core.kernels": "triton"}  # comes with torch where there is CUDA
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -27,7 +24,7 @@ def test_examples(name: str) -> None:
 
 def test_the_examples_are_found() -> None:
     assert "headstart.heads.core.tree" in MODULES
-    assert doctest.testmod(importlib.import_module("headstart.reports.tables")).attempted > 0
+    assert doctest.testmod(importlib.import_module("headstart.infer.trees.static")).attempted > 0
 
 
 def test_a_wrong_example_is_found(capsys: pytest.CaptureFixture[str]) -> None:

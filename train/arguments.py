@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import BitsAndBytesConfig, TrainingArguments
 
 from headstart.heads import OptionError
 
@@ -18,12 +18,7 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
     """The arguments of a training run whose checkpoints go to `folder`.
 
     Making them also sets up the processes, which must happen before anything else asks for those.
-
-    Args:
-        changes: override single arguments.
-
-    Raises:
-        OptionError: an 8-bit optimizer without bitsandbytes.
+    Raises OptionError for an 8-bit optimizer without bitsandbytes.
     """
     if spec.optimizer == "adamw_8bit":
         _check_bitsandbytes("train.optimizer=adamw_8bit", "train.optimizer=adamw")
@@ -45,17 +40,13 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "dataloader_pin_memory": gpu,
         "eval_strategy": "steps",
         "eval_steps": every,
-        "save_strategy": "steps",
         "save_steps": every,
         "save_total_limit": 2,  # the best and the last
         "load_best_model_at_end": True,
         "metric_for_best_model": "tau",
-        "greater_is_better": True,
         "logging_steps": 25,
         "logging_nan_inf_filter": False,  # it reads the loss from the device at every step
         "remove_unused_columns": False,
-        "label_names": ["tokens"],
-        "prediction_loss_only": True,
         "ddp_find_unused_parameters": False,
         "ddp_timeout": 24 * 3600,  # processes wait for stages that one of them does alone
         "report_to": "none",
@@ -70,25 +61,20 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
 def load_options(dtype: str, device: torch.device) -> dict[str, Any]:
     """The options of `from_pretrained` for a recipe's `target.dtype`.
 
-    `4bit` is bitsandbytes' NF4 with products in bfloat16 (QLoRA, arXiv 2305.14314).
-
-    Raises:
-        OptionError: `4bit` without bitsandbytes.
+    `4bit` is bitsandbytes' NF4 with products in bfloat16 (QLoRA, arXiv 2305.14314); OptionError
+    without bitsandbytes.
     """
     if dtype != "4bit":
         return {"dtype": dtype}
     _check_bitsandbytes("target.dtype=4bit", "target.dtype=bfloat16")
-    from transformers import BitsAndBytesConfig
-
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=torch.bfloat16,
-    )
     return {
         "dtype": torch.bfloat16,
-        "quantization_config": quantization,
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        ),
         "device_map": {"": device},  # a quantized model cannot be moved afterwards
     }
 

@@ -11,43 +11,39 @@ from transformers import TrainerCallback
 
 from .processes import from_process_0
 
+BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 
-class Clock:
+
+class Clock(TrainerCallback):
     """The share of the training that is done, by steps or by time, whichever is further.
 
-    All processes go by the time of process 0.
-
-    Args:
-        warmup: share of the training in which the learning rate rises.
+    All processes go by the time of process 0. When it is up, training ends with a last validation
+    and checkpoint. `warmup` is the share in which the learning rate rises.
     """
 
     def __init__(self, max_steps: int, max_seconds: float | None, warmup: float):
         self.max_steps, self.max_seconds, self.warmup = max_steps, max_seconds, warmup
-        self.started = time.perf_counter()
-        self.seconds = 0.0
-        self.share = 0.0
+        self.seconds = self.share = 0.0
+        self.start()
 
     def start(self, seconds: float = 0.0) -> None:
-        """Start; `seconds` is the time trained before a resumed run was interrupted."""
+        """Start; a resumed run has trained for `seconds` before."""
         self.started = time.perf_counter() - seconds
 
     def read(self, steps: int) -> None:
-        """Read the clock after `steps` steps."""
         self.seconds = from_process_0(time.perf_counter() - self.started)
         self.share = steps / self.max_steps
         if self.max_seconds is not None:
             self.share = max(self.share, self.seconds / self.max_seconds)
 
     def at(self, step: int) -> float:
-        """The share at the step that follows `step` steps."""
-        # The step's middle, so that neither the first nor the last trains at a rate of zero.
+        """The share in the middle of the next step: none trains at a rate of zero."""
         return min(max(self.share, (step + 0.5) / self.max_steps), 1.0)
 
     def factor(self, step: int, since: float = 0.0) -> float:
         """The learning rate's factor at the step that follows `step` steps.
 
-        Args:
-            since: zero up to this share; from there a linear rise, then a cosine down to zero.
+        It is zero up to the share `since`; then comes a linear rise, then a cosine down to zero.
         """
         share = (self.at(step) - since) / (1 - since)
         if share < 0:
@@ -56,20 +52,13 @@ class Clock:
             return share / self.warmup
         return 0.5 * (1 + math.cos(math.pi * (share - self.warmup) / (1 - self.warmup)))
 
-
-class Bounds(TrainerCallback):
-    """Reads the clock, and ends training with a last validation and checkpoint when time is up."""
-
-    def __init__(self, clock: Clock):
-        self.clock = clock
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step:  # resumed
-            self.clock.read(state.global_step)
+            self.read(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.clock.read(state.global_step)
-        if self.clock.share >= 1.0:
+        self.read(state.global_step)
+        if self.share >= 1.0:
             control.should_training_stop = True
             control.should_evaluate = control.should_save = True
 
@@ -82,9 +71,8 @@ class Progress(TrainerCallback):
         self.seen: dict[str, str] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        layout = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
         off = not (self.enabled and state.is_world_process_zero)
-        self.bar = tqdm(total=1.0, desc="heads", disable=off, bar_format=layout)
+        self.bar = tqdm(total=1.0, desc="heads", disable=off, bar_format=BAR)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.bar.update(min(self.clock.share, 1.0) - self.bar.n)

@@ -10,25 +10,19 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
-from headstart.heads import (
-    Drafter,
-    DrafterConfig,
-    Manifest,
-    TrainableDrafter,
-    family,
-    fingerprint,
-)
+from headstart.heads import Drafter, DrafterConfig, Manifest, TrainableDrafter, family, fingerprint
 from headstart.heads.artifacts.files import TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
-from headstart.heads.artifacts.saving import write_artifact
+from headstart.heads.artifacts.saving import model_card, write_artifact
 from headstart.heads.core.files import write_atomically
+from headstart.infer import StaticTree
 
-from .card import training_card
 from .data.documents import Document
 from .data.held_out import held_out_prompts, held_out_texts
 from .data.training_rows import Rows
 from .joint import adapter_loss_change, training_classes
 from .on_policy import StudentText
+from .processes import is_process_0
 from .recipe import Recipe
 from .validate import Validation
 
@@ -49,29 +43,27 @@ def train_drafter(
     args: TrainingArguments,
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    name: str,
     held_out: Sequence[Document],
     rows: Rows | None,
-) -> tuple[Drafter, dict[str, Any]]:
-    """Train a drafter on `rows`, and measure it by decoding prompts of held-out documents.
+    folder: Path,
+) -> dict[str, Any]:
+    """Train a drafter, measure it on prompts of held-out documents, and write the artifact.
 
     Args:
+        name: the target's path or Hub name.
         rows: None for a family that is not trained.
+        folder: the stage's, whose checkpoints are removed at the end.
 
     Returns:
-        The drafter, and what was measured: steps, seconds, tau, acceptance_by_depth, tree, and
-        held_out_loss where the target was adapted.
+        What was measured: steps, seconds, tau, acceptance_by_depth, tree, and held_out_loss where
+        the target was adapted.
     """
     decode, train = recipe.decode, recipe.train
     drafter = make_drafter(recipe, target, rows)
-    prompts = held_out_prompts(
-        tokenizer, held_out, decode.validation_prompts, decode.prefix_tokens, recipe.seed,
-        part="validation",
-    )  # fmt: skip
-    adapter = drafter.adapter  # of a target that is trained with the drafter
-    validation = Validation(
-        target, prompts, decode.new_tokens, decode.tree, decode.rule,
-        target_changes=adapter is not None,
-    )  # fmt: skip
+    sizes = decode.validation_prompts, decode.prefix_tokens, recipe.seed
+    prompts = held_out_prompts(tokenizer, held_out, *sizes, part="validation")
+    validation = Validation(target, prompts, decode.new_tokens, decode.tree, decode.rule)
     if rows is None or not isinstance(drafter, TrainableDrafter):
         measured = {"steps": 0, "seconds": 0.0, **validation(drafter)}
     else:
@@ -82,34 +74,67 @@ def train_drafter(
             student = StudentText(train.on_policy, drafter, rows, recipe.distill, args)
         measured = trainer_class(module, args, rows, train, validation, student_text=student).fit()
     drafter.eval()
-    if adapter is not None:
+    if drafter.adapter is not None:
         texts = held_out_texts(tokenizer, held_out, decode.prefix_tokens, recipe.seed)
-        measured["held_out_loss"] = adapter_loss_change(target, adapter, texts or prompts)
-    return drafter, measured
+        measured["held_out_loss"] = adapter_loss_change(target, drafter.adapter, texts or prompts)
+    if is_process_0():
+        manifest = Manifest(
+            family=recipe.drafter.family,
+            target=name,
+            target_fingerprint=fingerprint(target),
+            tokenizer_hash=tokenizer_hash(tokenizer),
+            recipe=recipe.to_dict(),
+            metrics=measured,
+        )
+        write_artifact(drafter, folder, manifest, training_card(recipe, manifest))
+        write_atomically(folder / TREE, json.dumps(measured["tree"]).encode())
+        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    if drafter.adapter is not None:
+        drafter.adapter.detach()  # later stages use the target without it
+    return measured
 
 
-def write_drafter(
-    recipe: Recipe,
-    drafter: Drafter,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    measured: dict[str, Any],
-    folder: Path,
-) -> None:
-    """Write the artifact into the stage's folder and remove the checkpoints there.
+def training_card(recipe: Recipe, manifest: Manifest) -> str:
+    """The README.md of the artifact that `recipe` made, from the measurements in its manifest."""
+    measured, decode = manifest.metrics, recipe.decode
+    tree = StaticTree(measured["tree"])
+    shares = " ".join("–" if s is None else f"{s:.2f}" for s in measured["acceptance_by_depth"])
+    rows = [
+        ("tokens per round, τ", f"{measured['tau']:.2f}"),
+        ("acceptance at depth 1, 2, …", shares),
+        ("tree", f"{tree}, {tree.nodes} nodes with the root"),
+        ("rule", decode.rule),
+        ("prompts", f"{decode.validation_prompts} of {decode.prefix_tokens} tokens"),
+        ("new tokens a prompt", str(decode.new_tokens)),
+    ]
+    chosen, other_text = "tree was", f"`{recipe.corpus.source}`"
+    if family(manifest.family).trainable:
+        rows.append(("training", f"{measured['steps']} steps, {measured['seconds']:.0f} s"))
+        chosen = "checkpoint and the tree were"
+        other_text += ", which it was trained on"
+    output = "The output is the\ntarget's own."
+    if loss := measured.get("held_out_loss"):
+        output = (
+            f"The output is that of\nthe adapted target: `{manifest.target}` with the LoRA adapter "
+            "in `adapter/`, which was\ntrained with the drafter. Loading merges it into the target."
+        )
+        change = f"{loss['adapted'] / loss['base'] - 1:+.2%}"
+        rows.append((
+            f"target's loss on {loss['tokens']} held-out tokens, base to adapted",
+            f"{loss['base']:.4f} to {loss['adapted']:.4f} ({change})",
+        ))  # fmt: skip
+    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
+    body = f"""{output}
 
-    Args:
-        name: the target's path or Hub name.
-    """
-    manifest = Manifest(
-        family=recipe.drafter.family,
-        target=name,
-        target_fingerprint=fingerprint(target),
-        tokenizer_hash=tokenizer_hash(tokenizer),
-        recipe=recipe.to_dict(),
-        metrics=measured,
+| measured on validation prompts | |
+|---|---|
+{table}
+
+The {chosen} chosen by this τ, so expect slightly less on other text of the
+same kind, and less on text unlike {other_text}."""
+    return model_card(
+        manifest,
+        f"{recipe.name}: a {manifest.family} drafter for `{manifest.target}`",
+        body,
+        "How it was trained is in `headstart.json`, the tree\nin `tree.json`.",
     )
-    write_artifact(drafter, folder, manifest, training_card(recipe, manifest))
-    write_atomically(folder / TREE, json.dumps(measured["tree"]).encode())
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)

@@ -14,22 +14,19 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, TrainableDrafter
 from headstart.heads.core import output_layer
 from headstart.heads.parts.adapter import Adapter
 
-from .losses.chunked import KEPT_LOGITS, summed_loss
+from .losses.chunked import KEPT_LOGITS, Teacher, summed_loss
 from .losses.divergences import forward_kl
 from .losses.draft_loss import zero_with_gradient
-from .losses.labels import target_positions
-from .losses.teacher import Teacher
 from .processes import in_parallel
 from .target_with_drafter import TargetWithDrafter
 from .trainer import DrafterTrainer
-
-_BATCH = 16  # texts a forward
 
 
 def drafter_weight(config: Any, share: float) -> float | None:
@@ -53,22 +50,17 @@ def drafter_weight(config: Any, share: float) -> float | None:
 
 
 class JointTarget(TargetWithDrafter):
-    """A target with an adapter, and the drafter that is trained with it.
+    """A `TargetWithDrafter` whose target gets an adapter here, and keeps it after training.
 
-    The adapter is put into the target here, and stays there after training. Cached features are
-    those of the base, the target without adapter.
-
-    Args, Raises: see `TargetWithDrafter`.
+    Cached features are those of the base, the target without adapter.
     """
 
     needs_final = True
     preserve_rng_state = True  # the output layer may be adapted, and its adapter has dropout
 
-    def __init__(
-        self, target: PreTrainedModel, drafter: TrainableDrafter, *args: Any, **options: Any
-    ):
+    def __init__(self, target: PreTrainedModel, drafter: TrainableDrafter, *args: Any):
         base = Teacher(target)  # holds the output layer as it is without adapter
-        super().__init__(target, drafter, *args, **options)
+        super().__init__(target, drafter, *args)
         assert drafter.adapter is not None
         self.base, self.adapter = base, drafter.adapter
         self.adapter.attach(target)
@@ -83,9 +75,8 @@ class JointTarget(TargetWithDrafter):
     ) -> dict[str, Tensor]:
         """See `TargetWithDrafter.forward`.
 
-        Args:
-            weight: of the drafter's loss beside the target's own. When None the drafter learns
-                alone, from the features of the base.
+        The drafter's loss has `weight` beside the target's own. When that is None the drafter
+        learns alone, from the features of the base.
         """
         base = self.read(rows, tokens)  # [B, T, C]
         counts = self.counts(tokens, supervised) if counts is None else counts
@@ -97,39 +88,28 @@ class JointTarget(TargetWithDrafter):
         adapted = self.run_target(tokens)
         loss = weight * self.draft_loss(adapted, base, tokens, supervised, counts)
         where, final = target_positions(supervised), self.final
-        layer = output_layer(self.target)
-        moved = base_kl(
-            self.base, layer, base[..., final][where], adapted[..., final][where], counts[-1]
-        )
-        return {"loss": loss + moved}
+        both = base[..., final][where], adapted[..., final][where]
+        return {"loss": loss + base_kl(self.base, output_layer(self.target), *both, counts[-1])}
 
     def counts(self, tokens: Tensor, supervised: Tensor) -> Tensor:
-        """How many labels a batch has: of each depth, and last of the target itself.  # [K + 1]"""
+        """How many labels each depth has, and last the target itself.  # [K + 1]"""
         own = target_positions(supervised).sum().view(1)
         return torch.cat([super().counts(tokens, supervised), own])
 
     @torch.no_grad()
     def features(self, tokens: Tensor) -> Tensor:
-        """See `run_target`; of the base, without a gradient."""
         with self.adapter.disabled():
             return self.run_target(tokens)
 
 
 class JointTrainer(DrafterTrainer):
-    """Trains a `JointTarget`: the drafter alone, then drafter and adapter.
-
-    Args: see `DrafterTrainer`.
-    """
+    """Trains a `JointTarget`: the drafter alone, then drafter and adapter."""
 
     module: JointTarget
 
-    def drafter_weight(self) -> float | None:
-        """See `drafter_weight`, in the coming step."""
-        share = self.clock.at(self.state.global_step)
-        return drafter_weight(self.module.drafter.config, share)
-
     def forward_options(self) -> dict[str, Any]:
-        return {"weight": self.drafter_weight()}
+        share = self.clock.at(self.state.global_step)
+        return {"weight": drafter_weight(self.module.drafter.config, share)}
 
     def starts_at(self, group: dict[str, Any]) -> float:
         config: Any = self.module.drafter.config
@@ -150,7 +130,7 @@ class JointTrainer(DrafterTrainer):
             for adapted, rate in ((False, config.head_rate), (True, 1.0)):
                 if chosen := [p for p in group["params"] if (id(p) in adapter) == adapted]:
                     own = {"params": chosen, "lr": group["lr"] * rate, "adapter": adapted}
-                    groups.append({**group, **own})
+                    groups.append(group | own)
         optimizer.param_groups[:] = groups
         optimizer.register_step_pre_hook(self._drop_waiting_gradients)
         return optimizer
@@ -158,10 +138,9 @@ class JointTrainer(DrafterTrainer):
     def _drop_waiting_gradients(self, *args: Any) -> None:
         """While the drafter learns alone, remove the adapter's gradients, which are zeros or None.
 
-        Adam would count them as steps, and its bias correction would then make the first real
-        steps several times as long as the learning rate.
+        Adam would count them as steps, and then make the first real steps several times too long.
         """
-        if self.drafter_weight() is None:
+        if self.forward_options()["weight"] is None:
             for parameter in self.module.adapter.parameters():
                 parameter.grad = None
 
@@ -177,6 +156,11 @@ def training_classes(drafter: Drafter) -> tuple[type[TargetWithDrafter], type[Dr
     return JointTarget, JointTrainer
 
 
+def target_positions(supervised: Tensor) -> Tensor:
+    """The positions at which the target's own next token is supervised: [B, T] -> [B, T] bool."""
+    return functional.pad(supervised[:, 1:], (0, 1), value=False)
+
+
 def base_kl(
     teacher: Teacher,
     layer: nn.Module,
@@ -185,50 +169,38 @@ def base_kl(
     count: Tensor,
     kept: int = KEPT_LOGITS,
 ) -> Tensor:
-    """The mean KL(base ‖ adapted) in nats a position: how far an adapted target moved.
-
-    It is the self-distillation loss of Medusa-2 (arXiv 2401.10774).
+    """The mean KL(base ‖ adapted) in nats a position, Medusa-2's self-distillation loss.
 
     Args:
         teacher: the base's, over the whole vocabulary.
         layer: the adapted target's output layer.
         base, adapted: [M, D], the final features without and with the adapter.
         count: scalar, the positions of the whole optimizer step.
-        kept: see `KEPT_LOGITS`.
     """
     places = torch.arange(len(base), device=base.device)
     size = max(kept // teacher.output.layer.weight.shape[0], 1)
     recompute = len(base) > size and torch.is_grad_enabled()
-    soft_target = forward_kl, teacher, base, places
-    read = partial(teacher.logits, layer)
-    nats = summed_loss(read, adapted, places, soft_target, size, recompute, True)
+    nats = summed_loss(
+        partial(teacher.logits, layer), adapted, places, (forward_kl, teacher, base, places),
+        size, recompute, preserve_rng_state=True,
+    )  # fmt: skip
     return nats / count.clamp(min=1)
 
 
 def adapter_loss_change(
     target: PreTrainedModel, adapter: Adapter, texts: Sequence[Tensor]
 ) -> dict[str, Any]:
-    """The loss of the target on held-out texts without and with its adapter.
-
-    Args:
-        texts: [P] each, of equal length.
-
-    Returns:
-        `base` and `adapted`, nats a token; `tokens`, how many were predicted.
-    """
+    """The target's `text_loss` as `base` and, with the adapter, `adapted`; `tokens` predicted."""
     with adapter.disabled():
         base = text_loss(target, texts)
-    return {
-        "base": base,
-        "adapted": text_loss(target, texts),
-        "tokens": sum(len(text) - 1 for text in texts),
-    }
+    tokens = sum(len(text) - 1 for text in texts)
+    return {"base": base, "adapted": text_loss(target, texts), "tokens": tokens}
 
 
 @torch.no_grad()
 def text_loss(target: PreTrainedModel, texts: Sequence[Tensor]) -> float:
     """A model's mean loss on texts [P] of equal length, in nats a token."""
     nats = 0.0
-    for batch in torch.stack(list(texts)).to(target.device).split(_BATCH):
+    for batch in torch.stack(list(texts)).to(target.device).split(16):
         nats += float(target(input_ids=batch, labels=batch, use_cache=False).loss) * len(batch)
     return nats / len(texts)

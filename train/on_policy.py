@@ -26,18 +26,13 @@ from .recipe import Distill, OnPolicy, Recipe
 
 
 def check_on_policy(recipe: Recipe) -> None:
-    """Refuse `train.on_policy` where no on-policy text can be written.
-
-    Raises:
-        OptionError: drafters of the recipe's family write no text, or their weights are sharded.
-    """
+    """Raise OptionError where a family writes no text, or the student's weights are sharded."""
     if recipe.train.on_policy is None:
         return
-    name = recipe.drafter.family
-    if not family(name).writes_text:
+    if not family(recipe.drafter.family).writes_text:
         raise OptionError(
-            f"train.on_policy is set, but a {name} drafter writes no text without the target; "
-            "leave it out, or take a drafter that is a language model (draft_model)."
+            f"train.on_policy is set, but a {recipe.drafter.family} drafter writes no text without "
+            "the target; leave it out, or take a drafter that is a language model (draft_model)."
         )
     if is_deepspeed_zero3_enabled():
         raise OptionError(
@@ -57,11 +52,8 @@ class StudentText:
     Args:
         drafter: bound; its `language_model` writes with its current weights.
         rows: the target's texts, whose prompts are continued.
-        distill: how long rows are, and how many are written at once.
-        args: see `training_arguments`.
-
-    Raises:
-        DistillError: the student's context is too short for the rows.
+        distill: how long rows are, and how many are written at once. DistillError is raised where
+            the student's context is too short for them.
     """
 
     def __init__(
@@ -122,12 +114,10 @@ class StudentText:
         prompts = [prompt for due in steps for prompt in self._prompts(due)]
         was_training = self.student.training
         self.student.eval()
-        parts = []
-        for first in range(0, len(prompts), self.distill.batch_size):
-            prefixes, seeds = zip(*prompts[first : first + self.distill.batch_size], strict=True)
-            parts.append(
-                write_rows(self.speculator, prefixes, list(seeds), self.distill, **self.options)
-            )
+        spec, parts = self.distill, []
+        for first in range(0, len(prompts), spec.batch_size):
+            prefixes, seeds = zip(*prompts[first : first + spec.batch_size], strict=True)
+            parts.append(write_rows(self.speculator, prefixes, list(seeds), spec, **self.options))
         self.student.train(was_training)
         columns = [torch.cat(column) for column in zip(*parts, strict=True)]
         each = zip(*(column.split(self.count) for column in columns), strict=True)
@@ -138,10 +128,10 @@ class StudentText:
         draw = self._draw(step)
         draw.random()  # whether the step is due
         total, first = self.args.world_size * self.count, self.args.process_index * self.count
-        chosen = draw.choices(range(len(self.rows)), k=total)
-        seeds = row_seeds(draw.getrandbits(62), total).tolist()
+        own = slice(first, first + self.count)
+        chosen = draw.choices(range(len(self.rows)), k=total)[own]
+        seeds = row_seeds(draw.getrandbits(62), total)[own].tolist()
         embedding: Any = self.student.get_input_embeddings()
         last = embedding.weight.shape[0] - 1
         prompts = [self.rows.tokens[i, : self.rows.prompt_lengths[i]].long() for i in chosen]
-        both = [(p.clamp(max=last), seed) for p, seed in zip(prompts, seeds, strict=True)]
-        return both[first : first + self.count]
+        return [(p.clamp(max=last), seed) for p, seed in zip(prompts, seeds, strict=True)]

@@ -6,8 +6,7 @@ training, process 0 alone does the rest and writes.
 
 from __future__ import annotations
 
-import dataclasses
-import math
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from .data.corpus import build_corpus, load_documents
 from .data.distill import distill, summary
 from .data.held_out import held_out_prompts
 from .data.training_rows import Rows
-from .drafter_stage import train_drafter, write_drafter
+from .drafter_stage import train_drafter
 from .on_policy import check_on_policy
 from .processes import is_process_0, wait_for_all
 from .recipe import Recipe
@@ -31,11 +30,7 @@ from .stages import Stage, StageStore
 
 
 def train(recipe: Recipe, fresh: bool = False) -> Path:
-    """Run the stages up to the trained drafter, reusing finished ones; returns its folder.
-
-    Args:
-        fresh: run every stage again.
-    """
+    """Run the stages up to the trained drafter; returns its folder. `fresh` reuses none."""
     return _Run(recipe, fresh).train().folder
 
 
@@ -47,8 +42,7 @@ def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
     """
     this = _Run(recipe, fresh)
     artifact = this.train()
-    stage = this.bench(artifact)
-    return stage.info | {
+    return this.bench(artifact).info | {
         "stage_seconds": this.store.seconds(),
         "artifact": str(artifact.folder),
         "held_out": str(this.store.finished["corpus"].folder / "held_out.jsonl"),
@@ -77,11 +71,15 @@ class _Run:
         rows = self._distill(corpus, target) if trainable else None
         return self._heads(corpus, target, rows)
 
+    def _settings(self, *sections: str) -> dict[str, Any]:
+        """What decides a stage's result: the seed, and sections of the recipe."""
+        settings = self.recipe.to_dict()
+        return {name: settings[name] for name in (*sections, "seed")}
+
     def _corpus(self) -> Stage:
         spec, seed = self.recipe.corpus, self.recipe.seed
-        settings = {"corpus": dataclasses.asdict(spec), "seed": seed}
         return self.store.run(
-            "corpus", settings, lambda folder: build_corpus(spec, folder, seed), shared=True
+            "corpus", self._settings("corpus"), lambda f: build_corpus(spec, f, seed), shared=True
         )
 
     def _target(self, corpus: Stage) -> Stage:
@@ -92,69 +90,54 @@ class _Run:
                 return {"model": spec.model}
             return {"model": str(folder)} | train_target(spec.scratch, corpus.folder, folder, seed)
 
-        settings = {"target": dataclasses.asdict(spec), "seed": seed}
         reads = [corpus] if spec.scratch else []
-        return self.store.run("target", settings, work, reads, shared=True)
+        return self.store.run("target", self._settings("target"), work, reads, shared=True)
 
     def _distill(self, corpus: Stage, target: Stage) -> Stage:
         spec, seed = self.recipe.distill, self.recipe.seed
 
         def work(folder: Path) -> dict[str, int]:
             model, tokenizer = self._load(target)
-            documents = load_documents(corpus.folder, "train")
+            texts = load_documents(corpus.folder, "train")
             rank, world = self.args.process_index, self.args.world_size
-            distill(
-                spec, model, tokenizer, documents, folder, seed, rank, world, progress=rank == 0
-            )
+            distill(spec, model, tokenizer, texts, folder, seed, rank, world, progress=rank == 0)
             wait_for_all()
             return summary(spec, folder) if is_process_0() else {}
 
-        settings = {"distill": dataclasses.asdict(spec), "seed": seed}
-        reads = [corpus, target]
+        settings, reads = self._settings("distill"), [corpus, target]
         return self.store.run("distill", settings, work, reads, resumable=True, shared=True)
 
     def _heads(self, corpus: Stage, target: Stage, rows: Stage | None) -> Stage:
-        recipe = self.recipe
-
         def work(folder: Path) -> dict[str, Any]:
-            model, tokenizer = self._load(target)
+            loaded = *self._load(target), self._target_name(target)
             documents = load_documents(corpus.folder, "held_out")
             data = Rows.load(rows.folder) if rows else None
-            drafter, measured = train_drafter(recipe, self.args, model, tokenizer, documents, data)
-            if is_process_0():
-                name = self._target_name(target)
-                write_drafter(recipe, drafter, model, tokenizer, name, measured, folder)
-            if drafter.adapter is not None:
-                drafter.adapter.detach()  # later stages use the target without it
-            return measured
+            return train_drafter(self.recipe, self.args, *loaded, documents, data, folder)
 
-        decode = dataclasses.asdict(recipe.decode)
-        del decode["prompts"]  # only the benchmark's
-        settings = {"drafter": dataclasses.asdict(recipe.drafter), "decode": decode}
-        settings |= {"train": dataclasses.asdict(recipe.train)} if rows else {}
-        settings["seed"] = recipe.seed
+        settings = self._settings("drafter", "decode", *(["train"] if rows else []))
+        del settings["decode"]["prompts"]  # only the benchmark's
         reads = [corpus, target, *([rows] if rows else [])]
         return self.store.run("heads", settings, work, reads, resumable=True)
 
     def bench(self, artifact: Stage) -> Stage:
         from headstart.infer.measure.bench import bench
 
-        decode, seed = self.recipe.decode, self.recipe.seed
+        decode = self.recipe.decode
         corpus, target = self.store.finished["corpus"], self.store.finished["target"]
 
         def work(folder: Path) -> dict[str, Any]:
             model, tokenizer = self._load(target)
             speculator = load(model, artifact.folder, tokenizer=tokenizer, rule=decode.rule)
             documents = load_documents(corpus.folder, "held_out")
-            prompts = held_out_prompts(
-                tokenizer, documents, decode.prompts, decode.prefix_tokens, seed
-            )
+            sizes = decode.prompts, decode.prefix_tokens, self.recipe.seed
+            prompts = held_out_prompts(tokenizer, documents, *sizes)
             prompts = [prompt.to(model.device) for prompt in prompts]
             temperature = 1.0 if RULES[decode.rule].samples else 0.0
-            return _finite(bench(speculator, prompts, decode.new_tokens, temperature=temperature))
+            report = bench(speculator, prompts, decode.new_tokens, temperature=temperature)
+            # JSON has neither NaN nor infinity.
+            return json.loads(json.dumps(report), parse_constant=lambda _: None)
 
-        settings = {"decode": dataclasses.asdict(decode), "seed": seed}
-        return self.store.run("bench", settings, work, reads=[corpus, artifact])
+        return self.store.run("bench", self._settings("decode"), work, [corpus, artifact])
 
     def _target_name(self, target: Stage) -> str:
         """Path or Hub name; a run's folder may have moved since a target was trained in it."""
@@ -170,12 +153,3 @@ class _Run:
                 model.to(self.args.device)  # type: ignore[arg-type]
             self._loaded = model.eval(), AutoTokenizer.from_pretrained(name)
         return self._loaded
-
-
-def _finite(value: Any) -> Any:
-    """The same report with None for every NaN and infinity, which JSON does not have."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value

@@ -1,35 +1,41 @@
 """The scratch target: a byte-level BPE and a narrow, deep Llama, trained in about a minute.
 
-It stands in for a fine-tuned model where there is no model hub.
+It stands in for a fine-tuned model where there is no model hub. The learning rate follows the share
+of the budget of time or tokens that is used, so a slower machine sees fewer tokens and still ends
+at a learning rate of zero.
 """
 
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
+from torch.nn import functional
+from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.heads.core.files import write_atomically
 
+from .clock import BAR
 from .data.corpus import load_documents
 from .data.documents import Document
 from .recipe import Scratch
-from .scratch_training import TargetError, fit, next_token_loss
 
 END_OF_TEXT = "<|endoftext|>"
 
 
+class TargetError(ValueError):
+    """A scratch target that cannot be trained as asked."""
+
+
 def train_target(
-    spec: Scratch,
-    corpus_folder: Path,
-    folder: Path,
-    seed: int = 0,
-    progress: bool = True,
+    spec: Scratch, corpus_folder: Path, folder: Path, seed: int = 0, progress: bool = True
 ) -> dict[str, Any]:
     """Train tokenizer and model on a corpus folder and save both into `folder`.
 
@@ -53,10 +59,9 @@ def train_target(
         )
     documents = load_documents(corpus_folder, "train")
     tokenizer = train_tokenizer(documents, spec.vocab_size, spec.context)
-    tokens = pack(tokenizer, documents)
     model = build_model(spec, tokenizer, seed)
     model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    metrics = fit(model, tokens, spec, seed, progress)
+    metrics = fit(model, pack(tokenizer, documents), spec, seed, progress)
     held_out = load_documents(corpus_folder, "held_out")
     if held_out:
         metrics |= evaluate(model, pack(tokenizer, held_out), spec.sequence_length)
@@ -91,15 +96,13 @@ def train_tokenizer(
 
 def pack(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> Tensor:
     """All documents as one int64 array, each closed by the end of text.  # [T]"""
-    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
     encoded = tokenizer([document.text for document in documents], verbose=False)["input_ids"]
-    return torch.tensor([token for ids in encoded for token in [*ids, end]])
+    return torch.tensor([token for ids in encoded for token in [*ids, tokenizer.eos_token_id]])
 
 
 def build_model(spec: Scratch, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """A float32 Llama of the recipe's shape with seeded random weights."""
-    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
-    assert isinstance(end, int)
+    end: Any = tokenizer.eos_token_id
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=spec.hidden_size,
@@ -119,20 +122,134 @@ def build_model(spec: Scratch, tokenizer: PreTrainedTokenizerFast, seed: int) ->
         return LlamaForCausalLM(config).float()
 
 
-def evaluate(
-    model: LlamaForCausalLM, tokens: Tensor, length: int, max_rows: int = 128
-) -> dict[str, float]:
-    """Mean loss in nats a token and top-1 accuracy over rows spread evenly over `tokens` [T]."""
+@torch.no_grad()
+def evaluate(model: LlamaForCausalLM, tokens: Tensor, length: int) -> dict[str, float]:
+    """Loss in nats a token and top-1 accuracy on at most 128 rows, spread evenly over `tokens`."""
     length = min(length, len(tokens) - 1)
     available = (len(tokens) - 1) // length
-    count = min(max_rows, available)
+    count = min(128, available)
     starts = [i * available // count * length for i in range(count)]
     rows = torch.stack([tokens[start : start + length + 1] for start in starts])
     model.eval()
     loss = hits = 0.0
-    with torch.no_grad():
-        for batch in rows.to(model.device).split(16):
-            logits = model(batch[:, :-1], use_cache=False).logits.float()  # [B, T, V]
-            loss += float(next_token_loss(logits, batch[:, 1:], "sum"))
-            hits += float((logits.argmax(-1) == batch[:, 1:]).sum())
+    for batch in rows.to(model.device).split(16):
+        logits = model(batch[:, :-1], use_cache=False).logits.float()  # [B, T, V]
+        loss += float(next_token_loss(logits, batch[:, 1:], "sum"))
+        hits += float((logits.argmax(-1) == batch[:, 1:]).sum())
     return {"held_out_loss": loss / (count * length), "held_out_top1": hits / (count * length)}
+
+
+def fit(
+    model: LlamaForCausalLM, tokens: Tensor, spec: Scratch, seed: int, progress: bool
+) -> dict[str, Any]:
+    """Train in place on a corpus `tokens` [T]; returns tokens, steps, seconds and train_loss.
+
+    Where there is a GPU, products are computed in bfloat16; weights and the optimizers' state stay
+    float32. Raises TargetError.
+    """
+    length = spec.sequence_length
+    if len(tokens) <= length:
+        raise TargetError(
+            f"the corpus has {len(tokens)} tokens, expected more than "
+            f"target.scratch.sequence_length, {length}; use more text or a shorter sequence"
+        )
+    # Muon (Jordan et al. 2024) orthogonalises each matrix's momentum; it is not meant for the
+    # embedding and the output layer, whose rows are tokens.
+    hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
+    inside = {id(p) for p in hidden}
+    others = [p for p in model.parameters() if id(p) not in inside]
+    optimizers = (
+        torch.optim.Muon(hidden, lr=spec.muon_lr, momentum=0.95, weight_decay=0.0),
+        torch.optim.AdamW(others, lr=spec.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
+    )
+    rates = [(group, group["lr"]) for each in optimizers for group in each.param_groups]
+    rows = Rows(tokens, length, seed)
+    clock = Clock(spec.max_seconds, spec.max_tokens, spec.batch_size * length, time.perf_counter())
+    losses, recent = [], 0.0
+    model.train()
+    bar = tqdm(total=1.0, desc="target", disable=not progress, bar_format=BAR)
+    # At least one step, then none that would end past the budget.
+    while not losses or clock.share(steps_ahead=1.0) <= 1.0:
+        batch = rows.take(spec.batch_size).to(model.device)  # [B, T + 1]
+        scale = schedule(clock.share(steps_ahead=0.5), spec.warmup_ratio)
+        for group, rate in rates:
+            group["lr"] = rate * scale
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=model.device.type == "cuda"):
+            logits = model(batch[:, :-1], use_cache=False).logits  # [B, T, V]
+            loss = next_token_loss(logits, batch[:, 1:])
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        clock.steps += 1
+        losses.append(loss.item())
+        recent = sum(losses[-20:]) / len(losses[-20:])
+        bar.set_postfix_str(f"loss {recent:.3f}", refresh=False)
+        bar.update(min(clock.share(), 1.0) - bar.n)
+    bar.close()
+    return {
+        "tokens": clock.steps * clock.step_tokens,
+        "steps": clock.steps,
+        "seconds": time.perf_counter() - clock.started,
+        "train_loss": recent,
+    }
+
+
+@dataclass
+class Clock:
+    """How far training is, in time and tokens; a step counts as done once it has ended."""
+
+    max_seconds: float | None
+    max_tokens: int | None
+    step_tokens: int
+    started: float
+    steps: int = 0
+
+    def share(self, steps_ahead: float = 0.0) -> float:
+        """Elapsed share of the budget, `steps_ahead` steps of average length from now."""
+        shares = [0.0]
+        if self.max_seconds is not None:
+            elapsed = time.perf_counter() - self.started
+            ahead = steps_ahead * elapsed / max(self.steps, 1)
+            shares.append((elapsed + ahead) / self.max_seconds)
+        if self.max_tokens is not None:
+            shares.append((self.steps + steps_ahead) * self.step_tokens / self.max_tokens)
+        return max(shares)
+
+
+def schedule(share: float, warmup: float) -> float:
+    """Learning-rate factor after `share` of the budget: a linear rise, then linearly to zero."""
+    if share < warmup:
+        return share / warmup
+    return max(0.0, (1.0 - share) / (1.0 - warmup))
+
+
+class Rows:
+    """Rows of `length + 1` tokens without overlap of inputs, shuffled anew in every epoch."""
+
+    def __init__(self, tokens: Tensor, length: int, seed: int) -> None:
+        self.tokens, self.length = tokens, length
+        self.generator = torch.Generator().manual_seed(seed)
+        self.starts: list[int] = []
+
+    def take(self, count: int) -> Tensor:
+        """The next rows.  # [B, T + 1]"""
+        rows = []
+        for _ in range(count):
+            if not self.starts:
+                # A random offset, so that the rows of the next epoch are cut at other places.
+                spare = (len(self.tokens) - 1) % self.length
+                offset = int(torch.randint(spare + 1, (), generator=self.generator))
+                total = (len(self.tokens) - 1 - offset) // self.length
+                order = torch.randperm(total, generator=self.generator)
+                self.starts = (offset + order * self.length).tolist()
+            start = self.starts.pop()
+            rows.append(self.tokens[start : start + self.length + 1])
+        return torch.stack(rows)
+
+
+def next_token_loss(logits: Tensor, labels: Tensor, reduction: str = "mean") -> Tensor:
+    #  inputs  x0 x1 x2 …
+    #  labels  x1 x2 x3 …      the row has one token more than the inputs
+    return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=reduction)

@@ -2,10 +2,9 @@
 
 `stage.json` is written last and atomically, and holds the sha256 of every file of the stage, so a
 run killed anywhere leaves each stage either finished or unfinished, and a stage that was damaged or
-copied in part is found out. The record also holds a fingerprint of the stage's settings and of the
-results it reads; a stage whose fingerprint still matches is reused, all others are run again.
-Results bounded by time differ from run to run, so each result has an id of its own, and running one
-stage again does so with every stage that reads it.
+copied in part is found out. Its fingerprint is over the stage's settings and the ids of the results
+it reads; a stage whose fingerprint still matches is reused. Results bounded by time differ from run
+to run, so each has an id of its own, and a stage run again does so with all that read it.
 """
 
 from __future__ import annotations
@@ -32,46 +31,27 @@ RECORD = "stage.json"
 _BEGUN = "begun"  # in the folder of a resumable stage: the fingerprint it was begun with
 _NOT_RESULTS = {RECORD, _BEGUN, "README.md"}  # a model card may be edited
 
-Work = Callable[[Path], dict[str, Any] | None]
-
 
 @dataclass(frozen=True)
 class Stage:
-    """A finished stage.
-
-    `id` is this result's own, drawn when the stage finished; `info` is what the work returned
-    (JSON), `seconds` the time it took when it really ran, `reused` whether it was found finished.
-    """
+    """A finished stage."""
 
     name: str
     folder: Path
-    id: str
-    seconds: float
-    info: dict[str, Any]
-    reused: bool
+    id: str  # this result's own, drawn when the stage finished
+    seconds: float  # that it took when it really ran
+    info: dict[str, Any]  # what the work returned, JSON
+    reused: bool  # it was found finished
 
 
 @dataclass
 class StageStore:
-    """The stages of one run, in `root`. Process 0 owns the folders; all processes make all calls.
+    """The stages of one run. Process 0 owns the folders; all processes make all calls."""
 
-    ```python
-    store = StageStore(Path("runs/quickstart"))
-    corpus = store.run("corpus", {"source": "stdlib"}, write_corpus)
-    target = store.run("target", {"layers": 12}, train, reads=[corpus])
-    ```
-
-    Attributes:
-        root: the folder that holds the stages' folders.
-        fresh: remove the stages that are there.
-        other: another run's root, whose stages serve where `run` is told that they may.
-        finished: the stages so far, by name.
-    """
-
-    root: Path
-    fresh: bool = False
-    other: Path | None = None
-    finished: dict[str, Stage] = field(default_factory=dict)
+    root: Path  # holds the stages' folders
+    fresh: bool = False  # remove the stages that are there
+    other: Path | None = None  # another run's root, whose stages serve where `run` says `shared`
+    finished: dict[str, Stage] = field(default_factory=dict)  # the stages so far, by name
 
     def __post_init__(self) -> None:
         # Only folders that are stages of ours: `root` is a path that a user chose.
@@ -83,7 +63,7 @@ class StageStore:
         self,
         name: str,
         settings: Mapping[str, Any],
-        work: Work,
+        work: Callable[[Path], dict[str, Any] | None],
         reads: Sequence[Stage] = (),
         resumable: bool = False,
         shared: bool = False,
@@ -98,7 +78,9 @@ class StageStore:
                 they were begun with the same fingerprint. Else process 0 works in an empty folder.
             shared: the stage may be that of `other`.
         """
-        fingerprint = chain(settings, reads)
+        ids = {stage.name: stage.id for stage in reads}
+        parts = json.dumps([dict(settings), ids], sort_keys=True, allow_nan=False)
+        fingerprint = hashlib.sha256(parts.encode()).hexdigest()
         folder, stage = self.root / name, None
         if is_process_0():
             if shared:
@@ -114,7 +96,13 @@ class StageStore:
             wait_for_all()
             stage = Stage(name, folder, os.urandom(16).hex(), seconds, info, reused=False)
             if is_process_0():
-                _record(stage, settings, reads, fingerprint)
+                record = {
+                    "name": name, "id": stage.id, "fingerprint": fingerprint,
+                    "settings": dict(settings), "reads": ids, "seconds": seconds, "info": info,
+                    "versions": library_versions(), "files": _checksums(folder),
+                }  # fmt: skip
+                text = json.dumps(record, indent=2, allow_nan=False)
+                write_atomically(folder / RECORD, text.encode())
             stage = from_process_0(stage)
         self.finished[name] = stage
         return stage
@@ -132,20 +120,13 @@ class StageStore:
         return {name: stage.seconds for name, stage in self.finished.items()}
 
 
-def chain(settings: Mapping[str, Any], reads: Sequence[Stage] = ()) -> str:
-    """A stage's fingerprint: sha256 over its settings and the ids of the results it reads."""
-    parts = [dict(settings), {stage.name: stage.id for stage in reads}]
-    return hashlib.sha256(_json(parts, sort_keys=True).encode()).hexdigest()
-
-
 def _find(folder: Path, fingerprint: str) -> Stage | None:
     """The finished stage in a folder; None where it has another fingerprint, or is damaged."""
     record = _read(folder / RECORD)
     if record is None or record.get("fingerprint") != fingerprint:
         return None
     stage = Stage(folder.name, folder, record["id"], record["seconds"], record["info"], True)
-    known = record.get("files", {})  # records once had none
-    found = _checksums(folder)
+    known, found = record.get("files", {}), _checksums(folder)  # records once had no files
     if damaged := [name for name in known if found.get(name) != known[name]]:
         logger.warning(
             "stage %s: %s is missing or was changed; the stage is run again", stage.name, damaged[0]
@@ -155,31 +136,10 @@ def _find(folder: Path, fingerprint: str) -> Stage | None:
     return stage
 
 
-def _record(
-    stage: Stage, settings: Mapping[str, Any], reads: Sequence[Stage], fingerprint: str
-) -> None:
-    record = {
-        "name": stage.name,
-        "id": stage.id,
-        "fingerprint": fingerprint,
-        "settings": dict(settings),
-        "reads": {stage.name: stage.id for stage in reads},
-        "seconds": stage.seconds,
-        "info": stage.info,
-        "versions": library_versions(),
-        "files": _checksums(stage.folder),
-    }
-    write_atomically(stage.folder / RECORD, _json(record, indent=2).encode())
-
-
 def _checksums(folder: Path) -> dict[str, str]:
     """The sha256 of each file of a stage, by its path in the folder."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): sha256(path)
-        for path in files
-        if path.name not in _NOT_RESULTS
-    }
+    files = sorted(p for p in folder.rglob("*") if p.is_file() and p.name not in _NOT_RESULTS)
+    return {path.relative_to(folder).as_posix(): sha256(path) for path in files}
 
 
 def _clear(folder: Path, fingerprint: str, keep: bool) -> None:
@@ -205,7 +165,3 @@ def _read(path: Path) -> dict[str, Any] | None:
         return json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, json.JSONDecodeError):
         return None
-
-
-def _json(value: Any, **how: Any) -> str:
-    return json.dumps(value, allow_nan=False, **how)

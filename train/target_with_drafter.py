@@ -15,10 +15,7 @@ from headstart.heads import FINAL, OptionError, TrainableDrafter
 from headstart.heads.core import FeatureTap
 
 from .data.training_rows import Rows
-from .losses.draft_loss import DraftLoss
-from .losses.labels import head_labels, label_counts
-
-_CACHE_ROWS = 16  # rows a forward while filling the feature cache
+from .losses.draft_loss import DraftLoss, head_labels, label_counts
 
 
 class TargetWithDrafter(nn.Module):
@@ -88,9 +85,9 @@ class TargetWithDrafter(nn.Module):
     ) -> Tensor:  # fmt: skip
         """The loss of a drafter that reads `captured`, with a teacher that reads `teaching`.
 
-        Both are features as `run_target` returns them, [B, T, C].
+        Both are what `run_target` returns, [B, T, C].
         """
-        labels = self.labels(tokens, supervised)  # [K, B, T]
+        labels = self.labels(tokens, supervised)
         counts = label_counts(labels) if counts is None else counts
         final = None if self.final is None else teaching[..., self.final]
         return self.loss(captured[..., : self.width], tokens, labels, counts, final)
@@ -101,18 +98,15 @@ class TargetWithDrafter(nn.Module):
         return head_labels(tokens, supervised, drafter.train_depths, drafter.draft_vocabulary)
 
     def counts(self, tokens: Tensor, supervised: Tensor) -> Tensor:
-        """How many labels of each depth a batch has.  # [K]"""
+        """See `label_counts`.  # [K]"""
         return label_counts(self.labels(tokens, supervised))
 
     def read(self, rows: Tensor | None, tokens: Tensor) -> Tensor:
         """The target's features at tokens [B, T], from the cache where it has them.  # [B, T, C]"""
-        if self.cache is None or rows is None:
-            return self.features(tokens)
-        return self.cache[rows]
+        return self.features(tokens) if self.cache is None or rows is None else self.cache[rows]
 
     @torch.no_grad()
     def features(self, tokens: Tensor) -> Tensor:
-        """See `run_target`; without a gradient."""
         return self.run_target(tokens)
 
     def run_target(self, tokens: Tensor) -> Tensor:
@@ -133,8 +127,8 @@ class TargetWithDrafter(nn.Module):
         megabytes = rows.tokens.numel() * self.captured * self.target.dtype.itemsize / 1e6
         if megabytes > limit:
             return False
-        # Always in the same batches, so that a resumed run reads the very same numbers.
-        parts = rows.tokens.to(self.target.device).long().split(_CACHE_ROWS)
+        # Always in the same batches of rows, so that a resumed run reads the very same numbers.
+        parts = rows.tokens.to(self.target.device).long().split(16)
         self.cache = torch.cat([self.features(part) for part in parts])
         return True
 

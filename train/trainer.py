@@ -1,9 +1,8 @@
 """Trains a drafter on a frozen target: a thin subclass of transformers' Trainer.
 
-Only the drafter is trained, saved and loaded. Training is bounded by steps and by time, and the
-learning rate decays over the elapsed share of whichever bound is nearer, so a slower machine sees
-fewer rows and still ends at a learning rate of zero. The best checkpoint is the one that decodes
-best.
+Only the drafter is trained, saved and loaded. The learning rate decays over the share of the steps
+or of the time that is used, so a slower machine sees fewer rows and still ends at a rate of zero.
+The best checkpoint is the one that decodes best.
 """
 
 from __future__ import annotations
@@ -22,27 +21,24 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from headstart.heads import Drafter
+from headstart.heads.artifacts.files import WEIGHTS
 from headstart.heads.core.files import write_atomically
 
-from .clock import Bounds, Clock, Progress
+from .clock import Clock, Progress
 from .data.training_rows import Rows
 from .on_policy import StudentText
-from .processes import from_process_0
+from .processes import from_process_0, wait_for_all
 from .recipe import Train
 from .target_with_drafter import TargetWithDrafter
 
 _COMPLETE = "complete.json"  # written last into a checkpoint: seconds of training so far
-_WEIGHTS = "model.safetensors"
 
 
 class DrafterTrainer(Trainer):
     """Trains the drafter of a `TargetWithDrafter`.
 
     Args:
-        module: target and drafter.
         args: see `training_arguments`.
-        rows: the training text.
-        spec: the recipe's train section.
         validation: measures the drafter; its `tau` chooses the checkpoint.
         progress: whether to draw a bar on stderr.
         student_text: the text that the drafter writes itself, for the steps that learn from it.
@@ -69,7 +65,7 @@ class DrafterTrainer(Trainer):
             args=args,
             train_dataset=rows,
             eval_dataset=rows,  # never read: `evaluate` decodes prompts
-            callbacks=[Bounds(self.clock), Progress(self.clock, progress)],
+            callbacks=[self.clock, Progress(self.clock, progress)],
         )
         self.remove_callback(PrinterCallback)  # it prints to stdout
 
@@ -87,14 +83,14 @@ class DrafterTrainer(Trainer):
         self.module.release()
         best = self.state.best_global_step
         (entry,) = [e for e in self.state.log_history if e["step"] == best and "eval_tau" in e]
-        measured = {name: value for name, value in entry.items() if name.startswith("eval_")}
+        measured = {n.removeprefix("eval_"): v for n, v in entry.items() if n.startswith("eval_")}
         return {
             "steps": self.state.global_step,
             "seconds": round(self.clock.seconds, 3),
             "features_cached": cached,
             "train_loss": output.training_loss,
             "best_step": best,
-            **{name.removeprefix("eval_"): value for name, value in measured.items()},
+            **measured,
         }
 
     def starts_at(self, group: dict[str, Any]) -> float:
@@ -107,10 +103,8 @@ class DrafterTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         optimizer = optimizer or self.optimizer
-        factors = [
-            partial(self.clock.factor, since=self.starts_at(group))
-            for group in optimizer.param_groups
-        ]
+        starts = [self.starts_at(group) for group in optimizer.param_groups]
+        factors = [partial(self.clock.factor, since=start) for start in starts]
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
         self._created_lr_scheduler = True
         return self.lr_scheduler
@@ -125,18 +119,12 @@ class DrafterTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
         """See `TargetWithDrafter.counts`: over one step's micro-batches of all processes."""
-        counts = sum(
-            self.module.counts(b["tokens"].to(device), b["supervised"].to(device))
-            for b in batch_samples
-        )
+        batches = [(b["tokens"].to(device), b["supervised"].to(device)) for b in batch_samples]
+        counts = sum(self.module.counts(*batch) for batch in batches)
         return self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts  # type: ignore[return-value]
 
-    def compute_loss(  # type: ignore[override]
-        self,
-        model: nn.Module,
-        inputs: dict[str, Tensor],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | None = None,
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         outputs = model(**inputs, counts=num_items_in_batch, **self.forward_options())
         # The counts are those of all processes, and their gradients are averaged, not summed.
@@ -154,22 +142,18 @@ class DrafterTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save the drafter alone."""
-        self._save(output_dir)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         if self.args.should_save:
             self.module.drafter.save_pretrained(output_dir or self.folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
-        if self.args.world_size > 1:
-            torch.distributed.barrier()  # every process has written its random state
+        wait_for_all()  # every process has written its random state
         if self.args.should_save:
             folder = self.folder / f"checkpoint-{self.state.global_step}"
             write_atomically(folder / _COMPLETE, json.dumps(self.clock.seconds).encode())
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        weights = safetensors.torch.load_file(Path(resume_from_checkpoint) / _WEIGHTS)
+        weights = safetensors.torch.load_file(Path(resume_from_checkpoint) / WEIGHTS)
         self.module.drafter.load_state_dict(weights)
 
     def _load_best_model(self) -> None:

@@ -15,12 +15,9 @@ from transformers import PreTrainedModel
 
 from headstart.heads import Drafter
 from headstart.infer import RULES, Speculator, StaticTree, Stats, parse_static
-from headstart.infer.measure.greedy_text import Written, write_texts
-from headstart.infer.measure.ranks import measure_ranks
-from headstart.infer.measure.replay import best_tree
+from headstart.infer.measure.greedy_text import BATCH, Written, write_texts
+from headstart.infer.measure.ranks import best_tree, measure_ranks
 from headstart.infer.trees.parse import sparse_nodes
-
-_BATCH = 32  # prompts decoded at once
 
 
 def measure_tau(
@@ -32,25 +29,19 @@ def measure_tau(
     new_tokens: int,
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Decode prompts of equal length: `tau` and `acceptance_by_depth`.
+    """Decode prompts of equal length: `tau`, and `acceptance_by_depth`, None where none came.
 
-    Rules that sample do so at temperature 1. The acceptance of a depth that was never reached is
-    None.
+    Rules that sample do so at temperature 1.
     """
     was_training = drafter.training
     drafter.eval()
     speculator = Speculator(target, drafter, tree=tree, rule=rule)
     stats = Stats(tree.max_depth)
-    for batch in torch.stack(list(prompts)).to(target.device).split(_BATCH):
-        sampling: dict[str, Any] = {"do_sample": False}
-        if RULES[rule].samples:  # without the top-k of 50 that `generate` defaults to
-            sampling = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": seed}
-        speculator.generate(
-            batch,
-            attention_mask=torch.ones_like(batch),
-            max_new_tokens=new_tokens,
-            **sampling,
-        )
+    how: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+    if RULES[rule].samples:  # without the top-k of 50 that `generate` defaults to
+        how |= {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": seed}
+    for batch in torch.stack(list(prompts)).to(target.device).split(BATCH):
+        speculator.generate(batch, attention_mask=torch.ones_like(batch), **how)
         stats.extend(speculator.stats)
     if speculator.target.tap is not None:
         speculator.target.tap.close()
@@ -64,12 +55,9 @@ class Validation:
 
     Args:
         prompts: [P] each, of equal length.
-        new_tokens: tokens written after each.
         tree: what `parse_static` reads, or `sparse:N`: the best tree of N nodes for each drafter
             that is measured, see `sparse_nodes`.
         rule: one that follows a static tree.
-        target_changes: whether the target is trained too, so that the texts by which the best tree
-            is found are written anew for every measurement.
     """
 
     def __init__(
@@ -79,10 +67,8 @@ class Validation:
         new_tokens: int,
         tree: str | Sequence[Sequence[int]],
         rule: str,
-        target_changes: bool = False,
     ):
         self.target, self.prompts, self.new_tokens, self.rule = target, prompts, new_tokens, rule
-        self.target_changes = target_changes
         self.sparse = sparse_nodes(tree)
         self.tree = StaticTree([]) if self.sparse else parse_static(tree)
         self._texts: list[Written] | None = None
@@ -90,7 +76,8 @@ class Validation:
     def __call__(self, drafter: Drafter) -> dict[str, Any]:
         """`tau`, `acceptance_by_depth`, and `tree`, the rank paths it was measured with."""
         if self.sparse:
-            if self._texts is None or self.target_changes:
+            # A target that is trained with its drafter does not write what it wrote before.
+            if self._texts is None or drafter.adapter is not None:
                 self._texts = write_texts(self.target, drafter, self.prompts, self.new_tokens)
             self.tree = StaticTree(best_tree(measure_ranks(drafter, self._texts), self.sparse))
         measured = measure_tau(

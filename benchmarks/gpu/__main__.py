@@ -22,7 +22,7 @@ def _run(argv: Sequence[str] | None) -> int:
     given = vars(_parser().parse_args(argv))
     as_json = given.pop("json")
     job = make_job(**given)
-    from headstart.reports.document import to_json
+    from headstart.reports.tables import to_json
 
     from .report_table import print_suite
     from .suite import run_suite

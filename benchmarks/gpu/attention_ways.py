@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from headstart.heads.core import ancestor_mask, in_steps, tree_mask
+from headstart.heads.core.cache import no_kernel
 from headstart.heads.core.tree_attention import pack_tree, plain_attention
-from headstart.heads.core.triton_support import no_kernel
 
 Run = Callable[[], Tensor]
 
@@ -195,7 +195,7 @@ def kernel(layer: Layer, **options: Any) -> Run:
     reason = no_kernel(layer.query.device, layer.query.dtype, layer.shape.size)
     if reason is not None:
         raise Unavailable(reason)
-    from headstart.heads.core.attention_kernel import split_attention
+    from headstart.heads.core.kernels import split_attention
 
     tensors = layer.query, layer.key, layer.value, layer.packed
     return lambda: split_attention(*tensors, layer.scaling, **options)
@@ -213,7 +213,7 @@ WAYS: dict[str, Callable[[Layer], Run]] = {
 
 def tiles() -> dict[str, Callable[[Layer], Run]]:
     """The kernel cut in other ways, by name."""
-    from headstart.heads.core.attention_kernel import Tile
+    from headstart.heads.core.kernels import Tile
 
     def cut(tile: Tile, splits: int) -> Callable[[Layer], Run]:
         return lambda layer: kernel(layer, tile=tile, splits=splits)

@@ -22,8 +22,7 @@ from headstart.infer.measure.baselines import (
     timed_generate,
     timed_speculator,
 )
-from headstart.infer.measure.costs import Costs, measure_costs
-from headstart.infer.measure.decode_times import decode_times
+from headstart.infer.measure.costs import Costs, decode_times, measure_costs
 from headstart.infer.measure.forward_costs import verify_costs
 from headstart.infer.measure.greedy_text import decode_greedily, write_texts
 from headstart.infer.speculator import Speculator

@@ -23,10 +23,9 @@ from headstart.infer.measure.baselines import (
 from headstart.infer.measure.greedy_text import write_texts
 from headstart.infer.measure.lossless_greedy import compare_greedy
 from headstart.infer.measure.planner import make_plan
-from headstart.infer.measure.ranks import measure_ranks
-from headstart.infer.measure.replay import replay
-from headstart.models import own_target
-from headstart.reports.describe import describe
+from headstart.infer.measure.ranks import measure_ranks, replay
+from headstart.inputs import own_target
+from headstart.reports.description import describe
 from headstart.train import pipeline
 
 from .entries import Entries

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads.core.files import write_atomically
-from headstart.reports.document import to_json
+from headstart.reports.tables import to_json
 from headstart.terminal import one_line
 
 

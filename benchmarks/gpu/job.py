@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headstart.models import find_device
+from headstart.inputs import find_device
 from headstart.terminal import UsageError
 
 from .scale import SCALES, Scale

@@ -12,7 +12,7 @@ from torch import tensor
 
 from headstart.infer.measure.candidates import rank_trees
 from headstart.infer.measure.costs import Costs
-from headstart.infer.measure.replay import replay
+from headstart.infer.measure.ranks import replay
 
 from .entries import read_part
 from .job import PARTS

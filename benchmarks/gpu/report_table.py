@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TextIO
 
-from headstart.reports.console import column_table, grid, titled
+from headstart.reports.tables import column_table, grid, titled
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from headstart.compare import quickstart_of
+from headstart.commands.quickstart import quickstart_of
 from headstart.heads import Drafter, load_drafter
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.infer import StaticTree
-from headstart.models import own_target
+from headstart.inputs import own_target
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
 from headstart.train.data.held_out import held_out_prompts

@@ -7,11 +7,16 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError
-from .card import model_card
 from .loading import load_drafter
 from .manifest import Manifest, fingerprint, tokenizer_hash
-from .saving import save_drafter
+from .saving import model_card, save_drafter
 from .source import DrafterSource, SourceKind
+
+_BODY = """The output is the
+target's own. The weights are those of `{origin}`, in headstart's layout: its authors,
+training and licence are described there.
+
+**Nothing was measured** when it was converted: `headstart plan` and `headstart bench` do that."""
 
 
 def convert(
@@ -19,8 +24,6 @@ def convert(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
-    *,
-    allow_pickle: bool = False,
 ) -> Path:
     """Write an artifact made from another trainer's drafter, or from a language model.
 
@@ -29,18 +32,14 @@ def convert(
     checked by shapes alone.
 
     Args:
-        checkpoint: a folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub.
+        checkpoint: see `DrafterSource`.
         target: the model that it was trained for, loaded from a folder or the Hub.
         folder: where to write; an artifact in its place is replaced.
-        allow_pickle: see `DrafterSource`.
-
-    Returns:
-        The folder.
 
     Raises:
         ArtifactError: it is an artifact already, or no drafter for this target.
     """
-    source = DrafterSource.of(checkpoint, allow_pickle)
+    source = DrafterSource.of(checkpoint)
     if source.kind is not SourceKind.CHECKPOINT:
         raise ArtifactError(
             f"{source} is not somebody else's checkpoint; expected one with a config.json and "
@@ -58,18 +57,10 @@ def convert(
         tokenizer_hash=tokenizer_hash(tokenizer),
         origin=source.origin,
     )
-    return save_drafter(drafter, folder, manifest, _card(manifest))
-
-
-def _card(manifest: Manifest) -> str:
-    body = f"""The output is the
-target's own. The weights are those of `{manifest.origin}`, in headstart's layout: its authors,
-training and licence are described there.
-
-**Nothing was measured** when it was converted: `headstart plan` and `headstart bench` do that."""
-    return model_card(
+    card = model_card(
         manifest,
         f"A {manifest.family} drafter for `{manifest.target}`, made from `{manifest.origin}`",
-        body,
+        _BODY.format(origin=manifest.origin),
         "Whether it was trained for this target was judged by its shapes alone.",
     )
+    return save_drafter(drafter, folder, manifest, card)

@@ -39,14 +39,11 @@ INDEX = f"{WEIGHTS}.index.json"
 # What transformers reads of a language model and its tokenizer, beside the weights.
 _MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _SHARDS = "model-*.safetensors"
+HERE = '"PATH OF THIS FOLDER"'  # in the example of a card that was not pushed
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file of an artifact: a list for the tree, a dict for all others.
-
-    Raises:
-        ArtifactError: it is missing or damaged.
-    """
+    """A list for the tree, a dict for others; an ArtifactError for a missing or damaged file."""
     if not path.is_file():
         raise ArtifactError(
             f"{path.parent} holds no {path.name}; expected a folder that headstart saved: restore "
@@ -63,8 +60,13 @@ def read_json(path: Path) -> Any:
 
 def unreadable(path: Path, reason: object) -> ArtifactError:
     """The error for a damaged file."""
-    text = " ".join(str(reason).split())
+    text = brief(reason, None)
     return ArtifactError(f"{path} cannot be read ({text}); restore the file or train again.")
+
+
+def brief(reason: object, length: int | None = 160) -> str:
+    """A message on one line, cut where it is long."""
+    return " ".join(str(reason).split())[:length]
 
 
 def single_weights(names: Sequence[str]) -> list[str]:
@@ -74,11 +76,7 @@ def single_weights(names: Sequence[str]) -> list[str]:
 
 
 def files_to_download(names: Sequence[str], allow_pickle: bool) -> list[str]:
-    """The files of a repository to download.
-
-    Args:
-        names: all that it has; empty when the Hub does not answer, but its local cache may.
-    """
+    """The files to download of all that a repository has; any that may be where none is known."""
     if not names:
         chosen = [*FILES, *HEADS]
     elif MANIFEST in names:

@@ -1,4 +1,4 @@
-"""Loading of drafters that headstart did not save: checkpoints of other trainers.
+"""Loading of what headstart did not save: other trainers' checkpoints, and language models.
 
 A checkpoint is a folder or Hub repository with a `config.json` and one file of weights
 (see `HEADS`), or a whole model that holds the heads, in one or several files. The first family
@@ -16,18 +16,22 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from safetensors.torch import load_file
 from torch import Tensor
-from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError
+from ..draft_model import DraftModel
 from ..drafter import Drafter, DrafterConfig
 from ..families import FAMILIES, family
-from .checkpoint_weights import HEADS_INSIDE, read_tensors, weights_files
-from .files import CONFIG, HEADS, PICKLE, WEIGHTS, read_json
-from .language_models import load_language_model
+from .files import CONFIG, HEADS, INDEX, PICKLE, WEIGHTS, brief, pickled, read_json, single_weights
+from .manifest import tokenizer_hash
 from .source import DrafterSource
 
 logger = logging.getLogger(__name__)
+
+# Fields of a language model's config which say that the model holds a drafter's heads.
+_HEADS_INSIDE = ("medusa_num_heads", "hydra_num_heads")
 
 
 def load_checkpoint(
@@ -38,19 +42,15 @@ def load_checkpoint(
 ) -> Drafter:
     """Load another trainer's drafter, or a language model as the draft model; neither is bound yet.
 
-    Args:
-        tokenizer: of the target; loaded where a language model needs it and it is not given.
-        options: passed to `from_pretrained`.
-
     Raises:
         ArtifactError: it is neither, does not fit the target, or is pickled and not allowed.
     """
     config = read_json(source.folder / CONFIG)
-    files = weights_files(source, config)
+    files = _weights_files(source, config)
     found = _recognised(config, files) if files else None
     if found is None:
         _check_model(source, config, files)
-        return load_language_model(source, target, tokenizer, options)
+        return _load_language_model(source, target, tokenizer, options)
     kind, fields, tensors = found
     drafter_config = _config(kind, fields, target, source)
     _check_shapes(kind, drafter_config, tensors, source)
@@ -58,29 +58,70 @@ def load_checkpoint(
     base = config.get("base_model_name_or_path")
     named = f"; its config names {base}" if isinstance(base, str) else ""
     logger.warning(
-        "Only shapes show that %s was trained for this target%s: where it was not, τ stays near 1, "
-        "and the output is the target's all the same.",
-        source,
-        named,
+        f"Only shapes show that {source} was trained for this target{named}: where it was not, τ "
+        "stays near 1, and the output is the target's all the same."
     )
     return drafter
+
+
+def _weights_files(source: DrafterSource, config: dict[str, Any]) -> list[Path]:
+    """The files of a checkpoint that may hold a drafter; none for a model in several files."""
+    chosen = single_weights(source.files)
+    if not chosen and INDEX in source.files and any(key in config for key in _HEADS_INSIDE):
+        index = read_json(source.folder / INDEX).get("weight_map")
+        chosen = list(index.values()) if isinstance(index, dict) else [index]
+        for file in chosen:
+            if file not in source.files or Path(file).suffix != ".safetensors" or "/" in file:
+                raise ArtifactError(
+                    f"{source} has a {INDEX} that names {file!r}, which is not there; download "
+                    "both again."
+                )
+        chosen = sorted(set(chosen))
+    if (pickles := pickled(chosen)) and not source.allow_pickle:
+        raise ArtifactError(
+            f"{source} holds its weights in {pickles[0]}, a pickle, which can run any code; ask "
+            "for safetensors, or have its tensors alone read with allow_pickle=True "
+            "(--allow-pickle)."
+        )
+    return [source.folder / file for file in chosen]
+
+
+def _read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file by name, on the CPU."""
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except MemoryError:
+        raise
+    except Exception as error:  # torch raises many kinds for a damaged pickle
+        raise ArtifactError(
+            f"{file} holds more than tensors, or is damaged, and is not read; ask for "
+            "safetensors, or download it again."
+        ) from error
+    named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
+    if not named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ArtifactError(
+            f"{file} holds a {type(tensors).__name__}, expected tensors by name; export the "
+            "state dict of the heads alone."
+        )
+    return tensors
 
 
 def _recognised(
     config: dict[str, Any], files: list[Path]
 ) -> tuple[type[Drafter], dict[str, Any], dict[str, Tensor]] | None:
     """The family that knows these tensors, and what its `from_checkpoint` returns."""
-    tensors = {key: tensor for file in files for key, tensor in read_tensors(file).items()}
+    tensors = {key: tensor for file in files for key, tensor in _read_tensors(file).items()}
     for name in FAMILIES:
         try:
             found = family(name).from_checkpoint(config, tensors)
         except ArtifactError as error:
             raise ArtifactError(f"{files[0]} is not read: {error}") from error
         except RuntimeError as error:  # torch's, for tensors of shapes that do not go together
-            reason = " ".join(str(error).split())[:160]
             raise ArtifactError(
                 f"{files[0]} looks like one of {name}, and its tensors do not fit together "
-                f"({reason}); download it again."
+                f"({brief(error)}); download it again."
             ) from error
         if found is not None:
             return family(name), *found
@@ -90,11 +131,7 @@ def _recognised(
 def _config(
     kind: type[Drafter], fields: dict[str, Any], target: PreTrainedModel, source: DrafterSource
 ) -> DrafterConfig:
-    """The family's config for a target, with the fields that the checkpoint sets.
-
-    Raises:
-        ArtifactError: the checkpoint was made for a target of other shapes.
-    """
+    """The family's config for a target, with the fields that the checkpoint sets."""
     text = target.config.get_text_config(decoder=True)
     for field, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
         found, expected = fields.get(field), getattr(text, field)
@@ -120,11 +157,7 @@ def _config(
 def _check_shapes(
     kind: type[Drafter], config: DrafterConfig, tensors: dict[str, Tensor], source: DrafterSource
 ) -> None:
-    """Refuse a tensor that is missing, unknown or of another shape.
-
-    Raises:
-        ArtifactError: the first of them by name.
-    """
+    """Refuse a tensor that is missing, unknown or of another shape, the first by name."""
     with torch.device("meta"):
         expected = {key: list(t.shape) for key, t in kind(config).state_dict().items()}
     found = {key: list(tensor.shape) for key, tensor in tensors.items()}
@@ -138,14 +171,10 @@ def _check_shapes(
 
 
 def _check_model(source: DrafterSource, config: dict[str, Any], files: list[Path]) -> None:
-    """Refuse what no family knows, unless it may be a language model.
-
-    Raises:
-        ArtifactError: its file of weights or its config is a drafter's, or of no known model.
-    """
+    """Refuse what no family knows, unless it may be a language model."""
     if any(file.name in HEADS and file.name not in (WEIGHTS, PICKLE) for file in files):
         what = f"its {files[0].name} has tensors that no family here knows"
-    elif inside := [key for key in HEADS_INSIDE if key in config]:
+    elif inside := [key for key in _HEADS_INSIDE if key in config]:
         what = f"its config has {inside[0]}, and no weights of such heads were found in safetensors"
     elif config.get("model_type") not in CONFIG_MAPPING:
         found = f"a {files[0].name} of another kind" if files else "no file of weights"
@@ -157,3 +186,40 @@ def _check_model(source: DrafterSource, config: dict[str, Any], files: list[Path
         f"{source} is no drafter that can be read: {what}; expected an artifact of headstart, a "
         f"language model, or another's checkpoint of one of: {known}."
     )
+
+
+def _load_language_model(
+    source: DrafterSource, target: PreTrainedModel, tokenizer: Any, options: dict[str, Any]
+) -> DraftModel:
+    """A causal language model with the target's tokenizer, as its draft model."""
+    own = _load_tokenizer(
+        source.folder,
+        f"{source} holds no tokenizer that can be loaded, so nobody knows whether its ids are the "
+        "target's; save the tokenizer beside the model.",
+    )
+    expected = tokenizer or _load_tokenizer(
+        target.name_or_path,
+        f"{source} is compared with the target by their tokenizers, and the target's was not "
+        "found; pass tokenizer=….",
+    )
+    if tokenizer_hash(own) != tokenizer_hash(expected):
+        raise ArtifactError(
+            f"{source} has another tokenizer than the target ({len(own)} tokens, expected those of "
+            f"the target's {len(expected)}); use a smaller model of the target's own family."
+        )
+    try:
+        return DraftModel.from_pretrained(source.folder, use_safetensors=True, **options)
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ArtifactError(
+            f"{source} cannot be loaded as a causal language model ({brief(error)}); expected one "
+            "with weights in safetensors."
+        ) from error
+
+
+def _load_tokenizer(place: Any, otherwise: str) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(place)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(otherwise) from error

@@ -10,21 +10,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi, get_token, snapshot_download
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, errors, get_token, snapshot_download
 from huggingface_hub.utils import disable_progress_bars
 
 from ..core import ArtifactError
+from .files import CARD, FILES, MANIFEST, brief
 
 # Failures below HTTP: the base error of the HTTP library that huggingface_hub happens to use.
-_TRANSPORT: type[Exception] = HfHubHTTPError.__bases__[0]
+_TRANSPORT: type[Exception] = errors.HfHubHTTPError.__bases__[0]
 _LOG_IN = "log in with `hf auth login` or set HF_TOKEN"
 
 
@@ -48,13 +41,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
 
 
 def download(name: str, files: Sequence[str]) -> Path:
-    """The folder in huggingface_hub's cache that holds these files of a repository.
-
-    Without a network it is the one that was downloaded before.
-
-    Raises:
-        ArtifactError: no such repository or revision, no right to read it, no network.
-    """
+    """The folder of huggingface_hub's cache with these files, downloaded or there before."""
     repository, revision = split_revision(name)
     with _one_line(f"no drafter at {name!r}"):
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
@@ -68,19 +55,11 @@ def file_names(name: str) -> list[str]:
         return []
 
 
-def upload(
-    folder: Path, name: str, files: Sequence[str], marker: str, private: bool = False
-) -> str:
-    """Make `files` of a repository what `folder` holds, in one commit; create it where missing.
+def upload(folder: Path, name: str, private: bool = False) -> str:
+    """Make a repository's artifact what `folder` holds, in one commit, and return its address.
 
-    Those of `files` that the folder lacks are deleted there; other files are left alone.
-
-    Args:
-        name: `ORG/NAME`, or `ORG/NAME@BRANCH`; a new branch starts at the main one.
-        marker: the file that shows that an existing repository is one of ours.
-
-    Returns:
-        The address of the repository.
+    A missing repository is created, and a missing branch (`ORG/NAME@BRANCH`) from the main one.
+    Files of an artifact that the folder lacks are deleted there; other files are left alone.
 
     Raises:
         ArtifactError: not logged in, no right to write, a repository of something else, no network.
@@ -94,10 +73,10 @@ def upload(
         present = _present(api, repository, branch)
         if present is None:
             api.create_repo(repository, private=private or None, exist_ok=True)
-        elif marker not in present and (own := set(files) & set(present) - {"README.md"}):
+        elif MANIFEST not in present and (own := set(FILES) & set(present) - {CARD}):
             raise ArtifactError(
-                f"{repository} is taken: it holds {min(own)} and no {marker}, so it is no drafter "
-                "of headstart; choose another name."
+                f"{repository} is taken: it holds {min(own)} and no {MANIFEST}, so it is no "
+                "drafter of headstart; choose another name."
             )
         if branch is not None:
             api.create_branch(repository, branch=branch, exist_ok=True)
@@ -106,8 +85,8 @@ def upload(
             folder_path=folder,
             revision=branch,
             commit_message="Upload a headstart drafter",
-            allow_patterns=list(files),
-            delete_patterns=list(files),
+            allow_patterns=list(FILES),
+            delete_patterns=list(FILES),
         )
     return f"{api.endpoint}/{repository}"
 
@@ -116,9 +95,9 @@ def _present(api: HfApi, repository: str, branch: str | None) -> list[str] | Non
     """The files that a push would meet; None where the repository is missing."""
     try:
         return _names(api, repository, branch)
-    except RevisionNotFoundError:
+    except errors.RevisionNotFoundError:
         return _names(api, repository, None)
-    except RepositoryNotFoundError:
+    except errors.RepositoryNotFoundError:
         return None
 
 
@@ -141,25 +120,24 @@ def _one_line(what: str) -> Iterator[None]:
 
 def _reason(error: BaseException) -> str:
     cause = error.__cause__
-    if isinstance(error, LocalEntryNotFoundError) and cause is not None:
+    if isinstance(error, errors.LocalEntryNotFoundError) and cause is not None:
         return _reason(cause)  # it only adds that the cache does not have it either
-    if isinstance(error, OfflineModeIsEnabled | LocalEntryNotFoundError):
+    if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
         return "it was never downloaded here and HF_HUB_OFFLINE is set; unset it or fetch it first"
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         return "the repository has no such revision; check what follows the @"
-    if isinstance(error, HfHubHTTPError):
+    if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         if "Invalid credentials" in str(error) or (status == 401 and get_token() is not None):
             return f"the Hub refuses the access token, or the name is wrong ({status}); {_LOG_IN}"
-        if isinstance(error, RepositoryNotFoundError):
+        if isinstance(error, errors.RepositoryNotFoundError):
             return f"no such repository, or a private or gated one; check the name, or {_LOG_IN}"
         if status == 403:
             return "the access token has no right to do so (403); ask the owner, or use another"
         return f"the Hub answered {status}; try again later"
-    if isinstance(error, HFValidationError):
+    if isinstance(error, errors.HFValidationError):
         return "neither a folder nor the name of a Hub repository; check the name"
-    if isinstance(error, ValueError):  # the Hub's verdict on the card, or on a malformed answer
-        return " ".join(str(error).split()).rstrip(".")
-    if isinstance(error, _TRANSPORT):
+    # A ValueError is the Hub's verdict on the card, or on a malformed answer.
+    if isinstance(error, _TRANSPORT) and not isinstance(error, ValueError):
         return f"the Hub cannot be reached ({type(error).__name__}); check network and HF_ENDPOINT"
-    return " ".join(str(error).split()).rstrip(".")
+    return brief(error, None).rstrip(".")

@@ -14,8 +14,7 @@ from ..core import ArtifactError, device_of, output_layer
 from ..drafter import Drafter
 from ..families import family
 from ..parts.adapter import Adapter
-from .checks import check_files, check_target
-from .files import CONFIG, WEIGHTS
+from .files import CONFIG, WEIGHTS, brief
 from .foreign_checkpoints import load_checkpoint
 from .source import DrafterSource, SourceKind
 
@@ -37,7 +36,6 @@ def load_drafter(
         name: the folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub, of an artifact, of a
             drafter that another trainer saved (see `foreign_checkpoints`), or of a smaller causal
             language model with the target's tokenizer; or `lookup`; or a `DrafterSource`.
-        target: the causal language model that the drafter was trained for.
         tokenizer: checked against the one that the drafter was trained with, if given. A language
             model needs one to compare with its own: the target's is loaded where it is not given.
         allow_pickle: see `DrafterSource`; a source that is passed has its own.
@@ -53,28 +51,23 @@ def load_drafter(
         return cls(cls.config_class.for_target(target)).eval().bind(target)
     if source.kind is SourceKind.CHECKPOINT:
         drafter = load_checkpoint(source, target, tokenizer, options)
-        return drafter.to(device).eval().bind(target)  # type: ignore[arg-type]
-    check_target(source.manifest, target, tokenizer, source.folder)
-    drafter = _load_artifact(source, options)
+    else:
+        source.check_target(target, tokenizer)
+        drafter = _load_artifact(source, options)
     drafter = drafter.to(device).eval().bind(target)  # type: ignore[arg-type]
-    if drafter.adapter is not None:
+    if source.kind is SourceKind.ARTIFACT and drafter.adapter is not None:
         _merge_adapter(drafter.adapter, target, source)
     return drafter
 
 
 def _load_artifact(source: DrafterSource, options: dict[str, Any]) -> Drafter:
     folder = source.folder
-    weights = check_files(folder, source.manifest, source.allow_pickle)
+    weights = source.check_files()
     kind = family(source.manifest.family)
+    options |= {"local_files_only": True, "weights_only": True}
+    options["use_safetensors"] = weights.name == WEIGHTS
     try:
-        loaded: Any = kind.from_pretrained(
-            folder,
-            local_files_only=True,
-            output_loading_info=True,
-            use_safetensors=weights.name == WEIGHTS,
-            weights_only=True,
-            **options,
-        )
+        loaded: Any = kind.from_pretrained(folder, output_loading_info=True, **options)
     except torch.OutOfMemoryError:
         raise
     except UnpicklingError as error:
@@ -84,10 +77,9 @@ def _load_artifact(source: DrafterSource, options: dict[str, Any]) -> Drafter:
         ) from error
     except (RuntimeError, ValueError, StrictDataclassError) as error:
         # The weights are those that were saved, so it is the config that does not fit them.
-        reason = " ".join(str(error).split())[:160]
         raise ArtifactError(
-            f"{weights} cannot be read as {folder / CONFIG} describes it ({reason}); restore both "
-            "files or train again."
+            f"{weights} cannot be read as {folder / CONFIG} describes it ({brief(error)}); restore "
+            "both files or train again."
         ) from error
     drafter, report = loaded
     if wrong := [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]:
@@ -99,11 +91,7 @@ def _load_artifact(source: DrafterSource, options: dict[str, Any]) -> Drafter:
 
 
 def _merge_adapter(adapter: Adapter, target: PreTrainedModel, source: DrafterSource) -> None:
-    """Merge an artifact's adapter into the target; after an error the target is as before.
-
-    Raises:
-        ArtifactError: the target is adapted already, or the adapter is damaged.
-    """
+    """Merge an artifact's adapter into the target; after an error the target is as before."""
     adapter.attach(target)
     try:
         found, expected = adapter.digest(), source.manifest.adapter_base

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -22,10 +23,8 @@ def library_versions() -> dict[str, str]:
     """Versions of Python and of the libraries that influence a result, as far as installed."""
     versions = {"python": platform.python_version()}
     for name in ("torch", "transformers", "tokenizers", "accelerate", "numpy"):
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return versions
 
 
@@ -35,19 +34,15 @@ class Manifest:
     """Where a drafter came from, and its measured results.
 
     Attributes:
-        family: the drafter's family.
         target: name or path of the target, as given to the training run; with an adapter, of the
             base model that the adapter changes.
-        target_fingerprint: see `fingerprint`.
-        tokenizer_hash: see `tokenizer_hash`; empty when unknown.
-        weights_sha256: of `model.safetensors`; set by `save_drafter`.
-        adapter_sha256: of the adapter's weights, empty without adapter; set by `save_drafter`.
-        adapter_base: see `Adapter.digest`; set by `save_drafter`.
+        tokenizer_hash: empty when unknown.
+        weights_sha256, adapter_sha256, adapter_base: of `model.safetensors` and the adapter's
+            weights, and see `Adapter.digest`; empty without adapter. `save_drafter` sets them.
         origin: the checkpoint that it was converted from, `ORG/NAME@COMMIT` or a folder; empty for
             a drafter trained by headstart.
         recipe: the recipe that trained it, as plain data.
         metrics: measured results, such as tau.
-        versions: see `library_versions`.
     """
 
     family: str
@@ -64,11 +59,7 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest in an artifact's folder.
-
-    Raises:
-        ArtifactError: it is missing, or cannot be read.
-    """
+    """The manifest in an artifact's folder; an ArtifactError where it is missing or damaged."""
     path = folder / MANIFEST
     try:
         return Manifest(**read_json(path))

@@ -15,8 +15,6 @@ from ..core.files import write_atomically
 from .files import PLAN, read_json
 from .manifest import read_manifest
 
-_DAMAGED = "{path} is no plan that headstart wrote; delete it, or run headstart plan again."
-
 
 @strict
 @dataclass
@@ -24,8 +22,7 @@ class Plan:
     """The tree to decode with on one kind of machine.
 
     Attributes:
-        device: see `machine`.
-        dtype: see `dtype_name`.
+        device, dtype: see `machine` and `dtype_name`.
         batch_size: prompts decoded at once.
         policy: the chosen candidate's name; `plain` where no tree is faster than plain decoding.
         tree: its rank paths; empty for plain decoding.
@@ -34,7 +31,6 @@ class Plan:
         costs: milliseconds, see `Costs`.
         candidates: all that were considered, the best first.
         prompts, new_tokens: how many prompts, and tokens of each, were measured.
-        weights_sha256: of the drafter's weights.
     """
 
     device: str
@@ -49,12 +45,7 @@ class Plan:
     candidates: list[dict[str, Any]]
     prompts: int
     new_tokens: int
-    weights_sha256: str = ""
-
-    @property
-    def key(self) -> str:
-        """Its key in `plan.json`."""
-        return _key(self.device, self.dtype, self.batch_size)
+    weights_sha256: str = ""  # of the drafter
 
 
 def device_name(device: torch.device) -> str:
@@ -70,10 +61,7 @@ def device_name(device: torch.device) -> str:
 
 
 def machine(target: PreTrainedModel) -> str:
-    """The device that a target runs on, and the share of its weights that is streamed in.
-
-    Example: `NVIDIA L40, 90% from cpu`.
-    """
+    """A target's device and the share of its weights streamed in: `NVIDIA L40, 90% from cpu`."""
     name, streamed = device_name(device_of(target)), streamed_from(target)
     return f"{name}, {streamed}" if streamed else name
 
@@ -84,15 +72,7 @@ def dtype_name(model: PreTrainedModel) -> str:
 
 
 def write_plan(folder: Path, plan: Plan) -> Path:
-    """Write a plan into an artifact's `plan.json`, beside those for other machines.
-
-    Returns:
-        The file.
-
-    Raises:
-        ArtifactError: the folder holds no artifact.
-        OSError: the folder cannot be written.
-    """
+    """Write a plan into an artifact's `plan.json`, beside those for other machines."""
     plan = replace(plan, weights_sha256=read_manifest(folder).weights_sha256)
     try:
         plans = _read(folder)
@@ -101,37 +81,25 @@ def write_plan(folder: Path, plan: Plan) -> Path:
     document = asdict(plan)
     for candidate in document["candidates"]:
         candidate.pop("tree", None)  # hundreds of candidates, each of up to hundreds of paths
-    text = json.dumps(plans | {plan.key: document}, indent=2, allow_nan=False)
-    write_atomically(folder / PLAN, text + "\n")
+    plans[_key(plan.device, plan.dtype, plan.batch_size)] = document
+    write_atomically(folder / PLAN, json.dumps(plans, indent=2, allow_nan=False) + "\n")
     return folder / PLAN
 
 
 def find_plan(folder: Path, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
-    """The plan in an artifact's folder for a target's device and dtype; None where there is none.
-
-    A plan that was made for other weights than the artifact's does not count.
-
-    Raises:
-        ArtifactError: `plan.json` is damaged, or the folder holds no artifact.
-    """
+    """The plan for a target's device and dtype and the artifact's weights; None without one."""
     found = _read(folder).get(_key(machine(target), dtype_name(target), batch_size))
-    if found is None:
-        return None
-    plan = _plan(found, folder)
-    return plan if plan.weights_sha256 == read_manifest(folder).weights_sha256 else None
+    plan = None if found is None else _plan(found, folder)
+    current = plan is not None and plan.weights_sha256 == read_manifest(folder).weights_sha256
+    return plan if current else None
 
 
 def read_plans(folder: Path) -> list[Plan]:
-    """All plans in an artifact's folder, for whatever machine and weights.
-
-    Raises:
-        ArtifactError: `plan.json` is damaged.
-    """
+    """All plans in an artifact's folder, for whatever machine and weights."""
     return [_plan(found, folder) for found in _read(folder).values()]
 
 
 def _key(device: str, dtype: str, batch_size: int) -> str:
-    """The key of a plan in `plan.json`."""
     return f"{device}, {dtype}, batch {batch_size}"
 
 
@@ -139,13 +107,17 @@ def _plan(found: Any, folder: Path) -> Plan:
     try:
         return Plan(**found)
     except (TypeError, StrictDataclassError):
-        raise ArtifactError(_DAMAGED.format(path=folder / PLAN)) from None
+        raise _damaged(folder) from None
 
 
 def _read(folder: Path) -> dict[str, Any]:
-    if not (folder / PLAN).is_file():
-        return {}
     try:
-        return read_json(folder / PLAN)
+        return read_json(folder / PLAN) if (folder / PLAN).is_file() else {}
     except ArtifactError:
-        raise ArtifactError(_DAMAGED.format(path=folder / PLAN)) from None
+        raise _damaged(folder) from None
+
+
+def _damaged(folder: Path) -> ArtifactError:
+    return ArtifactError(
+        f"{folder / PLAN} is no plan that headstart wrote; delete it, or run headstart plan again."
+    )

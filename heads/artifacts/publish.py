@@ -1,26 +1,23 @@
-"""Publishing: a copy of an artifact without paths of this machine, pushed to the Hub."""
+"""What is pushed of an artifact: a copy of it without paths of this machine."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from pathlib import Path
+from collections.abc import Callable
+from pathlib import Path, PureWindowsPath
+from typing import Any
 
 import yaml
 from huggingface_hub import ModelCard, get_token
 
 from ..core import ArtifactError
 from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .checks import check_files
-from .files import CARD, FILES, MANIFEST, read_json
-from .hub import is_hub_name, split_revision, upload
-from .local_paths import cleaner, is_local, local_paths, map_strings
+from .files import CARD, FILES, HERE, brief, read_json
+from .hub import is_hub_name, split_revision
 from .manifest import Manifest
 from .source import DrafterSource
-
-_TAGS = ["headstart", "speculative-decoding"]
-_HERE = '"PATH OF THIS FOLDER"'  # in the example of a card that was not pushed
 
 
 def clean_copy(
@@ -30,7 +27,7 @@ def clean_copy(
     target_name: str | None = None,
     license: str | None = None,
 ) -> list[Path]:
-    """Write the files to push into an empty folder, and return them.
+    """Write the files to push into an empty folder, and return them, the card last.
 
     In the manifest, the card and every other text, a path of this machine is replaced by its last
     part, and the target's by `target_name`. The card's front matter is completed for the Hub.
@@ -49,9 +46,9 @@ def clean_copy(
         raise ArtifactError(f"{repository!r} is no place on the Hub; expected ORG/NAME.")
     source = DrafterSource.of(artifact)
     manifest, folder = source.manifest, source.folder
-    check_files(folder, manifest)
+    source.check_files()
     target = _public_name(manifest, target_name)
-    paths = local_paths([manifest.recipe, manifest.metrics, manifest.origin])
+    paths = _local_paths([manifest.recipe, manifest.metrics, manifest.origin])
     clean = cleaner(paths | {manifest.target: target})
     for name in FILES:
         unused = name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) and not manifest.adapter_sha256
@@ -61,57 +58,56 @@ def clean_copy(
         if name.endswith(".safetensors"):
             shutil.copyfile(folder / name, into / name)
         else:
-            data = map_strings(read_json(folder / name), clean)
+            data = _map_strings(read_json(folder / name), clean)
             text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
             (into / name).write_text(text, encoding="utf-8")
     body = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
     card = _card(clean(body), manifest, target, repository, license)
     (into / CARD).write_text(card, encoding="utf-8")
     files = [into / name for name in FILES if (into / name).is_file()]
+    token = get_token()
     for path in files:
-        if path.suffix != ".safetensors":
-            _refuse_token(path)
+        text = "" if path.suffix == ".safetensors" else path.read_text(encoding="utf-8")
+        if re.search(r"\bhf_[A-Za-z0-9]{20,}", text) or (token and token in text):
+            raise ArtifactError(
+                f"{path.name} holds an access token; remove it from the artifact, and revoke it, "
+                "before pushing."
+            )
     return files
-
-
-def push(folder: Path, repository: str, private: bool = False) -> str:
-    """Upload a clean copy to the Hub and return the repository's address; see `upload`."""
-    return upload(folder, repository, FILES, marker=MANIFEST, private=private)
 
 
 def _public_name(manifest: Manifest, given: str | None) -> str:
     name = manifest.target if given is None else given
     if not name.strip() or "\n" in name or is_local(name):
-        raise ArtifactError(
-            f"the target {name!r} is a path of this machine, which says nothing to others; give "
-            "its name on the Hub, or any label, with --target-name."
-        )
-    if given is None and not is_hub_name(name):
-        raise ArtifactError(
-            f"the target {name!r} is not the name of a Hub repository; give its name there, or any "
-            "label, with --target-name."
-        )
-    return name
+        why = "a path of this machine, which says nothing to others"
+    elif given is None and not is_hub_name(name):
+        why = "not the name of a Hub repository"
+    else:
+        return name
+    raise ArtifactError(
+        f"the target {name!r} is {why}; give its name on the Hub, or any label, with --target-name."
+    )
 
 
 def _card(body: str, manifest: Manifest, target: str, repository: str, license: str | None) -> str:
     if not body.strip():
         body = (
             f"# A {manifest.family} drafter for `{target}`\n\n```python\nimport headstart\n\n"
-            f"speculator = headstart.load({target!r}, {_HERE})\n```\n"
+            f"speculator = headstart.load({target!r}, {HERE})\n```\n"
         )
-    body = body.replace(_HERE, f'"{repository}"')
+    body = body.replace(HERE, f'"{repository}"')
     try:
         card = ModelCard(body if body.startswith("---") else f"---\n{{}}\n---\n\n{body}")
     except (ValueError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+        reason = brief(error, None)
         raise ArtifactError(
             f"the front matter of {CARD} cannot be read ({reason}); correct or remove it."
         ) from error
     data, tags = card.data, card.data.get("tags") or []
     data["library_name"] = "headstart"
     tags = [tags] if isinstance(tags, str) else tags
-    data["tags"] = list(dict.fromkeys([*tags, *_TAGS, manifest.family]))
+    added = ("headstart", "speculative-decoding", manifest.family)
+    data["tags"] = list(dict.fromkeys([*tags, *added]))
     if is_hub_name(target) and "/" in target:
         data["base_model"] = target
     if license is not None:
@@ -119,10 +115,55 @@ def _card(body: str, manifest: Manifest, target: str, repository: str, license: 
     return str(card)
 
 
-def _refuse_token(path: Path) -> None:
-    text, mine = path.read_text(encoding="utf-8"), get_token()
-    if re.search(r"\bhf_[A-Za-z0-9]{20,}", text) or (mine and mine in text):
-        raise ArtifactError(
-            f"{path.name} holds an access token; remove it from the artifact, and revoke it, "
-            "before pushing."
-        )
+def is_local(text: str) -> bool:
+    """Whether a text is a path of this machine, such as a recipe's setting.
+
+    >>> [is_local(text) for text in ("/data/x.txt", "~/x", "C:\\\\x", "org/name", "stdlib")]
+    [True, True, True, False, False]
+    """
+    if "\n" in text:
+        return False
+    outside = text.startswith(("/", "~", "./", "../", "file:")) or PureWindowsPath(text).drive != ""
+    return outside or ("/" in text and len(text) < 256 and Path(text).is_dir())
+
+
+def _local_paths(value: Any) -> dict[str, str]:
+    """The strings in a JSON document that are paths of this machine, and the last part of each."""
+    if isinstance(value, str):
+        name = PureWindowsPath(value.rstrip("/\\")).name  # knows both kinds of slashes
+        return {value: name} if len(value) > 3 and name and is_local(value) else {}
+    each = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return {path: name for item in each for path, name in _local_paths(item).items()}
+
+
+def cleaner(known: dict[str, str]) -> Callable[[str], str]:
+    """A function that replaces paths in a text: known ones by their names, others by the last part.
+
+    Of a known folder's files, and of paths whose first folder exists here, the last part is kept.
+
+    >>> cleaner({"/data/base": "org/base"})("/data/base, /data/base/x.json, https://h/data/base.")
+    'org/base, x.json, https://h/data/base.'
+    """
+    below = r"(?P<below>(?:[/\\][\w.+@-]*[\w+@])*)"  # a sentence's full stop is no part of it
+    names = "|".join(map(re.escape, sorted(known, key=len, reverse=True)))
+    rename = re.compile(rf"(?<![\w/.~-])(?P<known>{names}){below}(?![\w/-])")
+    absolute = re.compile(rf"(?<![\w:/\\.~-])(?P<known>/[\w.+@-]+){below}/?")
+
+    def renamed(match: re.Match[str]) -> str:
+        return Path(match["below"]).name or known[match["known"]]
+
+    def shortened(match: re.Match[str]) -> str:
+        # Where the first folder does not exist, it is a route or a formula, not a path.
+        here = match["below"] and Path(match["known"]).is_dir()
+        return Path(match["below"]).name if here else match.group()
+
+    return lambda text: absolute.sub(shortened, rename.sub(renamed, text))
+
+
+def _map_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON document with every string changed, keys included."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): _map_strings(item, change) for key, item in value.items()}
+    return [_map_strings(item, change) for item in value] if isinstance(value, list) else value

@@ -13,7 +13,7 @@ from ..core import ArtifactError
 from ..core.files import flush_to_disk
 from ..drafter import Drafter
 from ..parts.adapter import ADAPTER_WEIGHTS
-from .files import CARD, MANIFEST, WEIGHTS, retired_folder
+from .files import CARD, HERE, MANIFEST, WEIGHTS, brief, retired_folder
 from .manifest import Manifest, sha256
 
 
@@ -22,10 +22,7 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
 
     Args:
         manifest: its `weights_sha256`, `adapter_sha256` and `adapter_base` are filled in.
-        card: the model card, Markdown.
-
-    Returns:
-        The folder.
+        card: see `model_card`.
 
     Raises:
         ArtifactError: the folder holds something else than an artifact, or the drafter's adapter is
@@ -38,7 +35,8 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
             f"a {manifest.family} drafter is saved with its adapter, which is not in its target "
             "now, or merged already; save it when it was trained, or copy the artifact's folder."
         )
-    if folder.exists() and not _replaceable(folder):
+    ours = (folder / MANIFEST).is_file() or (folder.is_dir() and not any(folder.iterdir()))
+    if folder.exists() and not ours:
         raise ArtifactError(
             f"{folder} exists and is no artifact of headstart (it has no {MANIFEST}); choose "
             "another folder, or empty this one."
@@ -62,10 +60,9 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
         if old.is_dir() and not folder.exists():
             old.rename(folder)
         shutil.rmtree(new, ignore_errors=True)
-        reason = " ".join(str(error).split())
         raise OSError(
-            f"the drafter cannot be saved in {folder} ({reason}); what stood there is untouched: "
-            "make room, or choose a folder that can be written to."
+            f"the drafter cannot be saved in {folder} ({brief(error, None)}); what stood there is "
+            "untouched: make room, or choose a folder that can be written to."
         ) from error
     return folder
 
@@ -85,12 +82,35 @@ def write_artifact(drafter: Drafter, folder: Path, manifest: Manifest, card: str
         flush_to_disk(path)
 
 
-def _replaceable(folder: Path) -> bool:
-    return folder.is_dir() and ((folder / MANIFEST).is_file() or not any(folder.iterdir()))
-
-
 def _remove(old: Path, new: Path) -> None:
     """Delete the old folder under the new one's temporary name, from which nothing is loaded."""
     shutil.rmtree(new, ignore_errors=True)
     old.rename(new)
     shutil.rmtree(new)
+
+
+def model_card(manifest: Manifest, title: str, body: str, note: str) -> str:
+    """The README.md of an artifact, with the front matter that the Hub reads.
+
+    Args:
+        body: whose output it is, and what was measured.
+        note: a last sentence.
+    """
+    return f"""---
+library_name: headstart
+tags: [speculative-decoding, {manifest.family}]
+---
+
+# {title}
+
+It drafts several tokens a round, which the target verifies in one forward. {body}
+
+```python
+import headstart
+
+speculator = headstart.load({manifest.target!r}, {HERE})
+```
+
+It works with this target alone (fingerprint `{manifest.target_fingerprint[:12]}`), and loading
+checks that. {note}
+"""

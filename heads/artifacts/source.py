@@ -6,22 +6,28 @@ from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError
 from ..families import FAMILIES, family
+from ..parts.adapter import ADAPTER_WEIGHTS
 from .files import (
     CONFIG,
     MANIFEST,
+    PICKLE,
     TREE,
+    WEIGHTS,
     files_to_download,
     pickled,
     read_json,
     retired_folder,
 )
 from .hub import download, file_names, is_hub_name, split_revision
-from .manifest import Manifest, read_manifest
+from .manifest import Manifest, fingerprint, read_manifest, sha256, tokenizer_hash
 from .plan import Plan, find_plan
+
+# Settings of a config.json with which transformers runs other code or reads other files.
+_UNSAFE = ("auto_map", "transformers_weights", "quantization_config", "attn_implementation")
 
 
 class SourceKind(StrEnum):
@@ -104,15 +110,70 @@ class DrafterSource:
     @cached_property
     def tree(self) -> list[list[int]] | None:
         """The rank paths that an artifact was measured with; None where there are none."""
-        if self.kind is not SourceKind.ARTIFACT or not (self.folder / TREE).is_file():
-            return None
-        return read_json(self.folder / TREE)
+        known = self.kind is SourceKind.ARTIFACT and (self.folder / TREE).is_file()
+        return read_json(self.folder / TREE) if known else None
 
     def plan(self, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
         """An artifact's plan for a target's device and dtype; None where there is none."""
-        if self.kind is not SourceKind.ARTIFACT:
-            return None
-        return find_plan(self.folder, target, batch_size)
+        ours = self.kind is SourceKind.ARTIFACT
+        return find_plan(self.folder, target, batch_size) if ours else None
+
+    def check_target(
+        self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
+    ) -> None:
+        """An ArtifactError for a target, or a given tokenizer, that it was not trained for."""
+        manifest = self.manifest
+        pairs = [("target", manifest.target_fingerprint, fingerprint(target))]
+        if tokenizer is not None and manifest.tokenizer_hash:
+            pairs.append(("tokenizer", manifest.tokenizer_hash, tokenizer_hash(tokenizer)))
+        for what, expected, found in pairs:
+            if expected != found:
+                raise ArtifactError(
+                    f"{self.folder} was trained for another {what}: expected fingerprint "
+                    f"{expected[:12]} ({manifest.target}), found {found[:12]}; load the {what} it "
+                    "was trained for, or train a drafter for this one."
+                )
+
+    def check_files(self) -> Path:
+        """An artifact's weights; an ArtifactError for files missing, damaged, pickled or unsafe."""
+        self._check_config()
+        weights, pickle = self.folder / WEIGHTS, self.folder / PICKLE
+        if not weights.is_file():
+            if self.allow_pickle and pickle.is_file():
+                weights = pickle
+            elif pickles := pickled(path.name for path in self.folder.iterdir()):
+                raise ArtifactError(
+                    f"{self.folder} holds no {WEIGHTS} but {pickles[0]}, a pickle, which can run "
+                    f"any code; ask for safetensors, or trust a {PICKLE} with allow_pickle=True."
+                )
+        adapter = self.folder / ADAPTER_WEIGHTS
+        for path, expected, missing in (
+            (weights, self.manifest.weights_sha256, None),
+            (adapter, self.manifest.adapter_sha256, ""),  # a drafter may have no adapter
+        ):
+            if (sha256(path) if path.is_file() else missing) != expected:
+                raise ArtifactError(
+                    f"{path} is missing or not the file that was saved (its sha256 differs from "
+                    "the manifest's); restore it or download the drafter again."
+                )
+        return weights
+
+    def _check_config(self) -> None:
+        name, path = self.manifest.family, self.folder / CONFIG
+        config = read_json(path)
+        found, expected = config.get("model_type"), f"headstart_{name}"
+        if name in FAMILIES and family(name).saved_as_language_model:
+            expected = found if found in CONFIG_MAPPING else "one of transformers' own"
+        if found != expected:
+            raise ArtifactError(
+                f"{path} is of model type {found!r}, expected {expected!r} as {MANIFEST} says; "
+                "restore both files."
+            )
+        if unsafe := [key for key in _UNSAFE if key in config]:
+            raise ArtifactError(
+                f"{path} sets {unsafe[0]}, which can load other code or files; a drafter needs "
+                "none: do not use it, or remove the entry."
+            )
 
     @property
     def origin(self) -> str:
@@ -123,12 +184,10 @@ class DrafterSource:
 
     @cached_property
     def _local(self) -> Path | None:
-        """The folder of this name, if there is one."""
+        """The folder of this name, or what an interrupted save has left of it."""
         folder = Path(self.name)
-        for found in (folder, retired_folder(folder)) if folder.name else (folder,):
-            if found.is_dir():
-                return found
-        return None
+        places = (folder, retired_folder(folder)) if folder.name else (folder,)
+        return next((place for place in places if place.is_dir()), None)
 
     @cached_property
     def _listed(self) -> list[str]:

@@ -6,17 +6,20 @@ rows have the same length or not, and the accepted path is moved by one gather f
 
 from __future__ import annotations
 
+import importlib.util
 import itertools
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .layer_shapes import LayerShape
-from .triton_support import no_triton
-
 SLOT_STEP = 64
 """Slots grow, and are attended to, in steps of this size, so shapes seldom change."""
+
+_KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
+_KERNEL_SIZE = 256
 
 
 def in_steps(slots: int) -> int:
@@ -25,9 +28,7 @@ def in_steps(slots: int) -> int:
 
 
 def plain_move(rows: Tensor, slots: Tensor, path: Tensor) -> None:
-    """Move the entries of nodes `path` to the slots of the first A nodes, in order.
-
-    Everything is read before anything is written.
+    """Move entries of nodes `path` to the first A nodes' slots; all is read before it is written.
 
     Args:
         rows: [entries, B*S, H, D], changed in place.
@@ -38,6 +39,41 @@ def plain_move(rows: Tensor, slots: Tensor, path: Tensor) -> None:
     rows.index_copy_(1, destination.flatten(), rows.index_select(1, source.flatten()))
 
 
+@cache
+def no_kernel(
+    device: torch.device, dtype: torch.dtype = torch.float32, size: int = 0
+) -> str | None:
+    """Why no Triton kernel runs there; None where one does.
+
+    Args:
+        dtype, size: the keys' and the larger head dimension, for the kernel of attention.
+    """
+    if device.type != "cuda":
+        return f"its kernel runs on CUDA, and the keys are on {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "its kernel needs triton, which is not installed"
+    if dtype not in _KERNEL_TYPES:
+        return f"its kernel knows no {dtype}"
+    if size > _KERNEL_SIZE:
+        return f"its kernel knows head dimensions to {_KERNEL_SIZE}, found {size}"
+    return None
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one attention layer caches: its place and the shapes of its keys and values."""
+
+    device: torch.device
+    dtype: torch.dtype
+    key: tuple[int, int]  # (heads, head dimension)
+    value: tuple[int, int]
+
+    @property
+    def no_kernel(self) -> str | None:
+        """See `no_kernel`."""
+        return no_kernel(self.device, self.dtype, max(self.key[1], self.value[1]))
+
+
 class _Layer(CacheLayerMixin):
     """What models ask of a single layer; the tensors live in the slab."""
 
@@ -45,8 +81,7 @@ class _Layer(CacheLayerMixin):
 
     def __init__(self, owner: SlabCache):
         super().__init__()
-        self.owner = owner
-        self.is_initialized = True
+        self.owner, self.is_initialized = owner, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
@@ -63,30 +98,22 @@ class _Layer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return self.owner.capacity
 
-    def reset(self) -> None:
-        self.owner.seen = 0
-
-    def crop(self, tokens_to_remove: int) -> None:
-        self.owner.seen -= tokens_to_remove
-
 
 class SlabCache(Cache):
     """Keys and values of all layers in one slab per device, dtype and shape.
 
-    `set_slots` says where the next forward writes and how many slots it attends to; then any model
-    of transformers runs with it as `past_key_values`. `commit` moves the accepted path.
+    After `set_slots` any model of transformers runs with it as `past_key_values`.
 
     Attributes:
-        batch: B, rows.
-        capacity: S, slots a row.
+        batch, capacity: B rows of S slots.
         live: slots of each row that the next forward attends to.
-        seen: tokens that all rows hold before the next forward, as `get_seq_length` reports them;
-            it matters only for forwards without an explicit mask.
+        seen: what `get_seq_length` reports, for forwards without an explicit mask.
     """
 
     def __init__(self, shapes: list[LayerShape], batch: int, capacity: int):
         super().__init__(layers=[_Layer(self) for _ in shapes])
         self.shapes, self.batch, self.capacity = shapes, batch, 0
+        self.dtype = shapes[0].dtype  # which attention masks take
         self._devices = {shape.device for shape in shapes}
         self._members: dict[tuple, list[tuple[int, int]]] = {}  # of each slab: (kind, layer)
         for layer, shape in enumerate(shapes):
@@ -95,9 +122,7 @@ class SlabCache(Cache):
                 self._members.setdefault(group, []).append((kind, layer))
         order = list(itertools.chain(*self._members.values()))
         # The places of each layer's keys and values among all slabs' entries.
-        self._entries = [
-            (order.index((0, layer)), order.index((1, layer))) for layer in range(len(shapes))
-        ]
+        self._entries = [(order.index((0, i)), order.index((1, i))) for i in range(len(shapes))]
         self.live = self.seen = 0
         self._flat_slots: Tensor | range = range(0)  # [B, N] flat indices, or a range in all rows
         self._slots: dict[torch.device, Tensor] = {}  # the same flattened, for each device
@@ -112,9 +137,8 @@ class SlabCache(Cache):
         slabs = []
         for number, ((device, dtype, (heads, size)), members) in enumerate(self._members.items()):
             # Zeros, not empty: masked slots are multiplied by zero, and a stray NaN would survive.
-            slab = torch.zeros(
-                len(members), self.batch, capacity, heads, size, dtype=dtype, device=device
-            )
+            sizes = len(members), self.batch, capacity, heads, size
+            slab = torch.zeros(sizes, dtype=dtype, device=device)
             if self._slabs:
                 slab[:, :, : self.capacity] = self._slabs[number]
             slabs.append(slab)  # [entries, B, S, H, D]
@@ -122,19 +146,14 @@ class SlabCache(Cache):
         self._rows = [slab.flatten(1, 2) for slab in slabs]  # [entries, B*S, H, D]
         self._heads = [slab.transpose(2, 3) for slab in slabs]  # [entries, B, H, S, D]
         self._flat = [view for slab in self._rows for view in slab.unbind(0)]
-        self._full = self._between(0, capacity)
+        self._full = self._views(0, capacity)
         numbers = torch.arange(self.batch * capacity, device=self.shapes[0].device)
         self._numbers = numbers.view(self.batch, capacity)  # [B, S], the flat indices
-        self._view(min(self.live, capacity))
+        self._seen = self._views(0, self.live)
 
-    def _view(self, live: int) -> None:
-        self.live, self._seen = live, self._between(0, live)
-
-    def _between(self, first: int, end: int) -> list[Tensor]:
-        """Views of slots first … end - 1 of every entry, [B, H, slots, D] each."""
-        return [
-            view for slab in self._heads for view in slab.narrow(3, first, end - first).unbind(0)
-        ]
+    def _views(self, first: int, count: int) -> list[Tensor]:
+        """Views of slots first … first + count - 1 of every entry, [B, H, count, D] each."""
+        return [view for slab in self._heads for view in slab.narrow(3, first, count).unbind(0)]
 
     @property
     def address(self) -> tuple[int, ...]:
@@ -146,23 +165,17 @@ class SlabCache(Cache):
         for slab in self._slabs:
             slab.zero_()
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the first layer's keys, which the attention mask takes."""
-        return self.shapes[0].dtype
-
     def set_slots(self, slots: Tensor | range, live: int, seen: int = 0) -> None:
         """Let the next forward write `slots`, and attend to slots 0 … live - 1 of each row.
 
         Args:
             slots: [B, N] int64, or the range of slots that every row writes.
-            seen: what `get_seq_length` shall report, for a forward without a mask.
         """
         self.seen, self._written = seen, None
         if live != self.live:
-            self._view(live)
+            self.live, self._seen = live, self._views(0, live)
         if isinstance(slots, range):
-            self._flat_slots, self._written = slots, self._between(slots.start, slots.stop)
+            self._flat_slots, self._written = slots, self._views(slots.start, len(slots))
             return
         self._flat_slots = slots + self._numbers[:, :1] if self.batch > 1 else slots  # [B, N]
         flat = self._flat_slots.flatten()
@@ -191,15 +204,15 @@ class SlabCache(Cache):
     def commit(self, path: Tensor) -> None:
         """Move what the last forward wrote for nodes `path` [B, A] to its first A slots, in order.
 
-        One move for all layers of a slab, see `plain_move`; on CUDA one launch, where triton is.
+        One `plain_move` for all layers of a slab; on CUDA one launch, where triton is.
         """
         slots = self._flat_slots
         if isinstance(slots, range):
             slots = self._numbers[:, slots.start : slots.stop]
         for rows in self._rows:  # [entries, B*S, H, D]
             move = plain_move
-            if no_triton(rows.device) is None:
-                from .move_kernel import move_path as move
+            if no_kernel(rows.device) is None:
+                from .kernels import move_path as move
             move(rows, slots.to(rows.device), path.to(rows.device))
 
     def layer(self, index: int) -> tuple[Tensor, Tensor]:

@@ -1,9 +1,9 @@
-"""A model's hidden states, captured by hooks while it runs: the features that drafters read."""
+"""A model's hidden states, captured by hooks, and its logits, made from the last of them."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property, partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ class FeatureTap(AbstractContextManager):
 
     Layer i ≥ 0 means the hidden state that enters decoder layer i; `FINAL` the one after the last
     norm. Hooks do not depend on the order of `output_hidden_states`, which differs by release. They
-    are there from the start until `close`, or until a `with` block ends.
+    stay until `close`, or until a `with` block ends.
 
     Raises:
         OptionError: the model has no such layer.
@@ -40,20 +40,19 @@ class FeatureTap(AbstractContextManager):
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
         self._captured: dict[int, Tensor] = {}
-        self._order = tuple(layers)
-        self._handles = []
+        self._order, self._handles = tuple(layers), []
         stack = decoder_layers(model) if any(layer != FINAL for layer in layers) else ()
         for layer in set(layers):
-            if layer != FINAL and not 0 <= layer < len(stack):
+            if layer == FINAL:
+                hook = model.get_decoder().register_forward_hook(self._keep_output)
+            elif 0 <= layer < len(stack):
+                keep = partial(self._keep_input, layer)
+                hook = stack[layer].register_forward_pre_hook(keep, with_kwargs=True)
+            else:
                 raise OptionError(
                     f"feature layer {layer} does not exist; expected 0 … {len(stack) - 1}, or "
                     f"{FINAL} for the final hidden state."
                 )
-            if layer == FINAL:
-                hook = model.get_decoder().register_forward_hook(self._keep_output)
-            else:
-                keep = partial(self._keep_input, layer)
-                hook = stack[layer].register_forward_pre_hook(keep, with_kwargs=True)
             self._handles.append(hook)
 
     def __exit__(self, *exception: Any) -> None:
@@ -67,10 +66,10 @@ class FeatureTap(AbstractContextManager):
 
     def take(self) -> Tensor:
         """Features [B, T, F] of the last forward, F = layers × D, in the order asked for."""
-        if len(self._order) == 1:
-            return self._captured[self._order[0]]
-        device = self._captured[self._order[0]].device
-        return torch.cat([self._captured[layer].to(device) for layer in self._order], dim=-1)
+        states = [self._captured[layer] for layer in self._order]
+        if len(states) == 1:
+            return states[0]
+        return torch.cat([state.to(states[0].device) for state in states], dim=-1)
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -86,3 +85,86 @@ def capture(model: PreTrainedModel, layers: Sequence[int], tokens: Tensor) -> Te
     with FeatureTap(model, layers) as tap:
         model.get_decoder()(input_ids=tokens, use_cache=False)
         return tap.take()
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Run a model without gradients and dropout; it is in its own mode again afterwards."""
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(was_training)
+
+
+def output_layer(model: PreTrainedModel) -> nn.Linear:
+    """The linear layer that reads the final hidden state; `UnsupportedTarget` without one."""
+    layer = model.get_output_embeddings()
+    if layer is None:
+        raise UnsupportedTarget(
+            f"{model.config.model_type} has no output layer that a drafter could read; a target "
+            "needs get_output_embeddings()."
+        )
+    return cast(nn.Linear, layer)
+
+
+class OutputLayer:
+    """A model's logits from its final hidden states, without a forward of the model.
+
+    Args:
+        model: its output layer is taken as it is now, also if it is wrapped by an adapter later.
+        vocabulary: [Vd] the columns to return; all of them when None.
+    """
+
+    def __init__(self, model: PreTrainedModel, vocabulary: Tensor | None = None):
+        self.model, self.vocabulary = model, vocabulary
+        self.layer = output_layer(model)
+
+    def __call__(self, hidden: Tensor, layer: nn.Module | None = None) -> Tensor:
+        """Final hidden states [..., D] -> logits [..., Vd], in the layer's dtype; see `finish`.
+
+        Args:
+            layer: used in place of the model's own, which it was made from.
+        """
+        logits = self.finish((layer or self.layer)(hidden))  # [..., V]
+        return logits if self.vocabulary is None else logits.index_select(-1, self.vocabulary)
+
+    def raw(self, hidden: Tensor) -> Tensor:
+        """What the layer alone makes of states [..., D] of any dtype, as in training: [..., V]."""
+        return self.layer(hidden.to(self.layer.weight.dtype))
+
+    @cached_property
+    def finish(self) -> Callable[[Tensor], Tensor]:
+        """What the model does to its output layer's logits: nothing, a factor, or a soft cap.
+
+        Found when first used, by one forward over 8 tokens, since names in configs do not mean the
+        same in every model.
+
+        Raises:
+            OptionError: the model does something else.
+        """
+        config: Any = self.model.config.get_text_config(decoder=True)
+        ids = torch.arange(8, device=self.model.device).unsqueeze(0) % config.vocab_size
+        with eval_mode(self.model), FeatureTap(self.model, [FINAL]) as tap:
+            expected = self.model(input_ids=ids, use_cache=False).logits.float()
+            raw = self.layer(tap.take())
+        tries: list[Callable[[Tensor], Tensor]] = [lambda logits: logits]
+        for name in ("logit_scale", "logits_scaling"):
+            if factor := getattr(config, name, None):
+                tries += [lambda logits, f=factor: logits * f, lambda logits, f=factor: logits / f]
+        for name in ("final_logit_softcapping", "logits_soft_cap"):
+            if cap := getattr(config, name, None):
+                tries.append(lambda logits, cap=cap: torch.tanh(logits / cap) * cap)
+        close = 1e-4 if raw.dtype in (torch.float32, torch.float64) else 3e-2
+        # The best of them, since a cap hardly changes small logits.
+        errors = [(finish(raw).float() - expected).abs().amax().item() for finish in tries]
+        least = min(errors)
+        if least <= close * expected.abs().amax():
+            return tries[errors.index(least)]
+        raise OptionError(
+            f"{config.model_type} changes its output layer's logits in a way that train.loss does "
+            "not know; expected none, a factor or a soft cap: use train.loss=cross_entropy, or "
+            "another drafter if this is the draft model."
+        )

@@ -1,21 +1,13 @@
 """Writing files that survive a crash."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Write a file so that a reader finds the old content or all of the new, even after a crash.
+    """Write bytes or UTF-8 text so that a reader finds the old content or all of the new.
 
-    The data goes to a temporary file beside it, which is then renamed. Missing folders are made.
-
-    Args:
-        data: bytes, or text that is written as UTF-8.
-
-    Raises:
-        OSError: it cannot be written; the old content is still there.
+    That holds after a crash, and after an `OSError`. Missing folders are made.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -14,11 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from . import masks
-from .attention_interface import tree_attention_on
 from .cache import SlabCache
-from .topology import Topology
-from .tree_attention import pack_tree
-from .windows import AttentionWindows
+from .masks import AttentionWindows
+from .tree import Topology
+from .tree_attention import pack_tree, tree_attention_on
 
 
 def tree_forward(
@@ -45,25 +44,21 @@ def tree_run(
     shape: Topology | None = None,
     run: Callable[..., Any] | None = None,
 ) -> Any:
-    """Run the last N of G tree nodes per row on top of the cached prefix, and of the other nodes.
+    """Run the last N of G tree nodes a row on the cached prefix and the others: the model's output.
 
     Args:
         inputs: what the model reads, by its own name: [B, N] `input_ids`, or `inputs_embeds`.
-        lengths: [B] int64, cached tokens per row; node n is written at slot length + n.
+        lengths, ancestors: see `tree_mask`.
         positions: [B, G] int64, each node's position: `lengths` + its depth.
-        ancestors: [B, G, G] bool.
         live: slots to attend to, at least the longest row's length + G.
         seen: given where all rows have this length. Lone roots then need no mask, and the model
             does what it does when it decodes plainly.
         shape: what `ancestors` belong to, where all rows and many rounds share it.
         run: the model, compiled, where it is given no cache; as it is when None.
-
-    Returns:
-        The model's own output.
     """
     nodes = positions.shape[1]
     first = nodes - next(iter(inputs.values())).shape[1]
-    attention_mask: Any = None
+    driving: dict[str, Any] = {"position_ids": positions[:, first:] if first else positions}
     if windows.tree:
         seen = None  # tree attention reads each row's length on the device, a lone root's too
     if seen is not None and nodes == 1:
@@ -86,11 +81,7 @@ def tree_run(
 
         by_type = windows.by_type or {None: windows.single}
         found = {kind: mask(window) for kind, window in by_type.items()}
-        attention_mask = found if windows.by_type else found[None]
-    driving = {
-        "attention_mask": attention_mask,
-        "position_ids": positions[:, first:] if first else positions,
-    }
+        driving["attention_mask"] = found if windows.by_type else found[None]
     if windows.cacheless:
         with tree_attention_on(model, slab):
             return (run or model)(**inputs, **driving, use_cache=False)
@@ -101,27 +92,21 @@ def tree_run(
 def prefill_forward(
     model: PreTrainedModel, slab: SlabCache, tokens: Tensor, counts: Sequence[int]
 ) -> Tensor:
-    """Run prompts [B, T], padded on the right, into an empty cache; see `causal_run`.
+    """Run prompts [B, T] as `causal_run` does: logits [B, V] after each row's last true token.
 
     Args:
-        tokens: [B, T] int64.
         counts: true tokens of each row, known on the host.
-
-    Returns:
-        Logits [B, V] after each row's last true token.
     """
     last = sorted({count - 1 for count in counts})
-    options = {}
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        options["logits_to_keep"] = torch.tensor(last, device=tokens.device)
-    logits = causal_run(model, slab, {"input_ids": tokens}, **options).logits
-    column = [last.index(count - 1) if options else count - 1 for count in counts]
-    rows = torch.arange(len(tokens), device=logits.device)
-    return logits[rows, torch.tensor(column, device=logits.device)]  # [B, V]
+    keep = torch.tensor(last, device=tokens.device)
+    logits = causal_run(model, slab, {"input_ids": tokens}, keep).logits
+    kept = last if logits.shape[1] == len(last) else range(tokens.shape[1])
+    column = torch.tensor([kept.index(count - 1) for count in counts], device=logits.device)
+    return logits[torch.arange(len(tokens), device=logits.device), column]  # [B, V]
 
 
 def causal_run(
-    model: PreTrainedModel, slab: SlabCache, inputs: dict[str, Tensor], **options: Any
+    model: PreTrainedModel, slab: SlabCache, inputs: dict[str, Tensor], keep: int | Tensor = 1
 ) -> Any:
     """Run texts [B, T], padded on the right, into an empty cache; returns the model's own output.
 
@@ -129,10 +114,13 @@ def causal_run(
     model builds it as it always does; what the padding writes is overwritten later.
 
     Args:
-        inputs: see `tree_run`; options: for the model's forward.
+        inputs: see `tree_run`.
+        keep: the columns, or how many of the last, to compute logits of, where the model can tell.
     """
     given = next(iter(inputs.values()))
     batch, length = given.shape[:2]
     positions = torch.arange(length, device=given.device).expand(batch, -1)
     slab.set_slots(range(length), length)
+    knows = "logits_to_keep" in inspect.signature(model.forward).parameters
+    options: dict[str, Any] = {"logits_to_keep": keep} if knows else {}
     return model(**inputs, position_ids=positions, past_key_values=slab, use_cache=True, **options)

@@ -1,12 +1,64 @@
-"""The additive attention masks with which a model's own attention runs a token tree."""
+"""Which masks a model wants, and the additive ones with which its own attention runs a tree."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from .cache import SlabCache
-from .topology import Topology
+from .errors import UnsupportedTarget, undrivable
+from .tree import Topology
+
+_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_OWN_WINDOWS = {
+    "moshi": "its masks leave out the window that its config declares",
+    "gpt_neo": "it cuts its local attention by the length of the cache",
+}
+"""Models whose windows no explicit mask decides; a trial with a short text does not show it."""
+
+
+@dataclass(frozen=True)
+class AttentionWindows:
+    """Which masks a model wants: one window for all layers, or one for each layer type.
+
+    A window of w lets a query at position p see positions p - w + 1 … p; None sees everything.
+    With `tree` its masks are packed trees, for tree attention; with `cacheless` it is also given no
+    cache, which attention writes itself.
+    """
+
+    single: int | None
+    by_type: dict[str, int | None] | None
+    tree: bool = False
+    cacheless: bool = False
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> AttentionWindows:
+        """Read the windows from a model's config; `UnsupportedTarget` if no tree can drive it."""
+        config = model.config.get_text_config(decoder=True)
+        name = config.model_type
+        if model.config.is_encoder_decoder:
+            raise undrivable(model.config.model_type, "is an encoder-decoder, not a decoder alone")
+        implementation = config._attn_implementation
+        if implementation not in ("sdpa", "eager"):
+            raise UnsupportedTarget(
+                f"{name} runs attention as {implementation!r}; a token tree needs an explicit "
+                "mask: call model.set_attn_implementation('sdpa')."
+            )
+        if reason := _OWN_WINDOWS.get(name):
+            raise undrivable(name, f"does not heed an explicit attention mask: {reason}")
+        window = getattr(config, "sliding_window", None)
+        types = getattr(config, "layer_types", None)
+        if not types:
+            return cls(window, None)
+        if unknown := sorted(set(types) - _KNOWN_LAYER_TYPES):
+            known = " and ".join(sorted(_KNOWN_LAYER_TYPES))
+            raise undrivable(name, f"has layers of type {unknown[0]!r}, expected only {known}")
+        windows = {kind: window if kind == "sliding_attention" else None for kind in types}
+        return cls(None, windows) if len(windows) > 1 else cls(*windows.values(), None)
 
 
 def tree_mask(
@@ -25,7 +77,6 @@ def tree_mask(
         positions: [B, N] int64, the position of each node.
         ancestors: [B, N, N] bool, see `ancestor_mask`.
         live: S, slots that the model attends to.
-        dtype: the model's floating dtype.
         window: width of a sliding window, or None.
 
     Returns:
@@ -45,11 +96,9 @@ def tree_mask(
 
 
 @cache
-def _bounds(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-    return (
-        torch.zeros((), dtype=dtype, device=device),
-        torch.full((), torch.finfo(dtype).min, dtype=dtype, device=device),
-    )
+def _bounds(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    bounds = (0.0, torch.finfo(dtype).min)
+    return tuple(torch.tensor(bound, dtype=dtype, device=device) for bound in bounds)
 
 
 def shifted_mask(

@@ -2,8 +2,7 @@
 
 Between forwards such a weight is on the `meta` device, with a shape and no data; a hook of its
 module loads it for each forward. So a layer must be called, not multiplied with, and code that
-reads a weight gets it by `weight_of`. The hooks are those of accelerate's `dispatch_model`, which
-transformers' `device_map` calls, `cpu_offload` and `disk_offload`.
+reads a weight gets it by `weight_of`.
 """
 
 from collections import Counter
@@ -57,7 +56,7 @@ def keep_resident(model: PreTrainedModel, layers: Sequence[nn.Module]) -> None:
         hook: Any = part._hf_hook
         hook.pre_forward(part)
         hook.offload = False  # it goes on moving inputs, and weights no longer
-    first, last = (_end(model, end) for end in ("input", "output"))
+    first, last = _ends(model)
     tied = getattr(model.config.get_text_config(decoder=True), "tie_word_embeddings", False)
     here = not any(map(has_offloaded_params, (first, last)))
     if streamed and tied and here and device_of(first) == device_of(last):
@@ -70,8 +69,7 @@ def streamed_from(model: PreTrainedModel) -> str:
     Empty where nothing is. The share is rounded to a tenth, since it may depend on what memory was
     free, and leaves out what a drafter changes: embedding, output layer, and an adapter's modules.
     """
-    ends = [_end(model, end) for end in ("input", "output")]
-    sizes: Counter[str] = Counter()
+    ends, sizes = _ends(model), Counter[str]()
     for module in model.modules():
         if hasattr(module, "_hf_hook") and module not in ends:
             for name, weight in module.named_parameters(recurse=False):
@@ -81,8 +79,8 @@ def streamed_from(model: PreTrainedModel) -> str:
     return f"{10 * share}% from {' and '.join(places)}" if places else ""
 
 
-def _end(model: PreTrainedModel, end: str) -> Any:
-    return getattr(model, f"get_{end}_embeddings")()
+def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
+    return model.get_input_embeddings(), model.get_output_embeddings()
 
 
 def _place(module: nn.Module, name: str) -> str:

@@ -1,27 +1,30 @@
-"""Whether a token tree can drive a model, and how: found by running two small trees.
+"""Whether a token tree can drive a model, and how: what it caches, attends by, and how far it goes.
 
 Not every model of transformers heeds an explicit mask and explicit positions. Some number their
 tokens by the length of the cache, some build a mask of their own (alibi), some read the mask in
 another layout. Their logits on a tree differ from plain ones.
 """
 
+import itertools
 import logging
 from dataclasses import replace
+from typing import Any, NamedTuple, Self, cast
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache import SlabCache
+from .cache import LayerShape, SlabCache
 from .errors import OptionError, UnsupportedTarget, undrivable
-from .eval_mode import eval_mode
+from .features import eval_mode
 from .forward import tree_forward
-from .layer_shapes import LayerShape
+from .masks import AttentionWindows
 from .offload import device_of
-from .topology import Topology
-from .triton_support import no_kernel
-from .windows import AttentionWindows
+from .tree import Topology
 
+_LAYOUT = "in the layout of transformers"
+_PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+"""Subclasses of these hold states beside keys and values, so the exact type counts."""
 _PARENTS = [
     [-1, *[0] * 12, 12, 12, 13],  # twelve siblings, and three nodes under the last
     [-1, 0, 1, 2, *[0] * 8, 3, 3, 12, 12],  # a chain, siblings of its first node, then its end
@@ -31,11 +34,36 @@ slots: the logits of a model that attends to all, or counts slots, differ most t
 _COMPARED = 3
 """The last nodes of each row are compared with plain forwards of their paths."""
 
-
 ATTENTION = ("auto", "masked", "tree")
 """How a tree's forward attends; see `choose_attention`."""
 
 logger = logging.getLogger(__name__)
+
+
+def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
+    """Find what each layer of a causal language model caches, by running one token.
+
+    Raises:
+        UnsupportedTarget: a layer keeps a state that cannot be rolled back, as state spaces do.
+    """
+    config = model.config.get_text_config(decoder=True)
+    name, cache = config.model_type, DynamicCache(config=config)
+    with eval_mode(model):
+        token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
+        model(input_ids=token, past_key_values=cache, use_cache=True)
+    shapes = []
+    for index, layer in enumerate(cast("list[Any]", cache.layers)):
+        if type(layer) not in _PLAIN_LAYERS:
+            kept = f"keeps a {type(layer).__name__} at layer {index}, which cannot be rolled back"
+            raise undrivable(name, f"{kept}; expected keys and values in every layer")
+        keys, values = layer.keys, layer.values
+        if keys is None or values is None or keys.dim() != 4:
+            raise undrivable(name, f"caches no keys and values at layer {index} {_LAYOUT}")
+        key, value = ((states.shape[1], states.shape[3]) for states in (keys, values))
+        shapes.append(LayerShape(keys.device, keys.dtype, key, value))
+    if not shapes:
+        raise undrivable(name, f"caches no keys and values {_LAYOUT}")
+    return shapes
 
 
 def choose_attention(
@@ -48,13 +76,10 @@ def choose_attention(
     """Choose how a model attends to trees, by the trial of `check_tree`.
 
     Args:
-        attention: `masked`, the model's own attention with an additive mask; `tree`, tree
-            attention, see `tree_attention`; `auto`, the latter where it has its kernel and passes
-            the trial, else the former, with the reason in the log.
+        attention: `masked`, the model's own attention with an additive mask; `tree`, by
+            `tree_attention`; `auto`, the latter where it has its kernel and passes the trial, else
+            the former, with the reason in the log.
         cacheless: whether the model shall be given no cache, to be compiled; `tree` then.
-
-    Returns:
-        The windows that `tree_forward` takes.
 
     Raises:
         UnsupportedTarget: the trial failed.
@@ -62,8 +87,7 @@ def choose_attention(
     if attention not in ATTENTION:
         raise OptionError(f"attention is {attention!r}; expected one of {', '.join(ATTENTION)}.")
     if attention != "masked":
-        layers = {(s.device, s.dtype, max(s.key[1], s.value[1])) for s in shapes}
-        slow = next((reason for layer in layers if (reason := no_kernel(*layer))), None)
+        slow = next(filter(None, (shape.no_kernel for shape in shapes)), None)
         reason = _lost_softcap(model) or (slow if attention == "auto" else None)
         if reason is None:
             packed = replace(windows, tree=True, cacheless=cacheless)
@@ -96,18 +120,15 @@ def check_tree(
 ) -> float:
     """Compare a tree forward with plain forwards of a few of its paths, on made-up tokens.
 
-    Two forwards, of 2 × 16 and 6 × 6 tokens. A node's difference is the standard deviation over the
-    vocabulary of the difference, in units of its logits' standard deviation; a row's is the median
-    over its compared nodes, so that one expert routed otherwise by rounding does not count.
-
     Returns:
-        The larger row's difference.
+        The larger row's difference: the median over its compared nodes, so that one expert routed
+        otherwise by rounding does not count, of the difference's standard deviation over the
+        vocabulary, in units of the logits' own.
 
     Raises:
         UnsupportedTarget: the difference is more than rounding, or the tree forward fails.
     """
     config = model.config.get_text_config(decoder=True)
-    name = config.model_type
     parents = torch.tensor(_PARENTS, device=device_of(model))
     topology = Topology.from_parents(parents, max_depth=5)
     # From the middle of the vocabulary, away from special tokens.
@@ -115,25 +136,26 @@ def check_tree(
     tokens = (tokens % config.vocab_size).view_as(parents)  # [2, N]
     paths = tokens.gather(1, topology.paths[:, -_COMPARED:].flatten(1))  # [2, 3(D+1)]
 
-    slots = (2, parents.shape[1] + 2)  # empty ones behind the tree, as in a round
+    slots = parents.shape[1] + 2  # empty ones behind the tree, as in a round
     with eval_mode(model):
         plain = model(input_ids=paths.view(2 * _COMPARED, -1), use_cache=False).logits
         try:
             tree = tree_forward(
-                *(model, SlabCache(shapes, *slots), windows, tokens, tokens.new_zeros(2)),
-                *(topology.depth, topology.ancestors, slots[1]),
-            )[:, -_COMPARED:]
+                model, SlabCache(shapes, 2, slots), windows, tokens, tokens.new_zeros(2),
+                topology.depth, topology.ancestors, slots,
+            )[:, -_COMPARED:]  # fmt: skip
         except (torch.OutOfMemoryError, UnsupportedTarget):
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise undrivable(name, f"cannot run a token tree ({what})") from error
+            raise undrivable(config.model_type, f"cannot run a token tree ({what})") from error
     last = topology.depth[:, -_COMPARED:].reshape(-1, 1, 1).expand(-1, 1, plain.shape[-1])
     plain = plain.gather(1, last).view_as(tree)  # [2, 3, V]
-    difference = (_spread(tree - plain) / _spread(plain)).median(1).values.max().item()
+    error, size = (logits.float().std(-1) for logits in (tree - plain, plain))  # over V: [2, 3]
+    difference = (error / size).median(1).values.max().item()
     if difference > tolerance(plain.dtype):  # not so when NaN: that is for the loop to report
         raise undrivable(
-            name,
+            config.model_type,
             "does not heed an explicit attention mask and positions: its logits on a token tree "
             f"differ from plain ones by {difference:.2g} standard deviations",
         )
@@ -143,8 +165,7 @@ def check_tree(
 def tolerance(dtype: torch.dtype) -> float:
     """The largest difference that passes for rounding, in standard deviations of the logits.
 
-    Deep random models, which magnify rounding more than trained ones, stay below 0.4 of it.
-    Float32 gets room for the ten bits of TF32.
+    Deep random models, which magnify it most, stay below 0.4 of that. Float32 has room for TF32.
 
     >>> [round(tolerance(dtype), 3) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
     [0.01, 0.044, 0.125]
@@ -152,6 +173,37 @@ def tolerance(dtype: torch.dtype) -> float:
     return max(0.01, (2 * torch.finfo(dtype).eps) ** 0.5)
 
 
-def _spread(logits: Tensor) -> Tensor:
-    """The standard deviation over the vocabulary, [..., V] -> [...]."""
-    return logits.float().std(-1)
+class PositionLimit(NamedTuple):
+    """How many positions a model has, and why no more."""
+
+    positions: int
+    reason: str
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Self | None:
+        """The limit of a model, None where there is none.
+
+        Dynamic and longrope scaling change the frequencies of all tokens once the batch's longest
+        text passes the trained length, so keys that are cached would be wrong: it is the limit.
+        """
+        config = model.config.get_text_config(decoder=True)
+        longest: Any = getattr(config, "max_position_embeddings", None)
+        parameters = getattr(config, "rope_parameters", None) or {}
+        nested = [value for value in parameters.values() if isinstance(value, dict)]
+        for entry in nested or [parameters]:
+            if (kind := entry.get("rope_type")) in ("dynamic", "longrope"):
+                trained = kind == "longrope" and entry.get("original_max_position_embeddings")
+                reason = f"beyond them {kind} rotary scaling turns what is cached already"
+                return cls(trained or longest, reason)
+        if longest is not None and _has_position_table(model, longest):
+            return cls(longest, "its table of positions ends there")
+        return None
+
+
+def _has_position_table(model: PreTrainedModel, positions: int) -> bool:
+    """Whether positions are looked up; some tables hold a few entries before position 0."""
+    return any(
+        tensor.dim() >= 2 and 0 <= tensor.shape[-2] - positions <= 2
+        for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers())
+        if "pos" in name or "wpe" in name
+    )

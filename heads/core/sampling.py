@@ -1,21 +1,97 @@
-"""From logits to scores, distributions and tokens, the same for target and drafter."""
+"""From logits to scores, distributions and tokens, the same for target and drafter.
+
+Random numbers come from a counter: the same (seed, position, token) always gives the same number.
+There is no generator and so no state: a row decodes alike alone, in any batch, and with any tree.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from transformers import (
-    LogitNormalization,
-    LogitsProcessor,
-    LogitsProcessorList,
-    PrefixConstrainedLogitsProcessor,
-    RepetitionPenaltyLogitsProcessor,
-)
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation import logits_process as hf
 
-from .noise import Stream, gumbel, in_stream, uniform
-from .processors import ROWWISE, STATEFUL, WARPERS, OnlyRows, penalise
+WARPERS = (
+    hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
+)  # fmt: skip
+"""The processors that a drafter's proposals follow too: functions of one row of logits alone."""
+
+ROWWISE = (
+    *WARPERS, hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper,
+    hf.TopHLogitsWarper, hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor,
+    hf.LogitNormalization,
+)  # fmt: skip
+"""All processors of transformers that are functions of one row of logits alone."""
+
+STATEFUL = (
+    hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor,
+)  # fmt: skip
+"""Those that count on one call for each token of the text, in order, for the whole batch."""
+
+
+_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, the increment of splitmix64
+_MIX = (-4658895280553007687, -7723592293110705685)  # its two multipliers
+
+
+def _splitmix(state: Tensor) -> Tensor:
+    """The finalizer of splitmix64 (Steele, Lea and Flood 2014) on int64, whose product wraps."""
+    for shift, multiplier in zip((30, 27), _MIX, strict=True):
+        state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
+    return state ^ ((state >> 31) & ((1 << 33) - 1))
+
+
+def row_seeds(seed: int | Sequence[int], batch: int, device: torch.device | str = "cpu") -> Tensor:
+    """One seed per row, [B] int64: a list is taken as it is, an int is spread over the rows.
+
+    >>> row_seeds([3, 4], 2).tolist()
+    [3, 4]
+    """
+    if isinstance(seed, int):
+        rows = torch.arange(batch, device=device, dtype=torch.int64)
+        return _splitmix((seed & (2**62 - 1)) + rows * _GOLDEN)
+    return torch.tensor(list(seed), dtype=torch.int64, device=device)
+
+
+class Stream(IntEnum):
+    """Which draw a number is for; streams share no number."""
+
+    TARGET = 0  # the target's own choice of a token, shared with the drafter by `coupled`
+    CHILDREN = 1  # the drafter's independent draws of a node's children
+    VERDICTS = 2  # accepting a node, and the token drawn at the end of a round
+
+
+def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Uniforms in (0, 1), float64 [B, M, V], keyed by (seed, position, token).
+
+    Args:
+        seeds: [B] int64; tokens: [V] int64, ids.
+        positions: [B, M] int64, the absolute position that the draw decides.
+    """
+    row = _splitmix(seeds.unsqueeze(1) + _splitmix(positions + 1) * _GOLDEN)  # [B, M]
+    bits = _splitmix(row.unsqueeze(-1) + (tokens + 1) * _GOLDEN)  # [B, M, V]
+    # 52 bits and a half: the largest value stays below 1 after rounding, so the noise stays finite.
+    return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
+
+
+def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """Standard Gumbel noise, float64 [B, M, V]; arguments as for `uniform`.
+
+    The argmax of log p + noise is a draw from p (Gumbel 1954; Maddison et al. 2014).
+    """
+    return -torch.log(-torch.log(uniform(seeds, positions, tokens)))
+
+
+def place(positions: Tensor, nodes: Tensor) -> Tensor:
+    """A key for a position and a node of the tree there, to be used in place of a position."""
+    return positions + ((nodes + 1) << 32)
+
+
+def in_stream(numbers: Tensor, stream: Stream) -> Tensor:
+    """Token ids, or numbers of draws, as keys that no other stream uses."""
+    return numbers + (stream << 40) if stream else numbers
 
 
 @dataclass(frozen=True)
@@ -40,20 +116,14 @@ class Sampling:
     @cached_property
     def readers(self) -> tuple[LogitsProcessor, ...]:
         """The processors that may read the text before a row of logits, without the `penalty`."""
-        return tuple(
-            processor
-            for processor in self.processors or ()
-            if not isinstance(processor, ROWWISE) and processor is not self.penalty
-        )
+        others = (item for item in self.processors or () if not isinstance(item, ROWWISE))
+        return tuple(item for item in others if item is not self.penalty)
 
     @cached_property
-    def penalty(self) -> RepetitionPenaltyLogitsProcessor | None:
-        """The repetition penalty, where there is just one.
-
-        It depends on the set of the text's tokens alone, which is kept on the device.
-        """
-        kind = RepetitionPenaltyLogitsProcessor
-        found = [processor for processor in self.processors or () if type(processor) is kind]
+    def penalty(self) -> hf.RepetitionPenaltyLogitsProcessor | None:
+        """The repetition penalty, where there is just one; it reads the set of tokens alone."""
+        kind = hf.RepetitionPenaltyLogitsProcessor
+        found = [item for item in self.processors or () if type(item) is kind]
         return found[0] if len(found) == 1 else None
 
     @cached_property
@@ -62,17 +132,19 @@ class Sampling:
 
         So may a user's own, and those of transformers that call a user's function or keep a state.
         """
-        home = LogitNormalization.__module__
+        kept = (*STATEFUL, hf.PrefixConstrainedLogitsProcessor)
         return any(
-            type(processor).__module__ != home
-            or isinstance(processor, (*STATEFUL, PrefixConstrainedLogitsProcessor))
-            for processor in self.processors or ()
+            type(item).__module__ != hf.__name__ or isinstance(item, kept)
+            for item in self.processors or ()
         )
 
     def warp(self, logits: Tensor) -> Tensor:
         """Apply the `WARPERS` alone, as to a drafter's proposals, in `dtype`: [..., V] -> same."""
-        kept = [item for item in self.processors or () if isinstance(item, WARPERS)]
-        return self._row_by_row(logits, kept)
+        flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype)
+        for processor in self.processors or ():
+            if isinstance(processor, WARPERS):
+                flat = processor(None, flat)  # type: ignore[arg-type]
+        return flat.view(logits.shape)
 
     def process_each(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
         """Apply every processor to each row of [..., V] by itself, in `dtype`.
@@ -80,18 +152,9 @@ class Sampling:
         Args:
             seen: [..., V] bool, the tokens that a `penalty` applies to. There may be no `readers`.
         """
-        return self._row_by_row(logits, self.processors or (), seen, copy=True)
-
-    def _row_by_row(
-        self,
-        logits: Tensor,
-        processors: Sequence[LogitsProcessor],
-        seen: Tensor | None = None,
-        copy: bool = False,
-    ) -> Tensor:
-        flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype, copy=copy)
+        flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype, copy=True)
         penalty = self.penalty
-        for processor in processors:
+        for processor in self.processors or ():
             if penalty is not None and processor is penalty:
                 assert seen is not None
                 flat = penalise(flat, seen.reshape(flat.shape), penalty.penalty)
@@ -109,10 +172,10 @@ class Sampling:
         scores = logits.to(self.dtype, copy=True)  # a user's processor may write into it
         if self.processors is None:
             return scores
-        processors = self.processors
+        processors, asked = self.processors, hf.PrefixConstrainedLogitsProcessor
         if rows is not None:
             processors = LogitsProcessorList(
-                OnlyRows(item, rows) if isinstance(item, PrefixConstrainedLogitsProcessor) else item
+                only_rows(item, rows, scores.shape[-1]) if isinstance(item, asked) else item
                 for item in processors
             )
         return processors(prefix, scores)  # type: ignore[arg-type]
@@ -135,10 +198,9 @@ class Sampling:
         tokens: Tensor | None = None,
         stream: Stream = Stream.TARGET,
     ) -> Tensor:
-        """Scores [B, M, V] plus the noise of (seed, position, token), float64.
+        """Scores [B, M, V] plus the noise of (seed, position [B, M] or [B, 1], token), float64.
 
         Args:
-            positions: [B, M] or [B, 1].
             tokens: [V] the token ids that the columns stand for; 0 … V - 1 when None.
         """
         assert self.seeds is not None
@@ -186,3 +248,26 @@ def argmax(scores: Tensor) -> Tensor:
     """
     best, token = scores.max(-1)
     return token.masked_fill_(best.isnan(), -1)
+
+
+def penalise(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """What the repetition penalty (Keskar et al. 2019, arXiv 1909.05858) makes of scores [..., V].
+
+    >>> scores, seen = torch.tensor([[3.0, -2.0, 1.0]]), torch.tensor([[True, True, False]])
+    >>> penalise(scores, seen, 2.0).tolist()
+    [[1.5, -4.0, 1.0]]
+    """
+    less = torch.where(scores < 0, scores * penalty, scores / penalty)
+    return torch.where(seen, less, scores)
+
+
+def only_rows(
+    asked: hf.PrefixConstrainedLogitsProcessor, rows: Sequence[bool], vocabulary: int
+) -> hf.PrefixConstrainedLogitsProcessor:
+    """A user's `prefix_allowed_tokens_fn`, asked about some rows alone; the others may do all."""
+    everything, function = list(range(vocabulary)), asked._prefix_allowed_tokens_fn
+
+    def allowed(row: int, text: Tensor) -> list[int]:
+        return function(row, text) if rows[row] else everything
+
+    return hf.PrefixConstrainedLogitsProcessor(allowed, 1)

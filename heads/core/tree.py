@@ -5,12 +5,144 @@ before their children, and siblings in the order in which they were drawn. B bat
 root counted), D the largest depth, G proposal rows, V vocabulary.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
 from torch import Tensor
 
-from .topology import Topology
+
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """Which nodes are on the path from the root to each node, the node itself included.
+
+    Computed by pointer jumping in about log2(N) steps, on the device of `parents`.
+
+    Args:
+        parents: [B, N] int64, the parent of each node; -1 at the root.
+
+    Returns:
+        [B, N, N] bool; entry (b, i, j) says that j is i or an ancestor of i.
+
+    >>> ancestor_mask(torch.tensor([[-1, 0, 0, 1]]))[0].int().tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]]
+    """
+    batch, nodes = parents.shape
+    reach = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    jump = parents.clamp(min=0)  # [B, N], the root points at itself
+    for _ in range(max(nodes - 1, 1).bit_length()):
+        reach = reach | reach.gather(1, jump.unsqueeze(-1).expand_as(reach))
+        jump = jump.gather(1, jump)
+    return reach  # [B, N, N]
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The shape of a token tree, without its tokens.
+
+    Attributes:
+        parents: [B, N] int64, -1 at the root.
+        depth: [B, N] int64, 0 at the root.
+        ancestors: [B, N, N] bool, see `ancestor_mask`.
+        paths: [B, N, D + 1] int64, the nodes from the root to each node, which then repeats.
+        rank: [B, N] int64, how many siblings come before each node.
+        max_depth: D, known on the host.
+        width: the most children that a node has, or a bound on it, known on the host.
+        children: the children of each node, where all rows share a shape that the host knows.
+        masks: attention masks made for it, see `shifted_mask`.
+    """
+
+    parents: Tensor
+    depth: Tensor
+    ancestors: Tensor
+    paths: Tensor
+    rank: Tensor
+    max_depth: int
+    width: int
+    children: tuple[tuple[int, ...], ...] | None = None
+    masks: dict[Any, Tensor] = field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def from_parents(
+        cls,
+        parents: Tensor,
+        max_depth: int,
+        width: int | None = None,
+        children: tuple[tuple[int, ...], ...] | None = None,
+    ) -> Topology:
+        """Derive depth, ancestors, paths and ranks from `parents`; `width` is N - 1 when None.
+
+        >>> shape = Topology.from_parents(torch.tensor([[-1, 0, 0, 1]]), max_depth=2)
+        >>> shape.depth.tolist(), shape.paths[0].tolist(), shape.rank.tolist()
+        ([[0, 1, 1, 2]], [[0, 0, 0], [0, 1, 1], [0, 2, 2], [0, 1, 3]], [[0, 0, 1, 0]])
+        """
+        ancestors = ancestor_mask(parents)  # [B, N, N]
+        depth = ancestors.sum(-1) - 1  # [B, N]
+        levels = torch.arange(max_depth + 1, device=parents.device)
+        wanted = torch.minimum(levels, depth.unsqueeze(-1))  # [B, N, D+1]
+        at_level = depth[:, None, None, :] == wanted.unsqueeze(-1)  # [B, N, D+1, N]
+        paths = (ancestors.unsqueeze(2) & at_level).byte().argmax(-1)  # [B, N, D+1]
+        siblings = parents.unsqueeze(1) == parents.unsqueeze(2)  # [B, N, N]
+        rank = siblings.tril(-1).sum(-1)  # [B, N]
+        width = parents.shape[1] - 1 if width is None else width
+        return cls(parents, depth, ancestors, paths, rank, max_depth, width, children)
+
+    @property
+    def nodes(self) -> int:
+        """N, the root counted."""
+        return self.parents.shape[1]
+
+    @cached_property
+    def parent_or_root(self) -> Tensor:
+        """[B, N] parents with the root pointing at itself, safe to gather with."""
+        return self.parents.clamp(min=0)
+
+    @cached_property
+    def steps_to(self) -> Tensor:
+        """[B, N] the nodes from the root to each node, both counted: depth + 1."""
+        return self.depth + 1
+
+    @cached_property
+    def below_root(self) -> Tensor:
+        """[B, N, D] the nodes from the root's child to each node, numbered through all rows."""
+        below = self.paths[:, :, 1:]
+        return below if self._firsts is None else below + self._firsts.view(-1, 1, 1)
+
+    def path_to(self, node: Tensor) -> Tensor:
+        """[B, D + 1] the path to each row's node [B], see `paths`."""
+        node = node if self._firsts is None else node + self._firsts
+        return self._lines.index_select(0, node)
+
+    @cached_property
+    def _lines(self) -> Tensor:
+        return self.paths.flatten(0, 1)  # [B * N, D + 1]
+
+    @cached_property
+    def _firsts(self) -> Tensor | None:
+        """[B] each row's root, numbered through all rows; None for one row."""
+        if (batch := len(self.parents)) == 1:
+            return None
+        return torch.arange(0, batch * self.nodes, self.nodes, device=self.parents.device)
+
+    @cached_property
+    def widths(self) -> tuple[int, ...]:
+        """The most children of a node of depth 0 … D - 1, or a bound on it, known on the host."""
+        if self.children is None:
+            return (self.width,) * self.max_depth
+        widths, level = [], [0]
+        for _ in range(self.max_depth):
+            widths.append(max((len(self.children[node]) for node in level), default=0))
+            level = [child for node in level for child in self.children[node]]
+        return tuple(widths)
+
+    def expand(self, batch: int) -> Topology:
+        """The same shape for `batch` rows, without copying; needs a topology of one row."""
+        tensors = (self.parents, self.depth, self.ancestors, self.paths, self.rank)
+        each = (tensor.expand(batch, *tensor.shape[1:]) for tensor in tensors)
+        return Topology(*each, max_depth=self.max_depth, width=self.width, children=self.children)
 
 
 @dataclass(slots=True)
@@ -26,8 +158,7 @@ class TokenTree:
             node is a point mass.
         vocabulary: [Vd] target ids that the columns of `logits` stand for; 0 … V - 1 when None.
         replacement: whether siblings were drawn with replacement.
-        turns: with several drafters, the numbers of the root's children at which each drafter's
-            own begin; siblings from there on were drawn from that drafter's row.
+        turns: with several drafters, the number of the root's child at which each one's own begin.
     """
 
     tokens: Tensor
@@ -46,15 +177,10 @@ class TokenTree:
 
 
 def parents_of_paths(paths: Sequence[Sequence[int]]) -> tuple[list[int], list[int], list[int]]:
-    """Turn rank paths into nodes, parents first, siblings by rank.
+    """Parents (-1 at the root), ranks (0 there) and depths of N nodes, parents first, from paths.
 
-    Args:
-        paths: one path of ranks per node without the root, such as `[[0], [1], [0, 0]]`: the best
-            child, the second child, and the best child of the best child. Missing prefixes are
-            added.
-
-    Returns:
-        parents (with -1 for the root), ranks (0 for the root) and depths, each of N entries.
+    A path of ranks stands for each node but the root, such as `[[0], [1], [0, 0]]`: the best child,
+    the second child, and the best child of the best child. Missing prefixes are added.
 
     >>> parents_of_paths([[0, 1], [1]])
     ([-1, 0, 0, 1], [0, 0, 1, 1], [0, 1, 1, 2])

@@ -1,8 +1,6 @@
 """A LoRA adapter in the target, trained together with a drafter (peft; LoRA: arXiv 2106.09685).
 
 peft wraps layers inside the target, which stays the same model object and decodes like any other.
-Detached, the target is bit for bit what it was before; merged, it is an ordinary model with changed
-weights.
 """
 
 from __future__ import annotations
@@ -27,19 +25,19 @@ ADAPTER_CONFIG = f"{ADAPTER}/adapter_config.json"
 ADAPTER_WEIGHTS = f"{ADAPTER}/adapter_model.safetensors"
 """Where an artifact or a checkpoint keeps its adapter, in peft's own files."""
 
-_SEED = 0  # of the factors, so that every process starts from the same
-
 
 class Adapter:
     """Low-rank changes of a target's linear layers: W + (alpha / rank) · B A, with B zero at first.
 
     Args:
-        modules: names of the layers, such as `q_proj`; empty for all linear layers but the output
-            layer.
+        modules: names of layers, such as `q_proj`; empty for all linear ones but the output layer.
     """
 
     def __init__(self, rank: int, alpha: float, dropout: float, modules: Sequence[str]):
-        self.rank, self.alpha, self.dropout, self.modules = rank, alpha, dropout, list(modules)
+        self._lora: dict[str, Any] = {
+            "r": rank, "lora_alpha": alpha, "lora_dropout": dropout,
+            "target_modules": list(modules) or "all-linear", "task_type": "CAUSAL_LM",
+        }  # fmt: skip
         self._wrapped: Any = None  # peft's model around the target
         self._trainable: list[nn.Parameter] = []  # those of the target that peft has frozen
 
@@ -54,23 +52,16 @@ class Adapter:
         The target's own parameters are frozen until the adapter is detached or merged.
 
         Raises:
-            OptionError: the target has no such layers, or `modules` names an output layer that is
-                tied to the embedding.
+            OptionError: the target has no such layers, or `modules` names a tied output layer.
         """
         import peft  # slow to import, and not needed by other drafters
 
         assert not self.attached
         self._trainable = [p for p in target.parameters() if p.requires_grad]
-        config = peft.LoraConfig(
-            r=self.rank,
-            lora_alpha=self.alpha,  # type: ignore[arg-type]
-            lora_dropout=self.dropout,
-            target_modules=self.modules or "all-linear",
-            task_type="CAUSAL_LM",
-        )
+        config = peft.LoraConfig(**self._lora)
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                torch.manual_seed(_SEED)
+                torch.manual_seed(0)  # every process starts from the same factors
                 warnings.simplefilter("ignore")  # about layers that peft transposes by itself
                 self._wrapped = peft.get_peft_model(target, config)
                 self._init_offloaded()
@@ -96,9 +87,8 @@ class Adapter:
 
     def parameters(self) -> list[nn.Parameter]:
         """The factors A and B of every layer; empty if it is not attached."""
-        if not self.attached:
-            return []
-        return [p for name, p in self._wrapped.named_parameters() if "lora_" in name]
+        named = self._wrapped.named_parameters() if self.attached else ()
+        return [p for name, p in named if "lora_" in name]
 
     def train(self, mode: bool = True) -> None:
         """Switch the adapter's dropout; the target's own stays off."""
@@ -145,9 +135,8 @@ class Adapter:
                 "restore the file or train again."
             ) from error
         own = peft.get_peft_model_state_dict(self._wrapped, save_embedding_layers=False)
-        shapes = {name: tuple(tensor.shape) for name, tensor in own.items()}
-        found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        if wrong := sorted(dict(shapes.items() ^ found.items())):
+        expected, found = ({(name, some[name].shape) for name in some} for some in (own, weights))
+        if wrong := sorted(name for name, _ in expected ^ found):
             raise ArtifactError(
                 f"{path} does not fit the drafter's config or this target: {wrong[0]} is missing, "
                 "unknown or of another shape; restore both files, and load the right target."
@@ -186,7 +175,5 @@ class Adapter:
 
     def _layers(self) -> dict[str, Any]:
         """The target's adapted layers, by name."""
-        if not self.attached:
-            return {}
-        modules = self._wrapped.base_model.model.named_modules()
+        modules = self._wrapped.base_model.model.named_modules() if self.attached else ()
         return {name: module for name, module in modules if hasattr(module, "lora_dropout")}

@@ -4,9 +4,8 @@ Committed tokens are cached at their positions, as in the target's cache. The no
 come after them and attend to the text and their ancestors; the next round overwrites them.
 """
 
-import inspect
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from ..core import (
     probe_layers,
     tree_run,
 )
-from ..core.triton_support import no_kernel
 
 _ROOM = 512
 """Tokens beyond the prompt that the cache is first made for; later it grows by half."""
@@ -48,13 +46,11 @@ class DraftCache:
         """Make room for so many slots a row; returns them rounded up, to be attended to."""
         live = in_steps(slots)
         if live > self.slab.capacity:
-            grown = self.slab.capacity + self.slab.capacity // 2
-            self.slab.reserve(max(live, in_steps(grown)))
+            self.slab.reserve(max(live, in_steps(self.slab.capacity * 3 // 2)))
         return live
 
 
-@dataclass(frozen=True)
-class ForwardSetup:
+class ForwardSetup(NamedTuple):
     """What forwards need to know of the model, and for which device and dtype it holds."""
 
     place: tuple[torch.device, torch.dtype]
@@ -103,28 +99,20 @@ class CachedLayers:
         state.slab.clear()
         state.slab.reserve(in_steps(length + _ROOM))
         state.lengths = count
-        if not length:
-            return
-        options = {}
-        if "logits_to_keep" in inspect.signature(self.model.forward).parameters:
-            options["logits_to_keep"] = 1  # nobody reads them
-        causal_run(self.model, state.slab, inputs, **options)
+        if length:
+            causal_run(self.model, state.slab, inputs)
 
     def begin(self, state: DraftCache, count: Tensor, **inputs: Tensor) -> Any:
         """Run what was just committed, [B, A], of which `count` [B] are true tokens of each row.
 
-        From here on nodes are grown on it. Padding is cached after the text, where they overwrite
-        it.
+        Padding is cached after the text, where the nodes that are grown from here on overwrite it.
         """
-        added = _length(inputs)
-        live = state.reserve(state.longest + added)
-        steps = torch.arange(added, device=count.device)
+        steps = torch.arange(_length(inputs), device=count.device)
         ancestors = (steps.unsqueeze(1) >= steps).expand(len(count), -1, -1)  # a chain
         depth = (steps + 1).expand(len(count), -1)
-        found = self._run(state, inputs, depth, ancestors, live)
+        found = self._run(state, inputs, depth, ancestors)
         state.lengths = state.lengths + count
-        state.ancestors = ancestors[:, :0, :0]
-        state.depth = depth[:, :0]
+        state.ancestors, state.depth = ancestors[:, :0, :0], depth[:, :0]
         return found
 
     def extend(self, state: DraftCache, parent: Tensor, **inputs: Tensor) -> Any:
@@ -138,23 +126,14 @@ class CachedLayers:
         )  # [B, G+W, G+W]
         depth = pad(state.depth, (1, 0)).gather(1, parent + 1) + 1  # [B, W]
         state.depth = torch.cat([state.depth, depth], 1)
-        live = state.reserve(state.longest + grown + width)
-        return self._run(state, inputs, state.depth, state.ancestors, live)
+        return self._run(state, inputs, state.depth, state.ancestors)
 
     def _run(
-        self,
-        state: DraftCache,
-        inputs: dict[str, Tensor],
-        depth: Tensor,
-        ancestors: Tensor,
-        live: int,
+        self, state: DraftCache, inputs: dict[str, Tensor], depth: Tensor, ancestors: Tensor
     ) -> Any:
-        """Run the last W of G nodes that stand after the committed text.
-
-        Args:
-            depth: [B, G], 1 at the first position after the text; ancestors: [B, G, G].
-        """
+        """Run the last W of G nodes after the committed text; depth [B, G] is 1 at the first."""
         setup, lengths = self.forward_setup, state.lengths
+        live = state.reserve(state.longest + depth.shape[1])
         positions = lengths.unsqueeze(1) + depth - 1  # [B, G]
         if setup.limit is not None:
             # Drafts past the limit are of no use; their positions must only be valid ones.
@@ -166,8 +145,7 @@ class CachedLayers:
     @property
     def forward_setup(self) -> ForwardSetup:
         """How the model is run, found again whenever its device or dtype has changed."""
-        model = self.model
-        place = (model.device, model.dtype)
+        model, place = self.model, (self.model.device, self.model.dtype)
         if self._forward_setup is not None and self._forward_setup.place == place:
             return self._forward_setup
         try:
@@ -178,9 +156,7 @@ class CachedLayers:
             else:
                 device, dtype = place
                 shapes = [replace(shape, device=device, dtype=dtype) for shape in self._shapes]
-                sizes = [max(shape.key[1], shape.value[1]) for shape in shapes]
-                slow = any(no_kernel(device, dtype, size) for size in sizes)
-                windows = replace(windows, tree=not slow)
+                windows = replace(windows, tree=not any(shape.no_kernel for shape in shapes))
         except UnsupportedTarget as error:
             raise OptionError(f"no draft model: {error}") from error
         self._forward_setup = ForwardSetup(place, windows, shapes, PositionLimit.of(model))

@@ -6,10 +6,9 @@ import argparse
 import itertools
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from headstart.models import load_speculator
-from headstart.prompts import encode, read_documents
+from headstart.inputs import encode, load_speculator, read_documents
 from headstart.terminal import UsageError, quiet_stdout
 
 from . import options as shared
@@ -59,11 +58,5 @@ def _speculators(loaded: Speculator, options: argparse.Namespace) -> Iterator[Sp
     from headstart.infer import Speculator
 
     for tree, rule in itertools.product(options.tree or [loaded.tree], options.rule or [None]):
-        yield Speculator(
-            loaded.model,
-            loaded.drafter,
-            tree=tree,
-            rule=rule,
-            expansion=options.expansion,
-            tokenizer=loaded.tokenizer,
-        )
+        ways: dict[str, Any] = {"tree": tree, "rule": rule, "expansion": options.expansion}
+        yield Speculator(loaded.model, loaded.drafter, tokenizer=loaded.tokenizer, **ways)

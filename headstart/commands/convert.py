@@ -2,7 +2,7 @@
 
 import argparse
 
-from headstart.models import load_speculator
+from headstart.inputs import load_speculator
 from headstart.terminal import quiet_stdout
 
 from . import options as shared
@@ -19,16 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Convert, and print the artifact's folder."""
     from headstart.heads.artifacts.conversion import convert
+    from headstart.heads.artifacts.source import DrafterSource
 
     target = load_speculator(argparse.Namespace(target=options.target, drafter=None))
     assert target.tokenizer is not None  # loaded together with the target
     with quiet_stdout():
-        folder = convert(
-            options.checkpoint,
-            target.model,
-            target.tokenizer,
-            options.folder,
-            allow_pickle=options.allow_pickle,
-        )
+        source = DrafterSource(options.checkpoint, options.allow_pickle)
+        folder = convert(source, target.model, target.tokenizer, options.folder)
     print(folder)
     return 0

@@ -6,16 +6,12 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
-from headstart.models import load_speculator
-from headstart.prompts import read_chat, read_prompt
+from headstart.inputs import load_speculator
 from headstart.terminal import UsageError
 
 from . import options as shared
-
-if TYPE_CHECKING:
-    from headstart.infer import Stats
 
 _CHAT = (
     "the prompt is a user's message, and goes through the tokenizer's chat template; a .jsonl FILE "
@@ -40,15 +36,14 @@ def run(options: argparse.Namespace) -> int:
     """Read the prompt, load the models and stream what they write."""
     if options.temperature == 0 and (options.top_p or options.top_k):
         raise UsageError("--top-p and --top-k choose among samples; give --temperature as well")
-    messages = read_chat(options) if options.chat else None
-    prompt = "" if messages else read_prompt(options)
+    messages = _read_chat(options) if options.chat else None
+    prompt = "" if messages else _read_prompt(options)
     speculator = load_speculator(options)
     from transformers import TextStreamer
 
     from headstart.train.data.chats import render_chat
 
-    tokenizer = speculator.tokenizer
-    assert tokenizer is not None  # loaded together with the target
+    tokenizer: Any = speculator.tokenizer
     if messages and not tokenizer.chat_template:
         raise UsageError("the target's tokenizer has no chat template; leave out --chat")
     if messages:
@@ -57,11 +52,9 @@ def run(options: argparse.Namespace) -> int:
     if inputs.input_ids.shape[1] == 0:
         raise UsageError("the prompt has no token in this model's vocabulary; give another")
     inputs = inputs.to(speculator.device)
-    sampling = {
-        name: getattr(options, name)
-        for name in ("temperature", "top_p", "top_k", "seed")
-        if options.temperature > 0 and getattr(options, name) is not None
-    }
+    names = ("temperature", "top_p", "top_k", "seed") if options.temperature > 0 else ()
+    given = {name: getattr(options, name) for name in names}
+    sampling = {name: value for name, value in given.items() if value is not None}
     started = time.perf_counter()
     speculator.generate(
         inputs.input_ids,
@@ -71,14 +64,40 @@ def run(options: argparse.Namespace) -> int:
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         **sampling,
     )
-    print(_summary(speculator.stats, time.perf_counter() - started), file=sys.stderr)
+    stats, seconds = speculator.stats, time.perf_counter() - started
+    said = f"no round was needed, {seconds:.2f} s"
+    if stats.rounds:
+        said = f"τ {stats.tau:.2f} tokens per round: {stats.tokens} tokens after the first, "
+        said += f"{stats.rounds} rounds, {seconds:.2f} s with the prompt"
+    print(said, file=sys.stderr)
     return 0
 
 
-def _summary(stats: Stats, seconds: float) -> str:
-    if not stats.rounds:
-        return f"no round was needed, {seconds:.2f} s"
-    return (
-        f"τ {stats.tau:.2f} tokens per round: {stats.tokens} tokens after the first, "
-        f"{stats.rounds} rounds, {seconds:.2f} s with the prompt"
-    )
+def _read_prompt(options: argparse.Namespace) -> str:
+    """The text of --prompt, --file or stdin."""
+    source = "--prompt" if options.prompt is not None else str(options.file or "stdin")
+    if options.prompt is options.file is None and sys.stdin.isatty():
+        raise UsageError("no prompt; give --prompt or --file, or pipe the text in")
+    try:
+        if options.file is not None:
+            text = options.file.read_text(encoding="utf-8")
+        else:
+            text = sys.stdin.read() if options.prompt is None else options.prompt
+        text.encode()
+    except UnicodeError:
+        raise UsageError(f"{source}: not valid UTF-8 text; convert it first") from None
+    if not text.strip():
+        raise UsageError(f"{source}: the prompt is empty; give at least one word")
+    return text
+
+
+def _read_chat(options: argparse.Namespace) -> list[dict[str, str]]:
+    """The chat in a .jsonl file, or any other prompt as a user's message."""
+    if options.file is None or options.file.suffix != ".jsonl":
+        return [{"role": "user", "content": _read_prompt(options).strip()}]
+    from headstart.train.data import reading
+
+    documents = reading.read_documents(options.file)
+    if len(documents) != 1:
+        raise UsageError(f"{options.file}: found {len(documents)} conversations, expected one")
+    return documents[0].messages or [{"role": "user", "content": documents[0].text}]

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from headstart.models import load_speculator
+from headstart.inputs import load_speculator
 from headstart.terminal import blank, quiet_stdout
 
 from . import options as shared
@@ -12,7 +12,7 @@ from . import options as shared
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("artifact", metavar="shared.ARTIFACT", help=shared.ARTIFACT)
+    add("artifact", metavar="ARTIFACT", help=shared.ARTIFACT)
     add("--target", metavar="MODEL", help="load this model: does it fit?")
     shared.add_json_argument(parser)
 
@@ -20,9 +20,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the description; the status is 1 where it is damaged or does not fit --target."""
     from headstart.heads.artifacts.source import DrafterSource
-    from headstart.reports.describe import describe, fits
-    from headstart.reports.description import print_description
-    from headstart.reports.document import to_json
+    from headstart.reports.description import describe, fits, print_description
+    from headstart.reports.tables import to_json
 
     source = DrafterSource(options.artifact)
     with quiet_stdout():

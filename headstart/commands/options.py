@@ -32,6 +32,8 @@ _MEMORY = (
     "for a target that does not fit: so much of its weights is kept on each device, and the rest "
     "is streamed in from CPU memory, then disk; e.g. 0=20GB,cpu=100GB, or cpu=8GB without a GPU"
 )
+_OVERRIDES = "settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)"
+_PROMPTS = "text, one prompt a line, or JSONL with prompt, messages, turns or text"
 _FOLDER = (
     "where weights are written that --max-memory leaves to the disk and that are not read from the "
     "target's own safetensors"
@@ -65,37 +67,23 @@ def memory(text: str) -> dict[int | str, str]:
     >>> memory("0=20GB,cpu=1.5GiB")
     {0: '20GB', 'cpu': '1.5GiB'}
     """
-    found: dict[int | str, str] = {}
-    for part in text.split(","):
-        match = re.fullmatch(r"(\d+|cpu)=(\d+(?:\.\d+)?[KMG]i?B)", part.strip())
-        if match is None:
-            raise argparse.ArgumentTypeError(
-                f"found {text!r}, expected a size for each device, such as 0=20GB,cpu=1.5GB"
-            )
-        device, size = match.groups()
-        found[device if device == "cpu" else int(device)] = size
-    return found
+    sizes = [part.strip().split("=") for part in text.split(",")]
+    if not all(re.fullmatch(r"(\d+|cpu)=\d+(\.\d+)?[KMG]i?B", "=".join(size)) for size in sizes):
+        raise argparse.ArgumentTypeError(
+            f"found {text!r}, expected a size for each device, such as 0=20GB,cpu=1.5GB"
+        )
+    return {device if device == "cpu" else int(device): size for device, size in sizes}
 
 
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """Overrides of a recipe's settings, and --fresh."""
     add = parser.add_argument
-    add(
-        "overrides",
-        metavar="a.b=value",
-        nargs="*",
-        default=[],
-        help="settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)",
-    )
+    add("overrides", metavar="a.b=value", nargs="*", default=[], help=_OVERRIDES)
     add("--fresh", action="store_true", help="redo stages that are finished")
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) -> None:
-    """Target, drafters, and how they decode together.
-
-    Args:
-        compare: whether --tree and --rule are lists, of which all pairs are compared.
-    """
+    """Target, drafters, and how they decode; to `compare`, --tree and --rule are lists."""
     add = parser.add_argument
     action, more = ("append", "; several times to compare") if compare else ("store", "")
     add("--target", metavar="MODEL", help=TARGET)
@@ -119,13 +107,7 @@ def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     """A file of prompts, how many of them, and how much is written after each."""
     add = parser.add_argument
-    add(
-        "--prompts",
-        metavar="FILE",
-        type=Path,
-        required=True,
-        help="text, one prompt a line, or JSONL with prompt, messages, turns or text",
-    )
+    add("--prompts", metavar="FILE", type=Path, required=True, help=_PROMPTS)
     add("--limit", metavar="N", type=positive, help="use only N prompts")
     add("--prefix-tokens", metavar="N", type=positive, help="cut each prompt to its first N tokens")
     add("--new-tokens", metavar="N", type=positive, default=128)

@@ -6,41 +6,32 @@ import os
 import sys
 from pathlib import Path
 
-from headstart.models import load_speculator
-from headstart.prompts import encode, read_documents
+from headstart.inputs import encode, load_speculator, read_documents
 from headstart.terminal import UsageError, quiet_stdout
 
 from . import options as shared
 from .options import positive, whole
 
+_NODES = "the largest tree considered (default: 64, or 768 with --max-memory)"
+_MEASURE = "decode with the K best, and let that decide (default: 4)"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", metavar="MODEL", help=shared.TARGET)
-    add("--drafter", metavar="shared.ARTIFACT", required=True, help=shared.ARTIFACT)
+    add("--drafter", metavar="ARTIFACT", required=True, help=shared.ARTIFACT)
     shared.add_placing_arguments(parser)
     shared.add_prompt_arguments(parser)
     add("--batch-size", metavar="N", type=positive, default=1, help="prompts decoded at once")
-    add(
-        "--max-nodes",
-        metavar="N",
-        type=positive,
-        help="the largest tree considered (default: 64, or 768 with --max-memory)",
-    )
-    add(
-        "--measure",
-        metavar="K",
-        type=whole,
-        default=4,
-        help="decode with the K best, and let that decide (default: 4)",
-    )
+    add("--max-nodes", metavar="N", type=positive, help=_NODES)
+    add("--measure", metavar="K", type=whole, default=4, help=_MEASURE)
     add("--plot", metavar="FILE", type=Path, help="draw speedup against tree size (.png, .svg, …)")
     shared.add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, choose, write the plan, and print what it is expected to be worth."""
-    from headstart.reports.plan_plot import check_plot, draw_plan
+    from headstart.reports.plans import check_plot, draw_plan
 
     if options.plot is not None:
         check_plot(options.plot)
@@ -54,16 +45,15 @@ def run(options: argparse.Namespace) -> int:
                 f"--drafter {source} is no artifact, and the plan is written into one; make one of "
                 "a checkpoint with headstart convert"
             )
-    folder = source.folder
-    if not os.access(folder, os.W_OK):
+    if not os.access(folder := source.folder, os.W_OK):
         raise UsageError(f"{folder} cannot be written, and the plan belongs there; copy it first")
     options.tree = "plain"  # the drafter is needed, whatever an earlier plan says
     speculator = load_speculator(options)
     assert speculator.drafter is not None
     from headstart.heads.artifacts.plan import write_plan
     from headstart.infer.measure.planner import make_plan
-    from headstart.reports.document import to_json
     from headstart.reports.plans import print_plan
+    from headstart.reports.tables import to_json
 
     prompts = [encode(document, speculator, options.prefix_tokens) for document in documents]
     with quiet_stdout():
@@ -82,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
             draw_plan(found, options.plot)
     if options.json:
         print(to_json(dataclasses.asdict(found)))
-        return 0
-    print_plan(found, sys.stdout)
-    print(f"\nThe plan is in {written}")
+    else:
+        print_plan(found, sys.stdout)
+        print(f"\nThe plan is in {written}")
     return 0

@@ -16,7 +16,7 @@ _TARGET_NAME = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("artifact", metavar="shared.ARTIFACT", help=shared.ARTIFACT)
+    add("artifact", metavar="ARTIFACT", help=shared.ARTIFACT)
     add("repository", metavar="ORG/NAME", help="made where it is missing")
     add("--target-name", metavar="NAME", help=_TARGET_NAME)
     add("--license", metavar="ID", help="for the model card, e.g. apache-2.0")
@@ -27,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the repository's address, or what a dry run would push."""
-    from headstart.heads.artifacts.publish import clean_copy, push
+    from headstart.heads.artifacts.hub import upload
+    from headstart.heads.artifacts.publish import clean_copy
 
     at = f"@{options.revision}" if options.revision else ""
     repository = options.repository + at
@@ -42,6 +43,6 @@ def run(options: argparse.Namespace) -> int:
             print(f"\nREADME.md\n\n{files[-1].read_text(encoding='utf-8')}")
             return 0
         with quiet_stdout():
-            address = push(Path(folder), repository, options.private)
+            address = upload(Path(folder), repository, options.private)
     print(address)
     return 0

@@ -1,12 +1,22 @@
 """Train a small drafter and measure."""
 
-import argparse
-import sys
+from __future__ import annotations
 
-from headstart.terminal import quiet_stdout
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from headstart.terminal import UsageError, one_line, quiet_stdout
 
 from . import options as shared
 
+if TYPE_CHECKING:
+    from headstart.train.recipe import Recipe
+
+_BASE, _ALL = "quickstart", "all"
 _FAMILY = (
     "a family's own quickstart, e.g. medusa; an unknown name lists them; or all: each of them on "
     "one target, compared"
@@ -26,12 +36,10 @@ def run(options: argparse.Namespace) -> int:
     from headstart.train.recipe import load_recipe
 
     if options.drafter is not None:
-        from headstart.compare import ALL, quickstart_of
-
-        if options.drafter == ALL:
+        if options.drafter == _ALL:
             return _compare(options)
         options.recipe = quickstart_of(options.drafter)
-    recipe = load_recipe(options.recipe or "quickstart", options.overrides)
+    recipe = load_recipe(options.recipe or _BASE, options.overrides)
     from headstart.reports.measured import print_report
     from headstart.train import pipeline
 
@@ -42,17 +50,80 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compare(options: argparse.Namespace) -> int:
-    from headstart.compare import load_all, run_all
-
     recipes = load_all(options.overrides)
-    from headstart.reports.document import to_json
-    from headstart.reports.drafters import draw_drafters, print_drafters
+    from headstart.reports.comparison import draw_drafters, print_drafters
+    from headstart.reports.tables import to_json
 
     with quiet_stdout():
-        reports = run_all(recipes, options.fresh)
+        reports = _run_all(recipes, options.fresh)
         plot = draw_drafters(reports, next(iter(recipes.values())).folder)
     if options.json:
         print(to_json({"drafters": reports, "plot": plot and str(plot)}))
     else:
         print_drafters(reports, plot, sys.stdout)
     return 1 if any("error" in report for report in reports.values()) else 0
+
+
+def quickstarts() -> dict[str, str]:
+    """By family, the shipped recipe of its quickstart; all but the first share that one's stages.
+
+    >>> quickstarts()["medusa"]
+    'quickstart'
+    """
+    from headstart.train.recipe import load_recipe, shipped_recipes
+
+    names = {load_recipe(_BASE).drafter.family: _BASE}
+    for name in shipped_recipes():
+        if load_recipe(name).shares == _BASE:
+            names[name.replace("-", "_")] = name
+    return names
+
+
+def quickstart_of(drafter: str) -> str:
+    """The recipe of one family's quickstart."""
+    from headstart.train.recipe.fields import nearest
+
+    known = quickstarts()
+    name = drafter.replace("-", "_")
+    if name not in known:
+        meant = nearest(name, [*known, _ALL])
+        raise UsageError(
+            f"--drafter {drafter!r} has no quickstart{meant}; expected one of "
+            f"{', '.join(known)}, or {_ALL}"
+        )
+    return known[name]
+
+
+def load_all(overrides: Sequence[str]) -> dict[str, Recipe]:
+    """The recipe of every family's quickstart, with the same overrides."""
+    from headstart.train.recipe import load_recipe
+
+    for override in overrides:
+        section = override.partition("=")[0].partition(".")[0].strip()
+        if section in ("name", "drafter", "shares"):
+            raise UsageError(
+                f"override {override!r} is for one drafter; with --drafter {_ALL} give settings "
+                "of the other sections, or run that drafter alone"
+            )
+    return {drafter: load_recipe(name, overrides) for drafter, name in quickstarts().items()}
+
+
+def _run_all(recipes: Mapping[str, Recipe], fresh: bool) -> dict[str, dict[str, Any]]:
+    """The report of every family's run with `parameters` and `train_seconds`, or its `error`."""
+    from headstart.reports.description import describe
+    from headstart.train import pipeline
+
+    reports: dict[str, dict[str, Any]] = {}
+    for number, (drafter, recipe) in enumerate(recipes.items(), start=1):
+        print(f"{drafter} ({number} of {len(recipes)}), in {recipe.folder}", file=sys.stderr)
+        try:
+            report = pipeline.run(recipe, fresh=fresh)
+            found = describe(report["artifact"])
+            size, seconds = found["parameters"], found["metrics"]["seconds"]
+            reports[drafter] = report | {"parameters": size, "train_seconds": seconds}
+        except Exception as error:
+            if os.environ.get("HEADSTART_DEBUG") == "1":
+                traceback.print_exc()
+            kind = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
+            reports[drafter] = {"error": kind + one_line(error)}
+    return reports

@@ -1,40 +1,148 @@
-"""The table of `headstart inspect`: what `describe` found, for people."""
+"""What an artifact is, from its files alone: as a document, and as the table of `inspect`."""
 
 from __future__ import annotations
 
+import json
+import math
 import shutil
-from typing import TextIO
+from pathlib import Path
+from typing import Any, TextIO
 
 from rich.filesize import decimal
+from safetensors import SafetensorError, safe_open
 
-from headstart.heads.artifacts.files import CONFIG, FILES, MANIFEST, WEIGHTS
-from headstart.heads.core import FINAL
+from headstart.heads import family
+from headstart.heads.artifacts.files import CARD, CONFIG, FILES, MANIFEST, WEIGHTS
+from headstart.heads.artifacts.manifest import Manifest, sha256
+from headstart.heads.artifacts.plan import read_plans
+from headstart.heads.artifacts.source import DrafterSource
+from headstart.heads.core import FINAL, ArtifactError
+from headstart.heads.parts.adapter import ADAPTER, ADAPTER_WEIGHTS
+from headstart.infer import StaticTree
 
-from .console import grid, titled
-from .describe import Description
 from .measured import percentages
 from .plans import at_once
+from .tables import grid, print_apart, titled
+
+Description = dict[str, Any]
+
+
+def describe(name: str | Path | DrafterSource) -> Description:
+    """A document of what an artifact says about itself; no target is loaded.
+
+    `problem` is None for a whole artifact, else the error that loading would give; what the damage
+    hides is then missing. A file's `check` is `ok`, `damaged`, or `unchecked` where nothing tells.
+    A plan that is not `current` was made for other weights, and loading passes it over.
+
+    Raises:
+        ArtifactError: there is no artifact of that name, or its manifest cannot be read.
+    """
+    source = DrafterSource.of(name)
+    folder, manifest = source.folder, source.manifest
+    found: Description = {
+        "artifact": source.name,
+        "folder": str(folder),
+        "problem": None,
+        "family": manifest.family,
+        "origin": manifest.origin or None,
+        "target": manifest.target,
+        "target_fingerprint": manifest.target_fingerprint,
+        "tokenizer_hash": manifest.tokenizer_hash or None,
+    }
+    for part in (_config, _weights, _tree, _plans):
+        try:
+            found |= part(source)
+        except (ValueError, OSError) as error:
+            found["problem"] = found["problem"] or " ".join(str(error).split())
+    try:
+        source.check_files()
+    except ArtifactError as error:
+        found["problem"] = str(error)
+    paths = sorted((*folder.iterdir(), *(folder / ADAPTER).glob("*")))
+    return found | {
+        "recipe": manifest.recipe,
+        "metrics": manifest.metrics,
+        "versions": manifest.versions,
+        "files": [_file(path, folder, manifest) for path in paths if path.is_file()],
+    }
+
+
+def fits(source: DrafterSource, target: Any, tokenizer: Any) -> str | None:
+    """None where the drafter was trained for this target and tokenizer, else why not."""
+    try:
+        source.check_target(target, tokenizer)
+    except ArtifactError as error:
+        return str(error)
+    return None
+
+
+def _config(source: DrafterSource) -> Description:
+    kind: Any = family(source.manifest.family).config_class
+    config = kind.from_pretrained(source.folder, local_files_only=True)
+    return {
+        "options": {option: getattr(config, option) for option in kind.OPTIONS},
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "feature_layers": list(config.feature_layers),
+    }
+
+
+def _weights(source: DrafterSource) -> Description:
+    """Names, shapes and dtypes; the tensors are not read."""
+    path = source.folder / WEIGHTS
+    try:
+        with safe_open(path, "pt") as file:
+            each = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            tensors = {k: {"shape": s.get_shape(), "dtype": s.get_dtype()} for k, s in each.items()}
+    except (SafetensorError, OSError):
+        return {}  # `check_files` says why
+    floats = [math.prod(t["shape"]) for t in tensors.values() if t["dtype"].startswith(("F", "BF"))]
+    return {"tensors": tensors, "parameters": sum(floats), "bytes": path.stat().st_size}
+
+
+def _tree(source: DrafterSource) -> Description:
+    if source.tree is None:
+        return {"tree": None}
+    tree = StaticTree(source.tree)
+    return {"tree": {"name": tree.label, "nodes": tree.nodes, "depth": tree.max_depth}}
+
+
+def _plans(source: DrafterSource) -> Description:
+    long = ("acceptance", "costs", "candidates", "weights_sha256")
+    plans = []
+    for plan in read_plans(source.folder):
+        shown = {name: value for name, value in vars(plan).items() if name not in long}
+        plans.append(shown | {"current": plan.weights_sha256 == source.manifest.weights_sha256})
+    return {"plans": plans}
+
+
+def _file(path: Path, folder: Path, manifest: Manifest) -> Description:
+    check, digest, name = "unchecked", sha256(path), path.relative_to(folder).as_posix()
+    saved = {WEIGHTS: manifest.weights_sha256, ADAPTER_WEIGHTS: manifest.adapter_sha256}
+    if name in saved:
+        check = "ok" if digest == saved[name] else "damaged"
+    elif name in FILES and name != CARD:
+        try:
+            json.loads(path.read_text(encoding="utf-8"))
+            check = "ok"
+        except ValueError:
+            check = "damaged"
+    return {"name": name, "bytes": path.stat().st_size, "sha256": digest, "check": check}
 
 
 def print_description(found: Description, out: TextIO) -> None:
     """Print the table to `out`: colours on a terminal, plain text anywhere else."""
     width = min(shutil.get_terminal_size().columns, 100)
     console = titled(out, f"headstart inspect: {found['artifact']}", width)
-    for rows in (_what(found), _for_whom(found), _how(found), _files(found)):
-        if rows:
-            console.print()
-            console.print(grid(rows))
-    for problem in filter(None, (found["problem"], found.get("misfit"))):
-        console.print()
-        console.print(problem, style="bold red")
+    parts = (_what(found), _for_whom(found), _how(found), _files(found))
+    print_apart(console, *map(grid, parts))
+    problems = filter(None, (found["problem"], found.get("misfit")))
+    print_apart(console, *problems, style="bold red")
 
 
 def _what(found: Description) -> list[tuple[str, str]]:
-    rows = [("family", found["family"])]
-    if found["origin"]:
-        rows.append(("made from", found["origin"]))
-    if found.get("options"):
-        rows.append(("options", "  ".join(f"{k} {v}" for k, v in found["options"].items())))
+    options = "  ".join(f"{k} {v}" for k, v in found.get("options", {}).items())
+    rows = [("family", found["family"]), ("made from", found["origin"]), ("options", options)]
     if found.get("tensors"):
         kinds = sorted({tensor["dtype"] for tensor in found["tensors"].values()})
         size = f"{found['parameters']:,}, {decimal(found['bytes'])}, {' '.join(kinds)}"
@@ -49,15 +157,14 @@ def _what(found: Description) -> list[tuple[str, str]]:
 
 
 def _for_whom(found: Description) -> list[tuple[str, str]]:
-    rows = [
+    fits = "" if "fits" not in found else "yes" if found["fits"] else "NO"
+    return [
         ("target", found["target"]),
         ("target's fingerprint", found["target_fingerprint"][:12]),
         *_moved(found["metrics"]),
         ("token map's hash", (found["tokenizer_hash"] or "not recorded")[:12]),
+        ("fits --target", fits),
     ]
-    if "fits" in found:
-        rows.append(("fits --target", "yes" if found["fits"] else "NO"))
-    return rows
 
 
 def _moved(metrics: Description) -> list[tuple[str, str]]:
@@ -73,24 +180,20 @@ def _moved(metrics: Description) -> list[tuple[str, str]]:
 
 
 def _how(found: Description) -> list[tuple[str, str]]:
-    rows, metrics, recipe = [], found["metrics"], found["recipe"]
-    if isinstance(metrics.get("tau"), int | float):
-        rows.append(("tokens per round (τ)", f"{metrics['tau']:.2f}, when it was trained"))
-    else:
-        rows.append(("tokens per round (τ)", "not measured"))
-    if shares := metrics.get("acceptance_by_depth"):
-        rows.append(("acceptance at depth 1, 2, …", percentages(shares)))
-    if tree := found.get("tree"):
-        rows.append(("tree", f"{tree['name']}, {tree['nodes']} nodes"))
-    rows += [("plan", _planned(plan)) for plan in found.get("plans", [])]
-    if recipe.get("name"):
-        rows.append(("recipe", str(recipe["name"])))
-    if source := (recipe.get("corpus") or {}).get("source"):
-        rows.append(("corpus", str(source)))
-    if "steps" in metrics and "seconds" in metrics:
-        rows.append(("training", f"{metrics['steps']} steps, {metrics['seconds']:.0f} s"))
-    rows.append(("versions", "  ".join(f"{k} {v}" for k, v in found["versions"].items())))
-    return rows
+    metrics, recipe, tree = found["metrics"], found["recipe"], found.get("tree")
+    tau = metrics.get("tau")
+    known = isinstance(tau, int | float)
+    trained = "steps" in metrics and "seconds" in metrics
+    return [
+        ("tokens per round (τ)", f"{tau:.2f}, when it was trained" if known else "not measured"),
+        ("acceptance at depth 1, 2, …", percentages(metrics.get("acceptance_by_depth") or ())),
+        ("tree", f"{tree['name']}, {tree['nodes']} nodes" if tree else ""),
+        *(("plan", _planned(plan)) for plan in found.get("plans", [])),
+        ("recipe", str(recipe.get("name") or "")),
+        ("corpus", str((recipe.get("corpus") or {}).get("source") or "")),
+        ("training", "{steps} steps, {seconds:.0f} s".format(**metrics) if trained else ""),
+        ("versions", "  ".join(f"{k} {v}" for k, v in found["versions"].items())),
+    ]
 
 
 def _planned(plan: Description) -> str:

@@ -5,14 +5,13 @@ A value that is None was not measured and has no line.
 
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from rich.console import Console
 
-from .console import grid, titled
-from .document import Report, to_json
+from .tables import Report, grid, print_apart, titled, to_json
 
 _REPETITIVE = 0.5  # share of distinct 4-grams under which the table warns about the text
 
@@ -21,36 +20,31 @@ def print_report(report: Report, out: TextIO, title: str, as_json: bool = False)
     """Print the document, or the table and the next steps."""
     if as_json:
         print(to_json(report), file=out)
-        return
-    print_table(report, out, title)
-    print_next_steps(report, out)
+    else:
+        print_table(report, out, title)
+        print_next_steps(report, out)
 
 
-def print_table(report: Report, out: TextIO, title: str = "headstart") -> None:
+def print_table(report: Report, out: TextIO, title: str) -> None:
     """Print the table to `out`: colours on a terminal, plain text anywhere else."""
     console = titled(out, title)
     for rows in (_speed_rows(report), _output_rows(report), setting_rows(report)):
-        if rows:
-            console.print()
-            console.print(grid(rows))
+        if any(value for _, value in rows):
+            print_apart(console, grid(rows))
     print_remarks([report], console)
 
 
 def print_remarks(reports: Sequence[Report], console: Console) -> None:
     """Print the remarks on all reports, each once."""
-    for sentence in dict.fromkeys(said for report in reports for said in remarks(report)):
-        console.print()
-        console.print(sentence, style="yellow")
+    said = dict.fromkeys(sentence for report in reports for sentence in remarks(report))
+    print_apart(console, *said, style="yellow")
 
 
 def print_next_steps(report: Report, out: TextIO) -> None:
     """Print the artifact's folder and commands to try, one a line and never wrapped."""
-    commands = next_commands(report)
-    if not commands:
-        return
-    print(f"\nThe drafter is in {report['artifact']}\n\nTo try next:", file=out)
-    for command in commands:
-        print(f"  {command}", file=out)
+    if commands := next_commands(report):
+        lines = (f"\nThe drafter is in {report['artifact']}\n\nTo try next:", *commands)
+        print(*lines, sep="\n  ", file=out)
 
 
 def next_commands(report: Report) -> list[str]:
@@ -63,8 +57,8 @@ def next_commands(report: Report) -> list[str]:
         return []
     artifact = Path(report["artifact"])
     drafter = f"--drafter {shlex.quote(str(artifact))}"
-    commands = [f"headstart generate {drafter} --prompt 'import os'"]
-    commands.append(f"headstart generate {drafter} --prompt 'import os' --temperature 0.8 --seed 1")
+    generate = f"headstart generate {drafter} --prompt 'import os'"
+    commands = [generate, f"{generate} --temperature 0.8 --seed 1"]
     held_out = Path(report.get("held_out") or artifact.parent / "corpus" / "held_out.jsonl")
     if held_out.is_file():
         prompts = f"--prompts {shlex.quote(str(held_out))}"
@@ -74,10 +68,10 @@ def next_commands(report: Report) -> list[str]:
 
 def remarks(report: Report) -> list[str]:
     """Sentences that the numbers must not be read without."""
-    said = []
-    if known(report, "distinct_4grams") and report["distinct_4grams"] < _REPETITIVE:
+    said, distinct = [], report.get("distinct_4grams")
+    if distinct is not None and distinct < _REPETITIVE:
         said.append(
-            f"Only {report['distinct_4grams']:.0%} of the 4-grams are distinct: the target repeats "
+            f"Only {distinct:.0%} of the 4-grams are distinct: the target repeats "
             "itself, and repeating text flatters every drafter."
         )
     if False in (report.get("identical_to_plain"), report.get("identical_to_generate")):
@@ -86,61 +80,46 @@ def remarks(report: Report) -> list[str]:
 
 
 def _speed_rows(report: Report) -> list[tuple[str, str]]:
-    rows = []
-    if known(report, "tau"):
-        each = report.get("tau_by_prompt")
-        spread = f"  (prompts {min(each):.2f}–{max(each):.2f})" if each else ""
-        rows.append(("tokens per round (τ)", f"{report['tau']:.2f}{spread}"))
-    if shares := report.get("acceptance_by_depth"):
-        rows.append(("acceptance at depth 1, 2, …", percentages(shares)))
-    if known(report, "ms_per_round"):
-        loop = report.get("loop_overhead_ms")
-        cost = f", of which the loop costs {loop:.2f} ms" if loop is not None else ""
-        rows.append(("one round", f"{report['ms_per_round']:.2f} ms{cost}"))
+    each = report.get("tau_by_prompt")
+    spread = f"  (prompts {min(each):.2f}–{max(each):.2f})" if each else ""
+    loop = shown(report, "loop_overhead_ms", ", of which the loop costs {:.2f} ms")
+    rows = [
+        ("tokens per round (τ)", shown(report, "tau", "{:.2f}" + spread)),
+        ("acceptance at depth 1, 2, …", percentages(report.get("acceptance_by_depth") or ())),
+        ("one round", shown(report, "ms_per_round", "{:.2f} ms" + loop)),
+    ]
     for name in ("plain", "generate"):
         if of := report.get(f"speedup_vs_{name}"):
             speedup = f"{of['median']:.2f}×  ({of['min']:.2f}–{of['max']:.2f})"
             rows.append((f"speedup against {name}", speedup))
-    for name, label in (
-        ("plain", "plain decoding"),
-        ("generate", "generate"),
-        ("bare_loop", "a bare loop"),
-    ):
-        if known(report, f"{name}_ms_per_token"):
-            rows.append((label, f"{report[f'{name}_ms_per_token']:.2f} ms a token"))
+    labels = {"plain": "plain decoding", "generate": "generate", "bare_loop": "a bare loop"}
+    for name, label in labels.items():
+        rows.append((label, shown(report, f"{name}_ms_per_token", "{:.2f} ms a token")))
     return rows
 
 
 def _output_rows(report: Report) -> list[tuple[str, str]]:
-    rows = []
-    for name in ("plain", "generate"):
-        same = report.get(f"identical_to_{name}")
-        if same is not None:
-            rows.append((f"identical to {name}", "yes" if same else "NO"))
-    if known(report, "distinct_4grams"):
-        rows.append(("distinct 4-grams", f"{report['distinct_4grams']:.0%}"))
-    return rows
+    said = {True: "yes", False: "NO", None: ""}
+    return [
+        ("identical to plain", said[report.get("identical_to_plain")]),
+        ("identical to generate", said[report.get("identical_to_generate")]),
+        ("distinct 4-grams", shown(report, "distinct_4grams", "{:.0%}")),
+    ]
 
 
 def setting_rows(report: Report) -> list[tuple[str, str]]:
     """What the run was measured with."""
-    rows = []
-    if report.get("tree") is not None:
-        nodes = f", {report['nodes']} nodes" if known(report, "nodes") else ""
-        rows.append(("tree", f"{tree_name(report)}{nodes}"))
-    ways = [rule_name(report)] if report.get("rule") else []
-    ways += [str(report["dtype"])] if report.get("dtype") else []
-    if ways:
-        rows.append(("rule, dtype", ", ".join(ways)))
-    if known(report, "prompts"):
-        tokens = f", {report['tokens']:,} tokens" if known(report, "tokens") else ""
-        rows.append(("prompts", f"{report['prompts']}{tokens}"))
-    if known(report, "threads"):
-        rows.append(("threads", str(report["threads"])))
-    if stages := report.get("stage_seconds"):
-        each = "  ".join(f"{name} {seconds:.0f}" for name, seconds in stages.items())
-        rows.append(("seconds a stage", f"{each}  (sum {sum(stages.values()):.0f})"))
-    return rows
+    tree = tree_name(report) + shown(report, "nodes", ", {} nodes") if report.get("tree") else ""
+    rule = rule_name(report) if report.get("rule") else None
+    stages = report.get("stage_seconds") or {}
+    seconds = "  ".join(f"{name} {seconds:.0f}" for name, seconds in stages.items())
+    return [
+        ("tree", tree),
+        ("rule, dtype", ", ".join(filter(None, (rule, report.get("dtype"))))),
+        ("prompts", shown(report, "prompts", "{}" + shown(report, "tokens", ", {:,} tokens"))),
+        ("threads", shown(report, "threads", "{}")),
+        ("seconds a stage", f"{seconds}  (sum {sum(stages.values()):.0f})" if stages else ""),
+    ]
 
 
 def rule_name(report: Report) -> str:
@@ -164,7 +143,7 @@ def percentages(shares: Sequence[float | None]) -> str:
     return "  ".join(each)
 
 
-def known(report: Mapping[str, Any], key: str) -> bool:
-    """Whether a number was measured and is finite."""
+def shown(report: Report, key: str, form: str) -> str:
+    """A number in a form such as `{:.2f} ms`; empty where it was not measured."""
     value = report.get(key)
-    return value is not None and math.isfinite(value)
+    return form.format(value) if value is not None and math.isfinite(value) else ""

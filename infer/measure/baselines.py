@@ -22,18 +22,12 @@ from .timing import Stopwatch, take_turns
 
 
 class Timed(NamedTuple):
-    """One decoded prompt.
+    """One decoded prompt."""
 
-    Attributes:
-        text: [1, P + new].
-        prefill_ms: until its first tokens; decode_ms: after them.
-        first: how many new tokens the first were.
-    """
-
-    text: Tensor
-    prefill_ms: float
-    decode_ms: float
-    first: int = 1
+    text: Tensor  # [1, P + new]
+    prefill_ms: float  # until its first tokens
+    decode_ms: float  # after them
+    first: int = 1  # how many new tokens the first were
 
 
 TimedDecode = Callable[[Tensor], Timed]
@@ -42,25 +36,19 @@ TimedDecode = Callable[[Tensor], Timed]
 
 @dataclass(frozen=True)
 class Runs:
-    """One prompt, decoded several times in the same way.
+    """One prompt, decoded several times in the same way."""
 
-    Attributes:
-        tokens: the new tokens of the last run.
-        first: how many of them came first, and are not in `decode_ms`.
-        decode_ms: after the first tokens, the median run; prefill_ms: until them, every run.
-    """
-
-    tokens: list[int]
-    first: int
-    decode_ms: float
-    prefill_ms: list[float]
+    tokens: list[int]  # the new ones of the last run
+    first: int  # how many of them came first, and are not in `decode_ms`
+    decode_ms: float  # after the first tokens, the median run
+    prefill_ms: list[float]  # until the first tokens, every run
 
     @classmethod
     def of(cls, runs: Sequence[Timed], prompt: int) -> Runs:
         """The runs of a prompt of so many tokens."""
+        tokens, first = runs[-1].text[0, prompt:].tolist(), runs[-1].first
         decode_ms = statistics.median(run.decode_ms for run in runs)
-        tokens = runs[-1].text[0, prompt:].tolist()
-        return cls(tokens, runs[-1].first, decode_ms, [run.prefill_ms for run in runs])
+        return cls(tokens, first, decode_ms, [run.prefill_ms for run in runs])
 
     @property
     def per_token(self) -> float:
@@ -115,11 +103,7 @@ def decode_in_turns(
     repeats: int,
     title: str = "bench",
 ) -> Iterator[tuple[Tensor, dict[str, Runs]]]:
-    """Decode every prompt in every way in turn, `repeats` times; the first prompt once more before.
-
-    Args:
-        prompts: token ids, each [P] or [1, P].
-        title: of the progress bar on stderr.
+    """Decode every prompt [P] or [1, P] in every way in turn, `repeats` times, after a warm-up.
 
     Yields:
         Each prompt, [1, P], and its runs by the decoders' names.

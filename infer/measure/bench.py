@@ -5,10 +5,10 @@ Every figure is a median over runs that took turns (see `baselines`).
 
 from __future__ import annotations
 
+import functools
 import math
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from headstart.heads import OptionError
 from headstart.heads.artifacts.plan import dtype_name
+from headstart.heads.group import members
 
 from ..rules.registry import choose_rule
 from ..speculator import Speculator
@@ -28,19 +29,9 @@ from .baselines import (
     timed_generate,
     timed_speculator,
 )
-from .loop_overhead import loop_overhead
+from .timing import Stopwatch
 
-_REPLAYED_PROMPTS = 8
-"""Prompts whose forwards are replayed alone to find the loop's own cost."""
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """One prompt: its runs by decoder, the speculator's rounds, and its loop's cost a round."""
-
-    runs: dict[str, Runs]
-    stats: Stats
-    loop_ms: float
+_REPLAYED_PROMPTS = 8  # whose forwards are replayed alone to find the loop's own cost
 
 
 def bench(
@@ -80,77 +71,125 @@ def bench(
     if sampled:
         options |= {"temperature": temperature, "top_k": 0}
     seeded = options | ({"seed": seed} if sampled else {})
-    model = speculator.model
+    model, captured = speculator.model, speculator.graphs is not None
+    plain = Speculator(model, graphs=captured, compile=speculator.target.compile)
     decoders: dict[str, TimedDecode] = {
-        "plain": timed_speculator(_plain(speculator), **seeded),
+        "plain": timed_speculator(plain, **seeded),
         "speculator": timed_speculator(speculator, **seeded),
         "generate": timed_generate(model, **options),
         "bare": timed_bare_loop(model, new_tokens),
     }
-    measured = []
-    for prompt, runs in decode_in_turns(decoders, prompts, speculator.device, repeats):
-        stats, loop = speculator.stats, math.nan
-        if len(measured) < _REPLAYED_PROMPTS:
-            took = runs["speculator"].decode_ms
-            loop = loop_overhead(speculator, decoders["speculator"], prompt, took, repeats)
-        measured.append(_Measured(runs, stats, loop))
-    return _report(speculator, measured, sampled)
+    runs: dict[str, list[Runs]] = {name: [] for name in decoders}
+    rounds, loops = [], []
+    for prompt, found in decode_in_turns(decoders, prompts, speculator.device, repeats):
+        for name, each in found.items():
+            runs[name].append(each)
+        rounds.append(speculator.stats)
+        if len(rounds) <= _REPLAYED_PROMPTS:
+            took = found["speculator"].decode_ms
+            loops.append(_overhead(speculator, decoders["speculator"], prompt, took, repeats))
+    return _report(speculator, runs, rounds, [ms for ms in loops if ms is not None], sampled)
 
 
-def _plain(speculator: Speculator) -> Speculator:
-    """Plain decoding by the same means."""
-    graphs, compiled = speculator.graphs is not None, speculator.target.compile
-    return Speculator(speculator.model, graphs=graphs, compile=compiled)
-
-
-def _report(speculator: Speculator, measured: list[_Measured], sampled: bool) -> dict[str, Any]:
-    stats = Stats(speculator.tree.max_depth)
-    for one in measured:
-        stats.extend(one.stats)
-
-    def middle(values: Iterable[float]) -> float:
-        known = [value for value in values if not math.isnan(value)]
-        return statistics.median(known) if known else math.nan
-
-    def per_token(name: str) -> float:
-        return middle(one.runs[name].per_token for one in measured)
+def _report(
+    speculator: Speculator,
+    runs: dict[str, list[Runs]],
+    rounds: list[Stats],
+    loops: list[float],
+    sampled: bool,
+) -> dict[str, Any]:
+    """The report of `bench`, from each prompt's runs and rounds."""
+    ours, stats = runs["speculator"], Stats(speculator.tree.max_depth)
+    for each in rounds:
+        stats.extend(each)
+    texts = [each.tokens for each in ours]
+    grams = [tuple(text[i : i + 4]) for text in texts for i in range(len(text) - 3)]
+    per_token = {name: [each.per_token for each in of] for name, of in runs.items()}
+    pairs = zip(ours, rounds, strict=True)
+    per_round = [each.decode_ms / max(done.rounds, 1) for each, done in pairs]
 
     def speedup(name: str) -> dict[str, float]:
-        ratios = [one.runs[name].per_token / one.runs["speculator"].per_token for one in measured]
-        return {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)}
+        pairs = zip(per_token[name], per_token["speculator"], strict=True)
+        ratios = [theirs / drafted for theirs, drafted in pairs]
+        return {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
 
     def identical(name: str) -> bool:
-        return all(one.runs[name].tokens == one.runs["speculator"].tokens for one in measured)
+        return [each.tokens for each in runs[name]] == texts
 
-    texts = [one.runs["speculator"].tokens for one in measured]
-    grams = [tuple(text[i : i + 4]) for text in texts for i in range(len(text) - 3)]
-    model = speculator.model
     rule = choose_rule(speculator.rule, sampled)
     return {
         "tau": stats.tau,
-        "tau_by_prompt": [one.stats.tau for one in measured],
+        "tau_by_prompt": [each.tau for each in rounds],
         "acceptance_by_depth": stats.acceptance_by_depth,
         "identical_to_plain": identical("plain") if rule.same_text else None,
         "identical_to_generate": None if sampled else identical("generate"),
         "speedup_vs_plain": speedup("plain"),
         "speedup_vs_generate": speedup("generate"),
-        "plain_ms_per_token": per_token("plain"),
-        "generate_ms_per_token": per_token("generate"),
-        "bare_loop_ms_per_token": per_token("bare"),
-        "ms_per_round": middle(
-            one.runs["speculator"].decode_ms / max(one.stats.rounds, 1) for one in measured
-        ),
-        "loop_overhead_ms": middle(one.loop_ms for one in measured),
-        "prefill_ms": middle(ms for one in measured for ms in one.runs["speculator"].prefill_ms),
+        "plain_ms_per_token": median(per_token["plain"]),
+        "generate_ms_per_token": median(per_token["generate"]),
+        "bare_loop_ms_per_token": median(per_token["bare"]),
+        "ms_per_round": median(per_round),
+        "loop_overhead_ms": median(loops) if loops else math.nan,
+        "prefill_ms": median(ms for each in ours for ms in each.prefill_ms),
         "nodes": speculator.tree.nodes,
         "tree": str(speculator.tree),
         "tree_label": speculator.tree.label,
         "rule": rule.name,
         "exact": rule.exact,
-        "dtype": dtype_name(model),
+        "dtype": dtype_name(speculator.model),
         "device": speculator.device.type,
-        "prompts": len(measured),
+        "prompts": len(ours),
         "tokens": sum(map(len, texts)),
         "distinct_4grams": len(set(grams)) / len(grams) if grams else math.nan,
         "threads": torch.get_num_threads(),
     }
+
+
+def _overhead(
+    speculator: Speculator, decode: TimedDecode, prompt: Tensor, decode_ms: float, repeats: int
+) -> float | None:
+    """Milliseconds a round of a prompt that was just decoded, less its forwards replayed alone.
+
+    None where rounds are captured whole, or attend as trees, and where there was none.
+    """
+    rounds = speculator.stats.rounds
+    if speculator.graphs is not None or speculator.target.windows.tree or not rounds:
+        return None
+    replayed = median(_replay(speculator, lambda: decode(prompt)) for _ in range(repeats))
+    return (decode_ms - replayed) / rounds
+
+
+def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:
+    """Milliseconds that the forwards of one decoded prompt take alone, the prefill's left out."""
+    target, drafters = speculator.target, members(speculator.drafter)
+    calls: list[tuple[Callable, tuple, dict]] = []
+
+    def recorded(function: Callable) -> Callable:
+        def record(*args, **kwargs):
+            # A count of 0, in place of `begin`'s own: the drafter's cache does not grow in replays.
+            still = [torch.zeros_like(args[3])] if function.__name__ == "begin" else args[3:]
+            calls.append((function, (*args[:3], *still), kwargs))
+            return function(*args, **kwargs)
+
+        return record
+
+    patches = [(target.model, "forward")]
+    patches += [(drafter, name) for drafter in drafters for name in ("begin", "extend")]
+    for owner, name in patches:
+        object.__setattr__(owner, name, recorded(getattr(owner, name)))
+    try:
+        decode()
+    finally:
+        for owner, name in patches:
+            object.__delattr__(owner, name)
+    milliseconds, watch = 0.0, Stopwatch(target.device)
+    with torch.no_grad():
+        for function, args, kwargs in calls[1:]:
+            if (slab := kwargs.get("past_key_values")) is not None:
+                root, nodes = int(kwargs["position_ids"].min()), kwargs["input_ids"].shape[1]
+                masks = kwargs["attention_mask"]
+                mask = next(iter(masks.values())) if isinstance(masks, dict) else masks
+                live = root + 1 if mask is None else mask.shape[3]
+                slab.set_slots(range(root, root + nodes), live, root if mask is None else 0)
+            milliseconds += watch.time(functools.partial(function, *args, **kwargs))
+    return milliseconds

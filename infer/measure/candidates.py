@@ -1,22 +1,21 @@
 """The trees that a plan chooses among, and what each is expected to gain.
 
 Cost model (Sequoia, arXiv 2402.12374): speedup = G / (t(n) + d · c), with everything measured. G,
-the tokens per round, comes from recorded ranks, replayed round by round (see `replay`); t(n), c and
-the loop's own cost from timed forwards and timed rounds (see `costs`).
+the tokens per round, comes from replayed ranks (see `ranks`); t(n), c and the loop's own cost from
+timed forwards and timed rounds (see `costs`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..trees.optimal import OptimalTrees, expected_tokens
+from ..trees.optimal import OptimalTrees
 from ..trees.static import StaticTree
 from .costs import Costs, sizes
-from .ranks import RANKS, acceptance
-from .replay import Replayed, best_tree, replay
+from .ranks import RANKS, Replayed, acceptance, best_tree, replay
 
 SMALL = 64
 """Nodes of the trees that a plan considers; larger ones reach deeper, and to less likely ranks."""
@@ -31,27 +30,17 @@ _DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)  # limits tried where every level c
 
 @dataclass(frozen=True)
 class Candidate:
-    """One tree that was considered.
+    """One tree that was considered."""
 
-    Attributes:
-        name: the policy and its size; nodes, the root counted; depth.
-        tau: expected tokens per round, from replayed ranks.
-        positional_tau: the same by the acceptance vector alone, which takes ranks for independent.
-        round_ms: expected milliseconds of a round.
-        speedup: expected, against plain decoding in the same runtime.
-        measured_tau, measured_speedup: of real decoding; None where it was not measured.
-    """
-
-    name: str
-    nodes: int
+    name: str  # the policy and its size
+    nodes: int  # the root counted
     depth: int
-    tau: float
-    positional_tau: float
-    round_ms: float
-    speedup: float
-    measured_tau: float | None = None
+    tau: float  # expected tokens per round, from replayed ranks
+    round_ms: float  # expected milliseconds of a round
+    speedup: float  # expected, against plain decoding in the same runtime
+    tree: list[list[int]]  # its rank paths
+    measured_tau: float | None = None  # of real decoding; None where it was not measured
     measured_speedup: float | None = None
-    tree: list[list[int]] = field(default_factory=list, repr=False)
 
     @property
     def best_known(self) -> float:
@@ -78,9 +67,8 @@ def rank_trees(
             costs; the result then says what such acceptance would be worth there.
         independent: see `Drafter`.
     """
-    return expected_speedups(
-        replayed_trees(ranks, max_nodes, independent), ranks, costs, batch_size
-    )
+    trees = replayed_trees(ranks, max_nodes, independent)
+    return expected_speedups(trees, ranks, costs, batch_size)
 
 
 def reach(max_nodes: int) -> tuple[int, int]:
@@ -97,13 +85,11 @@ def replayed_trees(
     cross-validation; its paths are those fitted to all texts.
     """
     depth = ranks[0].shape[1]
-    fixed = {f"chain:{n}": StaticTree.chain(n) for n in range(1, min(depth, max_nodes - 1) + 1)}
-    for widths in _CARTESIAN:
-        if len(widths) <= depth:
-            name = f"cartesian:{','.join(map(str, widths))}"
-            fixed[name] = StaticTree.cartesian(widths)
-    for name, tree in fixed.items():
-        if tree.nodes <= max_nodes:
+    fixed = {f"chain:{n}": (1,) * n for n in range(1, depth + 1)}
+    fixed |= {f"cartesian:{','.join(map(str, widths))}": widths for widths in _CARTESIAN}
+    for name, widths in fixed.items():
+        tree = StaticTree.cartesian(widths)
+        if len(widths) <= depth and tree.nodes <= max_nodes:
             paths = [list(path) for path in tree.paths]
             yield ReplayedTree(name, paths, replay(ranks, paths))
 
@@ -123,19 +109,16 @@ def _fitted_trees(
     ranks: Sequence[Tensor], max_nodes: int, independent: bool
 ) -> dict[str, list[list[int]]]:
     """Trees fitted to these ranks, by name: sparse measured ones and optimal static ones."""
-    depth, trees = ranks[0].shape[1], {}
-    width = reach(max_nodes)[1]
+    depth, width = ranks[0].shape[1], reach(max_nodes)[1]
     accept = acceptance(ranks, width)  # [K, W]
     counts = sizes(max_nodes)[2:] or [max_nodes]
-    for count in counts:
-        trees[f"sparse:{count}"] = best_tree(ranks, count, width=width)
+    trees = {f"sparse:{count}": best_tree(ranks, count, width=width) for count in counts}
     # With independent heads a shallow tree is no cheaper.
     limits = [depth] if independent else [d for d in _DEPTHS if d < depth] + [depth]
     for limit in limits:
         best = OptimalTrees(accept, max_nodes, limit)
-        for count in counts:
-            suffix = f" depth {limit}" if limit < depth else ""
-            trees[f"optimal:{count}{suffix}"] = best.paths(count)
+        suffix = f" depth {limit}" if limit < depth else ""
+        trees |= {f"optimal:{count}{suffix}": best.paths(count) for count in counts}
     return trees
 
 
@@ -143,7 +126,6 @@ def expected_speedups(
     trees: Iterator[ReplayedTree], ranks: Sequence[Tensor], costs: Costs, batch_size: int
 ) -> list[Candidate]:
     """The trees as candidates, the fastest first, equal trees once."""
-    accept = acceptance(ranks, width=64)
     plain = _loops([len(each) for each in ranks], batch_size) * costs.plain
     found: dict[tuple[tuple[int, ...], ...], Candidate] = {}
     for each in trees:
@@ -151,16 +133,9 @@ def expected_speedups(
         if tree.nodes == 1:  # no rank was ever right
             continue
         round_ms = costs.round(tree)
-        candidate = Candidate(
-            name=each.name,
-            nodes=tree.nodes,
-            depth=tree.max_depth,
-            tau=each.done.tau,
-            positional_tau=expected_tokens(accept, each.paths),
-            round_ms=round_ms,
-            speedup=plain / (_loops(each.done.rounds, batch_size) * round_ms),
-            tree=each.paths,
-        )
+        speedup = plain / (_loops(each.done.rounds, batch_size) * round_ms)
+        shape = each.name, tree.nodes, tree.max_depth
+        candidate = Candidate(*shape, each.done.tau, round_ms, speedup, each.paths)
         found.setdefault(tree.paths, candidate)
     return sorted(found.values(), key=lambda candidate: -candidate.speedup)
 

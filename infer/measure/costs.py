@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter
 
 from ..speculator import Speculator
+from ..stats import Stats
 from ..trees.static import StaticTree
-from .decode_times import decode_times
 from .forward_costs import SECONDS, TURNS, context_of, draft_costs, verify_costs
-from .greedy_text import Tick, Written
+from .greedy_text import Tick, Written, decode_greedily
+from .timing import take_turns
 
 _RUNS = 5  # times each probe decodes
+_WARM = 16  # new tokens that warm up a speculator without graphs to capture
 
 STEPS = 2 * TURNS + _RUNS
 """How often `measure_costs` ticks."""
@@ -26,41 +31,28 @@ STEPS = 2 * TURNS + _RUNS
 
 @dataclass(frozen=True)
 class Costs:
-    """Milliseconds, medians, for one batch.
+    """Milliseconds, medians, for one batch."""
 
-    Attributes:
-        plain: a round of plain decoding, all of it.
-        verify: t(n), the target's forward over n nodes, by n.
-        begin: the drafter's `begin`.
-        extend: the drafter's `extend`, by the nodes of the level; empty for independent heads.
-        loop: what else a round costs: a + b · nodes + c · depth, fitted to rounds of real trees.
-    """
-
-    plain: float
-    verify: dict[int, float]
-    begin: float
-    extend: dict[int, float]
-    loop: tuple[float, float, float]
+    plain: float  # a round of plain decoding, all of it
+    verify: dict[int, float]  # t(n), the target's forward over n nodes, by n
+    begin: float  # the drafter's
+    extend: dict[int, float]  # the drafter's, by a level's nodes; empty for independent heads
+    loop: tuple[float, float, float]  # what else: a + b · nodes + c · depth, fitted to real rounds
 
     def forwards(self, tree: StaticTree) -> float:
         """Verifying the tree and drafting it, level by level where the drafter does so."""
-        cost = _between(self.verify, tree.nodes)
-        if tree.nodes > 1:
-            cost += self.begin
+        cost = _between(self.verify, tree.nodes) + (self.begin if tree.nodes > 1 else 0.0)
         if self.extend:
-            inner = set(tree.parents[1:])
-            for depth in range(1, tree.max_depth):
-                level = sum(1 for node in inner if tree.depths[node] == depth)
-                cost += _between(self.extend, level)
+            levels = Counter(tree.depths[node] for node in {*tree.parents[1:]} - {0})
+            cost += sum(_between(self.extend, nodes) for nodes in levels.values())
         return cost
 
     def round(self, tree: StaticTree) -> float:
         """A whole round with this tree."""
         if tree.nodes == 1:
             return self.plain
-        fixed, node, level = self.loop
-        rest = fixed + node * tree.nodes + level * tree.max_depth
-        return self.forwards(tree) + max(rest, 0.0)
+        a, b, c = self.loop
+        return self.forwards(tree) + max(a + b * tree.nodes + c * tree.max_depth, 0.0)
 
 
 def measure_costs(
@@ -91,8 +83,49 @@ def measure_costs(
     costs = Costs(rounds["plain"], verify, begin, extend, (0.0, 0.0, 0.0))
     rest = [rounds[str(tree)] - costs.forwards(tree) for tree in probes]
     shape = [(1.0, tree.nodes, tree.max_depth) for tree in probes]
-    fixed, node, level = np.linalg.lstsq(np.array(shape), np.array(rest), rcond=None)[0].tolist()
-    return replace(costs, loop=(fixed, node, level))
+    a, b, c = np.linalg.lstsq(shape, rest, rcond=None)[0].tolist()
+    return replace(costs, loop=(a, b, c))
+
+
+@dataclass
+class DecodeTimes:
+    """Real decoding, by the speculator's name; counts are of all batches."""
+
+    per_round: dict[str, list[float]] = field(default_factory=dict)  # seconds, for each batch
+    loops: dict[str, int] = field(default_factory=dict)  # rounds of the loop
+    rounds: dict[str, int] = field(default_factory=dict)  # active row-rounds
+    tokens: dict[str, int] = field(default_factory=dict)  # emitted in rounds
+
+
+def decode_times(
+    speculators: dict[str, Speculator],
+    batches: Sequence[Sequence[Tensor]],
+    new_tokens: int,
+    tick: Tick = lambda: None,
+    seconds: float = math.inf,
+) -> DecodeTimes:
+    """Decode batches of prompts [P] greedily with every speculator in turn, after a warm-up.
+
+    Args:
+        tick: called after each batch, also for those that are left out.
+        seconds: no batch but the first one begins after this time.
+    """
+    for speculator in speculators.values():
+        warm = new_tokens if speculator.graphs is not None else min(new_tokens, _WARM)
+        decode_greedily(speculator, batches[0], warm)
+
+    def decode(speculator: Speculator, prompts: Sequence[Tensor]) -> Stats:
+        decode_greedily(speculator, prompts, new_tokens)
+        return speculator.stats
+
+    runs = {name: partial(decode, speculator) for name, speculator in speculators.items()}
+    found = DecodeTimes()
+    for name, each in take_turns(runs, batches, tick, seconds).items():
+        found.per_round[name] = [s.decode_seconds / max(len(s.counts), 1) for s in each]
+        found.loops[name] = sum(len(stats.counts) for stats in each)
+        found.rounds[name] = sum(stats.rounds for stats in each)
+        found.tokens[name] = sum(stats.tokens for stats in each)
+    return found
 
 
 def sizes(largest: int) -> list[int]:
@@ -109,12 +142,11 @@ def sizes(largest: int) -> list[int]:
 
 def _probes(max_nodes: int, depth: int) -> list[StaticTree]:
     """Small and large, shallow and deep trees: what the loop's own cost is fitted to."""
-    rest = range(1, max_nodes - depth)
     trees = [
         StaticTree.chain(1),
         StaticTree.chain(min(depth, max_nodes - 1)),
         StaticTree([[rank] for rank in range(max_nodes - 1)]),
-        StaticTree([[0] * depth, *([rank] for rank in rest)]),
+        StaticTree([[0] * depth, *([rank] for rank in range(1, max_nodes - depth))]),
     ]
     return list({tree.paths: tree for tree in trees if tree.nodes <= max_nodes}.values())
 

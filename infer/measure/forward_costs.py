@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,12 +17,8 @@ from ..trees.static import StaticTree
 from .greedy_text import Tick, Written
 from .timing import Call, interleaved, medians
 
-SECONDS = 300.0
-"""No timing goes on for longer, but everything that is timed has a turn."""
-
-TURNS = 8
-"""Turns that each forward is timed in."""
-
+SECONDS = 300.0  # no timing goes on for longer, but everything that is timed has a turn
+TURNS = 8  # that each forward is timed in
 _CALLS = 5  # timed calls in a turn
 
 
@@ -48,7 +45,7 @@ def verify_costs(
     for count in counts:
         siblings = StaticTree([[rank] for rank in range(count - 1)])
         topology, proposal_row = siblings.shape(batch, context.device)
-        tokens = context[:, :1].expand(-1, count).contiguous()
+        tokens = context[:, :1].repeat(1, count)
         tree = TokenTree(tokens, topology, None, proposal_row)
         # A captured round reads the rows' lengths from the device, so they may differ.
         work[count] = lambda tree=tree: target.verify(tree, lengths, length, not captured)
@@ -69,41 +66,33 @@ def draft_costs(
     """Milliseconds of the drafter's `begin`, and of its `extend` by the nodes of the level.
 
     Args:
-        texts: one for each row of the batch.
-        counts: level sizes to time.
+        texts: one for each row of the batch; counts: level sizes to time.
         depth: the deepest level that trees will have; a drafter with independent heads, or with a
             single level, has no `extend` to time.
         tick: called after each of `TURNS` turns.
     """
     context = context_of(texts)  # [B, L]
-    features = _cut([text.features for text in texts], context.shape[1])  # [B, L, F]
     batch, length = context.shape
+    features = _cut([text.features for text in texts], length)  # [B, L, F]
     state = drafter.start(batch, length + max(counts) + depth + 1)
     count = torch.full_like(context[:, 0], length)
     drafter.prefill(state, features, context, count)
     # A round hands over as many columns as a path can be long.
-    columns = [
-        values[:, -1:].expand(-1, depth + 1, *values.shape[2:]) for values in (features, context)
-    ]
+    columns = [v[:, -1:].expand(-1, depth + 1, *v.shape[2:]) for v in (features, context)]
     # A count of 0, as for rows that have ended: the work is the same, and the text does not grow.
     none = torch.zeros_like(count)
 
-    def begin() -> None:
+    def begin(*level: Tensor) -> None:
         drafter.reserve(state, length, depth + 1 + max(counts))
         drafter.begin(state, columns[0], columns[1], none)
-
-    def begin_and_extend(width: int) -> Callable[[], None]:
-        nodes = context[:, -1:].expand(-1, width)
-        parent = torch.full_like(nodes, -1)
-
-        def work() -> None:
-            begin()
-            drafter.extend(state, nodes, parent)
-
-        return work
+        if level:
+            drafter.extend(state, *level)
 
     levels = [] if drafter.independent or depth < 2 else list(counts)
-    work = {0: begin, **{width: begin_and_extend(width) for width in levels}}
+    work: dict[int, Call] = {0: begin}
+    for width in levels:
+        nodes = context[:, -1:].expand(-1, width)
+        work[width] = partial(begin, nodes, torch.full_like(nodes, -1))
     times = _medians(work, context.device, captures_rounds(drafter.target), tick)
     return times[0], {width: max(times[width] - times[0], 0.0) for width in levels}
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -20,22 +19,15 @@ from ..speculator import Speculator
 BATCH = 32  # texts written, or recorded, at once
 
 Tick = Callable[[], object]
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
 class Written:
-    """A prompt and the target's greedy continuation.
+    """A prompt and the target's greedy continuation."""
 
-    Attributes:
-        tokens: [T] int64, the prompt included.
-        features: [T, F], those of the target that the drafter reads.
-        prompt: how many of the tokens are the prompt's.
-    """
-
-    tokens: Tensor
-    features: Tensor
-    prompt: int
+    tokens: Tensor  # [T] int64, the prompt included
+    features: Tensor  # [T, F], those of the target that the drafter reads
+    prompt: int  # how many of the tokens are the prompt's
 
 
 @torch.no_grad()
@@ -62,14 +54,18 @@ def write_texts(
         )
     plain = Speculator(target)
     layers = tuple(drafter.config.feature_layers)
-    rows: list[Written] = []
-    for batch in batches(prompts):
-        texts = _continue(plain, [prompt.flatten() for prompt in batch], new_tokens)
+    found: list[Written] = []
+    for start in range(0, len(prompts), BATCH):
+        rows = [prompt.flatten() for prompt in prompts[start : start + BATCH]]
+        ids, longest = decode_greedily(plain, rows, new_tokens), max(map(len, rows))
+        ends = np.broadcast_to(longest + 1 + plain.stats.counts.sum(0), len(rows)).tolist()
+        each = zip(ids, rows, ends, strict=True)
+        texts = [text[longest - len(row) : end] for text, row, end in each]
         features = capture(target, layers, pad_sequence(texts, batch_first=True))  # [B, T, F]
-        each = zip(texts, features, batch, strict=True)
-        rows += [Written(t, f[: len(t)].clone(), prompt.numel()) for t, f, prompt in each]
+        each = zip(texts, features, rows, strict=True)
+        found += [Written(text, f[: len(text)].clone(), len(row)) for text, f, row in each]
         tick()
-    return rows
+    return found
 
 
 def decode_greedily(speculator: Speculator, prompts: Sequence[Tensor], new_tokens: int) -> Tensor:
@@ -79,25 +75,4 @@ def decode_greedily(speculator: Speculator, prompts: Sequence[Tensor], new_token
         pad_sequence(rows, batch_first=True, padding_side="left").to(device)
         for rows in (list(prompts), [torch.ones_like(prompt) for prompt in prompts])
     )
-    return speculator.generate(
-        ids,
-        attention_mask=mask,
-        max_new_tokens=new_tokens,
-        do_sample=False,
-    )
-
-
-def batches(items: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    """The items, `BATCH` at a time."""
-    for start in range(0, len(items), BATCH):
-        yield items[start : start + BATCH]
-
-
-def _continue(plain: Speculator, prompts: Sequence[Tensor], new_tokens: int) -> list[Tensor]:
-    """The prompts [P] with what the target writes after them, each [T]."""
-    ids = decode_greedily(plain, prompts, new_tokens)
-    longest = max(map(len, prompts))
-    written = 1 + plain.stats.counts.sum(0)
-    ends = longest + np.broadcast_to(written, len(prompts))
-    rows = zip(ids, prompts, ends.tolist(), strict=True)
-    return [row[longest - len(prompt) : end] for row, prompt, end in rows]
+    return speculator.generate(ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False)

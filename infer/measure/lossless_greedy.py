@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,18 +23,14 @@ _COPIES = 4  # rows of the batch that plain decoding is repeated in
 class Divergence:
     """Where a text first differs from that of `generate`, and how near a tie that was.
 
-    Attributes:
-        prompt: its number; place: new tokens before it.
-        margin: the best logit less the second best, in `generate`'s run.
-        difference: the largest difference of any logit there, between the two runs.
-        noise: the largest difference of any logit between plain decoding of this prompt and the
-            same in other shapes: in a batch of copies, and as one forward over the whole text.
+    The noise is the largest difference of any logit between plain decoding of this prompt and the
+    same in other shapes: in a batch of copies, and as one forward over the whole text.
     """
 
-    prompt: int
-    place: int
-    margin: float
-    difference: float
+    prompt: int  # its number
+    place: int  # new tokens before it
+    margin: float  # the best logit less the second best, in `generate`'s run
+    difference: float  # the largest of any logit there, between the two runs
     noise: float
 
     @property
@@ -46,21 +43,15 @@ class Divergence:
 class Greedy:
     """Greedy text compared with that of `generate`.
 
-    Attributes:
-        prompts: how many; tokens: compared, up to the first difference of each prompt.
-        divergences: one for each prompt whose text differs.
-        plain_divergences: prompts whose plain text differs in another shape; None where no text
-            differed, so that plain decoding was not repeated.
-        plain_tokens: compared for that.
-        dtype: the target's.
+    Plain decoding is compared with itself, in other shapes, only where a text differs.
     """
 
     prompts: int
-    tokens: int
-    divergences: list[Divergence]
-    plain_divergences: int | None
-    plain_tokens: int
-    dtype: str
+    tokens: int  # compared, up to the first difference of each prompt
+    divergences: list[Divergence]  # one for each prompt whose text differs
+    plain_divergences: int | None  # prompts whose plain text differs in another shape, if tried
+    plain_tokens: int  # compared for that
+    dtype: str  # the target's
 
     @property
     def holds(self) -> bool:
@@ -71,15 +62,12 @@ class Greedy:
 def compare_greedy(
     speculator: Speculator, prompts: Sequence[Tensor], new_tokens: int, progress: bool = False
 ) -> Greedy:
-    """Compare greedy text with that of `generate`, prompt by prompt.
-
-    Args:
-        prompts: token ids, each [1, P].
-    """
+    """Compare greedy text with that of `generate`, prompt [1, P] by prompt."""
     model: Any = speculator.model
+    shown = partial(tqdm, prompts, unit="prompt", file=sys.stderr, disable=not progress)
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     compared, places = 0, {}
-    for number, ids in enumerate(_shown(prompts, "greedy text", progress)):
+    for number, ids in enumerate(shown(desc="greedy text")):
         plain, drafted = model.generate(ids, **options), speculator.generate(ids, **options)
         same, differs = agreement(plain, drafted, ids)
         compared += same
@@ -92,7 +80,7 @@ def compare_greedy(
     options |= {"output_logits": True, "return_dict_in_generate": True}
     plain_tokens = plain_differs = 0
     divergences = []
-    for number, ids in enumerate(_shown(prompts, "plain text", progress)):
+    for number, ids in enumerate(shown(desc="plain text")):
         alone = model.generate(ids, **options)
         same, differs, noise = _in_other_shapes(model, ids, alone, options)
         plain_tokens, plain_differs = plain_tokens + same, plain_differs + differs
@@ -110,10 +98,8 @@ def compare_greedy(
 def _in_other_shapes(
     model: Any, ids: Tensor, alone: Any, options: dict[str, Any]
 ) -> tuple[int, bool, float]:
-    """Plain decoding of a prompt [1, P] in other shapes, compared with its output `alone`.
-
-    Returns:
-        The tokens that agree, whether any differs, and the largest difference of any logit.
+    """Plain decoding of a prompt [1, P] in other shapes, compared with its output `alone`: the
+    tokens that agree, whether any differs, and the largest difference of any logit.
     """
     copies = ids.repeat(_COPIES, 1)
     wide = model.generate(copies, attention_mask=torch.ones_like(copies), **options)
@@ -141,7 +127,3 @@ def _largest(one: Tensor, other: Tensor) -> float:
     """The largest difference of two tensors of logits [.., V], where both are finite."""
     difference = (one.float() - other.float()).abs()
     return float(difference[difference.isfinite()].max())
-
-
-def _shown(prompts: Sequence[Tensor], title: str, progress: bool) -> tqdm:
-    return tqdm(prompts, desc=title, unit="prompt", file=sys.stderr, disable=not progress)

@@ -35,33 +35,21 @@ Text = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Sampled:
-    """Sampled text compared with the target's distribution.
-
-    Attributes:
-        rule: and expansion, what was tested; approximate: whether the rule is declared so.
-        draws: texts sampled from one prompt; places: tokens of each that were compared.
-        bins: continuations counted apart; statistic: chi-square with bins - 1 degrees of freedom.
-        p_value: the probability that a correct sampler's statistic is as large.
-        distance: total variation over the bins, observed.
-        bound: with probability 1 - ALPHA the true one is not larger.
-        dtype: the target's.
-        seeded_tokens: tokens compared with seeded plain decoding; 0 where the rule does not promise
-            the same text; seeded_differences: prompts whose text differed.
-    """
+    """Sampled text compared with the target's distribution."""
 
     rule: str
     expansion: str
-    approximate: bool
-    draws: int
-    places: int
-    bins: int
-    statistic: float
-    p_value: float
-    distance: float
-    bound: float
-    dtype: str
-    seeded_tokens: int
-    seeded_differences: int
+    approximate: bool  # what the rule is declared
+    draws: int  # texts sampled from one prompt
+    places: int  # tokens of each that were compared
+    bins: int  # continuations counted apart
+    statistic: float  # chi-square with bins - 1 degrees of freedom
+    p_value: float  # the probability that a correct sampler's statistic is as large
+    distance: float  # total variation over the bins, observed
+    bound: float  # with probability 1 - ALPHA the true one is not larger
+    dtype: str  # the target's
+    seeded_tokens: int  # compared with seeded plain decoding; 0 where its text is not promised
+    seeded_differences: int  # prompts whose text differed from it
 
     @property
     def agrees(self) -> bool:
@@ -86,14 +74,10 @@ def compare_sampled(
     batch_size: int = 256,
     progress: bool = False,
 ) -> Sampled:
-    """Sample the first prompt many times and compare the joint distribution of its first tokens.
+    """Sample the first prompt often and compare the joint distribution of its first tokens.
 
-    `match` and `coupled` also promise the text of seeded plain decoding; it is compared for every
-    prompt.
-
-    Args:
-        prompts: token ids, each [1, P].
-        draws: texts to sample.
+    The text of seeded plain decoding, where the rule promises it, is compared for every prompt
+    [1, P].
 
     Raises:
         OptionError: fewer than 100 draws, or a temperature that does not sample.
@@ -126,17 +110,9 @@ def compare_sampled(
         found.update(_bin(row, expected) for row in text[:, ids.shape[1] :].tolist())
         bar.update(rows)
     bar.close()
-    return Sampled(
-        rule.name,
-        speculator.expansion,
-        not rule.exact,
-        draws,
-        len(_WIDTHS),
-        *_chi_square(found, expected, draws),
-        dtype_name(speculator.model),
-        tokens,
-        differences,
-    )
+    tested = rule.name, speculator.expansion, not rule.exact, draws, len(_WIDTHS)
+    test = _chi_square(found, expected, draws)
+    return Sampled(*tested, *test, dtype_name(speculator.model), tokens, differences)
 
 
 def continuations(plain: Speculator, prompt: Tensor, options: dict[str, Any]) -> dict[Text, float]:
@@ -162,10 +138,8 @@ def continuations(plain: Speculator, prompt: Tensor, options: dict[str, Any]) ->
         best, tokens = likely.topk(min(width, likely.shape[1]), dim=-1)
         below = {}
         for prefix, chances, names in zip(heads, best.tolist(), tokens.tolist(), strict=True):
-            mass = frontier[prefix]
-            below |= {
-                (*prefix, name): mass * p for name, p in zip(names, chances, strict=True) if p
-            }
+            mass, likeliest = frontier[prefix], zip(names, chances, strict=True)
+            below |= {(*prefix, name): mass * p for name, p in likeliest if p}
             bins[(*prefix, -1)] = mass * max(1 - math.fsum(chances), 0.0)
         frontier = below
     return bins | frontier
@@ -183,16 +157,15 @@ def _chi_square(
 ) -> tuple[int, float, float, float, float]:
     """Bins, statistic, p-value, total variation, and its bound (McDiarmid's inequality)."""
     large = [key for key, chance in bins.items() if chance * draws >= _EXPECTED]
-    counts = [float(found[key]) for key in large]
-    wanted = [bins[key] * draws for key in large]
+    counts, wanted = [float(found[key]) for key in large], [bins[key] * draws for key in large]
     counts.append(draws - math.fsum(counts))
     wanted.append(max(draws - math.fsum(wanted), 0.0))
     if wanted[-1] < _EXPECTED:  # too few for a bin of their own
         counts[-2:], wanted[-2:] = [sum(counts[-2:])], [sum(wanted[-2:])]
-    statistic = math.fsum((c - w) ** 2 / w for c, w in zip(counts, wanted, strict=True))
-    freedom = max(len(counts) - 1, 1)
-    half = torch.tensor([freedom / 2, statistic / 2], dtype=torch.float64)
-    p_value = float(torch.special.gammaincc(half[0], half[1]))
-    distance = math.fsum(abs(c - w) for c, w in zip(counts, wanted, strict=True)) / (2 * draws)
+    apart = [(c - w, w) for c, w in zip(counts, wanted, strict=True)]
+    statistic = math.fsum(difference**2 / w for difference, w in apart)
+    half = torch.tensor([max(len(counts) - 1, 1), statistic], dtype=torch.float64) / 2
+    p_value = float(torch.special.gammaincc(*half))
+    distance = math.fsum(abs(difference) for difference, _ in apart) / (2 * draws)
     spread = 0.5 * math.sqrt(len(counts) / draws) + math.sqrt(-math.log(ALPHA) / (2 * draws))
     return len(counts), statistic, p_value, distance, min(distance + spread, 1.0)

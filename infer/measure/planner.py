@@ -17,8 +17,7 @@ from headstart.heads.group import members
 
 from ..speculator import Speculator
 from .candidates import SMALL, Candidate, rank_trees, reach
-from .costs import STEPS, measure_costs
-from .decode_times import decode_times
+from .costs import STEPS, decode_times, measure_costs
 from .forward_costs import SECONDS
 from .greedy_text import BATCH, Tick, write_texts
 from .ranks import acceptance, measure_ranks
@@ -88,21 +87,17 @@ def make_plan(
                 speculators[each.name] = Speculator(target, drafter, tree=each.tree)
             found = _measured(found, speculators, trials, new_tokens, bar.update)
     best = found[0]
-    pays = best.best_known >= MIN_SPEEDUP
+    policy, tree, tau, speedup = best.name, best.tree, best.tau, best.best_known
+    if speedup < MIN_SPEEDUP:
+        policy, tree, tau, speedup = "plain", [], 1.0, 1.0
     return Plan(
-        device=machine(target),
-        dtype=dtype_name(target),
-        batch_size=batch_size,
-        policy=best.name if pays else "plain",
-        tree=best.tree if pays else [],
-        tau=best.tau if pays else 1.0,
-        speedup=best.best_known if pays else 1.0,
+        machine(target), dtype_name(target), batch_size, policy, tree, tau, speedup,
         acceptance=acceptance(ranks).tolist(),
         costs=asdict(costs),
         candidates=[asdict(candidate) for candidate in found],
         prompts=len(prompts),
         new_tokens=new_tokens,
-    )
+    )  # fmt: skip
 
 
 def _measured(

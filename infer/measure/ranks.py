@@ -1,12 +1,16 @@
 """Recorded ranks: the rank at which a drafter's proposals hold each token of the target's text.
 
 Recorded once along the target's own greedy text, they give what any tree of the drafter's best
-tokens would have accepted, round by round, without running the target again (see `replay`).
+tokens would have accepted, round by round, without running the target again (see `replay`), and
+the tree that would have accepted most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads import Drafter, Step
 
-from .greedy_text import Tick, Written, batches
+from .greedy_text import BATCH, Tick, Written
 
 MISSED = 1 << 20
 """The rank of a token that was not proposed, or that is past the end of the text."""
@@ -28,10 +32,7 @@ _DEPTH = 8  # levels recorded of a drafter that has no bound of its own
 
 @torch.no_grad()
 def measure_ranks(
-    drafter: Drafter,
-    texts: Sequence[Written],
-    depth: int | None = None,
-    tick: Tick = lambda: None,
+    drafter: Drafter, texts: Sequence[Written], depth: int | None = None, tick: Tick = lambda: None
 ) -> list[Tensor]:
     """Record a drafter's ranks through the calls of its contract alone.
 
@@ -55,8 +56,8 @@ def measure_ranks(
     was_training = drafter.training
     drafter.eval()
     ranks: list[Tensor] = []
-    for batch in batches(texts):
-        ranks += _record(drafter, batch, depth)
+    for start in range(0, len(texts), BATCH):
+        ranks += _record(drafter, texts[start : start + BATCH], depth)
         tick()
     drafter.train(was_training)
     return ranks
@@ -74,7 +75,7 @@ def _record(drafter: Drafter, texts: Sequence[Written], depth: int) -> list[Tens
     state = drafter.start(batch, longest + depth + 1)
     drafter.prefill(state, features[:, :first], tokens[:, :first], prompt)
     row = torch.arange(batch, device=device)
-    found = []
+    ranks = torch.full((batch, max(rounds), depth), MISSED, device=device)  # [B, M, K]
     for place in range(max(rounds)):
         root = (prompt + place).clamp(max=longest - 1)  # [B]
         active = (root + 1 < length).long()
@@ -83,19 +84,14 @@ def _record(drafter: Drafter, texts: Sequence[Written], depth: int) -> list[Tens
         step = drafter.begin(
             state, features[row, root - 1].unsqueeze(1), after[0].unsqueeze(1), active
         )
-        levels = []
         for level in range(depth):
             if level and not drafter.independent:
                 # The first node's parent is the root (-1), each later one's the node before it.
                 parent = torch.full((batch, 1), level - 2, device=device)
                 step = drafter.extend(state, after[level].unsqueeze(1), parent)
             rank = _rank(step, level if drafter.independent else 0, after[level + 1])
-            levels.append(rank.masked_fill(root + level + 1 >= length, MISSED))
-        found.append(torch.stack(levels, 1))
-    if not found:
-        return [torch.empty(0, depth, dtype=torch.long)] * batch
-    ranks = torch.stack(found, 1).cpu()  # [B, M, K]
-    return [each[:count] for each, count in zip(ranks, rounds, strict=True)]
+            ranks[:, place, level] = rank.masked_fill(root + level + 1 >= length, MISSED)
+    return [each[:count] for each, count in zip(ranks.cpu(), rounds, strict=True)]
 
 
 def _rank(step: Step, row: int, wanted: Tensor) -> Tensor:
@@ -104,7 +100,7 @@ def _rank(step: Step, row: int, wanted: Tensor) -> Tensor:
         hit = step.ids[:, row] == wanted.unsqueeze(1)  # [B, k]
         return torch.where(hit.any(1), hit.byte().argmax(1), MISSED)
     assert step.logits is not None
-    logits, column, known = step.logits[:, row].float(), wanted, None
+    logits, column, known = step.logits[:, row].float(), wanted, torch.ones_like(wanted).bool()
     if step.vocabulary is not None:
         hit = step.vocabulary == wanted.unsqueeze(1)  # [B, Vd]
         column, known = hit.byte().argmax(1), hit.any(1)
@@ -112,15 +108,14 @@ def _rank(step: Step, row: int, wanted: Tensor) -> Tensor:
     logit = logits.gather(1, column)
     lower_id = torch.arange(logits.shape[1], device=logits.device) < column
     better = ~(logits <= logit) | ((logits == logit) & lower_id)  # NaN counts as better
-    rank = better.sum(1)
-    return rank if known is None else torch.where(known, rank, MISSED)
+    return torch.where(known, better.sum(1), MISSED)
 
 
 def acceptance(ranks: Sequence[Tensor], width: int = RANKS) -> np.ndarray:
     """[K, W], the acceptance vector of each depth: how often the true token has each rank.
 
     Args:
-        ranks: [M, K] for each text, see `measure_ranks`.
+        ranks: see `measure_ranks`.
         width: W, the ranks counted, from the best on.
 
     >>> acceptance([torch.tensor([[0, 1], [0, MISSED]])], width=2).tolist()
@@ -129,6 +124,91 @@ def acceptance(ranks: Sequence[Tensor], width: int = RANKS) -> np.ndarray:
     rows = torch.cat(list(ranks)).numpy()
     counts = np.stack([(rows == rank).sum(0) for rank in range(width)], 1)  # [K, W]
     # At level d the last d tokens of a text have no token to compare with.
-    ends = [min(d, len(each)) for each in ranks for d in range(each.shape[1])]
-    compared = len(rows) - np.array(ends).reshape(len(ranks), -1).sum(0)  # [K]
+    compared = [sum(max(len(each) - d, 0) for each in ranks) for d in range(len(counts))]  # [K]
     return counts / np.maximum(compared, 1)[:, None]
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """Tokens that a tree would have emitted in rounds, and the rounds, for each text."""
+
+    tokens: list[int]
+    rounds: list[int]
+
+    @property
+    def tau(self) -> float:
+        """Tokens per round; 1 where no text needed a round."""
+        return sum(self.tokens) / sum(self.rounds) if sum(self.rounds) else 1.0
+
+
+def replay(ranks: Sequence[Tensor], paths: Sequence[Sequence[int]]) -> Replayed:
+    """Count the rounds that the decode loop would run with a tree of the drafter's best tokens.
+
+    Args:
+        ranks: see `measure_ranks`.
+        paths: the tree's rank paths, every one with its prefixes.
+
+    >>> replay([torch.tensor([[0, 1], [0, 0], [0, 9]])], [[0], [0, 0]])
+    Replayed(tokens=[3], rounds=[2])
+    """
+    tree = {tuple(path) for path in paths}
+    rounds = [sum(1 for _ in _rounds(row, tree)) for row in map(_rows, ranks)]
+    return Replayed([len(each) for each in ranks], rounds)
+
+
+def _rows(ranks: Tensor) -> list[tuple[int, ...]]:
+    return [tuple(position) for position in ranks.tolist()]
+
+
+def _rounds(row: list[tuple[int, ...]], tree: set[tuple[int, ...]]) -> Iterator[tuple[int, int]]:
+    """Where each round of a text starts, and how many of the tree's nodes it accepts."""
+    at = 0
+    while at < len(row):
+        depth = 0
+        while depth < len(row[at]) and row[at][: depth + 1] in tree:
+            depth += 1
+        yield at, depth
+        at += depth + 1
+
+
+def best_tree(
+    ranks: Sequence[Tensor], nodes: int, passes: int = 4, width: int = RANKS
+) -> list[list[int]]:
+    """The static tree of `nodes` nodes, the root counted, that accepts most (Medusa's sparse tree).
+
+    A position accepts the node of rank path (r1 … rd) when the true tokens have exactly those
+    ranks. The tokens that a tree accepts are therefore a sum over its nodes of how often each path
+    occurs, and the most frequent paths make the best tree; a path is never more frequent than its
+    prefix. (Medusa multiplies the heads' accuracies instead, as if the heads erred independently.)
+    Only positions at which a round starts count, and these depend on the tree. So the search
+    starts from the best tree for all positions, repeats with the positions at which the previous
+    tree's rounds start, and keeps the best tree.
+
+    Args:
+        ranks: see `measure_ranks`.
+        passes: how often the search repeats.
+        width: ranks that a node may have.
+
+    Returns:
+        Rank paths, most frequent first.
+
+    >>> best_tree([torch.tensor([[0, 0], [0, 1], [0, 0], [1, 0]])], nodes=3, passes=1)
+    [[0], [0, 0]]
+    """
+    rows = [_rows(each) for each in ranks]
+    starts = [position for row in rows for position in row]
+    best: tuple[float, list[list[int]]] = (0.0, [])
+    for _ in range(passes):
+        counts: Counter[tuple[int, ...]] = Counter()
+        for position in starts:
+            likely = itertools.takewhile(lambda rank: rank < width, position)
+            counts.update(itertools.accumulate((rank,) for rank in likely))
+        # Shorter first among equals, so that every path comes after its prefixes.
+        order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+        paths = order[: nodes - 1]
+        walked = [(row[at], depth) for row in rows for at, depth in _rounds(row, set(paths))]
+        starts = [position for position, _ in walked]
+        emitted = sum(depth + 1 for _, depth in walked)
+        if starts and emitted / len(starts) > best[0]:
+            best = emitted / len(starts), [list(path) for path in paths]
+    return best[1]

@@ -10,14 +10,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 Call = Callable[[], Any]
 
-_LONG = 200.0
-"""Milliseconds; a call that takes so many is timed well enough alone."""
+_LONG = 200.0  # milliseconds; a call that takes so many is timed well enough alone
 
 
 class Stopwatch:
@@ -92,12 +92,11 @@ def interleaved(
     """
     watch = Stopwatch(device)
 
-    def timed(call: Call) -> Callable[[int], float]:
-        return lambda turn: watch.time(call, burst if watch.time(call) < _LONG else 1)
+    def timed(call: Call, turn: int) -> float:
+        return watch.time(call, burst if watch.time(call) < _LONG else 1)
 
-    return take_turns(
-        {name: timed(call) for name, call in calls.items()}, range(repeats), tick, seconds
-    )
+    runs = {name: partial(timed, call) for name, call in calls.items()}
+    return take_turns(runs, range(repeats), tick, seconds)
 
 
 def medians(times: Mapping[Any, list[float]]) -> dict[Any, float]:

@@ -6,20 +6,15 @@ with those choices is accepted. The text is therefore the one that plain decodin
 same choices, whatever the tree holds.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from headstart.heads import TokenTree
 from headstart.heads.core import argmax
 
-from ..trees.children import SAMPLED
-from .rule import Rule
 from .rule_api import Accepted, Verified
 
-_AT_ONCE = 2**18
-"""Up to so many logits all nodes are scored at once, beyond it only those on the walked path."""
+_AT_ONCE = 2**18  # up to so many logits all nodes are scored at once, else the walked path's
 
 
 def matching(verified: Verified) -> Accepted:
@@ -84,11 +79,7 @@ def _walk(verified: Verified, positions: Tensor) -> Tensor:
 
 
 def accept_matches(tree: TokenTree, choices: Tensor) -> Accepted:
-    """Accept the longest path of nodes that equal the target's choice after their parent.
-
-    Args:
-        choices: [B, N], see `target_choices`.
-    """
+    """Accept the longest path of nodes that equal the target's choice [B, N] after their parent."""
     shape = tree.topology
     if shape.max_depth == 0:
         return Accepted(shape.parent_or_root, choices, shape.steps_to.squeeze(1))
@@ -101,34 +92,3 @@ def accept_matches(tree: TokenTree, choices: Tensor) -> Accepted:
     count, best = torch.where(whole, shape.steps_to, 1).max(-1)  # [B], [B]
     path = shape.path_to(best)  # [B, A]
     return Accepted(path, choices.gather(1, path), count)
-
-
-GREEDY = Rule(
-    "greedy",
-    matching,
-    children="topk",
-    refuses={
-        "coupled": "the rule draws nothing, so its children have no noise to share",
-        **dict.fromkeys(
-            SAMPLED, "greedy decoding draws nothing, and drawn children agree less often"
-        ),
-    },
-    samples=False,
-    same_text=True,
-)
-MATCH = Rule(
-    "match",
-    matching,
-    children="topk",
-    refuses={"coupled": "children that share the target's noise are what the rule 'coupled' names"},
-    same_text=True,
-)
-COUPLED = Rule(
-    "coupled",
-    matching,
-    children="coupled",
-    refuses=dict.fromkeys(
-        ("topk", *SAMPLED), "children without the target's noise are what the rule 'match' names"
-    ),
-    same_text=True,
-)

@@ -14,21 +14,12 @@ tried with its own drafter's q, against what the earlier ones have left of p. Du
 are kept: to drop one would change what it was drawn from.
 """
 
-from __future__ import annotations
-
 import torch
 
 from headstart.heads.core import draw
 
-from .decisions import accepts
-from .rule import Rule
 from .rule_api import Accepted, Verified
-from .siblings import State, attempt, child_at, proposal, proposal_from, verdicts
-
-SHARED_NOISE = (
-    "the rule is exact for children drawn independently at every node and in every round, and "
-    "shared noise is one for all nodes of a position"
-)
+from .siblings import State, accepts, attempt, child_at, proposal, proposal_from, verdicts
 
 
 def rejection(verified: Verified) -> Accepted:
@@ -63,8 +54,3 @@ def rejection(verified: Verified) -> Accepted:
             alive = alive & ~ends
         verified.write(level, token)
     return Accepted.up_to(tree, node, draw(p, uniforms[:, -1:]))
-
-
-REJECTION = Rule(
-    "rejection", rejection, children="without_replacement", refuses={"coupled": SHARED_NOISE}
-)

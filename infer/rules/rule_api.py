@@ -1,8 +1,7 @@
 """What an acceptance rule is given, and what it answers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -14,13 +13,13 @@ from headstart.heads import Sampling, TokenTree
 class Text:
     """The rows' text so far, in the layout of `generate`: padded on the left, then growing.
 
-    Processors and criteria read it. The host knows everything else that is said of the rows.
+    Processors and criteria read it.
 
     Args:
-        ids: [B, C] int64 with room to grow, of which each row uses the same `width` columns so far.
+        ids: [B, C] int64 with room to grow, of which each row uses `width` columns so far.
         remaining: [B] tokens that each row may still emit, on the host; without a bound when None.
         ends: [V] bool, the tokens that end a row; none when None.
-        seen: [B, V + 1] bool, the tokens that a repetition penalty is for, see `seen_in`.
+        seen: see `seen_in`; None where no repetition penalty needs it.
 
     Attributes:
         lengths: [B] int64, columns in use, padding included; always count the root.
@@ -44,11 +43,8 @@ class Text:
     ) -> Tensor:
         """Processed scores [B, V] after each row's first `length + extra` columns.
 
-        A processor may hold something for every row of the batch, so it always sees the whole
-        batch: once per distinct length, of which only the rows of that length are kept.
-
-        Args:
-            rows: [B] bool, the rows that matter, on the host; all of them when None.
+        A processor may hold something for every row, so it always sees the whole batch: once per
+        distinct length, of which only the rows of that length are kept. Only `rows` [B] matter.
         """
         scores = None
         for length in np.unique(self.host_lengths if rows is None else self.host_lengths[rows]):
@@ -92,7 +88,7 @@ class Accepted:
     count: Tensor
 
     @classmethod
-    def up_to(cls, tree: TokenTree, node: Tensor, last: Tensor) -> Accepted:
+    def up_to(cls, tree: TokenTree, node: Tensor, last: Tensor) -> Self:
         """The path to each row's node [B, 1], and the token [B, 1] that is emitted after it."""
         shape = tree.topology
         path = shape.path_to(node.squeeze(1))  # [B, A]
@@ -107,9 +103,7 @@ class Verified:
     """A tree that the target has run, and how its tokens are chosen.
 
     Attributes:
-        tree: B rows of N nodes.
         logits: [B, N, V], the target's.
-        sampling: seeds and processors.
         lengths: [B], the root's position.
         text: what the rows have written, the root included.
         kept: takes the processed scores [B, N, V], true along the path, when a list.
@@ -125,13 +119,9 @@ class Verified:
     def scores_at(self, node: Tensor, level: int, alive: Tensor) -> Tensor | None:
         """Processed scores [B, V] after each row's node, for rules that walk down the levels.
 
-        Args:
-            node: [B, 1], each row's node at depth `level`; the tokens of its path are written, see
-                `write`.
-            alive: [B, 1] bool, the rows that are still walking.
+        None when no row writes a token here, so that the walk is over.
 
-        Returns:
-            None when no row writes a token here, so that the walk is over.
+        `node` [B, 1] is at depth `level`, its path written; `alive` [B, 1] are rows still walking.
         """
         sampling = self.sampling
         at = node.unsqueeze(-1).expand(-1, -1, self.logits.shape[-1])  # [B, 1, V]
@@ -157,10 +147,7 @@ class Verified:
         return scores
 
     def scores_after(self, node: Tensor) -> Tensor:
-        """Processed scores [B, V] after each row's node [B, 1], anywhere in the tree.
-
-        For rules that judge nodes off the walked path, where no processor may read the text.
-        """
+        """The same for rules that judge any node [B, 1]; no processor may read the text."""
         assert not self.sampling.readers, "processors that read the text"
         scores = self.scores_at(node, 0, torch.ones_like(node, dtype=torch.bool))
         assert scores is not None

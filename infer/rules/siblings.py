@@ -1,50 +1,105 @@
 """The children of one node, tried in the order in which they were drawn, for the sampling rules.
 
-One row of the vocabulary is held for each row of the batch, never one per node.
+Decisions work in the dtype of their input; `rejection` and `traversal` name the sources. One row of
+the vocabulary is held for each row of the batch, never one per node.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from headstart.heads import TokenTree
 from headstart.heads.core import Stream
 
-from .decisions import accept_probability, normalise, residual, without
 from .rule_api import Verified
 
 
-@dataclass(slots=True)
-class State:
-    """What is left at a node while its children are tried.
+def accept_probability(p_x: Tensor, q_x: Tensor, weight: Tensor | float = 1) -> Tensor:
+    """The probability of accepting a token, min(weight · p / q, 1); 0 where q is 0.
 
-    Attributes:
-        p: [B, V], what the target still wants there.
-        q: [B, V], what the next child was drawn from; None when no node of the tree was drawn.
-        weight: [B], the share of the drafts that shall still be accepted here or below; 1 but in
-            traversal.
+    Args:
+        p_x, q_x: [B], what the target and the drafter give the token.
+        weight: [B] or a number, the share of the drafts that shall be accepted; 1 but in traversal.
+
+    Returns:
+        [B]; NaN where p_x is NaN.
+
+    >>> p_x, q_x = torch.tensor([0.2, 0.6, 0.6]), torch.tensor([0.8, 0.5, 0.0])
+    >>> accept_probability(p_x, q_x).tolist()
+    [0.25, 1.0, 0.0]
     """
+    return (weight * p_x / q_x).masked_fill(q_x <= 0, 0).clamp(max=1)
 
-    p: Tensor
-    q: Tensor | None
-    weight: Tensor
+
+def residual(p: Tensor, q: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """What the target still wants after a token drawn from q was rejected.
+
+    Args:
+        p, q: [B, V].
+        weight: [B], see `accept_probability`.
+
+    Returns:
+        The distribution (weight · p − q)+ / m [B, V] with m its mass, NaN where p or q is; p itself
+        where m is 0, which only rounding can reach. And the new weight m / (m + 1 − weight) [B].
+
+    >>> p, q = torch.tensor([[0.5, 0.5, 0.0]]).double(), torch.tensor([[0.75, 0.0, 0.25]]).double()
+    >>> [found.tolist() for found in residual(p, q, torch.tensor([1.0]).double())]
+    [[[0.0, 1.0, 0.0]], [1.0]]
+    >>> [found.tolist() for found in residual(p, q, torch.tensor([0.5]).double())]
+    [[[0.0, 1.0, 0.0]], [0.3333333333333333]]
+    """
+    return normalise((weight.unsqueeze(1) * p - q).clamp_(min=0), p, weight)
+
+
+def normalise(excess: Tensor, p: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The results of `residual` from (weight · p − q)+ [B, V], which is overwritten."""
+    mass = excess.sum(1)  # [B]
+    empty = mass == 0
+    left = excess.div_(mass.masked_fill(empty, 1).unsqueeze(1))
+    # Weight 1 stays 1, also where mass and share are 0. Where p is NaN the weight stays what it is:
+    # that node is accepted as often as any, and then the text ends with an error there.
+    new = (mass / (mass + 1 - weight)).masked_fill(empty, 0)
+    new = torch.where((weight >= 1) | mass.isnan(), weight, new)
+    return torch.where(empty.unsqueeze(1), p, left), new
+
+
+def without(q: Tensor, token: Tensor) -> Tensor:
+    """The proposal q [B, V] after `token` [B] was drawn and put aside; zeros when nothing is left.
+
+    >>> without(torch.tensor([[0.5, 0.25, 0.25], [0.0, 1.0, 0.0]]), torch.tensor([0, 1])).tolist()
+    [[0.0, 0.5, 0.5], [0.0, 0.0, 0.0]]
+    """
+    left = q.scatter(1, token.unsqueeze(1), 0)
+    mass = left.sum(1, keepdim=True)
+    return left.div_(mass.masked_fill(mass == 0, 1))
+
+
+def accepts(uniforms: Tensor, probability: Tensor) -> Tensor:
+    """Whether each uniform in (0, 1) is below its probability; False where that is NaN."""
+    return uniforms < probability
 
 
 def verdicts(verified: Verified) -> Tensor:
     """A round's uniforms [B, N + 1]: one to judge each node, and one for the last token."""
-    draws = verified.tree.nodes + 1
-    at = verified.lengths.unsqueeze(1)
+    draws, at = verified.tree.nodes + 1, verified.lengths.unsqueeze(1)
     return verified.sampling.uniforms(at, draws, Stream.VERDICTS).squeeze(1)
 
 
-def child_at(tree: TokenTree, node: Tensor, order: int) -> tuple[Tensor, Tensor]:
-    """The child of each row's node [B, 1] that was drawn after `order` others.
+@dataclass(slots=True)
+class State:
+    """What is left at a node while its children are tried."""
 
-    Returns:
-        [B, 1], and [B] bool, whether there is one that may be accepted.
+    p: Tensor  # [B, V], what the target still wants there
+    q: Tensor | None  # [B, V], what the next child is from; None when no node of the tree was drawn
+    weight: Tensor  # [B], see `accept_probability`
+
+
+def child_at(tree: TokenTree, node: Tensor, order: int) -> tuple[Tensor, Tensor]:
+    """The child [B, 1] of each row's node [B, 1] that was drawn after `order` others.
+
+    And [B] bool, whether there is one that may be accepted.
     """
     mine = (tree.topology.parents == node) & (tree.topology.rank == order)
     if tree.valid is not None:
@@ -88,7 +143,7 @@ def proposal(verified: Verified, node: Tensor) -> Tensor | None:
     if tree.logits is None:
         return None
     rows = tree.proposal_row.masked_fill(tree.topology.parents != node, -1)  # [B, N]
-    return _distribution(verified, rows.amax(1))  # siblings share it, but for point masses
+    return _distribution(verified, tree.logits, rows.amax(1))  # siblings share it, or are points
 
 
 def proposal_from(verified: Verified, order: int) -> Tensor | None:
@@ -96,21 +151,18 @@ def proposal_from(verified: Verified, order: int) -> Tensor | None:
 
     Their drafter drew independently of those before it, so it begins with all of its q.
     """
-    tree = verified.tree
+    tree, children = verified.tree, verified.tree.topology.children
     if tree.logits is None:
         return None
-    assert tree.topology.children is not None, "drawn children in a tree that the host cannot see"
-    return _distribution(verified, tree.proposal_row[:, tree.topology.children[0][order]])
+    assert children is not None, "drawn children in a tree that the host cannot see"
+    return _distribution(verified, tree.logits, tree.proposal_row[:, children[0][order]])
 
 
-def _distribution(verified: Verified, row: Tensor) -> Tensor:
+def _distribution(verified: Verified, logits: Tensor, row: Tensor) -> Tensor:
     """A row [B] of the proposals as probabilities over the target's vocabulary, [B, V]."""
-    tree, width = verified.tree, verified.logits.shape[-1]
-    assert tree.logits is not None
-    row = row.clamp(min=0).view(-1, 1, 1)
-    logits = tree.logits.gather(1, row.expand(-1, -1, tree.logits.shape[-1])).squeeze(1)
-    q = verified.sampling.warp(logits).softmax(-1).nan_to_num(0)  # [B, Vd]
-    if tree.vocabulary is not None:
-        return q.new_zeros(len(q), width).index_copy_(1, tree.vocabulary, q)
-    missing = width - q.shape[1]
-    return torch.nn.functional.pad(q, (0, missing)) if missing else q
+    vocabulary, width = verified.tree.vocabulary, verified.logits.shape[-1]
+    row = row.clamp(min=0).view(-1, 1, 1).expand(-1, -1, logits.shape[-1])
+    q = verified.sampling.warp(logits.gather(1, row).squeeze(1)).softmax(-1).nan_to_num(0)
+    if vocabulary is not None:
+        return q.new_zeros(len(q), width).index_copy_(1, vocabulary, q)
+    return pad(q, (0, width - q.shape[1])) if q.shape[1] < width else q

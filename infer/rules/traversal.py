@@ -21,9 +21,6 @@ flagged the root is left with (0, 1): as in rejection sampling. Below it, with p
 weight is 0.5 too: it is accepted with token 0, half of the time, never token 0 alone.
 """
 
-from __future__ import annotations
-
-from dataclasses import replace
 from itertools import accumulate
 
 import torch
@@ -32,11 +29,8 @@ from torch import Tensor
 from headstart.heads import Topology
 from headstart.heads.core import draw
 
-from .decisions import accepts
-from .rejection import SHARED_NOISE
-from .rule import Rule
 from .rule_api import Accepted, Verified
-from .siblings import State, attempt, child_at, proposal, proposal_from, verdicts
+from .siblings import State, accepts, attempt, child_at, proposal, proposal_from, verdicts
 
 
 def traversal(verified: Verified) -> Accepted:
@@ -59,7 +53,9 @@ def traversal(verified: Verified) -> Accepted:
 def node_weights(verified: Verified) -> tuple[Tensor, Tensor]:
     """Each node's weight before its children and after them, [B, N] both; 0 where it is invalid."""
     tree = verified.tree
-    shape, starts = tree.topology, _starts(tree.topology)
+    shape, starts = tree.topology, None
+    if shape.children is not None:  # the steps at which the children of another node begin
+        starts = {1, *accumulate((len(kids) for kids in shape.children if kids), initial=1)}
     before = torch.ones(tree.tokens.shape, dtype=verified.sampling.dtype, device=tree.tokens.device)
     after = before.clone()
     # Siblings side by side, by their parent.
@@ -102,7 +98,6 @@ def first_flagged(shape: Topology, flagged: Tensor) -> Tensor:
 
 
 def _state_before_children(verified: Verified, node: Tensor, weights: Tensor) -> State:
-    """The state of each row's node [B, 1], whose weight is in `weights` [B, N]."""
     p = verified.scores_after(node).softmax(-1)
     return State(p, proposal(verified, node), weights.gather(1, node).squeeze(1))
 
@@ -112,20 +107,3 @@ def _choose(first: Tensor, begun: State, state: State) -> State:
     q = None if begun.q is None or state.q is None else torch.where(first, begun.q, state.q)
     weight = torch.where(first.squeeze(1), begun.weight, state.weight)
     return State(torch.where(first, begun.p, state.p), q, weight)
-
-
-def _starts(shape: Topology) -> set[int] | None:
-    """The steps at which the children of another node begin; None where rows may differ."""
-    if shape.children is None:
-        return None
-    return {1, *accumulate((len(kids) for kids in shape.children if kids), initial=1)}
-
-
-TRAVERSAL = Rule(
-    "traversal",
-    traversal,
-    children="without_replacement",
-    refuses={"coupled": SHARED_NOISE},
-    reads_prefix=False,
-)
-BLOCK = replace(TRAVERSAL, name="block", chains_only=True)

@@ -5,15 +5,11 @@ the target finds it typical enough, whatever the drafter thought of it: the text
 target's own sample nor its greedy text.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
 from headstart.heads.core import argmax
 
-from ..trees.children import SAMPLED
-from .rule import Rule
 from .rule_api import Accepted, Verified
 
 
@@ -37,9 +33,9 @@ def typical(verified: Verified, epsilon: float = 0.09, delta: float = 0.3) -> Ac
 
 
 def typical_nodes(verified: Verified, epsilon: float, delta: float) -> tuple[Tensor, Tensor]:
-    """Which nodes are typical after their parent, and their log-likelihoods there; [B, N] both.
+    """Which nodes are typical after their parent, and their log-likelihoods, else 0; [B, N] both.
 
-    The root is typical, with log-likelihood 0; so has every node that is not typical.
+    The root is typical.
     """
     tree, shape = verified.tree, verified.tree.topology
     good = torch.zeros_like(tree.tokens, dtype=torch.bool)
@@ -55,16 +51,3 @@ def typical_nodes(verified: Verified, epsilon: float, delta: float) -> tuple[Ten
         good = good | mine
         likelihood = torch.where(mine, each.log(), likelihood)
     return good if tree.valid is None else good & tree.valid, likelihood
-
-
-TYPICAL = Rule(
-    "typical",
-    typical,
-    children="topk",
-    refuses={
-        "coupled": "the rule draws nothing, so its children have no noise to share",
-        **dict.fromkeys(SAMPLED, "the rule never asks what a child was drawn from"),
-    },
-    exact=False,
-    reads_prefix=False,
-)

@@ -1,12 +1,8 @@
 """Whose children a node gets: from a drafter's proposals to tokens.
 
-Children are the drafter's best tokens (`topk`), the best after the noise that the target will use
-has been added (`coupled`), or draws from the proposals, with or without replacement. Each parent
-draws for itself, also where parents share a row of proposals. What was drawn is neither ranked nor
-dropped afterwards: either would bias the text.
+Each parent draws for itself, also where parents share a row of proposals. What was drawn is neither
+ranked nor dropped afterwards: either would bias the text.
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -49,8 +45,7 @@ class Children:
         """What children that are not drawn are ranked by, [B, W, Vd]; None for the logits.
 
         Args:
-            lengths: [B], the root's position.
-            depth: the children's depth in the tree, or one [W] for each row of proposals.
+            lengths: [B], the root's position; depth: the children's, or [W] for each row's.
         """
         if self.expansion != "coupled" or step.logits is None:
             return None
@@ -62,12 +57,11 @@ class Children:
     ) -> Tensor:
         """The children of W parents, [B, W, count] target ids in order; -1 where there is none.
 
+        Candidates are taken as they stand.
+
         Args:
             step: a row of proposals for each parent, or, where children are drawn, one for all.
-            lengths, depth: see `scores`.
             parents: [W] the parents' numbers in the tree, which key the draws; see `first`.
-
-        Candidates are taken as they stand.
         """
         if step.logits is None or not self.sampled:
             return step.top(count, self.scores(step, lengths, depth))

@@ -5,10 +5,6 @@ assumes that a child is accepted with a probability that depends on its rank alo
 wanted, on its depth too), so a node counts with the product along its path, and the root with 1.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import numpy as np
 from numpy.typing import ArrayLike
 
@@ -25,8 +21,14 @@ class OptimalTrees:
         nodes: N, at least 1.
         depth: the deepest level allowed; None for no limit.
 
+    Raises:
+        ValueError: no rank, an entry outside 0 … 1, fewer than one node or a negative depth.
+
     Attributes:
         expected: [N + 1], F of the best tree of at most n nodes; entry 0 is 0.
+
+    Raises:
+        ValueError: no rank, an entry outside 0 … 1, fewer than one node or a negative depth.
 
     The programme: T[n, b], the best tree of n nodes whose root has b children, is the largest over
     m < n of T[n - m, b - 1] + p_b · (the best tree of m nodes, one level further down).
@@ -39,11 +41,6 @@ class OptimalTrees:
     """
 
     def __init__(self, accept: ArrayLike, nodes: int, depth: int | None = None):
-        """Fill the tables.
-
-        Raises:
-            ValueError: no rank, an entry outside 0 … 1, fewer than one node or a negative depth.
-        """
         table = np.atleast_2d(np.asarray(accept, dtype=float))  # [D, W]
         inside = table.ndim == 2 and table.size and bool(((table >= 0) & (table <= 1)).all())
         if not inside or nodes < 1 or (depth is not None and depth < 0):
@@ -51,7 +48,6 @@ class OptimalTrees:
                 f"found acceptance of shape {table.shape}, {nodes} nodes and depth {depth}; "
                 "expected probabilities [W] or [D, W], at least 1 node and no negative depth."
             )
-        self.nodes = nodes
         limit = nodes - 1 if depth is None else min(depth, nodes - 1)
         # Beyond its last row the table repeats itself: without a limit one level stands for all.
         self._endless = depth is None or depth >= nodes - 1
@@ -60,11 +56,9 @@ class OptimalTrees:
         below = np.where(np.arange(nodes + 1) > 0, 1.0, _NONE)  # [N+1], the leaves' level
         for level in reversed(range(levels)):
             row = table[min(level, len(table) - 1)][: nodes - 1]  # [W]
-            if self._endless and level == levels - 1:
-                below, *choice = _recursive(row, nodes)
-            else:
-                below, *choice = _level(row, below)
-            self._levels.insert(0, (choice[0], choice[1]))
+            last = self._endless and level == levels - 1
+            below, width, share = _recursive(row, nodes) if last else _level(row, below)
+            self._levels.insert(0, (width, share))
         self.expected = np.where(np.arange(nodes + 1) > 0, below, 0.0)
 
     def paths(self, nodes: int) -> list[list[int]]:
@@ -85,31 +79,11 @@ class OptimalTrees:
         return sorted(found, key=lambda path: (len(path), path))
 
 
-def expected_tokens(accept: ArrayLike, paths: Sequence[Sequence[int]]) -> float:
-    """F of a tree under the same assumption: the sum over its nodes, the root counted.
-
-    Args:
-        accept: see `OptimalTrees`; ranks beyond its width are never accepted.
-
-    >>> expected_tokens([0.5, 0.25], [[0], [1], [0, 0]])
-    2.0
-    """
-    table = np.atleast_2d(np.asarray(accept, dtype=float))
-    deepest, width = table.shape
-    total = 1.0
-    closed = {tuple(path[: i + 1]) for path in paths for i in range(len(path))}
-    for path in closed:
-        if max(path) < width:
-            total += float(np.prod([table[min(d, deepest - 1), r] for d, r in enumerate(path)]))
-    return total
-
-
 def _level(accept: np.ndarray, below: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """One level on top of subtrees that are worth `below` [N + 1].
 
-    Returns:
-        The best value of n nodes [N + 1], how many children its root has [N + 1], and how many
-        nodes the b-th of b children and its subtree get [W, N + 1].
+    The best value of n nodes [N + 1], how many children its root has [N + 1], and how many nodes
+    the b-th of b children and its subtree get [W, N + 1].
     """
     size = len(below)
     total = np.where(np.arange(size) > 0, 1.0, _NONE)  # T[n, 0]: n nodes may be fewer
@@ -136,8 +110,7 @@ def _recursive(accept: np.ndarray, nodes: int) -> tuple[np.ndarray, np.ndarray, 
     ranks = len(accept)
     total = np.full((ranks + 1, nodes + 1), _NONE)  # [b, n]
     total[0, 1:] = 1.0
-    best = np.full(nodes + 1, _NONE)
-    best[1] = 1.0
+    best = np.where(np.arange(nodes + 1) == 1, 1.0, _NONE)
     width = np.zeros(nodes + 1, dtype=np.int64)
     share = np.zeros((ranks, nodes + 1), dtype=np.int32)
     for size in range(2, nodes + 1):

@@ -1,16 +1,15 @@
-"""How trees are written: every text form, read. A policy's `str` is one that is read back here."""
+"""How trees are written: every text form, read; and the tree where none is given."""
 
-from __future__ import annotations
-
+import itertools
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
-from headstart.heads import OptionError
+from headstart.heads import Drafter, OptionError
 
-from .beam import Beam
-from .best_first import BestFirst
 from .policy import Policy
+from .search import Beam, BestFirst
 from .static import StaticTree
 from .union import Union
 
@@ -19,7 +18,6 @@ TREES = (
     "beam:WIDTH,LENGTH[,NODES], a JSON list of rank paths such as [[0],[1],[0,0]], or the path of "
     "a .json file that holds one; with several drafters a tree for each, joined by +"
 )
-"""How trees are written."""
 
 _NUMBERED: dict[str, Callable[..., Policy]] = {
     "chain": StaticTree.chain,
@@ -54,12 +52,22 @@ def parse_tree(text: str | Sequence[Sequence[int]] | Policy) -> Policy:
     raise OptionError(f"tree is {text!r}; expected {TREES}.")
 
 
-def parse_static(text: str | Sequence[Sequence[int]] | Policy) -> StaticTree:
-    """The same for trees whose shape is fixed.
+def default_tree(drafters: Sequence[Drafter], trees: Sequence[Any] = ()) -> Policy:
+    """The tree of one drafter, the union of the trees of several; `plain` without drafter.
 
-    Raises:
-        OptionError: what `parse_tree` refuses, and other trees.
+    Where a drafter has none in `trees`, the deepest chain that it can propose; of 4 without bound.
     """
+    parts = [
+        parse_tree(tree or f"chain:{drafter.max_depth or 4}")
+        for drafter, tree in itertools.zip_longest(drafters, trees[: len(drafters)])
+    ]
+    if len(parts) > 1:
+        return Union(parts)
+    return parts[0] if parts else parse_tree("plain")
+
+
+def parse_static(text: str | Sequence[Sequence[int]] | Policy) -> StaticTree:
+    """The same for trees whose shape is fixed; others are refused."""
     tree = parse_tree(text)
     if isinstance(tree, StaticTree):
         return tree
@@ -67,10 +75,7 @@ def parse_static(text: str | Sequence[Sequence[int]] | Policy) -> StaticTree:
 
 
 def sparse_nodes(text: object) -> int | None:
-    """N of `sparse:N`; None for any other tree.
-
-    That is the static tree of N nodes, the root counted, that a drafter's measured ranks make the
-    best, see `best_tree`. It is known only once it is measured.
+    """N of `sparse:N`, the best static tree of N nodes for ranks yet to be measured; else None.
 
     Raises:
         OptionError: a number of nodes that makes no tree.

@@ -1,12 +1,8 @@
 """What every policy of growing a token tree has, and what each round gives it."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch import Tensor
 
@@ -18,18 +14,13 @@ from .children import Children, Expansion
 
 @dataclass(slots=True)
 class Committed:
-    """What the last round (or the prefill) committed, as `Drafter.begin` takes it.
+    """What the last round (or the prefill) committed, as `Drafter.begin` takes it."""
 
-    Attributes:
-        features: [B, A, F]; tokens: [B, A]; count: [B]; root: [B, 1], the last committed token.
-        lengths: [B], cached tokens of each row; the root's position.
-    """
-
-    features: Tensor
-    tokens: Tensor
-    count: Tensor
-    root: Tensor
-    lengths: Tensor
+    features: Tensor  # [B, A, F]
+    tokens: Tensor  # [B, A]
+    count: Tensor  # [B]
+    root: Tensor  # [B, 1], the last committed token
+    lengths: Tensor  # [B], cached tokens of each row; the root's position
 
 
 class Policy(ABC):
@@ -52,11 +43,7 @@ class Policy(ABC):
         return str(self)
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """Refuse a tree that the drafter cannot fill, or that would bias children so chosen.
-
-        Raises:
-            OptionError: with the reason.
-        """
+        """Refuse a tree that the drafter cannot fill, or that would bias children so chosen."""
         if drafter is None and self.nodes > 1:
             raise OptionError(
                 f"tree {self.label} needs a drafter, found none; give one, or use tree 'plain'."
@@ -79,24 +66,3 @@ class Policy(ABC):
         self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
     ) -> TokenTree:
         """Propose a tree under `committed.root`."""
-
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def made_once(make: Callable[P, T]) -> Callable[P, T]:
-    """Keep what a policy's method returns for its arguments for as long as the policy lives.
-
-    For tensors on a device: captured CUDA graphs read them, so none may be dropped earlier.
-    """
-
-    @wraps(make)
-    def kept(*args: P.args, **kwargs: P.kwargs) -> T:
-        made = vars(args[0]).setdefault("_made", {})
-        key = make, args[1:]
-        if key not in made:
-            made[key] = make(*args, **kwargs)
-        return made[key]
-
-    return kept

@@ -4,10 +4,9 @@ Such trees are new in every round. Nodes are ranked and dropped by what the draf
 children must be a function of the proposals (`topk`, `coupled`); drawn ones would be biased.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-from typing import Any
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,15 +17,23 @@ from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
 from .children import SAMPLED, Children, Expansion, rows_of
 from .policy import Committed, Policy
 
-NEVER = float("-inf")
-"""The score of what is no candidate."""
+NEVER = float("-inf")  # the score of what is no candidate
+
+
+class SearchLevel(NamedTuple):
+    """One depth of a search: C = F * w candidates, w for each of the F nodes that were extended."""
+
+    tokens: Tensor  # [B, C] target ids; -1 where there is none
+    scores: Tensor  # [B, C] log-probability of the path from the root; -inf where there is none
+    kept: Tensor  # [B, F'] the candidates that are extended next, best first
 
 
 class SearchedTree(Policy):
     """A policy that ranks and drops nodes, and so refuses drawn children."""
 
+    width: int  # children that a node may have
+
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """See `Policy`."""
         super().check(drafter, expansion)
         if expansion in SAMPLED:
             raise OptionError(
@@ -34,57 +41,180 @@ class SearchedTree(Policy):
                 f"{expansion}; use 'topk' or 'coupled' children, or a static tree."
             )
 
+    @abstractmethod
+    def extended(self, drafter: Drafter) -> int:
+        """How many nodes of a level are extended."""
 
-@dataclass(frozen=True, slots=True)
-class SearchLevel:
-    """One depth of a search: C = F * w candidates, w for each of the F nodes that were extended.
+    @abstractmethod
+    def candidates(self, levels: Sequence[SearchLevel]) -> tuple[Tensor, Tensor, Tensor]:
+        """Tokens, scores and parents of a search's candidates, see `select`."""
 
-    Attributes:
-        tokens: [B, C] target ids; -1 where there is none.
-        scores: [B, C] log-probability of the path from the root; -inf where there is no candidate.
-        kept: [B, F'] the candidates that are extended next, best first.
+    def grow(
+        self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
+    ) -> TokenTree:
+        assert drafter is not None
+        levels = self._search(drafter, state, committed, children)
+        return self.select(committed.root, *self.candidates(levels))
+
+    def _search(
+        self, drafter: Drafter, state: Any, committed: Committed, children: Children
+    ) -> list[SearchLevel]:
+        """Level by level, extend the best nodes with their best `width` children each."""
+        assert not children.sampled, "check() refuses drawn children"
+        width, depth, lengths = self.width, self.max_depth, committed.lengths
+        frontier = self.extended(drafter)
+        step = drafter.begin(state, committed.features, committed.tokens, committed.count)
+        heads = None
+        if drafter.independent:
+            depths = torch.arange(1, depth + 1, device=lengths.device)
+            heads = best_children(children, rows_of(step, 0, depth), width, lengths, depths)
+        above = torch.zeros_like(lengths, dtype=torch.float64).unsqueeze(1)  # [B, F], the root's
+        levels: list[SearchLevel] = []
+        first = -1  # the number of the first extended node, among all that the drafter has grown
+        for level in range(1, depth + 1):
+            if heads is not None:  # one row for all nodes of a level
+                ids, scores = (values[:, level - 1 : level] for values in heads)
+            else:
+                ids, scores = best_children(children, step, width, lengths, level)
+            tokens = ids.expand(-1, above.shape[1], -1).flatten(1)  # [B, C]
+            scores = (above.unsqueeze(-1) + scores).flatten(1)  # [B, C]
+            kept = _best(scores, frontier)  # [B, F']
+            levels.append(SearchLevel(tokens, scores, kept))
+            if level < depth and heads is None:
+                parent = kept // width + first
+                step = drafter.extend(state, tokens.gather(1, kept).clamp(min=0), parent)
+                first += above.shape[1]
+            above = scores.gather(1, kept)
+        return levels
+
+    def select(self, root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor) -> TokenTree:
+        """The tree of the root [B, 1] and the best N - 1 of C candidates, in their order.
+
+        Args:
+            tokens: [B, C].
+            scores: [B, C], nowhere above the parent's; -inf candidates are left out, and what is
+                missing to N is invalid, at the end, and hangs on the root.
+            parents: [B, C], 0 for the root, c + 1 for candidate c, which comes earlier.
+
+        >>> tokens, parents = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]])
+        >>> scores = torch.tensor([[-1.0, -3.0, -2.0, -9.0]])
+        >>> tree = BestFirst(4, 2, 2).select(torch.tensor([[9]]), tokens, scores, parents)
+        >>> tree.tokens.tolist(), tree.topology.parents.tolist()
+        ([[9, 5, 6, 7]], [[-1, 0, 0, 1]])
+        """
+        nodes, count = self.nodes, tokens.shape[1]
+        scores = pad(scores, (0, max(nodes - 1 - count, 0)), value=NEVER)
+        order = _best(scores, nodes - 1)  # [B, N-1]
+        missing = scores.gather(1, order) == NEVER
+        chosen = order.masked_fill(missing, count).sort(dim=1).values  # [B, N-1], missing ones last
+        numbers = torch.arange(1, nodes, device=root.device).expand_as(chosen)
+        number = torch.zeros_like(pad(tokens, (1, 1))).scatter(1, chosen + 1, numbers)  # [B, C+2]
+        above = number.gather(1, pad(parents, (0, 1)).gather(1, chosen))  # [B, N-1]
+        above = pad(above, (1, 0), value=-1)  # [B, N]
+        topology = Topology.from_parents(above, self.max_depth, self.width)
+        tokens = torch.cat([root, pad(tokens, (0, 1)).gather(1, chosen)], dim=1)  # [B, N]
+        valid = pad(chosen < count, (1, 0), value=True)
+        return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
+
+
+class BestFirst(SearchedTree):
+    """The nodes of highest probability, as the drafter sees it.
+
+    In each level the best `frontier` nodes are extended with their best `width` children; of all
+    candidates the best `nodes` - 1 make the tree (EAGLE-2, arXiv 2406.16858). Independent heads
+    answer for every node at once, so their frontier is as wide as the tree, and the tree the true
+    best-first set over the product of their marginals (DDTree, arXiv 2604.12989).
+
+    Args:
+        nodes: N, the root counted.
+        width: children that a node may have.
+        depth: D.
+        frontier: None for `width`, and for `nodes` - 1 with independent heads.
+
+    Raises:
+        OptionError: numbers that make no tree, or leave nodes without a use.
     """
 
-    tokens: Tensor
-    scores: Tensor
-    kept: Tensor
+    def __init__(self, nodes: int, width: int, depth: int, frontier: int | None = None):
+        self.nodes, self.width, self.max_depth, self.frontier = nodes, width, depth, frontier
+        if min(nodes - 1, width, depth, frontier or 1) < 1:
+            raise OptionError(
+                f"tree {self} has no node beside the root; expected at least 2 nodes, and width, "
+                "depth and frontier from 1."
+            )
+        self._check_candidates(frontier or nodes - 1)
+
+    def __str__(self) -> str:
+        numbers = [self.nodes, self.width, self.max_depth, self.frontier]
+        return "best-first:" + ",".join(str(number) for number in numbers if number is not None)
+
+    def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
+        super().check(drafter, expansion)
+        assert drafter is not None
+        self._check_candidates(self.extended(drafter))
+
+    def extended(self, drafter: Drafter) -> int:
+        return self.frontier or (self.nodes - 1 if drafter.independent else self.width)
+
+    def _check_candidates(self, frontier: int) -> None:
+        extended, candidates = 1, 0
+        for _ in range(self.max_depth):
+            candidates += extended * self.width
+            extended = min(frontier, extended * self.width)
+        if candidates < self.nodes - 1:
+            raise OptionError(
+                f"tree {self} never has more than {candidates + 1} nodes when {frontier} of a "
+                "level are extended; lower its nodes, or raise width, depth or frontier."
+            )
+
+    def candidates(self, levels: Sequence[SearchLevel]) -> tuple[Tensor, Tensor, Tensor]:
+        parents, first = [torch.zeros_like(levels[0].tokens)], 1
+        for level in levels[:-1]:
+            parents.append((level.kept + first).repeat_interleave(self.width, dim=1))  # [B, C]
+            first += level.tokens.shape[1]
+        tokens = torch.cat([level.tokens for level in levels], dim=1)
+        return tokens, torch.cat([level.scores for level in levels], dim=1), torch.cat(parents, 1)
 
 
-def search(
-    drafter: Drafter,
-    state: Any,
-    committed: Committed,
-    children: Children,
-    width: int,
-    depth: int,
-    frontier: int,
-) -> list[SearchLevel]:
-    """Level by level, extend the best `frontier` nodes with their best `width` children each."""
-    assert not children.sampled, "check() refuses drawn children"
-    lengths = committed.lengths
-    step = drafter.begin(state, committed.features, committed.tokens, committed.count)
-    heads = None
-    if drafter.independent:
-        depths = torch.arange(1, depth + 1, device=lengths.device)
-        heads = best_children(children, rows_of(step, 0, depth), width, lengths, depths)
-    above = torch.zeros_like(lengths, dtype=torch.float64).unsqueeze(1)  # [B, F]; the root's score
-    levels: list[SearchLevel] = []
-    first = -1  # the number of the first extended node, among all that the drafter has grown
-    for level in range(1, depth + 1):
-        if heads is not None:  # one row for all nodes of a level
-            ids, scores = (values[:, level - 1 : level] for values in heads)
-        else:
-            ids, scores = best_children(children, step, width, lengths, level)
-        tokens = ids.expand(-1, above.shape[1], -1).flatten(1)  # [B, C]
-        scores = (above.unsqueeze(-1) + scores).flatten(1)  # [B, C]
-        kept = _best(scores, frontier)  # [B, F']
-        levels.append(SearchLevel(tokens, scores, kept))
-        if level < depth and heads is None:
-            parent = kept // width + first
-            step = drafter.extend(state, tokens.gather(1, kept).clamp(min=0), parent)
-            first += above.shape[1]
-        above = scores.gather(1, kept)
-    return levels
+class Beam(SearchedTree):
+    """The union of the paths that a beam search ends with (ReDrafter, arXiv 2403.09919).
+
+    Each level keeps the best `width` pairs of a beam and a token. Beams with a common beginning
+    share its nodes; nodes on no final beam are dropped. Where the search runs dry before `length`,
+    the final beams are the last that there were.
+
+    Args:
+        width: beams; length: D, tokens of each.
+        nodes: N, the root counted; the worst beams are cut first. None for 1 + width * length.
+
+    Raises:
+        OptionError: numbers that make no tree, or leave nodes without a use.
+    """
+
+    def __init__(self, width: int, length: int, nodes: int | None = None):
+        self.width, self.max_depth, self._cut = width, length, nodes
+        most = 1 + width * length
+        self.nodes = most if nodes is None else nodes
+        if min(width, length) < 1 or not 1 < self.nodes <= most:
+            raise OptionError(
+                f"tree {self} makes no beams; expected width and length from 1, and from 2 to "
+                "1 + width * length nodes."
+            )
+
+    def __str__(self) -> str:
+        cut = "" if self._cut is None else f",{self._cut}"
+        return f"beam:{self.width},{self.max_depth}{cut}"
+
+    def extended(self, drafter: Drafter) -> int:
+        return self.width
+
+    def candidates(self, levels: Sequence[SearchLevel]) -> tuple[Tensor, Tensor, Tensor]:
+        width, depth = self.width, self.max_depth
+        tokens = torch.cat([level.tokens.gather(1, level.kept) for level in levels], dim=1)
+        slots = torch.arange(depth - 1, device=tokens.device).repeat_interleave(width) * width + 1
+        parents = torch.cat([level.kept // width for level in levels], dim=1)  # [B, D * width]
+        parents = parents + pad(slots, (width, 0))
+        return tokens, torch.cat(final_beams(levels, width), dim=1), parents
 
 
 def best_children(
@@ -118,39 +248,17 @@ def _best(scores: Tensor, count: int) -> Tensor:
     return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
-def select(
-    root: Tensor,
-    tokens: Tensor,
-    scores: Tensor,
-    parents: Tensor,
-    nodes: int,
-    depth: int,
-    width: int,
-) -> TokenTree:
-    """The tree of the root and the best `nodes` - 1 of C candidates, in their order.
-
-    Args:
-        root: [B, 1]; tokens: [B, C].
-        scores: [B, C], nowhere above the parent's; -inf candidates are left out, and what is
-            missing to `nodes` is invalid, at the end, and hangs on the root.
-        parents: [B, C], 0 for the root, c + 1 for candidate c, which comes earlier.
-        depth, width: the deepest level, and the most children of a node, invalid ones apart.
-
-    >>> tokens, parents = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[0, 0, 1, 1]])
-    >>> scores = torch.tensor([[-1.0, -3.0, -2.0, -9.0]])
-    >>> tree = select(torch.tensor([[9]]), tokens, scores, parents, nodes=4, depth=2, width=2)
-    >>> tree.tokens.tolist(), tree.topology.parents.tolist()
-    ([[9, 5, 6, 7]], [[-1, 0, 0, 1]])
-    """
-    count = tokens.shape[1]
-    scores = pad(scores, (0, max(nodes - 1 - count, 0)), value=NEVER)
-    order = _best(scores, nodes - 1)  # [B, N-1]
-    missing = scores.gather(1, order) == NEVER
-    chosen = order.masked_fill(missing, count).sort(dim=1).values  # [B, N-1], missing ones last
-    numbers = torch.arange(1, nodes, device=root.device).expand_as(chosen)
-    number = torch.zeros_like(pad(tokens, (1, 1))).scatter(1, chosen + 1, numbers)  # [B, C+2]
-    above = number.gather(1, pad(parents, (0, 1)).gather(1, chosen))  # [B, N-1]
-    topology = Topology.from_parents(pad(above, (1, 0), value=-1), depth, width)
-    tokens = torch.cat([root, pad(tokens, (0, 1)).gather(1, chosen)], dim=1)  # [B, N]
-    valid = pad(chosen < count, (1, 0), value=True)
-    return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
+def final_beams(levels: Sequence[SearchLevel], width: int) -> list[Tensor]:
+    """For each level minus the place of the best final beam through each beam, or -inf: [B, w]."""
+    goals: list[Tensor] = []
+    for level in reversed(levels):
+        alive = level.scores.gather(1, level.kept) > NEVER  # [B, width]
+        order = -torch.arange(width, dtype=torch.float64, device=alive.device)
+        ends = torch.where(alive, order, NEVER)
+        if goals:
+            below, parent = goals[-1], levels[len(levels) - len(goals)].kept // width
+            passing = torch.full_like(below, NEVER).scatter_reduce(1, parent, below, "amax")
+            dry = (below == NEVER).all(1, keepdim=True)
+            ends = torch.where(dry, ends, passing)
+        goals.append(ends)
+    return goals[::-1]

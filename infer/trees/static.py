@@ -3,23 +3,35 @@
 Chains, Cartesian products and measured sparse trees are all static trees.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise, product
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
 from headstart.heads.core import parents_of_paths
 
 from .children import Children, Expansion, rows_of
-from .levels import Level, fixed_shape, make_levels, make_one_level
-from .policy import Committed, Policy, made_once
+from .policy import Committed, Policy
+
+
+@dataclass(frozen=True)
+class Level:
+    """One depth of a static tree: n nodes below W parents, w of which have children themselves."""
+
+    ranks: int  # children to take per parent
+    above: Tensor  # [W] the parents' numbers in the tree
+    rows: Tensor  # [n] which of the parents each node has
+    pick: Tensor  # [n] each node among the children taken, row * ranks + rank
+    inner: Tensor  # [w] which of the level's nodes have children
+    parent: Tensor  # [1, w] of those, the parent among all inner nodes so far; -1 for the root
 
 
 class StaticTree(Policy):
@@ -38,9 +50,7 @@ class StaticTree(Policy):
             OptionError: not a list of non-empty lists of whole numbers from 0.
         """
         try:
-            good = all(
-                path and all(type(rank) is int and rank >= 0 for rank in path) for path in paths
-            )
+            good = all(path and all(type(i) is int and i >= 0 for i in path) for path in paths)
         except TypeError:
             good = False
         if not good:
@@ -53,14 +63,17 @@ class StaticTree(Policy):
         self.nodes = len(self.parents)
         self.width = max(Counter(self.parents[1:]).values(), default=0)
         self.in_place = self.nodes == self.max_depth + 1
+        # Captured CUDA graphs read these tensors, so they live as long as the policy.
+        self.shape, self._levels = cache(self._shape), cache(self._make_levels)
+        self._one_level = cache(self._make_one_level)
 
     @classmethod
-    def chain(cls, length: int) -> StaticTree:
+    def chain(cls, length: int) -> Self:
         """One path of the best token at each depth."""
         return cls.cartesian([1] * length)
 
     @classmethod
-    def cartesian(cls, widths: Sequence[int]) -> StaticTree:
+    def cartesian(cls, widths: Sequence[int]) -> Self:
         """Every node of depth d - 1 has widths[d - 1] children (SpecInfer's expansion)."""
         return cls(list(product(*map(range, widths))) if widths else [])
 
@@ -111,7 +124,6 @@ class StaticTree(Policy):
     def grow(
         self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
     ) -> TokenTree:
-        """Propose a tree under `committed.root`."""
         root = committed.root
         topology, proposal_row = self.shape(root.shape[0], root.device)
         if drafter is None or self.nodes == 1:
@@ -122,9 +134,8 @@ class StaticTree(Policy):
             depths = level.above
             taken = children.take(step, level.ranks, committed.lengths, depths, depths)
             tokens = taken.flatten(1).index_select(1, level.pick)  # [B, N-1]
-            return TokenTree(
-                *_filled(root, tokens, topology, _may_lack(step, level.ranks)), proposal_row
-            )
+            filled = _filled(root, tokens, topology, _may_lack(step, level.ranks))
+            return TokenTree(*filled, proposal_row)
         drawn, rows, logits, holes = [], [proposal_row[:, :1]], [], children.sampled
         for depth, level in enumerate(self._levels(root.device), start=1):
             here = rows_of(step, depth - 1, depth) if drafter.independent else step
@@ -145,27 +156,40 @@ class StaticTree(Policy):
         filled = _filled(root, tokens, topology, holes)
         if not logits:
             return TokenTree(*filled, proposal_row)
-        return TokenTree(
-            *filled,
-            torch.cat(rows, dim=1),
-            step.logits if drafter.independent else torch.cat(logits, dim=1),  # [B, G, Vd]
-            step.vocabulary,
-            children.expansion == "with_replacement",
-        )
+        proposals = step.logits if drafter.independent else torch.cat(logits, dim=1)  # [B, G, Vd]
+        replacement = children.expansion == "with_replacement"
+        return TokenTree(*filled, torch.cat(rows, 1), proposals, step.vocabulary, replacement)
 
-    @made_once
-    def shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
-        """The topology for `batch` rows, and its `proposal_row` [B, N]: all point masses."""
-        topology = fixed_shape(self.parents, self.max_depth, device).expand(batch)
-        return topology, torch.full_like(topology.parents, -1)
+    def _shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
+        return fixed_shape(self.parents, self.max_depth, batch, device)
 
-    @made_once
-    def _levels(self, device: torch.device) -> list[Level]:
-        return make_levels(self.parents, self.ranks, self.depths, device)
+    def _make_levels(self, device: torch.device) -> list[Level]:
+        parents, ranks, depths = self.parents, self.ranks, self.depths
+        number = {0: -1}  # of the root and the inner nodes so far, as `Drafter.extend` counts them
+        levels, first, above = [], 1, [0]
 
-    @made_once
-    def _one_level(self, device: torch.device) -> Level:
-        return make_one_level(self.ranks, self.depths, self.max_depth, device)
+        def tensor(values: Sequence[Any]) -> Tensor:
+            return torch.tensor(values, dtype=torch.long, device=device)
+
+        for depth in range(1, self.max_depth + 1):
+            members = range(first, first + depths.count(depth))
+            rows = [above.index(parents[node]) for node in members]
+            count = 1 + max(ranks[node] for node in members)
+            pick = [row * count + ranks[node] for row, node in zip(rows, members, strict=True)]
+            inner = [node for node in members if node in parents]
+            places, up = [node - first for node in inner], [number[parents[node]] for node in inner]
+            number |= {node: len(number) - 1 + i for i, node in enumerate(inner)}
+            levels.append(Level(count, *map(tensor, (above, rows, pick, places, [up]))))
+            above, first = inner, members.stop
+        return levels
+
+    def _make_one_level(self, device: torch.device) -> Level:
+        """All levels as one, for independent heads: their proposals for each depth are its rows."""
+        count = 1 + max(self.ranks)
+        rows = torch.tensor(self.depths[1:], device=device) - 1
+        pick = rows * count + torch.tensor(self.ranks[1:], device=device)
+        above = torch.arange(1, self.max_depth + 1, device=device)
+        return Level(count, above, rows, pick, pick[:0], pick[:0].unsqueeze(0))
 
 
 def _may_lack(step: Step, count: int) -> bool:
@@ -178,14 +202,26 @@ def _filled(
 ) -> tuple[Tensor, Topology, Tensor | None]:
     """The first fields of a TokenTree: root [B, 1] and the other nodes' tokens [B, N-1].
 
-    Args:
-        holes: whether -1 may be among the tokens; such nodes, and all below them, are invalid
-            and become 0.
+    With `holes`, -1 may be among them: such nodes, and all below, are invalid and become 0.
     """
     valid = None
     if holes:
-        there = torch.nn.functional.pad(tokens >= 0, (1, 0), value=True)  # [B, N]
+        there = pad(tokens >= 0, (1, 0), value=True)  # [B, N]
         paths = topology.paths
         valid = there.gather(1, paths.flatten(1)).view(paths.shape).all(-1)
         tokens = tokens.masked_fill(~valid[:, 1:], 0)
     return torch.cat([root, tokens], dim=1), topology, valid
+
+
+def fixed_shape(
+    parents: Sequence[int], max_depth: int, batch: int, device: torch.device
+) -> tuple[Topology, Tensor]:
+    """The topology of parents that the host knows, for `batch` rows; and `proposal_row` [B, N]."""
+    children = tuple(
+        tuple(node for node in range(1, len(parents)) if parents[node] == parent)
+        for parent in range(len(parents))
+    )
+    width = max(map(len, children))
+    one = Topology.from_parents(torch.tensor([parents], device=device), max_depth, width, children)
+    topology = one.expand(batch)
+    return topology, torch.full_like(topology.parents, -1)

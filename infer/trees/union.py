@@ -18,10 +18,9 @@ with its own drafter's q. This is exact for every rule that is exact with one dr
 such as lookup's included (argued in `rejection`, proved by enumeration in test_exactness.py).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate
 from typing import Any
 
@@ -33,9 +32,8 @@ from headstart.heads import Drafter, OptionError, TokenTree, Topology
 from headstart.heads.group import members
 
 from .children import Children, Expansion
-from .levels import fixed_shape
-from .policy import Committed, Policy, made_once
-from .static import StaticTree
+from .policy import Committed, Policy
+from .static import StaticTree, fixed_shape
 
 
 class Union(Policy):
@@ -64,17 +62,16 @@ class Union(Policy):
         self.nodes = 1 + sum(part.nodes - 1 for part in self.parts)
         self.max_depth = max(part.max_depth for part in self.parts)
         self._static = all(isinstance(part, StaticTree) for part in self.parts)
+        self.shape = cache(self._shape)  # of static parts; kept as `StaticTree` keeps its own
 
     def __str__(self) -> str:
         return "+".join(map(str, self.parts))
 
     @property
     def label(self) -> str:
-        """The labels of the parts."""
         return "+".join(part.label for part in self.parts)
 
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
-        """Refuse what any part refuses of its drafter, and another number of drafters."""
         found = members(drafter)
         if len(found) != len(self.parts):
             raise OptionError(
@@ -87,14 +84,16 @@ class Union(Policy):
     def grow(
         self, drafter: Drafter | None, state: Any, committed: Committed, children: Children
     ) -> TokenTree:
-        """Propose a tree under `committed.root`."""
         trees, first = [], 0
         for part, member in zip(self.parts, members(drafter), strict=True):
             own = replace(children, first=first)
             trees.append(part.grow(member, state, committed, own))
             first += part.nodes
         tokens = torch.cat([committed.root, *(tree.tokens[:, 1:] for tree in trees)], 1)  # [B, N]
-        valid = _valid(trees)
+        valid = None
+        if any(tree.valid is not None for tree in trees):
+            there = [torch.ones_like(t.tokens) > 0 if t.valid is None else t.valid for t in trees]
+            valid = torch.cat([there[0], *(each[:, 1:] for each in there[1:])], 1)
         if not self._static:
             assert valid is not None, "a tree of changing shape says which nodes are valid"
             topology = self._grown(trees, valid)
@@ -102,33 +101,23 @@ class Union(Policy):
         topology, proposal_row = self.shape(tokens.shape[0], tokens.device)
         if all(tree.logits is None for tree in trees):
             return TokenTree(tokens, topology, valid, proposal_row)
-        assert drafter is not None
-        return TokenTree(
-            tokens,
-            topology,
-            valid,
-            *_proposals(trees, members(drafter)[0].config.vocab_size),
-            children.expansion == "with_replacement",
-            self._turns,
-        )
+        proposals = _proposals(trees, members(drafter)[0].config.vocab_size)
+        replacement = children.expansion == "with_replacement"
+        return TokenTree(tokens, topology, valid, *proposals, replacement, self._turns)
 
     @property
     def _turns(self) -> tuple[int, ...]:
         """Which of the root's children, by order, are the first of each part."""
-        assert self._static
         counts = (part.parents.count(0) for part in self.parts if isinstance(part, StaticTree))
         return (0, *accumulate(counts))[:-1]
 
-    @made_once
-    def shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
-        """The topology of static parts for `batch` rows, see `StaticTree.shape`."""
+    def _shape(self, batch: int, device: torch.device) -> tuple[Topology, Tensor]:
         parents = [-1]
         for part in self.parts:
             assert isinstance(part, StaticTree)
             first = len(parents) - 1
             parents += [parent + first if parent else 0 for parent in part.parents[1:]]
-        topology = fixed_shape(parents, self.max_depth, device).expand(batch)
-        return topology, torch.full_like(topology.parents, -1)
+        return fixed_shape(parents, self.max_depth, batch, device)
 
     def _grown(self, trees: Sequence[TokenTree], valid: Tensor) -> Topology:
         """The topology where the shape of a part changes with every round."""
@@ -144,17 +133,6 @@ class Union(Policy):
         # counted, or a sibling's rank would exceed the bound on a node's children.
         siblings = (parents.unsqueeze(1) == parents.unsqueeze(2)) & valid.unsqueeze(1)
         return replace(topology, rank=siblings.tril(-1).sum(-1))
-
-
-def _valid(trees: Sequence[TokenTree]) -> Tensor | None:
-    """[B, N] which nodes of the union may be accepted; None for all."""
-    if all(tree.valid is None for tree in trees):
-        return None
-    each = [
-        torch.ones_like(tree.tokens, dtype=torch.bool) if tree.valid is None else tree.valid
-        for tree in trees
-    ]
-    return torch.cat([each[0], *(valid[:, 1:] for valid in each[1:])], 1)
 
 
 def _proposals(trees: Sequence[TokenTree], vocab: int) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -158,8 +158,8 @@ def shifted_slot(self: CachedLayers, state: Any, inputs: Any, depth: Tensor, *re
         state.lengths = lengths
 
 
-def without_siblings_apart(self: CachedLayers, state: Any, inputs: Any, depth: Tensor, seen, live):
-    return RUN(self, state, inputs, depth, torch.ones_like(seen), live)
+def without_siblings_apart(self: CachedLayers, state: Any, inputs: Any, depth: Tensor, seen):
+    return RUN(self, state, inputs, depth, torch.ones_like(seen))
 
 
 RUN = CachedLayers._run

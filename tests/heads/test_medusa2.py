@@ -201,9 +201,9 @@ def of_another_rank(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (missing, "missing or not the adapter that was saved"),
+        (missing, "missing or not the file that was saved"),
         (missing_and_denied, "missing or damaged"),
-        (altered, "not the adapter that was saved"),
+        (altered, "not the file that was saved"),
         (cut, "missing or damaged"),
         (with_a_stranger, "stranger is missing, unknown"),
         (of_another_rank, "of another shape"),

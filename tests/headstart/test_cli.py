@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from headstart import cli, models
+from headstart import cli, inputs
 from headstart.cli import main
 from headstart.heads.artifacts.source import DrafterSource
-from headstart.prompts import encode
+from headstart.inputs import encode
 from headstart.terminal import UsageError
 from tests.support.paths import ROOT
 
@@ -317,13 +317,13 @@ def test_generate_takes_the_artifact_sown_target_and_tree(
     assert main(command) == 0
     assert capsys.readouterr().out.rstrip("\n") == plain_text(target, "hi", 12).rstrip("\n")
     options = Namespace(target=None, drafter=heads, tree=None, rule=None)
-    tree: Any = models.load_speculator(options).tree
+    tree: Any = inputs.load_speculator(options).tree
     assert tree.paths == ((0,), (1,), (0, 0))
     options = Namespace(target=None, drafter=heads, tree="chain:1", rule=None)
-    assert str(models.load_speculator(options).tree) == "chain:1"
+    assert str(inputs.load_speculator(options).tree) == "chain:1"
     plain = artifact(target, tmp_path / "without", tree=None)
     options = Namespace(target=None, drafter=plain, tree=None, rule=None)
-    assert str(models.load_speculator(options).tree) == "chain:2"
+    assert str(inputs.load_speculator(options).tree) == "chain:2"
 
 
 def test_several_drafters_decode_together(
@@ -336,7 +336,7 @@ def test_several_drafters_decode_together(
     assert main(["generate", *both, "--prompt", "hi", "--max-new-tokens", "12"]) == 0
     assert capsys.readouterr().out.rstrip("\n") == plain_text(target, "hi", 12).rstrip("\n")
     options = Namespace(target=None, drafter=both[1::2], tree=None, rule=None)
-    assert str(models.load_speculator(options).tree) == "chain:4+[[1],[0,0]]"
+    assert str(inputs.load_speculator(options).tree) == "chain:4+[[1],[0,0]]"
     command = ["bench", *both, "--prompts", str(prompts), "--new-tokens", "6", "--json"]
     trees = ["chain:3+chain:1", "cartesian:2,1+chain:2"]
     assert main([*command, "--tree", trees[0], "--tree", trees[1]]) == 0
@@ -399,7 +399,7 @@ def test_prompts_that_are_chats_go_through_the_template(chat_target: str, target
 
     for folder, before in ((chat_target, "<user>a<assistant>"), (target, "")):
         options = Namespace(target=folder, drafter=None)
-        speculator = models.load_speculator(options)
+        speculator = inputs.load_speculator(options)
         messages = [{"role": "user", "content": "a"}]
         ids = encode(Document("1", "a", messages), speculator, None)
         tokenizer: Any = speculator.tokenizer
@@ -482,7 +482,7 @@ def test_the_artifact_names_its_target(tmp_path: Path) -> None:
     def own_target(folder: Path, trained_for: str) -> str:
         source = DrafterSource("org/drafter")
         vars(source).update(folder=folder, manifest=SimpleNamespace(target=trained_for))
-        return models.own_target(source)
+        return inputs.own_target(source)
 
     here, moved, heads = tmp_path / "here", tmp_path / "run" / "target", tmp_path / "run" / "heads"
     here.mkdir()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from headstart.cli import main
-from headstart.compare import load_all, quickstart_of, quickstarts
+from headstart.commands.quickstart import load_all, quickstart_of, quickstarts
 from headstart.heads import FAMILIES
 from tests.support.recipes import TINY
 from tests.support.reports import REPORT

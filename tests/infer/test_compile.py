@@ -15,7 +15,7 @@ import transformers as tf
 from torch._dynamo.utils import counters
 
 from headstart.heads import OptionError, UnsupportedTarget
-from headstart.heads.core import attention_interface as attention
+from headstart.heads.core import tree_attention as attention
 from headstart.infer import Speculator, request
 from tests.support.families import TREES, drafter, target
 from tests.support.tape import SAMPLED, decode, on_tape

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.compare import quickstart_of
+from headstart.commands.quickstart import quickstart_of
 from headstart.heads import FAMILIES, Drafter, DrafterGroup, family, load_drafter
 from headstart.heads.draft_model import DraftModel
 from headstart.infer import Speculator, parse_tree

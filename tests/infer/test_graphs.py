@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from headstart.heads import FAMILIES, DecodingError, Drafter
-from headstart.infer import Speculator, captured, request
-from headstart.infer.captured import CapturedRunner
+from headstart.infer import Speculator, request, runners
 from headstart.infer.graphs import RoundGraphs, addresses
+from headstart.infer.runners import CapturedRunner
 from tests.support.families import LENGTHS, TREES, drafter, target
 from tests.support.tape import NEW, SAMPLED, Tape, decode, on_tape
 from tests.support.tiny import prompts
@@ -130,7 +130,7 @@ def test_what_a_drafter_carries_over_matters(monkeypatch: pytest.MonkeyPatch) ->
     replayed, _, tape = both("draft_model")
     decode(replayed)
     assert not tape.taped  # it never lies where it lay before
-    monkeypatch.setattr(captured, "addresses", lambda *owners: None)
+    monkeypatch.setattr(runners, "addresses", lambda *owners: None)
     replayed, written, _ = both("draft_model")
     assert torch.equal(decode(replayed), decode(written))  # the target decides
     assert replayed.stats.counts.tolist() != written.stats.counts.tolist()

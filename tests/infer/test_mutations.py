@@ -19,7 +19,7 @@ from torch import Tensor
 
 from headstart.heads import Sampling, TokenTree
 from headstart.infer import StaticTree, Union
-from headstart.infer.rules import decisions, siblings
+from headstart.infer.rules import siblings
 from headstart.infer.rules.registry import RULES
 from headstart.infer.rules.rule_api import Accepted, Verified
 from headstart.infer.trees import children, static
@@ -101,7 +101,7 @@ def wrong_bonus_row(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def residual_not_renormalised(patch: pytest.MonkeyPatch) -> None:
-    true = decisions.normalise
+    true = siblings.normalise
 
     def normalise(excess: Tensor, p: Tensor, weight: Any) -> tuple[Tensor, Tensor]:
         left, new = true(excess.clone(), p, weight)
@@ -112,7 +112,7 @@ def residual_not_renormalised(patch: pytest.MonkeyPatch) -> None:
 
 @bug
 def residual_softmaxed(patch: pytest.MonkeyPatch) -> None:
-    true = decisions.normalise
+    true = siblings.normalise
 
     def normalise(excess: Tensor, p: Tensor, weight: Any) -> tuple[Tensor, Tensor]:
         left, new = true(excess, p, weight)
@@ -273,7 +273,7 @@ def uniform_fallback_when_exhausted(patch: pytest.MonkeyPatch) -> None:
 
     Drawing and weighing both fall back, so this one takes two functions.
     """
-    take, without = children.Children.take, decisions.without
+    take, without = children.Children.take, siblings.without
 
     def taken(self: Any, step: Any, *args: Any) -> Tensor:
         flat = replace(step, logits=self.sampling.warp(step.logits).clamp(min=-50))

@@ -28,9 +28,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from headstart.heads import Sampling, Step, TokenTree
-from headstart.heads.core.noise import Stream
+from headstart.heads.core.sampling import Stream
 from headstart.heads.group import GroupMember
-from headstart.infer.rules.rule import Rule
+from headstart.infer.rules.registry import Rule
 from headstart.infer.rules.rule_api import Accepted, Text, Verified, seen_in
 from headstart.infer.trees.children import Children, Expansion
 from headstart.infer.trees.policy import Committed, Policy

@@ -343,7 +343,7 @@ def test_the_tree_is_chosen_on_what_the_adapted_target_writes() -> None:
     drafter = medusa2(model)
     module = JointTarget(model, drafter, 0.8)
     prompts = list(counting_rows(3, 4))
-    check = Validation(model, prompts, 8, "sparse:4", "greedy", target_changes=True)
+    check = Validation(model, prompts, 8, "sparse:4", "greedy")
     check(drafter.eval())
     before = check._texts
     disturb(module)

@@ -244,8 +244,8 @@ def recipe_with(on_policy: Any, family: str = "draft_model", **train: Any) -> An
         (
             {"lmbda": 1.5},
             {},
-            r"train\.on_policy\.lmbda: found 1\.5, expected a finite number greater than 0 "
-            r"and at most 1",
+            r"train\.on_policy\.lmbda: found 1\.5, expected a finite number greater than 0 and "
+            r"at most 1",
         ),
         ({"every": 0}, {}, r"train\.on_policy\.every"),
         ({"temperature": -1}, {}, r"train\.on_policy\.temperature"),

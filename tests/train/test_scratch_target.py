@@ -13,8 +13,16 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headstart.train.data.corpus import build_corpus, load_documents
 from headstart.train.data.documents import Document
 from headstart.train.recipe import Corpus, Scratch
-from headstart.train.scratch_target import END_OF_TEXT, pack, train_target, train_tokenizer
-from headstart.train.scratch_training import Clock, Rows, TargetError, schedule
+from headstart.train.scratch_target import (
+    END_OF_TEXT,
+    Clock,
+    Rows,
+    TargetError,
+    pack,
+    schedule,
+    train_target,
+    train_tokenizer,
+)
 
 TINY = Scratch(
     vocab_size=300,
@@ -113,7 +121,7 @@ def test_a_slower_machine_trains_less(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds_a_step in (1.0, 3.0):
         now = [100.0]
         monkeypatch.setattr(
-            "headstart.train.scratch_training.time.perf_counter", lambda now=now: now[0]
+            "headstart.train.scratch_target.time.perf_counter", lambda now=now: now[0]
         )
         clock = Clock(max_seconds=12.0, max_tokens=None, step_tokens=8, started=now[0])
         shares = []

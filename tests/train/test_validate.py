@@ -7,8 +7,7 @@ from headstart.heads import OptionError
 from headstart.heads.medusa import Medusa
 from headstart.infer import StaticTree
 from headstart.infer.measure.greedy_text import Written, write_texts
-from headstart.infer.measure.ranks import MISSED, measure_ranks
-from headstart.infer.measure.replay import best_tree
+from headstart.infer.measure.ranks import MISSED, best_tree, measure_ranks
 from headstart.train.validate import Validation, measure_tau
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
 

@@ -59,12 +59,7 @@ def acceptance(log_p: Tensor, log_q: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Loss:
-    """A value of `train.loss`.
-
-    Attributes:
-        divergence: of the drafter's distribution from the target's; None for the cross entropy with
-            the labels, which needs no distribution of the target.
-    """
+    """A value of `train.loss`; the divergence is None for the cross entropy with the labels."""
 
     name: str
     divergence: Divergence | None

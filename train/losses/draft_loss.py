@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,10 +11,46 @@ from torch.nn import functional
 
 from headstart.heads import OptionError, TrainableDrafter
 
-from .chunked import KEPT_LOGITS, summed_loss
+from .chunked import IGNORED, KEPT_LOGITS, Teacher, summed_loss
 from .divergences import LOSSES
-from .labels import IGNORED
-from .teacher import Teacher
+
+
+def head_labels(
+    tokens: Tensor, supervised: Tensor, depths: int, vocabulary: Tensor | None = None
+) -> Tensor:
+    """The label of every depth 1 … K at every position.
+
+    Depth k starts from the target's feature at position t, from which the target itself predicts
+    token t + 1, and predicts token t + k + 1:
+
+        tokens      x0  x1  x2  x3  x4
+        features    f0  f1  f2  f3  f4
+        the target  x1  x2  x3  x4
+        depth 1     x2  x3  x4   –   –
+        depth 2     x3  x4   –   –   –
+
+    Args:
+        tokens: [B, T] int64.
+        supervised: [B, T] bool, the tokens that may be labels.
+        vocabulary: [Vd] the draft vocabulary, ascending; None for the target's.
+
+    Returns:
+        [K, B, T] int64 ids of the draft vocabulary; `IGNORED` where the label is past the row's
+        end, not supervised, or not in the draft vocabulary.
+    """
+    ids = tokens
+    if vocabulary is not None:
+        ids = torch.searchsorted(vocabulary, tokens).clamp(max=len(vocabulary) - 1)
+        supervised = supervised & (vocabulary[ids] == tokens)
+    labels = ids.masked_fill(~supervised, IGNORED)  # [B, T]
+    padded = functional.pad(labels, (0, depths + 1), value=IGNORED)  # [B, T + K + 1]
+    length = tokens.shape[1]
+    return torch.stack([padded[:, k + 1 : k + 1 + length] for k in range(1, depths + 1)])
+
+
+def label_counts(labels: Tensor) -> Tensor:
+    """How many labels each depth has: [K, B, T] -> [K]."""
+    return (labels != IGNORED).flatten(1).sum(1)
 
 
 class DraftLoss:
@@ -46,9 +83,12 @@ class DraftLoss:
     ):
         self.drafter, self.decay, self.feature_weight = drafter, decay, feature_weight
         self.kept, self.preserve_rng_state = kept, preserve_rng_state
-        self.divergence, self.teacher = LOSSES[loss].divergence, None
-        if self.divergence is not None:
-            self.teacher = Teacher(drafter.target, drafter.draft_vocabulary)
+        divergence = LOSSES[loss].divergence
+        self.soft = None
+        if divergence is not None:
+            self.soft = divergence, Teacher(drafter.target, drafter.draft_vocabulary)
+        # whether the target's final features are read
+        self.needs_final = self.soft is not None or feature_weight > 0
         if feature_weight:
             empty = torch.empty(0, 0, drafter.config.hidden_size)
             if drafter.predicted_features(empty) is None:
@@ -56,11 +96,6 @@ class DraftLoss:
                     f"train.feature_weight is {feature_weight}, but {type(drafter).__name__} "
                     "predicts no features that could be compared with the target's; set it to 0."
                 )
-
-    @property
-    def needs_final(self) -> bool:
-        """Whether it reads the target's final features."""
-        return self.teacher is not None or self.feature_weight > 0
 
     def __call__(
         self,
@@ -85,34 +120,28 @@ class DraftLoss:
         where = (labels != IGNORED).any(0)  # [B, T]
         states = drafter.draft_hidden_states(features, tokens, where, len(labels))  # [K, M, D']
         labels = labels[:, where]  # [K, M]
-        depths, positions = labels.shape
-        if not positions:
+        if not labels.shape[1]:
             return zero_with_gradient(drafter.parameters())
         places = where.flatten().nonzero().squeeze(1)  # [M], among B * T
-        final = None if final is None else final.flatten(0, 1)  # [B * T, D]
+        teaching: Any = None if final is None else final.flatten(0, 1)  # [B * T, D]
         predicted = drafter.predicted_features(states) if self.feature_weight else None
         width = drafter.config.vocab_size
-        if self.divergence is None and drafter.draft_vocabulary is not None:
+        if self.soft is None and drafter.draft_vocabulary is not None:
             width = len(drafter.draft_vocabulary)
-        recompute = depths * positions * width > self.kept and torch.is_grad_enabled()
+        recompute = labels.numel() * width > self.kept and torch.is_grad_enabled()
         total = states.new_zeros((), dtype=torch.float32)
-        for k in range(1, depths + 1):
-            wanted = labels[k - 1]  # [M]
+        for k, wanted in enumerate(labels, start=1):  # [M]
             # Past a row's end this is the next row's place, but there the label is ignored.
             ahead = (places + k).clamp(max=where.numel() - 1)  # [M]
-            soft_target = None
-            if self.divergence is not None:
-                assert self.teacher is not None and final is not None
-                soft_target = self.divergence, self.teacher, final, ahead
             nats = summed_loss(
-                drafter.draft_logits(k), states[k - 1], wanted, soft_target,
+                drafter.draft_logits(k), states[k - 1], wanted,
+                None if self.soft is None else (*self.soft, teaching, ahead),
                 max(self.kept // width, 1), recompute, self.preserve_rng_state,
             )  # fmt: skip
             if predicted is not None:
-                assert final is not None
                 # With the soft cross entropy and weight 10 the loss of EAGLE-1 (arXiv 2401.15077).
                 distance = functional.smooth_l1_loss(
-                    predicted[k - 1].float(), final.index_select(0, ahead).float(), reduction="none"
+                    predicted[k - 1].float(), teaching[ahead].float(), reduction="none"
                 ).mean(-1)  # [M]
                 distance = distance.masked_fill(wanted == IGNORED, 0.0)
                 nats = nats + self.feature_weight * distance.sum()

@@ -86,7 +86,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def write_heads(folder: Path, model: Any, tokenizer: Any) -> None:
-    from headstart.train.card import training_card
+    from headstart.train.drafter_stage import training_card
     from headstart.train.recipe import load_recipe
 
     drafter = Medusa(MedusaConfig.for_target(model, heads=2)).bind(model)

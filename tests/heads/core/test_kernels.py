@@ -41,7 +41,7 @@ def worst(tree: Tree, splits: int | None = None, told: torch.Tensor | None = Non
     Args:
         told: another packed tree for the kernel.
     """
-    from headstart.heads.core.attention_kernel import split_attention
+    from headstart.heads.core.kernels import split_attention
 
     packed, softcap = tree.packed(), tree.case.softcap
     plain = plain_attention(tree.query, tree.key, tree.value, packed, SCALING, softcap)
@@ -58,7 +58,7 @@ def worst(tree: Tree, splits: int | None = None, told: torch.Tensor | None = Non
 def moved(dtype: torch.dtype, shape: tuple[int, int], paths: list[list[int]], on: str) -> int:
     """How many numbers a move by the kernel leaves otherwise than the plain one; ragged rows."""
     from headstart.heads.core.cache import plain_move
-    from headstart.heads.core.move_kernel import move_path
+    from headstart.heads.core.kernels import move_path
 
     batch, slots, nodes = len(paths), 20, 8
     rows = torch.randn(3, batch * slots, *shape, device=on).to(dtype)
@@ -111,8 +111,7 @@ def test_it_compiles_for_gpus_that_are_not_here(
     import triton  # type: ignore[import-not-found]
     from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
 
-    from headstart.heads.core.attention_kernel import Tile, _attend, _merge
-    from headstart.heads.core.move_kernel import _move
+    from headstart.heads.core.kernels import Tile, _attend, _merge, _move
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it does compile
     tile = Tile.fit(256, 128, 128, 2)
@@ -167,7 +166,7 @@ def test_a_path_moves_on_a_gpu(case: Any) -> None:
 @without_triton
 def test_a_captured_graph_follows_the_lengths() -> None:
     """One capture over all slots serves every length, since it is read on the device."""
-    from headstart.heads.core.attention_kernel import split_attention
+    from headstart.heads.core.kernels import split_attention
 
     tree = make_tree(Case(rows=2, groups=4, nodes=16, slots=1000, size=64), BF16).to("cuda")
     packed = tree.packed()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from headstart.reports import drafters
-from headstart.reports.drafters import draw_drafters, print_drafters
+from headstart.reports import comparison
+from headstart.reports.comparison import draw_drafters, print_drafters
 
 REPORT: dict[str, Any] = {
     "tau": 2.5,
@@ -69,7 +69,7 @@ def test_nothing_measured_is_said_too() -> None:
 
 
 def test_a_missing_matplotlib_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(drafters.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(comparison.importlib.util, "find_spec", lambda name: None)
     assert draw_drafters({"medusa": REPORT}, tmp_path) is None and not list(tmp_path.iterdir())
     assert "it needs matplotlib" in printed({"medusa": REPORT})
 

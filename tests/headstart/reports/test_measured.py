@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from headstart.reports.document import to_json
 from headstart.reports.measured import next_commands, print_next_steps, print_table, remarks
+from headstart.reports.tables import to_json
 from tests.support.reports import REPORT, line
 
 

@@ -13,12 +13,10 @@ from headstart.heads.artifacts.plan import Plan, find_plan, write_plan
 from headstart.heads.medusa import Medusa
 from headstart.infer import Speculator, StaticTree
 from headstart.infer.measure import candidates, planner
-from headstart.infer.measure.costs import STEPS, Costs, measure_costs, sizes
-from headstart.infer.measure.decode_times import decode_times
+from headstart.infer.measure.costs import STEPS, Costs, decode_times, measure_costs, sizes
 from headstart.infer.measure.greedy_text import write_texts
 from headstart.infer.measure.planner import make_plan
-from headstart.infer.measure.ranks import measure_ranks
-from headstart.infer.measure.replay import Replayed, replay
+from headstart.infer.measure.ranks import Replayed, measure_ranks, replay
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
 
 PLAIN = 10.0

@@ -9,8 +9,14 @@ from torch import Tensor
 from headstart.heads import Step
 from headstart.infer import Speculator, StaticTree, parse_static
 from headstart.infer.measure.greedy_text import Written, decode_greedily, write_texts
-from headstart.infer.measure.ranks import MISSED, _rank, acceptance, measure_ranks
-from headstart.infer.measure.replay import best_tree, replay
+from headstart.infer.measure.ranks import (
+    MISSED,
+    _rank,
+    acceptance,
+    best_tree,
+    measure_ranks,
+    replay,
+)
 from tests.support.scripted import Cached, Script, Scripted, make
 from tests.support.tiny import VOCAB, tiny
 

@@ -11,10 +11,15 @@ from headstart.heads import Sampling, TokenTree, Topology
 from headstart.heads.core import draw
 from headstart.infer.rules import rejection as module
 from headstart.infer.rules import siblings
-from headstart.infer.rules.decisions import accept_probability, accepts, residual, without
 from headstart.infer.rules.rejection import rejection
 from headstart.infer.rules.rule_api import Text, Verified
-from headstart.infer.rules.siblings import verdicts
+from headstart.infer.rules.siblings import (
+    accept_probability,
+    accepts,
+    residual,
+    verdicts,
+    without,
+)
 from tests.support.walker import (
     KINDS,
     NAN,

@@ -10,10 +10,10 @@ from transformers import NoRepeatNGramLogitsProcessor, RepetitionPenaltyLogitsPr
 
 from headstart.heads import OptionError, Sampling, TokenTree, Topology
 from headstart.infer.rules import traversal as module
-from headstart.infer.rules.decisions import accept_probability
 from headstart.infer.rules.registry import RULES
 from headstart.infer.rules.rejection import rejection
 from headstart.infer.rules.rule_api import Text, Verified
+from headstart.infer.rules.siblings import accept_probability
 from headstart.infer.rules.traversal import node_weights, traversal
 from headstart.infer.trees.parse import parse_static, parse_tree
 from tests.support.walker import (

@@ -2,13 +2,15 @@
 
 import heapq
 import time
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
 import pytest
+from numpy.typing import ArrayLike
 
 from headstart.infer import StaticTree
-from headstart.infer.trees.optimal import OptimalTrees, expected_tokens
+from headstart.infer.trees.optimal import OptimalTrees
 
 Tree = tuple["Tree", ...]
 POWER_LAW = 0.6 * np.arange(1, 512.0) ** -1.5
@@ -53,6 +55,18 @@ class Value:
         """The best of all trees of at most so many nodes."""
         within = [t for n in range(1, nodes + 1) for t in trees(n) if deep(t) <= depth]
         return np.max([self(tree) for tree in within], axis=0)
+
+
+def expected_tokens(accept: ArrayLike, paths: Sequence[Sequence[int]]) -> float:
+    """F of the tree with these rank paths and their prefixes; ranks beyond the table count 0."""
+    table = np.atleast_2d(np.asarray(accept, dtype=float))  # [D, W]
+    deepest, width = table.shape
+    closed = {tuple(path[: i + 1]) for path in paths for i in range(len(path))}
+    return 1.0 + sum(
+        float(np.prod([table[min(d, deepest - 1), rank] for d, rank in enumerate(path)]))
+        for path in closed
+        if max(path) < width
+    )
 
 
 def vectors(kind: str, count: int = 100) -> np.ndarray:
@@ -156,6 +170,7 @@ def test_512_nodes_and_24_levels_take_under_two_seconds(width: int) -> None:
 
 
 def test_small_cases() -> None:
+    assert expected_tokens([0.5, 0.25], [[0], [1], [0, 0]]) == 2.0
     assert OptimalTrees([0.5], 1).paths(1) == []
     assert OptimalTrees([0.5], 5, depth=0).paths(5) == []
     assert OptimalTrees([0.5], 3).expected.tolist() == [0, 1, 1.5, 1.75]

@@ -9,7 +9,7 @@ import torch
 
 from headstart.heads import OptionError
 from headstart.infer import Beam, BestFirst, Policy, StaticTree, Union, parse_static, parse_tree
-from headstart.infer.measure.replay import best_tree
+from headstart.infer.measure.ranks import best_tree
 from tests.support.tiny import one_line
 
 SPARSE = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1], [1, 0, 0], [0, 0, 1, 0]]

@@ -15,9 +15,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 from headstart.heads import Drafter, OptionError, Sampling, Step, TokenTree
 from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
-from headstart.infer import Decoding, StaticTree
-from headstart.infer.trees.beam import Beam
-from headstart.infer.trees.best_first import BestFirst
+from headstart.infer import Beam, BestFirst, Decoding, StaticTree
 from headstart.infer.trees.children import Children
 from headstart.infer.trees.parse import parse_tree
 from tests.support.scripted import SHAPES, ScriptedConfig, committed, decoding_of, make, rows_of

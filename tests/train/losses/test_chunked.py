@@ -1,14 +1,18 @@
-"""The sum over chunks of positions: the kernel it takes, and the memory it needs."""
+"""The teacher's distribution, and the sum over chunks: its kernel, and the memory it needs."""
 
 import importlib.machinery
 import subprocess
 import sys
 import types
+from typing import Any
 
 import pytest
 import torch
 
+from headstart.heads import OptionError
 from headstart.train.losses import LOSSES, chunked
+from headstart.train.losses.chunked import Teacher
+from tests.support.losses import embedding_target
 from tests.support.paths import ROOT
 
 
@@ -51,6 +55,24 @@ def test_a_fused_kernel_says_the_same() -> None:
     torch.testing.assert_close(found[0], found[1])
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"kind": "scaled", "logit_scale": 3.0}, {"kind": "scaled", "logits_scaling": 1 / 3},
+     {"kind": "capped", "final_logit_softcapping": 2.0}],
+)  # fmt: skip
+def test_the_teacher_says_what_the_target_says(options: dict[str, Any]) -> None:
+    model = embedding_target(**options)
+    ids = torch.arange(5)[None]
+    said = model(input_ids=ids, use_cache=False).logits[0].log_softmax(-1)
+    torch.testing.assert_close(Teacher(model)(model.embedding(ids)[0]), said)
+
+
+def test_logits_that_nobody_can_follow_are_refused() -> None:
+    with pytest.raises(OptionError, match=r"train\.loss=cross_entropy") as caught:
+        Teacher(embedding_target(kind="scaled"))
+    assert "\n" not in str(caught.value)
+
+
 MEMORY = """
 import re, sys, torch
 from pathlib import Path
@@ -59,8 +81,7 @@ from tests.support.losses import embedding_target
 from headstart.heads.redrafter import ReDrafter, ReDrafterConfig
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train.losses.chunked import KEPT_LOGITS
-from headstart.train.losses.draft_loss import DraftLoss
-from headstart.train.losses.labels import head_labels, label_counts
+from headstart.train.losses.draft_loss import DraftLoss, head_labels, label_counts
 family, name, width, positions, depths = *sys.argv[1:3], *map(int, sys.argv[3:6])
 size = 16
 if family == "medusa":

@@ -1,4 +1,4 @@
-"""The loss of a drafter, with numbers that can be worked out by hand, and by the definition."""
+"""Labels and loss of a drafter, with numbers worked out by hand, and by the definition."""
 
 import math
 from types import SimpleNamespace
@@ -12,8 +12,8 @@ from headstart.heads import TrainableDrafter
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.redrafter import ReDrafter, ReDrafterConfig
 from headstart.train.losses import LOSSES
-from headstart.train.losses.draft_loss import DraftLoss
-from headstart.train.losses.labels import IGNORED, head_labels, label_counts
+from headstart.train.losses.chunked import IGNORED
+from headstart.train.losses.draft_loss import DraftLoss, head_labels, label_counts
 from tests.support.losses import embedding_target
 
 LN2 = math.log(2)
@@ -42,6 +42,36 @@ class Fixed(nn.Module):
 
 def every(tokens: Tensor) -> Tensor:
     return torch.ones_like(tokens, dtype=torch.bool)
+
+
+def test_head_k_predicts_the_token_k_plus_one_ahead() -> None:
+    tokens = torch.tensor([[10, 11, 12, 13, 14]])
+    none = IGNORED
+    assert head_labels(tokens, every(tokens), 3).tolist() == [
+        [[12, 13, 14, none, none]],
+        [[13, 14, none, none, none]],
+        [[14, none, none, none, none]],
+    ]
+
+
+def test_only_supervised_tokens_are_labels() -> None:
+    tokens = torch.tensor([[10, 11, 12, 13, 14]])
+    supervised = torch.tensor([[False, False, False, True, False]])
+    labels = head_labels(tokens, supervised, 2)
+    assert labels[0, 0].tolist() == [IGNORED, 13, IGNORED, IGNORED, IGNORED]
+    assert labels[1, 0].tolist() == [13, IGNORED, IGNORED, IGNORED, IGNORED]
+    assert label_counts(labels).tolist() == [1, 1]
+
+
+def test_a_trimmed_vocabulary_drops_what_it_lacks() -> None:
+    tokens = torch.tensor([[0, 0, 9, 3, 7, 20]])
+    labels = head_labels(tokens, every(tokens), 1, vocabulary=torch.tensor([3, 9]))
+    assert labels[0, 0].tolist() == [1, 0, IGNORED, IGNORED, IGNORED, IGNORED]
+
+
+def test_a_row_shorter_than_the_heads_reach_has_no_label() -> None:
+    tokens = torch.tensor([[5, 6]])
+    assert head_labels(tokens, every(tokens), 4).eq(IGNORED).all()
 
 
 def loss_of(

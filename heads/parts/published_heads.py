@@ -1,10 +1,13 @@
-"""EAGLE heads of other trainers: their configs and tensors under this project's names.
+"""EAGLE and Hydra heads of other trainers: their configs and tensors under this project's names.
 
-Three formats are read. The authors' own (github.com/SafeAILab/EAGLE) have the config of a Llama of
-one layer; SpecForge's (github.com/sgl-project/SpecForge) are the same, and may add `eagle_config`;
-speculators' (github.com/vllm-project/speculators) nest the layer's config in theirs.
+EAGLE's are of three formats. The authors' own (github.com/SafeAILab/EAGLE) have the config of a
+Llama of one layer; SpecForge's (github.com/sgl-project/SpecForge) are the same, and may add
+`eagle_config`; speculators' (github.com/vllm-project/speculators) nest the layer's config in
+theirs. Hydra's are its authors' (github.com/zankner/Hydra).
 """
 
+import re
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,16 +21,12 @@ _AUX = "eagle_aux_hidden_state_layer_ids"
 
 
 def eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
-    """EAGLE-1 and 2 heads of the authors, and HASS's, which are alike.
-
-    Some have no bias in `fc`. Their embedding is the target's own, and left out.
-    """
+    """EAGLE-1 and 2 heads of the authors, and HASS's; some have no bias in `fc`."""
     found = _renamed(tensors, "layers.0.")
     if _widths(found) != (2, 1):
         return None
     found.setdefault("fc.bias", torch.zeros_like(found["fc.weight"][:, 0]))
-    known = {"layer": _layer(config, found), "hidden_size": len(found["fc.weight"])}
-    return _with_vocabulary(known, _layer_config(config).get("vocab_size")), found
+    return _known(config, found, _layer_config(config).get("vocab_size")), found
 
 
 def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
@@ -46,22 +45,24 @@ def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
                 f"its config sets {name}, a variant of EAGLE-3 that is not run here; expected a "
                 "head without it."
             )
-    known = {"layer": _layer(config, found), "hidden_size": len(found["fc.weight"])}
+    offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
+    size = _layer_config(config).get("vocab_size") if mask is None else len(mask)
+    known = _known(config, found, size)
     known["norm_before_residual"] = bool(config.get("norm_before_residual"))
     # At the top, as vLLM reads them, these are the layers whose input is read; in `eagle_config`,
     # as SGLang reads them, those whose output is.
     nested = (config.get("eagle_config") or {}).get(_AUX) or []
     if layers := config.get(_AUX) or [layer + 1 for layer in nested]:
         known["feature_layers"] = layers
-    offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
-    size = _layer_config(config).get("vocab_size") if mask is None else len(mask)
     if offsets is not None and (ids := _vocabulary(offsets, mask, size)) is not None:
         found["vocabulary"] = ids
         known |= {"output": "trimmed", "draft_vocab_size": len(ids)}
-    return _with_vocabulary(known, size), found
+    return known, found
 
 
-def _with_vocabulary(known: dict[str, Any], size: int | None) -> dict[str, Any]:
+def _known(config: dict[str, Any], found: dict[str, Tensor], size: int | None) -> dict[str, Any]:
+    """The family's config, as far as every checkpoint says it; size is that of the vocabulary."""
+    known = {"layer": _layer(config, found), "hidden_size": len(found["fc.weight"])}
     return known if size is None else {**known, "vocab_size": size}
 
 
@@ -89,14 +90,9 @@ def _layer_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _layer(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Any]:
-    """The layer that a checkpoint has, see `layer_like`; a bias that it lacks is added as zeros.
-
-    Raises:
-        ArtifactError: no number of heads, or rotary positions of an unknown kind.
-    """
+    """The layer that a checkpoint has, see `layer_like`; a bias that it lacks is added as zeros."""
     inner, size = _layer_config(config), len(found["fc.weight"])
-    heads = inner.get("num_attention_heads")
-    if not heads:
+    if not (heads := inner.get("num_attention_heads")):
         raise ArtifactError(
             "its config does not say num_attention_heads; restore the one that was published."
         )
@@ -122,8 +118,7 @@ def _layer(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Any]:
         "rope_theta": theta,
         "rope_scaling": None if kind == "default" else rope,
     }
-    bias = found.get("model.layers.0.self_attn.q_proj.bias")
-    if bias is not None:
+    if (bias := found.get("model.layers.0.self_attn.q_proj.bias")) is not None:
         layer["attention_bias"] = True  # in transformers' layer the output has one as well
         nothing = torch.zeros(size, dtype=bias.dtype)
         found.setdefault("model.layers.0.self_attn.o_proj.bias", nothing)
@@ -131,11 +126,7 @@ def _layer(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Any]:
 
 
 def _vocabulary(offsets: Tensor, mask: Tensor | None, size: int | None) -> Tensor | None:
-    """The draft vocabulary [Vd], ascending; None where it is the whole of the target's.
-
-    Raises:
-        ArtifactError: it is none, or its two tables contradict each other.
-    """
+    """The draft vocabulary [Vd], ascending; None where it is the whole of the target's."""
     ids = offsets.long() + torch.arange(len(offsets))
     if mask is not None and not torch.equal(ids, kept := mask.nonzero().flatten()):
         if not torch.equal(offsets.long(), kept):
@@ -151,3 +142,48 @@ def _vocabulary(offsets: Tensor, mask: Tensor | None, size: int | None) -> Tenso
             f"{'ascending' if rising else 'out of order'}; expected ascending ids below {size}."
         )
     return None if len(ids) == size else ids
+
+
+_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.((?:linear|res_connection)\.(?:weight|bias))")
+_OUTPUT = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)")
+_BORROWED = re.compile(r"input_embed_fn\.weight|.*\.embed_tokens\.weight|.*\.rotary_emb\..*")
+"""Names in a checkpoint of the authors; the last are the target's, or follow from its config."""
+
+
+def hydra(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
+    """The authors' heads, with or without the prefix; see `StoredDrafter.from_checkpoint`.
+
+    Head i, from 0, has blocks `hydra_mlp.{i}.{j}` and an output layer `hydra_lm_head.{i}`; with the
+    prefix, a one-layer model, every other place of both is a dropout's. The blocks after a head's
+    first are one under several names, of which a file may hold one alone; here they are copies.
+    """
+    if not any(name.startswith("hydra_mlp.") for name in tensors):
+        return None
+    arch, offset = config.get("hydra_head_arch", "mlp"), config.get("hidden_state_offset", 0)
+    prefix = any(name.startswith("prefix_embeding_layer.") for name in tensors)
+    grounded = any(".res_connection." in name for name in tensors)
+    if arch not in ("mlp", "prefix-mlp") or not grounded or offset:
+        raise ArtifactError(
+            f"its hydra_head_arch is {arch!r}, grounded_heads {grounded} and "
+            f"hidden_state_offset {offset}; expected 'mlp' or 'prefix-mlp', True and 0."
+        )
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if block := _BLOCK.fullmatch(name):
+            head, place, part = block.groups()
+            found[f"mlp.{head}.{int(place) // (2 if prefix else 1)}.{part}"] = tensor
+        elif output := _OUTPUT.fullmatch(name):
+            found[f"output.{output[1]}.{output[2]}"] = tensor
+        elif not _BORROWED.fullmatch(name):
+            found[name.replace("prefix_embeding_layer.", "prefix.")] = tensor
+    heads = sum(name.endswith(".res_connection.weight") for name in found)
+    layers = sum(re.fullmatch(r"mlp\.0\.\d+\.linear\.weight", name) is not None for name in found)
+    if layers == 2:
+        layers = max(layers, config.get("hydra_num_layers", layers))
+    for head, layer, part in product(range(heads), range(2, layers), ("weight", "bias")):
+        if (second := found.get(f"mlp.{head}.1.linear.{part}")) is not None:
+            found.setdefault(f"mlp.{head}.{layer}.linear.{part}", second)
+    known = {"heads": heads, "layers": layers, "prefix": prefix, "output": "own"}
+    if (output := found.get("output.0.weight")) is not None:
+        known |= {"vocab_size": output.shape[0], "hidden_size": output.shape[1]}
+    return known, found

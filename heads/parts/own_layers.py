@@ -1,19 +1,18 @@
-"""Decoder layers of a drafter's own: Llama's, in the target's sizes."""
+"""Layers of a drafter's own: Llama's, in the target's sizes, or some of the target's, copied."""
 
+import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaModel, PreTrainedModel
+from transformers import LlamaConfig, LlamaModel, PreTrainedConfig, PreTrainedModel
 
-from ..core import LayerShape
+from ..core import LayerShape, OptionError, decoder_layers, weight_of
 
 
 def layer_like(target: PreTrainedModel) -> dict[str, Any]:
-    """A Llama layer of the target's sizes, as the plain data of its config.
-
-    Heads of public checkpoints are such layers, whatever their target is.
-    """
+    """A Llama layer of the target's sizes, as plain data; published heads are such layers."""
     text = target.config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     rope = getattr(text, "rope_parameters", None) or {}
@@ -32,8 +31,7 @@ def layer_like(target: PreTrainedModel) -> dict[str, Any]:
 def own_layers(layer: dict[str, Any], count: int = 1) -> tuple[LlamaModel, list[LayerShape]]:
     """Decoder layers, read by `inputs_embeds` alone and without a final norm, and what they cache.
 
-    Args:
-        layer: see `layer_like`; may say more of what `LlamaConfig` knows, and `rope_scaling`.
+    `layer` is as of `layer_like`; it may say more of what `LlamaConfig` knows, and `rope_scaling`.
     """
     sizes = {name: value for name, value in layer.items() if not name.startswith("rope_")}
     rope = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
@@ -55,3 +53,31 @@ def unit_scale_init(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
+
+
+def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConfig:
+    """The config of a model made of some layers of another, which must be its decoder alone."""
+    if config.get_text_config(decoder=True) is not config:
+        raise OptionError(
+            f"{config.model_type} is more than a language model, so no student can be made of its "
+            "layers; give drafter.model, a smaller model with the same tokenizer."
+        )
+    count, student = config.num_hidden_layers, copy.deepcopy(config)
+    student.num_hidden_layers = len(chosen)
+    for name, value in config.to_dict().items():
+        if "layer" in name and isinstance(value, list) and len(value) == count:
+            setattr(student, name, [value[layer] for layer in chosen])
+    return student
+
+
+@torch.no_grad()
+def copy_layers(target: PreTrainedModel, student: PreTrainedModel, chosen: Sequence[int]) -> None:
+    """Copy the chosen layers of a target to the student's, and all that is outside of layers."""
+    layers = decoder_layers(target)
+    prefix = next(name for name, module in target.named_modules() if module is layers)
+    for name, tensor in student.state_dict().items():
+        if name.startswith(f"{prefix}."):
+            layer, _, rest = name.removeprefix(f"{prefix}.").partition(".")
+            name = f"{prefix}.{chosen[int(layer)]}.{rest}"
+        module, _, name = name.rpartition(".")
+        tensor.copy_(weight_of(target.get_submodule(module), name))

@@ -1,4 +1,4 @@
-"""The models that a command line names: target and drafters, and the devices they are put on.
+"""What a command line names: target and drafters, the devices they are put on, and prompts.
 
 Heavy imports stand inside the functions, so that parsing and mistakes answer at once.
 """
@@ -24,12 +24,10 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
     Without --tree it takes the artifact's own tree. Where trees or rules are lists, they are left
     to the caller. `options.target` is filled in by `drafter_sources`.
     """
-    given = {
-        name: getattr(options, name)
-        for name in ("tree", "rule", "expansion", "dtype")
-        if isinstance(getattr(options, name, None), str)
-    }
-    if isinstance(getattr(options, "tree", None), list):
+    names = ("tree", "rule", "expansion", "dtype")
+    given: dict[str, Any] = {name: vars(options).get(name) for name in names}
+    given = {name: value for name, value in given.items() if isinstance(value, str)}
+    if isinstance(vars(options).get("tree"), list):
         given["tree"] = "plain"  # the drafter is needed, whatever its plan says
     with quiet_stdout():
         drafters = drafter_sources(options)
@@ -48,12 +46,7 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
 
 
 def drafter_sources(options: argparse.Namespace) -> list[DrafterSource]:
-    """The drafters of --drafter; without --target, that of the first artifact is filled in.
-
-    Raises:
-        UsageError: there is no --target, and no artifact names one.
-        ArtifactError: no such drafter.
-    """
+    """The drafters of --drafter; without --target, that of the first artifact is filled in."""
     from headstart.heads.artifacts.source import DrafterSource, SourceKind
 
     named = options.drafter if isinstance(options.drafter, list) else [options.drafter]
@@ -72,8 +65,8 @@ def drafter_sources(options: argparse.Namespace) -> list[DrafterSource]:
 
 def _placing(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `from_pretrained` for --device, --max-memory and --offload-folder."""
-    name, memory = getattr(options, "device", None), getattr(options, "max_memory", None)
-    folder = getattr(options, "offload_folder", None)
+    names = ("device", "max_memory", "offload_folder")
+    name, memory, folder = (getattr(options, each, None) for each in names)
     if memory is None:
         if folder is not None:
             raise UsageError("--offload-folder without --max-memory, and nothing is offloaded")
@@ -93,11 +86,7 @@ def _placing(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def find_device(name: str | None) -> torch.device:
-    """The device of --device; where it is not given, a GPU if there is one.
-
-    Raises:
-        UsageError: no such device, or none here.
-    """
+    """The device of --device; where it is not given, a GPU if there is one."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -114,11 +103,7 @@ def find_device(name: str | None) -> torch.device:
 
 
 def own_target(source: DrafterSource) -> str:
-    """The target that an artifact was trained for: its folder on this machine, or its Hub name.
-
-    Raises:
-        UsageError: it is a folder that is not here.
-    """
+    """The target that an artifact was trained for: its folder on this machine, or its Hub name."""
     from headstart.heads.artifacts.hub import is_hub_name
 
     name = source.manifest.target
@@ -132,3 +117,27 @@ def own_target(source: DrafterSource) -> str:
     if is_hub_name(name):
         return name
     raise UsageError(f"the target of {source} is not on this machine; pass --target {target}")
+
+
+def read_documents(options: argparse.Namespace) -> list[Any]:
+    """The prompts that --prompts and --limit name."""
+    from headstart.train.data import reading
+
+    documents = reading.read_documents(options.prompts)[: options.limit]
+    if not documents:
+        raise UsageError(f"{options.prompts}: no prompts found")
+    return documents
+
+
+def encode(document: Any, speculator: Speculator, limit: int | None) -> Any:
+    """Token ids [1, T] of a prompt; a chat goes through the tokenizer's template, if it has one."""
+    from headstart.train.data.chats import render_chat
+
+    tokenizer: Any = speculator.tokenizer
+    chat = bool(document.messages and tokenizer.chat_template)
+    text = render_chat(tokenizer, document.messages) if chat else document.text
+    # A prompt may be longer than the model's context: `limit` cuts it.
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=not chat, verbose=False).input_ids
+    if ids.shape[1] == 0:
+        raise UsageError(f"{document.id}: the prompt has no token in this model's vocabulary")
+    return ids[:, :limit]

@@ -1,11 +1,12 @@
-"""The Triton kernels of tree attention; `tree_attention` has the definition and the layout.
+"""The Triton kernels: tree attention, and moving an accepted path within the cache.
 
-It is split-KV, as in Flash-Decoding (Dao et al. 2023, crfm.stanford.edu/2023/10/12/
-flashdecoding.html): a first kernel attends to one part of the keys in each program and writes a
-partial output with its log-sum-exp, a second merges the parts.
+`tree_attention` and `cache.plain_move` define what they compute. Attention is split-KV, as in
+Flash-Decoding (Dao et al. 2023, crfm.stanford.edu/2023/10/12/flashdecoding.html): a first kernel
+attends to one part of the keys in each program and writes a partial output with its log-sum-exp, a
+second merges the parts.
 
-What a layer reads and writes in GPU memory, by example: Llama-3-8B in bfloat16, a prefix of 8,192
-tokens, a tree of 64 nodes; 8 heads of keys and values, groups of 4, head dimension 128.
+What a layer of Llama-3-8B reads and writes in GPU memory, in bfloat16 (8 heads of keys and values,
+groups of 4, head dimension 128), for a prefix of 8,192 tokens and a tree of 64 nodes:
 
 - Keys and values: 2 × 8 × 8,192 × 128 × 2 bytes = 33.6 MB, the least possible. Masked sdpa repeats
   them for each query head: nine times as much. Here a group's queries are rows of one product with
@@ -23,8 +24,7 @@ the launch is the same for texts of any length, as a captured CUDA graph needs.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton  # type: ignore[import-not-found]
@@ -36,10 +36,11 @@ _WAVES = 2
 _MAX_SPLITS = 63
 _SHARED = 64 * 1024
 """Bytes of keys and values on their way, in two stages; every GPU since Ampere has 99 kB."""
+_MOVED = 8 * 1024
+"""Bytes of a path that a program moves at once: sixteen registers of each thread of four warps."""
 
 
-@dataclass(frozen=True)
-class Tile:
+class Tile(NamedTuple):
     """How the work is cut: rows of queries and slots of keys a step, warps and pipeline stages."""
 
     rows: int
@@ -209,20 +210,19 @@ def split_attention(
     partial = torch.empty(parts, count, width, dtype=torch.float32, device=query.device)
     lse = torch.empty(parts, count, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, nodes, query_heads, width, dtype=query.dtype, device=query.device)
-    blocks = {"D_BLOCK": _block(size), "DV_BLOCK": _block(width)}
     with torch.cuda.device(query.device if query.is_cuda else -1):
         attend[(tiles, batch * heads, parts)](
             query, key, value, packed, partial, lse, scaling, softcap or 0.0,
             heads, groups, nodes, tree, splits,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             packed.stride(0), packed.stride(2),
-            D=size, DV=width, **blocks, ROWS=tile.rows, SLOTS=tile.slots,
-            CAPPED=softcap is not None, num_warps=tile.warps, num_stages=tile.stages,
+            D=size, DV=width, D_BLOCK=_block(size), DV_BLOCK=_block(width),
+            ROWS=tile.rows, SLOTS=tile.slots, CAPPED=softcap is not None,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         merge[(count,)](
             partial, lse, out, query_heads, nodes, parts, count,
-            DV=width, DV_BLOCK=blocks["DV_BLOCK"], PARTS=triton.next_power_of_2(parts),
-            num_warps=4,
+            DV=width, DV_BLOCK=_block(width), PARTS=triton.next_power_of_2(parts), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -237,3 +237,40 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit(do_not_specialize=["steps", "a_row", "p_row"])
+def _move(
+    rows, slots, path, steps, batch, per_entry, columns,
+    a_row, a_node, p_row, p_step,
+    STEPS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """The path of one row of the batch in one entry, for a block of its columns."""
+    pair, block = tl.program_id(0), tl.program_id(1)
+    entry, row = (pair // batch).to(tl.int64), pair % batch
+    step, column = tl.arange(0, STEPS), block * COLUMNS + tl.arange(0, COLUMNS)
+    ok = step < steps
+    node = tl.load(path + row * p_row + step * p_step, mask=ok, other=0)
+    source = tl.load(slots + row * a_row + node * a_node, mask=ok, other=0)
+    destination = tl.load(slots + row * a_row + step * a_node, mask=ok, other=0)
+    moves = (ok & (source != destination))[:, None] & (column < columns)[None, :]
+    here = rows + entry * per_entry + column[None, :]
+    value = tl.load(here + source[:, None] * columns, mask=moves)
+    # A slot may be both read and written, by different threads, though never by another program:
+    # columns, rows and entries are disjoint. So all threads wait here until each has read.
+    tl.debug_barrier()
+    tl.store(here + destination[:, None] * columns, value, mask=moves)
+
+
+def move_path(rows: Tensor, slots: Tensor, path: Tensor) -> None:
+    """`cache.plain_move` as a kernel, in one launch; `rows` is contiguous."""
+    move: Any = _move
+    (entries, _, heads, size), (batch, steps) = rows.shape, path.shape
+    columns, block = heads * size, triton.next_power_of_2(steps)
+    most = max(16, _MOVED // (block * rows.element_size()))
+    wide = min(most, triton.next_power_of_2(columns))
+    with torch.cuda.device(rows.device if rows.is_cuda else -1):
+        move[(entries * batch, triton.cdiv(columns, wide))](
+            rows, slots, path, steps, batch, rows.stride(0), columns,
+            *slots.stride(), *path.stride(), STEPS=block, COLUMNS=wide, num_warps=4,
+        )  # fmt: skip

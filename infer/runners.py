@@ -1,6 +1,4 @@
-"""Captures rounds and replays them; while the host reads one report, the next round may run."""
-
-from __future__ import annotations
+"""Who runs the rounds of a request: as they are written, or captured as graphs and replayed."""
 
 from collections import deque
 from collections.abc import Callable, Hashable
@@ -16,21 +14,47 @@ from headstart.heads import Sampling
 from headstart.heads.core import in_steps
 
 from .graphs import RoundGraphs, addresses
-from .report import ProposalCheck
 from .request import Request
-from .round import run_round
+from .round import ProposalCheck, run_round
 from .trees.policy import Committed
 
 
+class EagerRunner:
+    """Runs rounds as they are written, and reads each one's report before the next one starts."""
+
+    slots_ahead = 0  # slots written by rounds that start before it is known where their row ends
+
+    def __init__(self, request: Request):
+        self.request, self._rounds = request, 0
+
+    def start(self, batch: int, capacity: int) -> list[Any]:
+        """The drafters' states for prompts that are about to be run, of at most so many slots."""
+        return self.request.drafters.start(batch, capacity)
+
+    def begin(self) -> None:
+        """Take over after the prefill."""
+
+    def next_report(self) -> tuple[np.ndarray, int]:
+        """The report of the round that started first, and A, the tokens of each row in it."""
+        request, longest = self.request, self.request.rows.longest
+        request.make_space(longest)
+        check = None
+        if request.drafters.members and (self._rounds < 16 or self._rounds % 8 == 0):
+            check = ProposalCheck(request.drafters)
+        self._rounds += 1
+        request.drafters.reserve(request.states, longest, request.capacity.behind)
+        request.committed, packed = run_round(request, longest, request.rows.even, check)
+        return packed.cpu().numpy(), request.committed.tokens.shape[1]
+
+    def restore_ended_rows(self, count: np.ndarray) -> None:
+        """See `Request.restore_ended_rows`; `count` [B] tokens were emitted last."""
+        self.request.restore_ended_rows(count)
+
+
 class CapturedRunner:
-    """Runs the rounds of one request, of which two may have started before the first is read.
+    """Captures rounds and replays them; while the host reads one report, the next round may run.
 
-    Args:
-        request: one whose text nobody reads.
-        graphs: what its speculator has captured so far.
-
-    Attributes:
-        slots_ahead: slots written by rounds that start before it is known where their row ends.
+    The calls are those of `EagerRunner`, for a request whose text nobody reads.
     """
 
     def __init__(self, request: Request, graphs: RoundGraphs):
@@ -40,11 +64,10 @@ class CapturedRunner:
         self._settings = built_in(request.sampling)
 
     def start(self, batch: int, capacity: int) -> list[Any]:
-        """The drafters' states for prompts that are about to be run, where graphs know them."""
         return self.graphs.states(self.request.drafters, batch, capacity)
 
     def begin(self) -> None:
-        """Take over after the prefill: put all that rounds read where it stays."""
+        # All that rounds read is put where it stays.
         request, keep = self.request, self.graphs.keep
         if (seeds := request.sampling.seeds) is not None:
             request.set_sampling(replace(request.sampling, seeds=keep("seeds", seeds)))
@@ -54,7 +77,6 @@ class CapturedRunner:
         self._keep_rows()
 
     def next_report(self) -> tuple[np.ndarray, int]:
-        """The report of the round that started first, and A, the tokens of each row in it."""
         started = self._started
         if not started:
             self._start_round()
@@ -65,7 +87,6 @@ class CapturedRunner:
         return read(), steps
 
     def restore_ended_rows(self, count: np.ndarray) -> None:
-        """See `Request.restore_ended_rows`; count [B]: what the last round emitted."""
         # A round that has started has handed those tokens on already.
         self.request.restore_ended_rows(np.zeros_like(count) if self._started else count)
         self._keep_rows()
@@ -79,8 +100,8 @@ class CapturedRunner:
 
     def _bound(self, longest: int) -> int:
         """A bound on the roots' positions that is the same for many rounds, as graphs have it."""
-        request, capacity = self.request, self.request.target.cache.capacity
-        most = capacity - request.policy.nodes
+        request = self.request
+        most = request.target.cache.capacity - request.policy.nodes
         # Tree attention reads lengths on the device: one graph serves all, where drafters let it.
         if request.target.windows.tree and not request.drafters.needs_length_bound:
             return most
@@ -102,17 +123,15 @@ class CapturedRunner:
         def work() -> tuple[Committed, Tensor]:
             committed, report = run_round(request, longest, False, check)
             graphs.keep_states(request.states)
-            committed = self._kept(self._without_ended_rows(committed))
-            return committed, graphs.keep("report", report)
+            # Rows that have ended commit nothing, and tokens may not be checked yet.
+            tokens, count = committed.tokens.clamp(min=0), committed.count * self._alive
+            left = Committed(
+                committed.features, tokens, count, tokens[:, -1:], request.lengths + count
+            )
+            return self._kept(left), graphs.keep("report", report)
 
         request.committed, report = graphs.run(kind, work)
         return report
-
-    def _without_ended_rows(self, committed: Committed) -> Committed:
-        """What a round committed, of rows that had not ended; its tokens may not be checked yet."""
-        tokens, count = committed.tokens.clamp(min=0), committed.count * self._alive
-        lengths = self.request.lengths + count
-        return replace(committed, tokens=tokens, count=count, root=tokens[:, -1:], lengths=lengths)
 
     def _kept(self, committed: Committed) -> Committed:
         keep = self.graphs.keep

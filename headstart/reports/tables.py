@@ -1,0 +1,66 @@
+"""What reports are made of: consoles, two kinds of tables, and JSON documents."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
+
+from rich.console import Console, RenderableType
+from rich.table import Table
+
+Report = Mapping[str, Any]
+"""What a benchmark returns; what was not measured is None."""
+
+
+def to_json(report: Report) -> str:
+    """One JSON document; a number that is not finite becomes null, which every reader accepts.
+
+    >>> to_json({"tau": 2.5, "ms_per_round": float("nan")})
+    '{\\n  "tau": 2.5,\\n  "ms_per_round": null\\n}'
+    """
+    finite = json.loads(json.dumps(report), parse_constant=lambda _: None)
+    return json.dumps(finite, indent=2, ensure_ascii=False)
+
+
+def plain_console(out: TextIO, width: int | None = None) -> Console:
+    """A console on `out`: colours on a terminal, plain text anywhere else."""
+    # Without markup: a tree or a path may hold square brackets.
+    return Console(file=out, markup=False, emoji=False, highlight=False, width=width)
+
+
+def titled(out: TextIO, title: str, width: int | None = None) -> Console:
+    """A `plain_console` with a title printed on it, which is never cut into lines."""
+    console = plain_console(out, width)
+    console.print()
+    console.print(title, style="bold", soft_wrap=True)
+    return console
+
+
+def print_apart(console: Console, *parts: RenderableType, style: str | None = None) -> None:
+    """Print each part after an empty line."""
+    for part in parts:
+        console.print()
+        console.print(part, style=style)
+
+
+def grid(rows: Sequence[tuple[str, str]]) -> Table:
+    """Labels, as wide in every grid, and values, red where they start with NO.
+
+    A row with an empty value is left out.
+    """
+    table = Table.grid(padding=(0, 2))
+    table.add_column(width=31, style="cyan")
+    table.add_column()
+    for label, value in rows:
+        if value:
+            table.add_row(f"  {label}", value, style="bold red" if value.startswith("NO") else None)
+    return table
+
+
+def column_table(names: Sequence[str], figures: Sequence[str], gap: int = 2) -> Table:
+    """An empty table with a header: columns of names, which may wrap, then columns of figures."""
+    table = Table(box=None, padding=(0, gap, 0, 0), header_style="cyan")
+    for name in names:
+        table.add_column(name, overflow="fold")
+    for name in figures:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
