@@ -21,7 +21,7 @@ from headstart.heads.core import capture
 from headstart.infer import StaticTree, parse_static
 from headstart.infer.measure.greedy_text import Written, write_texts
 from headstart.infer.measure.ranks import measure_ranks, replay
-from headstart.train.data.held_out import held_out_prompts, held_out_texts
+from headstart.train.data.prefixes import held_out_prompts, held_out_texts
 from headstart.train.data.reading import read_documents
 from headstart.train.joint import text_loss
 
@@ -40,7 +40,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     documents = list(read_documents(options.held_out))
     prompts = held_out_prompts(tokenizer, documents, options.limit, 64)
-    held_out = held_out_texts(tokenizer, documents, 64)
+    held_out = held_out_texts(tokenizer, documents, 64)[:512]
     first: list[Rounds] = []
     base: list[torch.Tensor] = []
     for folder in options.drafters:

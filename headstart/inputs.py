@@ -131,7 +131,7 @@ def read_documents(options: argparse.Namespace) -> list[Any]:
 
 def encode(document: Any, speculator: Speculator, limit: int | None) -> Any:
     """Token ids [1, T] of a prompt; a chat goes through the tokenizer's template, if it has one."""
-    from headstart.train.data.chats import render_chat
+    from headstart.train.data.documents import render_chat
 
     tokenizer: Any = speculator.tokenizer
     chat = bool(document.messages and tokenizer.chat_template)

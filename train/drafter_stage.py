@@ -18,7 +18,7 @@ from headstart.heads.core.files import write_atomically
 from headstart.infer import StaticTree
 
 from .data.documents import Document
-from .data.held_out import held_out_prompts, held_out_texts
+from .data.prefixes import held_out_prompts, held_out_texts
 from .data.training_rows import Rows
 from .joint import adapter_loss_change, training_classes
 from .on_policy import StudentText
@@ -75,7 +75,7 @@ def train_drafter(
         measured = trainer_class(module, args, rows, train, validation, student_text=student).fit()
     drafter.eval()
     if drafter.adapter is not None:
-        texts = held_out_texts(tokenizer, held_out, decode.prefix_tokens, recipe.seed)
+        texts = held_out_texts(tokenizer, held_out, decode.prefix_tokens, recipe.seed)[:512]
         measured["held_out_loss"] = adapter_loss_change(target, drafter.adapter, texts or prompts)
     if is_process_0():
         manifest = Manifest(

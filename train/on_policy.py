@@ -20,8 +20,7 @@ from headstart.heads import OptionError, TrainableDrafter, family
 from headstart.heads.core import output_layer, row_seeds
 from headstart.infer import Speculator
 
-from .data.continuations import check_context, write_rows
-from .data.training_rows import Rows
+from .data.training_rows import Rows, check_context, write_rows
 from .recipe import Distill, OnPolicy, Recipe
 
 

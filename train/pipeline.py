@@ -19,7 +19,7 @@ from headstart.infer import RULES, load
 from .arguments import load_options, training_arguments
 from .data.corpus import build_corpus, load_documents
 from .data.distill import distill, summary
-from .data.held_out import held_out_prompts
+from .data.prefixes import held_out_prompts
 from .data.training_rows import Rows
 from .drafter_stage import train_drafter
 from .on_policy import check_on_policy

@@ -58,7 +58,7 @@ class AttentionWindows:
             known = " and ".join(sorted(_KNOWN_LAYER_TYPES))
             raise undrivable(name, f"has layers of type {unknown[0]!r}, expected only {known}")
         windows = {kind: window if kind == "sliding_attention" else None for kind in types}
-        return cls(None, windows) if len(windows) > 1 else cls(*windows.values(), None)
+        return cls(None, windows) if len(windows) > 1 else cls(windows.popitem()[1], None)
 
 
 def tree_mask(

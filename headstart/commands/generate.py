@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
     speculator = load_speculator(options)
     from transformers import TextStreamer
 
-    from headstart.train.data.chats import render_chat
+    from headstart.train.data.documents import render_chat
 
     tokenizer: Any = speculator.tokenizer
     if messages and not tokenizer.chat_template:

@@ -21,7 +21,7 @@ from headstart.heads.parts.adapter import ADAPTER_WEIGHTS
 from headstart.infer import StaticTree, parse_static
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
-from headstart.train.data.held_out import held_out_prompts, held_out_texts
+from headstart.train.data.prefixes import held_out_prompts, held_out_texts
 from headstart.train.data.training_rows import Rows
 from headstart.train.joint import (
     JointTarget,
@@ -372,7 +372,7 @@ def test_from_recipe_to_tokens(tmp_path: Path) -> None:
     base: Any = AutoModelForCausalLM.from_pretrained(manifest.target)
     tokenizer = AutoTokenizer.from_pretrained(manifest.target)
     documents = load_documents(folder.parent / "corpus", "held_out")
-    texts = held_out_texts(tokenizer, documents, 16)
+    texts = held_out_texts(tokenizer, documents, 16)[:512]
     assert text_loss(base, texts) == pytest.approx(moved["base"], rel=1e-6)
     drafter = load_drafter(folder, base, tokenizer)
     assert text_loss(base, texts) == pytest.approx(moved["adapted"], rel=1e-4)

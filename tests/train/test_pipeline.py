@@ -20,7 +20,7 @@ from headstart.heads.artifacts.manifest import read_manifest
 from headstart.infer import StaticTree, parse_static
 from headstart.train import main, pipeline
 from headstart.train.data.corpus import load_documents
-from headstart.train.data.held_out import held_out_prompts
+from headstart.train.data.prefixes import held_out_prompts
 from headstart.train.recipe import load_recipe
 from headstart.train.validate import measure_tau
 from tests.support.paths import ROOT

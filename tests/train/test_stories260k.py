@@ -14,8 +14,7 @@ import headstart
 from headstart.infer import Speculator, Stats
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
-from headstart.train.data.held_out import held_out_prompts
-from headstart.train.data.prefixes import make_prefixes
+from headstart.train.data.prefixes import held_out_prompts, make_prefixes
 from headstart.train.recipe import Recipe, RecipeError, load_recipe
 from tests.support.paths import ROOT, SHARED
 
@@ -77,7 +76,7 @@ def test_a_few_seconds_of_training_help(tmp_path: Path) -> None:
 def test_the_openings_are_the_models_own_and_seeded(tmp_path: Path) -> None:
     from itertools import islice
 
-    from headstart.train.data.sampled_corpus import sample_documents
+    from headstart.train.data.corpus import sample_documents
 
     def openings(seed: int) -> list[str]:
         return [d.text for d in islice(sample_documents(str(MODEL), 12, seed), 80)]

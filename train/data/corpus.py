@@ -1,4 +1,4 @@
-"""The corpus stage: documents from the standard library, a file, a folder, or the target itself.
+"""The corpus stage: documents from the standard library, a file, a folder, or a model's own text.
 
 The result is `train.jsonl` and `held_out.jsonl`, one document a line. Documents are held out
 whole, so that no part of a held-out text is in the training set.
@@ -6,6 +6,7 @@ whole, so that no part of a held-out text is in the training set.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -13,15 +14,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-from headstart.heads.core.files import write_atomically
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ..recipe import Corpus
+from headstart.heads.core import row_seeds
+from headstart.heads.core.files import write_atomically
+from headstart.infer import Speculator
+
+from ..recipe import Corpus, Distill
 from .documents import CorpusError, Document
 from .reading import SUPPORTED, Skipped, order, read_source
+from .training_rows import write_rows
 
 logger = logging.getLogger(__name__)
 
-Split = Literal["train", "held_out"]
+_BATCH = 64  # texts that a model samples at once
 
 
 def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
@@ -34,55 +41,81 @@ def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
     `spec.on_error` is `skip`. Raises CorpusError.
     """
     skipped = Skipped(spec.on_error)
+    if spec.source == "target":
+        assert spec.writer is not None  # the recipe filled it in
+        documents = sample_documents(spec.writer, spec.opening_tokens, seed)
+    else:
+        documents = read_source(spec.source, skipped)
     chosen: list[Document] = []
     size = 0
-    for document in _read(spec, seed, skipped):
-        length = len(document.whole().encode())
-        if size + length > spec.max_bytes:
+    for document in documents:
+        size += len(document.whole().encode())
+        if size > spec.max_bytes:
             if not chosen:
                 raise CorpusError(
-                    f"{document.id}: {length} bytes, more than corpus.max_bytes "
-                    f"{spec.max_bytes}; raise corpus.max_bytes"
+                    f"{document.id}: {size} bytes, more than corpus.max_bytes {spec.max_bytes}; "
+                    "raise corpus.max_bytes"
                 )
             break
         chosen.append(document)
-        size += length
-    if skipped.rows:
-        logger.warning("corpus: %d rows skipped; the first: %s", len(skipped.rows), skipped.rows[0])
+    bad = len(skipped.rows)
+    if bad:
+        logger.warning("corpus: %d rows skipped; the first: %s", bad, skipped.rows[0])
     if not chosen:
-        first = f"; {len(skipped.rows)} rows skipped, {skipped.rows[0]}" if skipped.rows else ""
+        first = f"; {bad} rows skipped, {skipped.rows[0]}" if bad else ""
         raise CorpusError(f"{spec.source}: no text found{first}; expected {SUPPORTED}")
-    held_out = _hold_out(chosen, spec.held_out, seed)
-    parts: dict[Split, list[Document]] = {
-        "train": [document for document in chosen if document.id not in held_out],
-        "held_out": [document for document in chosen if document.id in held_out],
-    }
-    counts: dict[str, Any] = {"skipped": len(skipped.files), "skipped_rows": len(skipped.rows)}
-    for split, documents in parts.items():
-        lines = [json.dumps(asdict(document)) + "\n" for document in documents]
-        write_atomically(folder / f"{split}.jsonl", "".join(lines).encode())
-        counts[f"{split}_documents"] = len(documents)
-        counts[f"{split}_bytes"] = sum(len(document.whole().encode()) for document in documents)
+    count = min(max(1, round(spec.held_out * len(chosen))), len(chosen) - 1) if spec.held_out else 0
+    drawn = sorted((document.id for document in chosen), key=lambda id: order(f"{seed}:{id}"))
+    held_out = set(drawn[:count])
+    counts: dict[str, Any] = {"skipped": len(skipped.files), "skipped_rows": bad}
+    for split in ("train", "held_out"):
+        part = [document for document in chosen if (document.id in held_out) == (split != "train")]
+        lines = [json.dumps(asdict(document)) + "\n" for document in part]
+        write_atomically(folder / f"{split}.jsonl", "".join(lines))
+        counts[f"{split}_documents"] = len(part)
+        counts[f"{split}_bytes"] = sum(len(document.whole().encode()) for document in part)
     return counts
 
 
-def load_documents(folder: Path, split: Split) -> list[Document]:
+def load_documents(folder: Path, split: Literal["train", "held_out"]) -> list[Document]:
     """Read back what `build_corpus` wrote, in its order."""
     with open(folder / f"{split}.jsonl", encoding="utf-8") as lines:
         return [Document(**json.loads(line)) for line in lines]
 
 
-def _read(spec: Corpus, seed: int, skipped: Skipped) -> Iterator[Document]:
-    if spec.source != "target":
-        return read_source(spec.source, skipped)
-    from .sampled_corpus import sample_documents  # loads torch
+def sample_documents(name: str, tokens: int, seed: int) -> Iterator[Document]:
+    """Different texts of `tokens` tokens that the model `name` writes, without end.
 
-    assert spec.writer is not None  # the recipe filled it in
-    return sample_documents(spec.writer, spec.opening_tokens, seed)
-
-
-def _hold_out(documents: list[Document], share: float, seed: int) -> set[str]:
-    if share == 0 or len(documents) < 2:
-        return set()
-    count = min(max(1, round(share * len(documents))), len(documents) - 1)
-    return set(sorted((d.id for d in documents), key=lambda name: order(f"{seed}:{name}"))[:count])
+    It ends only where the model repeats itself. Text i is sampled at temperature 1 after the start
+    token, which is left out, with a seed made of (seed, i), and cut at an end-of-text or a second
+    start token. Of texts that agree in their first three quarters one is kept, so that held-out
+    prefixes of that length are not those that were trained on. Raises CorpusError where the
+    tokenizer has no start token.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    start = tokenizer.bos_token_id
+    if start is None:
+        raise CorpusError(
+            f"corpus.source is target, but the tokenizer of {name} has no start token to write "
+            "from; give a text file instead"
+        )
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name).eval()
+    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
+    speculator = Speculator(model)
+    spec = Distill(prefix_tokens=1, new_tokens=tokens, temperature=1.0)
+    ends = {start, tokenizer.eos_token_id}
+    seen: set[str] = set()
+    for first in itertools.count(0, _BATCH):
+        seeds = row_seeds(seed, first + _BATCH).tolist()[first:]
+        text, *_ = write_rows(speculator, [torch.tensor([start])] * _BATCH, seeds, spec)
+        known = len(seen)
+        for row, ids in enumerate(text[:, 1:].tolist(), start=first):
+            end = next((at for at, token in enumerate(ids) if token in ends), tokens)
+            begun, words = tokenizer.batch_decode(
+                [ids[: min(end, tokens * 3 // 4)], ids[:end]], skip_special_tokens=True
+            )
+            if words.strip() and begun not in seen:
+                seen.add(begun)
+                yield Document(f"target:{row}", words)
+        if len(seen) == known:
+            return

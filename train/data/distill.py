@@ -14,7 +14,6 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -23,10 +22,9 @@ from headstart.heads.core.files import write_atomically
 from headstart.infer import Speculator
 
 from ..recipe import Distill
-from .continuations import check_context, write_rows
 from .documents import Document
 from .prefixes import make_prefixes
-from .training_rows import COLUMNS, Rows
+from .training_rows import COLUMNS, Rows, check_context, write_rows
 
 logger = logging.getLogger(__name__)
 
@@ -46,10 +44,8 @@ def distill(
 
     Row i continues a prefix of the documents that is drawn by (seed, i), with sampling noise keyed
     by (seed, i), so a row is the same whichever process writes it, before or after a kill. After
-    `spec.max_seconds` no further shard is begun, but each process writes at least one.
-
-    Raises:
-        DistillError: no document gives a prefix, or the target's context is too short.
+    `spec.max_seconds` no further shard is begun, but each process writes at least one. Raises
+    DistillError where no document gives a prefix, or the target's context is too short.
     """
     prefixes = make_prefixes(spec, tokenizer, documents)
     check_context(spec, target)
@@ -62,10 +58,10 @@ def distill(
     seeds = row_seeds(seed, spec.examples).tolist()
     speculator = Speculator(target)
     # By number, not by place among the missing shards: the processes look at different moments.
-    own = range(rank, spec.shards, world)
-    own = [k for k in own if not shard_path(folder, k, spec.shards).exists()]
-    rows_due = sum(len(shard_rows(spec, shard)) for shard in own)
-    bar = tqdm(total=rows_due, desc="distill", unit="row", disable=not progress)
+    numbers = range(rank, spec.shards, world)
+    own = [k for k in numbers if not shard_path(folder, k, spec.shards).exists()]
+    due = sum(len(shard_rows(spec, shard)) for shard in own)
+    bar = tqdm(total=due, desc="distill", unit="row", disable=not progress)
     started = time.perf_counter()
     for done, shard in enumerate(own):
         seconds = time.perf_counter() - started
@@ -73,13 +69,18 @@ def distill(
         if done and spec.max_seconds and seconds * (done + 1) / done > spec.max_seconds:
             break
         parts = []
-        for ids in torch.tensor(shard_rows(spec, shard)).split(spec.batch_size):
-            batch = [prefixes[drawn[i]] for i in ids.tolist()]
-            parts.append(write_rows(speculator, batch, [seeds[i] for i in ids.tolist()], spec))
-            bar.update(len(ids))
+        rows = shard_rows(spec, shard)
+        for first in range(rows.start, rows.stop, spec.batch_size):
+            ids = slice(first, min(first + spec.batch_size, rows.stop))
+            batch = [prefixes[number] for number in drawn[ids]]
+            parts.append(write_rows(speculator, batch, seeds[ids], spec))
+            bar.update(len(batch))
             speed = bar.n * spec.new_tokens / (time.perf_counter() - started)
             bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
-        _save(shard_path(folder, shard, spec.shards), parts, prefixes.skipped)
+        columns = zip(COLUMNS, zip(*parts, strict=True), strict=True)
+        data = {name: torch.cat(column).int() for name, column in columns}
+        shard_bytes = safetensors.torch.save(data, {"skipped": str(prefixes.skipped)})
+        write_atomically(shard_path(folder, shard, spec.shards), shard_bytes)
     bar.close()
 
 
@@ -94,20 +95,16 @@ def shard_path(folder: Path, shard: int, shards: int) -> Path:
 
 
 def summary(spec: Distill, folder: Path) -> dict[str, int]:
-    """What was written in all: shards, rows and tokens; logs a warning where time cut it short.
-
-    `skipped`, where not 0, counts the documents or prompts that gave no prefix.
-    """
+    """The shards, rows and tokens written; `skipped`, if any, are documents without a prefix."""
     rows = Rows.load(folder)
-    paths = [shard_path(folder, k, spec.shards) for k in range(spec.shards)]
-    paths = [path for path in paths if path.exists()]
-    if len(paths) < spec.shards:
+    shards = sorted(folder.glob("*.safetensors"))
+    if len(shards) < spec.shards:
         logger.warning(
             "distill: %d of %d examples, %d of %d shards, were written in %.0f s",
-            len(rows), spec.examples, len(paths), spec.shards, spec.max_seconds or 0,
+            len(rows), spec.examples, len(shards), spec.shards, spec.max_seconds or 0,
         )  # fmt: skip
-    counts = {"shards": len(paths), "rows": len(rows), "tokens": int(rows.written.sum())}
-    with safetensors.safe_open(paths[0], "pt") as shard:
+    counts = {"shards": len(shards), "rows": len(rows), "tokens": int(rows.written.sum())}
+    with safetensors.safe_open(shards[0], "pt") as shard:
         skipped = int((shard.metadata() or {}).get("skipped", 0))
     if skipped:
         kind = "prompts are empty or longer" if spec.prefix == "prompt" else "documents are shorter"
@@ -117,9 +114,3 @@ def summary(spec: Distill, folder: Path) -> dict[str, int]:
         )  # fmt: skip
         counts["skipped"] = skipped
     return counts
-
-
-def _save(path: Path, parts: Sequence[tuple[Tensor, Tensor, Tensor]], skipped: int) -> None:
-    columns = zip(COLUMNS, zip(*parts, strict=True), strict=True)
-    data = {name: torch.cat(column).int() for name, column in columns}
-    write_atomically(path, safetensors.torch.save(data, {"skipped": str(skipped)}))

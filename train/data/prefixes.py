@@ -1,45 +1,39 @@
-"""The prefixes that the target continues: windows of text, beginnings, or prompts of chats."""
+"""What models continue: prefixes of documents, to distill from or, held out, to measure with."""
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
+from typing import Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..recipe import Distill
-from .chats import ChatTemplateError, render_chat
-from .documents import Document
+from .documents import ChatTemplateError, Document, render_chat
+from .reading import order
 
 
 class DistillError(ValueError):
     """Self-distillation that cannot be done as asked."""
 
 
+class HeldOutError(ValueError):
+    """Held-out documents that are too few or too short."""
+
+
 class Windows:
-    """Every window of `length` tokens that lies within one document.
+    """Every window of `length` tokens that lies within one row, numbered through all rows.
 
-    Windows are numbered through all documents; short documents have none, and `skipped` counts
-    them.
-
-    Args:
-        chat: see `encode`.
+    `skipped` counts the rows that are too short to have one.
     """
 
-    def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        documents: Sequence[Document],
-        length: int,
-        chat: str = "auto",
-    ):
-        self.rows = encode(tokenizer, documents, chat)
-        self.length = length
-        self.ends = list(accumulate(max(len(row) - length + 1, 0) for row in self.rows))
-        self.skipped = sum(len(row) < length for row in self.rows)
+    def __init__(self, rows: Sequence[list[int]], length: int):
+        self.rows, self.length = rows, length
+        self.ends = list(itertools.accumulate(max(len(row) - length + 1, 0) for row in rows))
+        self.skipped = sum(len(row) < length for row in rows)
 
     def __len__(self) -> int:
         return self.ends[-1] if self.ends else 0
@@ -57,11 +51,9 @@ class Windows:
 
 
 class Prompts:
-    """Prefixes that are taken whole, each of its own length.
+    """Rows that are prefixes as they are.
 
-    Args:
-        rows: token ids; empty ones, and those of more than `length` tokens, are left out, and
-            `skipped` counts them.
+    Empty ones, and those of more than `length` tokens, are left out; `skipped` counts them.
     """
 
     def __init__(self, rows: Sequence[list[int]], length: int):
@@ -92,16 +84,13 @@ def make_prefixes(
     - `prompt`: all up to an answer, if that is at most `prefix_tokens`: of a chat, for every turn
       of the assistant; of a prompt that came with its answer, the prompt; of a text, all of it.
     """
-    length = spec.prefix_tokens
-    if spec.prefix == "window":
-        prefixes: Windows | Prompts = Windows(tokenizer, documents, length, spec.chat)
-    elif spec.prefix == "start":
-        rows = encode(tokenizer, documents, spec.chat)
-        # Too short a row is made empty, which Prompts leaves out.
-        prefixes = Prompts([row[:length] if len(row) >= length else [] for row in rows], length)
-    else:
-        prompts = [prompt for document in documents for prompt in document.prompts()]
-        prefixes = Prompts(encode(tokenizer, prompts, spec.chat), length)
+    length, texts = spec.prefix_tokens, documents
+    if spec.prefix == "prompt":
+        texts = [prompt for document in documents for prompt in document.prompts()]
+    rows = encode(tokenizer, texts, spec.chat)
+    if spec.prefix == "start":  # too short a row is made empty, which Prompts leaves out
+        rows = [row[:length] if len(row) >= length else [] for row in rows]
+    prefixes = Windows(rows, length) if spec.prefix == "window" else Prompts(rows, length)
     if not len(prefixes):
         few = "at most" if spec.prefix == "prompt" else "at least"
         raise DistillError(
@@ -116,41 +105,69 @@ def encode(
 ) -> list[list[int]]:
     """Token ids of whole documents, with the start token where the tokenizer sets one.
 
-    A chat that ends with the user's turn is encoded up to where the answer begins.
-
-    Args:
-        chat: `template` renders chats by the tokenizer's chat template, `plain` as `plain_chat`
-            does, `auto` by the template where there is one.
-
-    Raises:
-        DistillError: there is no template, or it refuses a chat.
+    A chat is rendered by the tokenizer's template, as `plain_chat` does it (`plain`), or by the
+    template where there is one (`auto`); one that ends with the user's turn is encoded up to where
+    the answer begins. Raises DistillError where there is no template, or it refuses a chat.
     """
     if chat == "template" and not tokenizer.chat_template:
         raise DistillError(
             "distill.chat is template, but the tokenizer has none; set it to plain or auto."
         )
-    by_template = chat != "plain" and bool(tokenizer.chat_template)
-    chats = [by_template and bool(document.messages) for document in documents]
-    rows: list[list[int]] = [[] for _ in documents]
-    for templated in (False, True):
-        mine = [i for i, is_chat in enumerate(chats) if is_chat == templated]
-        texts = [
-            _apply_template(tokenizer, documents[i]) if templated else documents[i].whole()
-            for i in mine
-        ]
-        if texts:  # a template writes the special tokens itself
-            ids = tokenizer(texts, add_special_tokens=not templated, verbose=False)["input_ids"]
-            for i, row in zip(mine, ids, strict=True):
-                rows[i] = row
-    return rows
+    plain, templated = {}, {}  # texts, by the number of their document
+    for i, document in enumerate(documents):
+        if chat == "plain" or not tokenizer.chat_template or not document.messages:
+            plain[i] = document.whole()
+            continue
+        try:
+            templated[i] = render_chat(tokenizer, document.messages)
+        except ChatTemplateError as error:
+            said = f"{document.id}: {error}; drop the row, or set distill.chat=plain."
+            raise DistillError(said) from None
+    rows: dict[int, list[int]] = {}
+    for texts in filter(None, (plain, templated)):  # a template writes the special tokens itself
+        ids = tokenizer(list(texts.values()), add_special_tokens=texts is plain, verbose=False)
+        rows |= zip(texts, ids["input_ids"], strict=True)
+    return [rows[i] for i in range(len(documents))]
 
 
-def _apply_template(tokenizer: PreTrainedTokenizerBase, document: Document) -> str:
-    assert document.messages
-    due = document.messages[-1]["role"] == "user"
-    try:
-        return render_chat(tokenizer, document.messages, answer=due)
-    except ChatTemplateError as error:
-        raise DistillError(
-            f"{document.id}: {error}; drop the row, or set distill.chat=plain."
-        ) from None
+def held_out_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    count: int,
+    prefix_tokens: int,
+    seed: int = 0,
+    part: Literal["bench", "validation"] = "bench",
+) -> list[Tensor]:
+    """The first `count` of `held_out_texts`; raises HeldOutError where there are fewer."""
+    prompts = held_out_texts(tokenizer, documents, prefix_tokens, seed, part)
+    if len(prompts) < count:
+        raise HeldOutError(
+            f"the held-out documents give {len(prompts)} {part} prompts of {prefix_tokens} tokens, "
+            f"expected {count}; raise corpus.held_out or corpus.max_bytes, or use shorter prompts."
+        )
+    return prompts[:count]
+
+
+def held_out_texts(
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    tokens: int,
+    seed: int = 0,
+    part: Literal["bench", "validation"] = "bench",
+) -> list[Tensor]:
+    """Texts of `tokens` tokens each, [P] int64, from held-out documents.
+
+    Deterministic in (seed, documents). Every third document, in the order of a hash, is for
+    validation and the others for the benchmark, so a checkpoint or tree is not judged by texts that
+    chose it. The documents take turns in giving windows, which do not overlap.
+    """
+    documents = sorted(documents, key=lambda document: order(f"{seed}:{document.id}"))
+    usable = []
+    for document, row in zip(documents, encode(tokenizer, documents), strict=True):
+        starts = range(0, len(row) - tokens + 1, tokens)
+        drawn = sorted(starts, key=lambda start: order(f"{seed}:{document.id}:{start}"))
+        if drawn:
+            usable.append([torch.tensor(row[start : start + tokens]) for start in drawn])
+    mine = usable[::3] if part == "validation" else [d for i, d in enumerate(usable) if i % 3]
+    turns = itertools.zip_longest(*mine)
+    return [text for turn in turns for text in turn if text is not None]

@@ -1,27 +1,24 @@
 """Reads documents from files and folders: text, JSON Lines, JSON arrays, Parquet, the stdlib.
 
-JSON is decoded by the standard library, row by row, and Parquet is read by `datasets`, which is
-imported only then. (`datasets` reads JSON as well, but gives each column one type: it turns dates
-and mixed columns into other values, and its errors name no line.) Errors name file and line, or the
-number of a row where lines are not known, and never quote a row, which may be private.
+JSON is decoded by the standard library: `datasets`, which reads Parquet, would turn dates and mixed
+columns into other values, and its errors name no line. Errors name file and line, or the number of
+a row where lines are not known, and never quote a row, which may be private.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
-from .documents import CorpusError, Document
-from .row_formats import parse_row, text_key
+from .documents import CorpusError, Document, parse_row, text_key
 
 # Tests repeat themselves, idlelib and lib2to3 carry test data, pydoc_data is one generated file of
 # prose as large as a fifth of the default corpus; the rest is not the library's own.
@@ -33,32 +30,21 @@ SUPPORTED = (
     '"stdlib", "target", or the path of a .txt, .jsonl or .json file (also .gz), of a .parquet '
     "file, or of a folder"
 )
-_FIRST_ITEM = re.compile(r"\s*\[\s*")
 
 
 @dataclass
 class Skipped:
-    """What is left out of a corpus, and whether a row that cannot be read may be.
+    """What is left out of a corpus, and whether a row that cannot be read may be."""
 
-    `files` are names of what is not UTF-8 text, `rows` messages that name file and line.
-    """
-
-    on_error: str = "raise"
-    files: list[str] = field(default_factory=list)
-    rows: list[str] = field(default_factory=list)
-
-    def row(self, error: CorpusError) -> None:
-        """Note a bad row, or raise the error where the policy is to raise."""
-        if self.on_error == "raise":
-            raise CorpusError(f"{error} (corpus.on_error=skip leaves such rows out)") from None
-        self.rows.append(str(error))
+    on_error: str = "raise"  # or "skip"
+    files: list[str] = field(default_factory=list)  # names of what is not UTF-8 text
+    rows: list[str] = field(default_factory=list)  # messages that name file and line
 
 
 def read_documents(source: str | Path, answers: bool = False) -> list[Document]:
-    """All documents of a file or a folder, as prompts. Raises CorpusError.
+    """All documents of a file or a folder. Raises CorpusError.
 
-    Args:
-        answers: keep the answers that came with them; else a chat ends with the user's last turn.
+    Without `answers` they are prompts: a chat ends with the user's last turn.
     """
     documents = read_source(str(source), Skipped())
     return list(documents) if answers else [document.prompts()[-1] for document in documents]
@@ -67,19 +53,17 @@ def read_documents(source: str | Path, answers: bool = False) -> list[Document]:
 def read_source(source: str, skipped: Skipped) -> Iterator[Document]:
     """The documents of a recipe's `corpus.source`, in the order of the hash of their ids.
 
-    An id is the path of a file in the folder, or `file:number` of a line or row.
-
-    Raises:
-        CorpusError: the source does not exist, or a file or row of it cannot be read.
+    An id is the path of a file in the folder, or `file:number` of a line or row. Raises CorpusError
+    where the source does not exist, or a file or row of it cannot be read.
     """
     path = Path(source).expanduser()
     if source == "stdlib":
         library = Path(sysconfig.get_paths()["stdlib"])
-        yield from _read_folder(library, library.rglob("*.py"), _NOT_LIBRARY, skipped)
+        yield from _read_folder(library, "*.py", _NOT_LIBRARY, skipped)
     elif path.is_dir():
-        yield from _read_folder(path, path.rglob("*"), {"__pycache__"}, skipped)
+        yield from _read_folder(path, "*", {"__pycache__"}, skipped)
     elif path.is_file() and file_kind(path) in _READERS:
-        yield from sorted(read_file(path, path.name, skipped), key=lambda found: order(found.id))
+        yield from sorted(_read_file(path, path.name, skipped), key=lambda found: order(found.id))
     elif path.is_file():
         found = path.suffix or "nameless"
         raise CorpusError(f"{source}: found a {found} file; expected {SUPPORTED}")
@@ -88,31 +72,6 @@ def read_source(source: str, skipped: Skipped) -> Iterator[Document]:
             f"{source}: no such file or folder; expected {SUPPORTED} (a Hub data set is not read "
             "here: export it with datasets' to_parquet)"
         )
-
-
-def _read_folder(
-    root: Path, paths: Iterable[Path], excluded: set[str], skipped: Skipped
-) -> Iterator[Document]:
-    """One document a file; files of rows hold one a row, and hidden files are left out."""
-    files = {}
-    for path in paths:
-        parts = path.relative_to(root).parts
-        hidden = any(part.startswith(".") for part in parts)
-        if not hidden and not excluded.intersection(parts) and path.is_file():
-            files["/".join(parts)] = path
-    for name in sorted(files, key=order):
-        path, kind = files[name], file_kind(files[name])
-        if kind in (".jsonl", ".parquet") or (kind == ".json" and _is_array_of_rows(path)):
-            yield from read_file(path, name, skipped)
-            continue
-        try:
-            text = path.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:
-            text = "\0"
-        if "\0" in text:  # binary, which may happen to decode
-            skipped.files.append(name)
-        elif text.strip():
-            yield Document(name, text.replace("\r\n", "\n"))
 
 
 def file_kind(path: Path) -> str:
@@ -125,25 +84,44 @@ def order(name: str) -> bytes:
     return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
 
 
-def read_file(path: Path, name: str, skipped: Skipped) -> Iterator[Document]:
-    """The documents of a .txt (one a line), .jsonl, .json (an array) or .parquet file.
-
-    Args:
-        name: of the file, the first part of the documents' ids.
-
-    Raises:
-        CorpusError: the file cannot be read on (not UTF-8, damaged gzip, a broken array).
-    """
-    kind = file_kind(path)
-    if kind == ".txt":
-        yield from (Document(f"{name}:{number}", line) for number, line in _lines(path))
-        return
-    place = "line" if kind == ".jsonl" else "row"
-    for number, row in _READERS[kind](path):
+def _read_folder(root: Path, names: str, without: set[str], skipped: Skipped) -> Iterator[Document]:
+    """One document a file; files of rows hold one a row, and hidden files are left out."""
+    files = {}
+    for path in root.rglob(names):
+        parts = path.relative_to(root).parts
+        hidden = any(part.startswith(".") for part in parts)
+        if not hidden and not without.intersection(parts) and path.is_file():
+            files["/".join(parts)] = path
+    for name in sorted(files, key=order):
+        path, kind = files[name], file_kind(files[name])
+        if kind in (".jsonl", ".parquet") or (kind == ".json" and _is_array_of_rows(path)):
+            yield from _read_file(path, name, skipped)
+            continue
         try:
-            yield parse_row(_decode(row) if kind == ".jsonl" else row, f"{name}:{number}")
+            text = path.read_bytes().decode("utf-8")
+        except UnicodeDecodeError:
+            text = "\0"
+        if "\0" in text:  # binary, which may happen to decode
+            skipped.files.append(name)
+        elif text.strip():
+            yield Document(name, text.replace("\r\n", "\n"))
+
+
+def _read_file(path: Path, name: str, skipped: Skipped) -> Iterator[Document]:
+    """The documents of a file that `_READERS` can read; their ids begin with `name`."""
+    kind = file_kind(path)
+    for number, row in _READERS[kind](path):
+        id = f"{name}:{number}"
+        if kind == ".txt":
+            yield Document(id, row)
+            continue
+        try:
+            yield parse_row(_decode(row) if kind == ".jsonl" else row, id)
         except CorpusError as error:
-            skipped.row(CorpusError(f"{path} {place} {number}: {error}"))
+            said = f"{path} {'line' if kind == '.jsonl' else 'row'} {number}: {error}"
+            if skipped.on_error == "raise":
+                raise CorpusError(f"{said} (corpus.on_error=skip leaves such rows out)") from None
+            skipped.rows.append(said)
 
 
 def _lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -171,6 +149,11 @@ def _decode(line: str) -> Any:
         raise CorpusError("JSON nested too deep; fix or drop the line") from None
 
 
+def _text(path: Path) -> str:
+    lines = dict(_lines(path))
+    return "\n".join(lines.get(number, "") for number in range(1, max(lines, default=0) + 1))
+
+
 def _array(path: Path) -> Iterator[tuple[int, Any]]:
     try:
         rows = json.loads(_text(path))
@@ -185,17 +168,12 @@ def _array(path: Path) -> Iterator[tuple[int, Any]]:
 def _is_array_of_rows(path: Path) -> bool:
     """Whether a .json file is an array whose first item is a row; other JSON is just text."""
     try:
-        text = _text(path)
-        start = _FIRST_ITEM.match(text)
-        first, _ = json.JSONDecoder().raw_decode(text, start.end()) if start else (None, 0)
+        text = _text(path).lstrip()
+        rows = text[1:].lstrip() if text.startswith("[") else "null"
+        first, _ = json.JSONDecoder().raw_decode(rows)
     except (CorpusError, ValueError, RecursionError):
         return False
     return isinstance(first, dict) and text_key(first) is not None
-
-
-def _text(path: Path) -> str:
-    lines = dict(_lines(path))
-    return "\n".join(lines.get(number, "") for number in range(1, max(lines, default=0) + 1))
 
 
 def _table(path: Path) -> Iterator[tuple[int, Any]]:
@@ -207,9 +185,4 @@ def _table(path: Path) -> Iterator[tuple[int, Any]]:
     return enumerate(rows, start=1)
 
 
-_READERS: dict[str, Callable[[Path], Iterable[tuple[int, Any]]]] = {
-    ".txt": _lines,
-    ".jsonl": _lines,
-    ".json": _array,
-    ".parquet": _table,
-}
+_READERS = {".txt": _lines, ".jsonl": _lines, ".json": _array, ".parquet": _table}

@@ -1,22 +1,9 @@
-"""Recipes: `schema` says what a recipe may hold, `files` reads one, `build` checks it."""
+"""Recipes: `schema` is what one may say, `loading` reads and checks one."""
 
-from .build import parse_recipe
-from .fields import RecipeError
-from .files import load_recipe, shipped_recipes
-from .schema import (
-    LOSSES,
-    Corpus,
-    Decode,
-    Distill,
-    DrafterSpec,
-    OnPolicy,
-    Recipe,
-    Scratch,
-    TargetSpec,
-    Train,
-)
+from .loading import load_recipe, parse_recipe, shipped_recipes
+from .schema import Corpus, Distill, DrafterSpec, OnPolicy, Recipe, RecipeError, Scratch, Train
 
 __all__ = [
-    "LOSSES", "Corpus", "Decode", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError",
-    "Scratch", "TargetSpec", "Train", "load_recipe", "parse_recipe", "shipped_recipes",
+    "Corpus", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError", "Scratch", "Train",
+    "load_recipe", "parse_recipe", "shipped_recipes",
 ]  # fmt: skip

@@ -1,19 +1,59 @@
 """What a recipe may say: strict dataclasses, one a section of the file.
 
-Every field has a type and, where it needs one, a check of its range; `@strict` applies both
-whenever a field is set, and reads the annotations, which must not be strings. Nothing here imports
-torch, so that `--help` and a mistyped recipe answer at once.
+`@strict` checks a field's type and range whenever it is set, and reads annotations, which must not
+be strings. Nothing here imports torch, so that `--help` and a mistyped recipe answer at once.
 """
 
 import dataclasses
+import difflib
+import functools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.dataclasses import as_validated_field, strict
+from huggingface_hub.dataclasses import as_validated_field, strict, validated_field
 
 from ..losses import LOSSES
-from .fields import RecipeError, number, one_of, positive
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used; the message names the key's path and what was expected."""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` with the known name that is closest to `name`, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def number(
+    default: Any, gt: float = -inf, ge: float = -inf, lt: float = inf, le: float = inf
+) -> Any:
+    """The field of a finite number that is greater than `gt`, at least `ge`, and so on."""
+    bounds = {"greater than": gt, "at least": ge, "less than": lt, "at most": le}
+    expected = " and ".join(f"{words} {n}" for words, n in bounds.items() if isfinite(n))
+
+    def check(value: float | None) -> None:  # whether null is a value is said by the type
+        if value is not None and not (gt < value < lt and ge <= value <= le):
+            raise ValueError(f"found {value!r}, expected a finite number {expected}")
+
+    return validated_field(check, default=default)
+
+
+positive = functools.partial(number, gt=0)
+
+
+def one_of(*choices: str) -> Any:
+    """The field of a string that is one of `choices`, by default the first."""
+
+    def check(value: str) -> None:
+        if value not in choices:
+            near = nearest(value, choices)
+            raise ValueError(f"found {value!r}{near}; expected one of {', '.join(choices)}")
+
+    return validated_field(check, default=choices[0])
 
 
 @as_validated_field
@@ -33,7 +73,7 @@ class Corpus:
     source: str = "stdlib"
     max_bytes: int = positive(4_000_000)
     held_out: float = number(0.05, ge=0, lt=1)  # share of whole documents
-    on_error: str = one_of("raise", "skip", default="raise")  # at a row that cannot be read
+    on_error: str = one_of("raise", "skip")  # at a row that cannot be read
     opening_tokens: int = positive(64)  # source target: tokens of each text
     writer: str | None = None  # source target: the model that writes, target.model when null
 
@@ -66,9 +106,7 @@ class TargetSpec:
     model: str | None = None
     scratch: Scratch | None = None
     # 4bit needs bitsandbytes
-    dtype: str = one_of(
-        "float32", "bfloat16", "float16", "float64", "auto", "4bit", default="float32"
-    )
+    dtype: str = one_of("float32", "bfloat16", "float16", "float64", "auto", "4bit")
 
 
 @strict
@@ -77,9 +115,9 @@ class Distill:
     """Self-distillation: the target continues real prefixes."""
 
     examples: int = positive(1024)
-    prefix: str = one_of("window", "start", "prompt", default="window")  # of a document
+    prefix: str = one_of("window", "start", "prompt")  # of a document
     prefix_tokens: int = positive(64)  # exactly; for `prompt`, at most
-    chat: str = one_of("auto", "template", "plain", default="auto")  # how chats are rendered
+    chat: str = one_of("auto", "template", "plain")  # how chats are rendered
     new_tokens: int = positive(128)
     batch_size: int = positive(64)
     temperature: float = number(0.0, ge=0)
@@ -112,7 +150,7 @@ class Train:
     """How the drafter is trained."""
 
     # all others than cross_entropy compare with the target's probabilities
-    loss: str = one_of(*LOSSES, default="cross_entropy")
+    loss: str = one_of(*LOSSES)
     learning_rate: float = positive(1e-3)
     batch_size: int = positive(8)  # rows a process and forward
     gradient_accumulation: int = positive(1)
@@ -121,7 +159,7 @@ class Train:
     warmup_ratio: float = number(0.1, ge=0, lt=1)
     weight_decay: float = number(0.0, ge=0)
     clip: float = positive(1.0)  # the norm that gradients are clipped to
-    optimizer: str = one_of("adamw", "adamw_8bit", default="adamw")  # adamw_8bit needs bitsandbytes
+    optimizer: str = one_of("adamw", "adamw_8bit")  # adamw_8bit needs bitsandbytes
     head_decay: float = number(0.8, gt=0, le=1)  # weight of head k is head_decay ** k
     eval_every: int | None = positive(None)  # steps between validations by real decoding
     feature_weight: float = number(0.0, ge=0)  # of the distance to the target's features (EAGLE)
@@ -144,7 +182,7 @@ class Decode:
 
     # chain:K, cartesian:A,B,…, sparse:N, a list of paths (lists of integers), or a file of them
     tree: str | list[Any] = _tree(default="chain:4")  # noqa: RUF009
-    rule: str = one_of("greedy", "match", "coupled", default="greedy")
+    rule: str = one_of("greedy", "match", "coupled")
     prompts: int = positive(24)
     prefix_tokens: int = positive(64)
     new_tokens: int = positive(128)
@@ -154,18 +192,15 @@ class Decode:
 @strict
 @dataclass
 class Recipe:
-    """One training run, from text to measured drafter; results go to `output/name/`.
-
-    With `shares` set to the name of another run in `output`, the stages corpus, target and distill
-    are that run's: they are run there where it has not finished them, and run here where it has
-    finished them with other settings.
-    """
+    """One training run, from text to measured drafter; results go to `output/name/`."""
 
     name: str
     drafter: DrafterSpec
     target: TargetSpec
     seed: int = number(0, ge=0)
     output: str = "runs"
+    # another run in `output` whose stages corpus, target and distill are used: run there where it
+    # has not finished them, and here where it has finished them with other settings
     shares: str | None = None
     corpus: Corpus = field(default_factory=Corpus)
     distill: Distill = field(default_factory=Distill)

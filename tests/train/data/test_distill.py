@@ -17,7 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from headstart.train.data import distill as module
 from headstart.train.data.corpus import Document
 from headstart.train.data.distill import distill, shard_rows, summary
-from headstart.train.data.prefixes import DistillError, Windows
+from headstart.train.data.prefixes import DistillError, Windows, encode
 from headstart.train.data.training_rows import Rows
 from headstart.train.recipe import Distill
 from headstart.train.scratch_target import train_tokenizer
@@ -58,7 +58,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def test_windows_stay_inside_documents(tokenizer: PreTrainedTokenizerFast) -> None:
     texts = [Document("a", "abc def"), Document("b", "x"), Document("c", "ghi jkl mno")]
-    windows = Windows(tokenizer, texts, 3)
+    windows = Windows(encode(tokenizer, texts), 3)
     found = [str(tokenizer.decode(windows[i])) for i in range(len(windows))]
     assert len(found) == sum(max(len(row) - 2, 0) for row in windows.rows)
     assert all(any(text in document.text for document in texts) for text in found)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from headstart.train.data.corpus import Document
-from headstart.train.data.held_out import HeldOutError, held_out_prompts
+from headstart.train.data.prefixes import HeldOutError, held_out_prompts
 from headstart.train.scratch_target import train_tokenizer
 
 DOCUMENTS = [

@@ -180,7 +180,7 @@ def test_short_documents_are_skipped_and_counted(
         spec = replace(SPEC, prefix=prefix, prefix_tokens=2, examples=2, shards=1)
         distill(spec, tiny_target(), tokenizer, documents, tmp_path / prefix, progress=False)
         assert summary(spec, tmp_path / prefix)["skipped"] == 2
-    assert not len(Windows(tokenizer, [], 2))
+    assert not len(Windows([], 2))
     with pytest.raises(DistillError, match="none of the 0 training documents"):
         make_prefixes(SPEC, tokenizer, [])
 
