@@ -24,26 +24,8 @@ from .group import DrafterGroup
 from .trainable import TrainableDrafter
 
 __all__ = [
-    "FAMILIES",
-    "FINAL",
-    "ArtifactError",
-    "DecodingError",
-    "Drafter",
-    "DrafterConfig",
-    "DrafterGroup",
-    "Family",
-    "HeadstartError",
-    "Manifest",
-    "OptionError",
-    "Sampling",
-    "SlabCache",
-    "Step",
-    "TokenTree",
-    "Topology",
-    "TrainableDrafter",
-    "UnsupportedTarget",
-    "family",
-    "fingerprint",
-    "load_drafter",
-    "save_drafter",
-]
+    "FAMILIES", "FINAL", "ArtifactError", "DecodingError", "Drafter", "DrafterConfig",
+    "DrafterGroup", "Family", "HeadstartError", "Manifest", "OptionError", "Sampling", "SlabCache",
+    "Step", "TokenTree", "Topology", "TrainableDrafter", "UnsupportedTarget", "family",
+    "fingerprint", "load_drafter", "save_drafter",
+]  # fmt: skip

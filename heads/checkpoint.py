@@ -1,7 +1,4 @@
-"""The checkpoint part of the drafter contract: configs, artifacts, checkpoints of others.
-
-`headstart.heads.artifacts` saves and loads by it.
-"""
+"""The checkpoint part of the drafter contract; `artifacts` saves and loads by it."""
 
 from typing import Any, ClassVar, Self
 
@@ -15,28 +12,42 @@ from .parts.adapter import Adapter
 Found = tuple[dict[str, Any], dict[str, Tensor]]
 """What is read from a checkpoint: fields of the family's config, and tensors by its own names."""
 
+_RANGES = {
+    "at least 0": lambda value: value >= 0,
+    "at least 1": lambda value: value >= 1,
+    "more than 0": lambda value: value > 0,
+    "0 … 1, 1 excluded": lambda value: 0 <= value < 1,
+}
+
 
 class DrafterConfig(PreTrainedConfig):
     """What every drafter's `config.json` says; `model_type` is `headstart_` + the family's name.
 
-    Attributes:
-        hidden_size: D of the target.
-        vocab_size: V of the target's output layer.
-        feature_layers: the hidden states that the drafter reads, see `FeatureTap`; may be empty.
+    `feature_layers` are the hidden states that it reads, see `FeatureTap`; there may be none.
     """
 
     model_type = "headstart_"
-    hidden_size: int = 0
-    vocab_size: int = 0
+    hidden_size: int = 0  # D of the target
+    vocab_size: int = 0  # V of the target's output layer
     feature_layers: list[int] | tuple[int, ...] = (FINAL,)
 
     OPTIONS: ClassVar[tuple[str, ...]] = ()
     """The names that a recipe's drafter section may set."""
 
+    RANGES: ClassVar[dict[str, tuple[str, ...]]] = {}
+    """Ranges, see `_RANGES`, and the numbers among the options that must be in them."""
+
     @classmethod
     def family_name(cls) -> str:
         """The family's name, see `headstart.heads.families`."""
         return cls.model_type.removeprefix("headstart_")
+
+    def validate_ranges(self) -> None:
+        """Part of the config's own validation."""
+        for expected, names in self.RANGES.items():
+            for name in names:
+                if not _RANGES[expected](value := getattr(self, name)):
+                    raise OptionError(f"drafter.{name} is {value}; expected {expected}.")
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
@@ -45,11 +56,9 @@ class DrafterConfig(PreTrainedConfig):
         Raises:
             OptionError: an option that the family does not have, or a value of the wrong type.
         """
-        unknown = sorted(set(options) - set(cls.OPTIONS))
-        if unknown:
-            name = cls.family_name()
+        if unknown := sorted(options.keys() - set(cls.OPTIONS)):
             raise OptionError(
-                f"drafter.{unknown[0]} is not an option of {name!r}; expected one of: "
+                f"drafter.{unknown[0]} is not an option of {cls.family_name()!r}; expected one of: "
                 f"{', '.join(cls.OPTIONS)}."
             )
         text = target.config.get_text_config(decoder=True)
@@ -75,8 +84,8 @@ class StoredDrafter(PreTrainedModel):
     """What the target learns while this drafter is trained; saved with it, and merged into the
     target when it is loaded. None for a drafter that leaves its target as it is."""
 
-    @classmethod
-    def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
+    @staticmethod
+    def from_checkpoint(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         """Read a checkpoint of the method's authors, or of another trainer.
 
         Args:

@@ -9,7 +9,7 @@ al. 2023, arXiv 2310.08461).
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -40,7 +40,7 @@ class DraftModelConfig(DrafterConfig):
     layers: int | list[int] | None = None
     model: str | None = None
 
-    OPTIONS: ClassVar[tuple[str, ...]] = ("layers", "model")
+    OPTIONS = ("layers", "model")
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
@@ -71,27 +71,20 @@ class DraftModelConfig(DrafterConfig):
 
 
 class DraftModel(TrainableDrafter):
-    """A causal language model as the drafter.
-
-    Args:
-        config: where the student comes from.
-        model: the student; made from `config`, with random weights, when None.
-    """
+    """A causal language model as the drafter: `model`, or else a new one by `config`."""
 
     config_class = DraftModelConfig
     config: DraftModelConfig
     saved_as_language_model = True
     writes_text = True
-    saved_as_language_model = True
     needs_length_bound = True
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel | None = None):
         super().__init__(config)
-        student: Any = model
-        if student is None:
+        if model is None:
             own = AutoConfig.for_model(**(config.student or {}))
-            student = AutoModelForCausalLM.from_config(own)
-        self.model: PreTrainedModel = student
+            model = AutoModelForCausalLM.from_config(own)
+        self.model: Any = model
         self._layers = CachedLayers(self.model)
         self.post_init()
 
@@ -109,9 +102,7 @@ class DraftModel(TrainableDrafter):
     def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
         """Load the student as transformers does, with the same options."""
         loaded: Any = AutoModelForCausalLM.from_pretrained(name, *args, **options)
-        if isinstance(loaded, tuple):
-            return cls.of(loaded[0]), *loaded[1:]
-        return cls.of(loaded)
+        return (cls.of(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else cls.of(loaded)
 
     def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]
         """Save the student alone, as the ordinary model that it is, in one file of weights."""
@@ -152,12 +143,10 @@ class DraftModel(TrainableDrafter):
         self._layers.reserve(state, longest, room)
 
     def prefill(self, state: DraftCache, features: Tensor, tokens: Tensor, count: Tensor) -> None:
-        known = self._known(tokens)
-        self._layers.prefill(state, tokens.shape[1], count, input_ids=known)
+        self._layers.prefill(state, count, input_ids=self._known(tokens))
 
     def begin(self, state: DraftCache, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
-        known = self._known(tokens)
-        found = self._layers.begin(state, tokens.shape[1], count, input_ids=known)
+        found = self._layers.begin(state, count, input_ids=self._known(tokens))
         return self._step(last_true(found.logits, count).unsqueeze(1))
 
     def extend(self, state: DraftCache, tokens: Tensor, parent: Tensor) -> Step:
@@ -166,8 +155,7 @@ class DraftModel(TrainableDrafter):
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Target ids, clamped to those of the student; ids beyond them are padding."""
-        embedding: Any = self.model.get_input_embeddings()
-        known = embedding.weight.shape[0]
+        known = len(self.model.get_input_embeddings().weight)
         return tokens if known >= self.config.vocab_size else tokens.clamp(max=known - 1)
 
     def _step(self, logits: Tensor) -> Step:
@@ -176,19 +164,14 @@ class DraftModel(TrainableDrafter):
     @property
     def draft_vocabulary(self) -> Tensor | None:
         """[Vd] the ids 0 … Vd - 1, where the student has fewer than the target; None otherwise."""
-        layer = output_layer(self.model)
-        known = layer.weight.shape[0]
-        if known >= self.config.vocab_size:
+        weight = output_layer(self.model).weight
+        if len(weight) >= self.config.vocab_size:
             return None
-        return torch.arange(known, device=layer.weight.device)
+        return torch.arange(len(weight), device=weight.device)
 
     @property
     def language_model(self) -> PreTrainedModel | None:
         return self.model
-
-    @property
-    def train_depths(self) -> int:
-        return 1
 
     def draft_hidden_states(
         self, features: Tensor, tokens: Tensor, where: Tensor, depths: int

@@ -1,10 +1,9 @@
-"""The decode part of the drafter contract; `checkpoint` has the part of saving, `trainable` that
-of training.
+"""The decode part of the drafter contract; `checkpoint` and `trainable` have the others.
 
 While decoding, a drafter answers three calls. `prefill` sees the prompt once. `begin` takes what
 was just committed and proposes the root's children. `extend` takes nodes that the tree has grown
-and proposes theirs.
-Alignment, with prompt x0 … x2 and target features f0 … f2 (fi is the target's state at xi):
+and proposes theirs. Alignment, with prompt x0 … x2 and target features f0 … f2 (fi is the target's
+state at xi):
 
     prefill(features=[f0 f1 f2], tokens=[x0 x1 x2])   each token with its own feature
     begin(features=[f2],    tokens=[x3])              each feature with the token emitted from it
@@ -25,17 +24,11 @@ from .core import OptionError, device_of, keep_resident, output_layer
 
 @dataclass(frozen=True)
 class Step:
-    """Proposals for the children of W nodes: either logits or ready candidates.
+    """Proposals for the children of W nodes: either logits or ready candidates."""
 
-    Attributes:
-        logits: [B, W, Vd] raw logits over the draft vocabulary.
-        vocabulary: [Vd] target ids of the draft vocabulary, or None when they are the same.
-        ids: [B, W, k] candidate token ids, best first; -1 where there is none.
-    """
-
-    logits: Tensor | None = None
-    vocabulary: Tensor | None = None
-    ids: Tensor | None = None
+    logits: Tensor | None = None  # [B, W, Vd] raw logits over the draft vocabulary
+    vocabulary: Tensor | None = None  # [Vd] its target ids, or None when they are the same
+    ids: Tensor | None = None  # [B, W, k] candidate token ids, best first; -1 where there is none
 
     def top(self, count: int, scores: Tensor | None = None) -> Tensor:
         """The best `count` target ids per node, [B, W, count]; -1 where there are fewer.
@@ -43,17 +36,15 @@ class Step:
         Args:
             scores: [B, W, Vd] to rank by instead of the logits.
         """
+        scored: Any = self.logits if scores is None else scores
         if self.ids is not None:
-            missing = count - self.ids.shape[-1]
-            return torch.nn.functional.pad(self.ids, (0, max(missing, 0)), value=-1)[..., :count]
-        scores = self.logits if scores is None else scores
-        assert scores is not None
-        if count == 1:
-            best = scores.argmax(-1, keepdim=True)
+            best = self.ids[..., :count]
+        elif count == 1:
+            best = scored.argmax(-1, keepdim=True)
         else:
-            best = scores.topk(min(count, scores.shape[-1]), dim=-1).indices  # [B, W, count]
-        if best.shape[-1] < count:
-            best = torch.nn.functional.pad(best, (0, count - best.shape[-1]), value=-1)
+            best = scored.topk(min(count, scored.shape[-1]), dim=-1).indices
+        if (missing := count - best.shape[-1]) > 0:
+            best = nn.functional.pad(best, (0, missing), value=-1)
         return self.named(best)
 
     def narrower_than(self, count: int) -> bool:
@@ -79,11 +70,10 @@ class Drafter(StoredDrafter):
     for depth d, whatever was chosen above (Medusa); `extend` is then never called."""
 
     needs_length_bound: bool = False
-    """Whether the rows' lengths must be bounded on the host, by `reserve`. Where False, any bound
-    will do, and one captured round serves all lengths."""
+    """Whether `reserve` must give a true bound; if not, one captured round serves all lengths."""
 
     trainable: ClassVar[bool] = False
-    """Whether drafters of this family learn, see `TrainableDrafter`."""
+    """Whether it learns, see `TrainableDrafter`."""
 
     writes_text: ClassVar[bool] = False
     """Whether it has a language model that writes text without the target."""
@@ -104,9 +94,8 @@ class Drafter(StoredDrafter):
     def target(self) -> PreTrainedModel:
         """The target this drafter is bound to."""
         if self._target is None:
-            raise OptionError(
-                f"{type(self).__name__} has no target yet; call drafter.bind(target) first."
-            )
+            name = type(self).__name__
+            raise OptionError(f"{name} has no target yet; call drafter.bind(target) first.")
         return self._target[0]
 
     def bind(self, target: PreTrainedModel) -> Self:
@@ -134,10 +123,7 @@ class Drafter(StoredDrafter):
         return self
 
     def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
-        """The target's layers that this drafter calls while decoding.
-
-        Where the target's weights are streamed in for each forward, these are brought in to stay.
-        """
+        """The target's layers that it calls; where weights are streamed in, these stay."""
         return [target.get_input_embeddings(), output_layer(target)]
 
     def start(self, batch: int, capacity: int) -> Any:
@@ -146,7 +132,6 @@ class Drafter(StoredDrafter):
         A captured round runs no Python: what a round leaves to the next is tensors that are the
         state's attributes, and slab caches. Python's numbers in it are set by `reserve` alone.
         """
-        return None
 
     def reserve(self, state: Any, longest: int, room: int) -> None:
         """Called before each `begin` with an upper bound on the rows' root positions.
@@ -191,5 +176,4 @@ class Drafter(StoredDrafter):
 
 def last_true(values: Tensor, count: Tensor) -> Tensor:
     """The last true entry of each row: [B, A, F], [B] -> [B, F]. A row of count 0 gives entry 0."""
-    index = (count - 1).clamp(min=0).view(-1, 1, 1).expand(-1, 1, values.shape[-1])
-    return values.gather(1, index).squeeze(1)
+    return values.take_along_dim((count - 1).clamp(min=0).view(-1, 1, 1), 1).squeeze(1)

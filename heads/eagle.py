@@ -14,7 +14,6 @@ next one, as well as it can predict it: the target's own output layer reads it. 
 is in `eagle3`.
 """
 
-from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,8 +21,6 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from .checkpoint import Found
-from .core import OptionError, output_layer
 from .drafter import Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import layer_like, own_layers, unit_scale_init
@@ -45,28 +42,14 @@ class EagleConfig(VocabularyConfig):
     layer: dict[str, Any] | None = None
     depths: int = 4
 
-    OPTIONS: ClassVar[tuple[str, ...]] = ("depths",)
+    OPTIONS = ("depths",)
+    RANGES: ClassVar = {"at least 1": ("depths",)}
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
         config = super().for_target(target, **options)
         config.layer = layer_like(target)
         return config
-
-    def validate_eagle(self) -> None:
-        """Part of the config's own validation: what single fields cannot say."""
-        if self.depths < 1:
-            raise OptionError(f"drafter.depths is {self.depths}; expected at least 1.")
-
-
-class _State:
-    """The cache of pairs, and `hidden` [B, 1 + nodes, D], the hidden states of the round's nodes,
-    the root's first."""
-
-    hidden: Tensor
-
-    def __init__(self, cache: DraftCache):
-        self.cache = cache
 
 
 class Eagle(TokenConditioned):
@@ -75,6 +58,7 @@ class Eagle(TokenConditioned):
     config_class = EagleConfig
     config: Any
     needs_length_bound = True
+    from_checkpoint = staticmethod(eagle1)
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
@@ -86,13 +70,6 @@ class Eagle(TokenConditioned):
     def _make(self, config: Any) -> None:
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
         self.model.layers[0].input_layernorm = nn.Identity()
-
-    @classmethod
-    def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
-        return eagle1(config, tensors)
-
-    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
-        return [*super().shared_modules(target), output_layer(target)]
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
@@ -117,37 +94,29 @@ class Eagle(TokenConditioned):
         pairs = torch.cat([self.embed(tokens), hidden], -1)
         return self.fc(pairs).to(self.dtype)  # under autocast too: what is added to stays precise
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., D] -> logits [..., Vd]."""
-        return self.target_logits(hidden)
+    def start(self, batch: int, capacity: int) -> DraftCache:
+        return self._layers.start(batch)
 
-    def start(self, batch: int, capacity: int) -> _State:
-        return _State(self._layers.start(batch))
-
-    def reserve(self, state: _State, longest: int, room: int) -> None:
+    def reserve(self, state: DraftCache, longest: int, room: int) -> None:
         # The root's pair stands one before the root itself.
-        self._layers.reserve(state.cache, longest - 1, room)
+        self._layers.reserve(state, longest - 1, room)
 
-    def prefill(self, state: _State, features: Tensor, tokens: Tensor, count: Tensor) -> None:
+    def prefill(self, state: DraftCache, features: Tensor, tokens: Tensor, count: Tensor) -> None:
         pairs = self._pairs(tokens[:, 1:], self._first(features[:, :-1]))
-        self._layers.prefill(state.cache, pairs.shape[1], count - 1, inputs_embeds=pairs)
+        self._layers.prefill(state, count - 1, inputs_embeds=pairs)
 
-    def begin(self, state: _State, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+    def begin(self, state: DraftCache, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         pairs = self._pairs(tokens, self._first(features))
-        found = self._layers.begin(state.cache, tokens.shape[1], count, inputs_embeds=pairs)
+        found = self._layers.begin(state, count, inputs_embeds=pairs)
         state.hidden = last_true(found.last_hidden_state, count).unsqueeze(1)  # [B, 1, D]
-        return Step(self._logits(state.hidden), self.draft_vocabulary)
+        return self.propose(state.hidden)
 
-    def extend(self, state: _State, tokens: Tensor, parent: Tensor) -> Step:
-        above = (parent + 1).unsqueeze(-1).expand(-1, -1, state.hidden.shape[-1])
-        pairs = self._pairs(tokens, state.hidden.gather(1, above))
-        hidden = self._layers.extend(state.cache, parent, inputs_embeds=pairs).last_hidden_state
+    def extend(self, state: DraftCache, tokens: Tensor, parent: Tensor) -> Step:
+        above = state.hidden.take_along_dim((parent + 1).unsqueeze(-1), 1)  # [B, W, D]
+        pairs = self._pairs(tokens, above)
+        hidden = self._layers.extend(state, parent, inputs_embeds=pairs).last_hidden_state
         state.hidden = torch.cat([state.hidden, hidden], 1)
-        return Step(self._logits(hidden), self.draft_vocabulary)
-
-    @property
-    def train_depths(self) -> int:
-        return self.config.depths
+        return self.propose(hidden)
 
     def draft_hidden_states(
         self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
@@ -163,11 +132,10 @@ class Eagle(TokenConditioned):
         at = where.byte().argsort(dim=1, descending=True, stable=True)[:, :most]  # [B, W]
         chosen = where.gather(1, at)
         cache = DynamicCache()
-        first = self._first(features)  # [B, T, D]
         # The last pair lacks its token: any will do, since no chosen state depends on it.
-        hidden = self._run(cache, tokens.roll(-1, 1), first)
+        hidden = self._run(cache, tokens.roll(-1, 1), self._first(features))  # [B, T, D]
         found = [hidden[where]]
-        hidden = hidden.gather(1, at.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [B, W, D]
+        hidden = hidden.take_along_dim(at.unsqueeze(-1), 1)  # [B, W, D]
         seen = torch.arange(length, device=at.device) <= at.unsqueeze(-1)  # [B, W, T]
         own = torch.eye(most, dtype=torch.bool, device=at.device).expand(batch, -1, -1)
         for depth in range(2, depths + 1):
@@ -183,9 +151,6 @@ class Eagle(TokenConditioned):
         pairs = self._pairs(tokens, hidden)
         found = self.model(inputs_embeds=pairs, past_key_values=cache, use_cache=True, **how)
         return found.last_hidden_state
-
-    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
-        return self._logits
 
     def predicted_features(self, states: Tensor) -> Tensor | None:
         return states

@@ -6,7 +6,8 @@ helps it: it is trained as it drafts, several tokens in a row on hidden states o
 loss compares these with features.
 """
 
-from typing import Any, ClassVar, Literal, Self
+from collections.abc import Callable
+from typing import Any, Literal, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from .checkpoint import Found
 from .eagle import Eagle, EagleConfig
 from .parts.own_layers import unit_scale_init
 from .parts.published_heads import eagle3
@@ -26,7 +26,6 @@ class Eagle3Config(EagleConfig):
 
     Attributes:
         feature_layers: whose input it reads; () for the published three, see `mixed_layers`.
-        output: see `VocabularyConfig`.
         norm_before_residual: whether the layer adds to its normalised input, as heads of
             speculators do, or to the input itself.
     """
@@ -37,9 +36,7 @@ class Eagle3Config(EagleConfig):
     output: Literal["own", "trimmed"] = "own"
     norm_before_residual: bool = False
 
-    OPTIONS: ClassVar[tuple[str, ...]] = (
-        *("feature_layers", "depths", "output", "draft_vocab_size", "norm_before_residual"),
-    )
+    OPTIONS = ("feature_layers", "depths", "output", "draft_vocab_size", "norm_before_residual")
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
@@ -66,8 +63,7 @@ class _MixedLayer(LlamaDecoderLayer):
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         for name in ("q_proj", "k_proj", "v_proj"):
             narrow = getattr(self.self_attn, name)
-            bias = narrow.bias is not None
-            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, bias=bias)
+            wide = nn.Linear(2 * narrow.in_features, narrow.out_features, config.attention_bias)
             setattr(self.self_attn, name, wide)
 
     def forward(self, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -83,24 +79,18 @@ class Eagle3(Eagle):
     """EAGLE-3."""
 
     config_class = Eagle3Config
+    from_checkpoint = staticmethod(eagle3)
 
     def _make(self, config: Eagle3Config) -> None:
         size, inner = config.hidden_size, self.model.config
         self.fc = nn.Linear((len(config.feature_layers) or 3) * size, size, bias=False)
         self.model.layers[0] = _MixedLayer(inner, config.norm_before_residual)
         self.norm = LlamaRMSNorm(size, eps=inner.rms_norm_eps)
-        self.lm_head = nn.Linear(size, config.draft_vocab_size or config.vocab_size, bias=False)
-
-    @classmethod
-    def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
-        return eagle3(config, tensors)
+        self.lm_head = nn.Linear(size, config.output_size, bias=False)
 
     def bind(self, target: PreTrainedModel) -> Self:
         self.config.feature_layers = self.config.feature_layers or mixed_layers(target)
         return super().bind(target)
-
-    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
-        return [target.get_input_embeddings()]
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
@@ -109,10 +99,6 @@ class Eagle3(Eagle):
 
         The token comes through attention. Queries and keys get equal weights for embeddings, so a
         pair attends mostly to itself at first.
-
-        Args:
-            token_counts: [V], how often each token occurs in the corpus; `trimmed` keeps the most
-                frequent ones.
         """
         unit_scale_init(self.model)
         layer: Any = self.model.layers[0]
@@ -144,8 +130,8 @@ class Eagle3(Eagle):
     def _pairs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat([self.embed(tokens), hidden], -1)
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head(self.norm(hidden))
+    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
+        return lambda hidden: self.lm_head(self.norm(hidden))
 
     def predicted_features(self, states: Tensor) -> Tensor | None:
         return None

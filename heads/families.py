@@ -40,7 +40,7 @@ _FAMILIES = (
     Family("medusa2", "medusa2:Medusa2", {"heads": 3, "rank": 4}, _SHARED),
     Family("redrafter", "redrafter:ReDrafter", {"depths": 3}, _TRIMMED),
 )
-FAMILIES: dict[str, Family] = {family.name: family for family in _FAMILIES}
+FAMILIES = {family.name: family for family in _FAMILIES}
 """Every family, by name. A new drafter adds its record to those above."""
 
 

@@ -11,7 +11,8 @@ calls the drafter Hydra++. Every depth has weights of its own, so a grown level 
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, Self
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, Self, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -20,8 +21,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from .checkpoint import Found
-from .core import FINAL, OptionError, capture, device_of, output_layer
+from .core import FINAL, capture, device_of
 from .drafter import Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import layer_like, own_layers
@@ -31,31 +31,19 @@ from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 @strict
 class HydraConfig(VocabularyConfig):
-    """Hydra's shape.
-
-    Attributes:
-        heads: K, how many tokens beyond the next one are predicted.
-        layers: L blocks per head.
-        prefix: whether a layer with a cache of its own reads the features first (Hydra++).
-        output: see `VocabularyConfig`; each head has its own, unless `shared`.
-        dropout: of what every block and output layer reads, while training.
-        layer: the prefix's layer, see `layer_like`; taken from the target.
-        embedding_scale: what embeddings are multiplied by; found when training starts, 1 in
-            published heads.
-    """
+    """Hydra's shape; each head has its own output layer, unless it is `shared`."""
 
     model_type = "headstart_hydra"
-    heads: int = 4
-    layers: int = 1
-    prefix: bool = False
+    heads: int = 4  # K, how many tokens beyond the next one are predicted
+    layers: int = 1  # L blocks per head
+    prefix: bool = False  # whether a layer with its own cache reads the features first (Hydra++)
     output: Literal["shared", "own", "trimmed"] = "shared"
-    dropout: float = 0.0
-    layer: dict[str, Any] | None = None
-    embedding_scale: float = 1.0
+    dropout: float = 0.0  # of what every block and output layer reads, while training
+    layer: dict[str, Any] | None = None  # the prefix's, see `layer_like`; taken from the target
+    embedding_scale: float = 1.0  # of embeddings; found when training starts, 1 in published heads
 
-    OPTIONS: ClassVar[tuple[str, ...]] = (
-        *("heads", "layers", "prefix", "output", "draft_vocab_size", "dropout"),
-    )
+    OPTIONS = ("heads", "layers", "prefix", "output", "draft_vocab_size", "dropout")
+    RANGES: ClassVar = {"at least 1": ("heads", "layers"), "0 … 1, 1 excluded": ("dropout",)}
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
@@ -64,29 +52,14 @@ class HydraConfig(VocabularyConfig):
             config.layer = layer_like(target)
         return config
 
-    def validate_hydra(self) -> None:
-        """Part of the config's own validation: what single fields cannot say."""
-        if self.heads < 1 or self.layers < 1 or not 0 <= self.dropout < 1:
-            raise OptionError(
-                f"drafter.heads is {self.heads}, drafter.layers {self.layers} and drafter.dropout "
-                f"{self.dropout}; expected at least 1, at least 1, and a share below 1."
-            )
 
-
+@dataclass
 class HydraState:
-    """What a round has drafted, and the prefix's cache.
+    """The prefix's cache, and the level grown last, at depth k - 1; the root's at first."""
 
-    Attributes:
-        paths: [B, W, (k + 1) D], z of the level grown last, at depth k - 1; of the root at first.
-        first: the number of its first node among all grown in the round; -1 for the root.
-        cached: the prefix's cache, None without prefix.
-    """
-
-    paths: Tensor
-    first: int
-
-    def __init__(self, cached: DraftCache | None):
-        self.cached = cached
+    cached: DraftCache | None
+    paths: Tensor = field(init=False)  # [B, W, (k + 1) D], z
+    first: int = -1  # the number of its first node among all grown in the round; -1 for the root
 
 
 class _Narrowing(nn.Linear):
@@ -110,11 +83,13 @@ class Hydra(TokenConditioned):
 
     config_class = HydraConfig
     config: HydraConfig
+    from_checkpoint = staticmethod(hydra)
 
     def __init__(self, config: HydraConfig):
         super().__init__(config)
         size, layers = config.hidden_size, config.layers
-        self.prefix = self._cached = None
+        self.prefix: Any = None
+        self._cached: Any = None
         self.needs_length_bound = config.prefix
         if config.prefix:
             assert config.layer is not None, "HydraConfig.for_target says which"
@@ -125,10 +100,10 @@ class Hydra(TokenConditioned):
         self.mlp = nn.ModuleList(
             nn.ModuleList(_Block(width, size) for width in head) for head in widths
         )
-        self.output = None
+        self.output: Any = None
         if config.output != "shared":
-            known = config.draft_vocab_size or config.vocab_size
-            self.output = nn.ModuleList(nn.Linear(size, known) for _ in range(config.heads))
+            outputs = (nn.Linear(size, config.output_size) for _ in range(config.heads))
+            self.output = nn.ModuleList(outputs)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -142,25 +117,15 @@ class Hydra(TokenConditioned):
     def max_depth(self) -> int:
         return self.config.heads
 
-    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
-        own = [] if self.output is not None else [output_layer(target)]
-        return [*super().shared_modules(target), *own]
-
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Start every head as the target's own output layer, see `Medusa`.
-
-        Args:
-            token_counts: [V], how often each token occurs in the corpus; `trimmed` keeps the most
-                frequent ones.
-        """
+        """Start every head as the target's own output layer, see `Medusa`."""
         if self.output is not None:
             rows = self.rows_to_start_from(token_counts)  # [Vd, D]
-            outputs: Any = self.output
-            for layer in outputs:
+            for layer in self.output:
                 layer.weight.copy_(rows)
         if self.prefix is not None:
-            own: Any = self.prefix.layers[0]
+            own = self.prefix.layers[0]
             own.self_attn.o_proj.weight.zero_()
             own.mlp.down_proj.weight.zero_()
             self.prefix.norm.weight.fill_(self._size_of_features())
@@ -172,79 +137,63 @@ class Hydra(TokenConditioned):
         features = capture(self.target, [FINAL], some.unsqueeze(0))
         return features.float().square().mean().sqrt().item()
 
-    @classmethod
-    def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
-        return hydra(config, tensors)
-
-    @property
-    def train_depths(self) -> int:
-        return self.config.heads
-
     def draft_hidden_states(
         self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
     ) -> Tensor:
-        row, at = where.nonzero(as_tuple=True)  # [M] each
         features = features.to(self.dtype)
         if self.prefix is not None:
             features = self.prefix(inputs_embeds=features, use_cache=False)[0]
-        path, found = features[row, at], []
+        path, found = features[where], []
         for depth in range(1, depths + 1):
             # Past the row's end any token will do.
-            seen = self._embedded(tokens[row, (at + depth).clamp(max=tokens.shape[1] - 1)])
+            seen = self._embedded(tokens.roll(-depth, 1)[where])
             path = torch.cat([path, seen], -1)  # [M, (depth + 1) D]
             found.append(self._hidden(path))
         return torch.stack(found)  # [K, M, D]
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
-        if self.output is not None:
-            return self.output[depth - 1]
-        return self.target_logits
+        return self.target_logits if self.output is None else self.output[depth - 1]
 
     def start(self, batch: int, capacity: int) -> HydraState:
-        return HydraState(None if self._cached is None else self._cached.start(batch))
+        return HydraState(self._cached.start(batch) if self._cached else None)
 
     def reserve(self, state: HydraState, longest: int, room: int) -> None:
-        if self._cached is not None and state.cached is not None:
+        if state.cached is not None:
             self._cached.reserve(state.cached, longest, room)
 
     def prefill(self, state: HydraState, features: Tensor, tokens: Tensor, count: Tensor) -> None:
-        if self._cached is not None and state.cached is not None:
+        if state.cached is not None:
             # Each row's last feature comes again, with the first token.
             before = features[:, :-1].to(self.dtype)
-            self._cached.prefill(state.cached, before.shape[1], count - 1, inputs_embeds=before)
+            self._cached.prefill(state.cached, count - 1, inputs_embeds=before)
 
     def begin(self, state: HydraState, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         features = features.to(self.dtype)
-        if self._cached is not None and state.cached is not None:
-            features = self._cached.begin(
-                state.cached, features.shape[1], count, inputs_embeds=features
-            )[0]
+        if state.cached is not None:
+            features = self._cached.begin(state.cached, count, inputs_embeds=features)[0]
         root = last_true(tokens.unsqueeze(-1), count)  # [B, 1]
         path = torch.cat([last_true(features, count), self._embedded(root[:, 0])], -1)
         state.paths, state.first = path.unsqueeze(1), -1  # [B, 1, 2 D]
         return self._propose(state)
 
     def extend(self, state: HydraState, tokens: Tensor, parent: Tensor) -> Step:
-        above = state.paths  # [B, W', k D]
-        place = (parent - state.first).unsqueeze(-1).expand(-1, -1, above.shape[-1])
-        state.first += above.shape[1]
-        state.paths = torch.cat([above.gather(1, place), self._embedded(tokens)], -1)
+        above = state.paths.take_along_dim((parent - state.first).unsqueeze(-1), 1)  # [B, W, k D]
+        state.first += state.paths.shape[1]
+        state.paths = torch.cat([above, self._embedded(tokens)], -1)
         return self._propose(state)
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         return self.embed(tokens) * self.config.embedding_scale
 
     def _propose(self, state: HydraState) -> Step:
-        hidden = self._hidden(state.paths)  # [B, W, D]
-        return Step(self.draft_logits(self._depth(state.paths))(hidden), self.draft_vocabulary)
+        return self.propose(self._hidden(state.paths), self._depth(state.paths))
 
     def _hidden(self, path: Tensor) -> Tensor:
         """z [..., (k + 1) D] -> the states of depth k [..., D]."""
-        states, dropout = path, self.config.dropout if self.training else 0.0
-        blocks: Any = self.mlp[self._depth(path) - 1]
+        states, blocks = path, cast(nn.ModuleList, self.mlp[self._depth(path) - 1])
         for block in blocks:
-            states = block(F.dropout(states, dropout) if dropout else states)
-        return F.dropout(states, dropout) if dropout else states
+            states = block(F.dropout(states, self.config.dropout, self.training))
+        return F.dropout(states, self.config.dropout, self.training)
 
     def _depth(self, path: Tensor) -> int:
         return path.shape[-1] // self.config.hidden_size - 1

@@ -9,9 +9,8 @@ proposed, then `a`, then `b`; a continuation that reaches the end of the text re
     token      a b c a b          token j of the continuation is text[e + 1 + j mod 3]: c a b c …
 """
 
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -27,23 +26,20 @@ from .drafter import Drafter, DrafterConfig, Step
 class LookupConfig(DrafterConfig):
     """How text is looked up.
 
-    Attributes:
-        max_match: the longest suffix that is compared.
-        min_match: the shortest that counts as a match.
-        matches: how many matches are followed, the longest first and the latest of equals; a node
-            has at most so many children.
+    Of the matches the longest are followed, the latest of equals; a node has a child of each at
+    most.
     """
 
     model_type = "headstart_lookup"
     feature_layers: list[int] | tuple[int, ...] = ()
-    max_match: int = 8
-    min_match: int = 1
-    matches: int = 8
+    max_match: int = 8  # the longest suffix that is compared
+    min_match: int = 1  # the shortest that counts as a match
+    matches: int = 8  # how many are followed
 
-    OPTIONS: ClassVar[tuple[str, ...]] = ("max_match", "min_match", "matches")
+    OPTIONS = ("max_match", "min_match", "matches")
 
     def validate_lookup(self) -> None:
-        """Part of the config's own validation: what single fields cannot say."""
+        """Part of the config's own validation."""
         if not 1 <= self.min_match <= self.max_match or self.matches < 1:
             raise OptionError(
                 f"drafter.min_match is {self.min_match}, max_match {self.max_match} and matches "
@@ -51,26 +47,17 @@ class LookupConfig(DrafterConfig):
             )
 
 
-@dataclass
 class LookupState:
-    """The rows' text and this round's matches.
+    """The rows' text, this round's M matches, and for the root and each of G nodes grown so far
+    its depth and which matches continue with the path to it."""
 
-    Attributes:
-        longest: a bound on any row's tokens, the root's included, on the host.
-        text: [B, P + S + 1] int64: P = max_match columns of -1, S slots, and one for padding.
-        size: [B, 1] tokens of each row.
-        source: [B, M] where each match ends; period: [B, M] how far before the text's end.
-        agrees: [B, 1 + G, M] which matches continue with the path to the root and to each of the G
-            nodes grown so far; depth: [B, 1 + G] of those.
-    """
-
-    longest: int = 0
-    text: Tensor = field(init=False)
-    size: Tensor = field(init=False)
-    source: Tensor = field(init=False)
-    period: Tensor = field(init=False)
-    agrees: Tensor = field(init=False)
-    depth: Tensor = field(init=False)
+    longest: int = 0  # a bound on any row's tokens, the root's included, on the host
+    text: Tensor  # [B, P + S + 1] int64: P = max_match columns of -1, S slots, and one for padding
+    size: Tensor  # [B, 1] tokens of each row
+    source: Tensor  # [B, M] where each match ends
+    period: Tensor  # [B, M] how far before the text's end that is
+    agrees: Tensor  # [B, 1 + G, M] bool
+    depth: Tensor  # [B, 1 + G]
 
 
 class Lookup(Drafter):
@@ -124,7 +111,7 @@ class Lookup(Drafter):
     def extend(self, state: LookupState, tokens: Tensor, parent: Tensor) -> Step:
         at = parent + 1  # entry 0 is the root
         depth = state.depth.gather(1, at)  # [B, W]
-        agrees = state.agrees.gather(1, at.unsqueeze(-1).expand(-1, -1, state.agrees.shape[-1]))
+        agrees = state.agrees.take_along_dim(at.unsqueeze(-1), 1)
         agrees = agrees & (self._after(state, depth) == tokens.unsqueeze(-1))  # [B, W, M]
         state.depth = torch.cat([state.depth, depth + 1], 1)
         state.agrees = torch.cat([state.agrees, agrees], 1)

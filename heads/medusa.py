@@ -14,10 +14,9 @@ import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PreTrainedModel
 
 from .checkpoint import Found
-from .core import ArtifactError, OptionError, output_layer
+from .core import ArtifactError
 from .drafter import Step, last_true
 from .parts.vocabulary import TrimmedVocabulary, VocabularyConfig
 
@@ -27,28 +26,15 @@ _PLACE = re.compile(r"(\d+)\.\d+\.(linear\.(weight|bias)|weight)")
 
 @strict
 class MedusaConfig(VocabularyConfig):
-    """Medusa's shape.
-
-    Attributes:
-        heads: K, how many tokens beyond the next one are predicted.
-        layers: L residual blocks per head.
-        output: see `VocabularyConfig`; each head has its own, unless `shared`.
-    """
+    """Medusa's shape; each head has its own output layer, unless it is `shared`."""
 
     model_type = "headstart_medusa"
-    heads: int = 4
-    layers: int = 1
+    heads: int = 4  # K, how many tokens beyond the next one are predicted
+    layers: int = 1  # L residual blocks per head
     output: Literal["shared", "own", "trimmed"] = "shared"
 
-    OPTIONS: ClassVar[tuple[str, ...]] = ("heads", "layers", "output", "draft_vocab_size")
-
-    def validate_medusa(self) -> None:
-        """Part of the config's own validation: what single fields cannot say."""
-        if self.heads < 1 or self.layers < 1:
-            raise OptionError(
-                f"drafter.heads is {self.heads} and drafter.layers {self.layers}; expected at "
-                "least 1 each."
-            )
+    OPTIONS = ("heads", "layers", "output", "draft_vocab_size")
+    RANGES: ClassVar = {"at least 1": ("heads", "layers")}
 
 
 class Medusa(TrimmedVocabulary):
@@ -61,25 +47,21 @@ class Medusa(TrimmedVocabulary):
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
         heads, size = config.heads, config.hidden_size
-        width = config.draft_vocab_size or config.vocab_size
         self.weight = nn.Parameter(torch.empty(config.layers, heads, size, size))
         self.bias = nn.Parameter(torch.empty(config.layers, heads, size))
-        self.output = None
+        self.output: Any = None
         if config.output != "shared":
-            self.output = nn.Parameter(torch.empty(heads, width, size))
+            self.output = nn.Parameter(torch.empty(heads, config.output_size, size))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
         """Blocks start as the identity, so a shared output layer starts as the target's own."""
         super()._init_weights(module)
-        if module is self:
-            nn.init.zeros_(self.weight)
-            nn.init.zeros_(self.bias)
-            if self.output is not None:
-                nn.init.zeros_(self.output)
+        for parameter in self.parameters() if module is self else ():
+            nn.init.zeros_(parameter)
 
-    @classmethod
-    def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
+    @staticmethod
+    def from_checkpoint(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         """The authors' heads (github.com/FasterDecoding/Medusa), alone or inside of their target.
 
         Head k, from 0, has `{k}.{l}.linear.weight` and `.bias` for its blocks l = 0 … L - 1. In the
@@ -94,20 +76,20 @@ class Medusa(TrimmedVocabulary):
             return None
         count = len({place[1] for place in places if place})
         layers = sum(name.startswith("0.") and name.endswith("linear.weight") for name in heads)
-        blocks = [[f"{k}.{layer}.linear" for k in range(count)] for layer in range(layers)]
+        blocks = {
+            part: [f"{k}.{layer}.linear.{part}" for layer in range(layers) for k in range(count)]
+            for part in ("weight", "bias")
+        }
         outputs = [f"{k}.{layers}.weight" for k in range(count)]
         outputs = outputs if outputs[0] in heads else []
-        expected = {f"{each}.{part}" for b in blocks for each in b for part in ("weight", "bias")}
-        if odd := sorted(heads.keys() ^ expected ^ set(outputs)):
+        if odd := sorted(heads.keys() ^ {*blocks["weight"], *blocks["bias"], *outputs}):
             raise ArtifactError(
                 f"of {count} heads of {layers} blocks each {odd[0]} is missing or one too many; "
                 "expected heads that are alike."
             )
         found = {
-            part: torch.stack(
-                [torch.stack([heads[f"{each}.{part}"] for each in b]) for b in blocks]
-            )
-            for part in ("weight", "bias")
+            part: torch.stack([heads[name] for name in names]).unflatten(0, (layers, count))
+            for part, names in blocks.items()
         }  # [L, K, D, D] and [L, K, D]
         known: dict[str, Any] = {"heads": count, "layers": layers}
         known |= {"output": "shared", "hidden_size": found["bias"].shape[-1]}
@@ -122,21 +104,9 @@ class Medusa(TrimmedVocabulary):
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Copy the target's output layer into the heads' own before training.
-
-        Args:
-            token_counts: [V], how often each token occurs in the corpus; `trimmed` keeps the most
-                frequent ones.
-        """
+        """Copy the target's output layer into the heads' own before training."""
         if self.output is not None:
             self.output.copy_(self.rows_to_start_from(token_counts).expand_as(self.output))
-
-    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
-        return [output_layer(target)] if self.output is None else []
-
-    @property
-    def train_depths(self) -> int:
-        return self.config.heads
 
     def draft_hidden_states(
         self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
@@ -144,17 +114,15 @@ class Medusa(TrimmedVocabulary):
         return self._blocks(features[where], depths)  # the heads read no tokens
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
-        if self.output is not None:
-            # One view for all chunks: each view of the stack costs a gradient of the whole stack.
-            return partial(F.linear, weight=self.output[depth - 1])
-        return self.target_logits
+        if self.output is None:
+            return self.target_logits
+        # One view for all chunks: each view of the stack costs a gradient of the whole stack.
+        return partial(F.linear, weight=self.output[depth - 1])
 
     def begin(self, state: None, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         states = self._blocks(last_true(features, count), self.config.heads)  # [K, B, D]
-        if self.output is None:
-            logits = self.draft_logits(1)(states)
-        else:
-            logits = torch.bmm(states, self.output.mT)
+        shared = self.output is None
+        logits = self.target_logits(states) if shared else torch.bmm(states, self.output.mT)
         return Step(logits.transpose(0, 1), self.draft_vocabulary)  # [B, K, Vd]
 
     def _blocks(self, features: Tensor, heads: int) -> Tensor:

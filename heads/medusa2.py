@@ -10,55 +10,35 @@ from typing import Any, ClassVar, Literal, Self
 
 from huggingface_hub.dataclasses import strict
 
-from .core import OptionError
 from .medusa import Medusa, MedusaConfig
 from .parts.adapter import Adapter
 
 
 @strict
 class Medusa2Config(MedusaConfig):
-    """Medusa's shape, the adapter's, and how both are trained.
-
-    Attributes:
-        rank: of the adapter's factors.
-        alpha: the adapter's scale is alpha / rank.
-        dropout: on the input of the adapter's factors, while training.
-        modules: names of the adapted layers; empty for all linear ones but the output layer.
-        heads_first: share of the training in which the heads learn alone; 0 for one stage.
-        head_weight: λ0, the weight of the heads' loss while heads and adapter both learn.
-        ramp: `constant`, or `sine`: λ rises from 0 to λ0.
-        head_rate: the heads' learning rate as a multiple of `train.learning_rate`.
-    """
+    """Medusa's shape, the adapter's, and how both are trained."""
 
     model_type = "headstart_medusa2"
-    rank: int = 32
-    alpha: int | float = 16
-    dropout: int | float = 0.05
-    modules: list[str] | tuple[str, ...] = ()
-    heads_first: int | float = 0.5
-    head_weight: int | float = 0.2
-    ramp: Literal["constant", "sine"] = "constant"
-    head_rate: int | float = 4.0
+    rank: int = 32  # of the adapter's factors
+    alpha: int | float = 16  # the adapter's scale is alpha / rank
+    dropout: int | float = 0.05  # on the input of the adapter's factors, while training
+    modules: list[str] | tuple[str, ...] = ()  # adapted layers; () for all linear but the output
+    heads_first: int | float = 0.5  # share of training in which heads learn alone; 0: one stage
+    head_weight: int | float = 0.2  # λ0, of the heads' loss while heads and adapter both learn
+    ramp: Literal["constant", "sine"] = "constant"  # sine: λ rises from 0 to λ0
+    head_rate: int | float = 4.0  # the heads' learning rate in multiples of train.learning_rate
 
-    OPTIONS: ClassVar[tuple[str, ...]] = (
+    OPTIONS = (
         *MedusaConfig.OPTIONS,
         *("rank", "alpha", "dropout", "modules"),
         *("heads_first", "head_weight", "ramp", "head_rate"),
     )
 
-    def validate_medusa2(self) -> None:
-        """Part of the config's own validation."""
-        limits = {
-            "rank": (self.rank >= 1, "at least 1"),
-            "alpha": (self.alpha > 0, "more than 0"),
-            "dropout": (0 <= self.dropout < 1, "0 … 1, 1 excluded"),
-            "heads_first": (0 <= self.heads_first < 1, "0 … 1, 1 excluded"),
-            "head_weight": (self.head_weight > 0, "more than 0"),
-            "head_rate": (self.head_rate > 0, "more than 0"),
-        }
-        for name, (holds, expected) in limits.items():
-            if not holds:
-                raise OptionError(f"drafter.{name} is {getattr(self, name)}; expected {expected}.")
+    RANGES: ClassVar = {
+        "at least 1": ("heads", "layers", "rank"),
+        "more than 0": ("alpha", "head_weight", "head_rate"),
+        "0 … 1, 1 excluded": ("dropout", "heads_first"),
+    }
 
 
 class Medusa2(Medusa):

@@ -12,7 +12,7 @@ write a new continuation from each position of a corpus.
 
 import re
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -20,48 +20,29 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .checkpoint import Found
-from .core import ArtifactError, OptionError
+from .core import ArtifactError
 from .drafter import Step, last_true
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
-
-_AUTHORS = "recurrent_drafting_drafter"  # the model type in their configs
 
 
 @strict
 class ReDrafterConfig(VocabularyConfig):
-    """ReDrafter's shape.
-
-    Attributes:
-        depths: K, how many steps of the cell a training loss covers.
-        layers: L residual blocks of the head.
-        exit_dim: their width; 0 for 2 D, the width of [f ; s].
-        output: see `VocabularyConfig`.
-    """
+    """ReDrafter's shape."""
 
     model_type = "headstart_redrafter"
-    depths: int = 5
-    layers: int = 2
-    exit_dim: int = 0
+    depths: int = 5  # K, how many steps of the cell a training loss covers
+    layers: int = 2  # L residual blocks of the head
+    exit_dim: int = 0  # their width; 0 for 2 D, the width of [f ; s]
     output: Literal["own", "trimmed"] = "own"
 
-    OPTIONS: ClassVar[tuple[str, ...]] = (
-        *("depths", "layers", "exit_dim", "output", "draft_vocab_size"),
-    )
-
-    def validate_redrafter(self) -> None:
-        """Part of the config's own validation: what single fields cannot say."""
-        if self.depths < 1 or self.layers < 1 or self.exit_dim < 0:
-            raise OptionError(
-                f"drafter.depths is {self.depths}, drafter.layers {self.layers} and "
-                f"drafter.exit_dim {self.exit_dim}; expected at least 1, 1 and 0."
-            )
+    OPTIONS = ("depths", "layers", "exit_dim", "output", "draft_vocab_size")
+    RANGES: ClassVar = {"at least 1": ("depths", "layers"), "at least 0": ("exit_dim",)}
 
 
 class ReDrafterState:
-    """The round's feature [B, D], and the cell's states [B, 1 + nodes, D], the root's first."""
+    """[f_t ; s_k], [B, 1 + nodes, 2 D], of the root and of the nodes grown in this round."""
 
-    feature: Tensor
-    cells: Tensor
+    nodes: Tensor
 
 
 class _Zero(nn.Linear):
@@ -89,10 +70,11 @@ class ReDrafter(TokenConditioned):
         exit_dim = config.exit_dim or 2 * size
         self.rnn_w = nn.Linear(size, size, bias=False)
         self.rnn_u = nn.Linear(size, size)
-        self.input_proj = nn.Linear(2 * size, exit_dim) if exit_dim != 2 * size else None
+        alike = exit_dim == 2 * size
+        self.input_proj = nn.Identity() if alike else nn.Linear(2 * size, exit_dim)
         blocks = [_Block(exit_dim) for _ in range(config.layers)]
-        width = config.draft_vocab_size or config.vocab_size
-        self.lm_head = nn.Sequential(*blocks, nn.Linear(exit_dim, width, bias=False))
+        output = nn.Linear(exit_dim, config.output_size, bias=False)
+        self.lm_head = nn.Sequential(*blocks, output)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -104,15 +86,16 @@ class ReDrafter(TokenConditioned):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    @classmethod
-    def from_checkpoint(cls, config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
+    @staticmethod
+    def from_checkpoint(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         """The authors' drafters (github.com/apple/ml-recurrent-drafter); tensor names are the same.
 
         Shapes are taken from the tensors: `exit_dim` and `num_draft_layers` may be unset.
         """
-        if config.get("model_type") != _AUTHORS and "rnn_w.weight" not in tensors:
+        model_type = config.get("model_type")
+        if model_type != "recurrent_drafting_drafter" and "rnn_w.weight" not in tensors:
             return None
-        layers = sum(re.fullmatch(r"lm_head\.\d+\.linear\.weight", n) is not None for n in tensors)
+        layers = sum(bool(re.fullmatch(r"lm_head\.\d+\.linear\.weight", n)) for n in tensors)
         output, cell = tensors.get(f"lm_head.{layers}.weight"), tensors.get("rnn_w.weight")
         if cell is None:
             raise ArtifactError(
@@ -126,64 +109,46 @@ class ReDrafter(TokenConditioned):
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Start as the target's own output layer, with zero weights for the cell; see `Medusa`.
-
-        Args:
-            token_counts: [V], how often each token occurs in the corpus; `trimmed` keeps the most
-                frequent ones.
-        """
+        """Start as the target's own output layer, with zero weights for the cell; see `Medusa`."""
         rows = self.rows_to_start_from(token_counts)  # [Vd, D]
-        if self.input_proj is None:
-            output = self.lm_head[-1]
-            assert isinstance(output, nn.Linear)
+        if isinstance(self.input_proj, nn.Identity):
+            output = cast(nn.Linear, self.lm_head[-1])
             output.weight.copy_(torch.cat([rows, torch.zeros_like(rows)], dim=1))
         self.rnn_w.weight.div_(self.size_of_embeddings())  # so the cell's input is of size 1
-
-    @property
-    def train_depths(self) -> int:
-        return self.config.depths
 
     def draft_hidden_states(
         self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
     ) -> Tensor:
-        row, at = where.nonzero(as_tuple=True)  # [M] each
-        feature = features[row, at].to(self.rnn_w.weight.dtype)  # [M, D]
-        cell, found = torch.zeros_like(feature), []
+        states, found = self._before(features[where]), []
         for depth in range(1, depths + 1):
             # Past the row's end any token will do.
-            cell = self._step(tokens[row, (at + depth).clamp(max=tokens.shape[1] - 1)], cell)
-            found.append(torch.cat([feature, cell], -1))
+            states = self._step(tokens.roll(-depth, 1)[where], states)
+            found.append(states)
         return torch.stack(found)  # [K, M, 2 D]
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
-        return self._logits
+        return lambda states: self.lm_head(self.input_proj(states))
 
     def start(self, batch: int, capacity: int) -> ReDrafterState:
         return ReDrafterState()
 
     def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
-        state.feature = last_true(features, count).to(self.rnn_w.weight.dtype)  # [B, D]
         root = last_true(tokens.unsqueeze(-1), count)  # [B, 1]
-        cell = self._step(root, torch.zeros_like(state.feature).unsqueeze(1))  # [B, 1, D]
-        state.cells = cell
-        return self._propose(state, cell)
+        state.nodes = self._step(root, self._before(last_true(features, count)).unsqueeze(1))
+        return self.propose(state.nodes)
 
     def extend(self, state: Any, tokens: Tensor, parent: Tensor) -> Step:
-        cells = state.cells  # [B, 1 + nodes, D]
-        above = (parent + 1).unsqueeze(-1).expand(-1, -1, cells.shape[-1])
-        cell = self._step(tokens, cells.gather(1, above))  # [B, W, D]
-        state.cells = torch.cat([cells, cell], 1)
-        return self._propose(state, cell)
+        above = state.nodes.take_along_dim((parent + 1).unsqueeze(-1), 1)  # [B, W, 2 D]
+        below = self._step(tokens, above)
+        state.nodes = torch.cat([state.nodes, below], 1)
+        return self.propose(below)
 
-    def _step(self, tokens: Tensor, cell: Tensor) -> Tensor:
-        """Tokens [...] and the states before them [..., D] -> the states after them [..., D]."""
-        return F.silu(self.rnn_w(self.embed(tokens)) + self.rnn_u(cell))
+    def _before(self, features: Tensor) -> Tensor:
+        """Features f [..., D] -> [f ; s_0]."""
+        return F.pad(features.to(self.dtype), (0, features.shape[-1]))
 
-    def _propose(self, state: ReDrafterState, cell: Tensor) -> Step:
-        feature = state.feature.unsqueeze(1).expand(-1, cell.shape[1], -1)
-        logits = self._logits(torch.cat([feature, cell], -1))  # [B, W, Vd]
-        return Step(logits, self.draft_vocabulary)
-
-    def _logits(self, states: Tensor) -> Tensor:
-        """[f ; s], [..., 2 D] -> logits [..., Vd]."""
-        return self.lm_head(states if self.input_proj is None else self.input_proj(states))
+    def _step(self, tokens: Tensor, states: Tensor) -> Tensor:
+        """Tokens [...] and [f ; s] before them, [..., 2 D] -> [f ; s] after them."""
+        feature, cell = states.chunk(2, -1)
+        cell = F.silu(self.rnn_w(self.embed(tokens)) + self.rnn_u(cell))
+        return torch.cat([feature, cell], -1)

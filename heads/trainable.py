@@ -30,17 +30,18 @@ class TrainableDrafter(Drafter):
         """Give the drafter its first weights, from the bound target; nothing by default.
 
         Args:
-            token_counts: [V], how often each token occurs in the corpus.
+            token_counts: [V], how often each token occurs in the corpus; a trimmed vocabulary keeps
+                the most frequent ones.
         """
 
     @property
     def train_depths(self) -> int:
-        """K, the depths that a training loss covers.
+        """K, the depths that a training loss covers: `max_depth`, the config's `depths`, or 1.
 
         1 is enough where depth k at position t is depth 1 at position t + k - 1, as in any language
         model.
         """
-        raise NotImplementedError
+        return self.max_depth or getattr(self.config, "depths", 1)
 
     def draft_hidden_states(
         self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
@@ -69,19 +70,13 @@ class TrainableDrafter(Drafter):
     def predicted_features(self, states: Tensor) -> Tensor | None:
         """The drafter's prediction of the target's final features, for a loss that compares them.
 
-        Args:
-            states: [K, M, D'], see `draft_hidden_states`.
-
         Returns:
-            [K, M, D], at depth k and position t the final feature at t + k; None for a drafter that
-            predicts none.
+            For states [K, M, D'] [K, M, D], at depth k and position t the final feature at t + k;
+            None for a drafter that predicts none.
         """
         return None
 
     @property
     def language_model(self) -> PreTrainedModel | None:
-        """The model that writes text without the target, where `writes_text`; None otherwise.
-
-        The drafter can be trained on what it writes, see `headstart.train.on_policy`.
-        """
+        """The model that writes text without the target, where `writes_text`; None otherwise."""
         return None

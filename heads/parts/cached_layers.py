@@ -32,21 +32,15 @@ _ROOM = 512
 
 @dataclass
 class DraftCache:
-    """The cache of one request.
-
-    Attributes:
-        slab: keys and values; slot s of the committed text holds position s, and the slots after it
-            the nodes grown in this round.
-        longest: a bound on any row's committed tokens, the root included, on the host.
-        lengths: [B] committed tokens.
-        ancestors: [B, G, G] bool, of the nodes grown in this round; depth: [B, G], theirs.
-    """
+    """The cache of one request: slot s of the committed text holds the keys and values of position
+    s, and the slots after it those of the G nodes grown in this round."""
 
     slab: SlabCache
-    lengths: Tensor
-    longest: int = 0
-    ancestors: Tensor = field(init=False)
-    depth: Tensor = field(init=False)
+    lengths: Tensor  # [B] committed tokens
+    longest: int = 0  # a bound on any row's committed tokens, the root included, on the host
+    ancestors: Tensor = field(init=False)  # [B, G, G] bool, of the nodes
+    depth: Tensor = field(init=False)  # [B, G], theirs
+    hidden: Tensor = field(init=False)  # [B, 1 + G, D], states that EAGLE keeps, the root's first
 
     def reserve(self, slots: int) -> int:
         """Make room for so many slots a row; returns them rounded up, to be attended to."""
@@ -90,13 +84,13 @@ class CachedLayers:
         state.longest = longest + 1
         state.reserve(state.longest + room)
 
-    def prefill(self, state: DraftCache, length: int, count: Tensor, **inputs: Tensor) -> None:
-        """Run prompts [B, T], padded on the right, into an empty cache; `length` T may be 0.
+    def prefill(self, state: DraftCache, count: Tensor, **inputs: Tensor) -> None:
+        """Run prompts [B, T], padded on the right, of `count` [B] tokens into an empty cache.
 
         Raises:
             OptionError: a prompt is longer than the model has positions.
         """
-        limit = self.forward_setup.limit
+        length, limit = _length(inputs), self.forward_setup.limit
         if limit is not None and length > limit.positions:
             raise OptionError(
                 f"the longest prompt has {length} tokens and the draft model {limit.positions} "
@@ -108,12 +102,12 @@ class CachedLayers:
         if length:
             causal_run(self.model, state.slab, inputs)
 
-    def begin(self, state: DraftCache, added: int, count: Tensor, **inputs: Tensor) -> Any:
-        """Run what was just committed, [B, A] with `added` A; from here on nodes are grown on it.
+    def begin(self, state: DraftCache, count: Tensor, **inputs: Tensor) -> Any:
+        """Run what was just committed, [B, A], of which `count` [B] are true tokens of each row.
 
-        Padding is cached after the text, where this round's nodes overwrite it.
+        Padding is cached after the text, where the nodes that are grown from here on overwrite it.
         """
-        steps = torch.arange(added, device=count.device)
+        steps = torch.arange(_length(inputs), device=count.device)
         ancestors = (steps.unsqueeze(1) >= steps).expand(len(count), -1, -1)  # a chain
         depth = (steps + 1).expand(len(count), -1)
         found = self._run(state, inputs, depth, ancestors)
@@ -167,3 +161,8 @@ class CachedLayers:
             raise OptionError(f"no draft model: {error}") from error
         self._forward_setup = ForwardSetup(place, windows, shapes, PositionLimit.of(model))
         return self._forward_setup
+
+
+def _length(inputs: dict[str, Tensor]) -> int:
+    """T of a model's only input, [B, T] or [B, T, D]."""
+    return next(iter(inputs.values())).shape[1]

@@ -1,5 +1,6 @@
 """Bases of drafters: with a trimmed vocabulary, and with the target's embedding as an input."""
 
+from collections.abc import Callable
 from typing import Any, Self, cast
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core import OptionError, OutputLayer, device_of, output_layer, weight_of
-from ..drafter import DrafterConfig
+from ..drafter import DrafterConfig, Step
 from ..trainable import TrainableDrafter
 
 
@@ -22,14 +23,20 @@ class VocabularyConfig(DrafterConfig):
         draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
     """
 
+    output: Any = "shared"
     draft_vocab_size: int = 0
 
+    @property
+    def output_size(self) -> int:
+        """Vd of the drafter's output layer."""
+        return self.draft_vocab_size or self.vocab_size
+
     def validate_draft_vocabulary(self) -> None:
-        """Part of the config's own validation."""
-        output, size = getattr(self, "output", "shared"), self.draft_vocab_size
-        if (output == "trimmed") != (size > 0) or size > max(self.vocab_size, 0):
+        """Part of the config's own validation: a size where it is trimmed, and only there."""
+        size = self.draft_vocab_size
+        if (self.output == "trimmed") != (size > 0) or size > max(self.vocab_size, 0):
             raise OptionError(
-                f"drafter.draft_vocab_size is {size} with output {output!r}; expected "
+                f"drafter.draft_vocab_size is {size} with output {self.output!r}; expected "
                 f"1 … {self.vocab_size} with 'trimmed' and 0 otherwise."
             )
 
@@ -57,9 +64,19 @@ class TrimmedVocabulary(TrainableDrafter):
     def draft_vocabulary(self) -> Tensor | None:
         return self.vocabulary if self.config.draft_vocab_size else None
 
+    def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
+        return [output_layer(target)] if self.config.output == "shared" else []
+
     def target_logits(self, states: Tensor) -> Tensor:
         """States [..., D] through the target's output layer, without its scale or cap: [..., V]."""
         return OutputLayer(self.target).raw(states)
+
+    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
+        return self.target_logits
+
+    def propose(self, states: Tensor, depth: int = 1) -> Step:
+        """The proposals of nodes at a depth, from their states [B, W, D']."""
+        return Step(self.draft_logits(depth)(states), self.draft_vocabulary)
 
     @torch.no_grad()
     def rows_to_start_from(self, token_counts: Tensor | None) -> Tensor:
@@ -95,7 +112,7 @@ class TokenConditioned(TrimmedVocabulary):
         return super().bind(target)
 
     def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
-        return [target.get_input_embeddings()]
+        return [target.get_input_embeddings(), *super().shared_modules(target)]
 
     def embed(self, tokens: Tensor) -> Tensor:
         """The target's embeddings of tokens [...], which are never trained: [..., D]."""

@@ -247,8 +247,8 @@ def test_dropout_is_for_training_alone() -> None:
     ("options", "named"),
     [
         ({"heads": 0}, "drafter.heads is 0"),
-        ({"layers": 0}, "drafter.layers 0"),
-        ({"dropout": 1.0}, "drafter.dropout 1.0"),
+        ({"layers": 0}, "drafter.layers is 0"),
+        ({"dropout": 1.0}, "drafter.dropout is 1.0"),
         ({"output": "trimmed"}, "draft_vocab_size is 0"),
         ({"draft_vocab_size": 8}, "draft_vocab_size is 8 with output 'shared'"),
         ({"prefix": 3}, "prefix"),

@@ -117,7 +117,7 @@ def test_trimmed_proposals_are_target_ids() -> None:
     ("options", "named"),
     [
         ({"heads": 0}, "drafter.heads is 0"),
-        ({"layers": 0}, "drafter.layers 0"),
+        ({"layers": 0}, "drafter.layers is 0"),
         ({"output": "trimmed"}, "draft_vocab_size is 0"),
         ({"output": "trimmed", "draft_vocab_size": 65}, "1 … 64"),
         ({"draft_vocab_size": 8}, "draft_vocab_size is 8 with output 'shared'"),

@@ -132,8 +132,8 @@ def test_round_trip(options: str, tmp_path: Path) -> None:
     ("options", "named"),
     [
         ({"depths": 0}, "drafter.depths is 0"),
-        ({"layers": 0}, "drafter.layers 0"),
-        ({"exit_dim": -1}, "drafter.exit_dim -1"),
+        ({"layers": 0}, "drafter.layers is 0"),
+        ({"exit_dim": -1}, "drafter.exit_dim is -1"),
         ({"output": "trimmed"}, "draft_vocab_size is 0"),
         ({"draft_vocab_size": 8}, "draft_vocab_size is 8 with output 'own'"),
         ({"output": "shared"}, "output"),
