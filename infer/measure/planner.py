@@ -62,8 +62,8 @@ def make_plan(
         )
     if isinstance(drafter, DrafterGroup):
         raise OptionError(
-            f"found {len(drafter.drafters)} drafters, and a plan is one drafter's; plan them one by "
-            "one: together they decode with their own trees."
+            f"found {len(drafter.drafters)} drafters, and a plan is one drafter's; plan each alone: "
+            "together they decode with their own trees."
         )
     prompts = [prompt.flatten().to(device_of(target)) for prompt in prompts]
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]

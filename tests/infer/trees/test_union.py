@@ -147,5 +147,5 @@ def test_several_are_neither_one_nor_planned_as_one() -> None:
     pair = DrafterGroup([medusa(), medusa()])
     with pytest.raises(OptionError, match="DrafterGroup among the drafters"):
         DrafterGroup([pair, medusa()])  # type: ignore[list-item]
-    with pytest.raises(OptionError, match="one by one"):
+    with pytest.raises(OptionError, match="plan each alone"):
         make_plan(tiny("llama"), pair, [torch.ones(3).long()])
