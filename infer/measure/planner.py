@@ -62,7 +62,7 @@ def make_plan(
         )
     if isinstance(drafter, DrafterGroup):
         raise OptionError(
-            f"found {len(drafter.drafters)} drafters, and a plan is one drafter's; plan each alone: "
+            f"found {len(drafter.drafters)} drafters, and a plan is for one; plan each alone: "
             "together they decode with their own trees."
         )
     prompts = [prompt.flatten().to(device_of(target)) for prompt in prompts]
