@@ -28,6 +28,6 @@ def test_what_is_particular_is_declared() -> None:
 
 
 def test_an_unknown_family_is_one_line() -> None:
-    with pytest.raises(OptionError, match="'medsua'; expected one of: draft_model") as caught:
+    with pytest.raises(OptionError, match=r"'medsua'; expected one of: .*medusa") as caught:
         family("medsua")
     one_line(caught.value)

@@ -32,7 +32,7 @@ def test_every_family_has_a_quickstart() -> None:
     ("arguments", "said"),
     [
         (["--drafter", "redraftr"], "did you mean 'redrafter'"),
-        (["--drafter", "bigram"], "expected one of medusa, "),
+        (["--drafter", "no_such"], "expected one of medusa, "),
         (["--drafter", "al"], "did you mean 'all'"),
         (["--drafter", "all", "drafter.heads=3"], "'drafter.heads=3' is for one drafter"),
         (["--drafter", "all", "name=x"], "'name=x' is for one drafter"),

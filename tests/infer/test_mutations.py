@@ -298,9 +298,10 @@ def q_cast_to_bfloat16(patch: pytest.MonkeyPatch) -> None:
     everywhere(patch, "proposal", proposal)
 
 
-EXACT_BY_DRAWS = [rule for rule in RULES.values() if rule.exact and not rule.same_text]
-TREES = tuple(rule.name for rule in EXACT_BY_DRAWS if not rule.chains_only)
-CHAINS = tuple(rule.name for rule in EXACT_BY_DRAWS if rule.chains_only)
+TREES = ("rejection", "traversal")
+"""The rules of trees that weigh children by what they were drawn from."""
+CHAINS = ("block",)
+"""Those of chains."""
 DRAWN = SAMPLED
 CHILDREN = ("topk", *DRAWN)
 
@@ -377,6 +378,11 @@ def identity(trial: Trial) -> str:
 
 def test_every_bug_is_tried() -> None:
     assert set(BUGS) == set(HARM)
+
+
+def test_every_rule_that_draws_is_tried() -> None:
+    drawing = {name for name, rule in RULES.items() if rule.exact and not rule.same_text}
+    assert {rule for _, rule, _, _ in trials()} == drawing
 
 
 @cache

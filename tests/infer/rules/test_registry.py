@@ -48,7 +48,7 @@ def test_every_pair_is_legal_or_refused_with_the_reason(expansion: str, rule: st
 
 
 def test_the_records_are_whole() -> None:
-    assert len(PAIRS) == 28 and len(LEGAL) == 15 and set(PAIRS) >= LEGAL
+    assert set(PAIRS) > LEGAL
     for name, rule in RULES.items():
         assert rule.name == name
         assert rule.check_expansion(None) == rule.children and (rule.children, name) in LEGAL
