@@ -679,3 +679,74 @@ def test_a_huge_limit_costs_nothing() -> None:
     out = ours.generate(ids, **options)
     assert torch.equal(out, tiny("llama").generate(ids, **options))
     assert ours.target.cache.capacity < 1000
+
+
+class Cooling(tf.TemperatureLogitsWarper):
+    """A subclass of a row-wise processor that reads the text and counts its calls."""
+
+    def __init__(self, temperature: float) -> None:
+        super().__init__(temperature)
+        self.calls = 0
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.calls += 1
+        scores = super().__call__(input_ids, scores).clone()
+        scores.scatter_add_(1, input_ids[:, -3:], torch.full_like(scores[:, :3], -20.0))
+        scores[:, self.calls % VOCAB] += 9.0
+        return scores
+
+
+class Fading(tf.RepetitionPenaltyLogitsProcessor):
+    """A repetition penalty of the user's own, for the last tokens alone."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return super().__call__(input_ids[:, -4:], scores)
+
+
+class Climbing(tf.PrefixConstrainedLogitsProcessor):
+    """A subclass that adds to what its function allows."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return super().__call__(input_ids, scores) + 30.0 * (torch.arange(VOCAB) == VOCAB - 1)
+
+
+SUBCLASSES: dict[str, Any] = {
+    "warper": lambda: Cooling(0.9),
+    "penalty": lambda: Fading(3.0),
+    "prefix": lambda: Climbing(lambda row, text: [int(text[-1]) * 5 % VOCAB, VOCAB - 1, 3], 1),
+}
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+@pytest.mark.parametrize("shape", ["heads", "cached"])
+@pytest.mark.parametrize("what", SUBCLASSES)
+def test_a_subclass_of_a_known_processor_is_a_users_own(
+    what: str, shape: str, sampling: bool
+) -> None:
+    """What it reads is not known, so it is called as `generate` calls it."""
+    ids, more = inputs(1)
+    options = base(do_sample=sampling, **more) | ({"seed": 4} if sampling else {})
+
+    def write(decode: Any) -> Tensor:
+        return decode.generate(ids, **options, logits_processor=[SUBCLASSES[what]()])
+
+    expected = write(Speculator(tiny("llama")) if sampling else tiny("llama"))
+    if sampling:  # the same processor under a class that nobody knows
+        unknown = Outer(SUBCLASSES[what]())
+        again = Speculator(tiny("llama")).generate(ids, **options, logits_processor=[unknown])
+        assert torch.equal(again, expected)
+    ours = scripted("llama", expected, 9, shape)
+    assert torch.equal(write(ours), expected) and ours.stats.tau > 1.2
+    if sampling:
+        with pytest.raises(OptionError, match=type(SUBCLASSES[what]()).__name__):
+            write(scripted("llama", expected, 9, shape, rule="traversal"))
+
+
+class Outer(LogitsProcessor):
+    """Calls another processor."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return self.inner(input_ids, scores)
