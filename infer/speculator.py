@@ -166,7 +166,7 @@ class Speculator:
         generation_config: GenerationConfig | None = None,
         synced_gpus: bool = False,
         streamer: BaseStreamer | None = None,
-        seed: int | Sequence[int] | None = None,
+        seed: int | Sequence[int] | Tensor | None = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Decode, as `generate` calls it.

@@ -202,6 +202,41 @@ def test_refused_in_one_line(what: str) -> None:
     call()  # and nothing stays broken
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("through", [False, True])
+def test_seeds_of_any_integer_type(rows: int, through: bool) -> None:
+    ids, _ = prompts([6] * rows)
+    ours = Speculator(tiny("llama"), medusa(), tree="chain:2")
+
+    def write(seed: Any) -> list:
+        options = {"max_new_tokens": 4, "do_sample": True, "pad_token_id": 0, "seed": seed}
+        if through:
+            return tiny("llama").generate(ids, custom_generate=ours, **options).tolist()
+        return ours.generate(ids, **options).tolist()
+
+    assert write(7) != write(8)
+    for one in (np.int64(7), np.uint8(7), np.array(7), torch.tensor(7), torch.tensor(7).int()):
+        assert write(one) == write(7)
+    each = [7, 2**62 + 1][:rows]
+    assert write(each) != write([9, 10][:rows])
+    for several in (tuple(each), np.array(each), torch.tensor(each), [np.int64(s) for s in each]):
+        assert write(several) == write(each)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *(3.0, "a", "", [3.5], [2**63], [None], {3}, [[3]], torch.Generator()),
+        *(np.float32(3), torch.tensor(3.0), torch.rand(1), torch.tensor([[3]]), torch.tensor([])),
+    ],
+    ids=repr,
+)
+def test_seeds_that_are_none(seed: Any) -> None:
+    with pytest.raises(OptionError, match="seed") as caught:
+        call(do_sample=True, seed=seed)
+    one_line(caught.value)
+
+
 def test_no_new_token_is_an_error_as_in_generate() -> None:
     ids, _ = prompts([6])
     with pytest.raises(ValueError):
