@@ -1,9 +1,11 @@
 """What `generate` takes, read and checked: everything that is not honoured is refused."""
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import index
 from typing import Any, Self
 
 import torch
@@ -140,7 +142,7 @@ def check_config(config: GenerationConfig, model: PreTrainedModel) -> None:
 def read_sampling(
     config: GenerationConfig,
     processors: LogitsProcessorList | None,
-    seed: int | Sequence[int] | None,
+    seed: Any,
     input_ids: Tensor,
 ) -> Sampling:
     """The seeds and processors of a request for prompts [B, P]; no seeds where it is greedy.
@@ -163,13 +165,28 @@ def read_sampling(
                 )
     if not config.do_sample:
         return Sampling(None, kept)
-    if seed is None:
-        seed = int(torch.randint(2**62, ()))
-    if not isinstance(seed, int) and len(seed) != batch:
+    seeds = int(torch.randint(2**62, ())) if seed is None else read_seed(seed)
+    if not isinstance(seeds, int) and len(seeds) != batch:
         raise OptionError(
-            f"found {len(seed)} seeds for {batch} rows; give one seed, or one per row."
+            f"found {len(seeds)} seeds for {batch} rows; give one seed, or one per row."
         )
-    return Sampling(row_seeds(seed, batch, input_ids.device), kept)
+    return Sampling(row_seeds(seeds, batch, input_ids.device), kept)
+
+
+def read_seed(seed: Any) -> int | list[int]:
+    """A whole number, or several, in the types of Python, numpy or torch; others are refused."""
+    found = seed.tolist() if hasattr(seed, "tolist") else seed
+    try:
+        if not isinstance(found, Sequence):
+            return index(found)
+        seeds = [index(each) for each in found]
+    except TypeError:
+        seeds = [2**63]
+    if all(-(2**63) <= each < 2**63 for each in seeds):
+        return seeds
+    raise OptionError(
+        f"seed is {found!r}; expected a whole number, or a list with one of 64 bits for each row."
+    )
 
 
 def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Tensor:
@@ -247,16 +264,16 @@ class Ending:
         found = StoppingCriteriaList(criteria or [])
         lengths = [c for c in found if isinstance(c, MaxLengthCriteria)]
         limit = min((c.max_length for c in lengths), default=None)
-        if limit is None or limit <= width:
+        if limit is None or not width < limit < math.inf:
             raise OptionError(
                 f"the length limit is {limit} and the prompt has {width} tokens; set "
-                "max_new_tokens to at least 1."
+                "max_new_tokens to a whole number, at least 1."
             )
         ends = [c for c in found if isinstance(c, EosTokenCriteria)]
         others = [c for c in found if not isinstance(c, MaxLengthCriteria | EosTokenCriteria)]
         eos = [int(token) for c in ends for token in c.eos_token_id.tolist()]
         pad = (eos or [0])[0] if config.pad_token_id is None else int(config.pad_token_id)
-        return cls(limit, eos, pad, StoppingCriteriaList(others), lengths)
+        return cls(math.ceil(limit), eos, pad, StoppingCriteriaList(others), lengths)
 
     def warn_of_length(self, sequences: Tensor) -> None:
         """Let transformers warn, as it does, when the text outgrew the model's trained length."""

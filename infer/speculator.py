@@ -1,7 +1,9 @@
 """The public face of decoding: a callable for `model.generate(custom_generate=…)`."""
 
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +46,9 @@ class Speculator:
     Give it to `model.generate(…, custom_generate=speculator)`, or call `speculator.generate(…)`:
     what transformers takes applies as it is. A logits processor of the user's own is shown the
     whole batch once per distinct length of the rows; a stopping criterion gets no scores.
+
+    It decodes one request at a time: another thread's call waits until the last one has ended, and
+    a call from within a request, by its processors, criteria or streamer, is refused.
 
     Args:
         target: a causal language model of transformers, in eval mode.
@@ -97,6 +102,7 @@ class Speculator:
             )
         captured = captures_rounds(target) if graphs is None else graphs
         self.graphs = RoundGraphs.on(self.device) if captured else None
+        self._lock, self._decodes = threading.RLock(), False
 
     @property
     def drafter(self) -> Drafter | DrafterGroup | None:
@@ -112,12 +118,27 @@ class Speculator:
     def device(self) -> torch.device:
         return self.target.device
 
+    @contextmanager
+    def _one_request(self) -> Iterator[None]:
+        """Wait for other threads' requests; refuse one within a request of this thread."""
+        with self._lock:
+            if self._decodes:
+                raise OptionError(
+                    "this speculator was called from within its own request, by a processor, "
+                    "criterion or streamer; make another one with Speculator(model, …) for that."
+                )
+            self._decodes = True
+            try:
+                yield
+            finally:
+                self._decodes = False
+
     def generate(self, input_ids: Tensor | None = None, **options: Any) -> Any:
         """`model.generate(input_ids, custom_generate=self, **options)`, and what that cannot do.
 
         These work here alone: a `streamer`; `stop_strings` (with `tokenizer`, unless the speculator
         has it); `max_new_tokens=0`, which returns the prompt; `temperature=0`, which is greedy.
-        Also takes `seed`.
+        Also takes `seed`. An `assistant_model` is refused here; `model.generate` drops it unseen.
 
         Raises:
             OptionError: an option that cannot be honoured, by name.
@@ -141,14 +162,15 @@ class Speculator:
             return self._prompts_alone(input_ids, streamer, given)
         given.check_padding(input_ids)
         generate: Any = self.model.generate
-        with without_stop_strings(self.model.generation_config):
+        with self._lock, without_stop_strings(self.model.generation_config):
             call = functools.partial(self, streamer=streamer)
             return generate(input_ids, custom_generate=call, **options)
 
     def _prompts_alone(
         self, ids: Tensor, streamer: BaseStreamer | None, given: GenerateOptions
     ) -> Any:
-        self.stats = Stats(self.tree.max_depth)
+        with self._one_request():
+            self.stats = Stats(self.tree.max_depth)
         ids = ids.repeat_interleave(given.get("num_return_sequences") or 1, dim=0)
         if streamer is not None:
             streamer.put(ids.cpu())
@@ -156,6 +178,8 @@ class Speculator:
         as_dict = given.get("return_dict_in_generate")
         return GenerateDecoderOnlyOutput(sequences=ids) if as_dict else ids  # type: ignore[arg-type]
 
+    # What a request leaves for the next one must not be made under a caller's inference mode.
+    @torch.inference_mode(False)
     @torch.no_grad()
     def __call__(
         self,
@@ -166,7 +190,7 @@ class Speculator:
         generation_config: GenerationConfig | None = None,
         synced_gpus: bool = False,
         streamer: BaseStreamer | None = None,
-        seed: int | Sequence[int] | None = None,
+        seed: int | Sequence[int] | Tensor | None = None,
         **model_kwargs: Any,
     ) -> Tensor | GenerateDecoderOnlyOutput:
         """Decode, as `generate` calls it.
@@ -184,6 +208,29 @@ class Speculator:
             OptionError: something was asked for that cannot be honoured, by name.
             DecodingError: the target's logits are NaN, or it has no further position.
         """
+        with self._one_request():
+            return self._decode(
+                model,
+                input_ids,
+                logits_processor,
+                stopping_criteria,
+                generation_config,
+                streamer,
+                seed,
+                model_kwargs,
+            )
+
+    def _decode(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList | None,
+        stopping_criteria: StoppingCriteriaList | None,
+        generation_config: GenerationConfig | None,
+        streamer: BaseStreamer | None,
+        seed: int | Sequence[int] | Tensor | None,
+        model_kwargs: dict[str, Any],
+    ) -> Tensor | GenerateDecoderOnlyOutput:
         config = generation_config or model.generation_config
         if model is not self.model:
             raise OptionError(

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from functools import reduce
 from typing import Self
 
 import numpy as np
@@ -72,7 +73,9 @@ class Stats:
 
 
 class Record:
-    """The target's scores and logits of each emitted token, in float32, as `generate` returns them.
+    """The target's scores and logits of each emitted token, as `generate` returns them.
+
+    Logits are in float32, and so are scores unless a processor changed their type.
 
     Args:
         scores: keep the processed scores; logits: keep the raw logits.
@@ -98,7 +101,8 @@ class Record:
         for name, values in found.items():
             if self.wanted[name]:
                 index = path.unsqueeze(-1).expand(-1, -1, values.shape[-1])
-                kept[name] = values.gather(1, index).float()  # [B, A, V]
+                values = values.gather(1, index)  # [B, A, V]
+                kept[name] = values.float() if name == "logits" else values
         self._rounds.append(kept)
 
     def steps(self, new: int, pad: int) -> dict[str, tuple[Tensor, ...]]:
@@ -111,7 +115,8 @@ class Record:
     def _steps(self, name: str, new: int, pad: int) -> tuple[Tensor, ...]:
         first = self._rounds[0][name]
         batch, _, vocab = first.shape
-        out = torch.full((new, batch, vocab), -torch.inf, device=first.device)
+        dtype = reduce(torch.promote_types, (kept[name].dtype for kept in self._rounds))
+        out = torch.full((new, batch, vocab), -torch.inf, dtype=dtype, device=first.device)
         out[:, :, pad] = 0
         start = torch.zeros(batch, dtype=torch.long, device=first.device)
         for emitted, kept in zip(self.counts, self._rounds, strict=True):
@@ -119,6 +124,6 @@ class Record:
             steps = torch.arange(kept[name].shape[1], device=first.device)
             at = start.unsqueeze(1) + steps  # [B, A]
             row, step = ((steps < count.unsqueeze(1)) & (at < new)).nonzero(as_tuple=True)
-            out[at[row, step], row] = kept[name][row, step]
+            out[at[row, step], row] = kept[name][row, step].to(dtype)
             start = start + count
         return out.unbind(0)

@@ -17,7 +17,10 @@ from transformers.generation import logits_process as hf
 WARPERS = (
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
 )  # fmt: skip
-"""The processors that a drafter's proposals follow too: functions of one row of logits alone."""
+"""The processors that a drafter's proposals follow too: functions of one row of logits alone.
+
+A class is meant by its exact type, here and in `ROWWISE`: what a subclass reads is not known.
+"""
 
 ROWWISE = (
     *WARPERS, hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper,
@@ -111,12 +114,12 @@ class Sampling:
     @cached_property
     def rowwise(self) -> bool:
         """Whether every processor reads one row of logits alone, never the text before it."""
-        return all(isinstance(processor, ROWWISE) for processor in self.processors or ())
+        return all(type(processor) in ROWWISE for processor in self.processors or ())
 
     @cached_property
     def readers(self) -> tuple[LogitsProcessor, ...]:
         """The processors that may read the text before a row of logits, without the `penalty`."""
-        others = (item for item in self.processors or () if not isinstance(item, ROWWISE))
+        others = (item for item in self.processors or () if type(item) not in ROWWISE)
         return tuple(item for item in others if item is not self.penalty)
 
     @cached_property
@@ -142,7 +145,7 @@ class Sampling:
         """Apply the `WARPERS` alone, as to a drafter's proposals, in `dtype`: [..., V] -> same."""
         flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype)
         for processor in self.processors or ():
-            if isinstance(processor, WARPERS):
+            if type(processor) in WARPERS:
                 flat = processor(None, flat)  # type: ignore[arg-type]
         return flat.view(logits.shape)
 
@@ -175,7 +178,7 @@ class Sampling:
         processors, asked = self.processors, hf.PrefixConstrainedLogitsProcessor
         if rows is not None:
             processors = LogitsProcessorList(
-                only_rows(item, rows, scores.shape[-1]) if isinstance(item, asked) else item
+                only_rows(item, rows, scores.shape[-1]) if type(item) is asked else item
                 for item in processors
             )
         return processors(prefix, scores)  # type: ignore[arg-type]

@@ -140,10 +140,10 @@ class Verified:
                     return None
             scores = self.text.process(sampling, level, logits, rows)
         if self.kept is not None:
-            if not self.kept:
-                self.kept.append(self.logits.to(sampling.dtype, copy=True))
-            here = torch.where(alive.unsqueeze(-1), scores.unsqueeze(1), self.kept[0].gather(1, at))
-            self.kept[0].scatter_(1, at, here)
+            kept = self.kept[0] if self.kept else self.logits.to(scores.dtype, copy=True)
+            here = torch.where(alive.unsqueeze(-1), scores.unsqueeze(1), kept.gather(1, at))
+            # A user's processor may change the type at any step.
+            self.kept[:] = [kept.to(here.dtype).scatter_(1, at, here)]
         return scores
 
     def scores_after(self, node: Tensor) -> Tensor:

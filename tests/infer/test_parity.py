@@ -15,6 +15,7 @@ from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria
 from headstart.heads import OptionError
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, target
+from headstart.infer.rules.registry import RULES
 from tests.support.scripted import make
 from tests.support.tiny import CONFIGS, VOCAB, letters, one_line, prompts, tiny
 
@@ -459,6 +460,65 @@ def test_scores_alone_and_none() -> None:
     assert isinstance(ours.generate(ids, output_scores=True, **base(**more)), Tensor)
 
 
+@pytest.mark.parametrize("batch", LENGTHS)
+@pytest.mark.parametrize("since", [0, 14])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_scores_of_another_type(dtype: torch.dtype, since: int, batch: int) -> None:
+    """A processor that changes the type of scores, from some length of the text on."""
+
+    class Casts(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            return scores.to(dtype) if input_ids.shape[1] >= since else scores
+
+    ids, more = inputs(batch)
+    options = base(return_dict_in_generate=True, output_scores=True, output_logits=True, **more)
+    expected = tiny("llama").generate(ids, **options, logits_processor=[Casts()])
+    ours = scripted("llama", expected.sequences, 9, "cached")
+    out = ours.generate(ids, **options, logits_processor=[Casts()])
+    assert torch.equal(out.sequences, expected.sequences) and ours.stats.tau > 1.2
+    for a, b in zip(out.scores, expected.scores, strict=True):
+        assert a.dtype == (b.dtype if not since else torch.promote_types(dtype, torch.float32))
+        torch.testing.assert_close(a.to(b.dtype), b)
+    for a, b in zip(out.logits, expected.logits, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b)
+    options |= {"do_sample": True, "seed": 3, "logits_processor": [Casts()]}
+    for rule in ("match", "coupled", "rejection"):
+        out = scripted("llama", expected.sequences, 9, rule=rule).generate(ids, **options)
+        assert len(out.scores) == NEW and all(torch.isfinite(s).all() for s in out.logits)
+
+
+@pytest.mark.parametrize("batch", LENGTHS)
+@pytest.mark.parametrize("tree", ["plain", "chain:3", "cartesian:3,2,1", "best-first:8,3,3"])
+@pytest.mark.parametrize("rule", sorted(RULES))
+def test_every_rule_keeps_scores_and_logits(rule: str, tree: str, batch: int) -> None:
+    """They are the target's on the text that was written."""
+    if rule == "block" and tree not in ("plain", "chain:3"):
+        tree = "chain:4"
+    ids, more = inputs(batch)
+    options = base(do_sample=rule != "greedy", return_dict_in_generate=True, **more)
+    options |= {"seed": 3} if rule != "greedy" else {}
+    options |= {"output_scores": True, "output_logits": True, "suppress_tokens": [1, 9]}
+    drafter = None if tree == "plain" else medusa("llama")
+    expansion = (
+        "topk" if tree == "best-first:8,3,3" and rule in ("rejection", "traversal") else None
+    )
+    ours = Speculator(tiny("llama"), drafter, tree=tree, rule=rule, expansion=expansion)
+    out = ours.generate(ids, **options)
+    mask = torch.cat([more["attention_mask"], torch.ones(batch, NEW, dtype=torch.long)], 1)
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = tiny("llama")(out.sequences, attention_mask=mask, position_ids=places).logits
+    logits = logits[:, 8:-1].float()
+    torch.testing.assert_close(torch.stack(out.logits, 1), logits, rtol=1e-4, atol=1e-4)
+    logits[..., [1, 9]] = -torch.inf
+    scores = torch.stack(out.scores, 1)
+    logits = logits.masked_fill(scores.isinf(), -torch.inf)  # by the default top-k
+    torch.testing.assert_close(scores, logits, rtol=1e-4, atol=1e-4)
+    chosen = scores.gather(2, out.sequences[:, 9:, None])
+    assert chosen.isfinite().all() and scores.isinf()[..., [1, 9]].all()
+
+
 def test_scores_when_sampling_are_those_of_plain() -> None:
     ids, more = inputs(3)
     options = base(do_sample=True, seed=2, top_p=0.9, eos_token_id=EOS, **more)
@@ -509,6 +569,36 @@ def cached() -> Any:
     with torch.no_grad():
         tiny("llama")(inputs(1)[0][:, :3], past_key_values=cache)
     return cache
+
+
+@pytest.mark.parametrize("new", [3.0, 2.5, 0.3, 3, torch.tensor(3)])
+def test_a_length_that_is_no_whole_number(new: Any) -> None:
+    """As in `generate`, which writes until there are no fewer tokens."""
+    ids, more = inputs(3)
+    expected = tiny("llama").generate(ids, **base(**more) | {"max_new_tokens": new})
+    ours = Speculator(tiny("llama"), medusa("llama"))
+    out = ours.generate(ids, **base(**more) | {"max_new_tokens": new})
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("new", [float("inf"), float("nan")])
+def test_a_length_without_end_is_refused(new: float) -> None:
+    ids, more = inputs(3)
+    with pytest.raises(OptionError, match="max_new_tokens") as caught:
+        Speculator(tiny("llama")).generate(ids, **base(**more) | {"max_new_tokens": new})
+    one_line(caught.value)
+
+
+def test_an_assistant_that_transformers_drops() -> None:
+    """`generate` hands no assistant to a callable, so it is not seen and changes nothing."""
+    ids, more = inputs(1)
+    expected = tiny("llama").generate(ids, **base(**more))
+    ours = scripted("llama", expected, 9)
+    options = base(assistant_model=tiny("llama", seed=2), **more)
+    assert torch.equal(tiny("llama").generate(ids, custom_generate=ours, **options), expected)
+    with pytest.raises(OptionError, match="assistant_model") as caught:
+        ours.generate(ids, **options)
+    one_line(caught.value)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -679,3 +769,74 @@ def test_a_huge_limit_costs_nothing() -> None:
     out = ours.generate(ids, **options)
     assert torch.equal(out, tiny("llama").generate(ids, **options))
     assert ours.target.cache.capacity < 1000
+
+
+class Cooling(tf.TemperatureLogitsWarper):
+    """A subclass of a row-wise processor that reads the text and counts its calls."""
+
+    def __init__(self, temperature: float) -> None:
+        super().__init__(temperature)
+        self.calls = 0
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        self.calls += 1
+        scores = super().__call__(input_ids, scores).clone()
+        scores.scatter_add_(1, input_ids[:, -3:], torch.full_like(scores[:, :3], -20.0))
+        scores[:, self.calls % VOCAB] += 9.0
+        return scores
+
+
+class Fading(tf.RepetitionPenaltyLogitsProcessor):
+    """A repetition penalty of the user's own, for the last tokens alone."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return super().__call__(input_ids[:, -4:], scores)
+
+
+class Climbing(tf.PrefixConstrainedLogitsProcessor):
+    """A subclass that adds to what its function allows."""
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return super().__call__(input_ids, scores) + 30.0 * (torch.arange(VOCAB) == VOCAB - 1)
+
+
+SUBCLASSES: dict[str, Any] = {
+    "warper": lambda: Cooling(0.9),
+    "penalty": lambda: Fading(3.0),
+    "prefix": lambda: Climbing(lambda row, text: [int(text[-1]) * 5 % VOCAB, VOCAB - 1, 3], 1),
+}
+
+
+@pytest.mark.parametrize("sampling", [False, True])
+@pytest.mark.parametrize("shape", ["heads", "cached"])
+@pytest.mark.parametrize("what", SUBCLASSES)
+def test_a_subclass_of_a_known_processor_is_a_users_own(
+    what: str, shape: str, sampling: bool
+) -> None:
+    """What it reads is not known, so it is called as `generate` calls it."""
+    ids, more = inputs(1)
+    options = base(do_sample=sampling, **more) | ({"seed": 4} if sampling else {})
+
+    def write(decode: Any) -> Tensor:
+        return decode.generate(ids, **options, logits_processor=[SUBCLASSES[what]()])
+
+    expected = write(Speculator(tiny("llama")) if sampling else tiny("llama"))
+    if sampling:  # the same processor under a class that nobody knows
+        unknown = Outer(SUBCLASSES[what]())
+        again = Speculator(tiny("llama")).generate(ids, **options, logits_processor=[unknown])
+        assert torch.equal(again, expected)
+    ours = scripted("llama", expected, 9, shape)
+    assert torch.equal(write(ours), expected) and ours.stats.tau > 1.2
+    if sampling:
+        with pytest.raises(OptionError, match=type(SUBCLASSES[what]()).__name__):
+            write(scripted("llama", expected, 9, shape, rule="traversal"))
+
+
+class Outer(LogitsProcessor):
+    """Calls another processor."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __call__(self, input_ids: Any, scores: Any) -> Any:
+        return self.inner(input_ids, scores)

@@ -1,6 +1,7 @@
 """The public face: what `generate` hands over is obeyed; what cannot be is refused in a line."""
 
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import transformers as tf
 from torch import Tensor
-from transformers import GenerationConfig, TextStreamer
+from transformers import GenerationConfig, LogitsProcessor, StoppingCriteria, TextStreamer
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -107,6 +108,120 @@ def test_the_models_own_generation_config() -> None:
     assert not torch.equal(expected, greedy(ids))
 
 
+class Calls(StoppingCriteria):
+    """Calls a function once, when so many tokens are written."""
+
+    def __init__(self, function: Any, at: int = 9):
+        self.function, self.at = function, at
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        if input_ids.shape[1] >= self.at and self.function is not None:
+            function, self.function = self.function, None
+            function()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("how", ["criterion", "processor", "streamer", "generate", "no token"])
+def test_a_call_from_within_a_request_is_refused(how: str, graphs: bool) -> None:
+    """The text that is being written stays as it is."""
+    ids, _ = prompts([6])
+    ours = Speculator(tiny("llama"), medusa(), tree="cartesian:2,2", graphs=graphs)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    found: list[str] = []
+
+    def inner(*values: Any) -> None:
+        short = options | {"max_new_tokens": 0 if how == "no token" else 2}
+        with pytest.raises(OptionError, match="within its own request") as caught:
+            if how == "generate":
+                tiny("llama").generate(ids[:, :3], custom_generate=ours, **short)
+            else:
+                ours.generate(ids[:, :3], **short)
+        found.append(one_line(caught.value))
+
+    class Puts(Collects):
+        def put(self, value: Tensor) -> None:
+            inner()
+
+    class Asks(LogitsProcessor):
+        def __call__(self, input_ids: Any, scores: Any) -> Any:
+            inner()
+            return scores
+
+    more: dict[str, Any] = {"stopping_criteria": [Calls(inner)]}
+    if how == "processor":
+        more = {"logits_processor": [Asks()]}
+    elif how == "streamer":
+        more = {"streamer": Puts()}
+    assert torch.equal(ours.generate(ids, **options, **more), greedy(ids)) and found
+    assert ours.stats.tokens == NEW - 1
+    assert torch.equal(ours.generate(ids, **options), greedy(ids))  # and it is free again
+
+    def fails() -> None:
+        raise RuntimeError("a user's fault")
+
+    with pytest.raises(RuntimeError, match="user's fault"):
+        ours.generate(ids, **options, stopping_criteria=[Calls(fails)])
+    assert torch.equal(ours.generate(ids, **options), greedy(ids))
+
+
+def test_another_speculator_may_be_called_from_within() -> None:
+    ids, _ = prompts([6])
+    ours, other = speculator(ids), Speculator(tiny("llama"), medusa())
+    texts: list[Tensor] = []
+
+    def inner() -> None:
+        texts.append(other.generate(ids, max_new_tokens=NEW, do_sample=False))
+
+    criteria = [Calls(inner)]
+    out = ours.generate(ids, max_new_tokens=NEW, do_sample=False, stopping_criteria=criteria)
+    assert torch.equal(out, greedy(ids)) and torch.equal(texts[0], greedy(ids))
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_threads_wait_for_each_other(graphs: bool) -> None:
+    """A second thread calls in the middle of the first one's request."""
+    ids, _ = prompts([6])
+    others, _ = prompts([5], seed=3)
+    ours = Speculator(tiny("llama"), medusa(), tree="cartesian:2,2", graphs=graphs)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
+    texts: list[Tensor] = []
+    second = threading.Thread(target=lambda: texts.append(ours.generate(others, **options)))
+
+    def starts() -> None:
+        second.start()
+        second.join(0.3)
+        assert second.is_alive() and not texts
+
+    out = ours.generate(ids, **options, stopping_criteria=[Calls(starts)])
+    second.join(60)
+    assert torch.equal(out, greedy(ids)) and torch.equal(texts[0], greedy(others))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("tree", ["cartesian:2,2", "chain:3", "best-first:6,2,3", "plain"])
+@pytest.mark.parametrize("sampling", [False, True])
+def test_inference_mode_around_a_call(sampling: bool, tree: str, graphs: bool, rows: int) -> None:
+    """Inside, outside and inside again, made inside and outside."""
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": sampling, "pad_token_id": 0}
+    options |= {"seed": 3, "repetition_penalty": 1.3} if sampling else {}
+    expected = None
+    for made in (True, False):
+        with torch.inference_mode(made):
+            drafter = None if tree == "plain" else medusa()
+            ours = Speculator(tiny("llama"), drafter, tree=tree, graphs=graphs)
+        for inside in (True, False, True, False):
+            with torch.inference_mode(inside):
+                ids, mask = prompts([6, 4][:rows])
+                out = ours.generate(ids, attention_mask=mask, **options)
+                through: Any = tiny("llama").generate
+                again = through(ids, attention_mask=mask, custom_generate=ours, **options)
+            expected = out if expected is None else expected
+            assert torch.equal(out, expected) and torch.equal(again, expected)
+            assert not out.requires_grad and not out.is_inference()
+
+
 class Collects(BaseStreamer):
     """Keeps what it is given."""
 
@@ -200,6 +315,41 @@ def test_refused_in_one_line(what: str) -> None:
         call(**options)
     assert named in one_line(caught.value)
     call()  # and nothing stays broken
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("through", [False, True])
+def test_seeds_of_any_integer_type(rows: int, through: bool) -> None:
+    ids, _ = prompts([6] * rows)
+    ours = Speculator(tiny("llama"), medusa(), tree="chain:2")
+
+    def write(seed: Any) -> list:
+        options = {"max_new_tokens": 4, "do_sample": True, "pad_token_id": 0, "seed": seed}
+        if through:
+            return tiny("llama").generate(ids, custom_generate=ours, **options).tolist()
+        return ours.generate(ids, **options).tolist()
+
+    assert write(7) != write(8)
+    for one in (np.int64(7), np.uint8(7), np.array(7), torch.tensor(7), torch.tensor(7).int()):
+        assert write(one) == write(7)
+    each = [7, 2**62 + 1][:rows]
+    assert write(each) != write([9, 10][:rows])
+    for several in (tuple(each), np.array(each), torch.tensor(each), [np.int64(s) for s in each]):
+        assert write(several) == write(each)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *(3.0, "a", "", [3.5], [2**63], [None], {3}, [[3]], torch.Generator()),
+        *(np.float32(3), torch.tensor(3.0), torch.rand(1), torch.tensor([[3]]), torch.tensor([])),
+    ],
+    ids=repr,
+)
+def test_seeds_that_are_none(seed: Any) -> None:
+    with pytest.raises(OptionError, match="seed") as caught:
+        call(do_sample=True, seed=seed)
+    one_line(caught.value)
 
 
 def test_no_new_token_is_an_error_as_in_generate() -> None:
