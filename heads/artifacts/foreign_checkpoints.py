@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core import ArtifactError
+from ..core import ArtifactError, OptionError, load_pretrained
 from ..draft_model import DraftModel
 from ..drafter import Drafter, DrafterConfig
 from ..families import FAMILIES, family
@@ -220,6 +220,8 @@ def _load_language_model(
 
 def _load_tokenizer(place: Any, otherwise: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(place)
+        return load_pretrained(AutoTokenizer, place)
+    except OptionError:  # it needs code of its own
+        raise
     except (OSError, ValueError) as error:
         raise ArtifactError(otherwise) from error
