@@ -24,7 +24,18 @@ from ..core import ArtifactError, OptionError, load_pretrained
 from ..draft_model import DraftModel
 from ..drafter import Drafter, DrafterConfig
 from ..families import FAMILIES, family
-from .files import CONFIG, HEADS, INDEX, PICKLE, WEIGHTS, brief, pickled, read_json, single_weights
+from .files import (
+    CONFIG,
+    HEADS,
+    INDEX,
+    PICKLE,
+    WEIGHTS,
+    brief,
+    check_settings,
+    pickled,
+    read_json,
+    single_weights,
+)
 from .manifest import tokenizer_hash
 from .source import DrafterSource
 
@@ -50,6 +61,8 @@ def load_checkpoint(
     found = _recognised(config, files) if files else None
     if found is None:
         _check_model(source, config, files)
+        # A model of a known type may name code too, which is then not run; or it is quantized.
+        check_settings(source.folder, config, allowed=("auto_map", "quantization_config"))
         return _load_language_model(source, target, tokenizer, options)
     kind, fields, tensors = found
     drafter_config = _config(kind, fields, target, source)

@@ -17,6 +17,7 @@ from .files import (
     PICKLE,
     TREE,
     WEIGHTS,
+    check_settings,
     files_to_download,
     pickled,
     read_json,
@@ -25,9 +26,6 @@ from .files import (
 from .hub import download, file_names, is_hub_name, split_revision
 from .manifest import Manifest, fingerprint, read_manifest, sha256, tokenizer_hash
 from .plan import Plan, find_plan
-
-# Settings of a config.json with which transformers runs other code or reads other files.
-_UNSAFE = ("auto_map", "transformers_weights", "quantization_config", "attn_implementation")
 
 
 class SourceKind(StrEnum):
@@ -169,11 +167,7 @@ class DrafterSource:
                 f"{path} is of model type {found!r}, expected {expected!r} as {MANIFEST} says; "
                 "restore both files."
             )
-        if unsafe := [key for key in _UNSAFE if key in config]:
-            raise ArtifactError(
-                f"{path} sets {unsafe[0]}, which can load other code or files; a drafter needs "
-                "none: do not use it, or remove the entry."
-            )
+        check_settings(self.folder, config)
 
     @property
     def origin(self) -> str:
