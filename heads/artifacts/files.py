@@ -19,6 +19,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from ..core import ArtifactError
 from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
@@ -88,6 +90,16 @@ def check_settings(folder: Path, config: Any, allowed: Sequence[str] = ()) -> No
             f"{folder / CONFIG} {found}, which can load other code or files; a drafter needs none: "
             "do not use it, or remove that."
         )
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """`shape` and `dtype` of each tensor in a safetensors file; ArtifactError where it is none."""
+    try:
+        with safe_open(path, "pt") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            return {k: {"shape": s.get_shape(), "dtype": s.get_dtype()} for k, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise unreadable(path, error) from error
 
 
 def unreadable(path: Path, reason: object) -> ArtifactError:

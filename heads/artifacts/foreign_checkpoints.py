@@ -69,7 +69,7 @@ def load_checkpoint(
     _check_shapes(kind, drafter_config, tensors, source)
     drafter: Any = kind.from_pretrained(None, config=drafter_config, state_dict=tensors, **options)
     base = config.get("base_model_name_or_path")
-    named = f"; its config names {base}" if isinstance(base, str) else ""
+    named = f"; its config names {base!r}" if isinstance(base, str) else ""
     logger.warning(
         f"Only shapes show that {source} was trained for this target{named}: where it was not, τ "
         "stays near 1, and the output is the target's all the same."

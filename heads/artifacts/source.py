@@ -20,6 +20,7 @@ from .files import (
     check_settings,
     files_to_download,
     pickled,
+    read_header,
     read_json,
     retired_folder,
 )
@@ -154,6 +155,8 @@ class DrafterSource:
                     f"{path} is missing or not the file that was saved (its sha256 differs from "
                     "the manifest's); restore it or download the drafter again."
                 )
+            if path.is_file() and path.suffix == ".safetensors":
+                read_header(path)
         return weights
 
     def _check_config(self) -> None:

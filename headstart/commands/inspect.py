@@ -31,9 +31,9 @@ def run(options: argparse.Namespace) -> int:
             target = load_target(options)
             misfit = fits(source, target.model, target.tokenizer)
             found |= {"fits": misfit is None, "misfit": misfit}
-    text = blank(to_json(found))  # a recipe may hold an access token
+    found = blank(json.loads(to_json(found)))  # a recipe may hold an access token
     if options.json:
-        print(text)
+        print(to_json(found))
     else:
-        print_description(json.loads(text), sys.stdout)
+        print_description(found, sys.stdout)
     return 0 if found["problem"] is None and found.get("fits", True) else 1
