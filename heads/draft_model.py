@@ -16,7 +16,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from .core import OptionError, OutputLayer, output_layer
+from .core import OptionError, OutputLayer, load_pretrained, output_layer
 from .drafter import DrafterConfig, Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import copy_layers, layers_of
@@ -53,7 +53,7 @@ class DraftModelConfig(DrafterConfig):
         if config.model is None:
             config.student = layers_of(target.config, config.chosen(target)).to_dict()
         else:
-            config.student = AutoConfig.from_pretrained(config.model).to_dict()
+            config.student = load_pretrained(AutoConfig, config.model).to_dict()
         return config
 
     def chosen(self, target: PreTrainedModel) -> list[int]:
@@ -83,7 +83,7 @@ class DraftModel(TrainableDrafter):
         super().__init__(config)
         if model is None:
             own = AutoConfig.for_model(**(config.student or {}))
-            model = AutoModelForCausalLM.from_config(own)
+            model = AutoModelForCausalLM.from_config(own, trust_remote_code=False)
         self.model: Any = model
         self._layers = CachedLayers(self.model)
         self.post_init()
@@ -100,8 +100,9 @@ class DraftModel(TrainableDrafter):
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
-        """Load the student as transformers does, with the same options."""
-        loaded: Any = AutoModelForCausalLM.from_pretrained(name, *args, **options)
+        """Load the student as transformers does, with the same options; it never runs own code."""
+        options["trust_remote_code"] = False
+        loaded: Any = load_pretrained(AutoModelForCausalLM, name, *args, **options)
         return (cls.of(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else cls.of(loaded)
 
     def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]
@@ -131,7 +132,7 @@ class DraftModel(TrainableDrafter):
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Give the student its first weights: the target's chosen layers, or the model named."""
         if self.config.model is not None:
-            loaded = AutoModelForCausalLM.from_pretrained(self.config.model, dtype=self.dtype)
+            loaded = load_pretrained(AutoModelForCausalLM, self.config.model, dtype=self.dtype)
             self.model.load_state_dict(loaded.state_dict())
         elif self.config.layers is not None:
             copy_layers(self.target, self.model, self.config.chosen(self.target))

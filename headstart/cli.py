@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import NoReturn
 
+from safetensors import SafetensorError
+
 from headstart import __version__
 from headstart.commands import COMMANDS
 from headstart.terminal import UsageError, one_line
@@ -41,7 +43,7 @@ def exit_status(program: str, run: Callable[[], int]) -> int:
         # The reader has gone; without this the interpreter's last flush would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, SafetensorError) as error:
         if os.environ.get("HEADSTART_DEBUG") == "1":
             raise
         print(f"{program}: error: {one_line(error)}", file=sys.stderr)

@@ -29,6 +29,9 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
     given = {name: value for name, value in given.items() if isinstance(value, str)}
     if isinstance(vars(options).get("tree"), list):
         given["tree"] = "plain"  # the drafter is needed, whatever its plan says
+    trust = getattr(options, "trust_remote_code", False)
+    if trust and options.target is None:  # a drafter may name any model as its target
+        raise UsageError("--trust-remote-code trusts the model of --target; name one")
     with quiet_stdout():
         drafters = drafter_sources(options)
         if not drafters and options.target is None:
@@ -36,6 +39,7 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
         import headstart
 
         given |= _placing(options)
+        given |= {"trust_remote_code": True} if trust else {}
         try:
             return headstart.load(options.target, drafters, **given)
         except OSError as error:  # transformers' message may not even name the model
@@ -43,6 +47,14 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
                 f"--target {options.target} cannot be loaded; expected a folder or the name of a "
                 f"model that can be downloaded ({one_line(error)[:200]})"
             ) from error
+
+
+def load_target(options: argparse.Namespace) -> Speculator:
+    """The Speculator that decodes plainly, for --target and --trust-remote-code alone."""
+    trust = options.trust_remote_code
+    return load_speculator(
+        argparse.Namespace(target=options.target, drafter=None, trust_remote_code=trust)
+    )
 
 
 def drafter_sources(options: argparse.Namespace) -> list[DrafterSource]:

@@ -6,6 +6,7 @@ import contextlib
 import re
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 
 class UsageError(ValueError):
@@ -21,9 +22,26 @@ def one_line(error: BaseException) -> str:
     return blank(" ".join(str(error).split()) or type(error).__name__)
 
 
-def blank(text: str) -> str:
+def blank(text: Any) -> Any:
+    """A text, or all the texts in a document, without secrets and terminal control characters.
+
+    >>> blank({"name": "\\x1b[31mred", "notes": ["hf_abcdefghijkl"]})
+    {'name': '\\\\x1b[31mred', 'notes': ['hf_…']}
+    """
+    if isinstance(text, dict):
+        return {blank(key): blank(value) for key, value in text.items()}
+    if isinstance(text, list):
+        return [blank(value) for value in text]
+    if not isinstance(text, str):
+        return text
+    text = visible(text)
     text = re.sub(r"hf_[A-Za-z0-9]{8,}", "hf_…", text)
     return re.sub(r"://[^/@\s]+@", "://…@", text)
+
+
+def visible(text: str) -> str:
+    """A text whose control characters, but for line ends and tabs, are written as escapes."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from transformers import (
 
 from headstart.heads import Drafter, load_drafter
 from headstart.heads.artifacts.source import DrafterSource
+from headstart.heads.core import load_pretrained
 
 from .speculator import Speculator
 from .trees.parse import default_tree
@@ -47,14 +48,17 @@ def load(
         rule, expansion, graphs, attention, compile: see `Speculator`.
         allow_pickle: see `DrafterSource`.
         options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
+            `trust_remote_code=True` runs code that comes with the target and its tokenizer; a
+            drafter's is never run.
 
     Raises:
         ArtifactError: the drafter is damaged or was trained for another target.
         UnsupportedTarget: the target cannot be driven by a token tree.
     """
     if isinstance(target, str | Path):
-        model = AutoModelForCausalLM.from_pretrained(target, **options).eval()
-        tokenizer = tokenizer or AutoTokenizer.from_pretrained(target)
+        model = load_pretrained(AutoModelForCausalLM, target, **options).eval()
+        trust = options.get("trust_remote_code", False)
+        tokenizer = tokenizer or load_pretrained(AutoTokenizer, target, trust_remote_code=trust)
     else:
         model = target
     single = drafter is None or isinstance(drafter, Drafter | NamedDrafter)

@@ -14,6 +14,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from headstart.heads import family
+from headstart.heads.core import load_pretrained
 from headstart.infer import RULES, load
 
 from .arguments import load_options, training_arguments
@@ -148,8 +149,8 @@ class _Run:
         if self._loaded is None:
             name = self._target_name(target)
             how = load_options(self.recipe.target.dtype, self.args.device)
-            model = AutoModelForCausalLM.from_pretrained(name, **how)
+            model = load_pretrained(AutoModelForCausalLM, name, **how)
             if "device_map" not in how:
                 model.to(self.args.device)  # type: ignore[arg-type]
-            self._loaded = model.eval(), AutoTokenizer.from_pretrained(name)
+            self._loaded = model.eval(), load_pretrained(AutoTokenizer, name)
         return self._loaded

@@ -19,6 +19,8 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
+
 from ..core import ArtifactError
 from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
@@ -35,6 +37,14 @@ HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt", 
 
 INDEX = f"{WEIGHTS}.index.json"
 """Which file holds which tensor, for a model whose weights are in several files."""
+
+# Settings of a config.json with which transformers imports or fetches other code, or reads other
+# files; each is also refused with underscores around it and as `…_internal`.
+_UNSAFE = {
+    "auto_map", "transformers_weights", "quantization_config", "compression_config",
+    "attn_implementation", "experts_implementation", "kernel_config", "backbone",
+    "attribute_map",  # it gives any of these another name
+}  # fmt: skip
 
 # What transformers reads of a language model and its tokenizer, beside the weights.
 _MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -56,6 +66,40 @@ def read_json(path: Path) -> Any:
     if not isinstance(data, list if path.name == TREE else dict):
         raise unreadable(path, f"it holds a {type(data).__name__}")
     return data
+
+
+def check_settings(folder: Path, config: Any, allowed: Sequence[str] = ()) -> None:
+    """An ArtifactError where a drafter's config, at any depth, can load other code or files.
+
+    An `adapter_config.json` beside it can do so too: peft imports a module that it names.
+    """
+    unsafe = _UNSAFE.difference(allowed)
+    nested, found = [config], ""
+    while nested and not found:
+        value = nested.pop()
+        if isinstance(value, dict):
+            keys = [key for key in value if key.strip("_").removesuffix("_internal") in unsafe]
+            found = next((f"sets {key}" for key in keys if value[key] is not None), "")
+            nested += value.values()
+        elif isinstance(value, list):
+            nested += value
+    if (beside := folder / Path(ADAPTER_CONFIG).name).is_file():
+        found = f"stands beside {beside.name}"
+    if found:
+        raise ArtifactError(
+            f"{folder / CONFIG} {found}, which can load other code or files; a drafter needs none: "
+            "do not use it, or remove that."
+        )
+
+
+def read_header(path: Path) -> dict[str, dict[str, Any]]:
+    """`shape` and `dtype` of each tensor in a safetensors file; ArtifactError where it is none."""
+    try:
+        with safe_open(path, "pt") as file:
+            slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
+            return {k: {"shape": s.get_shape(), "dtype": s.get_dtype()} for k, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise unreadable(path, error) from error
 
 
 def unreadable(path: Path, reason: object) -> ArtifactError:

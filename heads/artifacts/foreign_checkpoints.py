@@ -20,11 +20,22 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core import ArtifactError
+from ..core import ArtifactError, OptionError, load_pretrained
 from ..draft_model import DraftModel
 from ..drafter import Drafter, DrafterConfig
 from ..families import FAMILIES, family
-from .files import CONFIG, HEADS, INDEX, PICKLE, WEIGHTS, brief, pickled, read_json, single_weights
+from .files import (
+    CONFIG,
+    HEADS,
+    INDEX,
+    PICKLE,
+    WEIGHTS,
+    brief,
+    check_settings,
+    pickled,
+    read_json,
+    single_weights,
+)
 from .manifest import tokenizer_hash
 from .source import DrafterSource
 
@@ -50,13 +61,15 @@ def load_checkpoint(
     found = _recognised(config, files) if files else None
     if found is None:
         _check_model(source, config, files)
+        # A model of a known type may name code too, which is then not run; or it is quantized.
+        check_settings(source.folder, config, allowed=("auto_map", "quantization_config"))
         return _load_language_model(source, target, tokenizer, options)
     kind, fields, tensors = found
     drafter_config = _config(kind, fields, target, source)
     _check_shapes(kind, drafter_config, tensors, source)
     drafter: Any = kind.from_pretrained(None, config=drafter_config, state_dict=tensors, **options)
     base = config.get("base_model_name_or_path")
-    named = f"; its config names {base}" if isinstance(base, str) else ""
+    named = f"; its config names {base!r}" if isinstance(base, str) else ""
     logger.warning(
         f"Only shapes show that {source} was trained for this target{named}: where it was not, τ "
         "stays near 1, and the output is the target's all the same."
@@ -220,6 +233,8 @@ def _load_language_model(
 
 def _load_tokenizer(place: Any, otherwise: str) -> Any:
     try:
-        return AutoTokenizer.from_pretrained(place)
+        return load_pretrained(AutoTokenizer, place)
+    except OptionError:  # it needs code of its own
+        raise
     except (OSError, ValueError) as error:
         raise ArtifactError(otherwise) from error

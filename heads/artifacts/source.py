@@ -17,17 +17,16 @@ from .files import (
     PICKLE,
     TREE,
     WEIGHTS,
+    check_settings,
     files_to_download,
     pickled,
+    read_header,
     read_json,
     retired_folder,
 )
 from .hub import download, file_names, is_hub_name, split_revision
 from .manifest import Manifest, fingerprint, read_manifest, sha256, tokenizer_hash
 from .plan import Plan, find_plan
-
-# Settings of a config.json with which transformers runs other code or reads other files.
-_UNSAFE = ("auto_map", "transformers_weights", "quantization_config", "attn_implementation")
 
 
 class SourceKind(StrEnum):
@@ -156,6 +155,8 @@ class DrafterSource:
                     f"{path} is missing or not the file that was saved (its sha256 differs from "
                     "the manifest's); restore it or download the drafter again."
                 )
+            if path.is_file() and path.suffix == ".safetensors":
+                read_header(path)
         return weights
 
     def _check_config(self) -> None:
@@ -169,11 +170,7 @@ class DrafterSource:
                 f"{path} is of model type {found!r}, expected {expected!r} as {MANIFEST} says; "
                 "restore both files."
             )
-        if unsafe := [key for key in _UNSAFE if key in config]:
-            raise ArtifactError(
-                f"{path} sets {unsafe[0]}, which can load other code or files; a drafter needs "
-                "none: do not use it, or remove the entry."
-            )
+        check_settings(self.folder, config)
 
     @property
     def origin(self) -> str:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from headstart.inputs import load_speculator
+from headstart.inputs import load_target
 from headstart.terminal import quiet_stdout
 
 from . import options as shared
@@ -13,6 +13,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("checkpoint", metavar="CHECKPOINT", help=shared.ARTIFACT)
     add("folder", metavar="FOLDER", help="where to write the artifact")
     add("--target", metavar="MODEL", required=True, help="the model that it was trained for")
+    add("--trust-remote-code", action="store_true", help=shared.TRUST)
     add("--allow-pickle", action="store_true", help=shared.PICKLE)
 
 
@@ -21,7 +22,7 @@ def run(options: argparse.Namespace) -> int:
     from headstart.heads.artifacts.conversion import convert
     from headstart.heads.artifacts.source import DrafterSource
 
-    target = load_speculator(argparse.Namespace(target=options.target, drafter=None))
+    target = load_target(options)
     assert target.tokenizer is not None  # loaded together with the target
     with quiet_stdout():
         source = DrafterSource(options.checkpoint, options.allow_pickle)

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from headstart.inputs import load_speculator
+from headstart.inputs import load_target
 from headstart.terminal import blank, quiet_stdout
 
 from . import options as shared
@@ -14,6 +14,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("artifact", metavar="ARTIFACT", help=shared.ARTIFACT)
     add("--target", metavar="MODEL", help="load this model: does it fit?")
+    add("--trust-remote-code", action="store_true", help=shared.TRUST)
     shared.add_json_argument(parser)
 
 
@@ -27,12 +28,12 @@ def run(options: argparse.Namespace) -> int:
     with quiet_stdout():
         found = describe(source)
         if options.target is not None:
-            target = load_speculator(argparse.Namespace(target=options.target, drafter=None))
+            target = load_target(options)
             misfit = fits(source, target.model, target.tokenizer)
             found |= {"fits": misfit is None, "misfit": misfit}
-    text = blank(to_json(found))  # a recipe may hold an access token
+    found = blank(json.loads(to_json(found)))  # a recipe may hold an access token
     if options.json:
-        print(text)
+        print(to_json(found))
     else:
-        print_description(json.loads(text), sys.stdout)
+        print_description(found, sys.stdout)
     return 0 if found["problem"] is None and found.get("fits", True) else 1

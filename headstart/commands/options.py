@@ -9,6 +9,7 @@ from typing import Any
 
 ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
 TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
+TRUST = "run Python code that comes with the target; a drafter's is never run"
 PICKLE = "read the tensors alone of a drafter's file that is a pickle"
 
 _DRAFTER = (
@@ -87,6 +88,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) 
     add = parser.add_argument
     action, more = ("append", "; several times to compare") if compare else ("store", "")
     add("--target", metavar="MODEL", help=TARGET)
+    add("--trust-remote-code", action="store_true", help=TRUST)
     add("--drafter", metavar="ARTIFACT", action="append", help=_DRAFTER)
     add("--allow-pickle", action="store_true", help=PICKLE)
     add("--tree", metavar="TREE", action=action, help=_TREE + more)

@@ -19,6 +19,7 @@ _MEASURE = "decode with the K best, and let that decide (default: 4)"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", metavar="MODEL", help=shared.TARGET)
+    add("--trust-remote-code", action="store_true", help=shared.TRUST)
     add("--drafter", metavar="ARTIFACT", required=True, help=shared.ARTIFACT)
     shared.add_placing_arguments(parser)
     shared.add_prompt_arguments(parser)

@@ -4,7 +4,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from headstart.terminal import quiet_stdout
+from headstart.terminal import quiet_stdout, visible
 
 from . import options as shared
 
@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
             print(f"{repository} would hold\n")
             for path in files:
                 print(f"{path.stat().st_size:>14,}  {path.name}")
-            print(f"\nREADME.md\n\n{files[-1].read_text(encoding='utf-8')}")
+            print(f"\nREADME.md\n\n{visible(files[-1].read_text(encoding='utf-8'))}")
             return 0
         with quiet_stdout():
             address = upload(Path(folder), repository, options.private)

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from rich.filesize import decimal
-from safetensors import SafetensorError, safe_open
 
 from headstart.heads import family
-from headstart.heads.artifacts.files import CARD, CONFIG, FILES, MANIFEST, WEIGHTS
+from headstart.heads.artifacts.files import CARD, CONFIG, FILES, MANIFEST, WEIGHTS, read_header
 from headstart.heads.artifacts.manifest import Manifest, sha256
 from headstart.heads.artifacts.plan import read_plans
 from headstart.heads.artifacts.source import DrafterSource
@@ -90,12 +89,7 @@ def _config(source: DrafterSource) -> Description:
 def _weights(source: DrafterSource) -> Description:
     """Names, shapes and dtypes; the tensors are not read."""
     path = source.folder / WEIGHTS
-    try:
-        with safe_open(path, "pt") as file:
-            each = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
-            tensors = {k: {"shape": s.get_shape(), "dtype": s.get_dtype()} for k, s in each.items()}
-    except (SafetensorError, OSError):
-        return {}  # `check_files` says why
+    tensors = read_header(path)
     floats = [math.prod(t["shape"]) for t in tensors.values() if t["dtype"].startswith(("F", "BF"))]
     return {"tensors": tensors, "parameters": sum(floats), "bytes": path.stat().st_size}
 
@@ -120,7 +114,11 @@ def _file(path: Path, folder: Path, manifest: Manifest) -> Description:
     check, digest, name = "unchecked", sha256(path), path.relative_to(folder).as_posix()
     saved = {WEIGHTS: manifest.weights_sha256, ADAPTER_WEIGHTS: manifest.adapter_sha256}
     if name in saved:
-        check = "ok" if digest == saved[name] else "damaged"
+        try:
+            read_header(path)
+            check = "ok" if digest == saved[name] else "damaged"
+        except ArtifactError:
+            check = "damaged"
     elif name in FILES and name != CARD:
         try:
             json.loads(path.read_text(encoding="utf-8"))

@@ -1,5 +1,6 @@
 """A draft model: cached tree steps against fresh forwards, students, the artifact, the loop."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -446,6 +447,19 @@ def test_the_target_s_tokenizer_is_found_or_asked_for(tmp_path: Path) -> None:
     assert "pass tokenizer=" in refused(folder)
     target = tf.AutoModelForCausalLM.from_pretrained(plain_folder(tmp_path / "large"))
     assert isinstance(load_drafter(folder, target), DraftModel)
+
+
+def test_a_model_that_names_other_code_or_files_is_refused(tmp_path: Path) -> None:
+    folder = plain_folder(tmp_path / "small")
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for setting in ("_attn_implementation", "transformers_weights", "kernel_config"):
+        path.write_text(json.dumps({**config, "more": [{setting: "someone/kernel"}]}))
+        assert setting in refused(folder, tokenizer=tokenizer())
+    path.write_text(json.dumps({**config, "auto_map": {"AutoModel": "code.Model"}}))
+    assert isinstance(load_drafter(folder, tiny("llama"), tokenizer()), DraftModel)
+    (folder / "adapter_config.json").write_text("{}")
+    assert "adapter_config.json" in refused(folder, tokenizer=tokenizer())
 
 
 def test_another_tokenizer_or_none_is_refused(tmp_path: Path) -> None:

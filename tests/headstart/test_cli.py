@@ -1,8 +1,10 @@
 """The command line: what it passes on, what it prints where, and how it fails."""
 
+import hashlib
 import io
 import json
 import os
+import pickle
 import subprocess
 import sys
 from argparse import Namespace
@@ -282,6 +284,66 @@ def test_inspect_prints_no_token(
         assert main(arguments) == 0
         printed = capsys.readouterr().out
         assert token not in printed and "word" not in printed and "hf_…" in printed
+
+
+CONTROL = "\x1b[31mred\x07\x9b2J\u202e"
+
+
+def shows_no_control(text: str) -> None:
+    assert "red" in text and not set(text) & set("\x1b\x07\x9b\u202e")
+
+
+def test_control_characters_of_a_file_are_shown_as_escapes(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = artifact(target, tmp_path / "heads")
+    path, config = (tmp_path / "heads" / name for name in ("headstart.json", "config.json"))
+    manifest = json.loads(path.read_text()) | {"target": CONTROL, "recipe": {"name": CONTROL}}
+    path.write_text(json.dumps(manifest | {"versions": {CONTROL: CONTROL}, "origin": CONTROL}))
+    for arguments in (["inspect", heads], ["inspect", heads, "--json"]):
+        assert main(arguments) == 0
+        shows_no_control(capsys.readouterr().out)
+    (tmp_path / "heads" / "README.md").write_text("# red \x1b[2J\n")
+    assert main(["push", heads, "org/name", "--target-name", "x", "--dry-run"]) == 0
+    shows_no_control(capsys.readouterr().out)
+    assert main(["generate", "--drafter", heads, "--prompt", "x"]) == 2
+    shows_no_control(capsys.readouterr().err)
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": CONTROL}))
+    assert main(["inspect", heads]) == 1
+    shows_no_control(capsys.readouterr().out)
+    assert main(["generate", "--target", target, "--drafter", heads, "--prompt", "x"]) == 2
+    shows_no_control(capsys.readouterr().err)
+
+
+HUGE = json.dumps({"w": {"dtype": "F32", "shape": [2**50], "data_offsets": [0, 2**52]}}).encode()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pickle.dumps({"weight": [1.0]}),
+        (2**60).to_bytes(8, "little") + b"{}",
+        len(HUGE).to_bytes(8, "little") + HUGE,
+    ],
+    ids=["pickle", "header", "tensor"],
+)
+def test_weights_that_are_no_safetensors(
+    content: bytes, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The manifest may vouch for such a file, and it is not whole."""
+    heads = artifact(target, tmp_path / "heads")
+    weights, path = (tmp_path / "heads" / name for name in ("model.safetensors", "headstart.json"))
+    weights.write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"weights_sha256": digest}))
+    assert main(["inspect", heads, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    checks = {entry["name"]: entry["check"] for entry in found["files"]}
+    assert checks["model.safetensors"] == "damaged"
+    assert str(weights) in found["problem"] and "\n" not in found["problem"]
+    assert main(["generate", "--target", target, "--drafter", heads, "--prompt", "x"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(weights) in line
 
 
 # generate, on a real model.

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from headstart.heads.core import row_seeds
+from headstart.heads.core import load_pretrained, row_seeds
 from headstart.heads.core.files import write_atomically
 from headstart.infer import Speculator
 
@@ -92,14 +92,14 @@ def sample_documents(name: str, tokens: int, seed: int) -> Iterator[Document]:
     prefixes of that length are not those that were trained on. Raises CorpusError where the
     tokenizer has no start token.
     """
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = load_pretrained(AutoTokenizer, name)
     start = tokenizer.bos_token_id
     if start is None:
         raise CorpusError(
             f"corpus.source is target, but the tokenizer of {name} has no start token to write "
             "from; give a text file instead"
         )
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(name).eval()
+    model: PreTrainedModel = load_pretrained(AutoModelForCausalLM, name).eval()
     model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
     speculator = Speculator(model)
     spec = Distill(prefix_tokens=1, new_tokens=tokens, temperature=1.0)

@@ -133,6 +133,15 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         ({"transformers_weights": "../other.safetensors"}, "transformers_weights"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"attn_implementation": "someone/kernel"}, "attn_implementation"),
+        ({"_attn_implementation": "someone/kernel"}, "_attn_implementation"),
+        ({"_attn_implementation_internal": "someone/kernel"}, "_attn_implementation_internal"),
+        ({"attn_implementation_internal": "someone/kernel"}, "attn_implementation_internal"),
+        ({"experts_implementation": "x"}, "experts_implementation"),
+        ({"kernel_config": {"kernel_mapping": {}}}, "kernel_config"),
+        ({"backbone": "someone/model"}, "backbone"),
+        ({"attribute_map": {"x": "_attn_implementation"}, "x": "someone/kernel"}, "attribute_map"),
+        ({"layer": {"parts": [{"_attn_implementation": "someone/kernel"}]}}, "_attn_implement"),
+        ({"a": [[{"b": {"auto_map": {}}}]]}, "auto_map"),
         ({"model_type": "llama"}, "model type 'llama'"),
         ({"heads": "four"}, "config.json"),
         ({"heads": 3}, "config.json"),
@@ -148,6 +157,20 @@ def test_a_config_that_asks_for_more(settings: dict, said: str, tmp_path: Path) 
     (folder / "config.json").write_text(json.dumps(config | settings))
     assert said in refused(folder)
     assert not (tmp_path / "ran").exists()
+
+
+def test_peft_s_config_beside_the_config(tmp_path: Path) -> None:
+    folder = save(tmp_path / "head")
+    (folder / "adapter_config.json").write_text('{"megatron_core": "antigravity"}')
+    assert "adapter_config.json" in refused(folder)
+
+
+def test_settings_that_are_not_set(tmp_path: Path) -> None:
+    folder = save(tmp_path / "head")
+    config = json.loads((folder / "config.json").read_text())
+    config["layer"] = {"quantization_config": None, "_attn_implementation": None}
+    (folder / "config.json").write_text(json.dumps(config))
+    assert value_of(folder) == OLD
 
 
 def test_an_index_that_climbs_out(tmp_path: Path) -> None:
