@@ -2,9 +2,8 @@
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +37,28 @@ from .target import Target
 from .trees.children import Expansion
 from .trees.parse import default_tree, parse_tree
 from .trees.policy import Policy
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _one_request(method: Method) -> Method:
+    """Have a Speculator's method wait for other threads, and refuse a call from within itself."""
+
+    @functools.wraps(method)
+    def alone(self: "Speculator", *args: Any, **options: Any) -> Any:
+        with self._lock:
+            if self._decodes:
+                raise OptionError(
+                    "this speculator was called from within its own request, by a processor, "
+                    "criterion or streamer; make another one with Speculator(model, …) for that."
+                )
+            self._decodes = True
+            try:
+                return method(self, *args, **options)
+            finally:
+                self._decodes = False
+
+    return alone  # type: ignore[return-value]
 
 
 class Speculator:
@@ -118,21 +139,6 @@ class Speculator:
     def device(self) -> torch.device:
         return self.target.device
 
-    @contextmanager
-    def _one_request(self) -> Iterator[None]:
-        """Wait for other threads' requests; refuse one within a request of this thread."""
-        with self._lock:
-            if self._decodes:
-                raise OptionError(
-                    "this speculator was called from within its own request, by a processor, "
-                    "criterion or streamer; make another one with Speculator(model, …) for that."
-                )
-            self._decodes = True
-            try:
-                yield
-            finally:
-                self._decodes = False
-
     def generate(self, input_ids: Tensor | None = None, **options: Any) -> Any:
         """`model.generate(input_ids, custom_generate=self, **options)`, and what that cannot do.
 
@@ -166,11 +172,11 @@ class Speculator:
             call = functools.partial(self, streamer=streamer)
             return generate(input_ids, custom_generate=call, **options)
 
+    @_one_request
     def _prompts_alone(
         self, ids: Tensor, streamer: BaseStreamer | None, given: GenerateOptions
     ) -> Any:
-        with self._one_request():
-            self.stats = Stats(self.tree.max_depth)
+        self.stats = Stats(self.tree.max_depth)
         ids = ids.repeat_interleave(given.get("num_return_sequences") or 1, dim=0)
         if streamer is not None:
             streamer.put(ids.cpu())
@@ -178,6 +184,7 @@ class Speculator:
         as_dict = given.get("return_dict_in_generate")
         return GenerateDecoderOnlyOutput(sequences=ids) if as_dict else ids  # type: ignore[arg-type]
 
+    @_one_request
     # What a request leaves for the next one must not be made under a caller's inference mode.
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -208,29 +215,6 @@ class Speculator:
             OptionError: something was asked for that cannot be honoured, by name.
             DecodingError: the target's logits are NaN, or it has no further position.
         """
-        with self._one_request():
-            return self._decode(
-                model,
-                input_ids,
-                logits_processor,
-                stopping_criteria,
-                generation_config,
-                streamer,
-                seed,
-                model_kwargs,
-            )
-
-    def _decode(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList | None,
-        stopping_criteria: StoppingCriteriaList | None,
-        generation_config: GenerationConfig | None,
-        streamer: BaseStreamer | None,
-        seed: int | Sequence[int] | Tensor | None,
-        model_kwargs: dict[str, Any],
-    ) -> Tensor | GenerateDecoderOnlyOutput:
         config = generation_config or model.generation_config
         if model is not self.model:
             raise OptionError(
