@@ -344,7 +344,7 @@ def test_seeds_of_any_integer_type(rows: int, through: bool) -> None:
         *(3.0, "a", "", [3.5], [2**63], [None], {3}, [[3]], torch.Generator()),
         *(np.float32(3), torch.tensor(3.0), torch.rand(1), torch.tensor([[3]]), torch.tensor([])),
     ],
-    ids=repr,
+    ids=lambda seed: type(seed).__name__,
 )
 def test_seeds_that_are_none(seed: Any) -> None:
     with pytest.raises(OptionError, match="seed") as caught:
