@@ -204,7 +204,7 @@ def of_another_rank(folder: Path) -> None:
         (missing, "missing or not the file that was saved"),
         (missing_and_denied, "missing or damaged"),
         (altered, "not the file that was saved"),
-        (cut, "missing or damaged"),
+        (cut, "cannot be read"),
         (with_a_stranger, "stranger is missing, unknown"),
         (of_another_rank, "of another shape"),
     ],
