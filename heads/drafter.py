@@ -176,4 +176,9 @@ class Drafter(StoredDrafter):
 
 def last_true(values: Tensor, count: Tensor) -> Tensor:
     """The last true entry of each row: [B, A, F], [B] -> [B, F]. A row of count 0 gives entry 0."""
-    return values.take_along_dim((count - 1).clamp(min=0).view(-1, 1, 1), 1).squeeze(1)
+    return entries_at(values, (count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+
+
+def entries_at(values: Tensor, index: Tensor) -> Tensor:
+    """Entries of each row: [B, A, F], [B, W] -> [B, W, F]; cheaper than `take_along_dim`."""
+    return values.gather(1, index.unsqueeze(-1).expand(-1, -1, values.shape[-1]))

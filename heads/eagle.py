@@ -21,7 +21,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
-from .drafter import Step, last_true
+from .drafter import Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import layer_like, own_layers, unit_scale_init
 from .parts.published_heads import eagle1
@@ -112,7 +112,7 @@ class Eagle(TokenConditioned):
         return self.propose(state.hidden)
 
     def extend(self, state: DraftCache, tokens: Tensor, parent: Tensor) -> Step:
-        above = state.hidden.take_along_dim((parent + 1).unsqueeze(-1), 1)  # [B, W, D]
+        above = entries_at(state.hidden, parent + 1)  # [B, W, D]
         pairs = self._pairs(tokens, above)
         hidden = self._layers.extend(state, parent, inputs_embeds=pairs).last_hidden_state
         state.hidden = torch.cat([state.hidden, hidden], 1)
@@ -135,7 +135,7 @@ class Eagle(TokenConditioned):
         # The last pair lacks its token: any will do, since no chosen state depends on it.
         hidden = self._run(cache, tokens.roll(-1, 1), self._first(features))  # [B, T, D]
         found = [hidden[where]]
-        hidden = hidden.take_along_dim(at.unsqueeze(-1), 1)  # [B, W, D]
+        hidden = entries_at(hidden, at)  # [B, W, D]
         seen = torch.arange(length, device=at.device) <= at.unsqueeze(-1)  # [B, W, T]
         own = torch.eye(most, dtype=torch.bool, device=at.device).expand(batch, -1, -1)
         for depth in range(2, depths + 1):

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .core import FINAL, capture, device_of
-from .drafter import Step, last_true
+from .drafter import Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import layer_like, own_layers
 from .parts.published_heads import hydra
@@ -177,7 +177,7 @@ class Hydra(TokenConditioned):
         return self._propose(state)
 
     def extend(self, state: HydraState, tokens: Tensor, parent: Tensor) -> Step:
-        above = state.paths.take_along_dim((parent - state.first).unsqueeze(-1), 1)  # [B, W, k D]
+        above = entries_at(state.paths, parent - state.first)  # [B, W, k D]
         state.first += state.paths.shape[1]
         state.paths = torch.cat([above, self._embedded(tokens)], -1)
         return self._propose(state)

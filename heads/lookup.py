@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .core import OptionError, in_steps
-from .drafter import Drafter, DrafterConfig, Step
+from .drafter import Drafter, DrafterConfig, Step, entries_at
 
 
 @strict
@@ -111,7 +111,7 @@ class Lookup(Drafter):
     def extend(self, state: LookupState, tokens: Tensor, parent: Tensor) -> Step:
         at = parent + 1  # entry 0 is the root
         depth = state.depth.gather(1, at)  # [B, W]
-        agrees = state.agrees.take_along_dim(at.unsqueeze(-1), 1)
+        agrees = entries_at(state.agrees, at)
         agrees = agrees & (self._after(state, depth) == tokens.unsqueeze(-1))  # [B, W, M]
         state.depth = torch.cat([state.depth, depth + 1], 1)
         state.agrees = torch.cat([state.agrees, agrees], 1)

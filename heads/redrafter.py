@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from .checkpoint import Found
 from .core import ArtifactError
-from .drafter import Step, last_true
+from .drafter import Step, entries_at, last_true
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 
@@ -138,7 +138,7 @@ class ReDrafter(TokenConditioned):
         return self.propose(state.nodes)
 
     def extend(self, state: Any, tokens: Tensor, parent: Tensor) -> Step:
-        above = state.nodes.take_along_dim((parent + 1).unsqueeze(-1), 1)  # [B, W, 2 D]
+        above = entries_at(state.nodes, parent + 1)  # [B, W, 2 D]
         below = self._step(tokens, above)
         state.nodes = torch.cat([state.nodes, below], 1)
         return self.propose(below)
