@@ -20,6 +20,7 @@ from headstart.infer import RULES, load
 from .arguments import load_options, training_arguments
 from .data.corpus import build_corpus, load_documents
 from .data.distill import distill, summary
+from .data.fingerprints import source_fingerprint
 from .data.prefixes import held_out_prompts
 from .data.training_rows import Rows
 from .drafter_stage import train_drafter
@@ -78,9 +79,11 @@ class _Run:
         return {name: settings[name] for name in (*sections, "seed")}
 
     def _corpus(self) -> Stage:
-        spec, seed = self.recipe.corpus, self.recipe.seed
+        spec, seed, settings = self.recipe.corpus, self.recipe.seed, self._settings("corpus")
+        if is_process_0():  # whose settings decide; other machines may not have the files
+            settings["source"] = source_fingerprint(spec)
         return self.store.run(
-            "corpus", self._settings("corpus"), lambda f: build_corpus(spec, f, seed), shared=True
+            "corpus", settings, lambda f: build_corpus(spec, f, seed), shared=True
         )
 
     def _target(self, corpus: Stage) -> Stage:
