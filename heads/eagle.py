@@ -23,6 +23,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from .drafter import Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
+from .parts.draft_attention import Mask, attention_for, depth_mask
 from .parts.own_layers import layer_like, own_layers, unit_scale_init
 from .parts.published_heads import eagle1
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
@@ -119,7 +120,12 @@ class Eagle(TokenConditioned):
         return self.propose(hidden)
 
     def draft_hidden_states(
-        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Depth 1 runs on all pairs of the text; each deeper one continues every chosen position.
 
@@ -127,29 +133,42 @@ class Eagle(TokenConditioned):
         position t + k - 1. It attends to the text's pairs up to t and to its own of depths 2 … k:
         of the keys that a depth adds, to the one of its own position.
         """
-        batch, length = tokens.shape
+        length = tokens.shape[1]
         most = max(int(where.sum(1).max()), 1)
         at = where.byte().argsort(dim=1, descending=True, stable=True)[:, :most]  # [B, W]
-        chosen = where.gather(1, at)
-        cache = DynamicCache()
+        chosen, cache, mask = where.gather(1, at), DynamicCache(), None
+        every = torch.arange(length, device=at.device).expand_as(tokens)  # [B, T]
+        if positions is None:
+            positions = every
+        else:
+            mask = depth_mask(every, every - positions, length, 0)
+        start = (every - positions).gather(1, at)  # [B, W], of each position's document
         # The last pair lacks its token: any will do, since no chosen state depends on it.
-        hidden = self._run(cache, tokens.roll(-1, 1), self._first(features))  # [B, T, D]
+        first = self._first(features)
+        hidden = self._run(cache, tokens.roll(-1, 1), first, positions, mask)  # [B, T, D]
         found = [hidden[where]]
         hidden = entries_at(hidden, at)  # [B, W, D]
-        seen = torch.arange(length, device=at.device) <= at.unsqueeze(-1)  # [B, W, T]
-        own = torch.eye(most, dtype=torch.bool, device=at.device).expand(batch, -1, -1)
+        own = positions.gather(1, at)  # [B, W]
         for depth in range(2, depths + 1):
-            seen = torch.cat([seen, own], -1)  # [B, W, T + (k - 1) W]
             token = tokens.gather(1, (at + depth).clamp(max=length - 1))
-            hidden = self._run(
-                cache, token, hidden, position_ids=at + depth - 1, attention_mask=seen.unsqueeze(1)
-            )
+            mask = depth_mask(at, start, length, depth - 1)
+            hidden = self._run(cache, token, hidden, own + depth - 1, mask)
             found.append(hidden[chosen])
         return torch.stack(found)  # [K, M, D]
 
-    def _run(self, cache: DynamicCache, tokens: Tensor, hidden: Tensor, **how: Any) -> Tensor:
-        pairs = self._pairs(tokens, hidden)
-        found = self.model(inputs_embeds=pairs, past_key_values=cache, use_cache=True, **how)
+    def _run(
+        self,
+        cache: DynamicCache,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Mask | None,
+    ) -> Tensor:
+        with attention_for(self.model, mask):
+            found = self.model(
+                inputs_embeds=self._pairs(tokens, hidden), past_key_values=cache, use_cache=True,
+                position_ids=positions, attention_mask=mask,
+            )  # fmt: skip
         return found.last_hidden_state
 
     def predicted_features(self, states: Tensor) -> Tensor | None:

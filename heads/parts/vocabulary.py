@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from ..core import OptionError, OutputLayer, device_of, output_layer, weight_of
 from ..drafter import DrafterConfig, Step
-from ..trainable import TrainableDrafter
+from ..trainable import DraftLogits, TrainableDrafter
 
 
 @strict
@@ -73,6 +73,11 @@ class TrimmedVocabulary(TrainableDrafter):
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return self.target_logits
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        if self.config.output == "shared":
+            return DraftLogits(self.target_logits, (output_layer(self.target),))
+        return super().draft_output(depth)
 
     def propose(self, states: Tensor, depth: int = 1) -> Step:
         """The proposals of nodes at a depth, from their states [B, W, D']."""
