@@ -82,7 +82,7 @@ class JointTarget(TargetWithDrafter):
         The drafter's loss has `weight` beside the target's own. When that is None the drafter
         learns alone, from the features of the base.
         """
-        base = self.read(rows, tokens, positions)  # [B, T, C]
+        base = self.read(rows, tokens, segments, positions)  # [B, T, C]
         counts = self.counts(tokens, supervised, segments) if counts is None else counts
         batch = tokens, supervised, counts, segments, positions
         if weight is None:

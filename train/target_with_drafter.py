@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from headstart.heads import FINAL, OptionError, TrainableDrafter
 from headstart.heads.core import FeatureTap
 
+from .data.batches import collate
 from .data.training_rows import Rows
 from .losses.draft_loss import DraftLoss, head_labels, label_counts
 
@@ -56,7 +57,7 @@ class TargetWithDrafter(nn.Module):
             self.final = slice(start, start + size)
         self.captured = len(layers) * size  # C
         self.tap = FeatureTap(target, layers) if layers else None
-        self.cache: Tensor | None = None  # [rows, T, C]
+        self.cache: Tensor | None = None  # [tokens of all rows, C]
 
     def train(self, mode: bool = True) -> Self:
         """Switch the drafter alone; the target's own dropout stays off."""
@@ -76,12 +77,13 @@ class TargetWithDrafter(nn.Module):
         """The `loss` of a batch: tokens [B, T], supervised [B, T] bool.
 
         Args:
-            rows: [B], their numbers among the cached rows; None for any other text.
+            rows: [B], their numbers among the cached rows, or [B, S] where each holds up to S of
+                them; None for any other text.
             counts: see `counts`, of the whole optimizer step; of this batch when None.
             segments, positions: [B, T] where rows hold several documents: the number of each
                 token's document, -1 for padding, and its place in that document, from 0.
         """
-        captured = self.read(rows, tokens, positions)
+        captured = self.read(rows, tokens, segments, positions)
         batch = tokens, supervised, counts, segments, positions
         return {"loss": self.draft_loss(captured, captured, *batch)}
 
@@ -108,11 +110,27 @@ class TargetWithDrafter(nn.Module):
         """See `label_counts`.  # [K]"""
         return label_counts(self.labels(tokens, supervised, segments))
 
-    def read(self, rows: Tensor | None, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """The target's features at tokens [B, T], from the cache where it has them.  # [B, T, C]"""
+    def read(
+        self,
+        rows: Tensor | None,
+        tokens: Tensor,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """The target's features at tokens [B, T], from the cache where it has them.  # [B, T, C]
+
+        Of the cache, what stands in the padding are features of other tokens.
+        """
         if self.cache is None or rows is None:
             return self.features(tokens, positions)
-        return self.cache[rows]
+        rows, device = rows.to(self.cache.device), self.cache.device
+        if segments is None or positions is None:
+            steps = torch.arange(tokens.shape[1], device=device)
+            places = self.starts[rows].unsqueeze(1) + steps  # [B, T]
+        else:
+            rows = rows.gather(1, segments.clamp(min=0).long())  # [B, T]
+            places = self.starts[rows] + positions
+        return self.cache[places.clamp(max=len(self.cache) - 1)]
 
     @torch.no_grad()
     def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -139,12 +157,20 @@ class TargetWithDrafter(nn.Module):
 
     def fill_cache(self, rows: Rows, limit: float) -> bool:
         """Keep all rows' features if they take at most `limit` MB; returns whether they do."""
-        megabytes = rows.tokens.numel() * self.captured * self.target.dtype.itemsize / 1e6
+        total, device = int(rows.offsets[-1]), self.target.device
+        megabytes = total * self.captured * self.target.dtype.itemsize / 1e6
         if megabytes > limit:
             return False
+        self.starts = torch.from_numpy(rows.offsets[:-1]).to(device)  # [rows]
+        cache = torch.empty(total, self.captured, dtype=self.target.dtype, device=device)
         # Always in the same batches of rows, so that a resumed run reads the very same numbers.
-        parts = rows.tokens.to(self.target.device).long().split(16)
-        self.cache = torch.cat([self.features(part) for part in parts])
+        for first in range(0, len(rows), 16):
+            last = min(first + 16, len(rows))
+            tokens = collate([rows[number] for number in range(first, last)])["tokens"].to(device)
+            lengths = torch.from_numpy(rows.lengths[first:last]).to(device)
+            real = torch.arange(tokens.shape[1], device=device) < lengths.unsqueeze(1)  # [B, T]
+            cache[rows.offsets[first] : rows.offsets[last]] = self.features(tokens)[real]
+        self.cache = cache
         return True
 
     def release(self) -> None:

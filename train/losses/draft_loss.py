@@ -121,7 +121,7 @@ class DraftLoss:
         Args:
             features: [B, T, F]; tokens: [B, T].
             labels: [K, B, T], see `head_labels`.
-            counts: [K], each depth's labels in the whole optimizer step, see `label_counts`.
+            counts: [K] or more, each depth's labels in the whole optimizer step, see `label_counts`.
             final: [B, T, D], the target's final features, where `needs_final`.
             positions: see `TrainableDrafter.draft_hidden_states`.
         """
@@ -136,7 +136,7 @@ class DraftLoss:
             return zero_with_gradient(drafter.parameters())
         depths = torch.arange(1, len(labels) + 1, device=counts.device)  # [K]
         factors = self.decay ** depths.to(torch.promote_types(states.dtype, torch.float32))
-        factors = factors / counts.clamp(min=1)
+        factors = factors / counts[: len(labels)].clamp(min=1)
         # Past a row's end this is the next row's place, but there the label is ignored.
         places = where.flatten().nonzero().squeeze(1)  # [M], among B * T
         ahead = (places + depths.unsqueeze(1)).clamp(max=where.numel() - 1)  # [K, M]
