@@ -121,7 +121,7 @@ class DraftLoss:
         Args:
             features: [B, T, F]; tokens: [B, T].
             labels: [K, B, T], see `head_labels`.
-            counts: [K] or more, each depth's labels in the whole optimizer step, see `label_counts`.
+            counts: [K, …], each depth's labels in the whole step of the optimizer, `label_counts`.
             final: [B, T, D], the target's final features, where `needs_final`.
             positions: see `TrainableDrafter.draft_hidden_states`.
         """

@@ -128,15 +128,17 @@ class _Chain:
         return nats, found[0] if self.below else None
 
     def _matrix(self, output: DraftLogits, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """The output's weight and the states before it, in the dtype that autocast has them in."""
+        """The output's weight and the states before it, in one dtype, which may be autocast's."""
         matrix, kind = output.matrix.detach(), hidden.device.type
-        if not torch.is_autocast_enabled(kind):
-            return matrix, hidden
-        dtype = torch.get_autocast_dtype(kind)
-        if self.cast is None or self.cast[0] != matrix.data_ptr():
-            self.cast = None  # let go first
-            self.cast = matrix.data_ptr(), matrix.to(dtype)
-        return self.cast[1], hidden.to(dtype)
+        dtype = matrix.dtype
+        if torch.is_autocast_enabled(kind) and dtype == torch.float32:
+            dtype = torch.get_autocast_dtype(kind)
+        if dtype != matrix.dtype or matrix.device != hidden.device:
+            if self.cast is None or self.cast[0] != matrix.data_ptr():
+                self.cast = None  # let go first
+                self.cast = matrix.data_ptr(), matrix.to(hidden.device, dtype)
+            matrix = self.cast[1]
+        return matrix, hidden.to(dtype)
 
     def _product(self, hidden: Tensor, matrix: Tensor, output: DraftLogits) -> Tensor:
         """The logits [n, Vd], in memory that all chunks share."""

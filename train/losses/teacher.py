@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
-from headstart.heads.core import OutputLayer, offloaded, weight_of
+from headstart.heads.core import OutputLayer, device_of, offloaded, weight_of
 
 
 class Teacher:
@@ -35,17 +35,20 @@ class Teacher:
     def logits(self, layer: nn.Module, features: Tensor) -> Tensor:
         """Final features [M, D] -> logits [M, Vd], through any output layer."""
         with torch.autocast(features.device.type, enabled=False):
-            if self.output.vocabulary is None or layer is not self.output.layer:
-                return self.output(features, layer)
-            if (rows := self._own_rows()) is None:
-                return self.output(features)
-            return self.output.finish(functional.linear(features, *rows))
+            place = device_of(layer)
+            if layer is self.output.layer and (rows := self._own_rows()) is not None:
+                found = self.output.finish(functional.linear(features.to(place), *rows))
+            else:
+                found = self.output(features.to(place), layer)
+            return found.to(features.device)
 
     def _own_rows(self) -> tuple[Tensor, Tensor | None] | None:
-        """The draft vocabulary's weight [Vd, D] and bias [Vd]; None if a forward must give them."""
+        """The layer's weight [Vd, D] and bias [Vd]; None where only its forward has them."""
         layer, vocabulary = self.output.layer, self.output.vocabulary
         if type(layer) is not nn.Linear or offloaded(layer):
             return None
+        if vocabulary is None:
+            return layer.weight, layer.bias
         if self._rows is None:
             bias = None if layer.bias is None else weight_of(layer, "bias")[vocabulary]
             self._rows = weight_of(layer)[vocabulary].detach(), bias
