@@ -192,6 +192,10 @@ class DraftModel(TrainableDrafter):
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return lambda states: self._output(states)[:, : self.config.vocab_size]
 
+    def checkpoint_activations(self) -> bool:
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        return True
+
     def draft_output(self, depth: int) -> DraftLogits:
         return DraftLogits(self.draft_logits(depth), (output_layer(self.model),))
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar, Self
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from .drafter import Step, entries_at, last_true
@@ -53,6 +54,15 @@ class EagleConfig(VocabularyConfig):
         return config
 
 
+class _Past:
+    """The keys and values of the depths so far: a cache or, where it is made anew for every depth
+    because that may run twice, what is in it."""
+
+    def __init__(self) -> None:
+        self.cache = DynamicCache()
+        self.states: list[Tensor] = []  # keys and values
+
+
 class Eagle(TokenConditioned):
     """EAGLE-1, and what EAGLE-3 has in common with it."""
 
@@ -60,6 +70,7 @@ class Eagle(TokenConditioned):
     config: Any
     needs_length_bound = True
     from_checkpoint = staticmethod(eagle1)
+    _checkpointed = False  # see `checkpoint_activations`
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
@@ -136,7 +147,7 @@ class Eagle(TokenConditioned):
         length = tokens.shape[1]
         most = max(int(where.sum(1).max()), 1)
         at = where.byte().argsort(dim=1, descending=True, stable=True)[:, :most]  # [B, W]
-        chosen, cache, mask = where.gather(1, at), DynamicCache(), None
+        chosen, past, mask = where.gather(1, at), _Past(), None
         every = torch.arange(length, device=at.device).expand_as(tokens)  # [B, T]
         if positions is None:
             positions = every
@@ -145,18 +156,40 @@ class Eagle(TokenConditioned):
         start = (every - positions).gather(1, at)  # [B, W], of each position's document
         # The last pair lacks its token: any will do, since no chosen state depends on it.
         first = self._first(features)
-        hidden = self._run(cache, tokens.roll(-1, 1), first, positions, mask)  # [B, T, D]
+        hidden = self._run(past, tokens.roll(-1, 1), first, positions, mask)  # [B, T, D]
         found = [hidden[where]]
         hidden = entries_at(hidden, at)  # [B, W, D]
         own = positions.gather(1, at)  # [B, W]
         for depth in range(2, depths + 1):
             token = tokens.gather(1, (at + depth).clamp(max=length - 1))
             mask = depth_mask(at, start, length, depth - 1)
-            hidden = self._run(cache, token, hidden, own + depth - 1, mask)
+            hidden = self._run(past, token, hidden, own + depth - 1, mask)
             found.append(hidden[chosen])
         return torch.stack(found)  # [K, M, D]
 
+    def checkpoint_activations(self) -> bool:
+        self._checkpointed = True
+        return True
+
     def _run(
+        self, past: _Past, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Mask | None
+    ) -> Tensor:
+        """Run a depth after the others, whose keys and values are `past`: [B, W, D]."""
+        if not self._checkpointed:
+            return self._depth(past.cache, tokens, hidden, positions, mask)
+
+        def depth(tokens: Tensor, hidden: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+            cache = DynamicCache()
+            if before:
+                cache.update(*before, 0)
+            found = self._depth(cache, tokens, hidden, positions, mask)
+            layer: Any = cache.layers[0]
+            return found, layer.keys, layer.values
+
+        found, *past.states = checkpoint(depth, tokens, hidden, *past.states, use_reentrant=False)
+        return found
+
+    def _depth(
         self,
         cache: DynamicCache,
         tokens: Tensor,

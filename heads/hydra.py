@@ -162,6 +162,11 @@ class Hydra(TokenConditioned):
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return self.target_logits if self.output is None else self.output[depth - 1]
 
+    def checkpoint_activations(self) -> bool:
+        if self.prefix is not None:
+            self.prefix.gradient_checkpointing_enable({"use_reentrant": False})
+        return self.prefix is not None
+
     def draft_output(self, depth: int) -> DraftLogits:
         if self.output is None:
             return super().draft_output(depth)

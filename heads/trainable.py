@@ -109,6 +109,14 @@ class TrainableDrafter(Drafter):
         """
         raise NotImplementedError
 
+    def checkpoint_activations(self) -> bool:
+        """From now on compute the activations of its layers again in the backward pass.
+
+        Returns:
+            Whether it has such layers; False by default.
+        """
+        return False
+
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         """The output layer of a depth: states [M, D'] -> logits [M, Vd].
 

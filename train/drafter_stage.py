@@ -25,6 +25,7 @@ from .on_policy import StudentText
 from .processes import is_process_0
 from .recipe import Recipe
 from .validate import Validation
+from .warm_start import start_from
 
 
 def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> Drafter:
@@ -67,12 +68,15 @@ def train_drafter(
     if rows is None or not isinstance(drafter, TrainableDrafter):
         measured = {"steps": 0, "seconds": 0.0, **validation(drafter)}
     else:
+        start = start_from(train.from_, drafter) if train.from_ else None
         module_class, trainer_class = training_classes(drafter)
         module = module_class(target, drafter, train.head_decay, train.loss, train.feature_weight)
+        module.set_up(train.activation_checkpointing, train.compile)
         student = None
         if train.on_policy:
             student = StudentText(train.on_policy, drafter, rows, recipe.distill, args)
         measured = trainer_class(module, args, rows, train, validation, student_text=student).fit()
+        measured |= {"from": start} if start else {}
     drafter.eval()
     if drafter.adapter is not None:
         texts = held_out_texts(tokenizer, held_out, decode.prefix_tokens, recipe.seed)[:512]
@@ -82,6 +86,7 @@ def train_drafter(
             family=recipe.drafter.family,
             target=name,
             target_fingerprint=fingerprint(target),
+            target_revision=getattr(target.config, "_commit_hash", None) or "",
             tokenizer_hash=tokenizer_hash(tokenizer),
             recipe=recipe.to_dict(),
             metrics=measured,

@@ -7,7 +7,7 @@ and the divergence from that teacher is its own loss, beside the drafter's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, TrainableDrafter
-from headstart.heads.core import output_layer
+from headstart.heads.core import decoder_layers, output_layer
 from headstart.heads.parts.adapter import Adapter
 from headstart.heads.trainable import DraftLogits
 
@@ -65,6 +66,7 @@ class JointTarget(TargetWithDrafter):
         super().__init__(target, drafter, *args)
         assert drafter.adapter is not None
         self.base, self.adapter = base, drafter.adapter
+        self._own_forwards: list[tuple[Any, Any]] = []
         self.adapter.attach(target)
 
     def forward(
@@ -96,6 +98,21 @@ class JointTarget(TargetWithDrafter):
         both = base[..., final][where], adapted[..., final][where]
         return {"loss": loss + base_kl(self.base, output_layer(self.target), *both, counts[-1])}
 
+    def checkpoint_activations(self) -> bool:
+        """Of the target's layers, through which the adapter's gradients flow."""
+        for layer in decoder_layers(self.target):
+            self._own_forwards.append((layer, layer.__dict__.get("forward")))
+            layer.forward = partial(_run_again, layer.forward)  # type: ignore[method-assign]
+        return True
+
+    def release(self) -> None:
+        super().release()
+        for layer, own in self._own_forwards:
+            del layer.forward
+            if own is not None:  # a hook's
+                layer.forward = own
+        self._own_forwards.clear()
+
     def counts(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
         """How many labels each depth has, and last the target itself.  # [K + 1]"""
         own = target_positions(supervised, segments).sum().view(1)
@@ -105,6 +122,13 @@ class JointTarget(TargetWithDrafter):
     def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         with self.adapter.disabled():
             return self.run_target(tokens, positions)
+
+
+def _run_again(forward: Callable[..., Any], *given: Any, **how: Any) -> Any:
+    """Run a layer, and in the backward pass once more; only once where there is none."""
+    if not torch.is_grad_enabled():
+        return forward(*given, **how)
+    return checkpoint(forward, *given, use_reentrant=False, **how)
 
 
 class JointTrainer(DrafterTrainer):

@@ -148,9 +148,10 @@ class _Run:
         """The target on this process's device, and its tokenizer; loaded once."""
         if self._loaded is None:
             name = self._target_name(target)
-            how = load_options(self.recipe.target.dtype, self.args.device)
+            how = load_options(self.recipe.target, self.args.device, self.args.world_size)
             model = load_pretrained(AutoModelForCausalLM, name, **how)
             if "device_map" not in how:
                 model.to(self.args.device)  # type: ignore[arg-type]
-            self._loaded = model.eval(), load_pretrained(AutoTokenizer, name)
+            kept = {key: how[key] for key in how if key == "revision"}
+            self._loaded = model.eval(), load_pretrained(AutoTokenizer, name, **kept)
         return self._loaded

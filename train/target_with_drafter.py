@@ -65,6 +65,26 @@ class TargetWithDrafter(nn.Module):
         self.drafter.train(mode)
         return self
 
+    def set_up(self, activation_checkpointing: bool, compile: bool) -> None:
+        """See the keys of this name in a recipe's `train`.
+
+        Raises:
+            OptionError: there are no layers whose activations could be computed again.
+        """
+        if activation_checkpointing and not self.checkpoint_activations():
+            raise OptionError(
+                "train.activation_checkpointing is true, but a "
+                f"{self.drafter.config.family_name()} drafter has no layers whose activations take "
+                "much memory; set it to false."
+            )
+        if compile:
+            states = torch.compile(self.drafter.draft_hidden_states, dynamic=True)
+            self.drafter.draft_hidden_states = states  # type: ignore[method-assign]
+
+    def checkpoint_activations(self) -> bool:
+        """See `TrainableDrafter.checkpoint_activations`."""
+        return self.drafter.checkpoint_activations()
+
     def forward(
         self,
         rows: Tensor | None,

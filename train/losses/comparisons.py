@@ -159,7 +159,7 @@ class SoftLabels:
         with torch.no_grad():
             logits = self.teacher.logits(self.teacher.output.layer, features)
             if not self.loss.own:
-                return room.softmax(logits), None
+                return room.softmax(logits, "p"), None
             log_p = logits.log_softmax(-1, dtype=at_least_float32(logits))
             del logits
             p = log_p.exp()
@@ -177,10 +177,12 @@ class SoftLabels:
         p, own = said
         if mine is not None:
             p, own = p.index_select(0, mine), None if own is None else own.index_select(0, mine)
-        log_q = room.log_softmax(logits)
-        nats = -torch.linalg.vecdot(p, log_q).sum()
+        q = room.softmax(logits, "q")
+        logits = logits.to(q.dtype)
+        # -sum p log q is the logits' log-sum-exp, which the largest one shows, less their mean.
+        nats = (logits.amax(-1) - q.amax(-1).log() - torch.linalg.vecdot(p, logits)).sum()
         nats = nats if own is None else nats + own.sum()
-        return nats, log_q.exp_().sub_(p) if learns else None
+        return nats, q.sub_(p) if learns else None
 
     def _divergence(
         self,
@@ -204,10 +206,10 @@ class _Room:
     def __init__(self) -> None:
         self.kept: dict[str, Tensor] = {}
 
-    def softmax(self, logits: Tensor) -> Tensor:
-        """The probabilities of logits [n, Vd]; valid until it is asked again."""
+    def softmax(self, logits: Tensor, name: str) -> Tensor:
+        """The probabilities of logits [n, Vd]; valid until the name is given again."""
         dtype = at_least_float32(logits)
-        return torch.softmax(logits, -1, dtype=dtype, out=self._of("p", logits, dtype))
+        return torch.softmax(logits, -1, dtype=dtype, out=self._of(name, logits, dtype))
 
     def log_softmax(self, logits: Tensor) -> Tensor:
         """The log-probabilities of logits [n, Vd]; valid until it is asked again."""

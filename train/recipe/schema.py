@@ -107,6 +107,11 @@ class TargetSpec:
     scratch: Scratch | None = None
     # 4bit needs bitsandbytes
     dtype: str = one_of("float32", "bfloat16", "float16", "float64", "auto", "4bit")
+    revision: str | None = None  # of a model on the Hub: a commit, a tag or a branch
+    # where its layers go, as for from_pretrained: auto, balanced, …, or a mapping of modules to
+    # devices; null: all on the process's own. A target over several GPUs takes one process.
+    device_map: str | dict[str, Any] | None = None
+    attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, …; null: its own
 
 
 @strict
@@ -164,6 +169,9 @@ class Train:
     eval_every: int | None = positive(None)  # steps between validations by real decoding
     feature_weight: float = number(0.0, ge=0)  # of the distance to the target's features (EAGLE)
     feature_cache_mb: float = number(512.0, ge=0)  # keep the target's features up to this size
+    from_: str | None = None  # key `from`: a head of the same family, whose weights are the first
+    activation_checkpointing: bool = False  # compute activations again: less memory, slower
+    compile: bool = False  # torch.compile of the drafter's forward
     on_policy: OnPolicy | None = None  # null: all text is the target's
 
     def __post_init__(self) -> None:
@@ -233,4 +241,6 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers (JSON-ready), as fingerprints and manifests need them."""
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        found["train"]["from"] = found["train"].pop("from_")
+        return found

@@ -108,7 +108,8 @@ def test_chunks_bound_the_memory() -> None:
     name, width, positions = "forward_kl", 128_000, 216
     chunked, whole = peak_gigabytes("medusa", name, width, positions, 1, positions // 3, positions)
     formula = comparisons.tensors(LOSSES[name]) * positions * width * 4 / 1e9
-    assert chunked < 1.2 * formula / 3 and whole > 2 * chunked, (chunked, whole, formula)
+    products = 0.08  # what the library of matrix products keeps for itself
+    assert chunked < formula / 3 + products and whole > 1.7 * chunked, (chunked, whole, formula)
 
 
 @pytest.mark.parametrize("name", LOSSES)
