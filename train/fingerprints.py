@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from headstart.heads.artifacts.hub import model_commit
 from headstart.heads.artifacts.manifest import sha256
-from headstart.heads.core import load_pretrained
 from headstart.heads.core.files import write_atomically
 
 NOT_DECIDING = frozenset({
@@ -78,18 +78,15 @@ def model_fingerprint(name: str, hashes: FileHashes, revision: str | None = None
     """What stands for a model's present content.
 
     Of a folder the sha256 of all that transformers reads in it: config, tokenizer, chat template
-    and weights; of a Hub name the commit that it stands for now, or that is in the cache.
+    and weights; of a Hub name the commit that it stands for now, or that is in the cache. Raises
+    ArtifactError where neither is there.
     """
     folder = Path(name).expanduser()
     if folder.is_dir():
         kinds = {".json", ".jinja", ".txt", ".model", ".safetensors", ".bin", ".py"}
         files = sorted(p for p in folder.iterdir() if p.suffix in kinds and p.is_file())
         return {file.name: hashes.of(file) for file in files if file.name != "stage.json"}
-    from transformers import AutoConfig
-
-    options = {} if revision is None else {"revision": revision}
-    config = load_pretrained(AutoConfig, name, **options)
-    return {"commit": str(getattr(config, "_commit_hash", None) or revision or "")}
+    return {"commit": model_commit(name, revision)}
 
 
 def text_fingerprint(source: str, hashes: FileHashes) -> str:

@@ -7,6 +7,7 @@ training, process 0 alone does the rest and writes.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,9 +26,10 @@ from .checkpoints import (
     earlier_training,
     schedule,
 )
+from .checks.early import check_prompts, check_run
 from .data.corpus import build_corpus, load_documents
 from .data.distill import distill, summary
-from .data.prefixes import prompt_settings, recipe_prompts
+from .data.prefixes import Part, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
 from .drafter_stage import (
     Loaded,
@@ -38,7 +40,6 @@ from .drafter_stage import (
     write_drafter,
 )
 from .fingerprints import FileHashes, deciding, model_fingerprint, text_fingerprint
-from .on_policy import check_on_policy
 from .processes import is_process_0, on_process_0, wait_for_all
 from .recipe import Recipe
 from .scratch_target import train_target
@@ -57,7 +58,7 @@ def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
     The report is that of `headstart.infer.measure.bench`, with `stage_seconds` and `artifact`
     added, and `held_out`, the file that the prompts came from.
     """
-    with _Run(recipe, fresh) as this:
+    with _Run(recipe, fresh, ("validation", "bench")) as this:
         artifact = this.train()
         return this.bench(artifact).info | {
             "stage_seconds": this.store.seconds(),
@@ -69,10 +70,10 @@ def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
 class _Run:
     """One recipe being run by this process."""
 
-    def __init__(self, recipe: Recipe, fresh: bool):
+    def __init__(self, recipe: Recipe, fresh: bool, parts: Sequence[Part] = ("validation",)):
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        self.recipe = recipe
+        self.recipe, self.parts = recipe, parts
         # Before anything asks for the processes: these arguments set them up. The folder of the
         # checkpoints is set when the stage that writes them begins.
         self.args = training_arguments(recipe.train, recipe.folder / CHECKPOINTS, recipe.seed)
@@ -90,14 +91,21 @@ class _Run:
         self.store.__exit__(*error)
 
     def train(self) -> Stage:
-        trainable = family(self.recipe.drafter.family).trainable  # a mistyped name fails first
-        check_on_policy(self.recipe)
+        world = self.args.world_size
+        on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
+        trainable = family(self.recipe.drafter.family).trainable
         corpus = self._corpus()
         target = self._target(corpus)
+        on_process_0(lambda: self._check_prompts(corpus, target, trainable))
         if not trainable:
             return self._heads(corpus, target, None)
         rows = self._distill(corpus, target)
         return self._heads(corpus, target, self._train(corpus, target, rows))
+
+    def _check_prompts(self, corpus: Stage, target: Stage, trainable: bool) -> None:
+        """Once there are text and tokenizer, and before the target writes."""
+        tokenizer = load_pretrained(AutoTokenizer, self._target_name(target))
+        check_prompts(self.recipe, tokenizer, corpus.folder, self.parts, trainable)
 
     def _settings(self, *sections: str, **more: Any) -> dict[str, Any]:
         """What decides a stage's result: the seed, sections of the recipe, and more."""
