@@ -48,11 +48,11 @@ def chats(folder: Path, count: int = 30) -> Path:
     return path
 
 
-def recipe(folder: Path, target: Path, **sections: dict[str, Any]) -> Recipe:
+def recipe(folder: Path, model: Path, /, **sections: dict[str, Any]) -> Recipe:
     """A recipe of chats that works, with keys of its sections changed."""
     data: dict[str, Any] = TINY | {
         "output": str(folder / "runs"),
-        "target": {"model": str(target)},
+        "target": {"model": str(model)},
         "corpus": {"source": str(chats(folder)), "held_out": 0.4},
         "distill": {**TINY["distill"], "prefix": "prompt", "prefix_tokens": 40},
     }
@@ -69,7 +69,7 @@ def test_a_run_that_can_work_says_what_it_needs(
     plan = check_run(recipe(tmp_path, target), parts=("validation", "bench"))
     assert plan.context == 128 and plan.drafter.device.type == "meta"
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("tiny: a drafter of 20,") and "at most 5.4 MB of disk" in line
+    assert line.startswith("tiny: a drafter of 2,112 parameters; at least 222 kB of memory")
     assert not (tmp_path / "runs").exists()
 
 
