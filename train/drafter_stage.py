@@ -17,7 +17,7 @@ from headstart.heads.artifacts.saving import write_artifact
 from headstart.heads.core.files import write_atomically
 
 from .card import training_card
-from .checkpoints import (
+from .kept import (
     CHECKPOINTS,
     keep_weights_alone,
     kept_checkpoints,

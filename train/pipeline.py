@@ -19,7 +19,7 @@ from headstart.heads.core import load_pretrained
 from headstart.infer import RULES, load
 
 from .arguments import load_options, training_arguments
-from .checkpoints import (
+from .kept import (
     CHECKPOINTS,
     check_time_left,
     continue_from,
