@@ -170,6 +170,9 @@ class Train:
     feature_weight: float = number(0.0, ge=0)  # of the distance to the target's features (EAGLE)
     feature_cache_mb: float = number(512.0, ge=0)  # keep the target's features up to this size
     from_: str | None = None  # key `from`: a head of the same family, whose weights are the first
+    # go on from the last checkpoint of this run's training of fewer max_steps, with the schedule of
+    # the new one from there on; without it, other max_steps are trained from the start
+    extend: bool = False
     activation_checkpointing: bool = False  # compute activations again: less memory, slower
     compile: bool = False  # torch.compile of the drafter's forward
     on_policy: OnPolicy | None = None  # null: all text is the target's
@@ -191,8 +194,11 @@ class Decode:
     # chain:K, cartesian:A,B,…, sparse:N, a list of paths (lists of integers), or a file of them
     tree: str | list[Any] = _tree(default="chain:4")  # noqa: RUF009
     rule: str = one_of("greedy", "match", "coupled")
+    # what validation and the benchmark continue: "same" as distillation (distill.prefix; prompts of
+    # at most distill.prefix_tokens), or "window"
+    prefix: str = one_of("same", "window")
     prompts: int = positive(24)
-    prefix_tokens: int = positive(64)
+    prefix_tokens: int = positive(64)  # of a window or a start
     new_tokens: int = positive(128)
     validation_prompts: int = positive(8)
 
