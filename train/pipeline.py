@@ -22,6 +22,7 @@ from .arguments import load_options, training_arguments
 from .checks.early import check_prompts, check_run
 from .data.corpus import build_corpus, load_documents
 from .data.distill import distill, summary
+from .data.fingerprints import source_fingerprint
 from .data.prefixes import Part, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
 from .drafter_stage import (
@@ -32,7 +33,7 @@ from .drafter_stage import (
     train_drafter,
     write_drafter,
 )
-from .fingerprints import FileHashes, deciding, model_fingerprint, text_fingerprint
+from .fingerprints import FileHashes, deciding, model_fingerprint
 from .kept import (
     CHECKPOINTS,
     check_time_left,
@@ -111,12 +112,11 @@ class _Run:
         """What decides a stage's result: the seed, sections of the recipe, and more."""
         return deciding(self.recipe.to_dict(), (*sections, "seed")) | more
 
-    def _content(self, model: str | None = None, corpus: str | None = None) -> Any:
-        """What stands for the present content of a model or of a corpus; see `fingerprints`."""
+    def _content(self, model: str | None) -> Any:
+        """What stands for the present content of a model, if there is one; see `fingerprints`."""
 
         def found() -> Any:
             content = model_fingerprint(model, self.hashes) if model else None
-            content = text_fingerprint(corpus, self.hashes) if corpus else content
             self.hashes.save()
             return content
 
@@ -124,9 +124,10 @@ class _Run:
 
     def _corpus(self) -> Stage:
         spec, seed = self.recipe.corpus, self.recipe.seed
-        content = self._content(model=spec.writer, corpus=None if spec.writer else spec.source)
+        content = on_process_0(lambda: source_fingerprint(spec))
+        writer = self._content(spec.writer)
         return self.store.run(
-            "corpus", self._settings("corpus", content=content),
+            "corpus", self._settings("corpus", content=content, writer=writer),
             lambda folder: build_corpus(spec, folder, seed), shared=True,
         )  # fmt: skip
 
@@ -138,7 +139,7 @@ class _Run:
                 return {"model": spec.model}
             return {"model": str(folder)} | train_target(spec.scratch, corpus.folder, folder, seed)
 
-        settings = self._settings("target", content=self._content(model=spec.model))
+        settings = self._settings("target", content=self._content(spec.model))
         reads = [corpus] if spec.scratch else []
         return self.store.run("target", settings, work, reads, shared=True)
 
@@ -184,7 +185,7 @@ class _Run:
     def _drafter_content(self) -> Any:
         """Of a model that the drafter is made from, if it is."""
         named = self.recipe.drafter.options.get("model")
-        return self._content(model=named) if isinstance(named, str) else None
+        return self._content(named if isinstance(named, str) else None)
 
     def _heads(self, corpus: Stage, target: Stage, trained: Stage | None) -> Stage:
         def work(folder: Path) -> dict[str, Any]:
