@@ -67,7 +67,7 @@ def plan_run(recipe: Recipe) -> Plan:
     """
     kind = family(recipe.drafter.family)  # a mistyped name fails first
     check_on_policy(recipe)
-    load_options(recipe.target.dtype, torch.device("cpu"))
+    load_options(recipe.target, torch.device("cpu"))
     config, tokenizer = _config_and_tokenizer(recipe)
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
