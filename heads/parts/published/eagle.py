@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from ...checkpoint import Found
-from ...core import ArtifactError
+from ...core import ArtifactError, weight_of
 from .checkpoint import Checkpoint, cannot_be_written, llama_config
 from .layer_ids import ids_by_input, ids_by_output, read_layer_ids
 
@@ -188,7 +188,7 @@ def _write_eagle1(drafter: Any, form: str) -> Checkpoint:
 
 
 def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
-    """An EAGLE-3 drafter in a format; the target's embedding is not written."""
+    """An EAGLE-3 drafter in a format, with the target's embedding for speculators alone."""
     own, tensors = drafter.config, dict(drafter.state_dict())
     layer, layers = own.layer, list(own.feature_layers)
     if form != "original" and len(layers) != 3:
@@ -219,6 +219,9 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
     if form == "speculators":
         config = _speculators_config(drafter, "eagle3", config) | ids_by_input(layers) | said
         config["architectures"] = ["Eagle3Speculator"]
+        # Its loader leaves an embedding that is missing as it finds it in memory.
+        embedding = weight_of(drafter.target.get_input_embeddings())
+        tensors["embed_tokens.weight"] = embedding.to(drafter.dtype)
         return Checkpoint(config, _written(tensors, _SPECULATORS_3))
     by_output = form == "sglang"
     config |= said | (ids_by_output(layers) if by_output else ids_by_input(layers))
