@@ -385,6 +385,6 @@ def test_from_recipe_to_tokens(tmp_path: Path) -> None:
     measured = measure_tau(base, drafter, tree, "greedy", prompts, 16)
     assert measured["tau"] == pytest.approx(manifest.metrics["tau"])
     speculator = headstart.load(manifest.target, folder)
-    prompt = prompts[0][None]
+    prompt = prompts[0].tokens[None]
     found = speculator.generate(prompt, max_new_tokens=12, do_sample=False)
     assert torch.equal(found, base.generate(prompt, max_new_tokens=12, do_sample=False))

@@ -9,11 +9,12 @@ from .schema import (
     Recipe,
     RecipeError,
     Scratch,
+    Source,
     TargetSpec,
     Train,
 )
 
 __all__ = [
-    "Corpus", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError", "Scratch",
+    "Corpus", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError", "Scratch", "Source",
     "TargetSpec", "Train", "load_recipe", "parse_recipe", "shipped_recipes",
 ]  # fmt: skip

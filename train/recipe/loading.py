@@ -145,7 +145,11 @@ def _section(cls: type, data: Any, path: str) -> Any:
         hint = fields[key].type
         members = {*typing.get_args(hint), hint}  # of a union, or of no interest
         section: Any = next(filter(dataclasses.is_dataclass, members), None)
-        if section and (value is not None or types.NoneType not in members):
+        if section and typing.get_origin(hint) is list:
+            if isinstance(value, list):
+                items = enumerate(value)
+                value = [_section(section, item, f"{where}[{i}]") for i, item in items]
+        elif section and (value is not None or types.NoneType not in members):
             value = _section(section, value, where)
         elif float in members and type(value) is int:
             value = float(value)
