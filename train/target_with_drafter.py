@@ -79,19 +79,15 @@ class TargetWithDrafter(nn.Module):
         Raises:
             OptionError: there are no layers whose activations could be computed again.
         """
-        if activation_checkpointing and not self.checkpoint_activations():
-            raise OptionError(
-                "train.activation_checkpointing is true, but a "
-                f"{self.drafter.config.family_name()} drafter has no layers whose activations take "
-                "much memory; set it to false."
-            )
+        if activation_checkpointing:
+            self.checkpoint_activations()
         if compile:
             states = torch.compile(self.drafter.draft_hidden_states, dynamic=True)
             self.drafter.draft_hidden_states = states  # type: ignore[method-assign]
 
-    def checkpoint_activations(self) -> bool:
-        """See `TrainableDrafter.checkpoint_activations`."""
-        return self.drafter.checkpoint_activations()
+    def checkpoint_activations(self) -> None:
+        """Compute activations again in the backward pass; see `checkpoint_activations` below."""
+        checkpoint_activations(self.drafter)
 
     def forward(
         self,
@@ -210,3 +206,12 @@ class TargetWithDrafter(nn.Module):
         self.cache = None
         if self.tap is not None:
             self.tap.close()
+
+
+def checkpoint_activations(drafter: TrainableDrafter) -> None:
+    """See `TrainableDrafter.checkpoint_activations`; an OptionError where it does nothing."""
+    if not drafter.checkpoint_activations():
+        raise OptionError(
+            f"train.activation_checkpointing is true, but a {drafter.config.family_name()} drafter "
+            "has no layers whose activations take much memory; set it to false."
+        )
