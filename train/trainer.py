@@ -17,6 +17,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
@@ -25,8 +26,9 @@ from headstart.heads.artifacts.files import WEIGHTS
 from headstart.heads.core.files import write_atomically
 
 from .clock import Clock, Progress
-from .data.batches import collate
+from .data.batches import batch_loader
 from .data.training_rows import Rows
+from .epochs import NextEpoch, make_batches, steps_of
 from .on_policy import StudentText
 from .processes import from_process_0, wait_for_all
 from .recipe import Train
@@ -60,14 +62,16 @@ class DrafterTrainer(Trainer):
         self.module, self.rows, self.spec, self.validation = module, rows, spec, validation
         self.student_text = student_text
         self.folder = Path(args.output_dir or "")
+        self.batches = make_batches(module, args, rows, spec)
+        if spec.epochs is not None:
+            args.max_steps = steps_of(spec.epochs, self.batches.steps, args.max_steps)
         self.clock = Clock(args.max_steps, spec.max_seconds, spec.warmup_ratio)
         super().__init__(
             model=module,
             args=args,
             train_dataset=rows,
             eval_dataset=rows,  # never read: `evaluate` decodes prompts
-            data_collator=collate,
-            callbacks=[self.clock, Progress(self.clock, progress)],
+            callbacks=[self.clock, Progress(self.clock, progress), NextEpoch(self.batches)],
         )
         self.remove_callback(PrinterCallback)  # it prints to stdout
 
@@ -110,6 +114,11 @@ class DrafterTrainer(Trainer):
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
         self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Not prepared by accelerate, which would divide among the processes what is divided."""
+        workers, pin = self.spec.dataloader_workers, self.args.dataloader_pin_memory
+        return batch_loader(self.rows, self.batches, workers, pin)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device

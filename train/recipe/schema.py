@@ -217,7 +217,12 @@ class Train:
     learning_rate: float = positive(1e-3)
     batch_size: int = positive(8)  # rows a process and forward
     gradient_accumulation: int = positive(1)
+    group_by_length: bool = True  # the rows of a batch have about the same length
+    packing: bool = False  # short rows stand behind each other in one, and do not see each other
+    packed_length: int | None = positive(None)  # tokens of a packed row; null: of the longest row
+    dataloader_workers: int = number(0, ge=0)  # processes that read rows ahead, for each process
     max_steps: int = positive(1000)
+    epochs: float | None = positive(None)  # over the rows; max_steps bounds it
     max_seconds: float | None = positive(None)
     warmup_ratio: float = number(0.1, ge=0, lt=1)
     weight_decay: float = number(0.0, ge=0)
