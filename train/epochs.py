@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from headstart.heads import OptionError
@@ -15,7 +13,9 @@ from headstart.heads import OptionError
 from .data.batches import Batches
 from .data.packing import Packs
 from .data.training_rows import Rows
+from .packing_trial import packing_obstacle
 from .recipe import Train
+from .target_with_drafter import TargetWithDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +30,14 @@ class NextEpoch(TrainerCallback):
         self.batches.set_epoch(state.global_step // self.batches.steps)
 
 
-def make_batches(module: nn.Module, args: TrainingArguments, rows: Rows, spec: Train) -> Batches:
+def make_batches(
+    module: TargetWithDrafter, args: TrainingArguments, rows: Rows, spec: Train
+) -> Batches:
     """This process's batches. Raises OptionError where rows are to be packed, but cannot be."""
     packs = None
     if spec.packing:
-        if "segments" not in inspect.signature(module.forward).parameters:
-            raise OptionError(
-                f"train.packing is set, but {type(module).__name__} does not keep packed rows "
-                "apart; set it to false."
-            )
+        if obstacle := packing_obstacle(module):
+            raise OptionError(f"train.packing is true, but {obstacle}; set it to false.")
         packs = Packs(rows.lengths, spec.packed_length)
     return Batches(
         rows.lengths, args.train_batch_size, args.gradient_accumulation_steps, args.seed,

@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from headstart.heads import Drafter, family
+from headstart.heads.artifacts.hub import split_revision
 from headstart.heads.core import load_pretrained
 from headstart.infer import RULES, load
 
@@ -105,18 +106,18 @@ class _Run:
 
     def _check_prompts(self, corpus: Stage, target: Stage, trainable: bool) -> None:
         """Once there are text and tokenizer, and before the target writes."""
-        tokenizer = load_pretrained(AutoTokenizer, self._target_name(target))
+        tokenizer = self._tokenizer(target)
         check_prompts(self.recipe, tokenizer, corpus.folder, self.parts, trainable)
 
     def _settings(self, *sections: str, **more: Any) -> dict[str, Any]:
         """What decides a stage's result: the seed, sections of the recipe, and more."""
         return deciding(self.recipe.to_dict(), (*sections, "seed")) | more
 
-    def _content(self, model: str | None) -> Any:
+    def _content(self, model: str | None, revision: str | None = None) -> Any:
         """What stands for the present content of a model, if there is one; see `fingerprints`."""
 
         def found() -> Any:
-            content = model_fingerprint(model, self.hashes) if model else None
+            content = model_fingerprint(model, self.hashes, revision) if model else None
             self.hashes.save()
             return content
 
@@ -139,7 +140,7 @@ class _Run:
                 return {"model": spec.model}
             return {"model": str(folder)} | train_target(spec.scratch, corpus.folder, folder, seed)
 
-        settings = self._settings("target", content=self._content(spec.model))
+        settings = self._settings("target", content=self._content(spec.model, spec.revision))
         reads = [corpus] if spec.scratch else []
         return self.store.run("target", settings, work, reads, shared=True)
 
@@ -183,9 +184,13 @@ class _Run:
         return self.store.run("train", settings, work, reads, resumable=True)
 
     def _drafter_content(self) -> Any:
-        """Of a model that the drafter is made from, if it is."""
-        named = self.recipe.drafter.options.get("model")
-        return self._content(named if isinstance(named, str) else None)
+        """Of the model or the head that the drafter is made from, if it is."""
+        named, start = self.recipe.drafter.options.get("model"), self.recipe.train.from_
+        content = self._content(named if isinstance(named, str) else None)
+        if start is None:
+            return content
+        named_head = (start, None) if Path(start).is_dir() else split_revision(start)
+        return {"model": content, "from": self._content(*named_head)}
 
     def _heads(self, corpus: Stage, target: Stage, trained: Stage | None) -> Stage:
         def work(folder: Path) -> dict[str, Any]:
@@ -230,6 +235,11 @@ class _Run:
         """Path or Hub name; a run's folder may have moved since a target was trained in it."""
         return str(target.folder) if self.recipe.target.scratch else target.info["model"]
 
+    def _tokenizer(self, target: Stage) -> Any:
+        revision = self.recipe.target.revision
+        how = {"revision": revision} if revision else {}
+        return load_pretrained(AutoTokenizer, self._target_name(target), **how)
+
     def _load(self, target: Stage) -> tuple[PreTrainedModel, Any]:
         """The target on this process's device, and its tokenizer; loaded once."""
         if self._loaded is None:
@@ -238,6 +248,5 @@ class _Run:
             model = load_pretrained(AutoModelForCausalLM, name, **how)
             if "device_map" not in how:
                 model.to(self.args.device)  # type: ignore[arg-type]
-            kept = {key: how[key] for key in how if key == "revision"}
-            self._loaded = model.eval(), load_pretrained(AutoTokenizer, name, **kept)
+            self._loaded = model.eval(), self._tokenizer(target)
         return self._loaded

@@ -8,31 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from headstart.heads import OptionError
 from headstart.train.data.training_rows import Rows
 from headstart.train.epochs import steps_of
-from headstart.train.target_with_drafter import TargetWithDrafter
 from tests.support.paths import ROOT
 from tests.support.ragged_run import COUNT, cut_in_two, ragged_rows, ragged_trainer
 from tests.support.recipes import launch
 from tests.support.training import IDLE, check_same_checkpoints, tensors
 
 FILES = ("model.safetensors", "optimizer.pt")
-
-
-def takes_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the module take packed rows, as if each were one: enough to tell batches apart."""
-    forward = TargetWithDrafter.forward
-
-    def packed(
-        self: TargetWithDrafter, rows: Any, tokens: Tensor, supervised: Tensor, counts: Any = None,
-        segments: Any = None, positions: Any = None,
-    ) -> Any:  # fmt: skip
-        return forward(self, None, tokens, supervised, counts)
-
-    monkeypatch.setattr(TargetWithDrafter, "forward", packed)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +30,8 @@ def takes_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["grouped", "in any order", "packed"],
 )
 def test_a_run_resumed_within_an_epoch_ends_with_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: dict[str, Any]
+    tmp_path: Path, train: dict[str, Any]
 ) -> None:
-    if train.get("packing"):
-        takes_packed_rows(monkeypatch)
     rows = ragged_rows(tmp_path / "rows")
     steps = ragged_trainer(tmp_path / "none", lambda _: IDLE, rows, **train).batches.steps
     assert 8 % steps  # the checkpoint from which the run goes on is within an epoch
@@ -112,11 +95,9 @@ def test_rows_are_packed_only_where_they_are_kept_apart(
 ) -> None:
     rows = ragged_rows(tmp_path / "rows")
 
-    def plain(self: Any, rows: Any, tokens: Tensor, supervised: Tensor, counts: Any = None) -> Any:
-        raise AssertionError
-
-    monkeypatch.setattr(TargetWithDrafter, "forward", plain)
-    with pytest.raises(OptionError, match="does not keep packed rows apart"):
+    said = "bloom with its attention reads across the documents of a row"
+    monkeypatch.setattr("headstart.train.epochs.packing_obstacle", lambda _: said)
+    with pytest.raises(OptionError, match=f"train.packing is true, but {said}"):
         ragged_trainer(tmp_path / "run", lambda _: IDLE, rows, packing=True)
 
 
