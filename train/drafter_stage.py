@@ -8,18 +8,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from headstart.heads import Drafter, DrafterConfig, Manifest, TrainableDrafter, family, fingerprint
 from headstart.heads.artifacts.files import TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.artifacts.saving import model_card, write_artifact
+from headstart.heads.core import gathered, output_layer
 from headstart.heads.core.files import write_atomically
 from headstart.infer import StaticTree
 
 from .data.documents import Document
 from .data.prefixes import held_out_prompts, held_out_texts
 from .data.training_rows import Rows
+from .engine import loaded_whole
 from .joint import adapter_loss_change, training_classes
 from .on_policy import StudentText
 from .processes import is_process_0
@@ -32,10 +36,21 @@ def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> 
     kind = family(recipe.drafter.family)
     assert kind.config_class is not None and issubclass(kind.config_class, DrafterConfig)
     config = kind.config_class.for_target(target, **recipe.drafter.options)
-    drafter = kind(config).float().to(target.device).bind(target)  # type: ignore[arg-type]
-    if isinstance(drafter, TrainableDrafter):
-        drafter.init_from_target(rows.token_counts(config.vocab_size) if rows else None)
+    counts = rows.token_counts(config.vocab_size) if rows else None
+    devices = [target.device] if target.device.type == "cuda" else []
+    # From the seed alone, so that it is the same on all processes and in equal runs.
+    with torch.random.fork_rng(devices), loaded_whole(), gathered(*_read_at_start(target)):
+        torch.manual_seed(recipe.seed)
+        drafter = kind(config).float().to(target.device).bind(target)  # type: ignore[arg-type]
+        if isinstance(drafter, TrainableDrafter):
+            drafter.init_from_target(counts)
     return drafter
+
+
+def _read_at_start(target: PreTrainedModel) -> list[Any]:
+    """What drafters call of a target when they are made; its layers are read one by one."""
+    norm = getattr(target.get_decoder(), "norm", None)
+    return [target.get_input_embeddings(), output_layer(target), norm]
 
 
 def train_drafter(
@@ -77,20 +92,24 @@ def train_drafter(
     if drafter.adapter is not None:
         texts = held_out_texts(tokenizer, held_out, decode.prefix_tokens, recipe.seed)[:512]
         measured["held_out_loss"] = adapter_loss_change(target, drafter.adapter, texts or prompts)
-    if is_process_0():
-        manifest = Manifest(
-            family=recipe.drafter.family,
-            target=name,
-            target_fingerprint=fingerprint(target),
-            tokenizer_hash=tokenizer_hash(tokenizer),
-            recipe=recipe.to_dict(),
-            metrics=measured,
-        )
-        write_artifact(drafter, folder, manifest, training_card(recipe, manifest))
-        write_atomically(folder / TREE, json.dumps(measured["tree"]).encode())
-        shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    if drafter.adapter is not None:
-        drafter.adapter.detach()  # later stages use the target without it
+    adapter = drafter.adapter
+    manifest = Manifest(  # by all processes, each of which may hold a part of the target
+        family=recipe.drafter.family,
+        target=name,
+        target_fingerprint=fingerprint(target),
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        adapter_base=adapter.digest() if adapter is not None else "",
+        recipe=recipe.to_dict(),
+        metrics=measured,
+    )
+    learnt = [drafter, nn.ParameterList(adapter.parameters() if adapter is not None else [])]
+    with gathered(*learnt):
+        if is_process_0():
+            write_artifact(drafter, folder, manifest, training_card(recipe, manifest))
+            write_atomically(folder / TREE, json.dumps(measured["tree"]).encode())
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    if adapter is not None:
+        adapter.detach()  # later stages use the target without it
     return measured
 
 

@@ -7,13 +7,14 @@ training, process 0 alone does the rest and writes.
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from headstart.heads import family
+from headstart.heads import OptionError, family
 from headstart.heads.core import load_pretrained
 from headstart.infer import RULES, load
 
@@ -23,6 +24,9 @@ from .data.distill import distill, summary
 from .data.prefixes import held_out_prompts
 from .data.training_rows import Rows
 from .drafter_stage import train_drafter
+from .engine import loaded_as, loaded_whole, weights_are_sharded
+from .launched import check_engine, check_shared
+from .lifetime import watch_processes
 from .on_policy import check_on_policy
 from .processes import is_process_0, wait_for_all
 from .recipe import Recipe
@@ -60,6 +64,9 @@ class _Run:
         # Before anything asks for the processes: these arguments set them up.
         checkpoints = recipe.folder / "heads" / "checkpoints"
         self.args = training_arguments(recipe.train, checkpoints, recipe.seed)
+        watch_processes()
+        self.engine = check_engine(self.args, os.environ)
+        check_shared(recipe.folder)
         other = recipe.folder.with_name(recipe.shares) if recipe.shares else None
         self.store = StageStore(recipe.folder, fresh, other)
         self._loaded: tuple[PreTrainedModel, Any] | None = None
@@ -89,7 +96,10 @@ class _Run:
         def work(folder: Path) -> dict[str, Any]:
             if spec.scratch is None:
                 return {"model": spec.model}
-            return {"model": str(folder)} | train_target(spec.scratch, corpus.folder, folder, seed)
+            with loaded_whole():
+                return {"model": str(folder)} | train_target(
+                    spec.scratch, corpus.folder, folder, seed
+                )
 
         reads = [corpus] if spec.scratch else []
         return self.store.run("target", self._settings("target"), work, reads, shared=True)
@@ -98,6 +108,12 @@ class _Run:
         spec, seed = self.recipe.distill, self.recipe.seed
 
         def work(folder: Path) -> dict[str, int]:
+            if weights_are_sharded():
+                raise OptionError(
+                    "the target's text is not written yet, and under DeepSpeed ZeRO-3, where each "
+                    "process holds a part of the target, they cannot write texts of their own; run "
+                    "the recipe first with another launch file, up to the distill stage."
+                )
             model, tokenizer = self._load(target)
             texts = load_documents(corpus.folder, "train")
             rank, world = self.args.process_index, self.args.world_size
@@ -149,8 +165,9 @@ class _Run:
         if self._loaded is None:
             name = self._target_name(target)
             how = load_options(self.recipe.target.dtype, self.args.device)
-            model = load_pretrained(AutoModelForCausalLM, name, **how)
-            if "device_map" not in how:
+            with loaded_as(self.recipe.target.dtype, name):
+                model = load_pretrained(AutoModelForCausalLM, name, **how)
+            if "device_map" not in how and not weights_are_sharded():
                 model.to(self.args.device)  # type: ignore[arg-type]
             self._loaded = model.eval(), load_pretrained(AutoTokenizer, name)
         return self._loaded
