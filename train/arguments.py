@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from transformers import BitsAndBytesConfig, TrainingArguments
 
 from headstart.heads import OptionError
 
+from .engine import deepspeed_settings
 from .recipe import Train
 
 
@@ -24,6 +26,10 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         _check_bitsandbytes("train.optimizer=adamw_8bit", "train.optimizer=adamw")
         changes = {"optim": "adamw_bnb_8bit", **changes}
     gpu = torch.cuda.is_available()
+    bf16 = gpu and torch.cuda.is_bf16_supported()
+    deepspeed = deepspeed_settings(os.environ, bf16)
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would print that it found none
     every = spec.eval_every or spec.max_steps
     settings: dict[str, Any] = {
         "output_dir": str(folder),
@@ -36,19 +42,19 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "seed": seed,
         "use_cpu": not gpu,
         # Autocast of products alone: weights, gradients and the optimizer's state stay float32.
-        "bf16": gpu and torch.cuda.is_bf16_supported(),
+        "bf16": bf16 and deepspeed is None,
+        "deepspeed": deepspeed,
         "dataloader_pin_memory": gpu,
         "eval_strategy": "steps",
         "eval_steps": every,
         "save_steps": every,
-        "save_total_limit": 2,  # the best and the last
         "load_best_model_at_end": True,
         "metric_for_best_model": "tau",
         "logging_steps": 25,
         "logging_nan_inf_filter": False,  # it reads the loss from the device at every step
         "remove_unused_columns": False,
         "ddp_find_unused_parameters": False,
-        "ddp_timeout": 24 * 3600,  # processes wait for stages that one of them does alone
+        "ddp_timeout": 1800,  # what takes longer is waited for outside of collectives
         "report_to": "none",
         "log_level": "error",
         "disable_tqdm": True,  # the bar of `Progress` knows about the time bound

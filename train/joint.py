@@ -16,11 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
+from transformers.trainer_callback import TrainerControl
 
 from headstart.heads import Drafter, TrainableDrafter
 from headstart.heads.core import output_layer
 from headstart.heads.parts.adapter import Adapter
 
+from .engine import forget_steps, weights_are_sharded
 from .losses.chunked import KEPT_LOGITS, Teacher, summed_loss
 from .losses.divergences import forward_kl
 from .losses.draft_loss import zero_with_gradient
@@ -82,7 +84,7 @@ class JointTarget(TargetWithDrafter):
         counts = self.counts(tokens, supervised) if counts is None else counts
         if weight is None:
             loss = self.draft_loss(base, base, tokens, supervised, counts)
-            if in_parallel():
+            if in_parallel() and not weights_are_sharded():  # ZeRO-3 waits for no gradient
                 loss = loss + zero_with_gradient(self.adapter.parameters())
             return {"loss": loss}
         adapted = self.run_target(tokens)
@@ -95,6 +97,13 @@ class JointTarget(TargetWithDrafter):
         """How many labels each depth has, and last the target itself.  # [K + 1]"""
         own = target_positions(supervised).sum().view(1)
         return torch.cat([super().counts(tokens, supervised), own])
+
+    def trained(self) -> list[nn.Module]:
+        return [self.drafter, nn.ParameterList(self.adapter.parameters())]
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        self.adapter.load(folder)  # saved beside the drafter's weights
 
     @torch.no_grad()
     def features(self, tokens: Tensor) -> Tensor:
@@ -144,9 +153,11 @@ class JointTrainer(DrafterTrainer):
             for parameter in self.module.adapter.parameters():
                 parameter.grad = None
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.module.adapter.load(Path(resume_from_checkpoint))  # saved beside the drafter's weights
+    def end_step(self, control: TrainerControl) -> None:
+        # DeepSpeed's optimizer steps on shards, not on the parameters above.
+        if self.is_deepspeed_enabled and self.last_options["weight"] is None:
+            forget_steps(self.optimizer, lambda group: group["adapter"])
+        super().end_step(control)
 
 
 def training_classes(drafter: Drafter) -> tuple[type[TargetWithDrafter], type[DrafterTrainer]]:
@@ -178,7 +189,7 @@ def base_kl(
         count: scalar, the positions of the whole optimizer step.
     """
     places = torch.arange(len(base), device=base.device)
-    size = max(kept // teacher.output.layer.weight.shape[0], 1)
+    size = max(kept // teacher.output.layer.out_features, 1)
     recompute = len(base) > size and torch.is_grad_enabled()
     nats = summed_loss(
         partial(teacher.logits, layer), adapted, places, (forward_kl, teacher, base, places),

@@ -5,16 +5,21 @@ Data-parallel wrappers then see one model; only the drafter's parameters are tra
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import ClassVar, Self
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.heads import FINAL, OptionError, TrainableDrafter
+from headstart.heads.artifacts.files import WEIGHTS
 from headstart.heads.core import FeatureTap
 
 from .data.training_rows import Rows
+from .engine import weights_are_sharded
 from .losses.draft_loss import DraftLoss, head_labels, label_counts
 
 
@@ -90,7 +95,8 @@ class TargetWithDrafter(nn.Module):
         labels = self.labels(tokens, supervised)
         counts = label_counts(labels) if counts is None else counts
         final = None if self.final is None else teaching[..., self.final]
-        return self.loss(captured[..., : self.width], tokens, labels, counts, final)
+        features = captured[..., : self.width]
+        return self.drafter(partial(self.loss, features, tokens, labels, counts, final))
 
     def labels(self, tokens: Tensor, supervised: Tensor) -> Tensor:
         """See `head_labels`.  # [K, B, T]"""
@@ -124,6 +130,8 @@ class TargetWithDrafter(nn.Module):
 
     def fill_cache(self, rows: Rows, limit: float) -> bool:
         """Keep all rows' features if they take at most `limit` MB; returns whether they do."""
+        if weights_are_sharded():
+            return False  # the target runs only inside of the engine, which does not exist yet
         megabytes = rows.tokens.numel() * self.captured * self.target.dtype.itemsize / 1e6
         if megabytes > limit:
             return False
@@ -131,6 +139,14 @@ class TargetWithDrafter(nn.Module):
         parts = rows.tokens.to(self.target.device).long().split(16)
         self.cache = torch.cat([self.features(part) for part in parts])
         return True
+
+    def trained(self) -> list[nn.Module]:
+        """What learns, as modules."""
+        return [self.drafter]
+
+    def load(self, folder: Path) -> None:
+        """Read what learns from a checkpoint."""
+        self.drafter.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS))
 
     def release(self) -> None:
         """Drop the cache and remove the hooks from the target."""

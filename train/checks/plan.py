@@ -98,7 +98,9 @@ def _config_and_tokenizer(
 def _read(kind: Any, name: str, what: str) -> Any:
     try:
         return load_pretrained(kind, name)
-    except (OSError, KeyError) as error:
+    except OptionError:  # it needs code of its own
+        raise
+    except (OSError, KeyError, ValueError) as error:
         raise CheckError(
             f"target.model {name}: its {what} cannot be read ({brief(error)}); expected the folder "
             "or the Hub name of a causal language model"
