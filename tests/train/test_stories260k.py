@@ -43,7 +43,7 @@ def measure(recipe: Recipe, count: int) -> tuple[float, int]:
     seen = {tuple(learnt[i].tolist()) for i in range(len(learnt))}
     stats, different = Stats(speculator.tree.max_depth), 0
     model: Any = speculator.model
-    for prompt in prompts:
+    for prompt in (each.tokens for each in prompts):
         assert prompt[0] == tokenizer.bos_token_id and tuple(prompt.tolist()) not in seen
         options = {"max_new_tokens": recipe.decode.new_tokens, "do_sample": False}
         text = speculator.generate(prompt[None], **options)

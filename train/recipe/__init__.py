@@ -1,19 +1,23 @@
-"""Recipes: `schema` is what one may say, `loading` reads and checks one."""
+"""Recipes: `schema` is what one may say, `files` reads and composes them, `loading` checks."""
 
-from .loading import load_recipe, parse_recipe, shipped_recipes
+from .files import shipped_combinations, shipped_parts, shipped_recipes
+from .loading import load_recipe, parse_recipe
 from .schema import (
     Corpus,
     Distill,
     DrafterSpec,
+    Hardware,
     OnPolicy,
     Recipe,
     RecipeError,
     Scratch,
     Source,
+    TargetSpec,
     Train,
-)  # fmt: skip
+)
 
 __all__ = [
-    "Corpus", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError", "Scratch", "Source",
-    "Train", "load_recipe", "parse_recipe", "shipped_recipes",
+    "Corpus", "Distill", "DrafterSpec", "Hardware", "OnPolicy", "Recipe", "RecipeError", "Scratch",
+    "Source", "TargetSpec", "Train",
+    "load_recipe", "parse_recipe", "shipped_combinations", "shipped_parts", "shipped_recipes",
 ]  # fmt: skip
