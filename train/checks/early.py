@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.corpus import build_corpus, load_documents
 from ..data.documents import Document
 from ..data.prefixes import Part, make_prefixes, recipe_prompts
+from ..data.reading import source_bytes
 from ..recipe import Recipe
 from .needs import Needs, check_needs, needs_of
 from .plan import CheckError, Plan, plan_run
@@ -47,20 +48,10 @@ def corpus_bytes(recipe: Recipe) -> int | None:
     """Bytes of the corpus' files; None where they are not known before they are read.
 
     Raises:
-        CheckError: there is no such file or folder.
+        CorpusError: there is no such file or folder.
     """
-    source = recipe.corpus.source
-    if (
-        source in ("stdlib", "target")
-        or source.startswith("hub:")
-        or any(c in source for c in "*?[")
-    ):
-        return None
-    path = Path(source).expanduser()
-    if not path.exists():
-        raise CheckError(f"corpus.source {source}: no such file or folder; check the path")
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    sizes = [source_bytes(part) for part in recipe.corpus.parts()]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 def check_prompts(

@@ -78,7 +78,8 @@ def inspect_run(recipe: Recipe) -> Inspection:
     check_needs(recipe, found.needs)
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
         part = min(recipe.corpus.max_bytes, _READ)
-        build_corpus(replace(recipe.corpus, max_bytes=part), Path(folder), recipe.seed)
+        spec = replace(recipe.corpus, max_bytes=part)
+        build_corpus(spec, Path(folder), recipe.seed, first_rows=True)
         documents = {split: load_documents(Path(folder), split) for split in ("train", "held_out")}  # type: ignore[arg-type]
     target, tokenizer = _load(recipe, plan, documents["train"])
     found.tokenizer = tokenizer
