@@ -64,6 +64,9 @@ def hub() -> Iterator[Hub]:
 def clients(hub: Hub, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clients talk to the local Hub, and keep what they fetch in a folder of the test."""
     constants, config = huggingface_hub.constants, datasets.config
+    for module in (constants, config):  # the other tests forbid all talk
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
     place = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", place)
@@ -139,9 +142,12 @@ def test_a_private_set_is_read_with_the_token(monkeypatch: pytest.MonkeyPatch) -
         read("hub:me/secret")
 
 
-def test_no_network(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(CorpusError, match="the Hub cannot be reached"):
+        read("ultrachat")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CorpusError, match="HF_HUB_OFFLINE is set"):
         read("ultrachat")
 
 
