@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..recipe import Distill
-from .documents import ChatTemplateError, Document, render_chat
+from ..recipe import Chat, Distill
+from .documents import ChatTemplateError, Document
+from .rendering import ChatRenderer
 from .reading import order
 
 
@@ -75,7 +76,10 @@ class Prompts:
 
 
 def make_prefixes(
-    spec: Distill, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
+    spec: Distill,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    chat: Chat | None = None,
 ) -> Windows | Prompts:
     """The prefixes of `spec.prefix`. Raises DistillError when the documents give none.
 
@@ -87,7 +91,7 @@ def make_prefixes(
     length, texts = spec.prefix_tokens, documents
     if spec.prefix == "prompt":
         texts = [prompt for document in documents for prompt in document.prompts()]
-    rows = encode(tokenizer, texts, spec.chat)
+    rows = encode(tokenizer, texts, spec.chat, chat)
     if spec.prefix == "start":  # too short a row is made empty, which Prompts leaves out
         rows = [row[:length] if len(row) >= length else [] for row in rows]
     prefixes = Windows(rows, length) if spec.prefix == "window" else Prompts(rows, length)
@@ -101,7 +105,10 @@ def make_prefixes(
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], chat: str = "auto"
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    how: str = "auto",
+    chat: Chat | None = None,
 ) -> list[list[int]]:
     """Token ids of whole documents, with the start token where the tokenizer sets one.
 
@@ -109,17 +116,15 @@ def encode(
     template where there is one (`auto`); one that ends with the user's turn is encoded up to where
     the answer begins. Raises DistillError where there is no template, or it refuses a chat.
     """
-    if chat == "template" and not tokenizer.chat_template:
-        raise DistillError(
-            "distill.chat is template, but the tokenizer has none; set it to plain or auto."
-        )
+    renderer = chat_renderer(tokenizer, chat, how)
     plain, templated = {}, {}  # texts, by the number of their document
     for i, document in enumerate(documents):
-        if chat == "plain" or not tokenizer.chat_template or not document.messages:
+        if renderer.plain or not document.messages:
             plain[i] = document.whole()
             continue
+        due = document.messages[-1]["role"] == "user"
         try:
-            templated[i] = render_chat(tokenizer, document.messages)
+            templated[i] = renderer.text(document.messages, prompt=due)
         except ChatTemplateError as error:
             said = f"{document.id}: {error}; drop the row, or set distill.chat=plain."
             raise DistillError(said) from None
@@ -128,6 +133,16 @@ def encode(
         ids = tokenizer(list(texts.values()), add_special_tokens=texts is plain, verbose=False)
         rows |= zip(texts, ids["input_ids"], strict=True)
     return [rows[i] for i in range(len(documents))]
+
+
+def chat_renderer(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat | None = None, how: str = "auto"
+) -> ChatRenderer:
+    """The renderer of a recipe's chats; its refusals of a tokenizer are raised as DistillError."""
+    try:
+        return ChatRenderer(tokenizer, chat, how)
+    except ChatTemplateError as error:
+        raise DistillError(str(error)) from None
 
 
 def held_out_prompts(
