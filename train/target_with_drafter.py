@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from headstart.heads import FINAL, OptionError, TrainableDrafter
 from headstart.heads.core import FeatureTap
 
+from .data.batches import collate
 from .data.training_rows import Rows
 from .losses.draft_loss import DraftLoss, head_labels, label_counts
 
@@ -59,7 +60,7 @@ class TargetWithDrafter(nn.Module):
             self.final = slice(start, start + size)
         self.captured = len(layers) * size  # C
         self.tap = FeatureTap(target, layers) if layers else None
-        self.cache: Tensor | None = None  # [rows, T, C]
+        self.cache: Tensor | None = None  # [tokens of all rows, C]
 
     def train(self, mode: bool = True) -> Self:
         """Switch the drafter alone; the target's own dropout stays off."""
@@ -102,8 +103,15 @@ class TargetWithDrafter(nn.Module):
         return label_counts(self.labels(tokens, supervised))
 
     def read(self, rows: Tensor | None, tokens: Tensor) -> Tensor:
-        """The target's features at tokens [B, T], from the cache where it has them.  # [B, T, C]"""
-        return self.features(tokens) if self.cache is None or rows is None else self.cache[rows]
+        """The target's features at tokens [B, T], from the cache where it has them.  # [B, T, C]
+
+        Of the cache, what stands in the padding are features of other rows.
+        """
+        if self.cache is None or rows is None:
+            return self.features(tokens)
+        steps = torch.arange(tokens.shape[1], device=self.cache.device)
+        places = self.starts[rows.to(self.cache.device)].unsqueeze(1) + steps  # [B, T]
+        return self.cache[places.clamp(max=len(self.cache) - 1)]
 
     @torch.no_grad()
     def features(self, tokens: Tensor) -> Tensor:
@@ -124,12 +132,20 @@ class TargetWithDrafter(nn.Module):
 
     def fill_cache(self, rows: Rows, limit: float) -> bool:
         """Keep all rows' features if they take at most `limit` MB; returns whether they do."""
-        megabytes = rows.tokens.numel() * self.captured * self.target.dtype.itemsize / 1e6
+        total, device = int(rows.offsets[-1]), self.target.device
+        megabytes = total * self.captured * self.target.dtype.itemsize / 1e6
         if megabytes > limit:
             return False
+        self.starts = torch.from_numpy(rows.offsets[:-1]).to(device)  # [rows]
+        cache = torch.empty(total, self.captured, dtype=self.target.dtype, device=device)
         # Always in the same batches of rows, so that a resumed run reads the very same numbers.
-        parts = rows.tokens.to(self.target.device).long().split(16)
-        self.cache = torch.cat([self.features(part) for part in parts])
+        for first in range(0, len(rows), 16):
+            last = min(first + 16, len(rows))
+            tokens = collate([rows[number] for number in range(first, last)])["tokens"].to(device)
+            lengths = torch.from_numpy(rows.lengths[first:last]).to(device)
+            real = torch.arange(tokens.shape[1], device=device) < lengths.unsqueeze(1)  # [B, T]
+            cache[rows.offsets[first] : rows.offsets[last]] = self.features(tokens)[real]
+        self.cache = cache
         return True
 
     def release(self) -> None:

@@ -25,6 +25,7 @@ from headstart.heads.artifacts.files import WEIGHTS
 from headstart.heads.core.files import write_atomically
 
 from .clock import Clock, Progress
+from .data.batches import collate
 from .data.training_rows import Rows
 from .on_policy import StudentText
 from .processes import from_process_0, wait_for_all
@@ -65,6 +66,7 @@ class DrafterTrainer(Trainer):
             args=args,
             train_dataset=rows,
             eval_dataset=rows,  # never read: `evaluate` decodes prompts
+            data_collator=collate,
             callbacks=[self.clock, Progress(self.clock, progress)],
         )
         self.remove_callback(PrinterCallback)  # it prints to stdout
