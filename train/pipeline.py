@@ -19,7 +19,7 @@ from headstart.infer import RULES, load
 
 from .arguments import load_options, training_arguments
 from .data.corpus import build_corpus, load_documents
-from .data.distill import distill, summary
+from .data.distill import distill, write_manifest
 from .data.prefixes import held_out_prompts
 from .data.training_rows import Rows
 from .drafter_stage import train_drafter
@@ -33,6 +33,11 @@ from .stages import Stage, StageStore
 def train(recipe: Recipe, fresh: bool = False) -> Path:
     """Run the stages up to the trained drafter; returns its folder. `fresh` reuses none."""
     return _Run(recipe, fresh).train().folder
+
+
+def write_text(recipe: Recipe, fresh: bool = False) -> Stage:
+    """Run the stages up to the text that a drafter is trained on; returns the last of them."""
+    return _Run(recipe, fresh).write_text()
 
 
 def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
@@ -72,6 +77,10 @@ class _Run:
         rows = self._distill(corpus, target) if trainable else None
         return self._heads(corpus, target, rows)
 
+    def write_text(self) -> Stage:
+        corpus = self._corpus()
+        return self._distill(corpus, self._target(corpus))
+
     def _settings(self, *sections: str) -> dict[str, Any]:
         """What decides a stage's result: the seed, and sections of the recipe."""
         settings = self.recipe.to_dict()
@@ -97,15 +106,23 @@ class _Run:
     def _distill(self, corpus: Stage, target: Stage) -> Stage:
         spec, seed = self.recipe.distill, self.recipe.seed
 
+        chat, name = self.recipe.chat, self._target_name(target)
+
         def work(folder: Path) -> dict[str, int]:
-            model, tokenizer = self._load(target)
+            tokenizer = load_pretrained(AutoTokenizer, name)
             texts = load_documents(corpus.folder, "train")
             rank, world = self.args.process_index, self.args.world_size
-            distill(spec, model, tokenizer, texts, folder, seed, rank, world, progress=rank == 0)
+            pace = distill(
+                spec, lambda: self._load(target)[0], tokenizer, texts, folder, seed, rank, world,
+                progress=rank == 0, chat=chat, name=name,
+            )  # fmt: skip
             wait_for_all()
-            return summary(spec, folder) if is_process_0() else {}
+            model = self._loaded[0] if self._loaded else None  # a server may have written
+            if not is_process_0():
+                return {}
+            return write_manifest(spec, folder, tokenizer, model, name, pace, chat)
 
-        settings, reads = self._settings("distill"), [corpus, target]
+        settings, reads = self._settings("distill", "chat"), [corpus, target]
         return self.store.run("distill", settings, work, reads, resumable=True, shared=True)
 
     def _heads(self, corpus: Stage, target: Stage, rows: Stage | None) -> Stage:

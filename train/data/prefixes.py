@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..recipe import Chat, Distill
 from .documents import ChatTemplateError, Document
-from .rendering import ChatRenderer
 from .reading import order
+from .rendering import ChatRenderer
 
 
 class DistillError(ValueError):

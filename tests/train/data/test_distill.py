@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.train.data.corpus import Document
-from headstart.train.data.distill import distill, shard_rows, summary
+from headstart.train.data.distill import distill, shard_units, summary
 from headstart.train.data.prefixes import DistillError, Windows, encode
 from headstart.train.data.training_rows import Rows
 from headstart.train.recipe import Distill
@@ -79,11 +79,13 @@ def test_rows_are_what_generate_writes(tokenizer: PreTrainedTokenizerFast, tmp_p
     assert item["row"] == 7 and torch.equal(item["tokens"], tokens[7])
     assert item["supervised"].tolist() == [False] * 6 + [True] * 9
     assert rows.token_counts(270).sum() == 20 * 9
-    assert summary(SPEC, tmp_path) == {"shards": 3, "rows": 20, "tokens": 180}
+    assert summary(SPEC, tmp_path) == {
+        "shards": 3, "kept": 20, "rows": 20, "tokens": 300, "supervised": 180,
+    }  # fmt: skip
 
 
 def test_shards_cover_every_row_once() -> None:
-    assert [list(shard_rows(SPEC, k)) for k in range(3)] == [
+    assert [list(shard_units(20, 3, k)) for k in range(3)] == [
         list(range(6)), list(range(6, 13)), list(range(13, 20)),
     ]  # fmt: skip
 
@@ -131,7 +133,7 @@ def test_time_cuts_the_examples_but_not_the_first_shard(
     rows = write(tmp_path, tokenizer, spec)
     assert len(rows) == 6
     assert summary(spec, tmp_path)["shards"] == 1
-    assert "6 of 20 examples, 1 of 3 shards" in caplog.text
+    assert "6 of 20 texts, 1 of 3 shards" in caplog.text
 
 
 def test_refusals(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

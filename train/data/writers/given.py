@@ -18,6 +18,7 @@ class GivenWriter:
     Args:
         supervise: `all` answers of a chat or the `last` one alone.
         length: tokens of a row at most; None for any.
+        examples: how many of the documents are taken.
     """
 
     def __init__(
@@ -26,14 +27,15 @@ class GivenWriter:
         documents: Sequence[Document],
         supervise: str,
         length: int | None,
+        examples: int,
         seed: int = 0,
     ):
         self.renderer, self.documents = renderer, documents
-        self.supervise, self.length = supervise, length
-        self.units, self._order = len(documents), order_of(len(documents), seed)
+        self.supervise, self.length, self.skipped = supervise, length, 0
+        self.units, self._order = examples, order_of(len(documents), seed)
 
-    def check(self) -> None:
-        """Nothing fails for certain."""
+    def choose(self) -> None:
+        """There is nothing to choose."""
 
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         for first in range(numbers.start, numbers.stop, _AT_ONCE):
@@ -70,7 +72,9 @@ def _rendered(renderer: ChatRenderer, document: Document) -> list[Rendered]:
     try:
         return renderer.rows(document.messages)
     except ChatTemplateError as error:
-        raise DistillError(f"{document.id}: {error}; drop the row, or set distill.chat=plain.") from None
+        raise DistillError(
+            f"{document.id}: {error}; drop the row, or set distill.chat=plain."
+        ) from None
 
 
 def _text_row(renderer: ChatRenderer, document: Document) -> Rendered:

@@ -7,12 +7,11 @@ none of them again.
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from headstart.heads.core import row_seeds
 
@@ -48,13 +47,14 @@ class ServerWriter:
     ):
         assert spec.openai is not None
         self.renderer, self.spec, self.server = renderer, spec, spec.openai
-        self.documents, self.units, self.journal = documents, examples, journal
+        self.documents, self.units, self.skipped = documents, examples, 0
+        self.journal = journal
         self.model = spec.openai.model or model
         self.client = Client(spec.openai)
         self._order = order_of(len(documents), seed)
         self._seeds = row_seeds(seed, examples).tolist()
 
-    def check(self) -> None:
+    def choose(self) -> None:
         """Ask the server for its models, so that a wrong address fails at once."""
         self.client.get("models")
 
@@ -88,9 +88,7 @@ class ServerWriter:
         yield from (self._rows(found[number]) for number in numbers)
         journal.remove()
 
-    def _answered(
-        self, number: int, journal: Journal, tick: Tick, stop: threading.Event
-    ) -> Replay:
+    def _answered(self, number: int, journal: Journal, tick: Tick, stop: threading.Event) -> Replay:
         document = self.documents[self._order[number % len(self._order)]]
         replay = Replay(document, self.renderer, self.spec, set())
         if not document.messages:
@@ -105,8 +103,10 @@ class ServerWriter:
             try:
                 answer = self._answer(asked, self._seeds[number] & (2**31 - 1))
             except RefusedError:
-                replay.counts.refused = int(not replay.rows and not replay.history[1:])
-                replay.counts.cut = int(not replay.counts.refused)
+                replay.counts.refused, replay.counts.cut = (
+                    int(not replay.answers),
+                    int(replay.answers > 0),
+                )
                 replay.history.pop()
                 break
             journal.add(number, answer)
@@ -115,7 +115,7 @@ class ServerWriter:
         return replay
 
     def _answer(self, asked: Asked, seed: int) -> dict[str, Any]:
-        """The server's answer: `text`, `ended`, `tokens` (how many), and `ids` where it has them."""
+        """The server's answer: `text`, `ended`, how many `tokens`, and their `ids` if it says."""
         spec = self.spec
         body: dict[str, Any] = {
             "model": self.model,
@@ -153,9 +153,10 @@ class ServerWriter:
         if self.server.token_ids:
             given = found.get("prompt_token_ids") or choice.get("prompt_token_ids")
             if not ids or (given is not None and list(given) != asked.tokens):
+                what = "renders chats otherwise than they are here" if ids else "gave no token ids"
                 raise DistillError(
-                    f"{self.client.name} {'renders chats otherwise than the tokenizer here' if ids else 'returned no token ids'}; "
-                    "set distill.openai.token_ids=false, or serve the same model and template."
+                    f"{self.client.name} {what}; set distill.openai.token_ids=false, or serve the "
+                    "same model and template."
                 )
             answer["ids"] = list(ids)
         usage = found.get("usage") or {}
@@ -193,7 +194,7 @@ class Journal:
             entry = json.loads(line)
             self._known.setdefault(entry.pop("unit"), []).append(entry)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "ab")
+        self._file: IO[bytes] = open(path, "ab")  # noqa: SIM115 (closed by `remove`)
         if lines and not lines[-1].endswith(b"\n"):
             self._file.truncate(sum(map(len, lines[:-1])))
 

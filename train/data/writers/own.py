@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from headstart.heads.core import row_seeds
-from headstart.infer import Speculator
+from headstart.infer.stream import Prompt, decode_stream
 
 from ...recipe import Distill
 from ..documents import Document
 from ..prefixes import Prompts, Windows
 from ..rendering import ChatRenderer, Rendered
 from ..training_rows import write_rows
+from .drafting import Drafting
 from .replay import Replay
 from .units import Counts, Tick, Written, order_of, written
 
@@ -27,69 +26,70 @@ class PrefixWriter:
 
     def __init__(
         self,
-        speculator: Callable[[], Speculator],
+        drafting: Drafting,
         prefixes: Windows | Prompts,
         spec: Distill,
         examples: int,
         seed: int = 0,
     ):
-        self.speculator, self.prefixes, self.spec = speculator, prefixes, spec
-        self.units = examples
+        self.drafting, self.prefixes, self.spec = drafting, prefixes, spec
+        self.units, self.skipped = examples, prefixes.skipped
         # What row i gets does not depend on which shards are missing.
         self._drawn = prefixes.draw(examples, seed)
         self._seeds = row_seeds(seed, examples).tolist()
 
-    def check(self) -> None:
-        """Nothing fails for certain."""
+    def choose(self) -> None:
+        """Choose whether the drafter is used."""
+        some = self._drawn[: self.spec.batch_size]
+        self.drafting.choose([self.prefixes[number] for number in some])
 
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         for first in range(numbers.start, numbers.stop, self.spec.batch_size):
             some = slice(first, min(first + self.spec.batch_size, numbers.stop))
             batch = [self.prefixes[number] for number in self._drawn[some]]
-            tokens, lengths, counts = write_rows(
-                self.speculator(), batch, self._seeds[some], self.spec
-            )
+            seeds, speculator = self._seeds[some], self.drafting.speculator
+            tokens, lengths, counts = write_rows(speculator, batch, seeds, self.spec)
             tick(len(batch), int((lengths - counts).sum()))
             each = zip(tokens.tolist(), lengths.tolist(), counts.tolist(), strict=True)
             for number, (row, length, prompt) in enumerate(each, start=first):
                 mask = [at >= prompt for at in range(length)]
                 rendered = Rendered(row[:length], mask, [(prompt, length)])
-                yield written(f"{self._drawn[number]}", [rendered], Counts())
+                yield self.drafting.checked(written(str(number), [rendered], Counts()))
 
 
 class ReplayWriter:
     """Answers the chats of documents, turn by turn, see `Replay`; texts are prompts of one turn.
 
     Args:
-        speculator: makes or returns what decodes.
+        drafting: what decodes.
         examples: so many documents are taken, all of them before any comes again.
     """
 
     def __init__(
         self,
-        speculator: Callable[[], Speculator],
+        drafting: Drafting,
         renderer: ChatRenderer,
         documents: Sequence[Document],
         spec: Distill,
         examples: int,
         seed: int = 0,
     ):
-        self.speculator, self.renderer, self.spec = speculator, renderer, spec
-        self.documents, self.units = documents, examples
+        self.drafting, self.renderer, self.spec = drafting, renderer, spec
+        self.documents, self.units, self.skipped = documents, examples, 0
         self._order = order_of(len(documents), seed)
+        eos: Any = drafting.model.generation_config.eos_token_id
+        self._ends = set(torch.as_tensor([] if eos is None else eos).flatten().tolist())
         self._seeds = row_seeds(seed, examples).tolist()
 
-    def check(self) -> None:
-        """Nothing fails for certain."""
+    def choose(self) -> None:
+        """Choose whether the drafter is used."""
+        asked = [self._replay(number).ask() for number in range(min(self.units, 256))]
+        prompts = [torch.tensor(each.tokens) for each in asked if each is not None]
+        if prompts:
+            self.drafting.choose(prompts)
 
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
-        speculator = self.speculator()
-        eos: Any = speculator.model.generation_config.eos_token_id
-        ends = set(torch.as_tensor([] if eos is None else eos).flatten().tolist())
-        replays = {
-            number: Replay(self._document(number), self.renderer, self.spec, ends)
-            for number in numbers
-        }
+        replays = {number: self._replay(number) for number in numbers}
         # Those with most turns first: none of them is then left alone at the end.
         ready = deque(sorted(replays, key=lambda number: -replays[number].turns))
         turns = dict.fromkeys(replays, 0)
@@ -106,37 +106,17 @@ class ReplayWriter:
                 return Prompt(number, asked.tokens, seed, asked.room)
             return None
 
-        for prompt, answer in answers(speculator, self.spec, next_prompt):
-            replays[prompt.number].take(answer)
+        spec = self.spec
+        found = decode_stream(
+            self.drafting.speculator, next_prompt, spec.batch_size, spec.row_tokens,
+            spec.temperature,
+        )  # fmt: skip
+        for prompt, answer in found:
+            replays[prompt.key].take(answer)
             tick(0, len(answer))
-            ready.appendleft(prompt.number)  # its next turn comes before a new chat
-        yield from (replays[number].result() for number in numbers)
+            ready.appendleft(prompt.key)  # its next turn comes before a new chat
+        yield from (self.drafting.checked(replays[number].result()) for number in numbers)
 
-    def _document(self, number: int) -> Document:
-        return self.documents[self._order[number % len(self._order)]]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt in the batch that is decoded."""
-
-    number: int  # its unit's
-    tokens: list[int]
-    seed: int
-    room: int  # tokens that the answer may have
-
-
-def answers(
-    speculator: Speculator, spec: Distill, next_prompt: Callable[[], Prompt | None]
-) -> Iterator[tuple[Prompt, list[int]]]:
-    """Each prompt with its answer, its end token included, as they end."""
-    while batch := list(itertools.islice(iter(next_prompt, None), spec.batch_size)):
-        rooms = [prompt.room for prompt in batch]
-        longest = max(len(prompt.tokens) for prompt in batch)
-        shape = replace(spec, prefix_tokens=longest, new_tokens=max(rooms))
-        prompts = [torch.tensor(prompt.tokens) for prompt in batch]
-        seeds = [prompt.seed for prompt in batch]
-        tokens, lengths, counts = write_rows(speculator, prompts, seeds, shape)
-        each = zip(batch, tokens.tolist(), lengths.tolist(), counts.tolist(), strict=True)
-        for prompt, row, length, first in each:
-            yield prompt, row[first : min(length, first + prompt.room)]
+    def _replay(self, number: int) -> Replay:
+        document = self.documents[self._order[number % len(self._order)]]
+        return Replay(document, self.renderer, self.spec, self._ends)

@@ -31,11 +31,10 @@ class Replay:
         ends: the ids that end a turn.
     """
 
-    def __init__(
-        self, document: Document, renderer: ChatRenderer, spec: Distill, ends: set[int]
-    ):
+    def __init__(self, document: Document, renderer: ChatRenderer, spec: Distill, ends: set[int]):
         self.document, self.renderer, self.spec, self.ends = document, renderer, spec, ends
         self.history: list[Message] = []
+        self.answers, self.finished = 0, True  # whether the last answer came to its end
         self.rows: list[Rendered] = []
         self.counts = Counts()
         self._coming = list(document.messages or [{"role": "user", "content": document.text}])
@@ -54,19 +53,24 @@ class Replay:
             return None
         tokens = self._prompt()
         self._coming = self._coming if self.document.messages else []
-        first, limit = not self.rows, self.spec.row_tokens
-        if not tokens or len(tokens) >= limit or (first and len(tokens) > self.spec.prefix_tokens):
-            self.counts.too_long, self.counts.cut = int(first), int(not first)
+        first, limit = not self.answers, self.spec.row_tokens
+        fits = len(tokens) < limit and (not first or len(tokens) <= self.spec.prefix_tokens)
+        if len(tokens) < 2 or not fits:  # one token is no prompt
+            self.counts.too_long, self.counts.cut = int(first and not fits), int(not first)
             self._coming = []
             return None
         messages = self.renderer.whole(self.history) if self.document.messages else []
         self._asked = Asked(messages, tokens, min(self.spec.new_tokens, limit - len(tokens)))
         return self._asked
 
-    def take(self, answer: list[int]) -> None:
-        """Put an answer after the last prompt; one without an end token ends the chat."""
+    def add(self, answer: list[int]) -> None:
+        """Put the ids of an answer after the last prompt."""
         assert self._asked is not None
         add_answer(self.rows, self._asked.tokens, answer)
+
+    def take(self, answer: list[int]) -> None:
+        """Take an answer by its ids, and go on; one without an end token ends the chat."""
+        self.add(answer)
         ended = bool(answer) and answer[-1] in self.ends
         said = answer[:-1] if ended else answer
         text = str(self.renderer.tokenizer.decode(said, skip_special_tokens=False))
@@ -75,6 +79,7 @@ class Replay:
     def go_on(self, text: str, ended: bool) -> None:
         """Go on after an answer; not after one that is empty, or that was not finished."""
         self.history.append({"role": "assistant", "content": text})
+        self.answers, self.finished = self.answers + 1, ended
         if self._coming and not ended:
             self.counts.unfinished = 1
         if self.spec.turns == "first" or not ended or not text.strip():

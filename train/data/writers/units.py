@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ...recipe import Distill
 from ..rendering import Rendered
 from ..training_rows import Row
 
@@ -50,6 +51,25 @@ class Counts:
         always = {"rows", "tokens", "supervised"}
         return {name: n for name, n in asdict(self).items() if n or name in always}
 
+    def left_out(self, spec: Distill) -> Iterator[str]:
+        """A line for each kind of text that was left out or cut."""
+        if self.too_long:
+            first = (
+                f"distill.prefix_tokens {spec.prefix_tokens} or " if spec.writer != "given" else ""
+            )
+            yield f"{self.too_long} texts are longer than {first}max_length, and were left out"
+        if self.cut:
+            yield f"{self.cut} texts were cut at a turn, since max_length is reached there"
+        if self.empty:
+            yield f"{self.empty} texts have no answer, or an empty prompt, and were left out"
+        if self.unfinished:
+            yield (
+                f"{self.unfinished} chats end early, with an answer of distill.new_tokens "
+                f"{spec.new_tokens}"
+            )
+        if self.refused:
+            yield f"{self.refused} chats were refused by the server"
+
 
 @dataclass(frozen=True)
 class Written:
@@ -78,7 +98,7 @@ def written(id: str, rendered: Sequence[Rendered], counts: Counts) -> Written:
 
 
 Tick = Callable[[int, int], Any]
-"""Called with how many units were finished, and how many tokens were written, since the last call."""
+"""Called with the numbers of units finished and of tokens written since its last call."""
 
 
 class Writer(Protocol):
@@ -86,6 +106,8 @@ class Writer(Protocol):
 
     units: int
     """How many there are."""
+    skipped: int
+    """Documents that give no unit."""
 
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         """The rows of units, in the order of their numbers."""
