@@ -33,7 +33,7 @@ def asked(count: int = 13) -> list[Prompt]:
 def alone(model: Any, prompt: Prompt, temperature: float, eos: list[int]) -> list[int]:
     how: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": prompt.new_tokens}
     if temperature:
-        how |= {"seed": prompt.seed, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        how |= {"seed": [prompt.seed], "temperature": temperature, "top_k": 0, "top_p": 1.0}
     text = Speculator(model).generate(torch.tensor([prompt.tokens]), eos_token_id=eos, **how)
     return text[0, len(prompt.tokens) :].tolist()
 

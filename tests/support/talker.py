@@ -3,12 +3,11 @@
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def talker(
-    tokenizer: PreTrainedTokenizerFast, end: str, eagerness: float = 2.0, context: int = 512
+    tokenizer: PreTrainedTokenizerFast, end: str, eagerness: float = 1.0, context: int = 512
 ) -> Any:
     """A Llama in float64 that writes ASCII letters and spaces, and `end`, the more often the more
     eager it is."""
@@ -20,12 +19,12 @@ def talker(
         eos_token_id=tokenizer.convert_tokens_to_ids(end),
     )  # fmt: skip
     model = LlamaForCausalLM(config).double().eval()
-    head = nn.Linear(32, len(tokenizer), dtype=torch.float64)
-    head.weight.data.copy_(model.lm_head.weight.data)
-    head.bias.data.fill_(-1e4)
-    letters = [tokenizer.convert_tokens_to_ids(c) for c in "abcdefghijklmnopqrstuvwxyz"]
-    head.bias.data[letters] = 0.0
-    head.bias.data[config.eos_token_id] = eagerness
-    model.lm_head = head
+    letters = tokenizer.convert_tokens_to_ids(list("abcdefghijklmnopqrstuvwxyz"))
+    with torch.no_grad():  # all other tokens have a score of 0, and one letter always has more
+        weight = model.lm_head.weight
+        kept = weight[letters] * 4
+        last = weight[config.eos_token_id] * 4 * eagerness
+        weight.zero_()
+        weight[letters], weight[config.eos_token_id] = kept, last
     model.generation_config.pad_token_id = 0
     return model

@@ -135,6 +135,12 @@ class ChatRenderer:
         settings = sorted(self._options.items()), self.chat.tools, self.chat.system
         return hashlib.sha256(f"{self.template}{settings!r}".encode()).hexdigest()
 
+    @property
+    def server_options(self) -> dict[str, Any]:
+        """What a server is told so that its template renders alike: settings, perhaps a date."""
+        known = "date_string" in (self.template or "")
+        return self._options if known else self.chat.template_kwargs
+
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The ids up to where the next answer begins, as a model is prompted with them."""
         return self.encode(self.text(messages, prompt=True))

@@ -126,8 +126,8 @@ class ServerWriter:
         }
         if spec.temperature:
             body |= {"seed": seed, "top_p": 1.0}
-        if self.renderer.chat.template_kwargs:
-            body["chat_template_kwargs"] = self.renderer.chat.template_kwargs
+        if options := self.renderer.server_options:
+            body["chat_template_kwargs"] = options
         if self.renderer.chat.tools:
             body["tools"] = self.renderer.chat.tools
         if self.server.token_ids:
