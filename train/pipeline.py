@@ -22,7 +22,7 @@ from headstart.infer import RULES, load
 from .arguments import load_options, training_arguments
 from .checks.early import check_prompts, check_run
 from .data.corpus import build_corpus, load_documents
-from .data.distill import distill, summary
+from .data.distill import distill, write_manifest
 from .data.prefixes import Part, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
 from .drafter_stage import (
@@ -54,6 +54,12 @@ def train(recipe: Recipe, fresh: bool = False) -> Path:
     """Run the stages up to the trained drafter; returns its folder. `fresh` reuses none."""
     with _Run(recipe, fresh) as this:
         return this.train().plain
+
+
+def write_text(recipe: Recipe, fresh: bool = False) -> Stage:
+    """Run the stages up to the text that a drafter is trained on; returns the last of them."""
+    with _Run(recipe, fresh) as this:
+        return this.write_text()
 
 
 def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
@@ -97,11 +103,7 @@ class _Run:
         self.store.__exit__(*error)
 
     def train(self) -> Stage:
-        world = self.args.world_size
-        with loaded_whole():
-            on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
-        if in_parallel():
-            check_shared(self.recipe.folder)
+        self._check()
         trainable = family(self.recipe.drafter.family).trainable
         corpus = self._corpus()
         target = self._target(corpus)
@@ -110,6 +112,21 @@ class _Run:
             return self._heads(corpus, target, None)
         rows = self._distill(corpus, target)
         return self._heads(corpus, target, self._train(corpus, target, rows))
+
+    def write_text(self) -> Stage:
+        self._check()
+        corpus = self._corpus()
+        target = self._target(corpus)
+        on_process_0(lambda: self._check_prompts(corpus, target, True))
+        return self._distill(corpus, target)
+
+    def _check(self) -> None:
+        """What can be told before the first stage, by process 0 for all."""
+        world = self.args.world_size
+        with loaded_whole():
+            on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
+        if in_parallel():
+            check_shared(self.recipe.folder)
 
     def _check_prompts(self, corpus: Stage, target: Stage, trainable: bool) -> None:
         """Once there are text and tokenizer, and before the target writes."""
@@ -157,6 +174,8 @@ class _Run:
     def _distill(self, corpus: Stage, target: Stage) -> Stage:
         spec, seed = self.recipe.distill, self.recipe.seed
 
+        chat, name = self.recipe.chat, self._target_name(target)
+
         def work(folder: Path) -> dict[str, int]:
             if weights_are_sharded():
                 raise OptionError(
@@ -164,15 +183,21 @@ class _Run:
                     "process holds a part of the target, they cannot write texts of their own; run "
                     "the recipe first with another launch file, up to the distill stage."
                 )
-            model, tokenizer = self._load(target)
+            tokenizer = load_pretrained(AutoTokenizer, name)
             texts = load_documents(corpus.folder, "train")
             rank, world = self.args.process_index, self.args.world_size
-            distill(spec, model, tokenizer, texts, folder, seed, rank, world, progress=rank == 0)
+            pace = distill(
+                spec, lambda: self._load(target)[0], tokenizer, texts, folder, seed, rank, world,
+                progress=rank == 0, chat=chat, name=name,
+            )  # fmt: skip
             wait_for_all()
-            return summary(spec, folder) if is_process_0() else {}
+            model = self._loaded[0] if self._loaded else None  # a server may have written
+            if not is_process_0():
+                return {}
+            return write_manifest(spec, folder, tokenizer, model, name, pace, chat)
 
         return self.store.run(
-            "distill", self._settings("distill"), work, [corpus, target], resumable=True,
+            "distill", self._settings("distill", "chat"), work, [corpus, target], resumable=True,
             shared=True, layout={"shards": spec.shards},
         )  # fmt: skip
 

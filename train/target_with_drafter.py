@@ -18,6 +18,7 @@ from headstart.heads import FINAL, OptionError, TrainableDrafter
 from headstart.heads.artifacts.files import WEIGHTS
 from headstart.heads.core import FeatureTap
 
+from .data.batches import collate
 from .data.training_rows import Rows
 from .engine import weights_are_sharded
 from .losses.draft_loss import DraftLoss, head_labels, label_counts
@@ -64,7 +65,7 @@ class TargetWithDrafter(nn.Module):
             self.final = slice(start, start + size)
         self.captured = len(layers) * size  # C
         self.tap = FeatureTap(target, layers) if layers else None
-        self.cache: Tensor | None = None  # [rows, T, C]
+        self.cache: Tensor | None = None  # [tokens of all rows, C]
 
     def train(self, mode: bool = True) -> Self:
         """Switch the drafter alone; the target's own dropout stays off."""
@@ -108,8 +109,15 @@ class TargetWithDrafter(nn.Module):
         return label_counts(self.labels(tokens, supervised))
 
     def read(self, rows: Tensor | None, tokens: Tensor) -> Tensor:
-        """The target's features at tokens [B, T], from the cache where it has them.  # [B, T, C]"""
-        return self.features(tokens) if self.cache is None or rows is None else self.cache[rows]
+        """The target's features at tokens [B, T], from the cache where it has them.  # [B, T, C]
+
+        Of the cache, what stands in the padding are features of other rows.
+        """
+        if self.cache is None or rows is None:
+            return self.features(tokens)
+        steps = torch.arange(tokens.shape[1], device=self.cache.device)
+        places = self.starts[rows.to(self.cache.device)].unsqueeze(1) + steps  # [B, T]
+        return self.cache[places.clamp(max=len(self.cache) - 1)]
 
     @torch.no_grad()
     def features(self, tokens: Tensor) -> Tensor:
@@ -132,12 +140,20 @@ class TargetWithDrafter(nn.Module):
         """Keep all rows' features if they take at most `limit` MB; returns whether they do."""
         if weights_are_sharded():
             return False  # the target runs only inside of the engine, which does not exist yet
-        megabytes = rows.tokens.numel() * self.captured * self.target.dtype.itemsize / 1e6
+        total, device = int(rows.offsets[-1]), self.target.device
+        megabytes = total * self.captured * self.target.dtype.itemsize / 1e6
         if megabytes > limit:
             return False
+        self.starts = torch.from_numpy(rows.offsets[:-1]).to(device)  # [rows]
+        cache = torch.empty(total, self.captured, dtype=self.target.dtype, device=device)
         # Always in the same batches of rows, so that a resumed run reads the very same numbers.
-        parts = rows.tokens.to(self.target.device).long().split(16)
-        self.cache = torch.cat([self.features(part) for part in parts])
+        for first in range(0, len(rows), 16):
+            last = min(first + 16, len(rows))
+            tokens = collate([rows[number] for number in range(first, last)])["tokens"].to(device)
+            lengths = torch.from_numpy(rows.lengths[first:last]).to(device)
+            real = torch.arange(tokens.shape[1], device=device) < lengths.unsqueeze(1)  # [B, T]
+            cache[rows.offsets[first] : rows.offsets[last]] = self.features(tokens)[real]
+        self.cache = cache
         return True
 
     def trained(self) -> list[nn.Module]:

@@ -34,6 +34,7 @@ from .checkpoints import (
     whole_checkpoints,
 )
 from .clock import Clock, Progress
+from .data.batches import collate
 from .data.training_rows import Rows
 from .engine import bring_in_whole, kind_of, leave_out_frozen, size_buckets
 from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
@@ -80,6 +81,7 @@ class DrafterTrainer(Trainer):
             args=args,
             train_dataset=rows,
             eval_dataset=rows,  # never read: `evaluate` decodes prompts
+            data_collator=collate,
             callbacks=[_StepEnd(self), self.clock, Progress(self.clock, progress)],
         )
         self.remove_callback(PrinterCallback)  # it prints to stdout

@@ -53,11 +53,13 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
     if not plan.drafter.trainable:
         return Needs(target, drafter, 1.1 * recipe.corpus.max_bytes, target, None)
     distill, train = recipe.distill, recipe.train
-    row = distill.prefix_tokens + distill.new_tokens
+    row = distill.row_tokens
+    # A token has at least a byte of text; what the target writes is about as much again.
+    rows = distill.examples * row if distill.examples else 2 * recipe.corpus.max_bytes
     config = plan.drafter.config
     features = row * config.hidden_size * max(len(config.feature_layers), 1)
     memory = target + _TRAINED * drafter + 4 * train.batch_size * features
-    disk = 1.1 * recipe.corpus.max_bytes + _ROW_TOKEN * distill.examples * row + _STORED * drafter
+    disk = 1.1 * recipe.corpus.max_bytes + _ROW_TOKEN * rows + _STORED * drafter
     bounds = [distill.max_seconds, train.max_seconds]
     if recipe.target.scratch is not None:
         disk += 4 * weights

@@ -1,9 +1,20 @@
 """Recipes: `schema` is what one may say, `loading` reads and checks one."""
 
 from .loading import load_recipe, parse_recipe, shipped_recipes
-from .schema import Corpus, Distill, DrafterSpec, OnPolicy, Recipe, RecipeError, Scratch, Train
+from .schema import (
+    Chat,
+    Corpus,
+    Distill,
+    DrafterSpec,
+    OnPolicy,
+    OpenAI,
+    Recipe,
+    RecipeError,
+    Scratch,
+    Train,
+)
 
 __all__ = [
-    "Corpus", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError", "Scratch", "Train",
-    "load_recipe", "parse_recipe", "shipped_recipes",
+    "Chat", "Corpus", "Distill", "DrafterSpec", "OnPolicy", "OpenAI", "Recipe", "RecipeError",
+    "Scratch", "Train", "load_recipe", "parse_recipe", "shipped_recipes",
 ]  # fmt: skip

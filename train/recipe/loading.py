@@ -112,6 +112,10 @@ class _Loader(yaml.SafeLoader):
 # YAML 1.1 wants a dot and a signed exponent, and reads 8e-3 and 1.5e3 as strings.
 _SCIENTIFIC = re.compile(r"^[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
+# A date is a string, as the schema has it, with or without quotes.
+for first, resolvers in _Loader.yaml_implicit_resolvers.items():
+    kept = [pair for pair in resolvers if pair[0] != "tag:yaml.org,2002:timestamp"]
+    _Loader.yaml_implicit_resolvers[first] = kept
 
 
 def _yaml(text: str | bytes, where: str) -> Any:
