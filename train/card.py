@@ -26,7 +26,8 @@ def training_card(recipe: Recipe, manifest: Manifest) -> str:
         ("prompts", f"{decode.validation_prompts} {_kind(recipe)}"),
         ("new tokens a prompt", str(decode.new_tokens)),
     ]
-    chosen, other_text = "tree was", f"`{recipe.corpus.source}`"
+    sources = ", ".join(f"`{part.source}`" for part in recipe.corpus.parts())
+    chosen, other_text = "tree was", sources
     if family(manifest.family).trainable:
         rows.append(("training", f"{measured['steps']} steps, {measured['seconds']:.0f} s"))
         chosen = "checkpoint and the tree were"

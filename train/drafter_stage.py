@@ -36,6 +36,7 @@ from .on_policy import StudentText
 from .processes import from_process_0, is_process_0, wait_for_all
 from .recipe import Recipe
 from .validate import Validation
+from .warm_start import start_from
 
 
 @dataclass(frozen=True)
@@ -97,8 +98,10 @@ def train_drafter(
     train, target = recipe.train, loaded.target
     drafter = make_drafter(recipe, target, rows)
     assert isinstance(drafter, TrainableDrafter)
+    start = start_from(train.from_, drafter) if train.from_ else None
     module_class, trainer_class = training_classes(drafter)
     module = module_class(target, drafter, train.head_decay, train.loss, train.feature_weight)
+    module.set_up(train.activation_checkpointing, train.compile)
     student = None
     if train.on_policy:
         student = StudentText(train.on_policy, drafter, rows, recipe.distill, args)
@@ -115,6 +118,7 @@ def train_drafter(
     }
     best = evaluated[str(report["best_step"])]
     told = {name: value for name, value in report.items() if name not in best}
+    told |= {"from": start} if start else {}
     wait_for_all()
     if is_process_0():
         keep_weights_alone(folder / CHECKPOINTS)
@@ -172,6 +176,7 @@ def write_drafter(
         family=recipe.drafter.family,
         target=loaded.name,
         target_fingerprint=fingerprint(target),
+        target_revision=getattr(target.config, "_commit_hash", None) or "",
         tokenizer_hash=tokenizer_hash(tokenizer),
         adapter_base=adapter.digest() if adapter is not None else "",
         recipe=recipe.to_dict(),

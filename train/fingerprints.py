@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import platform
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -89,20 +87,3 @@ def model_fingerprint(name: str, hashes: FileHashes, revision: str | None = None
         files = sorted(p for p in folder.iterdir() if p.suffix in kinds and p.is_file())
         return {file.name: hashes.of(file) for file in files if file.name != "stage.json"}
     return {"commit": model_commit(name, revision)}
-
-
-def text_fingerprint(source: str, hashes: FileHashes) -> str:
-    """What stands for the present content of a corpus: a sha256, or Python's version for `stdlib`.
-
-    Empty where the source names no file.
-    """
-    if source == "stdlib":
-        return f"python {platform.python_version()}"
-    path = Path(source).expanduser()
-    if path.is_file():
-        return hashes.of(path)
-    if not path.is_dir():
-        return ""
-    files = sorted(p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
-    each = {file.relative_to(path).as_posix(): hashes.of(file) for file in files}
-    return hashlib.sha256(json.dumps(each).encode()).hexdigest()

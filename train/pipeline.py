@@ -23,6 +23,7 @@ from .arguments import load_options, training_arguments
 from .checks.early import check_prompts, check_run
 from .data.corpus import build_corpus, load_documents
 from .data.distill import distill, write_manifest
+from .data.fingerprints import source_fingerprint
 from .data.prefixes import Part, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
 from .drafter_stage import (
@@ -34,7 +35,7 @@ from .drafter_stage import (
     write_drafter,
 )
 from .engine import loaded_as, loaded_whole, weights_are_sharded
-from .fingerprints import FileHashes, deciding, model_fingerprint, text_fingerprint
+from .fingerprints import FileHashes, deciding, model_fingerprint
 from .kept import (
     CHECKPOINTS,
     check_time_left,
@@ -137,12 +138,11 @@ class _Run:
         """What decides a stage's result: the seed, sections of the recipe, and more."""
         return deciding(self.recipe.to_dict(), (*sections, "seed")) | more
 
-    def _content(self, model: str | None = None, corpus: str | None = None) -> Any:
-        """What stands for the present content of a model or of a corpus; see `fingerprints`."""
+    def _content(self, model: str | None, revision: str | None = None) -> Any:
+        """What stands for the present content of a model, if there is one; see `fingerprints`."""
 
         def found() -> Any:
-            content = model_fingerprint(model, self.hashes) if model else None
-            content = text_fingerprint(corpus, self.hashes) if corpus else content
+            content = model_fingerprint(model, self.hashes, revision) if model else None
             self.hashes.save()
             return content
 
@@ -150,9 +150,10 @@ class _Run:
 
     def _corpus(self) -> Stage:
         spec, seed = self.recipe.corpus, self.recipe.seed
-        content = self._content(model=spec.writer, corpus=None if spec.writer else spec.source)
+        content = on_process_0(lambda: source_fingerprint(spec))
+        writer = self._content(spec.writer)
         return self.store.run(
-            "corpus", self._settings("corpus", content=content),
+            "corpus", self._settings("corpus", content=content, writer=writer),
             lambda folder: build_corpus(spec, folder, seed), shared=True,
         )  # fmt: skip
 
@@ -167,7 +168,7 @@ class _Run:
                     spec.scratch, corpus.folder, folder, seed
                 )
 
-        settings = self._settings("target", content=self._content(model=spec.model))
+        settings = self._settings("target", content=self._content(spec.model, spec.revision))
         reads = [corpus] if spec.scratch else []
         return self.store.run("target", settings, work, reads, shared=True)
 
@@ -227,7 +228,7 @@ class _Run:
     def _drafter_content(self) -> Any:
         """Of a model that the drafter is made from, if it is."""
         named = self.recipe.drafter.options.get("model")
-        return self._content(model=named) if isinstance(named, str) else None
+        return self._content(named if isinstance(named, str) else None)
 
     def _heads(self, corpus: Stage, target: Stage, trained: Stage | None) -> Stage:
         def work(folder: Path) -> dict[str, Any]:
@@ -276,10 +277,11 @@ class _Run:
         """The target on this process's device, and its tokenizer; loaded once."""
         if self._loaded is None:
             name = self._target_name(target)
-            how = load_options(self.recipe.target.dtype, self.args.device)
+            how = load_options(self.recipe.target, self.args.device, self.args.world_size)
             with loaded_as(self.recipe.target.dtype, name):
                 model = load_pretrained(AutoModelForCausalLM, name, **how)
             if "device_map" not in how and not weights_are_sharded():
                 model.to(self.args.device)  # type: ignore[arg-type]
-            self._loaded = model.eval(), load_pretrained(AutoTokenizer, name)
+            kept = {key: how[key] for key in how if key == "revision"}
+            self._loaded = model.eval(), load_pretrained(AutoTokenizer, name, **kept)
         return self._loaded

@@ -139,17 +139,18 @@ def _one_line(what: str) -> Iterator[None]:
     except ArtifactError:
         raise
     except (ValueError, OSError, _TRANSPORT) as error:
-        raise ArtifactError(f"{what}: {_reason(error)}.") from error
+        raise ArtifactError(f"{what}: {reason(error)}.") from error
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """What went wrong, and what to do, of an error of the Hub's client; one line."""
     cause = error.__cause__
     if isinstance(error, errors.LocalEntryNotFoundError) and cause is not None:
-        return _reason(cause)  # it only adds that the cache does not have it either
+        return reason(cause)  # it only adds that the cache does not have it either
     if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
         return "it was never downloaded here and HF_HUB_OFFLINE is set; unset it or fetch it first"
     if isinstance(error, errors.RevisionNotFoundError):
-        return "the repository has no such revision; check what follows the @"
+        return "the repository has no such revision; check its name"
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         if "Invalid credentials" in str(error) or (status == 401 and get_token() is not None):

@@ -76,7 +76,7 @@ def test_a_few_seconds_of_training_help(tmp_path: Path) -> None:
 def test_the_openings_are_the_models_own_and_seeded(tmp_path: Path) -> None:
     from itertools import islice
 
-    from headstart.train.data.corpus import sample_documents
+    from headstart.train.data.target_text import sample_documents
 
     def openings(seed: int) -> list[str]:
         return [d.text for d in islice(sample_documents(str(MODEL), 12, seed), 80)]

@@ -10,11 +10,13 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from ..data.corpus import build_corpus, load_documents
+from ..data.hub import commit_of, hub_source
 from ..data.prefixes import Part, chat_renderer, make_prefixes, recipe_prompts
+from ..data.reading import source_files
 from ..data.writers.counting import LOOKED_AT, look
 from ..recipe import Recipe
 from .needs import Needs, check_needs, needs_of
-from .plan import CheckError, Plan, plan_run
+from .plan import Plan, plan_run
 
 _SMALL = 8_000_000  # bytes of a corpus that is read before the first stage
 
@@ -47,20 +49,19 @@ def corpus_bytes(recipe: Recipe) -> int | None:
     """Bytes of the corpus' files; None where they are not known before they are read.
 
     Raises:
-        CheckError: there is no such file or folder.
+        CorpusError: a source is missing, here or on the Hub.
     """
-    source = recipe.corpus.source
-    if (
-        source in ("stdlib", "target")
-        or source.startswith("hub:")
-        or any(c in source for c in "*?[")
-    ):
-        return None
-    path = Path(source).expanduser()
-    if not path.exists():
-        raise CheckError(f"corpus.source {source}: no such file or folder; check the path")
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    sizes: list[int] = []
+    known = True
+    for part in recipe.corpus.parts():
+        if part.source == "target":
+            known = False
+        elif (hub := hub_source(part)) is not None:
+            commit_of(hub)
+            known = False
+        else:
+            sizes += [file.stat().st_size for file in source_files(part).values()]
+    return sum(sizes) if known else None
 
 
 def check_prompts(

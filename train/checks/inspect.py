@@ -104,7 +104,7 @@ def _load(recipe: Recipe, plan: Plan, documents: Sequence[Document]) -> tuple[An
         tokenizer = train_tokenizer(list(documents), spec.vocab_size, spec.context)
         return build_model(spec, tokenizer, recipe.seed).eval(), tokenizer
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    how = load_options(recipe.target.dtype, device)
+    how = load_options(recipe.target, device)
     model = load_pretrained(AutoModelForCausalLM, recipe.target.model, **how)
     if "device_map" not in how:
         model.to(device)

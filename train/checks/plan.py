@@ -67,7 +67,7 @@ def plan_run(recipe: Recipe) -> Plan:
     """
     kind = family(recipe.drafter.family)  # a mistyped name fails first
     check_on_policy(recipe)
-    load_options(recipe.target.dtype, torch.device("cpu"))
+    load_options(recipe.target, torch.device("cpu"))
     config, tokenizer = _config_and_tokenizer(recipe)
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
@@ -90,14 +90,14 @@ def _config_and_tokenizer(
         return model_config(spec.scratch, spec.scratch.vocab_size), None
     name = str(spec.model)
     if not Path(name).expanduser().is_dir():
-        model_commit(name)  # one line at once, where transformers would try for a while
-    config = _read(AutoConfig, name, "config.json")
-    return config, _read(AutoTokenizer, name, "tokenizer")
+        model_commit(name, spec.revision)  # one line at once; transformers would try for a while
+    how = {"revision": spec.revision} if spec.revision else {}
+    return _read(AutoConfig, name, "config.json", how), _read(AutoTokenizer, name, "tokenizer", how)
 
 
-def _read(kind: Any, name: str, what: str) -> Any:
+def _read(kind: Any, name: str, what: str, how: dict[str, str]) -> Any:
     try:
-        return load_pretrained(kind, name)
+        return load_pretrained(kind, name, **how)
     except OptionError:  # it needs code of its own
         raise
     except (OSError, KeyError, ValueError) as error:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from headstart.train.data.corpus import Document
+from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import (
     HeldOutError,
     HeldOutPrompt,
