@@ -21,12 +21,20 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
     """The arguments of a training run whose checkpoints go to `folder`.
 
     Making them also sets up the processes, which must happen before anything else asks for those.
-    Raises OptionError for an 8-bit optimizer without bitsandbytes.
+    Raises OptionError for an 8-bit optimizer without bitsandbytes or a tracker that is not
+    installed, and RecipeError where the rows of a step cannot be divided.
     """
+    for tracker in spec.report_to:
+        if importlib.util.find_spec(tracker) is None:
+            raise OptionError(
+                f"train.report_to names {tracker}, which is not installed; pip install {tracker}, "
+                "or leave it out: metrics.jsonl is written always."
+            )
     if spec.optimizer == "adamw_8bit":
         _check_bitsandbytes("train.optimizer=adamw_8bit", "train.optimizer=adamw")
         changes = {"optim": "adamw_bnb_8bit", **changes}
     gpu = torch.cuda.is_available()
+    processes = int(os.environ.get("WORLD_SIZE", 1))  # as launchers set it
     bf16 = gpu and torch.cuda.is_bf16_supported()
     deepspeed = deepspeed_settings(os.environ, bf16)
     if not torch.accelerator.is_available():
@@ -39,7 +47,7 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "weight_decay": spec.weight_decay,
         "max_grad_norm": spec.clip,
         "per_device_train_batch_size": spec.batch_size,
-        "gradient_accumulation_steps": spec.gradient_accumulation,
+        "gradient_accumulation_steps": spec.accumulation(processes),
         "seed": seed,
         "use_cpu": not gpu,
         # Autocast of products alone: weights, gradients and the optimizer's state stay float32.
@@ -56,7 +64,8 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "remove_unused_columns": False,
         "ddp_find_unused_parameters": False,
         "ddp_timeout": 1800,  # what takes longer is waited for outside of collectives
-        "report_to": "none",
+        "report_to": spec.report_to or "none",
+        "run_name": folder.parent.parent.name,  # the recipe's name
         "log_level": "error",
         "disable_tqdm": True,  # the bar of `Progress` knows about the time bound
     }

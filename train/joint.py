@@ -100,12 +100,11 @@ class JointTarget(TargetWithDrafter):
         both = base[..., final][where], adapted[..., final][where]
         return {"loss": loss + base_kl(self.base, output_layer(self.target), *both, counts[-1])}
 
-    def checkpoint_activations(self) -> bool:
+    def checkpoint_activations(self) -> None:
         """Of the target's layers, through which the adapter's gradients flow."""
         for layer in decoder_layers(self.target):
             self._own_forwards.append((layer, layer.__dict__.get("forward")))
             layer.forward = partial(_run_again, layer.forward)  # type: ignore[method-assign]
-        return True
 
     def release(self) -> None:
         super().release()

@@ -16,6 +16,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from headstart.heads import Drafter, OptionError, family
+from headstart.heads.artifacts.hub import split_revision
 from headstart.heads.core import load_pretrained
 from headstart.infer import RULES, load
 
@@ -131,7 +132,7 @@ class _Run:
 
     def _check_prompts(self, corpus: Stage, target: Stage, trainable: bool) -> None:
         """Once there are text and tokenizer, and before the target writes."""
-        tokenizer = load_pretrained(AutoTokenizer, self._target_name(target))
+        tokenizer = self._tokenizer(target)
         check_prompts(self.recipe, tokenizer, corpus.folder, self.parts, trainable)
 
     def _settings(self, *sections: str, **more: Any) -> dict[str, Any]:
@@ -226,9 +227,13 @@ class _Run:
         return self.store.run("train", settings, work, reads, resumable=True)
 
     def _drafter_content(self) -> Any:
-        """Of a model that the drafter is made from, if it is."""
-        named = self.recipe.drafter.options.get("model")
-        return self._content(named if isinstance(named, str) else None)
+        """Of the model or the head that the drafter is made from, if it is."""
+        named, start = self.recipe.drafter.options.get("model"), self.recipe.train.from_
+        content = self._content(named if isinstance(named, str) else None)
+        if start is None:
+            return content
+        named_head = (start, None) if Path(start).is_dir() else split_revision(start)
+        return {"model": content, "from": self._content(*named_head)}
 
     def _heads(self, corpus: Stage, target: Stage, trained: Stage | None) -> Stage:
         def work(folder: Path) -> dict[str, Any]:
@@ -273,6 +278,11 @@ class _Run:
         """Path or Hub name; a run's folder may have moved since a target was trained in it."""
         return str(target.folder) if self.recipe.target.scratch else target.info["model"]
 
+    def _tokenizer(self, target: Stage) -> Any:
+        revision = self.recipe.target.revision
+        how = {"revision": revision} if revision else {}
+        return load_pretrained(AutoTokenizer, self._target_name(target), **how)
+
     def _load(self, target: Stage) -> tuple[PreTrainedModel, Any]:
         """The target on this process's device, and its tokenizer; loaded once."""
         if self._loaded is None:
@@ -282,6 +292,5 @@ class _Run:
                 model = load_pretrained(AutoModelForCausalLM, name, **how)
             if "device_map" not in how and not weights_are_sharded():
                 model.to(self.args.device)  # type: ignore[arg-type]
-            kept = {key: how[key] for key in how if key == "revision"}
-            self._loaded = model.eval(), load_pretrained(AutoTokenizer, name, **kept)
+            self._loaded = model.eval(), self._tokenizer(target)
         return self._loaded

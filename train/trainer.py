@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerControl
 
@@ -34,9 +35,10 @@ from .checkpoints import (
     whole_checkpoints,
 )
 from .clock import Clock, Progress
-from .data.batches import collate
+from .data.batches import batch_loader
 from .data.training_rows import Rows
 from .engine import bring_in_whole, kind_of, leave_out_frozen, size_buckets
+from .epochs import NextEpoch, make_batches, steps_of
 from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
 from .on_policy import StudentText
 from .processes import from_process_0, is_process_0, sum_over_processes, wait_for_all
@@ -70,6 +72,9 @@ class DrafterTrainer(Trainer):
         self.module, self.rows, self.spec, self.validation = module, rows, spec, validation
         self.student_text = student_text
         self.folder = Path(args.output_dir or "")
+        self.batches = make_batches(module, args, rows, spec)
+        if spec.epochs is not None:
+            args.max_steps = steps_of(spec.epochs, self.batches.steps, args.max_steps)
         self.clock = Clock(args.max_steps, spec.max_seconds, spec.warmup_ratio)
         self.signals, self.stopped = StopSignals(), False
         self.loss_total = 0.0  # of all steps so far
@@ -81,8 +86,12 @@ class DrafterTrainer(Trainer):
             args=args,
             train_dataset=rows,
             eval_dataset=rows,  # never read: `evaluate` decodes prompts
-            data_collator=collate,
-            callbacks=[_StepEnd(self), self.clock, Progress(self.clock, progress)],
+            callbacks=[
+                _StepEnd(self),
+                self.clock,
+                Progress(self.clock, progress),
+                NextEpoch(self.batches),
+            ],
         )
         self.remove_callback(PrinterCallback)  # it prints to stdout
 
@@ -187,6 +196,11 @@ class DrafterTrainer(Trainer):
         self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
         self._created_lr_scheduler = True
         return self.lr_scheduler
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Not prepared by accelerate, which would divide among the processes what is divided."""
+        workers, pin = self.spec.dataloader_workers, self.args.dataloader_pin_memory
+        return batch_loader(self.rows, self.batches, workers, pin)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device

@@ -33,6 +33,8 @@ from ..losses.draft_loss import DraftLoss
 from ..on_policy import check_on_policy
 from ..recipe import Recipe
 from ..scratch_target import model_config
+from ..target_with_drafter import checkpoint_activations
+from ..warm_start import start_from
 
 
 class CheckError(ValueError):
@@ -69,9 +71,13 @@ def plan_run(recipe: Recipe) -> Plan:
     check_on_policy(recipe)
     load_options(recipe.target, torch.device("cpu"))
     config, tokenizer = _config_and_tokenizer(recipe)
-    with torch.device("meta"):
-        target = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
+    target = _target(recipe, config)
     drafter = _drafter(recipe, kind, target)
+    if isinstance(drafter, TrainableDrafter):
+        if recipe.train.from_ is not None:
+            start_from(recipe.train.from_, drafter)
+        if recipe.train.activation_checkpointing and drafter.adapter is None:
+            checkpoint_activations(drafter)
     if tokenizer is not None and recipe.distill.chat == "template" and not tokenizer.chat_template:
         raise CheckError(
             f"distill.chat is template, but the tokenizer of {recipe.target.model} has no chat "
@@ -93,6 +99,22 @@ def _config_and_tokenizer(
         model_commit(name, spec.revision)  # one line at once; transformers would try for a while
     how = {"revision": spec.revision} if spec.revision else {}
     return _read(AutoConfig, name, "config.json", how), _read(AutoTokenizer, name, "tokenizer", how)
+
+
+def _target(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    """The target without weights; an OptionError where it cannot attend as it is told."""
+    attention = recipe.target.attn_implementation
+    how = {} if attention is None else {"attn_implementation": attention}
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how).eval()
+    except (ImportError, ValueError) as error:
+        if attention is None:
+            raise
+        raise OptionError(
+            f"target.attn_implementation is {attention}, with which this target cannot be made "
+            f"({brief(error)}); expected sdpa, eager, or one whose package is installed."
+        ) from error
 
 
 def _read(kind: Any, name: str, what: str, how: dict[str, str]) -> Any:
