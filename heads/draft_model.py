@@ -20,7 +20,7 @@ from .core import OptionError, OutputLayer, load_pretrained, output_layer
 from .drafter import DrafterConfig, Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import copy_layers, layers_of
-from .trainable import TrainableDrafter
+from .trainable import DraftLogits, TrainableDrafter
 
 
 @strict
@@ -175,15 +175,29 @@ class DraftModel(TrainableDrafter):
         return self.model
 
     def draft_hidden_states(
-        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Depth k at position t is the student's final hidden state at t + k: [depths, M, D]."""
-        hidden = self.model.get_decoder()(input_ids=self._known(tokens), use_cache=False)[0]
+        hidden = self.model.get_decoder()(
+            input_ids=self._known(tokens), position_ids=positions, use_cache=False
+        )[0]
         shifted = [hidden.roll(-depth, 1)[where] for depth in range(1, depths + 1)]
         return torch.stack(shifted)
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return lambda states: self._output(states)[:, : self.config.vocab_size]
+
+    def checkpoint_activations(self) -> bool:
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        return True
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        return DraftLogits(self.draft_logits(depth), (output_layer(self.model),))
 
     @cached_property
     def _output(self) -> OutputLayer:

@@ -18,6 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from .eagle import Eagle, EagleConfig
 from .parts.own_layers import unit_scale_init
 from .parts.published_heads import eagle3
+from .trainable import DraftLogits
 
 
 @strict
@@ -132,6 +133,9 @@ class Eagle3(Eagle):
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return lambda hidden: self.lm_head(self.norm(hidden))
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        return DraftLogits(self.norm, (self.norm,), self.lm_head.weight)
 
     def predicted_features(self, states: Tensor) -> Tensor | None:
         return None

@@ -19,6 +19,7 @@ from .checkpoint import Found
 from .core import ArtifactError
 from .drafter import Step, last_true
 from .parts.vocabulary import TrimmedVocabulary, VocabularyConfig
+from .trainable import DraftLogits
 
 _INSIDE = "medusa_head."  # what the names of heads begin with in a whole model's weights
 _PLACE = re.compile(r"(\d+)\.\d+\.(linear\.(weight|bias)|weight)")
@@ -109,15 +110,24 @@ class Medusa(TrimmedVocabulary):
             self.output.copy_(self.rows_to_start_from(token_counts).expand_as(self.output))
 
     def draft_hidden_states(
-        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
     ) -> Tensor:
         return self._blocks(features[where], depths)  # the heads read no tokens
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.output is None:
             return self.target_logits
-        # One view for all chunks: each view of the stack costs a gradient of the whole stack.
         return partial(F.linear, weight=self.output[depth - 1])
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        if self.output is None:
+            return super().draft_output(depth)
+        return DraftLogits(weight=self.output, index=depth - 1)
 
     def begin(self, state: None, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         states = self._blocks(last_true(features, count), self.config.heads)  # [K, B, D]

@@ -23,6 +23,7 @@ from .checkpoint import Found
 from .core import ArtifactError
 from .drafter import Step, entries_at, last_true
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
+from .trainable import DraftLogits
 
 
 @strict
@@ -117,7 +118,12 @@ class ReDrafter(TokenConditioned):
         self.rnn_w.weight.div_(self.size_of_embeddings())  # so the cell's input is of size 1
 
     def draft_hidden_states(
-        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
     ) -> Tensor:
         states, found = self._before(features[where]), []
         for depth in range(1, depths + 1):
@@ -128,6 +134,12 @@ class ReDrafter(TokenConditioned):
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return lambda states: self.lm_head(self.input_proj(states))
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        blocks = self.lm_head[:-1]
+        inner = (self.input_proj, blocks)
+        weight = cast(nn.Linear, self.lm_head[-1]).weight
+        return DraftLogits(lambda states: blocks(self.input_proj(states)), inner, weight)
 
     def start(self, batch: int, capacity: int) -> ReDrafterState:
         return ReDrafterState()

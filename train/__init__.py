@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from .processes import end_processes
 
     if options.until == "distill":
-        folder = write_text(recipe, options.fresh).folder
+        folder = write_text(recipe, options.fresh).plain
         print(f"The rows are in {folder}", file=sys.stderr)
     else:
         folder = train(recipe, options.fresh)

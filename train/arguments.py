@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, TrainingArguments
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from headstart.heads import OptionError
 
-from .recipe import Train
+from .recipe import TargetSpec, Train
 
 
 def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> TrainingArguments:
@@ -58,16 +59,38 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
     return args
 
 
-def load_options(dtype: str, device: torch.device) -> dict[str, Any]:
-    """The options of `from_pretrained` for a recipe's `target.dtype`.
+def load_options(spec: TargetSpec, device: torch.device, world: int = 1) -> dict[str, Any]:
+    """The options of `from_pretrained` for a recipe's target.
 
-    `4bit` is bitsandbytes' NF4 with products in bfloat16 (QLoRA, arXiv 2305.14314); OptionError
-    without bitsandbytes.
+    Weights are read straight to the device, where that is not the CPU. `4bit` is bitsandbytes' NF4
+    with products in bfloat16 (QLoRA, arXiv 2305.14314).
+
+    Args:
+        device: of this process, of `world` in all.
+
+    Raises:
+        OptionError: there is no bitsandbytes for 4bit; or a map of devices for several processes.
     """
-    if dtype != "4bit":
-        return {"dtype": dtype}
+    found: dict[str, Any] = {"dtype": spec.dtype}
+    for name in ("revision", "attn_implementation"):
+        if (value := getattr(spec, name)) is not None:
+            found[name] = value
+    if spec.device_map is not None:
+        if world > 1:
+            raise OptionError(
+                f"target.device_map is {spec.device_map!r} with {world} processes, each of which "
+                "would spread the target over the same devices; launch one process, or leave it "
+                "out."
+            )
+        found["device_map"] = spec.device_map
+    elif device.type != "cpu" and not is_deepspeed_zero3_enabled():
+        found["device_map"] = {"": device}
+    if spec.dtype != "4bit":
+        return found
     _check_bitsandbytes("target.dtype=4bit", "target.dtype=bfloat16")
     return {
+        "device_map": {"": device},  # a quantized model cannot be moved afterwards
+        **found,
         "dtype": torch.bfloat16,
         "quantization_config": BitsAndBytesConfig(
             load_in_4bit=True,
@@ -75,7 +98,6 @@ def load_options(dtype: str, device: torch.device) -> dict[str, Any]:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         ),
-        "device_map": {"": device},  # a quantized model cannot be moved afterwards
     }
 
 

@@ -102,9 +102,16 @@ def pack(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> Tenso
 
 def build_model(spec: Scratch, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """A float32 Llama of the recipe's shape with seeded random weights."""
-    end: Any = tokenizer.eos_token_id
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    config = model_config(spec, len(tokenizer), tokenizer.eos_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).float()
+
+
+def model_config(spec: Scratch, vocab_size: int, end: Any = None) -> LlamaConfig:
+    """The config of the model; `end` is the id of its end token."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
         num_hidden_layers=spec.layers,
@@ -117,9 +124,6 @@ def build_model(spec: Scratch, tokenizer: PreTrainedTokenizerFast, seed: int) ->
         pad_token_id=end,
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).float()
 
 
 @torch.no_grad()

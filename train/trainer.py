@@ -121,8 +121,9 @@ class DrafterTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
         """See `TargetWithDrafter.counts`: over one step's micro-batches of all processes."""
-        batches = [(b["tokens"].to(device), b["supervised"].to(device)) for b in batch_samples]
-        counts = sum(self.module.counts(*batch) for batch in batches)
+        names = ("tokens", "supervised", "segments")
+        batches = [{n: b[n].to(device) for n in names if n in b} for b in batch_samples]
+        counts = sum(self.module.counts(**batch) for batch in batches)
         return self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts  # type: ignore[return-value]
 
     def compute_loss(

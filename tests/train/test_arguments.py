@@ -8,7 +8,7 @@ import torch
 
 from headstart.heads import OptionError
 from headstart.train.arguments import load_options, training_arguments
-from headstart.train.recipe import Train
+from headstart.train.recipe import TargetSpec, Train
 
 
 @pytest.mark.skipif(
@@ -17,7 +17,7 @@ from headstart.train.recipe import Train
 def test_what_needs_bitsandbytes_says_so(tmp_path: Path) -> None:
     for ask in (
         lambda: training_arguments(Train(optimizer="adamw_8bit"), tmp_path, seed=0),
-        lambda: load_options("4bit", torch.device("cpu")),
+        lambda: load_options(TargetSpec(dtype="4bit"), torch.device("cpu")),
     ):
         with pytest.raises(OptionError, match="needs bitsandbytes, which is not") as caught:
             ask()

@@ -126,12 +126,12 @@ def test_the_divergence_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -
     teacher = module.base
     base, adapted = torch.randn(9, SIZE), torch.randn(9, SIZE, requires_grad=True)
     found = []
-    for kept in (10**6, SIZE * 3):
+    for size in (None, 3):
         for drop in (False, True):
             module.adapter.train(drop)
             torch.manual_seed(0)
             layer = model.get_output_embeddings()
-            loss = base_kl(teacher, layer, base, adapted, torch.tensor(9), kept)
+            loss = base_kl(teacher, layer, base, adapted, torch.tensor(9), size)
             found.append((loss, torch.autograd.grad(loss, adapted)[0]))
     (whole, slope), _, (parts, same), (_, dropped) = found
     torch.testing.assert_close(parts, whole)
@@ -143,7 +143,7 @@ def test_the_divergence_is_the_same_in_chunks(monkeypatch: pytest.MonkeyPatch) -
         for sign in (1, -1):
             torch.manual_seed(0)
             moved = adapted + sign * 1e-2 * nudge
-            values.append(base_kl(teacher, layer, base, moved, torch.tensor(9), SIZE * 3))
+            values.append(base_kl(teacher, layer, base, moved, torch.tensor(9), 3))
         by_differences = (values[0] - values[1]) / 2e-2
     torch.testing.assert_close(by_differences, (dropped * nudge).sum(), rtol=2e-2, atol=1e-3)
 
@@ -385,6 +385,6 @@ def test_from_recipe_to_tokens(tmp_path: Path) -> None:
     measured = measure_tau(base, drafter, tree, "greedy", prompts, 16)
     assert measured["tau"] == pytest.approx(manifest.metrics["tau"])
     speculator = headstart.load(manifest.target, folder)
-    prompt = prompts[0][None]
+    prompt = prompts[0].tokens[None]
     found = speculator.generate(prompt, max_new_tokens=12, do_sample=False)
     assert torch.equal(found, base.generate(prompt, max_new_tokens=12, do_sample=False))

@@ -11,10 +11,12 @@ from .schema import (
     Recipe,
     RecipeError,
     Scratch,
+    Source,
+    TargetSpec,
     Train,
 )
 
 __all__ = [
     "Chat", "Corpus", "Distill", "DrafterSpec", "OnPolicy", "OpenAI", "Recipe", "RecipeError",
-    "Scratch", "Train", "load_recipe", "parse_recipe", "shipped_recipes",
+    "Scratch", "Source", "TargetSpec", "Train", "load_recipe", "parse_recipe", "shipped_recipes",
 ]  # fmt: skip

@@ -21,7 +21,7 @@ def test_stdlib(tmp_path: Path) -> None:
     spec = Corpus(max_bytes=300_000, held_out=0.2)
     counts = build_corpus(spec, tmp_path, seed=0)
     train, held_out = load_documents(tmp_path, "train"), load_documents(tmp_path, "held_out")
-    names = {document.id for document in train + held_out}
+    names = {document.id for document in [*train, *held_out]}
     assert len(names) == len(train) + len(held_out) > 5
     assert counts["train_documents"] == len(train)
     assert len(held_out) == round(0.2 * len(names))
@@ -35,7 +35,7 @@ def test_stdlib(tmp_path: Path) -> None:
     build_corpus(spec, other, seed=1)
     for split in ("train.jsonl", "held_out.jsonl"):
         assert (again / split).read_bytes() == (tmp_path / split).read_bytes()
-    assert load_documents(other, "held_out") != held_out
+    assert list(load_documents(other, "held_out")) != list(held_out)
 
 
 def test_more_bytes_only_add_documents(tmp_path: Path) -> None:
@@ -44,8 +44,8 @@ def test_more_bytes_only_add_documents(tmp_path: Path) -> None:
     build_corpus(spec, few)
     build_corpus(replace(spec, max_bytes=200_000), many)
     first = load_documents(few, "train")
-    assert load_documents(many, "train")[: len(first)] == first
-    assert load_documents(few, "held_out") == []
+    assert load_documents(many, "train")[: len(first)] == list(first)
+    assert list(load_documents(few, "held_out")) == []
 
 
 def test_folder_of_files(tmp_path: Path) -> None:
@@ -59,9 +59,8 @@ def test_folder_of_files(tmp_path: Path) -> None:
     (source / ".hidden").write_text("no")
     (source / "empty.txt").write_text(" \n")
     counts = build_corpus(Corpus(source=str(source), held_out=0.3), tmp_path / "out")
-    documents = load_documents(tmp_path / "out", "train") + load_documents(
-        tmp_path / "out", "held_out"
-    )
+    out = tmp_path / "out"
+    documents = [*load_documents(out, "train"), *load_documents(out, "held_out")]
     assert {document.id: document.text for document in documents} == {
         "a.md": "one é 漢\ntwo",
         "deep/b.txt": "three",
