@@ -60,7 +60,7 @@ def train(recipe: Recipe, fresh: bool = False) -> Path:
 
 def write_text(recipe: Recipe, fresh: bool = False) -> Stage:
     """Run the stages up to the text that a drafter is trained on; returns the last of them."""
-    with _Run(recipe, fresh) as this:
+    with _Run(recipe, fresh, parts=()) as this:
         return this.write_text()
 
 
@@ -116,6 +116,7 @@ class _Run:
         return self._heads(corpus, target, self._train(corpus, target, rows))
 
     def write_text(self) -> Stage:
+        """Run the stages up to the rows."""
         self._check()
         corpus = self._corpus()
         target = self._target(corpus)
@@ -132,8 +133,7 @@ class _Run:
 
     def _check_prompts(self, corpus: Stage, target: Stage, trainable: bool) -> None:
         """Once there are text and tokenizer, and before the target writes."""
-        tokenizer = self._tokenizer(target)
-        check_prompts(self.recipe, tokenizer, corpus.folder, self.parts, trainable)
+        check_prompts(self.recipe, self._tokenizer(target), corpus.folder, self.parts, trainable)
 
     def _settings(self, *sections: str, **more: Any) -> dict[str, Any]:
         """What decides a stage's result: the seed, sections of the recipe, and more."""
@@ -174,9 +174,8 @@ class _Run:
         return self.store.run("target", settings, work, reads, shared=True)
 
     def _distill(self, corpus: Stage, target: Stage) -> Stage:
-        spec, seed = self.recipe.distill, self.recipe.seed
-
-        chat, name = self.recipe.chat, self._target_name(target)
+        spec, seed, chat = self.recipe.distill, self.recipe.seed, self.recipe.chat
+        name = self._target_name(target)
 
         def work(folder: Path) -> dict[str, int]:
             if weights_are_sharded():
@@ -185,7 +184,7 @@ class _Run:
                     "process holds a part of the target, they cannot write texts of their own; run "
                     "the recipe first with another launch file, up to the distill stage."
                 )
-            tokenizer = load_pretrained(AutoTokenizer, name)
+            tokenizer = self._tokenizer(target)
             texts = load_documents(corpus.folder, "train")
             rank, world = self.args.process_index, self.args.world_size
             pace = distill(
@@ -279,9 +278,10 @@ class _Run:
         return str(target.folder) if self.recipe.target.scratch else target.info["model"]
 
     def _tokenizer(self, target: Stage) -> Any:
+        """The target's tokenizer, without its weights."""
         revision = self.recipe.target.revision
-        how = {"revision": revision} if revision else {}
-        return load_pretrained(AutoTokenizer, self._target_name(target), **how)
+        kept = {"revision": revision} if revision else {}
+        return load_pretrained(AutoTokenizer, self._target_name(target), **kept)
 
     def _load(self, target: Stage) -> tuple[PreTrainedModel, Any]:
         """The target on this process's device, and its tokenizer; loaded once."""

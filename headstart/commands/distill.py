@@ -24,14 +24,14 @@ def run(options: argparse.Namespace) -> int:
 
     with quiet_stdout():
         stage = write_text(recipe, options.fresh)
-    manifest = json.loads((stage.folder / MANIFEST).read_text())
+    manifest = json.loads((stage.plain / MANIFEST).read_text())
     if options.json:
-        print(json.dumps({"folder": str(stage.folder), **manifest}, indent=2))
+        print(json.dumps({"folder": str(stage.plain), **manifest}, indent=2))
         return 0
     counts = manifest["counts"]
     print(
         f"{counts['rows']} rows of {counts['tokens']} tokens, {counts['supervised']} of them to be "
-        f"learnt, in {counts['shards']} shards: {stage.folder}"
+        f"learnt, in {counts['shards']} shards: {stage.plain}"
     )
     if stage.reused:
         print("They were there; --fresh writes them anew.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -123,9 +123,9 @@ def encode(
         if renderer.plain or not document.messages:
             plain[i] = document.whole()
             continue
-        due = document.messages[-1]["role"] == "user"
+        due = document.messages[-1]["role"] != "assistant"
         try:
-            templated[i] = renderer.text(document.messages, prompt=due)
+            templated[i] = renderer.text(document.messages, due, document.tools)
         except ChatTemplateError as error:
             said = f"{document.id}: {error}; drop the row, or set distill.chat=plain."
             raise DistillError(said) from None
@@ -159,7 +159,7 @@ Part = Literal["bench", "validation"]
 
 
 def prompt_settings(recipe: Recipe) -> dict[str, Any]:
-    """What the prompts of validation and benchmark are, as plain data; see `held_out_prompts`.
+    """What the prompts of validation and benchmark are: `prefix`, `tokens`, `chat`, `rendering`.
 
     `decode.prefix` says it: `same` as what the target continues (`distill.prefix`), where prompts
     are those that distillation would take; or windows of `decode.prefix_tokens` tokens. Whoever
@@ -172,7 +172,8 @@ def prompt_settings(recipe: Recipe) -> dict[str, Any]:
     if prefix == "prompt":
         room = max(distill.row_tokens - decode.new_tokens, 1)
         tokens = room if distill.writer == "given" else distill.prefix_tokens
-    return {"prefix": prefix, "tokens": tokens, "how": distill.chat, "chat": asdict(recipe.chat)}
+    rendering = asdict(recipe.chat)
+    return {"prefix": prefix, "tokens": tokens, "chat": distill.chat, "rendering": rendering}
 
 
 def recipe_prompts(
@@ -192,8 +193,8 @@ def held_out_prompts(
     seed: int = 0,
     part: Part = "bench",
     prefix: str = "window",
-    how: str = "auto",
-    chat: Mapping[str, Any] | None = None,
+    chat: str = "auto",
+    rendering: dict[str, Any] | None = None,
 ) -> list[HeldOutPrompt]:
     """The first `count` prompts of held-out documents, in an order drawn by (seed, documents).
 
@@ -204,13 +205,14 @@ def held_out_prompts(
         tokens: how many a window or start has, and how many a prompt has at most.
         prefix: `window`, which do not overlap, and which the documents take turns in giving;
             `start`, the first tokens of each document; or `prompt`, all up to an answer, drawn from
-            all those of all documents.
-        how, chat: see `encode`; `chat` as plain data.
+            all those of all documents, as distillation draws them.
+        chat: see `encode`; rendering: the recipe's section `chat`, as plain data.
 
     Raises:
         HeldOutError: there are fewer.
     """
-    given = _by_document(tokenizer, documents, tokens, seed, prefix, how, chat)
+    settings = Chat(**rendering) if rendering else None
+    given = _by_document(tokenizer, documents, tokens, seed, prefix, chat, settings)
     mine = _of_part(given, part)
     prompts = [prompt for found in mine for prompt in found]
     if prefix == "prompt":
@@ -233,7 +235,8 @@ def available_prompts(
 ) -> dict[Part, int]:
     """How many prompts held-out documents give for each part; see `held_out_prompts`."""
     kind = prompt_settings(recipe)
-    given = _by_document(tokenizer, documents, seed=recipe.seed, **kind)
+    prefix, tokens, chat = kind["prefix"], kind["tokens"], kind["chat"]
+    given = _by_document(tokenizer, documents, tokens, recipe.seed, prefix, chat, recipe.chat)
     parts: tuple[Part, ...] = ("validation", "bench")
     return {part: sum(map(len, _of_part(given, part))) for part in parts}
 
@@ -243,26 +246,25 @@ def held_out_texts(
     part: Part = "bench", limit: int = 512,
 ) -> list[Tensor]:  # fmt: skip
     """At most `limit` windows of `tokens` tokens, [P] int64; see `held_out_prompts`."""
-    given = _by_document(tokenizer, documents, tokens, seed, "window")
+    given = _by_document(tokenizer, documents, tokens, seed, "window", "auto")
     return [prompt.tokens for prompt in _in_turns(_of_part(given, part))[:limit]]
 
 
 def _by_document(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], tokens: int, seed: int,
-    prefix: str, how: str = "auto", chat: Mapping[str, Any] | None = None,
+    prefix: str, chat: str, settings: Chat | None = None,
 ) -> list[list[HeldOutPrompt]]:  # fmt: skip
     """The prompts of each document that gives any, the documents in a drawn order."""
     documents = sorted(documents, key=lambda document: order(f"{seed}:{document.id}"))
-    rendering = how, Chat(**(chat or {}))
     if prefix == "prompt":
         texts = [(at, text) for at, d in enumerate(documents) for text in d.prompts()]
-        rows = encode(tokenizer, [text for _, text in texts], *rendering)
+        rows = encode(tokenizer, [text for _, text in texts], chat, settings)
         found: list[list[list[int]]] = [[] for _ in documents]
         for (at, _), row in zip(texts, rows, strict=True):
             if 1 <= len(row) <= tokens:
                 found[at].append(row)
     else:
-        rows = encode(tokenizer, documents, *rendering)
+        rows = encode(tokenizer, documents, chat, settings)
         found = []
         for document, row in zip(documents, rows, strict=True):
             starts = range(0, len(row) - tokens + 1, tokens)

@@ -26,6 +26,9 @@ from transformers import PreTrainedTokenizerBase
 from ..recipe import Chat
 from .documents import ChatTemplateError, Message, plain_chat
 
+Tools = list[Any] | None
+"""What a template is told of tools: JSON schemas."""
+
 _ANSWER = "\u2063answer\u2063"  # stands for an answer where its end is looked for
 _MARKS = re.compile(r"\{%-?\s*generation\b")
 _CLOCK = re.compile(r"strftime_now\s*\(\s*(['\"])(.*?)\1\s*\)")
@@ -65,6 +68,7 @@ class _Turn:
     prompt: str
     whole: str  # the prompt and the answer
     messages: list[Message] | None  # of the chat so far, where the template writes just that
+    tools: Tools
 
 
 def add_answer(
@@ -141,20 +145,24 @@ class ChatRenderer:
         known = "date_string" in (self.template or "")
         return self._options if known else self.chat.template_kwargs
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
         """The ids up to where the next answer begins, as a model is prompted with them."""
-        return self.encode(self.text(messages, prompt=True))
+        return self.encode(self.text(messages, True, tools))
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text; a template writes the special tokens itself."""
         return self.tokenizer(text, add_special_tokens=self.plain, verbose=False)["input_ids"]
 
-    def text(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        """A chat as text; with `prompt`, up to where the answer begins."""
+    def text(self, messages: Sequence[Message], prompt: bool = False, tools: Tools = None) -> str:
+        """A chat as text; with `prompt`, up to where the answer begins.
+
+        Args:
+            tools: the chat's own; those of the recipe when None.
+        """
         messages = self.whole(messages)
         if self.template is None:
             return plain_chat(messages)
-        return self._apply(messages, add_generation_prompt=prompt, tokenize=False)
+        return self._apply(messages, tools, add_generation_prompt=prompt, tokenize=False)
 
     def whole(self, messages: Sequence[Message]) -> list[Message]:
         """The chat, opened by `chat.system` where it has no system prompt of its own."""
@@ -163,14 +171,14 @@ class ChatRenderer:
             return list(messages)
         return [{"role": "system", "content": system}, *messages]
 
-    def _apply(self, messages: list[Message], **how: Any) -> Any:
+    def _apply(self, messages: list[Message], tools: Tools, **how: Any) -> Any:
         from jinja2 import TemplateError
 
         apply: Any = self.tokenizer.apply_chat_template
         try:
             return apply(
                 messages,
-                tools=self.chat.tools or None,
+                tools=tools or self.chat.tools or None,
                 chat_template=self.template,
                 **how,
                 **self._options,
@@ -180,22 +188,25 @@ class ChatRenderer:
             said = f"the tokenizer's chat template refuses the roles {roles}"
             raise ChatTemplateError(said) from None
 
-    def rows(self, messages: Sequence[Message], open_end: bool = False) -> list[Rendered]:
+    def rows(
+        self, messages: Sequence[Message], open_end: bool = False, tools: Tools = None
+    ) -> list[Rendered]:
         """The rows that teach every answer of a chat; see `rows_of`."""
-        return self.rows_of([messages], open_end)[0]
+        return self.rows_of([(messages, tools)], open_end)[0]
 
     def rows_of(
-        self, chats: Sequence[Sequence[Message]], open_end: bool = False
+        self, chats: Sequence[tuple[Sequence[Message], Tools]], open_end: bool = False
     ) -> list[list[Rendered]]:
         """The rows that teach every answer of each chat: one, where the template lets it.
 
         Args:
+            chats: messages, and the chat's own tools.
             open_end: the last answer was not finished: it has no end-of-turn token.
 
         Raises:
             ChatTemplateError: the template refuses a chat's roles, or drops what it is to teach.
         """
-        turns = [self._turns(messages, open_end) for messages in chats]
+        turns = [self._turns(messages, tools, open_end) for messages, tools in chats]
         texts = [text for each in turns for turn in each for text in (turn.prompt, turn.whole)]
         ids = iter(self.encode_all(texts))
         found = []
@@ -224,17 +235,23 @@ class ChatRenderer:
             return self.tokenizer(answer, add_special_tokens=False)["input_ids"]
         return self.tokenizer(f"{before}{answer}", add_special_tokens=False)["input_ids"][1:]
 
-    def _turns(self, messages: Sequence[Message], open_end: bool) -> list[_Turn]:
+    def _turns(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> list[_Turn]:
         """The answers, each with the prompt before it. Answers before any question are left out."""
         asked = next((at for at, m in enumerate(messages) if m["role"] == "user"), len(messages))
         places = [at for at, m in enumerate(messages) if m["role"] == "assistant" and at > asked]
-        return [self._turn(messages[: at + 1], open_end and at == places[-1]) for at in places]
+        return [
+            self._turn(messages[: at + 1], tools, open_end and at == places[-1]) for at in places
+        ]
 
-    def _turn(self, messages: Sequence[Message], open_end: bool) -> _Turn:
+    def _turn(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> _Turn:
         """The last answer of a chat, to the end of its end-of-turn token."""
-        prompt, text = self.text(messages[:-1], prompt=True), self.text(messages)
+        prompt, text = self.text(messages[:-1], True, tools), self.text(messages, False, tools)
         tail, end = self._tail
-        if not text.endswith(tail):
+        if not text.endswith(tail):  # calls of tools may have an end of their own
+            tail, end = text[len(text.rstrip()) :], ""
+            if open_end or not text.rstrip().endswith(self._known):
+                tail = None
+        if tail is None:
             raise ChatTemplateError(
                 "the tokenizer's chat template ends this chat otherwise than it ends a chat of one "
                 "question; set distill.chat=plain, or use distill.writer=own"
@@ -242,7 +259,7 @@ class ChatRenderer:
         end = "" if open_end else end
         text = text[: len(text) - len(tail)] + end
         if text.startswith(prompt):
-            return _Turn(prompt, text, self.whole(messages))
+            return _Turn(prompt, text, self.whole(messages), tools)
         rest = _after(prompt, messages[-1]["content"])
         if rest is None:
             raise ChatTemplateError(
@@ -250,13 +267,14 @@ class ChatRenderer:
                 "(thinking that this chat does not hold?); set chat.template_kwargs, such as "
                 "{enable_thinking: false}, or distill.chat=plain, or distill.writer=own"
             )
-        return _Turn(prompt, prompt + rest + end, None)
+        return _Turn(prompt, prompt + rest + end, None, tools)
 
     def _marked(self, turn: _Turn, ids: list[int]) -> list[bool] | None:
         """For each of `ids`, whether a `{% generation %}` block holds it; None without one."""
         if self.template is None or turn.messages is None or not _MARKS.search(self.template):
             return None
-        found = self._apply(turn.messages, return_dict=True, return_assistant_tokens_mask=True)
+        how = {"return_dict": True, "return_assistant_tokens_mask": True}
+        found = self._apply(turn.messages, turn.tools, **how)
         same = found["input_ids"][: len(ids)] == ids
         return [bool(on) for on in found["assistant_masks"][: len(ids)]] if same else None
 
@@ -274,10 +292,14 @@ class ChatRenderer:
                 "the tokenizer's chat template leaves answers out; set distill.chat=plain, or "
                 "another chat template"
             )
-        known = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
-        known |= set(self.tokenizer.all_special_tokens)
-        ends = [tail.index(token) + len(token) for token in known if token and token in tail]
+        ends = [tail.index(token) + len(token) for token in self._known if token in tail]
         return tail, tail[: min(ends, default=0)]
+
+    @cached_property
+    def _known(self) -> tuple[str, ...]:
+        """The tokens that the tokenizer has as a whole, such as `<|im_end|>`."""
+        known = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+        return tuple(token for token in known | set(self.tokenizer.all_special_tokens) if token)
 
 
 def _after(prompt: str, content: str) -> str | None:

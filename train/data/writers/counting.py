@@ -58,7 +58,7 @@ def _asked(spec: Distill, renderer: ChatRenderer, document: Document) -> Counts:
     questions = [at for at, m in enumerate(document.messages or ()) if m["role"] == "user"]
     tokens = len(first.tokens)
     if len(questions) > 1 and spec.turns == "all" and document.messages is not None:
-        tokens = len(renderer.prompt(document.messages[: questions[-1] + 1]))
+        tokens = len(renderer.prompt(document.messages[: questions[-1] + 1], document.tools))
     return Counts(kept=1, cut=int(tokens >= spec.row_tokens), tokens=tokens)
 
 

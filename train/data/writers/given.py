@@ -54,7 +54,7 @@ def given_rows(
     Rows that are too long are cut at a turn, and left out where not one answer fits. Raises
     DistillError, which names the document, where the template refuses a chat.
     """
-    chats = [document.messages for document in documents if document.messages]
+    chats = [(document.messages, document.tools) for document in documents if document.messages]
     try:
         rendered = iter(renderer.rows_of(chats))
     except ChatTemplateError:
@@ -70,7 +70,7 @@ def _rendered(renderer: ChatRenderer, document: Document) -> list[Rendered]:
     """The rows of one chat, whose id an error names."""
     assert document.messages is not None
     try:
-        return renderer.rows(document.messages)
+        return renderer.rows(document.messages, tools=document.tools)
     except ChatTemplateError as error:
         raise DistillError(
             f"{document.id}: {error}; drop the row, or set distill.chat=plain."

@@ -101,7 +101,7 @@ class ServerWriter:
                 _take(replay, answer)
         while not stop.is_set() and (asked := replay.ask()) is not None:
             try:
-                answer = self._answer(asked, self._seeds[number] & (2**31 - 1))
+                answer = self._answer(asked, document, self._seeds[number] & (2**31 - 1))
             except RefusedError:
                 replay.counts.refused, replay.counts.cut = (
                     int(not replay.answers),
@@ -114,7 +114,7 @@ class ServerWriter:
             _take(replay, answer)
         return replay
 
-    def _answer(self, asked: Asked, seed: int) -> dict[str, Any]:
+    def _answer(self, asked: Asked, document: Document, seed: int) -> dict[str, Any]:
         """The server's answer: `text`, `ended`, how many `tokens`, and their `ids` if it says."""
         spec = self.spec
         body: dict[str, Any] = {
@@ -128,8 +128,8 @@ class ServerWriter:
             body |= {"seed": seed, "top_p": 1.0}
         if options := self.renderer.server_options:
             body["chat_template_kwargs"] = options
-        if self.renderer.chat.tools:
-            body["tools"] = self.renderer.chat.tools
+        if tools := document.tools or self.renderer.chat.tools:
+            body["tools"] = tools
         if self.server.token_ids:
             body["return_token_ids"] = True
         found = self.client.post("chat/completions", body | self.server.extra)
@@ -167,7 +167,8 @@ class ServerWriter:
         if self.server.token_ids:
             return replay.result()
         try:
-            rows = self.renderer.rows(replay.history, open_end=not replay.finished)
+            tools = replay.document.tools
+            rows = self.renderer.rows(replay.history, not replay.finished, tools)
         except ChatTemplateError as error:
             raise DistillError(f"{replay.document.id}: {error}.") from None
         limit = self.spec.row_tokens

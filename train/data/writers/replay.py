@@ -96,6 +96,9 @@ class Replay:
         """
         while self._coming:
             message = self._coming.pop(0)
+            if message["role"] == "tool":  # it answers a call that the target did not make
+                self._coming = []
+                return False
             answered = any(each["role"] == "user" for each in self.history)
             if message["role"] == "assistant" and answered:
                 continue
@@ -108,7 +111,7 @@ class Replay:
         if self.document.messages is None:
             return self.renderer.tokenizer(self.document.text, verbose=False)["input_ids"]
         try:
-            return self.renderer.prompt(self.history)
+            return self.renderer.prompt(self.history, self.document.tools)
         except ChatTemplateError as error:
             said = f"{self.document.id}: {error}; drop the row, or set distill.chat=plain."
             raise DistillError(said) from None
