@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -84,7 +83,7 @@ def check_needs(recipe: Recipe, needs: Needs, processes: int = 1) -> None:
 
     Memory is judged of one process alone: launchers may divide weights over several.
     """
-    folder = Path(recipe.output).absolute()
+    folder = recipe.folder.absolute()
     while not folder.exists():
         folder = folder.parent
     if not os.access(folder, os.W_OK):
