@@ -19,6 +19,7 @@ from .needs import Needs, check_needs, needs_of
 from .plan import Plan, plan_run
 
 _SMALL = 8_000_000  # bytes of a corpus that is read before the first stage
+_WHOLE = 64  # training documents that are tokenised to see that they are long enough
 
 
 def check_run(recipe: Recipe, processes: int = 1, parts: Sequence[Part] = ("validation",)) -> Plan:
@@ -87,8 +88,10 @@ def check_prompts(
     if not trainable:
         return
     spec, documents = recipe.distill, load_documents(corpus, "train")
-    sample = [documents[i] for i in range(min(len(documents), LOOKED_AT))]
-    if spec.writer == "own" and spec.prefix != "prompt":
+    windows = spec.writer == "own" and spec.prefix != "prompt"
+    looked_at = _WHOLE if windows else LOOKED_AT
+    sample = [documents[i] for i in range(min(len(documents), looked_at))]
+    if windows:
         prefixes = make_prefixes(spec, tokenizer, sample, recipe.chat)
         told = [f"{prefixes.skipped} are shorter than distill.prefix_tokens {spec.prefix_tokens}"]
         told = told if prefixes.skipped else []
