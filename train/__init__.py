@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     With `--until distill` it stops when the text that the drafter is trained on is written.
     """
     import argparse
+    import contextlib
     import sys
 
     from .recipe import load_recipe
@@ -28,14 +29,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--until", choices=["distill"], help="stop after this stage")
     options = parser.parse_intermixed_args(argv)
     recipe = load_recipe(options.recipe, options.overrides)
-    from .pipeline import train, write_text
-    from .processes import end_processes
+    with contextlib.redirect_stdout(sys.stderr):  # some libraries print
+        from .lifetime import end_processes
+        from .pipeline import train, write_text
+        from .stopping import Interrupted
 
-    if options.until == "distill":
-        folder = write_text(recipe, options.fresh).plain
-        print(f"The rows are in {folder}", file=sys.stderr)
-    else:
-        folder = train(recipe, options.fresh)
-        print(f"The drafter is in {folder}", file=sys.stderr)
-    end_processes()
+        try:
+            if options.until == "distill":
+                made, folder = "rows are", write_text(recipe, options.fresh).plain
+            else:
+                made, folder = "drafter is", train(recipe, options.fresh)
+        except Interrupted:  # all processes were
+            end_processes()
+            raise
+        print(f"The {made} in {folder}", file=sys.stderr)
+        end_processes()
     return 0

@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.corpus import build_corpus, load_documents
 from ..data.documents import Document
 from ..data.prefixes import Part, make_prefixes, recipe_prompts
+from ..data.writers.counting import look
 from ..recipe import Recipe
 from .needs import Needs, check_needs, needs_of
 from .plan import CheckError, Plan, plan_run
@@ -84,15 +85,15 @@ def check_prompts(
     documents = load_documents(corpus, "train")
     sample = [documents[i] for i in range(min(len(documents), _SAMPLE))]
     _check_answers(recipe, sample)
-    prefixes = make_prefixes(recipe.distill, tokenizer, sample)
-    if skipped := prefixes.skipped:
-        spec = recipe.distill
-        kind = "prompts are empty or longer" if spec.prefix == "prompt" else "documents are shorter"
-        print(
-            f"{recipe.name}: of {len(sample)} training documents, {skipped} {kind} than "
-            f"distill.prefix_tokens {spec.prefix_tokens}, and are left out",
-            file=sys.stderr,
-        )
+    spec = recipe.distill
+    if spec.writer != "own" or spec.prefix == "prompt":
+        lines = list(look(spec, tokenizer, sample, recipe.chat).left_out(spec))
+    else:
+        skipped = make_prefixes(spec, tokenizer, sample, recipe.chat).skipped
+        short = f"{skipped} are shorter than distill.prefix_tokens {spec.prefix_tokens}: left out"
+        lines = [short] if skipped else []
+    for line in lines:
+        print(f"{recipe.name}: of {len(sample)} training documents, {line}", file=sys.stderr)
 
 
 def _check_answers(recipe: Recipe, documents: Sequence[Document]) -> None:

@@ -1,11 +1,13 @@
-"""Recipes: `schema` is what one may say, `loading` reads and checks one."""
+"""Recipes: `schema` is what one may say, `files` reads and composes them, `loading` checks."""
 
-from .loading import load_recipe, parse_recipe, shipped_recipes
+from .files import shipped_combinations, shipped_parts, shipped_recipes
+from .loading import load_recipe, parse_recipe
 from .schema import (
     Chat,
     Corpus,
     Distill,
     DrafterSpec,
+    Hardware,
     OnPolicy,
     OpenAI,
     Recipe,
@@ -17,6 +19,7 @@ from .schema import (
 )
 
 __all__ = [
-    "Chat", "Corpus", "Distill", "DrafterSpec", "OnPolicy", "OpenAI", "Recipe", "RecipeError",
-    "Scratch", "Source", "TargetSpec", "Train", "load_recipe", "parse_recipe", "shipped_recipes",
+    "Chat", "Corpus", "Distill", "DrafterSpec", "Hardware", "OnPolicy", "OpenAI", "Recipe",
+    "RecipeError", "Scratch", "Source", "TargetSpec", "Train",
+    "load_recipe", "parse_recipe", "shipped_combinations", "shipped_parts", "shipped_recipes",
 ]  # fmt: skip

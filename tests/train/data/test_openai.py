@@ -146,6 +146,14 @@ def test_errors_are_one_line_and_say_what_to_do(tmp_path: Path, status: int, sai
     assert said in message and "secret question" not in message
 
 
+def test_nobody_answers(tmp_path: Path) -> None:
+    with serving() as server:
+        spec = spec_for(server)
+    with pytest.raises(DistillError, match="start the server") as error:
+        written(spec, tmp_path)
+    one_line(error.value)
+
+
 def test_settings_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MY_KEY", raising=False)
     with serving() as server, pytest.raises(DistillError, match="MY_KEY, which is not set"):

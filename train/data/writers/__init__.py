@@ -40,8 +40,9 @@ def make_writer(
     if spec.writer == "given":
         length = spec.max_length or context_of(_loaded(target))
     if spec.writer != "own" or spec.prefix == "prompt":
-        for line in look(spec, renderer, documents, length).left_out(spec):
-            logger.info("distill: of the first %d texts, %s", LOOKED_AT, line)
+        first = [documents[at] for at in range(min(len(documents), LOOKED_AT))]
+        for line in look(spec, tokenizer, first, chat, length).left_out(spec):
+            logger.info("distill: of the first %d texts, %s", len(first), line)
     if spec.writer == "given":
         supervise = (chat or Chat()).supervise
         examples = _examples(spec, len(documents), repeats=False)
