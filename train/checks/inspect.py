@@ -32,6 +32,7 @@ from ..data.prefixes import (
     prompt_settings,
 )
 from ..data.training_rows import write_rows
+from ..data.writers import make_writer
 from ..drafter_stage import make_drafter
 from ..joint import training_classes
 from ..recipe import Recipe
@@ -139,20 +140,46 @@ def _prompts(
 def _texts(recipe: Recipe, tokenizer: Any, documents: Sequence[Document]) -> list[Tensor]:
     """Token ids [T] of some documents, whole up to what the run would read of them."""
     length = recipe.distill.prefix_tokens + recipe.distill.new_tokens
-    ids = encode(tokenizer, list(documents[:64]), recipe.distill.chat)
+    ids = encode(tokenizer, list(documents[:64]), recipe.distill.chat, recipe.chat)
     return [torch.tensor(row[:length]) for row in sorted(ids, key=len, reverse=True)[:8]]
 
 
 def training_rows(
     recipe: Recipe, target: Any, tokenizer: Any, documents: Sequence[Document]
 ) -> list[ShownRow]:
-    """Some rows as the run would make them, with shorter answers."""
+    """Some rows as the run would make them, with shorter answers, and no server."""
+    spec = recipe.distill
+    if spec.writer == "own" and spec.prefix != "prompt":
+        return _continued(recipe, target, tokenizer, documents)
+    writer = "given" if spec.writer == "given" else "own"
+    shorter = min(spec.new_tokens, _WRITTEN)
+    spec = replace(spec, writer=writer, prefix="prompt", new_tokens=shorter, drafter=None)
+    sources = {document.id: document for document in documents[: 16 * _ROWS]}
+    with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
+        made = make_writer(
+            spec, target, tokenizer, list(sources.values()), Path(folder), recipe.seed, recipe.chat
+        )
+        found: list[ShownRow] = []
+        for first in range(0, made.units, _ROWS):
+            units = range(first, min(first + _ROWS, made.units))
+            for row in (row for each in made.write(units, lambda *_: None) for row in each.rows):
+                masks = row.tokens.tolist(), row.supervised.tolist()
+                found.append(ShownRow(*masks, sources.get(row.id)))
+            if len(found) >= _ROWS:
+                break
+    return found[:_ROWS]
+
+
+def _continued(
+    recipe: Recipe, target: Any, tokenizer: Any, documents: Sequence[Document]
+) -> list[ShownRow]:
+    """Rows of windows or starts of documents."""
     spec = replace(recipe.distill, new_tokens=min(recipe.distill.new_tokens, _WRITTEN))
     prefixes: list[Tensor] = []
     sources: list[Document] = []
     for document in documents:
         with suppress(DistillError):  # it gives no prefix
-            found = make_prefixes(spec, tokenizer, [document])
+            found = make_prefixes(spec, tokenizer, [document], recipe.chat)
             prefixes.append(found[found.draw(1, recipe.seed)[0]])
             sources.append(document)
         if len(prefixes) == _ROWS:

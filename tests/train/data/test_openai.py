@@ -41,7 +41,7 @@ CHATS = [chat(number) for number in range(30)]
 def spec_for(server: Chats, **how: Any) -> Distill:
     settings: dict[str, Any] = {"concurrency": 4, "retries": 12, "timeout": 0.4} | how
     return Distill(
-        writer="openai", openai=OpenAI(url=server.url, model="m", **settings), examples=None,
+        writer="openai", openai=OpenAI(url=server.url, model="m", **settings), examples=30,
         prefix="prompt", prefix_tokens=200, new_tokens=60, max_length=500, shards=6,
     )  # fmt: skip
 

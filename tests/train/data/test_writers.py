@@ -34,7 +34,7 @@ CHATS = [
     chat(f"chats:{n}", *(WORDS[n : n + 4 + 3 * k] for k in range(1 + n % 3))) for n in range(9)
 ]
 SPEC = Distill(
-    examples=None, prefix="prompt", prefix_tokens=60, new_tokens=24, max_length=200, batch_size=4,
+    examples=99, prefix="prompt", prefix_tokens=60, new_tokens=24, max_length=200, batch_size=4,
     shards=2,
 )  # fmt: skip
 

@@ -59,7 +59,7 @@ def make_writer(
     if prefixes is None:
         examples = _examples(spec, len(documents), repeats=spec.temperature > 0)
         return ReplayWriter(drafting, renderer, documents, spec, examples, seed)
-    examples = spec.examples or len(documents)
+    examples = spec.examples
     if spec.prefix == "start":
         examples = _examples(spec, len(prefixes), repeats=spec.temperature > 0)
     return PrefixWriter(drafting, prefixes, spec, examples, seed)
@@ -67,7 +67,7 @@ def make_writer(
 
 def _examples(spec: Distill, found: int, repeats: bool) -> int:
     """How many units there are: `spec.examples`; at most `found` where repeats would be equal."""
-    wanted = spec.examples or found
+    wanted = spec.examples
     if wanted > found and not repeats:
         logger.warning(
             "distill: %d examples of %d documents, each of which is taken once", wanted, found
