@@ -198,13 +198,11 @@ class _Stream:
         count = torch.tensor(roots, device=target.device)
         cached, features = target.prefill_apart(tokens[:, :-1], roots)
         request.rows.refill(rows, roots, [prompt.new_tokens for prompt in prompts])
-        longest = request.rows.longest
-        request.make_space(longest)
+        request.make_space(request.rows.longest)
         target.cache.adopt(cached, where, max(roots))
         if request.drafters.members:
             states = request.drafters.start(len(rows), request.capacity.most)
             request.drafters.prefill(states, features, tokens[:, :-1], count)
-            request.drafters.reserve(request.states, longest, request.capacity.behind)
             adopt_rows(request.states, states, where, max(roots), len(self.prompts))
         if request.sampling.seeds is not None:
             seeds = torch.tensor([prompt.seed for prompt in prompts], device=target.device)

@@ -36,12 +36,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         try:
             if options.until == "distill":
-                folder, said = write_text(recipe, options.fresh).plain, "The rows are"
+                made, folder = "rows are", write_text(recipe, options.fresh).plain
             else:
-                folder, said = train(recipe, options.fresh), "The drafter is"
+                made, folder = "drafter is", train(recipe, options.fresh)
         except Interrupted:  # all processes were
             end_processes()
             raise
-        print(f"{said} in {folder}", file=sys.stderr)
+        print(f"The {made} in {folder}", file=sys.stderr)
         end_processes()
     return 0

@@ -178,11 +178,12 @@ class _Run:
         name = self._target_name(target)
 
         def work(folder: Path) -> dict[str, int]:
-            if weights_are_sharded():
+            if spec.writer == "own" and weights_are_sharded():
                 raise OptionError(
                     "the target's text is not written yet, and under DeepSpeed ZeRO-3, where each "
                     "process holds a part of the target, they cannot write texts of their own; run "
-                    "the recipe first with another launch file, up to the distill stage."
+                    "the recipe first with another launch file, up to the distill stage "
+                    "(--until distill)."
                 )
             tokenizer = self._tokenizer(target)
             texts = load_documents(corpus.folder, "train")

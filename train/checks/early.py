@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..data.corpus import build_corpus, load_documents
 from ..data.hub import commit_of, hub_source
-from ..data.prefixes import Part, chat_renderer, make_prefixes, recipe_prompts
+from ..data.prefixes import Part, make_prefixes, recipe_prompts
 from ..data.reading import source_files
 from ..data.writers.counting import LOOKED_AT, look
 from ..recipe import Recipe
@@ -96,8 +96,6 @@ def check_prompts(
         told = [f"{prefixes.skipped} are shorter than distill.prefix_tokens {spec.prefix_tokens}"]
         told = told if prefixes.skipped else []
     else:
-        renderer = chat_renderer(tokenizer, recipe.chat, spec.chat)
-        length = (spec.max_length or context) if spec.writer == "given" else spec.row_tokens
-        told = look(spec, renderer, sample, length).left_out(spec)
+        told = look(spec, tokenizer, sample, recipe.chat, context).left_out(spec)
     for line in told:
         print(f"{recipe.name}: of the first {len(sample)} texts, {line}", file=sys.stderr)

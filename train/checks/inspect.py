@@ -33,6 +33,7 @@ from ..joint import training_classes
 from ..recipe import Recipe
 from ..scratch_target import build_model, train_tokenizer
 from .alignment import features_fit, labels_fit
+from .early import corpus_bytes
 from .findings import Finding
 from .masks import ShownRow, masks_fit, template_fits, tokenizer_fits
 from .needs import Needs, check_needs, needs_of
@@ -75,7 +76,11 @@ def inspect_run(recipe: Recipe) -> Inspection:
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
         part = min(recipe.corpus.max_bytes, _READ)
         build_corpus(replace(recipe.corpus, max_bytes=part), Path(folder), recipe.seed)
-        documents = {split: load_documents(Path(folder), split) for split in ("train", "held_out")}  # type: ignore[arg-type]
+        # Read while the folder is there.
+        documents = {
+            "train": list(load_documents(Path(folder), "train")),
+            "held_out": list(load_documents(Path(folder), "held_out")),
+        }
     target, tokenizer = _load(recipe, plan, documents["train"])
     found.tokenizer = tokenizer
     found.findings.append(_prompts(recipe, tokenizer, documents, found.counts))
@@ -116,10 +121,11 @@ def _prompts(
 ) -> Finding:
     """Held-out prompts against those that are asked for; of a part of the corpus, by its share."""
     read = sum(len(d.whole().encode()) for split in documents.values() for d in split)
-    whole = read < 0.95 * _READ
+    there = min(recipe.corpus.max_bytes, corpus_bytes(recipe) or recipe.corpus.max_bytes)
+    whole = read < 0.95 * _READ or there <= _READ
     given = available_prompts(recipe, tokenizer, documents["held_out"])
     wanted = {"validation": recipe.decode.validation_prompts, "bench": recipe.decode.prompts}
-    grows = 1.0 if whole else recipe.corpus.max_bytes / read
+    grows = 1.0 if whole else there / read
     for split, name in (("train", "training"), ("held_out", "held-out")):
         counts[f"{name} documents"] = round(len(documents[split]) * grows)
     said = []
@@ -146,15 +152,17 @@ def training_rows(
     """Some rows as the run would make them, with shorter answers."""
     spec = recipe.distill
     short = min(spec.new_tokens, _WRITTEN)
-    spec = replace(spec, new_tokens=short, examples=min(_ROWS, len(documents)), drafter=None)
+    writer = "given" if spec.writer == "given" else "own"  # no server is asked
+    prefix = spec.prefix if spec.writer == "own" else "prompt"
+    examples = min(_ROWS, len(documents))
+    spec = replace(
+        spec, writer=writer, prefix=prefix, new_tokens=short, examples=examples, drafter=None
+    )
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
-        name = recipe.target.model or ""
-        writer = make_writer(
-            spec, target, tokenizer, documents, Path(folder), recipe.seed, recipe.chat, name
-        )
-        writer.choose()
-        units = range(min(_ROWS, writer.units))
-        rows = [row for unit in writer.write(units, lambda *_: None) for row in unit.rows]
+        some = [documents[i] for i in range(min(len(documents), 16 * _ROWS))]
+        made = make_writer(spec, target, tokenizer, some, Path(folder), recipe.seed, recipe.chat)
+        units = range(min(_ROWS, made.units))
+        rows = [row for unit in made.write(units, lambda *_: None) for row in unit.rows]
     by_id = {document.id: document for document in documents}
     return [
         ShownRow(row.tokens.tolist(), row.supervised.tolist(), by_id.get(row.id)) for row in rows

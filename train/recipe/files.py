@@ -230,9 +230,9 @@ class _Loader(yaml.SafeLoader):
 _SCIENTIFIC = re.compile(r"^[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
 # A date is a string, as the schema has it, with or without quotes.
-for first, resolvers in _Loader.yaml_implicit_resolvers.items():
-    kept = [pair for pair in resolvers if pair[0] != "tag:yaml.org,2002:timestamp"]
-    _Loader.yaml_implicit_resolvers[first] = kept
+for _first, _resolvers in _Loader.yaml_implicit_resolvers.items():
+    _kept = [pair for pair in _resolvers if pair[0] != "tag:yaml.org,2002:timestamp"]
+    _Loader.yaml_implicit_resolvers[_first] = _kept
 
 
 def read_yaml(text: str | bytes, where: str) -> Any:

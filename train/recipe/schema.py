@@ -241,8 +241,8 @@ class Distill:
     # given: chats are trained on as they stand
     writer: str = one_of("own", "given", "openai")
     openai: OpenAI | None = None  # writer openai
-    # documents or prefixes taken; null: every document once
-    examples: int | None = positive(1024)
+    # documents or prefixes taken; where repeats would be equal, each document once at most
+    examples: int = positive(1024)
     prefix: str = one_of("window", "start", "prompt")  # of a document; own
     prefix_tokens: int = positive(64)  # exactly; for `prompt`, at most
     chat: str = one_of("auto", "template", "plain")  # how chats are rendered, see `chat` too

@@ -41,7 +41,7 @@ CHATS = [chat(number) for number in range(30)]
 def spec_for(server: Chats, **how: Any) -> Distill:
     settings: dict[str, Any] = {"concurrency": 4, "retries": 12, "timeout": 0.4} | how
     return Distill(
-        writer="openai", openai=OpenAI(url=server.url, model="m", **settings), examples=None,
+        writer="openai", openai=OpenAI(url=server.url, model="m", **settings), examples=30,
         prefix="prompt", prefix_tokens=200, new_tokens=60, max_length=500, shards=6,
     )  # fmt: skip
 
@@ -144,6 +144,14 @@ def test_errors_are_one_line_and_say_what_to_do(tmp_path: Path, status: int, sai
         written(spec_for(server, retries=2), tmp_path)
     message = one_line(error.value)
     assert said in message and "secret question" not in message
+
+
+def test_nobody_answers(tmp_path: Path) -> None:
+    with serving() as server:
+        spec = spec_for(server)
+    with pytest.raises(DistillError, match="start the server") as error:
+        written(spec, tmp_path)
+    one_line(error.value)
 
 
 def test_settings_are_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

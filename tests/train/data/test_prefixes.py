@@ -162,7 +162,7 @@ def test_prompts_too_long_are_skipped_and_counted(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = len(tokenizer(TEXT.text)["input_ids"])
-    spec = replace(SPEC, prefix_tokens=limit, examples=None, shards=1)
+    spec = replace(SPEC, prefix_tokens=limit, examples=6, shards=1)
     documents = [*DOCUMENTS, Document("text:2", "")]
     distill(spec, tiny_target(), tokenizer, documents, tmp_path, progress=False)
     prefixes = make_prefixes(spec, tokenizer, documents)

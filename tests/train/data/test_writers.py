@@ -34,7 +34,7 @@ CHATS = [
     chat(f"chats:{n}", *(WORDS[n : n + 4 + 3 * k] for k in range(1 + n % 3))) for n in range(9)
 ]
 SPEC = Distill(
-    examples=None, prefix="prompt", prefix_tokens=60, new_tokens=24, max_length=200, batch_size=4,
+    examples=99, prefix="prompt", prefix_tokens=60, new_tokens=24, max_length=200, batch_size=4,
     shards=2,
 )  # fmt: skip
 
@@ -172,7 +172,7 @@ def test_limits_cut_chats_at_a_turn_and_are_counted(
     assert "1 texts are longer than distill.prefix_tokens 60" in caplog.text
     first = written(tmp_path / "first", replace(SPEC, turns="first"))
     assert len(first) == 9 and all(np.diff(row.supervised.astype(int)).sum() == 1 for row in first)
-    with pytest.raises(DistillError, match="none of the first 9 training documents has a prompt"):
+    with pytest.raises(DistillError, match="none of 9 training documents has a prompt"):
         written(tmp_path / "none", replace(SPEC, prefix_tokens=3))
 
 
@@ -221,4 +221,4 @@ def test_given_answers(tmp_path: Path, supervise: str) -> None:
 def test_counts_are_known_before_work_begins() -> None:
     spec = replace(SPEC, prefix_tokens=30, max_length=80)
     told = count_prompts(spec, chat_tokenizer(CHATML), GIVEN)
-    assert told.kept == 4 and told.too_long == 1 and told.cut == 1
+    assert told.kept == 5 and told.too_long == 1 and told.cut == 1

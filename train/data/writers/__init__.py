@@ -40,8 +40,9 @@ def make_writer(
     if spec.writer == "given":
         length = spec.max_length or context_of(_loaded(target))
     if spec.writer != "own" or spec.prefix == "prompt":
-        for line in look(spec, renderer, documents, length).left_out(spec):
-            logger.info("distill: of the first %d texts, %s", LOOKED_AT, line)
+        first = [documents[at] for at in range(min(len(documents), LOOKED_AT))]
+        for line in look(spec, tokenizer, first, chat, length).left_out(spec):
+            logger.info("distill: of the first %d texts, %s", len(first), line)
     if spec.writer == "given":
         supervise = (chat or Chat()).supervise
         examples = _examples(spec, len(documents), repeats=False)
@@ -58,7 +59,7 @@ def make_writer(
     if prefixes is None:
         examples = _examples(spec, len(documents), repeats=spec.temperature > 0)
         return ReplayWriter(drafting, renderer, documents, spec, examples, seed)
-    examples = spec.examples or len(documents)
+    examples = spec.examples
     if spec.prefix == "start":
         examples = _examples(spec, len(prefixes), repeats=spec.temperature > 0)
     return PrefixWriter(drafting, prefixes, spec, examples, seed)
@@ -66,7 +67,7 @@ def make_writer(
 
 def _examples(spec: Distill, found: int, repeats: bool) -> int:
     """How many units there are: `spec.examples`; at most `found` where repeats would be equal."""
-    wanted = spec.examples or found
+    wanted = spec.examples
     if wanted > found and not repeats:
         logger.warning(
             "distill: %d examples of %d documents, each of which is taken once", wanted, found

@@ -63,9 +63,23 @@ class Client:
             self._headers["Authorization"] = f"Bearer {key}"
         self._open = urllib.request.build_opener(_NoRedirects).open
 
-    def get(self, path: str) -> Any:
-        """What the server says at a path below its address."""
-        return self._repeated(path, None)
+    def greet(self) -> None:
+        """Raise DistillError where nobody answers at the address, or the key is not accepted."""
+        request = urllib.request.Request(f"{self.name}/models", headers=self._headers)
+        try:
+            with self._open(request, timeout=self.spec.timeout):
+                pass
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code in (401, 403):
+                raise DistillError(self._said(f"status {error.code}", error.code)) from None
+        except _BROKEN as error:
+            reason = getattr(error, "reason", None) or error
+            if not isinstance(reason, TimeoutError):  # a busy server may be slow
+                raise DistillError(
+                    f"{self.name}: {type(reason).__name__}; start the server, or correct "
+                    "distill.openai.url."
+                ) from None
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """The server's answer to a JSON body.
@@ -74,10 +88,7 @@ class Client:
             RefusedError: the request itself is at fault.
             DistillError: no answer after all retries, or one that repeating will not change.
         """
-        return self._repeated(path, json.dumps(body).encode())
-
-    def _repeated(self, path: str, data: bytes | None) -> Any:
-        url = f"{self.name}/{path}"
+        url, data = f"{self.name}/{path}", json.dumps(body).encode()
         for attempt in range(self.spec.retries + 1):
             asked: float | None = None
             try:
@@ -88,7 +99,7 @@ class Client:
                 status = error.code
                 asked = _retry_after(error.headers.get("Retry-After"))
                 error.close()
-                if status in _REFUSED and data is not None:
+                if status in _REFUSED:
                     self.refusal = status
                     raise RefusedError from None
                 if status not in _AGAIN:

@@ -63,18 +63,22 @@ def _asked(spec: Distill, renderer: ChatRenderer, document: Document) -> Counts:
 
 
 def look(
-    spec: Distill, renderer: ChatRenderer, documents: Sequence[Document], length: int | None
+    spec: Distill,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    chat: Chat | None = None,
+    context: int | None = None,
 ) -> Counts:
-    """The counts of the first texts; raises DistillError where none of them is kept."""
-    some = [documents[at] for at in range(min(len(documents), LOOKED_AT))]
-    found = count_prompts(spec, renderer.tokenizer, some, renderer.chat, length)
+    """`count_prompts`; raises DistillError where none of the documents is kept."""
+    found = count_prompts(spec, tokenizer, documents, chat, context)
     if not found.kept:
-        wanted = f"an answer, and at most {length} tokens"
+        length = spec.max_length or context
+        wanted = "an answer" + (f", and at most {length} tokens" if length else "")
         if spec.writer != "given":
             wanted = f"a prompt of at most {min(spec.prefix_tokens, spec.row_tokens - 1)} tokens"
         raise DistillError(
-            f"none of the first {len(some)} training documents has {wanted} "
-            f"({found.too_long} are longer, {found.empty} have none); change distill.prefix_tokens "
-            "or max_length, or the corpus."
+            f"none of {len(documents)} training documents has {wanted} ({found.too_long} are "
+            f"longer, {found.empty} have none); change distill.prefix_tokens or max_length, or the "
+            "corpus."
         )
     return found

@@ -55,8 +55,8 @@ class ServerWriter:
         self._seeds = row_seeds(seed, examples).tolist()
 
     def choose(self) -> None:
-        """Ask the server for its models, so that a wrong address fails at once."""
-        self.client.get("models")
+        """See that somebody answers, so that a wrong address fails at once."""
+        self.client.greet()
 
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         journal = Journal(self.journal / f"answers-{numbers.start}-{numbers.stop}.jsonl")

@@ -103,7 +103,7 @@ class ReplayWriter:
                     continue
                 turns[number] += 1
                 seed = int(row_seeds(self._seeds[number], turns[number])[-1])
-                return Prompt(number, asked.tokens, seed, asked.room)
+                return Prompt(number, asked.tokens, asked.room, seed)
             return None
 
         spec = self.spec
