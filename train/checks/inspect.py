@@ -183,6 +183,7 @@ def _try_training(recipe: Recipe, target: Any, texts: list[Tensor], found: Inspe
     train = recipe.train
     module = module_class(target, drafter, train.head_decay, train.loss, train.feature_weight)
     found.findings += [labels_fit(module, written), features_fit(module, written)]
+    module.set_up(train.activation_checkpointing, False)
     step = measure_steps(module, recipe, len(found.tokenizer))
     found.pace = pace_of(recipe, wrote, step, found.counts["training documents"])
     module.release()
