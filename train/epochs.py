@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 from typing import Any
 
-from torch import nn
 from transformers import TrainerCallback, TrainingArguments
 
 from headstart.heads import OptionError
@@ -15,7 +13,9 @@ from headstart.heads import OptionError
 from .data.batches import Batches
 from .data.packing import Packs
 from .data.training_rows import Rows
+from .packing_trial import packing_obstacle
 from .recipe import Train
+from .target_with_drafter import TargetWithDrafter
 
 logger = logging.getLogger(__name__)
 
@@ -30,16 +30,22 @@ class NextEpoch(TrainerCallback):
         self.batches.set_epoch(state.global_step // self.batches.steps)
 
 
-def make_batches(module: nn.Module, args: TrainingArguments, rows: Rows, spec: Train) -> Batches:
+def make_batches(
+    module: TargetWithDrafter, args: TrainingArguments, rows: Rows, spec: Train
+) -> Batches:
     """This process's batches. Raises OptionError where rows are to be packed, but cannot be."""
     packs = None
-    if spec.packing:
-        if "segments" not in inspect.signature(module.forward).parameters:
+    if spec.packing is not False:
+        obstacle = packing_obstacle(module)
+        if obstacle is None:
+            packs = Packs(rows.lengths, spec.packed_length)
+        elif spec.packing:
             raise OptionError(
-                f"train.packing is set, but {type(module).__name__} does not keep packed rows "
-                "apart; set it to false."
+                f"train.packing is true, but {obstacle}; set it to false, or try another "
+                "target.attn_implementation."
             )
-        packs = Packs(rows.lengths, spec.packed_length)
+        else:
+            logger.warning("rows are not packed: %s", obstacle)
     return Batches(
         rows.lengths, args.train_batch_size, args.gradient_accumulation_steps, args.seed,
         args.process_index, args.world_size, spec.group_by_length, packs,

@@ -8,31 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from headstart.heads import OptionError
+from headstart.train import epochs
 from headstart.train.data.training_rows import Rows
 from headstart.train.epochs import steps_of
-from headstart.train.target_with_drafter import TargetWithDrafter
 from tests.support.paths import ROOT
 from tests.support.ragged_run import COUNT, cut_in_two, ragged_rows, ragged_trainer
 from tests.support.recipes import launch
 from tests.support.training import IDLE, check_same_checkpoints, tensors
 
 FILES = ("model.safetensors", "optimizer.pt")
-
-
-def takes_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the module take packed rows, as if each were one: enough to tell batches apart."""
-    forward = TargetWithDrafter.forward
-
-    def packed(
-        self: TargetWithDrafter, rows: Any, tokens: Tensor, supervised: Tensor, counts: Any = None,
-        segments: Any = None, positions: Any = None,
-    ) -> Any:  # fmt: skip
-        return forward(self, None, tokens, supervised, counts)
-
-    monkeypatch.setattr(TargetWithDrafter, "forward", packed)
 
 
 @pytest.mark.parametrize(
@@ -45,10 +31,8 @@ def takes_packed_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=["grouped", "in any order", "packed"],
 )
 def test_a_run_resumed_within_an_epoch_ends_with_the_same_weights(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, train: dict[str, Any]
+    tmp_path: Path, train: dict[str, Any]
 ) -> None:
-    if train.get("packing"):
-        takes_packed_rows(monkeypatch)
     rows = ragged_rows(tmp_path / "rows")
     steps = ragged_trainer(tmp_path / "none", lambda _: IDLE, rows, **train).batches.steps
     assert 8 % steps  # the checkpoint from which the run goes on is within an epoch
@@ -108,16 +92,32 @@ def test_so_many_steps_make_so_many_epochs(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_rows_are_packed_only_where_they_are_kept_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = ragged_rows(tmp_path / "rows")
 
-    def plain(self: Any, rows: Any, tokens: Tensor, supervised: Tensor, counts: Any = None) -> Any:
-        raise AssertionError
+    def packs(packing: bool | None) -> Any:
+        return ragged_trainer(tmp_path, lambda _: IDLE, rows, packing=packing).batches.packs
 
-    monkeypatch.setattr(TargetWithDrafter, "forward", plain)
-    with pytest.raises(OptionError, match="does not keep packed rows apart"):
-        ragged_trainer(tmp_path / "run", lambda _: IDLE, rows, packing=True)
+    assert packs(False) is None and packs(True) is not None and packs(None) is not None
+    monkeypatch.setattr(epochs, "packing_obstacle", lambda module: "it reads too much")
+    assert packs(None) is None and "rows are not packed: it reads too much" in caplog.text
+    with pytest.raises(OptionError, match="packing is true, but it reads too much; set it to"):
+        packs(True)
+
+
+def test_packed_rows_train_as_rows_do(tmp_path: Path) -> None:
+    """Steps of all rows, so that both have the same ones, with features that are read or cached."""
+    rows, found = ragged_rows(tmp_path / "rows"), []
+    for at, how in enumerate(
+        ({}, {"packing": True, "packed_length": 64}, {"packing": True, "feature_cache_mb": 0.0})
+    ):
+        train: dict[str, Any] = {"batch_size": COUNT, "max_steps": 4, "eval_every": None, **how}
+        ragged_trainer(tmp_path / str(at), lambda _: IDLE, rows, **train).fit()
+        found.append(tensors(tmp_path / str(at) / "checkpoint-4" / FILES[0]))
+    for name, tensor in found[0].items():
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.distributed
