@@ -26,7 +26,7 @@ from .drafter import Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.draft_attention import Mask, attention_for, depth_mask
 from .parts.own_layers import layer_like, own_layers, unit_scale_init
-from .parts.published_heads import eagle1
+from .parts.published.eagle import EAGLE1, eagle1
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 
@@ -38,13 +38,16 @@ class EagleConfig(VocabularyConfig):
         layer: the decoder layer's sizes, see `layer_like`; by default the target's own.
         depths: K, how many tokens in a row a training loss covers: 1 as published. With more it
             learns from its own hidden states, as it drafts (HASS, arXiv 2408.15766).
+        bias: whether what mixes a feature and a token has a bias, as published; vLLM runs heads
+            without one alone.
     """
 
     model_type = "headstart_eagle"
     layer: dict[str, Any] | None = None
     depths: int = 4
+    bias: bool = True
 
-    OPTIONS = ("depths",)
+    OPTIONS = ("depths", "bias")
     RANGES: ClassVar = {"at least 1": ("depths",)}
 
     @classmethod
@@ -70,6 +73,7 @@ class Eagle(TokenConditioned):
     config: Any
     needs_length_bound = True
     from_checkpoint = staticmethod(eagle1)
+    exports = EAGLE1
     _checkpointed = False  # see `checkpoint_activations`
 
     def __init__(self, config: EagleConfig):
@@ -80,7 +84,7 @@ class Eagle(TokenConditioned):
         self.post_init()
 
     def _make(self, config: Any) -> None:
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.model.layers[0].input_layernorm = nn.Identity()
 
     @torch.no_grad()
@@ -95,7 +99,8 @@ class Eagle(TokenConditioned):
         token, feature = self.fc.weight.chunk(2, 1)
         token.normal_().div_(self.size_of_embeddings() * size**0.5)  # what is added is of size 1
         feature.copy_(torch.eye(size))
-        self.fc.bias.zero_()
+        if self.fc.bias is not None:
+            self.fc.bias.zero_()
 
     def _first(self, features: Tensor) -> Tensor:
         """The target's features [..., F] as the hidden states of the first pairs: [..., D]."""

@@ -25,7 +25,7 @@ from .core import FINAL, capture, device_of
 from .drafter import Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import layer_like, own_layers
-from .parts.published_heads import hydra
+from .parts.published.hydra import HYDRA, hydra
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
 from .trainable import DraftLogits
 
@@ -85,6 +85,7 @@ class Hydra(TokenConditioned):
     config_class = HydraConfig
     config: HydraConfig
     from_checkpoint = staticmethod(hydra)
+    exports = HYDRA
 
     def __init__(self, config: HydraConfig):
         super().__init__(config)

@@ -10,7 +10,6 @@ position of text that the target wrote (`distill`); the paper's distillation ins
 write a new continuation from each position of a corpus.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, cast
 
@@ -19,9 +18,8 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checkpoint import Found
-from .core import ArtifactError
 from .drafter import Step, entries_at, last_true
+from .parts.published.redrafter import REDRAFTER, redrafter
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
 from .trainable import DraftLogits
 
@@ -64,6 +62,8 @@ class ReDrafter(TokenConditioned):
 
     config_class = ReDrafterConfig
     config: ReDrafterConfig
+    from_checkpoint = staticmethod(redrafter)
+    exports = REDRAFTER
 
     def __init__(self, config: ReDrafterConfig):
         super().__init__(config)
@@ -86,27 +86,6 @@ class ReDrafter(TokenConditioned):
             nn.init.normal_(module.weight, std=spread)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
-
-    @staticmethod
-    def from_checkpoint(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
-        """The authors' drafters (github.com/apple/ml-recurrent-drafter); tensor names are the same.
-
-        Shapes are taken from the tensors: `exit_dim` and `num_draft_layers` may be unset.
-        """
-        model_type = config.get("model_type")
-        if model_type != "recurrent_drafting_drafter" and "rnn_w.weight" not in tensors:
-            return None
-        layers = sum(bool(re.fullmatch(r"lm_head\.\d+\.linear\.weight", n)) for n in tensors)
-        output, cell = tensors.get(f"lm_head.{layers}.weight"), tensors.get("rnn_w.weight")
-        if cell is None:
-            raise ArtifactError(
-                f"it has no rnn_w.weight, and rnn is {config.get('rnn')} in its config; expected a "
-                "recurrent cell: one that sums embeddings has no counterpart here."
-            )
-        if output is None:
-            raise ArtifactError(f"after {layers} blocks, lm_head.{layers}.weight is missing.")
-        known = {"layers": layers, "hidden_size": cell.shape[0], "vocab_size": output.shape[0]}
-        return known | {"exit_dim": output.shape[1]}, tensors
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:

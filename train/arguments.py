@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from headstart.heads import OptionError
 
+from .engine import deepspeed_settings
 from .recipe import TargetSpec, Train
 
 
@@ -19,12 +21,24 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
     """The arguments of a training run whose checkpoints go to `folder`.
 
     Making them also sets up the processes, which must happen before anything else asks for those.
-    Raises OptionError for an 8-bit optimizer without bitsandbytes.
+    Raises OptionError for an 8-bit optimizer without bitsandbytes or a tracker that is not
+    installed, and RecipeError where the rows of a step cannot be divided.
     """
+    for tracker in spec.report_to:
+        if importlib.util.find_spec(tracker) is None:
+            raise OptionError(
+                f"train.report_to names {tracker}, which is not installed; pip install {tracker}, "
+                "or leave it out: metrics.jsonl is written always."
+            )
     if spec.optimizer == "adamw_8bit":
         _check_bitsandbytes("train.optimizer=adamw_8bit", "train.optimizer=adamw")
         changes = {"optim": "adamw_bnb_8bit", **changes}
     gpu = torch.cuda.is_available()
+    processes = int(os.environ.get("WORLD_SIZE", 1))  # as launchers set it
+    bf16 = gpu and torch.cuda.is_bf16_supported()
+    deepspeed = deepspeed_settings(os.environ, bf16)
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would print that it found none
     every = spec.eval_every or spec.max_steps
     settings: dict[str, Any] = {
         "output_dir": str(folder),
@@ -33,24 +47,25 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "weight_decay": spec.weight_decay,
         "max_grad_norm": spec.clip,
         "per_device_train_batch_size": spec.batch_size,
-        "gradient_accumulation_steps": spec.gradient_accumulation,
+        "gradient_accumulation_steps": spec.accumulation(processes),
         "seed": seed,
         "use_cpu": not gpu,
         # Autocast of products alone: weights, gradients and the optimizer's state stay float32.
-        "bf16": gpu and torch.cuda.is_bf16_supported(),
+        "bf16": bf16 and deepspeed is None,
+        "deepspeed": deepspeed,
         "dataloader_pin_memory": gpu,
         "eval_strategy": "steps",
         "eval_steps": every,
         "save_steps": every,
-        "save_total_limit": 2,  # the best and the last
         "load_best_model_at_end": True,
         "metric_for_best_model": "tau",
         "logging_steps": 25,
         "logging_nan_inf_filter": False,  # it reads the loss from the device at every step
         "remove_unused_columns": False,
         "ddp_find_unused_parameters": False,
-        "ddp_timeout": 24 * 3600,  # processes wait for stages that one of them does alone
-        "report_to": "none",
+        "ddp_timeout": 1800,  # what takes longer is waited for outside of collectives
+        "report_to": spec.report_to or "none",
+        "run_name": folder.parent.parent.name,  # the recipe's name
         "log_level": "error",
         "disable_tqdm": True,  # the bar of `Progress` knows about the time bound
     }

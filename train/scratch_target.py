@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def train_target(
 
 
 def train_tokenizer(
-    documents: list[Document], vocab_size: int, context: int
+    documents: Sequence[Document], vocab_size: int, context: int
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE (as GPT-2's) with one special token, the end of text, which also pads."""
     tokenizer = Tokenizer(models.BPE())
@@ -94,7 +95,7 @@ def train_tokenizer(
     )
 
 
-def pack(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> Tensor:
+def pack(tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -> Tensor:
     """All documents as one int64 array, each closed by the end of text.  # [T]"""
     encoded = tokenizer([document.text for document in documents], verbose=False)["input_ids"]
     return torch.tensor([token for ids in encoded for token in [*ids, tokenizer.eos_token_id]])

@@ -5,18 +5,26 @@ Data-parallel wrappers then see one model; only the drafter's parameters are tra
 
 from __future__ import annotations
 
-from typing import ClassVar, Self
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.heads import FINAL, OptionError, TrainableDrafter
+from headstart.heads.artifacts.files import WEIGHTS
 from headstart.heads.core import FeatureTap
 
 from .data.batches import collate
 from .data.training_rows import Rows
+from .engine import weights_are_sharded
 from .losses.draft_loss import DraftLoss, head_labels, label_counts
+
+logger = logging.getLogger(__name__)
 
 
 class TargetWithDrafter(nn.Module):
@@ -65,25 +73,26 @@ class TargetWithDrafter(nn.Module):
         self.drafter.train(mode)
         return self
 
+    @property
+    def hf_device_map(self) -> dict[str, Any]:
+        """Which layers of the target are on which device, where it is spread over several."""
+        return self.target.hf_device_map  # type: ignore[return-value]
+
     def set_up(self, activation_checkpointing: bool, compile: bool) -> None:
         """See the keys of this name in a recipe's `train`.
 
         Raises:
             OptionError: there are no layers whose activations could be computed again.
         """
-        if activation_checkpointing and not self.checkpoint_activations():
-            raise OptionError(
-                "train.activation_checkpointing is true, but a "
-                f"{self.drafter.config.family_name()} drafter has no layers whose activations take "
-                "much memory; set it to false."
-            )
+        if activation_checkpointing:
+            self.checkpoint_activations()
         if compile:
             states = torch.compile(self.drafter.draft_hidden_states, dynamic=True)
             self.drafter.draft_hidden_states = states  # type: ignore[method-assign]
 
-    def checkpoint_activations(self) -> bool:
-        """See `TrainableDrafter.checkpoint_activations`."""
-        return self.drafter.checkpoint_activations()
+    def checkpoint_activations(self) -> None:
+        """Compute activations again in the backward pass; see `checkpoint_activations` below."""
+        checkpoint_activations(self.drafter)
 
     def forward(
         self,
@@ -119,7 +128,7 @@ class TargetWithDrafter(nn.Module):
         counts = label_counts(labels) if counts is None else counts
         final = None if self.final is None else teaching[..., self.final]
         read = captured[..., : self.width]
-        return self.loss(read, tokens, labels, counts, final, positions)
+        return self.drafter(partial(self.loss, read, tokens, labels, counts, final, positions))
 
     def labels(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
         """See `head_labels`.  # [K, B, T]"""
@@ -163,22 +172,28 @@ class TargetWithDrafter(nn.Module):
         padded on the right, so causal attention never reads the padding. Where rows hold several
         documents, transformers finds them by the positions; FlashAttention only in a single row.
         """
+        device, shape, packed = tokens.device, tokens.shape, {}
         if self.tap is None:
-            return torch.empty(*tokens.shape, 0, device=tokens.device)
-        decoder, shape, packed = self.target.get_decoder(), tokens.shape, {}
+            return torch.empty(*shape, 0, device=device)
+        decoder = self.target.get_decoder()
         if positions is not None:
             one = "flash" in str(decoder.config._attn_implementation)
             tokens, positions = (x.view(1, -1) if one else x for x in (tokens, positions))
             packed = {"position_ids": positions}
         # While decoding, features have the target's own precision.
-        with torch.autocast(tokens.device.type, enabled=False):
+        with torch.autocast(device.type, enabled=False):
             decoder(input_ids=tokens, use_cache=False, **packed)
-        return self.tap.take().view(*shape, -1)
+        # A target over several devices leaves its features where their layers are.
+        return self.tap.take().to(device).view(*shape, -1)
 
     def fill_cache(self, rows: Rows, limit: float) -> bool:
         """Keep all rows' features if they take at most `limit` MB; returns whether they do."""
+        if weights_are_sharded():
+            return False  # the target runs only inside of the engine, which does not exist yet
         total, device = int(rows.offsets[-1]), self.target.device
         megabytes = total * self.captured * self.target.dtype.itemsize / 1e6
+        where = "online" if megabytes > limit else f"kept on {device}"
+        logger.info("features: %.0f MB, train.feature_cache_mb %.0f: %s", megabytes, limit, where)
         if megabytes > limit:
             return False
         self.starts = torch.from_numpy(rows.offsets[:-1]).to(device)  # [rows]
@@ -193,8 +208,25 @@ class TargetWithDrafter(nn.Module):
         self.cache = cache
         return True
 
+    def trained(self) -> list[nn.Module]:
+        """What learns, as modules."""
+        return [self.drafter]
+
+    def load(self, folder: Path) -> None:
+        """Read what learns from a checkpoint."""
+        self.drafter.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS))
+
     def release(self) -> None:
         """Drop the cache and remove the hooks from the target."""
         self.cache = None
         if self.tap is not None:
             self.tap.close()
+
+
+def checkpoint_activations(drafter: TrainableDrafter) -> None:
+    """See `TrainableDrafter.checkpoint_activations`; an OptionError where it does nothing."""
+    if not drafter.checkpoint_activations():
+        raise OptionError(
+            f"train.activation_checkpointing is true, but a {drafter.config.family_name()} drafter "
+            "has no layers whose activations take much memory; set it to false."
+        )

@@ -32,7 +32,8 @@ FILES = (CONFIG, WEIGHTS, MANIFEST, TREE, PLAN, CARD, ADAPTER_CONFIG, ADAPTER_WE
 PICKLE = "pytorch_model.bin"
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
 
-HEADS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", "hydra_lm_head.pt", WEIGHTS, PICKLE)
+_NAMED = ("medusa_lm_head", "hydra_lm_head")
+HEADS = (*(f"{name}.{kind}" for kind in ("safetensors", "pt") for name in _NAMED), WEIGHTS, PICKLE)
 """The files of weights that another trainer's drafter may have; the first that is there is read."""
 
 INDEX = f"{WEIGHTS}.index.json"

@@ -25,6 +25,7 @@ NAME = "headstart_flex"
 """Under which FlexAttention is registered."""
 
 _BLOCK = 128
+_LEAST_SIZE = 16  # of a head, for the kernel; zeros are added to what is smaller
 
 Mask = Tensor | BlockMask
 
@@ -109,12 +110,15 @@ def _attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """What the layers call: query [B, Hq, W, D], key and value [B, Hkv, S, D]."""
-    attend = _compiled() if query.is_cuda else flex_attention
+    attend, size = _compiled() if query.is_cuda else flex_attention, value.shape[-1]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (short := _LEAST_SIZE - query.shape[-1]) > 0:
+        query, key, value = (nn.functional.pad(x, (0, short)) for x in (query, key, value))
     found: Any = attend(
-        query, key, value, block_mask=attention_mask, scale=scaling,
+        query, key, value, block_mask=attention_mask, scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )  # fmt: skip
-    return found.transpose(1, 2).contiguous(), None
+    return found[..., :size].transpose(1, 2).contiguous(), None
 
 
 @cache

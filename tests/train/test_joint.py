@@ -104,7 +104,7 @@ def test_the_targets_own_loss_is_the_divergence_from_itself_without_adapter(
     with torch.no_grad():
         base = model(data["tokens"]).logits.log_softmax(-1)
     module = JointTarget(model, medusa2(model, modules=modules), 0.8)
-    assert module(**data, weight=0.0)["loss"].item() == 0.0
+    assert module(**data, weight=0.0)["loss"].item() == pytest.approx(0.0, abs=2e-6)
     disturb(module)
     with torch.no_grad():
         adapted = model(data["tokens"]).logits.log_softmax(-1)

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from headstart.heads import OptionError
 from headstart.train.target_with_drafter import TargetWithDrafter
+from tests.support.packed import apart, batches, module_of, slopes
 from tests.support.tiny import tiny
-from tests.train.test_packing_trial import apart, batches, module_of, slopes
 
 
 def layers_of(module: TargetWithDrafter) -> Any:
@@ -95,8 +95,8 @@ def test_so_does_one_of_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     check_compiled("inductor", monkeypatch)
 
 
-def test_states_of_a_tensor_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control of the above: a forward that is wrong is noticed."""
+def test_a_wrong_forward_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control of the above."""
     module = module_of("eagle3", {}, tiny("llama"), "forward_kl")
     plain, _ = batches()
     expected, states = slopes(module, plain), module.drafter.draft_hidden_states

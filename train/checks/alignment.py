@@ -19,7 +19,7 @@ from headstart.heads.core import OptionError, decoder_layers
 from headstart.heads.core.features import OutputLayer
 from headstart.infer.measure.greedy_text import Written
 
-from ..losses.chunked import IGNORED
+from ..losses.comparisons import IGNORED
 from ..target_with_drafter import TargetWithDrafter
 from .findings import Finding
 

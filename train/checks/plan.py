@@ -33,6 +33,8 @@ from ..losses.draft_loss import DraftLoss
 from ..on_policy import check_on_policy
 from ..recipe import Recipe
 from ..scratch_target import model_config
+from ..target_with_drafter import checkpoint_activations
+from ..warm_start import start_from
 
 
 class CheckError(ValueError):
@@ -67,11 +69,15 @@ def plan_run(recipe: Recipe) -> Plan:
     """
     kind = family(recipe.drafter.family)  # a mistyped name fails first
     check_on_policy(recipe)
-    load_options(recipe.target.dtype, torch.device("cpu"))
+    load_options(recipe.target, torch.device("cpu"))
     config, tokenizer = _config_and_tokenizer(recipe)
-    with torch.device("meta"):
-        target = AutoModelForCausalLM.from_config(config, trust_remote_code=False).eval()
+    target = _target(recipe, config)
     drafter = _drafter(recipe, kind, target)
+    if isinstance(drafter, TrainableDrafter):
+        if recipe.train.from_ is not None:
+            start_from(recipe.train.from_, drafter)
+        if recipe.train.activation_checkpointing and drafter.adapter is None:
+            checkpoint_activations(drafter)
     if tokenizer is not None and recipe.distill.chat == "template" and not tokenizer.chat_template:
         raise CheckError(
             f"distill.chat is template, but the tokenizer of {recipe.target.model} has no chat "
@@ -90,15 +96,35 @@ def _config_and_tokenizer(
         return model_config(spec.scratch, spec.scratch.vocab_size), None
     name = str(spec.model)
     if not Path(name).expanduser().is_dir():
-        model_commit(name)  # one line at once, where transformers would try for a while
-    config = _read(AutoConfig, name, "config.json")
-    return config, _read(AutoTokenizer, name, "tokenizer")
+        model_commit(
+            name, spec.revision
+        )  # one line at once, where transformers would try for a while
+    config = _read(AutoConfig, name, spec.revision, "config.json")
+    return config, _read(AutoTokenizer, name, spec.revision, "tokenizer")
 
 
-def _read(kind: Any, name: str, what: str) -> Any:
+def _target(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    """The target without weights; an OptionError where it cannot attend as it is told."""
+    attention = recipe.target.attn_implementation
+    how = {} if attention is None else {"attn_implementation": attention}
     try:
-        return load_pretrained(kind, name)
-    except (OSError, KeyError) as error:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how).eval()
+    except (ImportError, ValueError) as error:
+        if attention is None:
+            raise
+        raise OptionError(
+            f"target.attn_implementation is {attention}, with which this target cannot be made "
+            f"({brief(error)}); expected sdpa, eager, or one whose package is installed."
+        ) from error
+
+
+def _read(kind: Any, name: str, revision: str | None, what: str) -> Any:
+    try:
+        return load_pretrained(kind, name, **({"revision": revision} if revision else {}))
+    except OptionError:  # it needs code of its own
+        raise
+    except (OSError, KeyError, ValueError) as error:
         raise CheckError(
             f"target.model {name}: its {what} cannot be read ({brief(error)}); expected the folder "
             "or the Hub name of a causal language model"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,7 +47,10 @@ def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
             logger.warning("corpus: %d rows skipped; the first: %s", skipped.rows, skipped.first)
         chosen = records[choose(records, weights, spec.max_bytes)]
         if not len(chosen):
-            raise _nothing(spec, skipped, spool)
+            raise CorpusError(
+                f"{', '.join(names)}: the first document alone has more bytes than its share of "
+                f"corpus.max_bytes {spec.max_bytes}; raise corpus.max_bytes"
+            )
         counts = _counts(skipped, spool.duplicates())
         if len(parts) > 1:
             counts["source_bytes"] = _shares(names, weights, chosen, spec.max_bytes)
@@ -73,6 +75,7 @@ def _fill(
     spool: Spool, i: int, part: Source, name: str | None, spec: Corpus, seed: int, skipped: Skipped
 ) -> None:
     """Add the documents of source `i`, which in a mixture has a name for its ids."""
+    found, rows = spool.found, skipped.rows
     if part.source == "target":
         assert spec.writer is not None  # the recipe filled it in
         for key, document in enumerate(sample_documents(spec.writer, spec.opening_tokens, seed)):
@@ -81,8 +84,12 @@ def _fill(
                 break
     else:
         for document in read_source(part, skipped, name, lambda id: spool.wants(i, _key(id))):
-            spool.add(replace(document, source=name or document.source), i, _key(document.id))
+            spool.add(document, i, _key(document.id))
     spool.end_of(i)
+    if spool.found == found:
+        bad = skipped.rows - rows
+        first = f"; {bad} rows skipped, {skipped.first}" if bad else ""
+        raise CorpusError(f"{part.source}: no text found{first}; expected {SUPPORTED}")
 
 
 def _key(id: str) -> int:
@@ -123,15 +130,3 @@ def _shares(
             total, max_bytes, names[least], sizes[least],
         )  # fmt: skip
     return dict(zip(names, sizes, strict=True))
-
-
-def _nothing(spec: Corpus, skipped: Skipped, spool: Spool) -> CorpusError:
-    """Why there is no document."""
-    sources = ", ".join(part.source for part in spec.parts())
-    if spool.found:
-        return CorpusError(
-            f"{sources}: the first document has more than corpus.max_bytes {spec.max_bytes} bytes; "
-            "raise corpus.max_bytes"
-        )
-    first = f"; {skipped.rows} rows skipped, {skipped.first}" if skipped.rows else ""
-    return CorpusError(f"{sources}: no text found{first}; expected {SUPPORTED}")

@@ -49,11 +49,12 @@ def is_table(path: Path, columns: dict[str, str] | None) -> bool:
     if kind not in (".json", ".csv", ".tsv"):
         return kind in (".jsonl", ".parquet")
     try:
-        _, first = next(read_rows(path)[1])
+        _, first = next(json_array(path) if kind == ".json" else _csv_records(path))
     except (CorpusError, StopIteration):
         return False
-    known = isinstance(first, dict) and (text_key(first) is not None or columns is not None)
-    return known or (kind != ".json" and isinstance(first, CorpusError))
+    names = first if kind != ".json" else list(first) if isinstance(first, dict) else []
+    known = text_key(dict.fromkeys(names, "")) is not None
+    return known or bool(set(names) & set((columns or {}).values()))
 
 
 def text_lines(path: Path) -> Rows:
@@ -83,6 +84,13 @@ def json_lines(path: Path) -> Rows:
         except RecursionError:
             row = CorpusError("JSON nested too deep; fix or drop the line")
         yield number, row
+
+
+def json_rows(path: Path) -> Rows:
+    """The rows of what calls itself JSON: an array, or as often JSON Lines."""
+    with _open(path) as stream:
+        lines = _Text(path, stream).next_character() != "["
+    return json_lines(path) if lines else json_array(path)
 
 
 def json_array(path: Path) -> Rows:
@@ -115,6 +123,7 @@ class _Text:
         self.path, self.stream = path, stream
         self.decoder = codecs.getincrementaldecoder("utf-8-sig")()
         self.text, self.position, self.line, self.ended = "", 0, 1, False
+        self.last = 1  # line of the last character before `text` that is no white space
         self.decode: Callable[[str, int], tuple[Any, int]] = json.JSONDecoder().raw_decode
 
     def next_character(self) -> str:
@@ -147,6 +156,8 @@ class _Text:
 
     def more(self) -> None:
         """Read as much again as there is, so that a long value is not looked at too often."""
+        if done := self.text[: self.position].rstrip():
+            self.last = self.line + done.count("\n")
         self.line += self.text.count("\n", 0, self.position)
         rest, self.position = self.text[self.position :], 0
         lines = self.line + rest.count("\n")
@@ -161,10 +172,13 @@ class _Text:
             raise _damaged(self.path, lines, error) from None
 
     def error(self, said: str, position: int | None = None) -> CorpusError:
-        """`said` with the line of the position; the end of a file is where its text ends."""
+        """`said` with the line of the position; at the end of a file, of its last text."""
         at = self.position if position is None else position
-        at = min(at, len(self.text.rstrip()))
-        line = self.line + self.text.count("\n", 0, at)
+        if at < len(self.text):
+            line = self.line + self.text.count("\n", 0, at)
+        else:
+            rest = self.text.rstrip()
+            line = self.line + rest.count("\n") if rest else self.last
         return CorpusError(f"{self.path} line {line}: not valid JSON ({said}); fix the file")
 
 
@@ -173,28 +187,32 @@ def csv_rows(path: Path) -> Rows:
 
     The number is that of the line at which a row begins.
     """
+    names: list[str] | None = None
+    for number, row in _csv_records(path):
+        if names is None:
+            names = row
+        elif len(row) == len(names):
+            yield number, dict(zip(names, row, strict=True))
+        elif row:
+            said = f"found {len(row)} fields, expected the {len(names)} of the first line"
+            yield number, CorpusError(said)
+
+
+def _csv_records(path: Path) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit((1 << 31) - 1)  # of the process; the usual one is 128 KB
     line = 0
     try:
         with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as text:
             separator = "\t" if file_kind(path) == ".tsv" else ","
-            rows = csv.reader(text, delimiter=separator, strict=True)
-            names: list[str] | None = None
-            for row in rows:
-                number, line = line + 1, rows.line_num
-                if names is None:
-                    names = row
-                elif len(row) == len(names):
-                    yield number, dict(zip(names, row, strict=True))
-                elif row:
-                    wide = f"found {len(row)} fields, expected the {len(names)} of the first line"
-                    yield number, CorpusError(wide)
+            records = csv.reader(text, delimiter=separator, strict=True)
+            for record in records:
+                yield line + 1, record
+                line = records.line_num
     except UnicodeDecodeError:
         raise CorpusError(f"{path} line {line + 1}: not UTF-8; convert the file") from None
     except csv.Error as error:
-        raise CorpusError(
-            f"{path} line {line + 1}: not valid CSV ({error}); fix the file"
-        ) from None
+        said = f"{path} line {line + 1}: not valid CSV ({error}); fix the file"
+        raise CorpusError(said) from None
     except (EOFError, OSError, zlib.error) as error:
         raise _damaged(path, line + 1, error) from None
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..recipe import Source
 from .documents import CorpusError
-from .file_rows import READERS, Rows, file_kind, json_array, json_lines
+from .file_rows import READERS, Rows, file_kind, json_rows, read_rows
 
 PREFIX = "hub:"
 
@@ -71,8 +71,8 @@ def commit_of(hub: HubSource) -> str:
 def hub_rows(source: Source) -> Rows:
     """The rows of a split, by their number. Raises CorpusError.
 
-    JSON is downloaded into huggingface_hub's cache and read as files are; `datasets` streams the
-    rest.
+    JSON, CSV and text are downloaded into huggingface_hub's cache and read as files are; `datasets`
+    streams the rest.
     """
     hub = hub_source(source)
     assert hub is not None
@@ -90,8 +90,9 @@ def hub_rows(source: Source) -> Rows:
         known = ", ".join(map(str, files)) or "none"
         raise CorpusError(f"hub:{hub.name} has no split {hub.split!r}; expected one of: {known}")
     names = [str(url).partition(f"@{commit}/")[2] for url in files[hub.split]]
-    if builder.name == "json" and all(file_kind(Path(name)) in READERS for name in names):
-        rows: Iterator[Any] = _json_rows(hub, commit, names)
+    kinds = {file_kind(Path(name)) for name in names}
+    if builder.name in ("json", "csv", "text") and kinds <= set(READERS):
+        rows: Iterator[Any] = _rows_of_files(hub, commit, names)
     else:
         rows = iter(builder.as_streaming_dataset(hub.split))
     for number in itertools.count(1):
@@ -102,15 +103,13 @@ def hub_rows(source: Source) -> Rows:
         yield number, row
 
 
-def _json_rows(hub: HubSource, commit: str, names: list[str]) -> Iterator[Any]:
+def _rows_of_files(hub: HubSource, commit: str, names: list[str]) -> Iterator[Any]:
     from huggingface_hub import hf_hub_download
 
     for name in names:
         path = Path(hf_hub_download(hub.name, name, repo_type="dataset", revision=commit))
-        first = next(json_lines(path), (0, None))[1]
-        # What calls itself .json is either one array or, as often, JSON Lines.
-        reader = json_lines if isinstance(first, dict) else json_array
-        for _, row in reader(path):
+        rows = json_rows(path) if file_kind(path) == ".json" else read_rows(path)[1]
+        for _, row in rows:
             yield row
 
 

@@ -6,6 +6,7 @@ which may be private.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import hashlib
 import os
@@ -62,7 +63,7 @@ def source_name(source: Source) -> str:
     ('chats.jsonl', 'ORG/SET')
     """
     if source.source.startswith("hub:"):
-        return hub_source(source).name
+        return source.source.removeprefix("hub:")
     return Path(source.source).name or source.source
 
 
@@ -83,13 +84,13 @@ def read_source(
             the ids before a file of text is read; rows are always read, and so checked.
     """
     called = name or source_name(source)
-    if hub_source(source) is not None:
-        return _documents(called, "row", hub_rows(source), called, source, skipped)
+    if (hub := hub_source(source)) is not None:
+        rows = hub_rows(source)
+        return _documents(called, f"hub:{hub.name}", "row", rows, called, source, skipped)
     files = source_files(source)
     path = Path(source.source).expanduser()
     if source.source != "stdlib" and path.is_file():
-        rows = read_rows(path)
-        return _documents(called, str(path), *rows, called, source, skipped)
+        return _documents(called, str(path), *read_rows(path), called, source, skipped)
     return _read_folder(files, f"{name}/" if name else "", called, source, skipped, wanted)
 
 
@@ -124,13 +125,14 @@ def order(name: str) -> bytes:
 
 
 def _files(root: Path, names: str, without: set[str]) -> dict[str, Path]:
-    """The files of a folder that are not hidden."""
+    """The files of a folder by their path in it, without hidden ones."""
     files = {}
-    for path in root.rglob(names):
-        parts = path.relative_to(root).parts
-        hidden = any(part.startswith(".") for part in parts)
-        if not hidden and not without.intersection(parts) and path.is_file():
-            files["/".join(parts)] = path
+    for folder, folders, found in os.walk(root):
+        folders[:] = [name for name in folders if name not in without and name[0] != "."]
+        for name in fnmatch.filter(found, names):
+            path = Path(folder, name)
+            if name[0] != "." and path.is_file():
+                files[path.relative_to(root).as_posix()] = path
     return files
 
 

@@ -136,21 +136,25 @@ class SoftLabels:
         taught[rows] = True
         number = taught.cumsum(0) - 1  # of a row among the taught ones
         taught = taught.nonzero().squeeze(1)  # [R]
-        # Where each chunk's positions begin, for each depth.
+        # Where each chunk's positions begin, for each depth, and the first and last row they ask.
         depths, among = torch.arange(len(self.rows), device=rows.device), number[rows]
         total = len(taught)
         starts = torch.arange(0, total + size, size, device=rows.device).clamp(max=total)
         starts = starts + depths.unsqueeze(1) * total
-        bounds = torch.searchsorted(depth * total + among, starts).tolist()
-        for turn, first in enumerate(range(0, total, size)):
+        bounds = torch.searchsorted(depth * total + among, starts)  # [K, chunks + 1]
+        ends = bounds[:, :-1].clamp(max=len(among) - 1), (bounds[:, 1:] - 1).clamp(min=0)
+        spans = torch.stack([bounds[:, :-1], bounds[:, 1:], *(among[end] for end in ends)], -1)
+        for turn, each in enumerate(spans.transpose(0, 1).tolist()):
+            first = turn * size
             asked = taught[first : first + size]
             said = self._ask(self.features.index_select(0, asked), room)
-            for k, bound in enumerate(bounds):
-                part = slice(bound[turn], bound[turn + 1])
-                if part.start == part.stop:
+            for k, (start, stop, low, high) in enumerate(each):
+                if start == stop:
                     continue
-                mine = None if part.stop - part.start == len(asked) else among[part] - first
-                yield k, chosen[part], partial(compare, said, mine, room, learns)
+                mine: slice | Tensor = slice(low - first, high - first + 1)
+                if high - low != stop - start - 1:  # some in between are asked for by others alone
+                    mine = among[start:stop] - first
+                yield k, chosen[start:stop], partial(compare, said, mine, room, learns)
 
     def _ask(self, features: Tensor, room: _Room) -> tuple[Tensor, Tensor | None]:
         """The log-probabilities; or for a difference the probabilities, and what p alone adds."""
@@ -158,46 +162,48 @@ class SoftLabels:
             return self.teacher(features), None
         with torch.no_grad():
             logits = self.teacher.logits(self.teacher.output.layer, features)
-            if not self.loss.own:
-                return room.softmax(logits, "p"), None
-            log_p = logits.log_softmax(-1, dtype=at_least_float32(logits))
-            del logits
-            p = log_p.exp()
-            return p, (p * log_p).sum(-1)
+            p = room.softmax(logits, "p")
+            return p, -cross_entropy(p, logits, p) if self.loss.own else None
 
     def _difference(
         self,
         said: tuple[Tensor, Tensor | None],
-        mine: Tensor | None,
+        mine: slice | Tensor,
         room: _Room,
         learns: bool,
         logits: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Of a divergence -sum p log q, plus what does not depend on q: its gradient is q - p."""
-        p, own = said
-        if mine is not None:
-            p, own = p.index_select(0, mine), None if own is None else own.index_select(0, mine)
+        p, own = said[0][mine], None if said[1] is None else said[1][mine]
         q = room.softmax(logits, "q")
-        logits = logits.to(q.dtype)
-        # -sum p log q is the logits' log-sum-exp, which the largest one shows, less their mean.
-        nats = (logits.amax(-1) - q.amax(-1).log() - torch.linalg.vecdot(p, logits)).sum()
-        nats = nats if own is None else nats + own.sum()
-        return nats, q.sub_(p) if learns else None
+        nats = cross_entropy(p, logits, q)
+        nats = nats if own is None else nats + own
+        return nats.sum(), q.sub_(p) if learns else None
 
     def _divergence(
         self,
         said: tuple[Tensor, None],
-        mine: Tensor | None,
+        mine: slice | Tensor,
         room: _Room,
         learns: bool,
         logits: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         divergence: Divergence = self.loss.divergence  # type: ignore[assignment]
-        log_p = said[0] if mine is None else said[0].index_select(0, mine)
+        log_p = said[0][mine]
         with torch.set_grad_enabled(learns):
             logits = logits.detach().requires_grad_(learns)
             nats = divergence(log_p, logits.log_softmax(-1, dtype=at_least_float32(logits))).sum()
         return nats.detach(), torch.autograd.grad(nats, logits)[0] if learns else None
+
+
+def cross_entropy(p: Tensor, logits: Tensor, q: Tensor) -> Tensor:
+    """-sum p log q in nats, [n], where q is the softmax of the logits; all [n, Vd].
+
+    It is the logits' log-sum-exp, which the largest of them shows, less their mean under p: no
+    tensor of their width is made.
+    """
+    mean = torch.bmm(p.unsqueeze(1), logits.to(p.dtype).unsqueeze(2)).view(-1)
+    return logits.amax(-1).to(q.dtype) - q.amax(-1).log() - mean
 
 
 class _Room:

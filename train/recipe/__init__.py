@@ -1,10 +1,12 @@
-"""Recipes: `schema` is what one may say, `loading` reads and checks one."""
+"""Recipes: `schema` is what one may say, `files` reads and composes them, `loading` checks."""
 
-from .loading import load_recipe, parse_recipe, shipped_recipes
+from .files import shipped_combinations, shipped_parts, shipped_recipes
+from .loading import load_recipe, parse_recipe
 from .schema import (
     Corpus,
     Distill,
     DrafterSpec,
+    Hardware,
     OnPolicy,
     Recipe,
     RecipeError,
@@ -15,6 +17,7 @@ from .schema import (
 )
 
 __all__ = [
-    "Corpus", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError", "Scratch", "Source",
-    "TargetSpec", "Train", "load_recipe", "parse_recipe", "shipped_recipes",
+    "Corpus", "Distill", "DrafterSpec", "Hardware", "OnPolicy", "Recipe", "RecipeError", "Scratch",
+    "Source", "TargetSpec", "Train",
+    "load_recipe", "parse_recipe", "shipped_combinations", "shipped_parts", "shipped_recipes",
 ]  # fmt: skip

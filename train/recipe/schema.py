@@ -22,6 +22,9 @@ COLUMNS = (  # that rows may have, for `columns`
     "instruction", "input", "output", "question", "answer", "text",
 )  # fmt: skip
 
+TRACKERS = ("tensorboard", "wandb", "trackio")
+"""What `train.report_to` may name, which are also the packages."""
+
 
 class RecipeError(ValueError):
     """A recipe that cannot be used; the message names the key's path and what was expected."""
@@ -66,6 +69,15 @@ def _tree(tree: str | list[Any]) -> None:
     for place, path in enumerate(tree if isinstance(tree, list) else []):
         if not isinstance(path, list) or any(type(index) is not int for index in path):
             raise ValueError(f"path {place} is {path!r}, expected a list of integers")
+
+
+@as_validated_field
+def _trackers(names: list[str]) -> None:
+    for name in names:
+        if name not in TRACKERS:
+            raise ValueError(
+                f"found {name!r}{nearest(name, TRACKERS)}; expected some of {', '.join(TRACKERS)}"
+            )
 
 
 @as_validated_field
@@ -223,6 +235,9 @@ class Train:
     packing: bool | None = False
     packed_length: int | None = positive(None)  # null: as many as the longest row has
     dataloader_workers: int = number(0, ge=0)  # processes that read rows ahead, for each process
+    # rows a step, of all processes and micro-batches; replaces gradient_accumulation, so that a
+    # step is the same on any number of GPUs
+    rows_per_step: int | None = positive(None)
     max_steps: int = positive(1000)
     epochs: float | None = positive(None)  # over the rows; max_steps bounds it
     max_seconds: float | None = positive(None)
@@ -241,6 +256,21 @@ class Train:
     activation_checkpointing: bool = False  # compute activations again: less memory, slower
     compile: bool = False  # torch.compile of the drafter's forward
     on_policy: OnPolicy | None = None  # null: all text is the target's
+    # where the figures go beside metrics.jsonl: any of tensorboard, wandb, trackio
+    report_to: list[str] = _trackers(default_factory=list)  # noqa: RUF009
+
+    def accumulation(self, processes: int) -> int:
+        """Micro-batches a step; RecipeError where `rows_per_step` is not divided by theirs."""
+        rows, each = self.rows_per_step, self.batch_size * processes
+        if rows is None:
+            return self.gradient_accumulation
+        if rows % each:
+            raise RecipeError(
+                f"train.rows_per_step is {rows}, and {processes} processes with train.batch_size "
+                f"{self.batch_size} compute {each} rows at once; expected a multiple of that: "
+                "change train.batch_size"
+            )
+        return rows // each
 
     def __post_init__(self) -> None:
         if self.on_policy is not None and LOSSES[self.loss].divergence is None:
@@ -270,6 +300,18 @@ class Decode:
 
 @strict
 @dataclass
+class Hardware:
+    """What a run is planned for. It decides nothing: estimates of hours and memory read it."""
+
+    gpus: int = positive(1)
+    memory_gb: float = positive(80.0)  # of each GPU, in 1e9 bytes
+    tflops: float = positive(312.0)  # of each, dense products in bfloat16, its data sheet's peak
+    bandwidth: float = positive(2039.0)  # of each one's memory, 1e9 bytes a second
+    launch: str | None = None  # the file of `recipes/launch` to start with, null: no launcher
+
+
+@strict
+@dataclass
 class Recipe:
     """One training run, from text to measured drafter; results go to `output/name/`."""
 
@@ -285,6 +327,7 @@ class Recipe:
     distill: Distill = field(default_factory=Distill)
     train: Train = field(default_factory=Train)
     decode: Decode = field(default_factory=Decode)
+    hardware: Hardware | None = None
 
     def __post_init__(self) -> None:
         if (self.target.model is None) == (self.target.scratch is None):
