@@ -137,11 +137,8 @@ def compare(args: argparse.Namespace) -> None:
     ratios = [a / b for a, b in zip(seconds["before"], seconds["after"], strict=True)]
     saved = {name: Path(f"/tmp/compare_loss.{os.getpid()}.{name}.pt") for name in sides}
     peaks = {name: sides[name].ask(str(path))["megabytes"] for name, path in saved.items()}
-    before, after = (torch.load(path) for path in saved.values())
-    apart = max(
-        ((a - b).norm() / a.norm().clamp(min=1e-30)).item()
-        for a, b in zip(before, after, strict=True)
-    )
+    before, after = (torch.cat([g.flatten() for g in torch.load(p)]) for p in saved.values())
+    apart = ((before - after).double().norm() / before.double().norm()).item()
     for path in saved.values():
         path.unlink()
     report = {
