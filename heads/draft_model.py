@@ -156,7 +156,8 @@ class DraftModel(TrainableDrafter):
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Target ids, clamped to those of the student; ids beyond them are padding."""
-        known = len(self.model.get_input_embeddings().weight)
+        embedding: Any = self.model.get_input_embeddings()
+        known = embedding.num_embeddings
         return tokens if known >= self.config.vocab_size else tokens.clamp(max=known - 1)
 
     def _step(self, logits: Tensor) -> Step:
@@ -165,10 +166,10 @@ class DraftModel(TrainableDrafter):
     @property
     def draft_vocabulary(self) -> Tensor | None:
         """[Vd] the ids 0 … Vd - 1, where the student has fewer than the target; None otherwise."""
-        weight = output_layer(self.model).weight
-        if len(weight) >= self.config.vocab_size:
+        layer = output_layer(self.model)
+        if layer.out_features >= self.config.vocab_size:
             return None
-        return torch.arange(len(weight), device=weight.device)
+        return torch.arange(layer.out_features, device=layer.weight.device)
 
     @property
     def language_model(self) -> PreTrainedModel | None:

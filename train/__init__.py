@@ -14,6 +14,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Train what a recipe describes: `RECIPE [a.b=value …] [--fresh]`; returns the exit status."""
     import argparse
+    import contextlib
     import sys
 
     from .recipe import load_recipe
@@ -24,10 +25,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fresh", action="store_true", help="run finished stages again")
     options = parser.parse_intermixed_args(argv)
     recipe = load_recipe(options.recipe, options.overrides)
-    from .pipeline import train
-    from .processes import end_processes
+    with contextlib.redirect_stdout(sys.stderr):  # some libraries print
+        from .lifetime import end_processes
+        from .pipeline import train
+        from .stopping import Interrupted
 
-    folder = train(recipe, options.fresh)
-    print(f"The drafter is in {folder}", file=sys.stderr)
-    end_processes()
+        try:
+            folder = train(recipe, options.fresh)
+        except Interrupted:  # all processes were
+            end_processes()
+            raise
+        print(f"The drafter is in {folder}", file=sys.stderr)
+        end_processes()
     return 0

@@ -13,6 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from headstart.heads import OptionError
 
+from .engine import deepspeed_settings
 from .recipe import TargetSpec, Train
 
 
@@ -34,6 +35,10 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         changes = {"optim": "adamw_bnb_8bit", **changes}
     gpu = torch.cuda.is_available()
     processes = int(os.environ.get("WORLD_SIZE", 1))  # as launchers set it
+    bf16 = gpu and torch.cuda.is_bf16_supported()
+    deepspeed = deepspeed_settings(os.environ, bf16)
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would print that it found none
     every = spec.eval_every or spec.max_steps
     settings: dict[str, Any] = {
         "output_dir": str(folder),
@@ -46,19 +51,19 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "seed": seed,
         "use_cpu": not gpu,
         # Autocast of products alone: weights, gradients and the optimizer's state stay float32.
-        "bf16": gpu and torch.cuda.is_bf16_supported(),
+        "bf16": bf16 and deepspeed is None,
+        "deepspeed": deepspeed,
         "dataloader_pin_memory": gpu,
         "eval_strategy": "steps",
         "eval_steps": every,
         "save_steps": every,
-        "save_total_limit": 2,  # the best and the last
         "load_best_model_at_end": True,
         "metric_for_best_model": "tau",
         "logging_steps": 25,
         "logging_nan_inf_filter": False,  # it reads the loss from the device at every step
         "remove_unused_columns": False,
         "ddp_find_unused_parameters": False,
-        "ddp_timeout": 24 * 3600,  # processes wait for stages that one of them does alone
+        "ddp_timeout": 1800,  # what takes longer is waited for outside of collectives
         "report_to": spec.report_to or "none",
         "run_name": folder.parent.parent.name,  # the recipe's name
         "log_level": "error",

@@ -8,23 +8,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from headstart.heads import Drafter, DrafterConfig, Manifest, TrainableDrafter, family, fingerprint
 from headstart.heads.artifacts.files import TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.artifacts.saving import write_artifact
+from headstart.heads.core import gathered, output_layer
 from headstart.heads.core.files import write_atomically
 
 from .card import training_card
 from .data.documents import Document
 from .data.prefixes import held_out_texts, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
+from .engine import loaded_whole
 from .joint import adapter_loss_change, training_classes
 from .kept import (
     CHECKPOINTS,
     keep_weights_alone,
     kept_checkpoints,
+    learnt_by,
     load_weights,
     read_drafter,
 )
@@ -56,10 +60,21 @@ def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> 
     kind = family(recipe.drafter.family)
     assert kind.config_class is not None and issubclass(kind.config_class, DrafterConfig)
     config = kind.config_class.for_target(target, **recipe.drafter.options)
-    drafter = kind(config).float().to(target.device).bind(target)  # type: ignore[arg-type]
-    if isinstance(drafter, TrainableDrafter):
-        drafter.init_from_target(rows.token_counts(config.vocab_size) if rows else None)
+    counts = rows.token_counts(config.vocab_size) if rows else None
+    devices = [target.device] if target.device.type == "cuda" else []
+    # From the seed alone, so that it is the same on all processes and in equal runs.
+    with torch.random.fork_rng(devices), loaded_whole(), gathered(*_read_at_start(target)):
+        torch.manual_seed(recipe.seed)
+        drafter = kind(config).float().to(target.device).bind(target)  # type: ignore[arg-type]
+        if isinstance(drafter, TrainableDrafter):
+            drafter.init_from_target(counts)
     return drafter
+
+
+def _read_at_start(target: PreTrainedModel) -> list[Any]:
+    """What drafters call of a target when they are made; its layers are read one by one."""
+    norm = getattr(target.get_decoder(), "norm", None)
+    return [target.get_input_embeddings(), output_layer(target), norm]
 
 
 def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
@@ -122,19 +137,25 @@ def choose(
     """
     known = trained["evaluated"] if trained["evaluation"] == evaluation_settings(recipe) else {}
     checkpoints = kept_checkpoints(folder / CHECKPOINTS)
+    loads = trained["best_step"]  # the step whose weights the drafter has
     if drafter is None:
-        first = next(iter(checkpoints.values()))
-        drafter = read_drafter(family(recipe.drafter.family), loaded.target, first)
+        loads = next(iter(checkpoints))
+        kind = family(recipe.drafter.family)
+        drafter = read_drafter(kind, loaded.target, checkpoints[loads])
     measured: dict[int, dict[str, Any]] = {}
     validation = None
     for step, checkpoint in checkpoints.items():
-        measured[step] = known.get(str(step))
-        if measured[step] is None:
+        if str(step) in known:
+            measured[step] = known[str(step)]
+        else:
             load_weights(drafter, loaded.target, checkpoint)
+            loads = step
             validation = validation or loaded.validation(recipe)
-            measured[step] = from_process_0(validation(drafter.eval()))
+            with gathered(drafter):
+                measured[step] = from_process_0(validation(drafter.eval()))
     best = max(measured, key=lambda step: (measured[step]["tau"], -step))
-    load_weights(drafter, loaded.target, checkpoints[best])
+    if best != loads:
+        load_weights(drafter, loaded.target, checkpoints[best])
     told = {name: value for name, value in trained.items() if not name.startswith("evaluat")}
     return drafter, told | {"best_step": best} | measured[best]
 
@@ -150,18 +171,21 @@ def write_drafter(
         while not (texts := held_out_texts(tokenizer, loaded.held_out, size, recipe.seed)):
             size //= 2  # the documents are shorter
         measured = measured | {"held_out_loss": adapter_loss_change(target, drafter.adapter, texts)}
-    if is_process_0():
-        manifest = Manifest(
-            family=recipe.drafter.family,
-            target=loaded.name,
-            target_fingerprint=fingerprint(target),
-            target_revision=getattr(target.config, "_commit_hash", None) or "",
-            tokenizer_hash=tokenizer_hash(tokenizer),
-            recipe=recipe.to_dict(),
-            metrics=measured,
-        )
-        write_artifact(drafter, folder, manifest, training_card(recipe, manifest))
-        write_atomically(folder / TREE, json.dumps(measured["tree"]).encode())
-    if drafter.adapter is not None:
-        drafter.adapter.detach()  # later stages use the target without it
+    adapter = drafter.adapter
+    manifest = Manifest(  # by all processes, each of which may hold a part of the target
+        family=recipe.drafter.family,
+        target=loaded.name,
+        target_fingerprint=fingerprint(target),
+        target_revision=getattr(target.config, "_commit_hash", None) or "",
+        tokenizer_hash=tokenizer_hash(tokenizer),
+        adapter_base=adapter.digest() if adapter is not None else "",
+        recipe=recipe.to_dict(),
+        metrics=measured,
+    )
+    with gathered(*learnt_by(drafter)):
+        if is_process_0():
+            write_artifact(drafter, folder, manifest, training_card(recipe, manifest))
+            write_atomically(folder / TREE, json.dumps(measured["tree"]).encode())
+    if adapter is not None:
+        adapter.detach()  # later stages use the target without it
     return measured

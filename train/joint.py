@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.trainer_callback import TrainerControl
 
 from headstart.heads import Drafter, TrainableDrafter
 from headstart.heads.core import decoder_layers, output_layer
 from headstart.heads.parts.adapter import Adapter
 from headstart.heads.trainable import DraftLogits
 
+from .engine import forget_steps, weights_are_sharded
 from .losses import LOSSES
 from .losses.comparisons import SoftLabels, rows_at_once
 from .losses.draft_loss import zero_with_gradient
@@ -89,7 +91,7 @@ class JointTarget(TargetWithDrafter):
         batch = tokens, supervised, counts, segments, positions
         if weight is None:
             loss = self.draft_loss(base, base, *batch)
-            if in_parallel():
+            if in_parallel() and not weights_are_sharded():  # ZeRO-3 waits for no gradient
                 loss = loss + zero_with_gradient(self.adapter.parameters())
             return {"loss": loss}
         adapted = self.run_target(tokens, positions)
@@ -116,6 +118,13 @@ class JointTarget(TargetWithDrafter):
         """How many labels each depth has, and last the target itself.  # [K + 1]"""
         own = target_positions(supervised, segments).sum().view(1)
         return torch.cat([super().counts(tokens, supervised, segments), own])
+
+    def trained(self) -> list[nn.Module]:
+        return [self.drafter, nn.ParameterList(self.adapter.parameters())]
+
+    def load(self, folder: Path) -> None:
+        super().load(folder)
+        self.adapter.load(folder)  # saved beside the drafter's weights
 
     @torch.no_grad()
     def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
@@ -172,9 +181,11 @@ class JointTrainer(DrafterTrainer):
             for parameter in self.module.adapter.parameters():
                 parameter.grad = None
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        self.module.adapter.load(Path(resume_from_checkpoint))  # saved beside the drafter's weights
+    def end_step(self, control: TrainerControl) -> None:
+        # DeepSpeed's optimizer steps on shards, not on the parameters above.
+        if self.is_deepspeed_enabled and self.last_options["weight"] is None:
+            forget_steps(self.optimizer, lambda group: group["adapter"])
+        super().end_step(control)
 
 
 def training_classes(drafter: Drafter) -> tuple[type[TargetWithDrafter], type[DrafterTrainer]]:

@@ -9,21 +9,23 @@ from typing import Any
 
 import safetensors.torch
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter
 from headstart.heads.artifacts.files import WEIGHTS
+from headstart.heads.core import gathered
 from headstart.heads.core.files import flush_to_disk
 
+from .checkpoints import last_checkpoint
 from .recipe import Train
 from .stage_folders import StageError, StageFolder, stage_folders
-from .trainer import last_checkpoint
 
 CHECKPOINTS = "checkpoints"  # in the folder of the stage `train`
 _STATE = "trainer_state.json"
 # What only a continued training reads; optimizers' states are twice as large as the drafter.
 _TO_CONTINUE = (
-    "complete.json", "optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*", "latest",
+    "optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*", "latest",
     "zero_to_fp32.py", "training_args.bin",
 )  # fmt: skip
 
@@ -37,7 +39,7 @@ def kept_checkpoints(folder: Path) -> dict[int, Path]:
 def keep_weights_alone(folder: Path) -> None:
     """Remove from all checkpoints but the last what only a continued training reads."""
     for checkpoint in list(kept_checkpoints(folder).values())[:-1]:
-        for pattern in _TO_CONTINUE:  # first of all the file that says that it is whole
+        for pattern in _TO_CONTINUE:
             for path in checkpoint.glob(pattern):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
@@ -50,18 +52,26 @@ def schedule(spec: Train, steps: int) -> dict[str, Any]:
 
 def read_drafter(family: type[Drafter], target: PreTrainedModel, checkpoint: Path) -> Drafter:
     """The drafter of a checkpoint, in float32, bound to its target and its adapter in it."""
-    drafter = family.from_pretrained(checkpoint, dtype=torch.float32).to(target.device)
+    drafter: Any = family.from_pretrained(checkpoint, dtype=torch.float32)
+    drafter.to(target.device)
     load_weights(drafter.bind(target), target, checkpoint)
     return drafter
 
 
 def load_weights(drafter: Drafter, target: PreTrainedModel, checkpoint: Path) -> None:
     """Give a drafter, and the adapter of its target, a checkpoint's weights."""
-    drafter.load_state_dict(safetensors.torch.load_file(checkpoint / WEIGHTS))
-    if drafter.adapter is not None:
-        if not drafter.adapter.attached:
-            drafter.adapter.attach(target)
-        drafter.adapter.load(checkpoint)
+    if drafter.adapter is not None and not drafter.adapter.attached:
+        drafter.adapter.attach(target)
+    with gathered(*learnt_by(drafter), write=True):
+        drafter.load_state_dict(safetensors.torch.load_file(checkpoint / WEIGHTS))
+        if drafter.adapter is not None:
+            drafter.adapter.load(checkpoint)
+
+
+def learnt_by(drafter: Drafter) -> list[nn.Module]:
+    """What was trained of a drafter and its target, as modules."""
+    adapter = drafter.adapter
+    return [drafter, nn.ParameterList(adapter.parameters() if adapter is not None else [])]
 
 
 def earlier_training(root: Path, settings: dict[str, Any], reads: dict[str, str]) -> StageFolder:

@@ -7,6 +7,7 @@ training, process 0 alone does the rest and writes.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +15,7 @@ from typing import Any, Self
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from headstart.heads import Drafter, family
+from headstart.heads import Drafter, OptionError, family
 from headstart.heads.artifacts.hub import split_revision
 from headstart.heads.core import load_pretrained
 from headstart.infer import RULES, load
@@ -34,6 +35,7 @@ from .drafter_stage import (
     train_drafter,
     write_drafter,
 )
+from .engine import loaded_as, loaded_whole, weights_are_sharded
 from .fingerprints import FileHashes, deciding, model_fingerprint
 from .kept import (
     CHECKPOINTS,
@@ -42,7 +44,9 @@ from .kept import (
     earlier_training,
     schedule,
 )
-from .processes import is_process_0, on_process_0, wait_for_all
+from .launched import check_engine, check_shared
+from .lifetime import watch_processes
+from .processes import in_parallel, is_process_0, on_process_0, wait_for_all
 from .recipe import Recipe
 from .scratch_target import train_target
 from .stages import Stage, StageStore
@@ -79,6 +83,8 @@ class _Run:
         # Before anything asks for the processes: these arguments set them up. The folder of the
         # checkpoints is set when the stage that writes them begins.
         self.args = training_arguments(recipe.train, recipe.folder / CHECKPOINTS, recipe.seed)
+        watch_processes()
+        self.engine = check_engine(self.args, os.environ)
         other = recipe.folder.with_name(recipe.shares) if recipe.shares else None
         self.store = StageStore(recipe.folder, fresh, other)
         self.hashes = FileHashes(recipe.folder / "hashes.json")
@@ -94,7 +100,10 @@ class _Run:
 
     def train(self) -> Stage:
         world = self.args.world_size
-        on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
+        with loaded_whole():
+            on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
+        if in_parallel():
+            check_shared(self.recipe.folder)
         trainable = family(self.recipe.drafter.family).trainable
         corpus = self._corpus()
         target = self._target(corpus)
@@ -138,7 +147,10 @@ class _Run:
         def work(folder: Path) -> dict[str, Any]:
             if spec.scratch is None:
                 return {"model": spec.model}
-            return {"model": str(folder)} | train_target(spec.scratch, corpus.folder, folder, seed)
+            with loaded_whole():
+                return {"model": str(folder)} | train_target(
+                    spec.scratch, corpus.folder, folder, seed
+                )
 
         settings = self._settings("target", content=self._content(spec.model, spec.revision))
         reads = [corpus] if spec.scratch else []
@@ -148,6 +160,12 @@ class _Run:
         spec, seed = self.recipe.distill, self.recipe.seed
 
         def work(folder: Path) -> dict[str, int]:
+            if weights_are_sharded():
+                raise OptionError(
+                    "the target's text is not written yet, and under DeepSpeed ZeRO-3, where each "
+                    "process holds a part of the target, they cannot write texts of their own; run "
+                    "the recipe first with another launch file, up to the distill stage."
+                )
             model, tokenizer = self._load(target)
             texts = load_documents(corpus.folder, "train")
             rank, world = self.args.process_index, self.args.world_size
@@ -245,8 +263,9 @@ class _Run:
         if self._loaded is None:
             name = self._target_name(target)
             how = load_options(self.recipe.target, self.args.device, self.args.world_size)
-            model = load_pretrained(AutoModelForCausalLM, name, **how)
-            if "device_map" not in how:
+            with loaded_as(self.recipe.target.dtype, name):
+                model = load_pretrained(AutoModelForCausalLM, name, **how)
+            if "device_map" not in how and not weights_are_sharded():
                 model.to(self.args.device)  # type: ignore[arg-type]
             self._loaded = model.eval(), self._tokenizer(target)
         return self._loaded

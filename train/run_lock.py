@@ -99,8 +99,8 @@ def holder_of(root: Path) -> str:
         file = os.open(path, os.O_RDWR)
     except OSError:  # none, or not ours to lock
         return ""
+    holder = read_holder(file)
     try:
-        holder = read_holder(file)
         if fcntl is not None:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return ""

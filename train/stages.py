@@ -125,8 +125,9 @@ class StageStore:
                 for path in folder.rglob("*"):
                     flush_to_disk(path)  # the record says that they are whole
                 write_atomically(folder / RECORD, text.encode())
-        stage = self.finished[name] = on_process_0(lambda: self._make_current(stage))
-        return stage
+        done = stage
+        self.finished[name] = on_process_0(lambda: self._make_current(done))
+        return self.finished[name]
 
     def _find_or_begin(
         self, name: str, fingerprint: str, reads: Sequence[Stage], resumable: bool, shared: bool,

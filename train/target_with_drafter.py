@@ -6,17 +6,22 @@ Data-parallel wrappers then see one model; only the drafter's parameters are tra
 from __future__ import annotations
 
 import logging
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.heads import FINAL, OptionError, TrainableDrafter
+from headstart.heads.artifacts.files import WEIGHTS
 from headstart.heads.core import FeatureTap
 
 from .data.batches import collate
 from .data.training_rows import Rows
+from .engine import weights_are_sharded
 from .losses.draft_loss import DraftLoss, head_labels, label_counts
 
 logger = logging.getLogger(__name__)
@@ -123,7 +128,7 @@ class TargetWithDrafter(nn.Module):
         counts = label_counts(labels) if counts is None else counts
         final = None if self.final is None else teaching[..., self.final]
         read = captured[..., : self.width]
-        return self.loss(read, tokens, labels, counts, final, positions)
+        return self.drafter(partial(self.loss, read, tokens, labels, counts, final, positions))
 
     def labels(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
         """See `head_labels`.  # [K, B, T]"""
@@ -183,6 +188,8 @@ class TargetWithDrafter(nn.Module):
 
     def fill_cache(self, rows: Rows, limit: float) -> bool:
         """Keep all rows' features if they take at most `limit` MB; returns whether they do."""
+        if weights_are_sharded():
+            return False  # the target runs only inside of the engine, which does not exist yet
         total, device = int(rows.offsets[-1]), self.target.device
         megabytes = total * self.captured * self.target.dtype.itemsize / 1e6
         where = "online" if megabytes > limit else f"kept on {device}"
@@ -200,6 +207,14 @@ class TargetWithDrafter(nn.Module):
             cache[rows.offsets[first] : rows.offsets[last]] = self.features(tokens)[real]
         self.cache = cache
         return True
+
+    def trained(self) -> list[nn.Module]:
+        """What learns, as modules."""
+        return [self.drafter]
+
+    def load(self, folder: Path) -> None:
+        """Read what learns from a checkpoint."""
+        self.drafter.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS))
 
     def release(self) -> None:
         """Drop the cache and remove the hooks from the target."""

@@ -110,7 +110,7 @@ class TokenConditioned(TrimmedVocabulary):
     """A drafter that reads the drafted tokens, by the target's embedding, beside its feature."""
 
     def bind(self, target: PreTrainedModel) -> Self:
-        width = cast(Tensor, target.get_input_embeddings().weight).shape[-1]
+        width = cast(nn.Embedding, target.get_input_embeddings()).embedding_dim
         if width != self.config.hidden_size:
             family = self.config.family_name()
             raise OptionError(

@@ -2,10 +2,12 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from headstart.train import pipeline
 from headstart.train.checks import needs
@@ -13,7 +15,8 @@ from headstart.train.checks.early import check_run
 from headstart.train.data.documents import Document
 from headstart.train.recipe import Recipe, Scratch, parse_recipe
 from headstart.train.scratch_target import build_model, train_tokenizer
-from tests.support.recipes import TINY
+from tests.support.paths import ROOT
+from tests.support.recipes import TINY, launch
 from tests.support.tiny import one_line
 
 TEMPLATE = (
@@ -125,3 +128,20 @@ def test_a_missing_template_is_said(tmp_path: Path, target: Path) -> None:
     made = recipe(tmp_path, bare, distill={"chat": "template"})
     with pytest.raises(ValueError, match="has no chat template; set distill"):
         check_run(made)
+
+
+@pytest.mark.proof
+def test_all_processes_end_alike_and_one_says_why(tmp_path: Path, target: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    typo = {"drafter": {"family": "medusa", "TYPO": 1}}
+    path.write_text(yaml.safe_dump(recipe(tmp_path, target).to_dict() | typo))
+    config = str(ROOT / "recipes" / "launch" / "ddp_cpu.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
+    done = launch(
+        [*command, "-m", "headstart.train", str(path)], ACCELERATE_USE_CPU="true",
+        PYTHONPATH=str(ROOT),
+    )  # fmt: skip
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "headstart.train: error:" in line]
+    assert len(lines) == 1 and "drafter.TYPO is not an option" in lines[0]
+    assert not (tmp_path / "runs").exists()

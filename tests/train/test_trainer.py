@@ -145,6 +145,8 @@ def test_a_half_written_checkpoint_is_ignored(tmp_path: Path) -> None:
     earlier = last_checkpoint(tmp_path)
     assert earlier is not None and earlier != last
     assert trainer(tmp_path).fit()["steps"] == 12
+    assert last_checkpoint(tmp_path) == last
+    assert trainer(tmp_path).fit()["steps"] == 12
 
 
 def test_the_best_decoding_checkpoint_is_taken(tmp_path: Path) -> None:
@@ -229,7 +231,7 @@ def test_the_rate_follows_whichever_bound_is_nearer() -> None:
     assert rates[2:] == sorted(rates[2:], reverse=True)
     timed = Clock(max_steps=1000, max_seconds=50.0, warmup=0.0)
     timed.start(seconds=25.0)
-    timed.read(steps=3)
+    timed.read(steps=3, seconds=timed.elapsed())
     assert timed.share == pytest.approx(0.5, abs=0.01)
     assert timed.factor(3) == pytest.approx(0.5, abs=0.02)
 
@@ -240,7 +242,8 @@ def test_time_already_trained_counts_after_a_resume(tmp_path: Path) -> None:
     last = last_checkpoint(tmp_path)
     assert last is not None
     spent = json.loads((last / "complete.json").read_text())
-    (last / "complete.json").write_text(json.dumps(spent + 900.0))
+    spent["seconds"] += 900.0
+    (last / "complete.json").write_text(json.dumps(spent))
     longer = trainer(tmp_path, replace(spec, max_steps=16))
     assert longer.fit()["seconds"] > 900
 

@@ -1,5 +1,7 @@
 """Validation: ranks that fit the decode loop, trees that accept most."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -89,9 +91,9 @@ def test_the_standard_error_is_the_spread_of_samples_of_documents() -> None:
 
     samples = [sample() for _ in range(400)]
     spread = np.std([ratio(counts) for counts, _ in samples])
-    errors = [standard_error(counts, documents) for counts, documents in samples]
+    errors: Any = [standard_error(counts, documents) for counts, documents in samples]
     assert np.mean(errors) == pytest.approx(spread, rel=0.1)
-    alone = [standard_error(counts, list(map(str, range(len(counts))))) for counts, _ in samples]
+    alone: Any = [standard_error(c, list(map(str, range(len(c))))) for c, _ in samples]
     assert np.mean(alone) < 0.8 * spread
     assert standard_error(np.array([[3, 1], [5, 2]]), ["a", "a"]) is None
 

@@ -122,7 +122,9 @@ def _target(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
 def _read(kind: Any, name: str, revision: str | None, what: str) -> Any:
     try:
         return load_pretrained(kind, name, **({"revision": revision} if revision else {}))
-    except (OSError, KeyError) as error:
+    except OptionError:  # it needs code of its own
+        raise
+    except (OSError, KeyError, ValueError) as error:
         raise CheckError(
             f"target.model {name}: its {what} cannot be read ({brief(error)}); expected the folder "
             "or the Hub name of a causal language model"

@@ -207,6 +207,18 @@ def held_out_prompts(
     return prompts[:count]
 
 
+def available_prompts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
+) -> dict[Part, int]:
+    """How many prompts held-out documents give for each part; see `held_out_prompts`."""
+    kind = prompt_settings(recipe)
+    given = _by_document(
+        tokenizer, documents, kind["tokens"], recipe.seed, kind["prefix"], kind["chat"]
+    )
+    parts: tuple[Part, ...] = ("validation", "bench")
+    return {part: sum(map(len, _of_part(given, part))) for part in parts}
+
+
 def held_out_texts(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], tokens: int, seed: int = 0,
     part: Part = "bench", limit: int = 512,

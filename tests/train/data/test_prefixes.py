@@ -13,7 +13,7 @@ from headstart.train.data.distill import distill, summary
 from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import DistillError, Prompts, Windows, encode, make_prefixes
 from headstart.train.data.training_rows import Rows
-from headstart.train.losses.chunked import IGNORED
+from headstart.train.losses.comparisons import IGNORED
 from headstart.train.recipe import Distill
 from headstart.train.scratch_target import train_tokenizer
 from headstart.train.target_with_drafter import TargetWithDrafter
