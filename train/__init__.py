@@ -12,18 +12,28 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what a recipe describes: `RECIPE [a.b=value …] [--fresh]`; returns the exit status."""
+    """Train what a recipe describes: `RECIPE [a.b=value …] [--fresh] [--smoke]`.
+
+    Returns the exit status. With `--smoke` it is a run in seconds, see `smoke`.
+    """
     import argparse
     import sys
 
     from .recipe import load_recipe
 
     parser = argparse.ArgumentParser(prog="headstart.train", description="Train a drafter.")
-    parser.add_argument("recipe", metavar="RECIPE", help="a path or a shipped name")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="a path, a shipped name, or parts joined by +"
+    )
     parser.add_argument("overrides", metavar="a.b=value", nargs="*", help="settings of the recipe")
     parser.add_argument("--fresh", action="store_true", help="run finished stages again")
+    parser.add_argument("--smoke", action="store_true", help="a tiny run of all stages, offline")
     options = parser.parse_intermixed_args(argv)
     recipe = load_recipe(options.recipe, options.overrides)
+    if options.smoke:
+        from .smoke import smoke
+
+        recipe, options.fresh = smoke(recipe), True  # what was done before would show nothing
     from .pipeline import train
     from .processes import end_processes
 
