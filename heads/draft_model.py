@@ -20,7 +20,7 @@ from .core import OptionError, OutputLayer, load_pretrained, output_layer
 from .drafter import DrafterConfig, Step, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import copy_layers, layers_of
-from .trainable import TrainableDrafter
+from .trainable import DraftLogits, TrainableDrafter
 
 
 @strict
@@ -156,7 +156,8 @@ class DraftModel(TrainableDrafter):
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Target ids, clamped to those of the student; ids beyond them are padding."""
-        known = len(self.model.get_input_embeddings().weight)
+        embedding: Any = self.model.get_input_embeddings()
+        known = embedding.num_embeddings
         return tokens if known >= self.config.vocab_size else tokens.clamp(max=known - 1)
 
     def _step(self, logits: Tensor) -> Step:
@@ -165,25 +166,39 @@ class DraftModel(TrainableDrafter):
     @property
     def draft_vocabulary(self) -> Tensor | None:
         """[Vd] the ids 0 … Vd - 1, where the student has fewer than the target; None otherwise."""
-        weight = output_layer(self.model).weight
-        if len(weight) >= self.config.vocab_size:
+        layer = output_layer(self.model)
+        if layer.out_features >= self.config.vocab_size:
             return None
-        return torch.arange(len(weight), device=weight.device)
+        return torch.arange(layer.out_features, device=layer.weight.device)
 
     @property
     def language_model(self) -> PreTrainedModel | None:
         return self.model
 
     def draft_hidden_states(
-        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Depth k at position t is the student's final hidden state at t + k: [depths, M, D]."""
-        hidden = self.model.get_decoder()(input_ids=self._known(tokens), use_cache=False)[0]
+        hidden = self.model.get_decoder()(
+            input_ids=self._known(tokens), position_ids=positions, use_cache=False
+        )[0]
         shifted = [hidden.roll(-depth, 1)[where] for depth in range(1, depths + 1)]
         return torch.stack(shifted)
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return lambda states: self._output(states)[:, : self.config.vocab_size]
+
+    def checkpoint_activations(self) -> bool:
+        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        return True
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        return DraftLogits(self.draft_logits(depth), (output_layer(self.model),))
 
     @cached_property
     def _output(self) -> OutputLayer:

@@ -10,7 +10,6 @@ position of text that the target wrote (`distill`); the paper's distillation ins
 write a new continuation from each position of a corpus.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, cast
 
@@ -19,10 +18,10 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checkpoint import Found
-from .core import ArtifactError
 from .drafter import Step, entries_at, last_true
+from .parts.published.redrafter import REDRAFTER, redrafter
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
+from .trainable import DraftLogits
 
 
 @strict
@@ -63,6 +62,8 @@ class ReDrafter(TokenConditioned):
 
     config_class = ReDrafterConfig
     config: ReDrafterConfig
+    from_checkpoint = staticmethod(redrafter)
+    exports = REDRAFTER
 
     def __init__(self, config: ReDrafterConfig):
         super().__init__(config)
@@ -86,27 +87,6 @@ class ReDrafter(TokenConditioned):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    @staticmethod
-    def from_checkpoint(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
-        """The authors' drafters (github.com/apple/ml-recurrent-drafter); tensor names are the same.
-
-        Shapes are taken from the tensors: `exit_dim` and `num_draft_layers` may be unset.
-        """
-        model_type = config.get("model_type")
-        if model_type != "recurrent_drafting_drafter" and "rnn_w.weight" not in tensors:
-            return None
-        layers = sum(bool(re.fullmatch(r"lm_head\.\d+\.linear\.weight", n)) for n in tensors)
-        output, cell = tensors.get(f"lm_head.{layers}.weight"), tensors.get("rnn_w.weight")
-        if cell is None:
-            raise ArtifactError(
-                f"it has no rnn_w.weight, and rnn is {config.get('rnn')} in its config; expected a "
-                "recurrent cell: one that sums embeddings has no counterpart here."
-            )
-        if output is None:
-            raise ArtifactError(f"after {layers} blocks, lm_head.{layers}.weight is missing.")
-        known = {"layers": layers, "hidden_size": cell.shape[0], "vocab_size": output.shape[0]}
-        return known | {"exit_dim": output.shape[1]}, tensors
-
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Start as the target's own output layer, with zero weights for the cell; see `Medusa`."""
@@ -117,7 +97,12 @@ class ReDrafter(TokenConditioned):
         self.rnn_w.weight.div_(self.size_of_embeddings())  # so the cell's input is of size 1
 
     def draft_hidden_states(
-        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
     ) -> Tensor:
         states, found = self._before(features[where]), []
         for depth in range(1, depths + 1):
@@ -128,6 +113,12 @@ class ReDrafter(TokenConditioned):
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return lambda states: self.lm_head(self.input_proj(states))
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        blocks = self.lm_head[:-1]
+        inner = (self.input_proj, blocks)
+        weight = cast(nn.Linear, self.lm_head[-1]).weight
+        return DraftLogits(lambda states: blocks(self.input_proj(states)), inner, weight)
 
     def start(self, batch: int, capacity: int) -> ReDrafterState:
         return ReDrafterState()

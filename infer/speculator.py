@@ -222,7 +222,7 @@ class Speculator:
             )
         check_config(config, self.model)
         embedding: Any = self.model.get_input_embeddings()
-        vocab = max(embedding.weight.shape[0], self.model.config.get_text_config().vocab_size)
+        vocab = max(embedding.num_embeddings, self.model.config.get_text_config().vocab_size)
         mask = read_inputs(input_ids, model_kwargs, vocab)
         batch, width = input_ids.shape
         ending = Ending.of(stopping_criteria, config, width)

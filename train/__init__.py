@@ -17,6 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns the exit status. With `--smoke` it is a run in seconds, see `smoke`.
     """
     import argparse
+    import contextlib
     import sys
 
     from .recipe import load_recipe
@@ -30,14 +31,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--smoke", action="store_true", help="a tiny run of all stages, offline")
     options = parser.parse_intermixed_args(argv)
     recipe = load_recipe(options.recipe, options.overrides)
-    if options.smoke:
-        from .smoke import smoke
+    with contextlib.redirect_stdout(sys.stderr):  # some libraries print
+        from .lifetime import end_processes
+        from .pipeline import train
+        from .stopping import Interrupted
 
-        recipe, options.fresh = smoke(recipe), True  # what was done before would show nothing
-    from .pipeline import train
-    from .processes import end_processes
+        fresh = options.fresh or options.smoke  # what was done before would show nothing
+        if options.smoke:
+            from .smoke import smoke
 
-    folder = train(recipe, options.fresh)
-    print(f"The drafter is in {folder}", file=sys.stderr)
-    end_processes()
+            recipe = smoke(recipe)
+        try:
+            folder = train(recipe, fresh)
+        except Interrupted:  # all processes were
+            end_processes()
+            raise
+        print(f"The drafter is in {folder}", file=sys.stderr)
+        end_processes()
     return 0

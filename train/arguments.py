@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, TrainingArguments
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from headstart.heads import OptionError
 
-from .recipe import Train
+from .engine import deepspeed_settings
+from .recipe import TargetSpec, Train
 
 
 def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> TrainingArguments:
@@ -33,6 +35,10 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         changes = {"optim": "adamw_bnb_8bit", **changes}
     gpu = torch.cuda.is_available()
     processes = int(os.environ.get("WORLD_SIZE", 1))  # as launchers set it
+    bf16 = gpu and torch.cuda.is_bf16_supported()
+    deepspeed = deepspeed_settings(os.environ, bf16)
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would print that it found none
     every = spec.eval_every or spec.max_steps
     settings: dict[str, Any] = {
         "output_dir": str(folder),
@@ -45,19 +51,19 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "seed": seed,
         "use_cpu": not gpu,
         # Autocast of products alone: weights, gradients and the optimizer's state stay float32.
-        "bf16": gpu and torch.cuda.is_bf16_supported(),
+        "bf16": bf16 and deepspeed is None,
+        "deepspeed": deepspeed,
         "dataloader_pin_memory": gpu,
         "eval_strategy": "steps",
         "eval_steps": every,
         "save_steps": every,
-        "save_total_limit": 2,  # the best and the last
         "load_best_model_at_end": True,
         "metric_for_best_model": "tau",
-        "logging_steps": 25,
+        "logging_steps": max(min(25, spec.max_steps // 50), 1),
         "logging_nan_inf_filter": False,  # it reads the loss from the device at every step
         "remove_unused_columns": False,
         "ddp_find_unused_parameters": False,
-        "ddp_timeout": 24 * 3600,  # processes wait for stages that one of them does alone
+        "ddp_timeout": 1800,  # what takes longer is waited for outside of collectives
         "report_to": spec.report_to or "none",
         "run_name": folder.parent.parent.name,  # the recipe's name
         "log_level": "error",
@@ -68,16 +74,38 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
     return args
 
 
-def load_options(dtype: str, device: torch.device) -> dict[str, Any]:
-    """The options of `from_pretrained` for a recipe's `target.dtype`.
+def load_options(spec: TargetSpec, device: torch.device, world: int = 1) -> dict[str, Any]:
+    """The options of `from_pretrained` for a recipe's target.
 
-    `4bit` is bitsandbytes' NF4 with products in bfloat16 (QLoRA, arXiv 2305.14314); OptionError
-    without bitsandbytes.
+    Weights are read straight to the device, where that is not the CPU. `4bit` is bitsandbytes' NF4
+    with products in bfloat16 (QLoRA, arXiv 2305.14314).
+
+    Args:
+        device: of this process, of `world` in all.
+
+    Raises:
+        OptionError: there is no bitsandbytes for 4bit; or a map of devices for several processes.
     """
-    if dtype != "4bit":
-        return {"dtype": dtype}
+    found: dict[str, Any] = {"dtype": spec.dtype}
+    for name in ("revision", "attn_implementation"):
+        if (value := getattr(spec, name)) is not None:
+            found[name] = value
+    if spec.device_map is not None:
+        if world > 1:
+            raise OptionError(
+                f"target.device_map is {spec.device_map!r} with {world} processes, each of which "
+                "would spread the target over the same devices; launch one process, or leave it "
+                "out."
+            )
+        found["device_map"] = spec.device_map
+    elif device.type != "cpu" and not is_deepspeed_zero3_enabled():
+        found["device_map"] = {"": device}
+    if spec.dtype != "4bit":
+        return found
     _check_bitsandbytes("target.dtype=4bit", "target.dtype=bfloat16")
     return {
+        "device_map": {"": device},  # a quantized model cannot be moved afterwards
+        **found,
         "dtype": torch.bfloat16,
         "quantization_config": BitsAndBytesConfig(
             load_in_4bit=True,
@@ -85,7 +113,6 @@ def load_options(dtype: str, device: torch.device) -> dict[str, Any]:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         ),
-        "device_map": {"": device},  # a quantized model cannot be moved afterwards
     }
 
 

@@ -6,32 +6,35 @@ import math
 import time
 from typing import Any
 
-from tqdm import tqdm
 from transformers import TrainerCallback
 
-from .processes import from_process_0
-
-BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+from .progress import progress_bar
 
 
 class Clock(TrainerCallback):
     """The share of the training that is done, by steps or by time, whichever is further.
 
-    All processes go by the time of process 0. When it is up, training ends with a last validation
-    and checkpoint. `warmup` is the share in which the learning rate rises.
+    It is `read` after every step, with the time of process 0. When time is up, training ends with a
+    last validation and checkpoint. `warmup` is the share in which the learning rate rises.
     """
 
     def __init__(self, max_steps: int, max_seconds: float | None, warmup: float):
         self.max_steps, self.max_seconds, self.warmup = max_steps, max_seconds, warmup
-        self.seconds = self.share = 0.0
-        self.start()
+        self.share = 0.0
+        self.start(0.0)
 
-    def start(self, seconds: float = 0.0) -> None:
+    def start(self, seconds: float) -> None:
         """Start; a resumed run has trained for `seconds` before."""
+        self.seconds = seconds
         self.started = time.perf_counter() - seconds
 
-    def read(self, steps: int) -> None:
-        self.seconds = from_process_0(time.perf_counter() - self.started)
+    def elapsed(self) -> float:
+        """Seconds of training by this process's own time."""
+        return time.perf_counter() - self.started
+
+    def read(self, steps: int, seconds: float) -> None:
+        """Take note of the steps and seconds of training so far."""
+        self.seconds = seconds
         self.share = steps / self.max_steps
         if self.max_seconds is not None:
             self.share = max(self.share, self.seconds / self.max_seconds)
@@ -54,17 +57,16 @@ class Clock(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step:  # resumed
-            self.read(state.global_step)
+            self.read(state.global_step, self.seconds)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.read(state.global_step)
         if self.share >= 1.0:
             control.should_training_stop = True
             control.should_evaluate = control.should_save = True
 
 
 class Progress(TrainerCallback):
-    """A bar on stderr over the clock's share, with the last loss and τ."""
+    """A bar or lines on stderr over the clock's share, with the step and the last loss and τ."""
 
     def __init__(self, clock: Clock, enabled: bool):
         self.clock, self.enabled = clock, enabled
@@ -72,9 +74,10 @@ class Progress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         off = not (self.enabled and state.is_world_process_zero)
-        self.bar = tqdm(total=1.0, desc="heads", disable=off, bar_format=BAR)
+        self.bar = progress_bar(1.0, "heads", disable=off)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen["step"] = str(state.global_step)
         self.bar.update(min(self.clock.share, 1.0) - self.bar.n)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
-from headstart.heads.core import decoder_layers, load_pretrained
+from headstart.heads.core import load_pretrained
 
 from .losses import LOSSES
 from .losses.chunked import KEPT_LOGITS
@@ -139,10 +140,9 @@ class _Arithmetic:
         self.hardware = recipe.hardware or Hardware()
         self.text: Any = target.config.get_text_config(decoder=True)
         self.target = _count(target)
-        inside = decoder_layers(target).modules()
-        self.matrices = [m for m in inside if isinstance(m, nn.Linear)]
         # By their sizes, since quantized weights are packed and sharded ones empty.
-        self.layers = sum(m.in_features * m.out_features for m in self.matrices)
+        self.matrices = [size for m in target.get_decoder().modules() if (size := _matrix(m))]
+        self.layers = sum(inputs * outputs for inputs, outputs in self.matrices)
         self.trained = _count(drafter) if drafter.trainable else 0
         self.outputs = _outputs(drafter)  # parameters of the drafter's own output layers
         self.adapter = self._adapter()
@@ -176,7 +176,7 @@ class _Arithmetic:
         if self.drafter.adapter is None:
             return 0
         config: Any = self.drafter.config
-        sizes = sum(m.in_features + m.out_features for m in self.matrices)
+        sizes = sum(map(sum, self.matrices))
         if "lm_head" in config.modules:
             sizes += self.text.hidden_size + self.text.vocab_size
         return config.rank * sizes
@@ -213,8 +213,7 @@ class _Arithmetic:
         frozen = (4 * size + 3 * wide) * 2 * tokens
         kept = 4 * _widths(self.drafter) * self._passes() * tokens
         if self.adapter:  # every layer's matrices keep their input and output, in 16 bits
-            each = sum(m.in_features + m.out_features for m in self.matrices)
-            kept += 2 * each * tokens
+            kept += 2 * sum(map(sum, self.matrices)) * tokens
         return float(features + frozen + kept)
 
     def _logits(self) -> float:
@@ -253,7 +252,10 @@ class _Arithmetic:
         steps = distill.examples * assumed.answers * distill.new_tokens / distill.batch_size
         writing = steps * step / hardware.gpus
         frozen, learned = self.flops_per_token()
-        rows = train.max_steps * (train.rows_per_step or train.batch_size * hardware.gpus)
+        each_step = train.gradient_accumulation * train.batch_size * hardware.gpus
+        rows = float(train.max_steps * (train.rows_per_step or each_step))
+        if train.epochs is not None:
+            rows = min(rows, train.epochs * distill.examples)
         each = (frozen * slower + learned) / (peak * assumed.training)
         training = rows * self.row * each / hardware.gpus
         return {"writing": writing / 3600, "training": training / 3600}
@@ -289,6 +291,13 @@ class _Arithmetic:
         drafter = self.drafter
         assert isinstance(drafter, TrainableDrafter)
         return 1 if drafter.max_depth is not None else drafter.train_depths
+
+
+def _matrix(module: nn.Module) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear layer; None for any other."""
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else None
 
 
 def _count(module: nn.Module) -> int:

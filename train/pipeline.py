@@ -1,4 +1,4 @@
-"""Runs a recipe: corpus, target, distill, heads, and the benchmark, each a stage on disk.
+"""Runs a recipe: corpus, target, distill, train, heads, and the benchmark, each a stage on disk.
 
 Under `accelerate launch` every process runs this file: all share the work of distillation and
 training, process 0 alone does the rest and writes.
@@ -7,24 +7,47 @@ training, process 0 alone does the rest and writes.
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from headstart.heads import family
+from headstart.heads import Drafter, OptionError, family
+from headstart.heads.artifacts.files import METRICS
+from headstart.heads.artifacts.hub import split_revision
 from headstart.heads.core import load_pretrained
 from headstart.infer import RULES, load
 
 from .arguments import load_options, training_arguments
+from .checks.early import check_prompts, check_run
 from .data.corpus import build_corpus, load_documents
 from .data.distill import distill, summary
-from .data.prefixes import held_out_prompts
+from .data.fingerprints import source_fingerprint
+from .data.prefixes import Part, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
-from .drafter_stage import train_drafter
-from .on_policy import check_on_policy
-from .processes import is_process_0, wait_for_all
+from .drafter_stage import (
+    Loaded,
+    choose,
+    evaluation_settings,
+    make_drafter,
+    train_drafter,
+    write_drafter,
+)
+from .engine import loaded_as, loaded_whole, weights_are_sharded
+from .fingerprints import FileHashes, deciding, model_fingerprint
+from .kept import (
+    CHECKPOINTS,
+    check_time_left,
+    continue_from,
+    earlier_training,
+    schedule,
+)
+from .launched import check_engine, check_shared
+from .lifetime import watch_processes
+from .processes import in_parallel, is_process_0, on_process_0, wait_for_all
 from .recipe import Recipe
 from .scratch_target import train_target
 from .stages import Stage, StageStore
@@ -32,7 +55,8 @@ from .stages import Stage, StageStore
 
 def train(recipe: Recipe, fresh: bool = False) -> Path:
     """Run the stages up to the trained drafter; returns its folder. `fresh` reuses none."""
-    return _Run(recipe, fresh).train().folder
+    with _Run(recipe, fresh) as this:
+        return this.train().plain
 
 
 def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
@@ -41,47 +65,82 @@ def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
     The report is that of `headstart.infer.measure.bench`, with `stage_seconds` and `artifact`
     added, and `held_out`, the file that the prompts came from.
     """
-    this = _Run(recipe, fresh)
-    artifact = this.train()
-    return this.bench(artifact).info | {
-        "stage_seconds": this.store.seconds(),
-        "artifact": str(artifact.folder),
-        "held_out": str(this.store.finished["corpus"].folder / "held_out.jsonl"),
-    }
+    with _Run(recipe, fresh, ("validation", "bench")) as this:
+        artifact = this.train()
+        return this.bench(artifact).info | {
+            "stage_seconds": this.store.seconds(),
+            "artifact": str(artifact.plain),
+            "held_out": str(this.store.finished["corpus"].plain / "held_out.jsonl"),
+        }
 
 
 class _Run:
     """One recipe being run by this process."""
 
-    def __init__(self, recipe: Recipe, fresh: bool):
+    def __init__(self, recipe: Recipe, fresh: bool, parts: Sequence[Part] = ("validation",)):
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        self.recipe = recipe
-        # Before anything asks for the processes: these arguments set them up.
-        checkpoints = recipe.folder / "heads" / "checkpoints"
-        self.args = training_arguments(recipe.train, checkpoints, recipe.seed)
+        self.recipe, self.parts = recipe, parts
+        # Before anything asks for the processes: these arguments set them up. The folder of the
+        # checkpoints is set when the stage that writes them begins.
+        self.args = training_arguments(recipe.train, recipe.folder / CHECKPOINTS, recipe.seed)
+        watch_processes()
+        self.engine = check_engine(self.args, os.environ)
         other = recipe.folder.with_name(recipe.shares) if recipe.shares else None
         self.store = StageStore(recipe.folder, fresh, other)
+        self.hashes = FileHashes(recipe.folder / "hashes.json")
         self._loaded: tuple[PreTrainedModel, Any] | None = None
+        self._drafter: Drafter | None = None  # as this process has trained it
+
+    def __enter__(self) -> Self:
+        self.store.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.store.__exit__(*error)
 
     def train(self) -> Stage:
-        trainable = family(self.recipe.drafter.family).trainable  # a mistyped name fails first
-        check_on_policy(self.recipe)
+        world = self.args.world_size
+        with loaded_whole():
+            on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
+        if in_parallel():
+            check_shared(self.recipe.folder)
+        trainable = family(self.recipe.drafter.family).trainable
         corpus = self._corpus()
         target = self._target(corpus)
-        rows = self._distill(corpus, target) if trainable else None
-        return self._heads(corpus, target, rows)
+        on_process_0(lambda: self._check_prompts(corpus, target, trainable))
+        if not trainable:
+            return self._heads(corpus, target, None)
+        rows = self._distill(corpus, target)
+        return self._heads(corpus, target, self._train(corpus, target, rows))
 
-    def _settings(self, *sections: str) -> dict[str, Any]:
-        """What decides a stage's result: the seed, and sections of the recipe."""
-        settings = self.recipe.to_dict()
-        return {name: settings[name] for name in (*sections, "seed")}
+    def _check_prompts(self, corpus: Stage, target: Stage, trainable: bool) -> None:
+        """Once there are text and tokenizer, and before the target writes."""
+        tokenizer = self._tokenizer(target)
+        check_prompts(self.recipe, tokenizer, corpus.folder, self.parts, trainable)
+
+    def _settings(self, *sections: str, **more: Any) -> dict[str, Any]:
+        """What decides a stage's result: the seed, sections of the recipe, and more."""
+        return deciding(self.recipe.to_dict(), (*sections, "seed")) | more
+
+    def _content(self, model: str | None, revision: str | None = None) -> Any:
+        """What stands for the present content of a model, if there is one; see `fingerprints`."""
+
+        def found() -> Any:
+            content = model_fingerprint(model, self.hashes, revision) if model else None
+            self.hashes.save()
+            return content
+
+        return on_process_0(found)
 
     def _corpus(self) -> Stage:
         spec, seed = self.recipe.corpus, self.recipe.seed
+        content = on_process_0(lambda: source_fingerprint(spec))
+        writer = self._content(spec.writer)
         return self.store.run(
-            "corpus", self._settings("corpus"), lambda f: build_corpus(spec, f, seed), shared=True
-        )
+            "corpus", self._settings("corpus", content=content, writer=writer),
+            lambda folder: build_corpus(spec, folder, seed), shared=True,
+        )  # fmt: skip
 
     def _target(self, corpus: Stage) -> Stage:
         spec, seed = self.recipe.target, self.recipe.seed
@@ -89,15 +148,25 @@ class _Run:
         def work(folder: Path) -> dict[str, Any]:
             if spec.scratch is None:
                 return {"model": spec.model}
-            return {"model": str(folder)} | train_target(spec.scratch, corpus.folder, folder, seed)
+            with loaded_whole():
+                return {"model": str(folder)} | train_target(
+                    spec.scratch, corpus.folder, folder, seed
+                )
 
+        settings = self._settings("target", content=self._content(spec.model, spec.revision))
         reads = [corpus] if spec.scratch else []
-        return self.store.run("target", self._settings("target"), work, reads, shared=True)
+        return self.store.run("target", settings, work, reads, shared=True)
 
     def _distill(self, corpus: Stage, target: Stage) -> Stage:
         spec, seed = self.recipe.distill, self.recipe.seed
 
         def work(folder: Path) -> dict[str, int]:
+            if weights_are_sharded():
+                raise OptionError(
+                    "the target's text is not written yet, and under DeepSpeed ZeRO-3, where each "
+                    "process holds a part of the target, they cannot write texts of their own; run "
+                    "the recipe first with another launch file, up to the distill stage."
+                )
             model, tokenizer = self._load(target)
             texts = load_documents(corpus.folder, "train")
             rank, world = self.args.process_index, self.args.world_size
@@ -105,19 +174,57 @@ class _Run:
             wait_for_all()
             return summary(spec, folder) if is_process_0() else {}
 
-        settings, reads = self._settings("distill"), [corpus, target]
-        return self.store.run("distill", settings, work, reads, resumable=True, shared=True)
+        return self.store.run(
+            "distill", self._settings("distill"), work, [corpus, target], resumable=True,
+            shared=True, layout={"shards": spec.shards},
+        )  # fmt: skip
 
-    def _heads(self, corpus: Stage, target: Stage, rows: Stage | None) -> Stage:
+    def _train(self, corpus: Stage, target: Stage, rows: Stage) -> Stage:
+        spec, reads = self.recipe.train, [corpus, target, rows]
+        settings = self._settings("drafter", "train", content=self._drafter_content())
+        earlier = None
+        if spec.extend:
+            ids = {stage.name: stage.id for stage in reads}
+            earlier = on_process_0(lambda: earlier_training(self.store.root, settings, ids))
+            settings["extends"] = (earlier.record or {})["id"]
+
         def work(folder: Path) -> dict[str, Any]:
-            loaded = *self._load(target), self._target_name(target)
-            documents = load_documents(corpus.folder, "held_out")
-            data = Rows.load(rows.folder) if rows else None
-            return train_drafter(self.recipe, self.args, *loaded, documents, data, folder)
+            before = []
+            if earlier is not None:
+                check_time_left(earlier, spec.max_seconds)
+                places = earlier.path / CHECKPOINTS, folder / CHECKPOINTS
+                on_process_0(lambda: continue_from(*places))
+                before = (earlier.record or {})["info"]["schedules"]
+            data = Rows.load(rows.folder)
+            loaded = self._judged(corpus, target)
+            self._drafter, report = train_drafter(self.recipe, self.args, loaded, data, folder)
+            return report | {"schedules": [*before, schedule(spec, report["steps"])]}
 
-        settings = self._settings("drafter", "decode", *(["train"] if rows else []))
-        del settings["decode"]["prompts"]  # only the benchmark's
-        reads = [corpus, target, *([rows] if rows else [])]
+        return self.store.run("train", settings, work, reads, resumable=True)
+
+    def _drafter_content(self) -> Any:
+        """Of the model or the head that the drafter is made from, if it is."""
+        named, start = self.recipe.drafter.options.get("model"), self.recipe.train.from_
+        content = self._content(named if isinstance(named, str) else None)
+        if start is None:
+            return content
+        named_head = (start, None) if Path(start).is_dir() else split_revision(start)
+        return {"model": content, "from": self._content(*named_head)}
+
+    def _heads(self, corpus: Stage, target: Stage, trained: Stage | None) -> Stage:
+        def work(folder: Path) -> dict[str, Any]:
+            loaded = self._judged(corpus, target)
+            if trained is None:
+                drafter = make_drafter(self.recipe, loaded.target, None)
+                measured = {"steps": 0, "seconds": 0.0, **loaded.validation(self.recipe)(drafter)}
+            else:
+                found = trained.folder, trained.info
+                drafter, measured = choose(self.recipe, loaded, self._drafter, *found)
+            metrics = trained.folder / METRICS if trained else None
+            return write_drafter(self.recipe, loaded, drafter, measured, folder, metrics)
+
+        settings = self._settings("drafter", decode=evaluation_settings(self.recipe))
+        reads = [corpus, target, *([trained] if trained else [])]
         return self.store.run("heads", settings, work, reads, resumable=True)
 
     def bench(self, artifact: Stage) -> Stage:
@@ -130,27 +237,37 @@ class _Run:
             model, tokenizer = self._load(target)
             speculator = load(model, artifact.folder, tokenizer=tokenizer, rule=decode.rule)
             documents = load_documents(corpus.folder, "held_out")
-            sizes = decode.prompts, decode.prefix_tokens, self.recipe.seed
-            prompts = held_out_prompts(tokenizer, documents, *sizes)
-            prompts = [prompt.to(model.device) for prompt in prompts]
+            prompts = recipe_prompts(self.recipe, tokenizer, documents, "bench")
+            tokens = [prompt.tokens.to(model.device) for prompt in prompts]
             temperature = 1.0 if RULES[decode.rule].samples else 0.0
-            report = bench(speculator, prompts, decode.new_tokens, temperature=temperature)
+            report = bench(speculator, tokens, decode.new_tokens, temperature=temperature)
             # JSON has neither NaN nor infinity.
             return json.loads(json.dumps(report), parse_constant=lambda _: None)
 
-        return self.store.run("bench", self._settings("decode"), work, [corpus, artifact])
+        settings = self._settings("decode", prompts=prompt_settings(self.recipe))
+        return self.store.run("bench", settings, work, [corpus, artifact])
+
+    def _judged(self, corpus: Stage, target: Stage) -> Loaded:
+        documents = load_documents(corpus.folder, "held_out")
+        return Loaded(*self._load(target), self._target_name(target), documents)
 
     def _target_name(self, target: Stage) -> str:
         """Path or Hub name; a run's folder may have moved since a target was trained in it."""
         return str(target.folder) if self.recipe.target.scratch else target.info["model"]
 
+    def _tokenizer(self, target: Stage) -> Any:
+        revision = self.recipe.target.revision
+        how = {"revision": revision} if revision else {}
+        return load_pretrained(AutoTokenizer, self._target_name(target), **how)
+
     def _load(self, target: Stage) -> tuple[PreTrainedModel, Any]:
         """The target on this process's device, and its tokenizer; loaded once."""
         if self._loaded is None:
             name = self._target_name(target)
-            how = load_options(self.recipe.target.dtype, self.args.device)
-            model = load_pretrained(AutoModelForCausalLM, name, **how)
-            if "device_map" not in how:
+            how = load_options(self.recipe.target, self.args.device, self.args.world_size)
+            with loaded_as(self.recipe.target.dtype, name):
+                model = load_pretrained(AutoModelForCausalLM, name, **how)
+            if "device_map" not in how and not weights_are_sharded():
                 model.to(self.args.device)  # type: ignore[arg-type]
-            self._loaded = model.eval(), load_pretrained(AutoTokenizer, name)
+            self._loaded = model.eval(), self._tokenizer(target)
         return self._loaded

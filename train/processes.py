@@ -1,13 +1,35 @@
-"""What the processes of a run agree on."""
+"""What the processes of a run agree on.
+
+Waits that may be long go through the store that the launcher keeps, not through collectives, whose
+timeout is for processes that do the same work. So nobody waits for a process that is no more: each
+counts up a number of its own there, and who waits sees that it stands still.
+"""
 
 from __future__ import annotations
 
-import gc
-from typing import TypeVar
+import os
+import pickle
+import time
+from collections.abc import Callable
+from itertools import count
+from typing import Any, TypeVar
 
 import torch
 
 Value = TypeVar("Value")
+
+SILENT = 300.0
+"""Seconds without a sign of life after which a process counts as lost."""
+
+_numbers = count()  # of the waits so far; all processes make the same ones
+
+
+class StoppedByProcess0(ValueError):
+    """Process 0 has stopped, and says why; the other processes end with it."""
+
+
+class ProcessLost(RuntimeError):
+    """Another process of the run does not answer any more."""
 
 
 def in_parallel() -> bool:
@@ -15,29 +37,108 @@ def in_parallel() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
+def is_process_0() -> bool:
+    """Whether this is the process that owns the run's folders.
+
+    A launcher numbers its processes before they know of each other.
+    """
+    if in_parallel():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
+
+
 def from_process_0(value: Value) -> Value:
-    """The value that process 0 passes, on every process; all must call."""
+    """The value that process 0 passes, on every process; all must call, as late as they like."""
     if not in_parallel():
         return value
-    held = [value]
-    torch.distributed.broadcast_object_list(held, src=0)
-    return held[0]
+    key, found = f"headstart/value/{next(_numbers)}", store()
+    if is_process_0():
+        found.set(key, pickle.dumps(value))
+        return value
+    _wait(lambda: found.check([key]), "process 0")
+    return pickle.loads(found.get(key))
 
 
-def is_process_0() -> bool:
-    """Whether this is the process that owns the run's folders."""
-    return not in_parallel() or torch.distributed.get_rank() == 0
+def on_process_0(work: Callable[[], Value]) -> Value:
+    """What `work` returns on process 0, on every process; all must call.
+
+    Raises:
+        StoppedByProcess0: on the others, where `work` raised on process 0, with its message.
+    """
+    if not in_parallel():
+        return work()
+    held, error = None, None
+    if is_process_0():
+        try:
+            held = work()
+        except Exception as raised:
+            error = raised
+    failed, held = from_process_0((error and (str(error) or type(error).__name__), held))
+    if error is not None:
+        raise error
+    if failed is not None:
+        raise StoppedByProcess0(failed)
+    return held  # type: ignore[return-value]
 
 
 def wait_for_all() -> None:
-    """Return when every process has called."""
+    """Return when every process has called, however late."""
     if in_parallel():
-        torch.distributed.barrier()
+        key, found, world = f"headstart/wait/{next(_numbers)}", store(), _world()
+        found.add(key, 1)
+        _wait(lambda: found.add(key, 0) >= world, "the other processes")
 
 
-def end_processes() -> None:
-    """End the process group before the interpreter does: its threads abort a late exit."""
-    if in_parallel():
-        gc.collect()  # the trainer has cycles that hold the wrapped model, and so the group
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+def from_all(value: Value) -> list[Value]:
+    """What each process passes, in their order; all must call at about the same time."""
+    if not in_parallel():
+        return [value]
+    values: list[Any] = [None] * _world()
+    torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def sum_over_processes(numbers: list[float], device: torch.device) -> list[float]:
+    """The sums of numbers that each process passes; all must call at about the same time."""
+    if not in_parallel():
+        return numbers
+    total = torch.tensor(numbers, dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(total)
+    return total.tolist()
+
+
+def store() -> Any:
+    """The keys and values that all processes of the run see."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
+def beat() -> None:
+    """Give a sign of life to the processes that wait for this one."""
+    store().add(f"headstart/alive/{torch.distributed.get_rank()}", 1)
+
+
+def _world() -> int:
+    return torch.distributed.get_world_size()
+
+
+def _wait(done: Callable[[], bool], whom: str) -> None:
+    """Return when it is done; ProcessLost when a process has been silent for too long."""
+    others = [rank for rank in range(_world()) if rank != torch.distributed.get_rank()]
+    signs: dict[int, tuple[int, float]] = {}
+    pause, looked = 0.001, 0.0
+    while not done():
+        time.sleep(pause)
+        pause = min(2 * pause, 0.25)
+        if (now := time.monotonic()) < looked + 5:
+            continue
+        looked = now
+        for rank in others:
+            sign = store().add(f"headstart/alive/{rank}", 0)
+            known, since = signs.get(rank, (None, now))
+            signs[rank] = (sign, since if sign == known else now)
+            if now - signs[rank][1] > SILENT:
+                raise ProcessLost(
+                    f"process {os.environ.get('RANK', '?')} waited for {whom}, and process {rank} "
+                    f"has given no sign of life for {SILENT:.0f} s; start the run again, which "
+                    "goes on from what is finished."
+                )

@@ -2,7 +2,8 @@
 
 Stages, drafter, losses and decoding are the recipe's. Replaced are the target, by a random one of
 its architecture with few small layers, its tokenizer and chat template, by small ones made here,
-the corpus, by chats made here, and all amounts: rows, steps and tokens. The result is worth nothing.
+the corpus, by chats made here, and all amounts: rows, steps and tokens. The drafter that it makes
+is of no use.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 from headstart.heads.core.files import write_atomically
 
 from .arguments import training_arguments
+from .engine import loaded_whole
 from .estimate import model_config
-from .processes import is_process_0, wait_for_all
-from .recipe import Corpus, DrafterSpec, Recipe, Scratch, Train
-from .recipe.schema import Distill
+from .processes import on_process_0
+from .recipe import Corpus, Distill, DrafterSpec, Recipe, Scratch, TargetSpec, Train
 
 LAYERS = 4
 """Decoder layers of the tiny target; feature layers are spread over them as over the real one's."""
@@ -79,9 +80,8 @@ def smoke(recipe: Recipe) -> Recipe:
     folder = small.folder.resolve() / "inputs"
     # Before anything asks for the processes: these arguments set them up.
     training_arguments(Train(), folder / "unused", recipe.seed)
-    if is_process_0():
-        _write_inputs(recipe, folder)
-    wait_for_all()
+    with loaded_whole():
+        on_process_0(lambda: _write_inputs(recipe, folder))
     scratch, name = recipe.target.scratch, str(folder / "target")
     if scratch is not None:
         layers, vocab = scratch.layers, 320
@@ -89,17 +89,18 @@ def smoke(recipe: Recipe) -> Recipe:
             vocab_size=vocab, hidden_size=64, layers=LAYERS, heads=4, intermediate_size=128,
             context=_CONTEXT, sequence_length=32, max_seconds=None, max_tokens=2048,
         )  # fmt: skip
-        small.target = replace(recipe.target, scratch=own)
+        small.target = TargetSpec(scratch=own, dtype=recipe.target.dtype)
     else:
         config = model_config(str(recipe.target.model)).get_text_config(decoder=True)
         layers, vocab = config.num_hidden_layers, 256
         exact = {"4bit": "float32"}.get(recipe.target.dtype, recipe.target.dtype)
-        small.target = replace(recipe.target, model=name, dtype=exact)
+        small.target = TargetSpec(model=name, dtype=exact)
     small.corpus = Corpus(source=str(folder / "chats.jsonl"), held_out=0.5)
     small.distill = _distill(recipe.distill)
     small.train = replace(
         recipe.train, batch_size=2, gradient_accumulation=2, rows_per_step=None, max_steps=4,
-        max_seconds=None, eval_every=2, optimizer="adamw", report_to=[],
+        epochs=None, max_seconds=None, eval_every=2, optimizer="adamw", compile=False, from_=None,
+        extend=False, report_to=[], packed_length=None,
     )  # fmt: skip
     tree = recipe.decode.tree
     if isinstance(tree, str) and tree.startswith("sparse:"):

@@ -21,7 +21,8 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
     """Write an artifact folder; an older one in its place is removed when the new is complete.
 
     Args:
-        manifest: its `weights_sha256`, `adapter_sha256` and `adapter_base` are filled in.
+        manifest: its `weights_sha256` and `adapter_sha256` are filled in, and `adapter_base` where
+            it is empty.
         card: see `model_card`.
 
     Raises:
@@ -72,8 +73,9 @@ def write_artifact(drafter: Drafter, folder: Path, manifest: Manifest, card: str
     drafter.save_pretrained(folder)
     manifest = replace(manifest, weights_sha256=sha256(folder / WEIGHTS))
     if drafter.adapter is not None:
-        digests = sha256(folder / ADAPTER_WEIGHTS), drafter.adapter.digest()
-        manifest = replace(manifest, adapter_sha256=digests[0], adapter_base=digests[1])
+        base = manifest.adapter_base or drafter.adapter.digest()
+        weights = sha256(folder / ADAPTER_WEIGHTS)
+        manifest = replace(manifest, adapter_sha256=weights, adapter_base=base)
     text = json.dumps(asdict(manifest), indent=2) + "\n"
     (folder / MANIFEST).write_text(text, encoding="utf-8")
     if card:

@@ -146,6 +146,8 @@ class OutputLayer:
             OptionError: the model does something else.
         """
         config: Any = self.model.config.get_text_config(decoder=True)
+        if any(hasattr(weight, "ds_id") for weight in self.layer.parameters()):
+            return _finish_of_sharded(config)
         ids = torch.arange(8, device=self.model.device).unsqueeze(0) % config.vocab_size
         with eval_mode(self.model), FeatureTap(self.model, [FINAL]) as tap:
             expected = self.model(input_ids=ids, use_cache=False).logits.float()
@@ -168,3 +170,15 @@ class OutputLayer:
             "not know; expected none, a factor or a soft cap: use train.loss=cross_entropy, or "
             "another drafter if this is the draft model."
         )
+
+
+def _finish_of_sharded(config: Any) -> Callable[[Tensor], Tensor]:
+    """See `OutputLayer.finish`, of a model in shards, which cannot run before its trainer does."""
+    names = ("logit_scale", "logits_scaling", "final_logit_softcapping", "logits_soft_cap")
+    if name := next((name for name in names if getattr(config, name, None)), None):
+        raise OptionError(
+            f"{config.model_type} has {name} in its config, so its output layer's logits may be "
+            "changed in a way that cannot be found out under DeepSpeed ZeRO-3; use "
+            "train.loss=cross_entropy, or ZeRO-2 or DDP."
+        )
+    return lambda logits: logits

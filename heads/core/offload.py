@@ -6,7 +6,8 @@ reads a weight gets it by `weight_of`.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,14 +34,39 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.empty(0, device=hook.execution_device).device  # with its index, as weights have it
 
 
+@contextmanager
+def gathered(*modules: nn.Module | None, write: bool = False) -> Iterator[None]:
+    """While this lasts, weights that DeepSpeed ZeRO-3 has sharded are whole; all processes call.
+
+    Args:
+        write: keep what process 0 writes into them.
+    """
+    weights = {p for module in modules if module is not None for p in module.parameters()}
+    sharded: list[Any] = [p for p in weights if hasattr(p, "ds_id")]
+    if not write:  # those that are whole already must stay so afterwards
+        sharded = [p for p in sharded if p.ds_status.name != "AVAILABLE"]
+    if not sharded:
+        yield
+        return
+    import deepspeed
+
+    sharded.sort(key=lambda p: p.ds_id)  # in the same order on all processes
+    with deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if write else None):
+        yield
+
+
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     """A module's own weight to read or copy from, on the device that the module runs on.
+
+    All processes call for a weight that ZeRO-3 has sharded, and each gets a copy.
 
     Raises:
         UnsupportedTarget: it has no data, and no hook that could load it.
     """
-    with align_module_device(module):
+    with align_module_device(module), gathered(module):
         weight = getattr(module, name)
+        if hasattr(weight, "ds_id"):
+            weight = weight.detach().clone()
     if weight.is_meta:
         raise UnsupportedTarget(
             f"the {name} of a {type(module).__name__} has no data and no offloading hook of its "

@@ -35,7 +35,7 @@ def check(name: str, root: Path) -> None:
     recipe = load_recipe(name)
     stages = {path.parent.name for path in root.glob("*/stage.json")}
     trainable = recipe.drafter.family != "lookup"
-    assert stages == {"corpus", "target", "heads", *(["distill"] if trainable else [])}
+    assert stages == {"corpus", "target", "heads", *(["distill", "train"] if trainable else [])}
     manifest = json.loads((root / "heads" / "headstart.json").read_text())
     assert manifest["family"] == recipe.drafter.family
     assert manifest["metrics"]["steps"] == (4 if trainable else 0)

@@ -11,20 +11,16 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import safetensors
-import safetensors.torch
-import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.core import row_seeds
-from headstart.heads.core.files import write_atomically
 from headstart.infer import Speculator
 
 from ..recipe import Distill
 from .documents import Document
 from .prefixes import make_prefixes
-from .training_rows import COLUMNS, Rows, check_context, write_rows
+from .training_rows import Row, Rows, check_context, is_whole, ragged, write_rows, write_shard
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +55,7 @@ def distill(
     speculator = Speculator(target)
     # By number, not by place among the missing shards: the processes look at different moments.
     numbers = range(rank, spec.shards, world)
-    own = [k for k in numbers if not shard_path(folder, k, spec.shards).exists()]
+    own = [k for k in numbers if not is_whole(shard_path(folder, k, spec.shards))]
     due = sum(len(shard_rows(spec, shard)) for shard in own)
     bar = tqdm(total=due, desc="distill", unit="row", disable=not progress)
     started = time.perf_counter()
@@ -68,19 +64,17 @@ def distill(
         # One shard more is expected to take the mean time of those done.
         if done and spec.max_seconds and seconds * (done + 1) / done > spec.max_seconds:
             break
-        parts = []
+        written: list[Row] = []
         rows = shard_rows(spec, shard)
         for first in range(rows.start, rows.stop, spec.batch_size):
             ids = slice(first, min(first + spec.batch_size, rows.stop))
             batch = [prefixes[number] for number in drawn[ids]]
-            parts.append(write_rows(speculator, batch, seeds[ids], spec))
+            text = write_rows(speculator, batch, seeds[ids], spec)
+            written += ragged(*text, map(str, range(ids.start, ids.stop)))
             bar.update(len(batch))
             speed = bar.n * spec.new_tokens / (time.perf_counter() - started)
             bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
-        columns = zip(COLUMNS, zip(*parts, strict=True), strict=True)
-        data = {name: torch.cat(column).int() for name, column in columns}
-        shard_bytes = safetensors.torch.save(data, {"skipped": str(prefixes.skipped)})
-        write_atomically(shard_path(folder, shard, spec.shards), shard_bytes)
+        write_shard(shard_path(folder, shard, spec.shards), written, {"skipped": prefixes.skipped})
     bar.close()
 
 
@@ -90,22 +84,22 @@ def shard_rows(spec: Distill, shard: int) -> range:
 
 
 def shard_path(folder: Path, shard: int, shards: int) -> Path:
-    """Where a shard is written."""
-    return folder / f"train-{shard:05d}-of-{shards:05d}.safetensors"
+    """Where a shard is written, without the suffixes of its files."""
+    return folder / f"train-{shard:05d}-of-{shards:05d}"
 
 
 def summary(spec: Distill, folder: Path) -> dict[str, int]:
     """The shards, rows and tokens written; `skipped`, if any, are documents without a prefix."""
     rows = Rows.load(folder)
-    shards = sorted(folder.glob("*.safetensors"))
-    if len(shards) < spec.shards:
+    shards = len(rows.info)
+    if shards < spec.shards:
         logger.warning(
             "distill: %d of %d examples, %d of %d shards, were written in %.0f s",
-            len(rows), spec.examples, len(shards), spec.shards, spec.max_seconds or 0,
+            len(rows), spec.examples, shards, spec.shards, spec.max_seconds or 0,
         )  # fmt: skip
-    counts = {"shards": len(shards), "rows": len(rows), "tokens": int(rows.written.sum())}
-    with safetensors.safe_open(shards[0], "pt") as shard:
-        skipped = int((shard.metadata() or {}).get("skipped", 0))
+    tokens = sum(said["supervised"] for said in rows.info)
+    counts = {"shards": shards, "rows": len(rows), "tokens": tokens}
+    skipped = rows.info[0]["skipped"]
     if skipped:
         kind = "prompts are empty or longer" if spec.prefix == "prompt" else "documents are shorter"
         logger.warning(

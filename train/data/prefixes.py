@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..recipe import Distill
+from ..recipe import Distill, Recipe
 from .documents import ChatTemplateError, Document, render_chat
 from .reading import order
 
@@ -130,44 +131,135 @@ def encode(
     return [rows[i] for i in range(len(documents))]
 
 
+@dataclass(frozen=True)
+class HeldOutPrompt:
+    """A prompt of a held-out document."""
+
+    tokens: Tensor  # [P] int64
+    document: str  # its id: prompts of one document are not independent of each other
+    source: str = ""  # the name of the corpus source that the document came from
+
+
+Part = Literal["bench", "validation"]
+
+
+def prompt_settings(recipe: Recipe) -> dict[str, Any]:
+    """What the prompts of validation and benchmark are: `prefix`, `tokens` and `chat`.
+
+    `decode.prefix` says it: `same` as what the target continues (`distill.prefix`), where prompts
+    are those that distillation would take; or windows of `decode.prefix_tokens` tokens.
+    """
+    decode, distill = recipe.decode, recipe.distill
+    prefix = distill.prefix if decode.prefix == "same" else "window"
+    tokens = distill.prefix_tokens if prefix == "prompt" else decode.prefix_tokens
+    return {"prefix": prefix, "tokens": tokens, "chat": distill.chat}
+
+
+def recipe_prompts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], part: Part
+) -> list[HeldOutPrompt]:
+    """The prompts that a recipe's validation or benchmark decodes; see `held_out_prompts`."""
+    decode, kind = recipe.decode, prompt_settings(recipe)
+    count = decode.prompts if part == "bench" else decode.validation_prompts
+    return held_out_prompts(tokenizer, documents, count, seed=recipe.seed, part=part, **kind)
+
+
 def held_out_prompts(
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Document],
     count: int,
-    prefix_tokens: int,
+    tokens: int,
     seed: int = 0,
-    part: Literal["bench", "validation"] = "bench",
-) -> list[Tensor]:
-    """The first `count` of `held_out_texts`; raises HeldOutError where there are fewer."""
-    prompts = held_out_texts(tokenizer, documents, prefix_tokens, seed, part)
+    part: Part = "bench",
+    prefix: str = "window",
+    chat: str = "auto",
+) -> list[HeldOutPrompt]:
+    """The first `count` prompts of held-out documents, in an order drawn by (seed, documents).
+
+    Every third document, in the order of a hash, is for validation and the others for the
+    benchmark, so a checkpoint or tree is not judged by texts that chose it.
+
+    Args:
+        tokens: how many a window or start has, and how many a prompt has at most.
+        prefix: `window`, which do not overlap, and which the documents take turns in giving;
+            `start`, the first tokens of each document; or `prompt`, all up to an answer, drawn from
+            all those of all documents, as distillation draws them.
+        chat: see `encode`.
+
+    Raises:
+        HeldOutError: there are fewer.
+    """
+    given = _by_document(tokenizer, documents, tokens, seed, prefix, chat)
+    mine = _of_part(given, part)
+    prompts = [prompt for found in mine for prompt in found]
+    if prefix == "prompt":
+        numbered = [(f"{seed}:{p.document}:{len(p.tokens)}", p) for p in prompts]
+        prompts = [prompt for key, prompt in sorted(numbered, key=lambda found: order(found[0]))]
+    else:
+        prompts = _in_turns(mine)
     if len(prompts) < count:
+        kind = "prompts of at most" if prefix == "prompt" else f"{prefix}s of"
         raise HeldOutError(
-            f"the held-out documents give {len(prompts)} {part} prompts of {prefix_tokens} tokens, "
-            f"expected {count}; raise corpus.held_out or corpus.max_bytes, or use shorter prompts."
+            f"{len(documents)} held-out documents give {len(prompts)} {kind} {tokens} tokens for "
+            f"{part}, expected {count}; raise corpus.held_out or corpus.max_bytes, or lower "
+            f"decode.{'prompts' if part == 'bench' else 'validation_prompts'}."
         )
     return prompts[:count]
 
 
-def held_out_texts(
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Document],
-    tokens: int,
-    seed: int = 0,
-    part: Literal["bench", "validation"] = "bench",
-) -> list[Tensor]:
-    """Texts of `tokens` tokens each, [P] int64, from held-out documents.
+def available_prompts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
+) -> dict[Part, int]:
+    """How many prompts held-out documents give for each part; see `held_out_prompts`."""
+    kind = prompt_settings(recipe)
+    given = _by_document(
+        tokenizer, documents, kind["tokens"], recipe.seed, kind["prefix"], kind["chat"]
+    )
+    parts: tuple[Part, ...] = ("validation", "bench")
+    return {part: sum(map(len, _of_part(given, part))) for part in parts}
 
-    Deterministic in (seed, documents). Every third document, in the order of a hash, is for
-    validation and the others for the benchmark, so a checkpoint or tree is not judged by texts that
-    chose it. The documents take turns in giving windows, which do not overlap.
-    """
+
+def held_out_texts(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], tokens: int, seed: int = 0,
+    part: Part = "bench", limit: int = 512,
+) -> list[Tensor]:  # fmt: skip
+    """At most `limit` windows of `tokens` tokens, [P] int64; see `held_out_prompts`."""
+    given = _by_document(tokenizer, documents, tokens, seed, "window", "auto")
+    return [prompt.tokens for prompt in _in_turns(_of_part(given, part))[:limit]]
+
+
+def _by_document(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], tokens: int, seed: int,
+    prefix: str, chat: str,
+) -> list[list[HeldOutPrompt]]:  # fmt: skip
+    """The prompts of each document that gives any, the documents in a drawn order."""
     documents = sorted(documents, key=lambda document: order(f"{seed}:{document.id}"))
-    usable = []
-    for document, row in zip(documents, encode(tokenizer, documents), strict=True):
-        starts = range(0, len(row) - tokens + 1, tokens)
-        drawn = sorted(starts, key=lambda start: order(f"{seed}:{document.id}:{start}"))
-        if drawn:
-            usable.append([torch.tensor(row[start : start + tokens]) for start in drawn])
-    mine = usable[::3] if part == "validation" else [d for i, d in enumerate(usable) if i % 3]
-    turns = itertools.zip_longest(*mine)
-    return [text for turn in turns for text in turn if text is not None]
+    if prefix == "prompt":
+        texts = [(at, text) for at, d in enumerate(documents) for text in d.prompts()]
+        rows = encode(tokenizer, [text for _, text in texts], chat)
+        found: list[list[list[int]]] = [[] for _ in documents]
+        for (at, _), row in zip(texts, rows, strict=True):
+            if 1 <= len(row) <= tokens:
+                found[at].append(row)
+    else:
+        rows = encode(tokenizer, documents, chat)
+        found = []
+        for document, row in zip(documents, rows, strict=True):
+            starts = range(0, len(row) - tokens + 1, tokens)
+            drawn = sorted(starts, key=lambda at: order(f"{seed}:{document.id}:{at}"))
+            cut = starts[:1] if prefix == "start" else drawn
+            found.append([row[at : at + tokens] for at in cut])
+    return [
+        [HeldOutPrompt(torch.tensor(row), d.id, getattr(d, "source", "")) for row in rows]
+        for d, rows in zip(documents, found, strict=True)
+        if rows
+    ]
+
+
+def _of_part(given: list[list[HeldOutPrompt]], part: Part) -> list[list[HeldOutPrompt]]:
+    return given[::3] if part == "validation" else [d for i, d in enumerate(given) if i % 3]
+
+
+def _in_turns(given: list[list[HeldOutPrompt]]) -> list[HeldOutPrompt]:
+    """The documents' first prompts, then their second ones, and so on."""
+    return [p for turn in itertools.zip_longest(*given) for p in turn if p is not None]

@@ -11,11 +11,13 @@ from .schema import (
     Recipe,
     RecipeError,
     Scratch,
+    Source,
+    TargetSpec,
     Train,
 )
 
 __all__ = [
-    "Corpus", "Distill", "DrafterSpec", "Hardware", "OnPolicy", "Recipe", "RecipeError",
-    "Scratch", "Train",
+    "Corpus", "Distill", "DrafterSpec", "Hardware", "OnPolicy", "Recipe", "RecipeError", "Scratch",
+    "Source", "TargetSpec", "Train",
     "load_recipe", "parse_recipe", "shipped_combinations", "shipped_parts", "shipped_recipes",
 ]  # fmt: skip

@@ -59,7 +59,8 @@ def _section(cls: type, data: Any, path: str) -> Any:
     Done here is what `@strict` does not do: key paths, unknown and missing keys, sections in
     sections, and an integer where a float is expected.
     """
-    fields = {field.name: field for field in dataclasses.fields(cls)}
+    # `from` is a key of recipes and a keyword of Python.
+    fields = {field.name.removesuffix("_"): field for field in dataclasses.fields(cls)}
     takes = ", ".join(fields) if cls is not DrafterSpec else "family and that family's options"
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: found {kind_of(data)}, expected a mapping of {takes}")
@@ -75,20 +76,27 @@ def _section(cls: type, data: Any, path: str) -> Any:
         hint = fields[key].type
         members = {*typing.get_args(hint), hint}  # of a union, or of no interest
         section: Any = next(filter(dataclasses.is_dataclass, members), None)
-        if section and (value is not None or types.NoneType not in members):
+        if section and typing.get_origin(hint) is list:
+            if isinstance(value, list):
+                items = enumerate(value)
+                value = [_section(section, item, f"{where}[{i}]") for i, item in items]
+        elif section and (value is not None or types.NoneType not in members):
             value = _section(section, value, where)
         elif float in members and type(value) is int:
             value = float(value)
         try:  # one field at a time: the error of a whole section does not say which field it was
-            setattr(probe, key, value)
+            setattr(probe, fields[key].name, value)
         except StrictDataclassFieldValidationError as error:
             said = error.__cause__
             if isinstance(said, TypeError):
                 said = f"found {kind_of(value)}, expected {_describe(hint)}"
             raise RecipeError(f"{where}: {said}") from None
-        values[key] = value
+        values[fields[key].name] = value
     for name, field in fields.items():
-        if name not in values and field.default is field.default_factory is dataclasses.MISSING:
+        if (
+            field.name not in values
+            and field.default is field.default_factory is dataclasses.MISSING
+        ):
             raise RecipeError(f"{prefix}{name}: missing; a recipe must give it")
     return cls(**values)
 

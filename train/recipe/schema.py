@@ -17,6 +17,11 @@ from huggingface_hub.dataclasses import as_validated_field, strict, validated_fi
 
 from ..losses import LOSSES
 
+COLUMNS = (  # that rows may have, for `columns`
+    "messages", "conversations", "tools", "system", "prompt", "completion", "response",
+    "instruction", "input", "output", "question", "answer", "text",
+)  # fmt: skip
+
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """What `train.report_to` may name, which are also the packages."""
 
@@ -75,19 +80,72 @@ def _trackers(names: list[str]) -> None:
             )
 
 
+@as_validated_field
+def _columns(columns: dict[str, str] | None) -> None:
+    for ours in columns or {}:
+        if ours not in COLUMNS:
+            near = nearest(ours, COLUMNS)
+            raise ValueError(f"found {ours!r}{near}; expected names out of {', '.join(COLUMNS)}")
+
+
+@strict
+@dataclass
+class Source:
+    """One of the sources that a corpus is mixed from; the keys are those of `corpus`."""
+
+    source: str
+    weight: float = positive(1.0)  # its share of the corpus's bytes is weight ÷ sum of the weights
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    columns: dict[str, str] | None = _columns(default=None)  # noqa: RUF009
+
+
 @strict
 @dataclass
 class Corpus:
     """Where the text comes from."""
 
-    # "stdlib", the path of a file or folder, or "target": what the target itself writes after its
+    # "stdlib"; a file, a folder or a glob; "hub:NAME", a data set on the Hub; sharegpt, ultrachat
+    # or perfectblend, which are such sets; or "target": what the target itself writes after its
     # start token, sampled at temperature 1
     source: str = "stdlib"
-    max_bytes: int = positive(4_000_000)
-    held_out: float = number(0.05, ge=0, lt=1)  # share of whole documents
+    sources: list[Source] = field(default_factory=list)  # instead of source: a mixture
+    config: str | None = None  # of a Hub data set that has several
+    split: str | None = None  # of a Hub data set: train when null
+    revision: str | None = None  # of a Hub data set: a commit, a branch or a tag; null is main
+    # what the source calls our columns, such as {prompt: instruction, response: output}
+    columns: dict[str, str] | None = _columns(default=None)  # noqa: RUF009
+    dedup: bool = True  # of documents with the same content keep one
+    max_bytes: int = positive(4_000_000)  # of the documents' text
+    # share of whole documents; those that begin with the same prompt stay on one side
+    held_out: float = number(0.05, ge=0, lt=1)
     on_error: str = one_of("raise", "skip")  # at a row that cannot be read
     opening_tokens: int = positive(64)  # source target: tokens of each text
     writer: str | None = None  # source target: the model that writes, target.model when null
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            return
+        if self.source != "stdlib":  # the default
+            raise RecipeError(
+                f"corpus.sources: found corpus.source {self.source!r} too; expected one of the two "
+                "(corpus.source=stdlib takes the other one back)"
+            )
+        for key in ("config", "split", "revision", "columns"):
+            if getattr(self, key) is not None:
+                raise RecipeError(
+                    f"corpus.{key}: found together with corpus.sources; give it to one of them"
+                )
+        if any(part.source == "target" for part in self.sources):
+            raise RecipeError(
+                "corpus.sources: found target, which writes a corpus of its own; expected texts"
+            )
+
+    def parts(self) -> list[Source]:
+        """The sources that are mixed; mostly one."""
+        alone = Source(self.source, 1.0, self.config, self.split, self.revision, self.columns)
+        return self.sources or [alone]
 
 
 @strict
@@ -119,6 +177,11 @@ class TargetSpec:
     scratch: Scratch | None = None
     # 4bit needs bitsandbytes
     dtype: str = one_of("float32", "bfloat16", "float16", "float64", "auto", "4bit")
+    revision: str | None = None  # of a model on the Hub: a commit, a tag or a branch
+    # where its layers go, as for from_pretrained: auto, balanced, …, or a mapping of modules to
+    # devices; null: all on the process's own. A target over several GPUs takes one process.
+    device_map: str | dict[str, Any] | None = None
+    attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, …; null: its own
 
 
 @strict
@@ -166,10 +229,15 @@ class Train:
     learning_rate: float = positive(1e-3)
     batch_size: int = positive(8)  # rows a process and forward
     gradient_accumulation: int = positive(1)
+    group_by_length: bool = True  # the rows of a batch have about the same length
+    packing: bool = False  # short rows stand behind each other in one, and do not see each other
+    packed_length: int | None = positive(None)  # tokens of a packed row; null: of the longest row
+    dataloader_workers: int = number(0, ge=0)  # processes that read rows ahead, for each process
     # rows a step, of all processes and micro-batches; replaces gradient_accumulation, so that a
     # step is the same on any number of GPUs
     rows_per_step: int | None = positive(None)
     max_steps: int = positive(1000)
+    epochs: float | None = positive(None)  # over the rows; max_steps bounds it
     max_seconds: float | None = positive(None)
     warmup_ratio: float = number(0.1, ge=0, lt=1)
     weight_decay: float = number(0.0, ge=0)
@@ -179,6 +247,12 @@ class Train:
     eval_every: int | None = positive(None)  # steps between validations by real decoding
     feature_weight: float = number(0.0, ge=0)  # of the distance to the target's features (EAGLE)
     feature_cache_mb: float = number(512.0, ge=0)  # keep the target's features up to this size
+    from_: str | None = None  # key `from`: a head of the same family, whose weights are the first
+    # go on from the last checkpoint of this run's training of fewer max_steps, with the schedule of
+    # the new one from there on; without it, other max_steps are trained from the start
+    extend: bool = False
+    activation_checkpointing: bool = False  # compute activations again: less memory, slower
+    compile: bool = False  # torch.compile of the drafter's forward
     on_policy: OnPolicy | None = None  # null: all text is the target's
     # where the figures go beside metrics.jsonl: any of tensorboard, wandb, trackio
     report_to: list[str] = _trackers(default_factory=list)  # noqa: RUF009
@@ -213,8 +287,11 @@ class Decode:
     # chain:K, cartesian:A,B,…, sparse:N, a list of paths (lists of integers), or a file of them
     tree: str | list[Any] = _tree(default="chain:4")  # noqa: RUF009
     rule: str = one_of("greedy", "match", "coupled")
+    # what validation and the benchmark continue: "same" as distillation (distill.prefix; prompts of
+    # at most distill.prefix_tokens), or "window"
+    prefix: str = one_of("same", "window")
     prompts: int = positive(24)
-    prefix_tokens: int = positive(64)
+    prefix_tokens: int = positive(64)  # of a window or a start
     new_tokens: int = positive(128)
     validation_prompts: int = positive(8)
 
@@ -276,4 +353,6 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers (JSON-ready), as fingerprints and manifests need them."""
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        found["train"]["from"] = found["train"].pop("from_")
+        return found

@@ -15,8 +15,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.train.data import distill as module
-from headstart.train.data.corpus import Document
 from headstart.train.data.distill import distill, shard_rows, summary
+from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import DistillError, Windows, encode
 from headstart.train.data.training_rows import Rows
 from headstart.train.recipe import Distill

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.train.data.corpus import Document
+from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import HeldOutError, held_out_prompts
 from headstart.train.scratch_target import train_tokenizer
 

@@ -1,0 +1,87 @@
+"""Checkpoints of a training run: when one is whole, and what a run that goes on from it must share.
+
+`complete.json` is written last, after the disk holds all other files, and says how the run was
+spread. With other processes or batches the rows would be dealt out otherwise from there on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from headstart.heads import OptionError
+from headstart.heads.core.files import flush_to_disk, write_atomically
+
+COMPLETE = "complete.json"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """How a run is spread over processes, and its batch."""
+
+    engine: str  # what shards its state, see `Engine.kind`
+    processes: int
+    batch_size: int  # rows a process and forward
+    gradient_accumulation: int
+
+
+@dataclass(frozen=True)
+class Reached:
+    """How far a run was when a checkpoint was written."""
+
+    seconds: float
+    loss: float  # the sum of all steps' losses
+
+
+def finish_checkpoint(folder: Path, spread: Spread, reached: Reached) -> None:
+    """Declare a checkpoint whole, whose files the disk holds; see `flush_folder`."""
+    text = json.dumps(asdict(spread) | asdict(reached))
+    write_atomically(folder / COMPLETE, text.encode())
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until the disk holds all files below a folder."""
+    for path in [*folder.rglob("*"), folder]:
+        flush_to_disk(path)
+
+
+def keep_only(folder: Path, kept: Iterable[Path]) -> None:
+    """Remove all checkpoints in a folder but some."""
+    names = {path.name for path in kept}
+    for path in folder.glob("checkpoint-*/"):
+        if path.name not in names:
+            (path / COMPLETE).unlink(missing_ok=True)  # first: what is left of it is not whole
+            shutil.rmtree(path)
+
+
+def whole_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints that were written whole, in the order of their steps."""
+    whole = [file.parent for file in folder.glob(f"checkpoint-*/{COMPLETE}")]
+    return sorted(whole, key=lambda path: int(path.name.partition("-")[2]))
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint that was written whole, or None."""
+    return next(reversed(whole_checkpoints(folder)), None)
+
+
+def read_checkpoint(folder: Path, spread: Spread) -> Reached:
+    """How far a checkpoint is.
+
+    Raises:
+        OptionError: it was written by a run that was spread otherwise.
+    """
+    found: dict[str, Any] = json.loads((folder / COMPLETE).read_text(encoding="utf-8"))
+    own = asdict(spread)
+    if wrong := [name for name in own if found[name] != own[name]]:
+        name = wrong[0]
+        raise OptionError(
+            f"{folder} was written with {name.replace('_', ' ')} {found[name]}, and this run has "
+            f"{own[name]}, which would change its result; go on with {found[name]}, or start the "
+            "training anew with --fresh or by removing that folder."
+        )
+    return Reached(**{field.name: found[field.name] for field in fields(Reached)})

@@ -1,0 +1,201 @@
+"""What a run is spread over: one process, or several under DDP, FSDP2 or DeepSpeed ZeRO.
+
+A launcher says it by its environment. DeepSpeed's settings are made here from that and from the
+recipe, so a launch file needs to say no more than the ZeRO stage and what is offloaded.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import DistributedType
+from torch import nn
+from transformers import AutoConfig, TrainingArguments
+from transformers.integrations import deepspeed as integration
+
+from headstart.heads import OptionError
+from headstart.heads.core import load_pretrained
+
+
+def deepspeed_settings(environment: Mapping[str, str], bf16: bool) -> dict[str, Any] | None:
+    """DeepSpeed's configuration for a run that was launched for it, None for any other run.
+
+    `auto` is filled in by transformers, or by `size_buckets`.
+
+    Args:
+        environment: as `accelerate launch` sets it.
+        bf16: whether products are taken in bfloat16. Weights, gradients, the optimizer's state and
+            what is sent between processes stay float32.
+
+    Raises:
+        OptionError: a configuration file of the user's own that casts weights, or is no JSON.
+    """
+    if environment.get("ACCELERATE_USE_DEEPSPEED", "false").lower() != "true":
+        return None
+    file = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    settings = _settings_of_stage(environment) if file == "none" else _own_settings(Path(file))
+    if bf16:
+        precision = {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
+        settings.setdefault("torch_autocast", precision)
+    return settings
+
+
+def _settings_of_stage(environment: Mapping[str, str]) -> dict[str, Any]:
+    stage = int(environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", 2))
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": False,
+        "contiguous_gradients": True,
+        "reduce_bucket_size": "auto",
+    }
+    if stage == 3:
+        zero |= {
+            "stage3_prefetch_bucket_size": "auto",
+            "stage3_param_persistence_threshold": "auto",
+        }
+    for what in ("optimizer", "param"):
+        name = f"ACCELERATE_DEEPSPEED_OFFLOAD_{what.upper()}_DEVICE"
+        if (device := environment.get(name, "none")) != "none":
+            zero[f"offload_{what}"] = {"device": device, "pin_memory": torch.cuda.is_available()}
+    return {
+        "zero_optimization": zero,
+        "zero_allow_untested_optimizer": True,  # the Trainer's own AdamW
+        "zero_force_ds_cpu_optimizer": False,  # the same with offloading
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+    }
+
+
+def _own_settings(file: Path) -> dict[str, Any]:
+    try:
+        settings = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OptionError(
+            f"DeepSpeed's configuration {file} cannot be read ({error}); correct the path in the "
+            "launch file, which counts from the current folder, or leave it out."
+        ) from error
+    for name in ("bf16", "fp16"):
+        section = settings.setdefault(name, {"enabled": False})
+        if section.get("enabled") == "auto":
+            section["enabled"] = False
+        if section.get("enabled"):
+            raise OptionError(
+                f"{file} sets {name}.enabled, which casts the drafter's weights; set it to false: "
+                "on a GPU products are taken in bfloat16 all the same, and the target has the "
+                "recipe's dtype."
+            )
+    settings.setdefault("zero_allow_untested_optimizer", True)
+    settings.setdefault("zero_force_ds_cpu_optimizer", False)
+    return settings
+
+
+def kind_of(args: TrainingArguments) -> str:
+    """What spreads a run: `one process`, `DDP`, `FSDP2`, `ZeRO-2`, `ZeRO-3` …"""
+    kind = args.distributed_state.distributed_type  # type: ignore[union-attr]
+    if (plugin := args.deepspeed_plugin) is not None:
+        return f"ZeRO-{plugin.zero_stage}"
+    if kind == DistributedType.FSDP:
+        return "FSDP2"
+    return "DDP" if args.world_size > 1 else "one process"
+
+
+def size_buckets(args: TrainingArguments, hidden_size: int) -> None:
+    """Give DeepSpeed's buckets the sizes that transformers gives them for a model's width."""
+    if (config := getattr(args, "hf_deepspeed_config", None)) is not None:
+        square = hidden_size * hidden_size
+        config.fill_only("zero_optimization.reduce_bucket_size", square)
+        config.fill_only("zero_optimization.stage3_prefetch_bucket_size", int(0.9 * square))
+        # Smaller parameters stay whole on every process.
+        config.fill_only("zero_optimization.stage3_param_persistence_threshold", 10 * hidden_size)
+
+
+def weights_are_sharded() -> bool:
+    """Whether models are loaded in parts, one a process, which ZeRO-3 does from the start."""
+    return integration.is_deepspeed_zero3_enabled()
+
+
+@contextmanager
+def loaded_whole() -> Iterator[None]:
+    """Models that are made while this lasts are whole on every process."""
+    known = integration._hf_deepspeed_config_weak_ref
+    integration.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        integration._hf_deepspeed_config_weak_ref = known
+
+
+@contextmanager
+def loaded_as(dtype: str, model: str) -> Iterator[None]:
+    """Shards of a model that is loaded while this lasts have a recipe's `target.dtype`.
+
+    ZeRO-3 would make them float32, whatever `from_pretrained` is told.
+
+    Raises:
+        OptionError: it makes no shards of this dtype.
+    """
+    config = integration.deepspeed_config() if weights_are_sharded() else None
+    if config is None:
+        yield
+        return
+    if dtype == "auto":
+        found = load_pretrained(AutoConfig, model).dtype or "float32"
+        dtype = str(found).removeprefix("torch.")
+    names = {"float32": None, "bfloat16": "bf16", "float16": "fp16"}
+    if dtype not in names:
+        raise OptionError(
+            f"target.dtype is {dtype}, which DeepSpeed ZeRO-3 cannot shard; expected one of "
+            f"{', '.join(names)}."
+        )
+    if (name := names[dtype]) is None:
+        yield
+        return
+    before = config.get(name)
+    config[name] = {"enabled": True}
+    try:
+        yield
+    finally:
+        config[name] = before
+
+
+def leave_out_frozen(engine: Any) -> None:
+    """Keep the frozen target out of a DeepSpeed engine's checkpoints."""
+    engine.save_checkpoint = partial(engine.save_checkpoint, exclude_frozen_parameters=True)
+    load = engine.load_checkpoint
+
+    def load_trained(folder: str, **how: Any) -> Any:
+        return load(folder, **how | {"load_module_strict": False})
+
+    engine.load_checkpoint = load_trained
+
+
+def bring_in_whole(module: nn.Module) -> None:
+    """Tell ZeRO-3 to bring all weights of a module in together for its forward."""
+    module._z3_leaf = True  # type: ignore[assignment]
+
+
+def forget_steps(optimizer: Any, chosen: Callable[[dict[str, Any]], bool]) -> None:
+    """Set the counts of steps of DeepSpeed's Adam to zero, in the parameter groups that are chosen.
+
+    DeepSpeed keeps the state of shards that it makes of the groups.
+    """
+    zero = optimizer.optimizer  # inside of accelerate's wrapper
+    adam = zero.optimizer
+    if hasattr(zero, "sub_group_to_group_id"):  # ZeRO-3, which has no shards in Adam's own groups
+        numbers = zero.sub_group_to_group_id.items()
+        shards = [(zero.fp32_partitioned_groups_flat[i], adam.param_groups[g]) for i, g in numbers]
+    else:
+        shards = [(shard, group) for group in adam.param_groups for shard in group["params"]]
+    for shard, group in shards:
+        if chosen(group) and "step" in (state := adam.state.get(shard, {})):
+            state["step"] = torch.zeros_like(state["step"])
