@@ -4,7 +4,7 @@ A line is JSON, and is of a step: of training (`loss`), or of a validation (`tau
 
     step, seconds          of training so far, and its time
     loss, learning_rate, grad_norm
-                           the mean loss since the last line of this kind, and the last step's others
+                           the mean loss since the last such line, and the last step's others
     tokens_per_second      of real tokens, no padding, over all processes; validation is not counted
     memory_bytes           the most that this process has used: of the GPU, or of its own memory
     share_of_peak          products of a step, by arithmetic, over what the GPU's data sheet allows;

@@ -2,6 +2,7 @@
 
 import importlib.util
 import io
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +61,7 @@ def test_a_training_writes_a_line_for_each_log_and_validation(tmp_path: Path) ->
             assert line["loss"] > 0 and line["tokens_per_second"] > 0
             assert line["memory_bytes"] > 1e6 and line["learning_rate"] > 0
             assert "share_of_peak" not in line  # a CPU's is not known
-    assert all(a["seconds"] <= b["seconds"] for a, b in zip(written, written[1:], strict=False))
+    assert all(a["seconds"] <= b["seconds"] for a, b in itertools.pairwise(written))
     best = [entry for entry in found.state.log_history if "eval_tau" in entry]
     assert best[-1]["eval_acceptance_by_depth"] == [0.5, None] and best[-1]["step"] == 12
 
