@@ -59,7 +59,7 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "save_steps": every,
         "load_best_model_at_end": True,
         "metric_for_best_model": "tau",
-        "logging_steps": 25,
+        "logging_steps": max(min(25, spec.max_steps // 50), 1),
         "logging_nan_inf_filter": False,  # it reads the loss from the device at every step
         "remove_unused_columns": False,
         "ddp_find_unused_parameters": False,

@@ -16,6 +16,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from headstart.heads import Drafter, OptionError, family
+from headstart.heads.artifacts.files import METRICS
 from headstart.heads.artifacts.hub import split_revision
 from headstart.heads.core import load_pretrained
 from headstart.infer import RULES, load
@@ -244,7 +245,8 @@ class _Run:
             else:
                 found = trained.folder, trained.info
                 drafter, measured = choose(self.recipe, loaded, self._drafter, *found)
-            return write_drafter(self.recipe, loaded, drafter, measured, folder)
+            metrics = trained.folder / METRICS if trained else None
+            return write_drafter(self.recipe, loaded, drafter, measured, folder, metrics)
 
         settings = self._settings("drafter", decode=evaluation_settings(self.recipe))
         reads = [corpus, target, *([trained] if trained else [])]

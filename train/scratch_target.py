@@ -19,15 +19,14 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.heads.core.files import write_atomically
 
-from .clock import BAR
 from .data.corpus import load_documents
 from .data.documents import Document
 from .data.tokenising import tokenise
+from .progress import progress_bar
 from .recipe import Scratch
 
 END_OF_TEXT = "<|endoftext|>"
@@ -175,7 +174,7 @@ def fit(
     clock = Clock(spec.max_seconds, spec.max_tokens, spec.batch_size * length, time.perf_counter())
     losses, recent = [], 0.0
     model.train()
-    bar = tqdm(total=1.0, desc="target", disable=not progress, bar_format=BAR)
+    bar = progress_bar(1.0, "target", disable=not progress)
     # At least one step, then none that would end past the budget.
     while not losses or clock.share(steps_ahead=1.0) <= 1.0:
         batch = rows.take(spec.batch_size).to(model.device)  # [B, T + 1]

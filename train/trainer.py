@@ -22,6 +22,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerControl
 
 from headstart.heads import Drafter
+from headstart.heads.artifacts.files import METRICS
 from headstart.heads.core import gathered
 
 from .checkpoints import (
@@ -39,6 +40,7 @@ from .data.batches import batch_loader
 from .data.training_rows import Rows
 from .engine import bring_in_whole, kind_of, leave_out_frozen, size_buckets
 from .epochs import NextEpoch, make_batches, steps_of
+from .metrics import Metrics, scalars
 from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
 from .on_policy import StudentText
 from .processes import from_process_0, is_process_0, sum_over_processes, wait_for_all
@@ -55,6 +57,7 @@ class DrafterTrainer(Trainer):
         validation: measures the drafter; its `tau` chooses the checkpoint.
         progress: whether to draw a bar on stderr.
         student_text: the text that the drafter writes itself, for the steps that learn from it.
+        flops: products of a training step for each token, see `Metrics`.
     """
 
     loss_is_scaled_for_ga = True
@@ -68,6 +71,7 @@ class DrafterTrainer(Trainer):
         validation: Callable[[Drafter], dict[str, Any]],
         progress: bool = True,
         student_text: StudentText | None = None,
+        flops: float | None = None,
     ):
         self.module, self.rows, self.spec, self.validation = module, rows, spec, validation
         self.student_text = student_text
@@ -76,6 +80,9 @@ class DrafterTrainer(Trainer):
         if spec.epochs is not None:
             args.max_steps = steps_of(spec.epochs, self.batches.steps, args.max_steps)
         self.clock = Clock(args.max_steps, spec.max_seconds, spec.warmup_ratio)
+        self.metrics = Metrics(
+            self.folder.parent / METRICS, self.clock, rows.lengths, args.world_size, flops
+        )
         self.signals, self.stopped = StopSignals(), False
         self.loss_total = 0.0  # of all steps so far
         self.parts: list[Part] = []  # of the coming step, on this process
@@ -89,6 +96,7 @@ class DrafterTrainer(Trainer):
             callbacks=[
                 _StepEnd(self),
                 self.clock,
+                self.metrics,
                 Progress(self.clock, progress),
                 NextEpoch(self.batches),
             ],
@@ -208,6 +216,7 @@ class DrafterTrainer(Trainer):
         batches = list(itertools.islice(epoch_iterator, num_batches))
         if self.student_text is not None:
             batches = self.student_text.in_place_of(batches, self.state.global_step)
+        self.metrics.count(batches)
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
@@ -234,7 +243,8 @@ class DrafterTrainer(Trainer):
         with gathered(self.module.drafter):
             measured = from_process_0(self.validation(self.module.drafter))
         metrics = {f"eval_{name}": value for name, value in measured.items()}
-        self.log(metrics)
+        self.log(scalars(metrics))
+        self.state.log_history[-1] = {"step": self.state.global_step} | metrics
         handler = self.callback_handler
         self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
