@@ -24,7 +24,7 @@ from .data.distill import distill, summary
 from .data.prefixes import held_out_prompts
 from .data.training_rows import Rows
 from .drafter_stage import train_drafter
-from .engine import loaded_as, loaded_whole, weights_are_sharded
+from .engine import join_deepspeed, loaded_as, loaded_whole, weights_are_sharded
 from .launched import check_engine, check_shared
 from .lifetime import watch_processes
 from .on_policy import check_on_policy
@@ -64,6 +64,7 @@ class _Run:
         # Before anything asks for the processes: these arguments set them up.
         checkpoints = recipe.folder / "heads" / "checkpoints"
         self.args = training_arguments(recipe.train, checkpoints, recipe.seed)
+        join_deepspeed(self.args)
         watch_processes()
         self.engine = check_engine(self.args, os.environ)
         check_shared(recipe.folder)

@@ -7,6 +7,6 @@ is imported inside `run`, so that help and mistakes are answered at once.
 
 COMMANDS = (
     "quickstart", "train", "generate", "bench", "plan", "verify-lossless", "convert", "inspect",
-    "push",
+    "push", "launch-file",
 )  # fmt: skip
 """Every command in the order of the help; `verify-lossless` is in verify_lossless.py."""
