@@ -1,4 +1,4 @@
-"""Training that ends early, on signals or at a loss that is not finite, and what goes on from it."""
+"""Training that ends early, on signals or at a loss that is not finite, and what goes on then."""
 
 import os
 import signal
@@ -26,9 +26,7 @@ from tests.support.training import (
 SPEC = Train(learning_rate=3e-2, batch_size=4, max_steps=12, eval_every=4)
 
 
-def trainer(
-    folder: Path, spec: Train = SPEC, validate: Validate = lambda _: IDLE
-) -> DrafterTrainer:
+def trainer(folder: Path, spec: Train = SPEC) -> DrafterTrainer:
     torch.manual_seed(7)
     drafter = drafter_of(counting_target(), "medusa", heads=2, output="own")
     return trainer_of(drafter, folder, spec, lambda _: IDLE)
