@@ -1,8 +1,25 @@
 """`accelerate launch -m headstart.train RECIPE [a.b=value …] [--fresh]`."""
 
+import os
 import sys
 
 from . import main
 
+
+def run() -> int:
+    """The exit status of `main`; a mistake of the user's is one line, of one process, and status 2."""
+    try:
+        return main()
+    except (ValueError, OSError) as error:
+        if os.environ.get("HEADSTART_DEBUG") == "1":
+            raise
+        from .processes import first_to_say
+
+        message = " ".join(str(error).split()) or type(error).__name__
+        if first_to_say(message):
+            print(f"headstart.train: error: {message}", file=sys.stderr, flush=True)
+        return 2
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())
