@@ -7,14 +7,16 @@ from . import main
 
 
 def run() -> int:
-    """The exit status of `main`; a mistake of the user's is one line, of one process, and status 2."""
+    """The exit status of `main`; a mistake of the user's is told on one line, and status 2."""
     try:
         return main()
     except (ValueError, OSError) as error:
         if os.environ.get("HEADSTART_DEBUG") == "1":
             raise
+        from .lifetime import watch_no_longer
         from .processes import first_to_say
 
+        watch_no_longer()  # the others are ending for the same reason
         message = " ".join(str(error).split()) or type(error).__name__
         if first_to_say(message):
             print(f"headstart.train: error: {message}", file=sys.stderr, flush=True)
