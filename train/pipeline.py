@@ -36,7 +36,7 @@ from .drafter_stage import (
     train_drafter,
     write_drafter,
 )
-from .engine import loaded_as, loaded_whole, weights_are_sharded
+from .engine import join_deepspeed, loaded_as, loaded_whole, weights_are_sharded
 from .fingerprints import FileHashes, deciding, model_fingerprint
 from .kept import (
     CHECKPOINTS,
@@ -90,6 +90,7 @@ class _Run:
         # Before anything asks for the processes: these arguments set them up. The folder of the
         # checkpoints is set when the stage that writes them begins.
         self.args = training_arguments(recipe.train, recipe.folder / CHECKPOINTS, recipe.seed)
+        join_deepspeed(self.args)
         watch_processes()
         self.engine = check_engine(self.args, os.environ)
         other = recipe.folder.with_name(recipe.shares) if recipe.shares else None
