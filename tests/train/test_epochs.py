@@ -121,11 +121,10 @@ def test_packed_rows_train_as_rows_do(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("workers", [0, 1])
-def test_two_processes_go_on_within_an_epoch(tmp_path: Path, workers: int) -> None:
+def test_two_processes_go_on_within_an_epoch(tmp_path: Path) -> None:
     """Byte for byte, and to the weights of one process that takes twice the rows."""
     rows = ragged_rows(tmp_path / "rows")
-    train = {"batch_size": 3, "gradient_accumulation": 2, "dataloader_workers": workers}
+    train = {"batch_size": 3, "gradient_accumulation": 2, "dataloader_workers": 1}
     done = launch(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
          "-m", "tests.support.ragged_run", str(tmp_path), json.dumps(train)],
