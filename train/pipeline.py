@@ -16,6 +16,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from headstart.heads import Drafter, OptionError, family
+from headstart.heads.artifacts.files import METRICS
 from headstart.heads.artifacts.hub import split_revision
 from headstart.heads.core import load_pretrained
 from headstart.infer import RULES, load
@@ -35,7 +36,7 @@ from .drafter_stage import (
     train_drafter,
     write_drafter,
 )
-from .engine import loaded_as, loaded_whole, weights_are_sharded
+from .engine import join_deepspeed, loaded_as, loaded_whole, weights_are_sharded
 from .fingerprints import FileHashes, deciding, model_fingerprint
 from .kept import (
     CHECKPOINTS,
@@ -89,6 +90,7 @@ class _Run:
         # Before anything asks for the processes: these arguments set them up. The folder of the
         # checkpoints is set when the stage that writes them begins.
         self.args = training_arguments(recipe.train, recipe.folder / CHECKPOINTS, recipe.seed)
+        join_deepspeed(self.args)
         watch_processes()
         self.engine = check_engine(self.args, os.environ)
         other = recipe.folder.with_name(recipe.shares) if recipe.shares else None
@@ -244,7 +246,8 @@ class _Run:
             else:
                 found = trained.folder, trained.info
                 drafter, measured = choose(self.recipe, loaded, self._drafter, *found)
-            return write_drafter(self.recipe, loaded, drafter, measured, folder)
+            metrics = trained.folder / METRICS if trained else None
+            return write_drafter(self.recipe, loaded, drafter, measured, folder, metrics)
 
         settings = self._settings("drafter", decode=evaluation_settings(self.recipe))
         reads = [corpus, target, *([trained] if trained else [])]

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from ..data.corpus import build_corpus, load_documents
 from ..data.hub import commit_of, hub_source
 from ..data.prefixes import Part, make_prefixes, recipe_prompts
-from ..data.reading import source_files
+from ..data.reading import source_bytes
 from ..data.writers.counting import LOOKED_AT, look
 from ..recipe import Recipe
 from .needs import Needs, check_needs, needs_of
@@ -52,17 +52,11 @@ def corpus_bytes(recipe: Recipe) -> int | None:
     Raises:
         CorpusError: a source is missing, here or on the Hub.
     """
-    sizes: list[int] = []
-    known = True
     for part in recipe.corpus.parts():
-        if part.source == "target":
-            known = False
-        elif (hub := hub_source(part)) is not None:
+        if (hub := hub_source(part)) is not None:
             commit_of(hub)
-            known = False
-        else:
-            sizes += [file.stat().st_size for file in source_files(part).values()]
-    return sum(sizes) if known else None
+    sizes = [source_bytes(part) for part in recipe.corpus.parts()]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 def check_prompts(

@@ -75,7 +75,8 @@ def inspect_run(recipe: Recipe) -> Inspection:
     check_needs(recipe, found.needs)
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
         part = min(recipe.corpus.max_bytes, _READ)
-        build_corpus(replace(recipe.corpus, max_bytes=part), Path(folder), recipe.seed)
+        spec = replace(recipe.corpus, max_bytes=part)
+        build_corpus(spec, Path(folder), recipe.seed, first_rows=True)
         # Read while the folder is there.
         documents = {
             "train": list(load_documents(Path(folder), "train")),

@@ -301,8 +301,10 @@ class Train:
     batch_size: int = positive(8)  # rows a process and forward
     gradient_accumulation: int = positive(1)
     group_by_length: bool = True  # the rows of a batch have about the same length
-    packing: bool = False  # short rows stand behind each other in one, and do not see each other
-    packed_length: int | None = positive(None)  # tokens of a packed row; null: of the longest row
+    # short rows stand behind each other in one of packed_length tokens, and do not see each other;
+    # batch_size then counts those. null: where target and drafter keep them apart
+    packing: bool | None = False
+    packed_length: int | None = positive(None)  # null: as many as the longest row has
     dataloader_workers: int = number(0, ge=0)  # processes that read rows ahead, for each process
     # rows a step, of all processes and micro-batches; replaces gradient_accumulation, so that a
     # step is the same on any number of GPUs
