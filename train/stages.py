@@ -47,7 +47,9 @@ logger = logging.getLogger(__name__)
 # Errors of a disk that is full or closed, by number and, of other libraries' errors, by words.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
-_SAID = re.compile(r"\(os error (28|27|122|30)\)|PytorchStreamWriter failed|No space left")
+_SAID = re.compile(
+    r"\(os error (28|27|122|30)\)|No space left|PytorchStreamWriter|iostream error|unexpected pos"
+)
 _NOT_RESULTS = {RECORD, BEGUN, "README.md"}  # a model card may be edited
 
 

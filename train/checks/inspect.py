@@ -144,7 +144,8 @@ def _texts(recipe: Recipe, tokenizer: Any, documents: Sequence[Document]) -> lis
     length = recipe.distill.row_tokens
     some = [documents[i] for i in range(min(len(documents), 64))]
     ids = encode(tokenizer, some, recipe.distill.chat, recipe.chat)
-    return [torch.tensor(row[:length]) for row in sorted(ids, key=len, reverse=True)[:8]]
+    longest = sorted(ids, key=len, reverse=True)[:8]
+    return [torch.tensor(row[:length], dtype=torch.int64) for row in longest]
 
 
 def training_rows(

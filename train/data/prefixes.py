@@ -275,7 +275,7 @@ def _by_document(
             cut = starts[:1] if prefix == "start" else drawn
             found.append([row[at : at + tokens] for at in cut])
     return [
-        [HeldOutPrompt(_tensor(row), d.id, getattr(d, "source", "")) for row in rows]
+        [HeldOutPrompt(_tensor(row), d.id, d.source) for row in rows]
         for d, rows in zip(documents, found, strict=True)
         if rows
     ]
