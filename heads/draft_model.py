@@ -16,7 +16,14 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from .core import OptionError, OutputLayer, decoder_layers, load_pretrained, output_layer
+from .core import (
+    OptionError,
+    OutputLayer,
+    decoder_layers,
+    device_of,
+    load_pretrained,
+    output_layer,
+)
 from .drafter import DrafterConfig, Step, last_true
 from .parts.adapter import Adapter
 from .parts.cached_layers import CachedLayers, DraftCache
@@ -109,6 +116,7 @@ class DraftModel(TrainableDrafter):
             model = AutoModelForCausalLM.from_config(own, trust_remote_code=False)
         self.model: Any = model
         self._layers = CachedLayers(self.model)
+        self._inputs = self._outputs = config.vocab_size  # its token ids, counted by `bind`
         self._lora = own_adapter(config.lora)
         self.post_init()
 
@@ -159,6 +167,8 @@ class DraftModel(TrainableDrafter):
         text = target.config.get_text_config(decoder=True)
         # The student's own sizes are free, since it reads only tokens.
         self.config.hidden_size, self.config.vocab_size = text.hidden_size, text.vocab_size
+        self._inputs = self.model.get_input_embeddings().num_embeddings
+        self._outputs = output_layer(self.model).out_features
         return super().bind(target)
 
     def shared_modules(self, target: PreTrainedModel) -> list[torch.nn.Module]:
@@ -199,9 +209,8 @@ class DraftModel(TrainableDrafter):
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Target ids, clamped to those of the student; ids beyond them are padding."""
-        embedding: Any = self.model.get_input_embeddings()
-        known = embedding.num_embeddings
-        return tokens if known >= self.config.vocab_size else tokens.clamp(max=known - 1)
+        few = self._inputs < self.config.vocab_size
+        return tokens.clamp(max=self._inputs - 1) if few else tokens
 
     def _step(self, logits: Tensor) -> Step:
         return Step(logits[..., : self.config.vocab_size], self.draft_vocabulary)
@@ -209,10 +218,9 @@ class DraftModel(TrainableDrafter):
     @property
     def draft_vocabulary(self) -> Tensor | None:
         """[Vd] the ids 0 … Vd - 1, where the student has fewer than the target; None otherwise."""
-        layer = output_layer(self.model)
-        if layer.out_features >= self.config.vocab_size:
+        if self._outputs >= self.config.vocab_size:
             return None
-        return torch.arange(layer.out_features, device=layer.weight.device)
+        return torch.arange(self._outputs, device=device_of(output_layer(self.model)))
 
     @property
     def language_model(self) -> PreTrainedModel | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from headstart.heads import Drafter, DrafterConfig, Manifest, TrainableDrafter, family, fingerprint
-from headstart.heads.artifacts.files import TREE
+from headstart.heads.artifacts.files import METRICS, PLOT, TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.artifacts.saving import write_artifact
 from headstart.heads.core import gathered, output_layer
@@ -23,6 +25,7 @@ from .data.documents import Document
 from .data.prefixes import held_out_texts, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
 from .engine import loaded_whole
+from .estimate import training_flops
 from .joint import adapter_loss_change, training_classes
 from .kept import (
     CHECKPOINTS,
@@ -33,10 +36,13 @@ from .kept import (
     read_drafter,
 )
 from .on_policy import StudentText
+from .plot import draw_metrics
 from .processes import from_process_0, is_process_0, wait_for_all
 from .recipe import Recipe
 from .validate import Validation
 from .warm_start import start_from
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,7 @@ def train_drafter(
     drafter = make_drafter(recipe, target, rows)
     assert isinstance(drafter, TrainableDrafter)
     start = start_from(train.from_, drafter) if train.from_ else None
+    flops = training_flops(recipe, target, drafter)  # before the target is adapted
     module_class, trainer_class = training_classes(drafter)
     module = module_class(target, drafter, train.head_decay, train.loss, train.feature_weight)
     module.set_up(train.activation_checkpointing, train.compile)
@@ -107,7 +114,9 @@ def train_drafter(
         student = StudentText(train.on_policy, drafter, rows, recipe.distill, args)
     args.output_dir = str(folder / CHECKPOINTS)
     validation = loaded.validation(recipe)
-    trainer = trainer_class(module, args, rows, train, validation, student_text=student)
+    trainer = trainer_class(
+        module, args, rows, train, validation, student_text=student, flops=flops
+    )
     report = trainer.fit()
     evaluated = {
         str(entry["step"]): {
@@ -161,9 +170,18 @@ def choose(
 
 
 def write_drafter(
-    recipe: Recipe, loaded: Loaded, drafter: Drafter, measured: dict[str, Any], folder: Path
+    recipe: Recipe,
+    loaded: Loaded,
+    drafter: Drafter,
+    measured: dict[str, Any],
+    folder: Path,
+    metrics: Path | None = None,
 ) -> dict[str, Any]:
-    """Write the artifact of a drafter that was measured; returns what its manifest says of it."""
+    """Write the artifact of a drafter that was measured; returns what its manifest says of it.
+
+    Args:
+        metrics: the figures of its training, which are kept and drawn.
+    """
     target, tokenizer = loaded.target, loaded.tokenizer
     drafter.eval()
     if drafter.adapter is not None:
@@ -184,8 +202,20 @@ def write_drafter(
     )
     with gathered(*learnt_by(drafter)):
         if is_process_0():
-            write_artifact(drafter, folder, manifest, training_card(recipe, manifest))
+            plotted = _keep_metrics(metrics, folder, measured.get("best_step"))
+            write_artifact(drafter, folder, manifest, training_card(recipe, manifest, plotted))
             write_atomically(folder / TREE, json.dumps(measured["tree"]).encode())
     if adapter is not None:
         adapter.detach()  # later stages use the target without it
     return measured
+
+
+def _keep_metrics(metrics: Path | None, folder: Path, best: int | None) -> bool:
+    """Copy a training's figures beside the drafter and draw them; whether there is a plot."""
+    if metrics is None or not metrics.is_file():
+        return False
+    shutil.copyfile(metrics, folder / METRICS)
+    drawn = draw_metrics(folder / METRICS, folder / PLOT, best)
+    if not drawn:
+        logger.warning("no plot of the training: it needs matplotlib (pip install matplotlib)")
+    return drawn

@@ -169,9 +169,13 @@ class JointTrainer(DrafterTrainer):
             for parameter in self.module.adapter.parameters():
                 parameter.grad = None
 
+    def agree(self, options: dict[str, Any]) -> None:
+        self.waiting = options["weight"] is None
+        super().agree(options)
+
     def end_step(self, control: TrainerControl) -> None:
         # DeepSpeed's optimizer steps on shards, not on the parameters above.
-        if self.is_deepspeed_enabled and self.last_options["weight"] is None:
+        if self.is_deepspeed_enabled and self.waiting:
             forget_steps(self.optimizer, lambda group: group["adapter"])
         super().end_step(control)
 

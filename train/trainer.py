@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,6 +23,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerControl
 
 from headstart.heads import Drafter
+from headstart.heads.artifacts.files import METRICS
 from headstart.heads.core import gathered
 
 from .checkpoints import (
@@ -37,8 +39,9 @@ from .checkpoints import (
 from .clock import Clock, Progress
 from .data.batches import batch_loader
 from .data.training_rows import Rows
-from .engine import bring_in_whole, kind_of, leave_out_frozen, size_buckets
+from .engine import bring_in_whole, check_kind, describe, kind_of, leave_out_frozen, size_buckets
 from .epochs import NextEpoch, make_batches, steps_of
+from .metrics import Metrics, scalars
 from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
 from .on_policy import StudentText
 from .processes import from_process_0, is_process_0, sum_over_processes, wait_for_all
@@ -55,6 +58,7 @@ class DrafterTrainer(Trainer):
         validation: measures the drafter; its `tau` chooses the checkpoint.
         progress: whether to draw a bar on stderr.
         student_text: the text that the drafter writes itself, for the steps that learn from it.
+        flops: products of a training step for each token, see `Metrics`.
     """
 
     loss_is_scaled_for_ga = True
@@ -68,6 +72,7 @@ class DrafterTrainer(Trainer):
         validation: Callable[[Drafter], dict[str, Any]],
         progress: bool = True,
         student_text: StudentText | None = None,
+        flops: float | None = None,
     ):
         self.module, self.rows, self.spec, self.validation = module, rows, spec, validation
         self.student_text = student_text
@@ -76,6 +81,9 @@ class DrafterTrainer(Trainer):
         if spec.epochs is not None:
             args.max_steps = steps_of(spec.epochs, self.batches.steps, args.max_steps)
         self.clock = Clock(args.max_steps, spec.max_seconds, spec.warmup_ratio)
+        self.metrics = Metrics(
+            self.folder.parent / METRICS, self.clock, rows.lengths, args.world_size, flops
+        )
         self.signals, self.stopped = StopSignals(), False
         self.loss_total = 0.0  # of all steps so far
         self.parts: list[Part] = []  # of the coming step, on this process
@@ -89,18 +97,21 @@ class DrafterTrainer(Trainer):
             callbacks=[
                 _StepEnd(self),
                 self.clock,
+                self.metrics,
                 Progress(self.clock, progress),
                 NextEpoch(self.batches),
             ],
         )
         self.remove_callback(PrinterCallback)  # it prints to stdout
+        self.kind = kind_of(args, os.environ)
+        check_kind(self.kind, self.accelerator.distributed_type)
 
     def fit(self) -> dict[str, Any]:
         """Train, going on from the last whole checkpoint, and load the best one.
 
         Returns:
-            `steps`, `seconds`, `features_cached`, `train_loss`, and of the best checkpoint
-            `best_step` and what the validation measured.
+            `steps`, `seconds`, `ran_on`, `features_cached`, `train_loss`, and of the best
+            checkpoint `best_step` and what the validation measured.
 
         Raises:
             Interrupted: a signal has stopped it, and a checkpoint holds all that was done.
@@ -130,6 +141,7 @@ class DrafterTrainer(Trainer):
         return {
             "steps": self.state.global_step,
             "seconds": round(self.clock.seconds, 3),
+            "ran_on": describe(self.args, os.environ),
             "features_cached": cached,
             "train_loss": self.loss_total / self.state.global_step,
             "best_step": best,
@@ -140,7 +152,7 @@ class DrafterTrainer(Trainer):
         """How this run is spread over processes."""
         args = self.args
         batch = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        return Spread(kind_of(args), args.world_size, *batch)
+        return Spread(self.kind, args.world_size, *batch)
 
     def agree(self, options: dict[str, Any]) -> None:
         """Agree with the other processes on the coming step's loss, the time, and whether to stop.
@@ -208,6 +220,7 @@ class DrafterTrainer(Trainer):
         batches = list(itertools.islice(epoch_iterator, num_batches))
         if self.student_text is not None:
             batches = self.student_text.in_place_of(batches, self.state.global_step)
+        self.metrics.count(batches)
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
@@ -234,7 +247,8 @@ class DrafterTrainer(Trainer):
         with gathered(self.module.drafter):
             measured = from_process_0(self.validation(self.module.drafter))
         metrics = {f"eval_{name}": value for name, value in measured.items()}
-        self.log(metrics)
+        self.log(scalars(metrics))
+        self.state.log_history[-1] = {"step": self.state.global_step} | metrics
         handler = self.callback_handler
         self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
