@@ -16,11 +16,19 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from .core import OptionError, OutputLayer, device_of, load_pretrained, output_layer
+from .core import (
+    OptionError,
+    OutputLayer,
+    decoder_layers,
+    device_of,
+    load_pretrained,
+    output_layer,
+)
 from .drafter import DrafterConfig, Step, last_true
 from .parts.adapter import Adapter
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import copy_layers, layers_of
+from .parts.recompute import compute_again
 from .trainable import DraftLogits, TrainableDrafter
 
 
@@ -237,7 +245,7 @@ class DraftModel(TrainableDrafter):
         return lambda states: self._output(states)[:, : self.config.vocab_size]
 
     def checkpoint_activations(self) -> bool:
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        compute_again(decoder_layers(self.model))
         return True
 
     def draft_output(self, depth: int) -> DraftLogits:

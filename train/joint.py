@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.trainer_callback import TrainerControl
 
 from headstart.heads import Drafter, TrainableDrafter
 from headstart.heads.core import decoder_layers, gathered, output_layer
 from headstart.heads.parts.adapter import Adapter
+from headstart.heads.parts.recompute import compute_again
 from headstart.heads.trainable import DraftLogits
 
 from .engine import forget_steps, weights_are_sharded
@@ -68,7 +68,7 @@ class JointTarget(TargetWithDrafter):
         super().__init__(target, drafter, *args)
         assert drafter.adapter is not None
         self.base, self.adapter = base, drafter.adapter
-        self._own_forwards: list[tuple[Any, Any]] = []
+        self._undo: list[Callable[[], None]] = []
         self.adapter.attach(target)
 
     def forward(
@@ -102,17 +102,12 @@ class JointTarget(TargetWithDrafter):
 
     def checkpoint_activations(self) -> None:
         """Of the target's layers, through which the adapter's gradients flow."""
-        for layer in decoder_layers(self.target):
-            self._own_forwards.append((layer, layer.__dict__.get("forward")))
-            layer.forward = partial(_run_again, layer.forward)  # type: ignore[method-assign]
+        self._undo.append(compute_again(decoder_layers(self.target)))
 
     def release(self) -> None:
         super().release()
-        for layer, own in self._own_forwards:
-            del layer.forward
-            if own is not None:  # a hook's
-                layer.forward = own
-        self._own_forwards.clear()
+        while self._undo:
+            self._undo.pop()()
 
     def counts(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
         """How many labels each depth has, and last the target itself.  # [K + 1]"""
@@ -130,13 +125,6 @@ class JointTarget(TargetWithDrafter):
     def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         with self.adapter.disabled():
             return self.run_target(tokens, positions)
-
-
-def _run_again(forward: Callable[..., Any], *given: Any, **how: Any) -> Any:
-    """Run a layer, and in the backward pass once more; only once where there is none."""
-    if not torch.is_grad_enabled():
-        return forward(*given, **how)
-    return checkpoint(forward, *given, use_reentrant=False, **how)
 
 
 class JointTrainer(DrafterTrainer):

@@ -33,10 +33,10 @@ def test_activations_computed_again_give_the_same_gradients(
     module, batch = module_of(name, options, tiny("llama"), "forward_kl"), batches()[packed]
     runs: list[Any] = []
 
-    def seen(layer: Any, given: Any, output: Any) -> None:
+    def seen(layer: Any, given: Any) -> None:
         runs.append(layer)
 
-    hooks = [layer.mlp.register_forward_hook(seen) for layer in layers_of(module)]
+    hooks = [layer.mlp.register_forward_pre_hook(seen) for layer in layers_of(module)]
     try:
         module.train()
         expected, once = slopes(module, batch), len(runs)
