@@ -35,8 +35,10 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         changes = {"optim": "adamw_bnb_8bit", **changes}
     gpu = torch.cuda.is_available()
     processes = int(os.environ.get("WORLD_SIZE", 1))  # as launchers set it
-    bf16 = gpu and torch.cuda.is_bf16_supported()
+    bf16 = multiplies_in_bf16()
     deepspeed = deepspeed_settings(os.environ, bf16)
+    if deepspeed is not None:
+        os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # they are in the settings now
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would print that it found none
     every = spec.eval_every or spec.max_steps
@@ -72,6 +74,11 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
     args = TrainingArguments(**settings | changes)
     args._n_gpu = min(args.n_gpu, 1)  # without a launcher take one GPU, instead of DataParallel
     return args
+
+
+def multiplies_in_bf16() -> bool:
+    """Whether training takes products in bfloat16: on GPUs that do."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
 def load_options(spec: TargetSpec, device: torch.device, world: int = 1) -> dict[str, Any]:

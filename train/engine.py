@@ -99,14 +99,45 @@ def _own_settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def kind_of(args: TrainingArguments) -> str:
+def kind_of(args: TrainingArguments, environment: Mapping[str, str]) -> str:
     """What spreads a run: `one process`, `DDP`, `FSDP2`, `ZeRO-2`, `ZeRO-3` …"""
-    kind = args.distributed_state.distributed_type  # type: ignore[union-attr]
     if (plugin := args.deepspeed_plugin) is not None:
         return f"ZeRO-{plugin.zero_stage}"
-    if kind == DistributedType.FSDP:
-        return "FSDP2"
+    if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+        return f"FSDP{environment.get('FSDP_VERSION', '1')}"
     return "DDP" if args.world_size > 1 else "one process"
+
+
+def describe(args: TrainingArguments, environment: Mapping[str, str]) -> str:
+    """What a run is spread over, such as `ZeRO-2, 8 processes, cuda, bfloat16 products`."""
+    plugin, world = args.deepspeed_plugin, args.world_size
+    bf16 = args.bf16 or (plugin is not None and "torch_autocast" in plugin.deepspeed_config)
+    processes = [f"{world} processes"] if world > 1 else []
+    dtype = "bfloat16 products" if bf16 else "float32"
+    return ", ".join([kind_of(args, environment), *processes, args.device.type, dtype])
+
+
+def join_deepspeed(args: TrainingArguments) -> None:
+    """Let DeepSpeed use the process group, which shards of models need that are loaded early."""
+    if args.deepspeed_plugin is None or args.world_size == 1:
+        return
+    import deepspeed
+
+    if args.device.type == "cpu":
+        # It would compile an operation for inference, for a minute, and print that it has.
+        deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+
+def check_kind(kind: str, made: DistributedType) -> None:
+    """Raise OptionError where accelerate has made something else than a launch asks for."""
+    engines = {DistributedType.DEEPSPEED: "ZeRO", DistributedType.FSDP: "FSDP"}
+    found = engines.get(made, "one process" if made == DistributedType.NO else "DDP")
+    if not kind.startswith(found):
+        raise OptionError(
+            f"the launch asks for {kind}, and accelerate has made {found} of it; on a CPU it has "
+            "no FSDP, and DeepSpeed only without ACCELERATE_USE_CPU."
+        )
 
 
 def size_buckets(args: TrainingArguments, hidden_size: int) -> None:

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import TrainerControl
 
 from headstart.heads import Drafter, TrainableDrafter
-from headstart.heads.core import decoder_layers, output_layer
+from headstart.heads.core import decoder_layers, gathered, output_layer
 from headstart.heads.parts.adapter import Adapter
 from headstart.heads.trainable import DraftLogits
 
@@ -181,9 +181,13 @@ class JointTrainer(DrafterTrainer):
             for parameter in self.module.adapter.parameters():
                 parameter.grad = None
 
+    def agree(self, options: dict[str, Any]) -> None:
+        self.waiting = options["weight"] is None
+        super().agree(options)
+
     def end_step(self, control: TrainerControl) -> None:
         # DeepSpeed's optimizer steps on shards, not on the parameters above.
-        if self.is_deepspeed_enabled and self.last_options["weight"] is None:
+        if self.is_deepspeed_enabled and self.waiting:
             forget_steps(self.optimizer, lambda group: group["adapter"])
         super().end_step(control)
 
@@ -223,16 +227,16 @@ def base_kl(
         count: scalar, the positions of the whole optimizer step.
         size: see `rows_at_once`; as it says when None.
     """
-    if not len(base):
-        return adapted.sum() * 0.0
-    places = torch.arange(len(base), device=base.device)
-    loss = LOSSES["forward_kl"]
-    size = size or rows_at_once(loss, teacher.output.layer.out_features, base.device)
-    every = torch.ones_like(places, dtype=torch.bool)
-    kl = SoftLabels(loss, teacher, base, places[None], every[None], size)
+    loss, own = LOSSES["forward_kl"], teacher.output.layer
+    size = size or rows_at_once(loss, own.out_features, base.device)
+    places = torch.arange(len(base), device=base.device).unsqueeze(0)
+    kl = SoftLabels(loss, teacher, base, places, torch.ones_like(places, dtype=torch.bool), size)
     factors = (1 / count.clamp(min=1)).to(torch.promote_types(adapted.dtype, torch.float32))
     output = DraftLogits(partial(teacher.logits, layer), (layer,))
-    return summed_loss([output], adapted.unsqueeze(0), factors.view(1), kl)
+    with gathered(own):  # read as often as this process has chunks
+        if not len(base):
+            return adapted.sum() * 0.0
+        return summed_loss([output], adapted.unsqueeze(0), factors.view(1), kl)
 
 
 def adapter_loss_change(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
 import shutil
 from pathlib import Path
 from typing import Any
@@ -87,7 +89,7 @@ def earlier_training(root: Path, settings: dict[str, Any], reads: dict[str, str]
     steps = settings["train"]["max_steps"]
 
     def unbounded(settings: dict[str, Any]) -> dict[str, Any]:
-        bounds = {"max_steps": None, "max_seconds": None}
+        bounds = {"max_steps": None, "max_seconds": None, "epochs": None}
         kept = {key: value for key, value in settings.items() if key != "extends"}
         return kept | {"train": kept["train"] | bounds}
 
@@ -97,14 +99,21 @@ def earlier_training(root: Path, settings: dict[str, Any], reads: dict[str, str]
         if folder.record is not None
         and folder.record["reads"] == reads
         and unbounded(folder.record["settings"]) == unbounded(settings)
-        and folder.record["settings"]["train"]["max_steps"] < steps
+        and _bounds(folder.record["settings"]) != _bounds(settings)
+        and all(map(operator.le, _bounds(folder.record["settings"]), _bounds(settings)))
     ]
     if not found:
         raise StageError(
             f"train.extend is true, but {root} holds no finished training of fewer than {steps} "
             "steps whose other settings are the same; leave train.extend out to train anew"
         )
-    return max(found, key=lambda f: (f.record or {})["settings"]["train"]["max_steps"])
+    return max(found, key=lambda folder: (folder.record or {})["info"]["steps"])
+
+
+def _bounds(settings: dict[str, Any]) -> tuple[float, float]:
+    """How many steps and how many epochs settings of the stage `train` allow."""
+    train = settings["train"]
+    return train["max_steps"], train.get("epochs") or math.inf
 
 
 def check_time_left(earlier: StageFolder, max_seconds: float | None) -> None:

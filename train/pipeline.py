@@ -24,7 +24,7 @@ from headstart.infer import RULES, load
 from .arguments import load_options, training_arguments
 from .checks.early import check_prompts, check_run
 from .data.corpus import build_corpus, load_documents
-from .data.distill import distill, summary
+from .data.distill import distill, write_manifest
 from .data.fingerprints import source_fingerprint
 from .data.prefixes import Part, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
@@ -36,7 +36,7 @@ from .drafter_stage import (
     train_drafter,
     write_drafter,
 )
-from .engine import loaded_as, loaded_whole, weights_are_sharded
+from .engine import join_deepspeed, loaded_as, loaded_whole, weights_are_sharded
 from .fingerprints import FileHashes, deciding, model_fingerprint
 from .kept import (
     CHECKPOINTS,
@@ -57,6 +57,12 @@ def train(recipe: Recipe, fresh: bool = False) -> Path:
     """Run the stages up to the trained drafter; returns its folder. `fresh` reuses none."""
     with _Run(recipe, fresh) as this:
         return this.train().plain
+
+
+def write_text(recipe: Recipe, fresh: bool = False) -> Stage:
+    """Run the stages up to the text that a drafter is trained on; returns the last of them."""
+    with _Run(recipe, fresh, parts=()) as this:
+        return this.write_text()
 
 
 def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
@@ -84,6 +90,7 @@ class _Run:
         # Before anything asks for the processes: these arguments set them up. The folder of the
         # checkpoints is set when the stage that writes them begins.
         self.args = training_arguments(recipe.train, recipe.folder / CHECKPOINTS, recipe.seed)
+        join_deepspeed(self.args)
         watch_processes()
         self.engine = check_engine(self.args, os.environ)
         other = recipe.folder.with_name(recipe.shares) if recipe.shares else None
@@ -100,11 +107,7 @@ class _Run:
         self.store.__exit__(*error)
 
     def train(self) -> Stage:
-        world = self.args.world_size
-        with loaded_whole():
-            on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
-        if in_parallel():
-            check_shared(self.recipe.folder)
+        self._check()
         trainable = family(self.recipe.drafter.family).trainable
         corpus = self._corpus()
         target = self._target(corpus)
@@ -114,10 +117,25 @@ class _Run:
         rows = self._distill(corpus, target)
         return self._heads(corpus, target, self._train(corpus, target, rows))
 
+    def write_text(self) -> Stage:
+        """Run the stages up to the rows."""
+        self._check()
+        corpus = self._corpus()
+        target = self._target(corpus)
+        on_process_0(lambda: self._check_prompts(corpus, target, True))
+        return self._distill(corpus, target)
+
+    def _check(self) -> None:
+        """What can be told before the first stage, by process 0 for all."""
+        world = self.args.world_size
+        with loaded_whole():
+            on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
+        if in_parallel():
+            check_shared(self.recipe.folder)
+
     def _check_prompts(self, corpus: Stage, target: Stage, trainable: bool) -> None:
         """Once there are text and tokenizer, and before the target writes."""
-        tokenizer = self._tokenizer(target)
-        check_prompts(self.recipe, tokenizer, corpus.folder, self.parts, trainable)
+        check_prompts(self.recipe, self._tokenizer(target), corpus.folder, self.parts, trainable)
 
     def _settings(self, *sections: str, **more: Any) -> dict[str, Any]:
         """What decides a stage's result: the seed, sections of the recipe, and more."""
@@ -158,24 +176,32 @@ class _Run:
         return self.store.run("target", settings, work, reads, shared=True)
 
     def _distill(self, corpus: Stage, target: Stage) -> Stage:
-        spec, seed = self.recipe.distill, self.recipe.seed
+        spec, seed, chat = self.recipe.distill, self.recipe.seed, self.recipe.chat
+        name = self._target_name(target)
 
         def work(folder: Path) -> dict[str, int]:
-            if weights_are_sharded():
+            if spec.writer == "own" and weights_are_sharded():
                 raise OptionError(
                     "the target's text is not written yet, and under DeepSpeed ZeRO-3, where each "
                     "process holds a part of the target, they cannot write texts of their own; run "
-                    "the recipe first with another launch file, up to the distill stage."
+                    "the recipe first with another launch file, up to the distill stage "
+                    "(--until distill)."
                 )
-            model, tokenizer = self._load(target)
+            tokenizer = self._tokenizer(target)
             texts = load_documents(corpus.folder, "train")
             rank, world = self.args.process_index, self.args.world_size
-            distill(spec, model, tokenizer, texts, folder, seed, rank, world, progress=rank == 0)
+            pace = distill(
+                spec, lambda: self._load(target)[0], tokenizer, texts, folder, seed, rank, world,
+                progress=rank == 0, chat=chat, name=name,
+            )  # fmt: skip
             wait_for_all()
-            return summary(spec, folder) if is_process_0() else {}
+            model = self._loaded[0] if self._loaded else None  # a server may have written
+            if not is_process_0():
+                return {}
+            return write_manifest(spec, folder, tokenizer, model, name, pace, chat)
 
         return self.store.run(
-            "distill", self._settings("distill"), work, [corpus, target], resumable=True,
+            "distill", self._settings("distill", "chat"), work, [corpus, target], resumable=True,
             shared=True, layout={"shards": spec.shards},
         )  # fmt: skip
 
@@ -256,9 +282,10 @@ class _Run:
         return str(target.folder) if self.recipe.target.scratch else target.info["model"]
 
     def _tokenizer(self, target: Stage) -> Any:
+        """The target's tokenizer, without its weights."""
         revision = self.recipe.target.revision
-        how = {"revision": revision} if revision else {}
-        return load_pretrained(AutoTokenizer, self._target_name(target), **how)
+        kept = {"revision": revision} if revision else {}
+        return load_pretrained(AutoTokenizer, self._target_name(target), **kept)
 
     def _load(self, target: Stage) -> tuple[PreTrainedModel, Any]:
         """The target on this process's device, and its tokenizer; loaded once."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
@@ -24,6 +25,7 @@ from headstart.heads.core.files import write_atomically
 
 from .data.corpus import load_documents
 from .data.documents import Document
+from .data.tokenising import tokenise
 from .progress import progress_bar
 from .recipe import Scratch
 
@@ -96,8 +98,9 @@ def train_tokenizer(
 
 def pack(tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -> Tensor:
     """All documents as one int64 array, each closed by the end of text.  # [T]"""
-    encoded = tokenizer([document.text for document in documents], verbose=False)["input_ids"]
-    return torch.tensor([token for ids in encoded for token in [*ids, tokenizer.eos_token_id]])
+    end: Any = tokenizer.eos_token_id
+    rows = tokenise(tokenizer, ((document.text, True) for document in documents))
+    return torch.from_numpy(np.insert(rows.ids.astype(np.int64), rows.starts + rows.lengths, end))
 
 
 def build_model(spec: Scratch, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:

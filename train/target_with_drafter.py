@@ -10,13 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.heads import FINAL, OptionError, TrainableDrafter
-from headstart.heads.artifacts.files import WEIGHTS
 from headstart.heads.core import FeatureTap
 
 from .data.batches import collate
@@ -214,7 +212,7 @@ class TargetWithDrafter(nn.Module):
 
     def load(self, folder: Path) -> None:
         """Read what learns from a checkpoint."""
-        self.drafter.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS))
+        self.drafter.load_checkpoint(folder)
 
     def release(self) -> None:
         """Drop the cache and remove the hooks from the target."""

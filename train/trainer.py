@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -38,7 +39,7 @@ from .checkpoints import (
 from .clock import Clock, Progress
 from .data.batches import batch_loader
 from .data.training_rows import Rows
-from .engine import bring_in_whole, kind_of, leave_out_frozen, size_buckets
+from .engine import bring_in_whole, check_kind, describe, kind_of, leave_out_frozen, size_buckets
 from .epochs import NextEpoch, make_batches, steps_of
 from .metrics import Metrics, scalars
 from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
@@ -102,13 +103,15 @@ class DrafterTrainer(Trainer):
             ],
         )
         self.remove_callback(PrinterCallback)  # it prints to stdout
+        self.kind = kind_of(args, os.environ)
+        check_kind(self.kind, self.accelerator.distributed_type)
 
     def fit(self) -> dict[str, Any]:
         """Train, going on from the last whole checkpoint, and load the best one.
 
         Returns:
-            `steps`, `seconds`, `features_cached`, `train_loss`, and of the best checkpoint
-            `best_step` and what the validation measured.
+            `steps`, `seconds`, `ran_on`, `features_cached`, `train_loss`, and of the best
+            checkpoint `best_step` and what the validation measured.
 
         Raises:
             Interrupted: a signal has stopped it, and a checkpoint holds all that was done.
@@ -138,6 +141,7 @@ class DrafterTrainer(Trainer):
         return {
             "steps": self.state.global_step,
             "seconds": round(self.clock.seconds, 3),
+            "ran_on": describe(self.args, os.environ),
             "features_cached": cached,
             "train_loss": self.loss_total / self.state.global_step,
             "best_step": best,
@@ -148,7 +152,7 @@ class DrafterTrainer(Trainer):
         """How this run is spread over processes."""
         args = self.args
         batch = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        return Spread(kind_of(args), args.world_size, *batch)
+        return Spread(self.kind, args.world_size, *batch)
 
     def agree(self, options: dict[str, Any]) -> None:
         """Agree with the other processes on the coming step's loss, the time, and whether to stop.

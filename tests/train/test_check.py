@@ -14,10 +14,9 @@ from transformers import AutoTokenizer
 
 from headstart.heads.core import features
 from headstart.train import target_with_drafter
-from headstart.train.checks import inspect as inspection
 from headstart.train.checks.findings import Finding
 from headstart.train.checks.inspect import inspect_run
-from headstart.train.checks.masks import ShownRow
+from headstart.train.data import rendering
 from headstart.train.data.documents import Document
 from headstart.train.losses.draft_loss import head_labels
 from headstart.train.recipe import Recipe, Scratch, parse_recipe
@@ -40,7 +39,7 @@ def chat(n: int, answered: bool = True) -> dict[str, Any]:
         {"role": "user", "content": f"Which number comes after number {n}?"},
         {"role": "assistant", "content": f"The number {n + 1} comes after number {n}."},
     ]
-    return {"messages": messages if answered else messages[:1]}
+    return {"messages": messages if answered else messages[:2]}
 
 
 @pytest.fixture(scope="module")
@@ -152,13 +151,16 @@ def test_another_models_template(home: Path, tmp_path: Path, template: str, said
 
 
 def test_a_mask_that_trains_user_turns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = inspection.training_rows
+    add = rendering.add_answer
 
-    def all_taught(*args: Any) -> list[ShownRow]:
-        return [replace(row, supervised=[True] * len(row.tokens)) for row in rows(*args)]
+    def all_taught(rows: list[Any], *rest: Any) -> None:
+        add(rows, *rest)
+        rows[-1] = replace(rows[-1], supervised=[True] * len(rows[-1].tokens))
 
-    monkeypatch.setattr(inspection, "training_rows", all_taught)
-    (finding,) = wrong(recipe(home))
+    given = {"writer": "given", "max_length": 150}
+    assert not wrong(recipe(home, distill=given))
+    monkeypatch.setattr(rendering, "add_answer", all_taught)
+    (finding,) = wrong(recipe(home, distill=given))
     assert finding.name == "loss mask" and "a turn of the system's" in finding.said
 
 
@@ -183,8 +185,9 @@ def test_no_turn_of_the_assistant(home: Path, tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     rows = [chat(n, answered=False) for n in range(100)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match=r"."):
-        inspect_run(recipe(home, corpus={"source": str(path)}))
+    given = {"writer": "given", "max_length": 150}
+    with pytest.raises(ValueError, match=r"none of 90 training documents has an answer"):
+        inspect_run(recipe(home, corpus={"source": str(path)}, distill=given))
 
 
 def test_too_few_held_out_prompts(home: Path) -> None:

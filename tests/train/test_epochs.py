@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headstart.heads import OptionError
+from headstart.train import epochs
 from headstart.train.data.training_rows import Rows
 from headstart.train.epochs import steps_of
 from tests.support.paths import ROOT
@@ -91,14 +92,32 @@ def test_so_many_steps_make_so_many_epochs(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_rows_are_packed_only_where_they_are_kept_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = ragged_rows(tmp_path / "rows")
 
-    said = "bloom with its attention reads across the documents of a row"
-    monkeypatch.setattr("headstart.train.epochs.packing_obstacle", lambda _: said)
-    with pytest.raises(OptionError, match=f"train.packing is true, but {said}"):
-        ragged_trainer(tmp_path / "run", lambda _: IDLE, rows, packing=True)
+    def packs(packing: bool | None) -> Any:
+        return ragged_trainer(tmp_path, lambda _: IDLE, rows, packing=packing).batches.packs
+
+    assert packs(False) is None and packs(True) is not None and packs(None) is not None
+    monkeypatch.setattr(epochs, "packing_obstacle", lambda module: "it reads too much")
+    assert packs(None) is None and "rows are not packed: it reads too much" in caplog.text
+    with pytest.raises(OptionError, match="packing is true, but it reads too much; set it to"):
+        packs(True)
+
+
+def test_packed_rows_train_as_rows_do(tmp_path: Path) -> None:
+    """Steps of all rows, so that both have the same ones, with features that are read or cached."""
+    rows, found = ragged_rows(tmp_path / "rows"), []
+    for at, how in enumerate(
+        ({}, {"packing": True, "packed_length": 64}, {"packing": True, "feature_cache_mb": 0.0})
+    ):
+        train: dict[str, Any] = {"batch_size": COUNT, "max_steps": 4, "eval_every": None, **how}
+        ragged_trainer(tmp_path / str(at), lambda _: IDLE, rows, **train).fit()
+        found.append(tensors(tmp_path / str(at) / "checkpoint-4" / FILES[0]))
+    for name, tensor in found[0].items():
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.distributed

@@ -3,11 +3,13 @@
 from .files import shipped_combinations, shipped_parts, shipped_recipes
 from .loading import load_recipe, parse_recipe
 from .schema import (
+    Chat,
     Corpus,
     Distill,
     DrafterSpec,
     Hardware,
     OnPolicy,
+    OpenAI,
     Recipe,
     RecipeError,
     Scratch,
@@ -17,7 +19,7 @@ from .schema import (
 )
 
 __all__ = [
-    "Corpus", "Distill", "DrafterSpec", "Hardware", "OnPolicy", "Recipe", "RecipeError", "Scratch",
-    "Source", "TargetSpec", "Train",
+    "Chat", "Corpus", "Distill", "DrafterSpec", "Hardware", "OnPolicy", "OpenAI", "Recipe",
+    "RecipeError", "Scratch", "Source", "TargetSpec", "Train",
     "load_recipe", "parse_recipe", "shipped_combinations", "shipped_parts", "shipped_recipes",
 ]  # fmt: skip

@@ -229,6 +229,10 @@ class _Loader(yaml.SafeLoader):
 # YAML 1.1 wants a dot and a signed exponent, and reads 8e-3 and 1.5e3 as strings.
 _SCIENTIFIC = re.compile(r"^[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _SCIENTIFIC, list("-+.0123456789"))
+# A date is a string, as the schema has it, with or without quotes.
+for _first, _resolvers in _Loader.yaml_implicit_resolvers.items():
+    _kept = [pair for pair in _resolvers if pair[0] != "tag:yaml.org,2002:timestamp"]
+    _Loader.yaml_implicit_resolvers[_first] = _kept
 
 
 def read_yaml(text: str | bytes, where: str) -> Any:

@@ -5,6 +5,7 @@ be strings. Nothing here imports torch, so that `--help` and a mistyped recipe a
 """
 
 import dataclasses
+import datetime
 import difflib
 import functools
 from collections.abc import Iterable
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from huggingface_hub.dataclasses import as_validated_field, strict, validated_field
 
@@ -184,20 +186,89 @@ class TargetSpec:
     attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, …; null: its own
 
 
+@as_validated_field
+def _date(date: str) -> None:
+    try:
+        datetime.date.fromisoformat(date)
+    except ValueError:
+        raise ValueError(f"found {date!r}, expected a date such as '2024-07-26'") from None
+
+
+@strict
+@dataclass
+class Chat:
+    """How chats are rendered, and which of their turns are trained on."""
+
+    supervise: str = one_of("all", "last")  # answers of a chat that are given
+    system: str | None = None  # the system prompt of chats that have none
+    # arguments of the tokenizer's template, such as {enable_thinking: false}
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas, shown in every chat
+    # the day that templates print which print today's: rows must not change over night
+    date: str = _date(default="2024-07-26")
+
+
+@as_validated_field
+def _url(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("expected an address such as http://localhost:8000/v1")
+    if parts.username or parts.password or parts.query:
+        raise ValueError("it holds a secret or a query; name the key's variable in api_key_env")
+
+
+@strict
+@dataclass
+class OpenAI:
+    """A server that speaks the OpenAI protocol, which writes the answers in the target's place."""
+
+    url: str = _url(default="http://localhost:8000/v1")
+    model: str = ""  # as the server calls it; the target's name when empty
+    api_key_env: str | None = None  # the environment variable that holds the key
+    concurrency: int = positive(16)  # requests at once, of each process
+    retries: int = number(6, ge=0)  # of one request, with growing pauses
+    timeout: float = positive(120.0)  # seconds without a byte from the server
+    token_ids: bool = False  # ask for the ids that were written (vLLM's return_token_ids)
+    extra: dict[str, Any] = field(default_factory=dict)  # further keys of each request
+
+
 @strict
 @dataclass
 class Distill:
-    """Self-distillation: the target continues real prefixes."""
+    """The text that the drafter is trained on: what the target writes, or given answers."""
 
+    # own: the target continues prefixes of documents; openai: a server answers chats;
+    # given: chats are trained on as they stand
+    writer: str = one_of("own", "given", "openai")
+    openai: OpenAI | None = None  # writer openai
+    # documents or prefixes taken; where repeats would be equal, each document once at most
     examples: int = positive(1024)
-    prefix: str = one_of("window", "start", "prompt")  # of a document
+    prefix: str = one_of("window", "start", "prompt")  # of a document; own
     prefix_tokens: int = positive(64)  # exactly; for `prompt`, at most
-    chat: str = one_of("auto", "template", "plain")  # how chats are rendered
-    new_tokens: int = positive(128)
+    chat: str = one_of("auto", "template", "plain")  # how chats are rendered, see `chat` too
+    turns: str = one_of("all", "first")  # of a chat that are answered, one after the other
+    new_tokens: int = positive(128)  # of each answer, at most
+    max_length: int | None = positive(None)  # of a row; null: prefix_tokens + new_tokens
     batch_size: int = positive(64)
     temperature: float = number(0.0, ge=0)
+    # writer own: what the target is sped up by, which leaves the text the same: a drafter's path or
+    # Hub name, or lookup
+    drafter: str | None = None
+    use_drafter: str = one_of("where_faster", "always")  # than plain decoding, in a short trial
     shards: int = positive(8)
     max_seconds: float | None = positive(None)
+
+    def __post_init__(self) -> None:
+        if self.writer == "openai" and self.openai is None:
+            raise RecipeError(
+                "distill.openai: the writer is openai, and no server is named; set "
+                "distill.openai.url=http://HOST:PORT/v1"
+            )
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row, at most."""
+        return self.max_length or self.prefix_tokens + self.new_tokens
 
 
 @strict
@@ -230,8 +301,10 @@ class Train:
     batch_size: int = positive(8)  # rows a process and forward
     gradient_accumulation: int = positive(1)
     group_by_length: bool = True  # the rows of a batch have about the same length
-    packing: bool = False  # short rows stand behind each other in one, and do not see each other
-    packed_length: int | None = positive(None)  # tokens of a packed row; null: of the longest row
+    # short rows stand behind each other in one of packed_length tokens, and do not see each other;
+    # batch_size then counts those. null: where target and drafter keep them apart
+    packing: bool | None = False
+    packed_length: int | None = positive(None)  # null: as many as the longest row has
     dataloader_workers: int = number(0, ge=0)  # processes that read rows ahead, for each process
     # rows a step, of all processes and micro-batches; replaces gradient_accumulation, so that a
     # step is the same on any number of GPUs
@@ -322,6 +395,7 @@ class Recipe:
     # has not finished them, and here where it has finished them with other settings
     shares: str | None = None
     corpus: Corpus = field(default_factory=Corpus)
+    chat: Chat = field(default_factory=Chat)
     distill: Distill = field(default_factory=Distill)
     train: Train = field(default_factory=Train)
     decode: Decode = field(default_factory=Decode)

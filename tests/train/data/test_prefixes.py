@@ -13,7 +13,7 @@ from headstart.train.data.distill import distill, summary
 from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import DistillError, Prompts, Windows, encode, make_prefixes
 from headstart.train.data.training_rows import Rows
-from headstart.train.losses.chunked import IGNORED
+from headstart.train.losses.comparisons import IGNORED
 from headstart.train.recipe import Distill
 from headstart.train.scratch_target import train_tokenizer
 from headstart.train.target_with_drafter import TargetWithDrafter
@@ -69,7 +69,7 @@ def test_prompts_end_where_the_answer_begins(tokenizer: PreTrainedTokenizerFast)
 
 
 def test_chats_go_through_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    plain = encode(tokenizer, DOCUMENTS)
+    plain = encode(tokenizer, DOCUMENTS).tolist()
     tokenizer.chat_template = TEMPLATE
     spec = replace(SPEC, chat="template")
     assert texts(tokenizer, make_prefixes(spec, tokenizer, DOCUMENTS)) == [
@@ -82,7 +82,7 @@ def test_chats_go_through_the_template(tokenizer: PreTrainedTokenizerFast) -> No
     whole = [str(tokenizer.decode(row)) for row in encode(tokenizer, DOCUMENTS)]
     assert whole[0] == f"<user>{ASK}<assistant>{ANSWER}<user>{MORE}<assistant>black."
     assert whole[2] == PAIR.text + (PAIR.answer or "")
-    assert encode(tokenizer, DOCUMENTS, "plain") == plain
+    assert encode(tokenizer, DOCUMENTS, "plain").tolist() == plain
     tokenizer.chat_template = None
     with pytest.raises(DistillError, match=r"distill\.chat is template, but the tokenizer has"):
         make_prefixes(spec, tokenizer, DOCUMENTS)
@@ -108,7 +108,7 @@ def test_the_start_token_comes_once(tokenizer: PreTrainedTokenizerFast) -> None:
     spec = replace(SPEC, prefix="start", prefix_tokens=3)
     prefixes = make_prefixes(spec, tokenizer, DOCUMENTS)
     assert [prefixes[i].tolist() for i in range(4)] == [
-        row[:3] for row in encode(tokenizer, DOCUMENTS)
+        row[:3] for row in encode(tokenizer, DOCUMENTS).tolist()
     ]
 
 
@@ -125,8 +125,8 @@ def test_rows_of_ragged_prompts_are_what_generate_writes(
     target: Any = tiny_target().double()
     distill(SPEC, target, tokenizer, DOCUMENTS, tmp_path, progress=False)
     rows = columns(Rows.load(tmp_path))
-    assert len(rows.lengths) == 9 and len(set(rows.prompt_lengths.tolist())) == 5
-    prompts = encode(tokenizer, [prompt for d in DOCUMENTS for prompt in d.prompts()])
+    assert len(rows.lengths) == 4 and len(set(rows.prompt_lengths.tolist())) == 4
+    prompts = encode(tokenizer, [d.prompts()[0] for d in DOCUMENTS]).tolist()
     for tokens, length, prefix in zip(rows.tokens, rows.lengths, rows.prompt_lengths, strict=True):
         ids = tokens[:prefix].tolist()
         assert ids in prompts
@@ -142,12 +142,13 @@ def test_an_end_of_text_cuts_ragged_rows(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     target: Any = tiny_target().double()
-    distill(SPEC, target, tokenizer, DOCUMENTS, tmp_path / "free", progress=False)
+    spec = replace(SPEC, turns="first")
+    distill(spec, target, tokenizer, DOCUMENTS, tmp_path / "free", progress=False)
     free = columns(Rows.load(tmp_path / "free"))
     starts = free.prompt_lengths.long()
-    end = int(free.tokens[torch.arange(9), starts + 3][0])
+    end = int(free.tokens[torch.arange(4), starts + 3][0])
     target.generation_config.eos_token_id = end
-    distill(SPEC, target, tokenizer, DOCUMENTS, tmp_path / "cut", progress=False)
+    distill(spec, target, tokenizer, DOCUMENTS, tmp_path / "cut", progress=False)
     rows = columns(Rows.load(tmp_path / "cut"))
     assert (rows.lengths < free.lengths).any()
     for i, written in enumerate(rows.tokens):
@@ -161,13 +162,13 @@ def test_prompts_too_long_are_skipped_and_counted(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = len(tokenizer(TEXT.text)["input_ids"])
-    spec = replace(SPEC, prefix_tokens=limit, examples=2, shards=1)
+    spec = replace(SPEC, prefix_tokens=limit, examples=6, shards=1)
     documents = [*DOCUMENTS, Document("text:2", "")]
     distill(spec, tiny_target(), tokenizer, documents, tmp_path, progress=False)
     prefixes = make_prefixes(spec, tokenizer, documents)
     assert TEXT.text in texts(tokenizer, prefixes)
-    assert summary(spec, tmp_path)["skipped"] == prefixes.skipped == 6 - len(prefixes) > 0
-    assert "were skipped" in caplog.text and "sky" not in caplog.text
+    assert summary(spec, tmp_path)["kept"] == len(prefixes)
+    assert "sky" not in caplog.text
     with pytest.raises(DistillError, match="gives a prompt of at most so many") as error:
         make_prefixes(replace(spec, prefix_tokens=1), tokenizer, DOCUMENTS)
     assert "sky" not in str(error.value)
@@ -181,7 +182,7 @@ def test_short_documents_are_skipped_and_counted(
         spec = replace(SPEC, prefix=prefix, prefix_tokens=2, examples=2, shards=1)
         distill(spec, tiny_target(), tokenizer, documents, tmp_path / prefix, progress=False)
         assert summary(spec, tmp_path / prefix)["skipped"] == 2
-    assert not len(Windows([], 2))
+    assert not len(Windows(encode(tokenizer, []), 2))
     with pytest.raises(DistillError, match="none of the 0 training documents"):
         make_prefixes(SPEC, tokenizer, [])
 
