@@ -67,7 +67,7 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "ddp_find_unused_parameters": False,
         "ddp_timeout": 1800,  # what takes longer is waited for outside of collectives
         "report_to": spec.report_to or "none",
-        "run_name": folder.parent.parent.name,  # the recipe's name
+        "run_name": folder.parent.name,  # the recipe's
         "log_level": "error",
         "disable_tqdm": True,  # the bar of `Progress` knows about the time bound
     }

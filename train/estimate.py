@@ -277,21 +277,21 @@ class _Arithmetic:
         supervised = self.assumed.answers * self.recipe.distill.new_tokens / self.row
         size, vocab = self.text.hidden_size, self.text.vocab_size
         attention = 2.0 * self.row * size * self.text.num_hidden_layers
-        frozen = 2.0 * self.layers + attention if config.feature_layers else 0.0
         soft = LOSSES[self.recipe.train.loss].divergence is not None
+        frozen = 2.0 * self.layers + attention if config.feature_layers or soft else 0.0
         if soft:
             frozen += 2.0 * size * (getattr(config, "draft_vocab_size", 0) or vocab) * supervised
         depths = self.drafter.train_depths if isinstance(self.drafter, TrainableDrafter) else 1
         inner = sum(p.numel() for p in _inner(self.drafter))
-        learned = 6.0 * inner * self._passes()
+        again = 2.0 if self.recipe.train.activation_checkpointing else 0.0
+        learned = (6.0 + again) * inner * self._passes()
         if self.outputs:
             learned += 6.0 * self.outputs * self._passes() * supervised
         else:  # the target's, for every depth, which does not learn
             learned += 4.0 * size * vocab * depths * supervised
         if self.adapter:
             share = 1 - config.heads_first
-            again = 2.0 * self.layers if self.recipe.train.activation_checkpointing else 0.0
-            learned += share * (4.0 * self.layers + 6.0 * self.adapter + 2 * attention + again)
+            learned += share * ((4.0 + again) * self.layers + 6.0 * self.adapter + 2 * attention)
             learned += share * 6.0 * size * vocab * supervised  # the divergence from the base
         return frozen, learned
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter
-from headstart.heads.artifacts.files import WEIGHTS
+from headstart.heads.artifacts.files import METRICS, WEIGHTS
 from headstart.heads.core import gathered
 from headstart.heads.core.files import flush_to_disk
 
@@ -127,10 +127,12 @@ def check_time_left(earlier: StageFolder, max_seconds: float | None) -> None:
 
 
 def continue_from(earlier: Path, folder: Path) -> None:
-    """Copy an earlier training's checkpoints, unless `folder` has some of its own."""
+    """Copy an earlier training's checkpoints and figures, unless `folder` has some of its own."""
     if last_checkpoint(folder) is not None:
         return
     folder.mkdir(parents=True, exist_ok=True)
+    if (figures := earlier.parent / METRICS).is_file():
+        shutil.copyfile(figures, folder.parent / METRICS)
     for checkpoint in kept_checkpoints(earlier).values():  # the last one, which is whole, last
         copy, place = folder / f".{checkpoint.name}", folder / checkpoint.name
         shutil.rmtree(copy, ignore_errors=True)

@@ -77,5 +77,5 @@ def _draw_acceptance(axes: Axes, lines: list[Line]) -> None:
             axes.plot(*zip(*points, strict=True), "o-", ms=3, color=color, label=f"{depth + 1}")
     axes.set(title="acceptance, given its parent's, by depth", xlabel="step", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
-    if depths:
+    if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small", ncols=2, title="depth", title_fontsize="small")

@@ -57,7 +57,8 @@ def _estimates(names: Sequence[str]) -> dict[str, Any]:
         model = str(recipe.target.model)
         if model not in targets:
             targets[model] = meta_target(recipe)
-        known = {"launch": recipe.hardware.launch if recipe.hardware else None}
+        assert recipe.hardware is not None
+        known = {"launch": recipe.hardware.launch, "gpus": recipe.hardware.gpus}
         found[name] = known | asdict(estimate(recipe, targets[model]))
     return found
 
@@ -105,8 +106,8 @@ def _print_one(name: str, of: dict[str, Any], out: TextIO) -> None:
     line = f"headstart train {run}"
     if of["launch"]:
         line = (
-            f"accelerate launch --config_file recipes/launch/{of['launch']} --num_processes "
-            f"GPUS -m headstart.train {run}"
+            f"accelerate launch --config_file $(headstart launch-file {of['launch']}) "
+            f"--num_processes {of['gpus']} -m headstart.train {run}"
         )
     print(f"\nTo run:\n  {line}", file=out)
 

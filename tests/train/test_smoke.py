@@ -1,6 +1,7 @@
 """`--smoke` runs a recipe through all its stages; here one of each family and architecture."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from headstart.heads.families import FAMILIES
 from headstart.train.estimate import model_config
 from headstart.train.recipe import load_recipe, shipped_combinations, shipped_recipes
 from headstart.train.smoke import LAYERS, chats, smoke
+from tests.support.paths import ROOT
+from tests.support.recipes import launch
 
 CASES = [
     "medusa+llama-3.1-8b+1x24gb",
@@ -24,6 +27,8 @@ CASES = [
     "lookup+mistral-7b+1x80gb",
 ]
 
+STAGES = ("corpus", "target", "distill", "train", "heads")
+
 
 def run(name: str, folder: Path, *overrides: str) -> Path:
     """The run's folder."""
@@ -31,9 +36,9 @@ def run(name: str, folder: Path, *overrides: str) -> Path:
     return folder / "runs" / f"{name}-smoke"
 
 
-def check(name: str, root: Path) -> None:
-    recipe = load_recipe(name)
-    stages = {path.parent.name for path in root.glob("*/stage.json")}
+def check(name: str, root: Path, *overrides: str) -> None:
+    recipe = load_recipe(name, overrides)
+    stages = {name for name in STAGES if (root / name / "stage.json").exists()}
     trainable = recipe.drafter.family != "lookup"
     assert stages == {"corpus", "target", "heads", *(["distill", "train"] if trainable else [])}
     manifest = json.loads((root / "heads" / "headstart.json").read_text())
@@ -41,6 +46,10 @@ def check(name: str, root: Path) -> None:
     assert manifest["metrics"]["steps"] == (4 if trainable else 0)
     assert 1 <= manifest["metrics"]["tau"] < 9
     DrafterSource(root / "heads").check_files()
+    if trainable:
+        assert (root / "heads" / "metrics.jsonl").is_file()
+        plotted = "](metrics.png)" in (root / "heads" / "README.md").read_text()
+        assert plotted == (root / "heads" / "metrics.png").is_file()
     if recipe.target.model is not None:
         found = AutoConfig.from_pretrained(root / "inputs" / "target")
         assert found.model_type == model_config(recipe.target.model).model_type
@@ -84,9 +93,18 @@ def test_a_scratch_target_is_trained_too(tmp_path: Path) -> None:
     assert (root / "target" / "model.safetensors").is_file()
 
 
+@pytest.mark.distributed
+def test_two_processes_share_one_smoke_run(tmp_path: Path) -> None:
+    config, name = str(ROOT / "recipes" / "launch" / "ddp_cpu.yaml"), CASES[0]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
+    command += ["-m", "headstart.train", "--smoke", name, f"output={tmp_path}/runs"]
+    done = launch(command, ACCELERATE_USE_CPU="true", PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(name, tmp_path / "runs" / f"{name}-smoke")
+
+
 @pytest.mark.proof
 @pytest.mark.parametrize("name", [*shipped_recipes(), *shipped_combinations()])
 def test_every_recipe_runs(name: str, tmp_path: Path) -> None:
     overrides = ["target.model=Qwen/Qwen3-8B"] if name == "own-model" else []
-    if "vicuna" not in name:
-        check(name, run(name, tmp_path, *overrides))
+    check(name, run(name, tmp_path, *overrides), *overrides)

@@ -378,7 +378,7 @@ class Hardware:
     memory_gb: float = positive(80.0)  # of each GPU, in 1e9 bytes
     tflops: float = positive(312.0)  # of each, dense products in bfloat16, its data sheet's peak
     bandwidth: float = positive(2039.0)  # of each one's memory, 1e9 bytes a second
-    launch: str | None = None  # the file of `recipes/launch` to start with, null: no launcher
+    launch: str | None = None  # the launch file, see `headstart launch-file`; null: no launcher
 
 
 @strict
