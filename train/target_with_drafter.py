@@ -5,7 +5,6 @@ Data-parallel wrappers then see one model; only the drafter's parameters are tra
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -95,8 +94,7 @@ class TargetWithDrafter(nn.Module):
         labels = self.labels(tokens, supervised)
         counts = label_counts(labels) if counts is None else counts
         final = None if self.final is None else teaching[..., self.final]
-        features = captured[..., : self.width]
-        return self.drafter(partial(self.loss, features, tokens, labels, counts, final))
+        return self.loss(captured[..., : self.width], tokens, labels, counts, final)
 
     def labels(self, tokens: Tensor, supervised: Tensor) -> Tensor:
         """See `head_labels`.  # [K, B, T]"""
