@@ -39,8 +39,9 @@ def main() -> None:
     options = parser.parse_args()
     tokenizer = AutoTokenizer.from_pretrained(options.target)
     documents = list(read_documents(options.held_out))
-    prompts = held_out_prompts(tokenizer, documents, options.limit, 64)
-    held_out = held_out_texts(tokenizer, documents, 64)[:512]
+    drawn = held_out_prompts(tokenizer, documents, options.limit, 64)
+    prompts = [prompt.tokens for prompt in drawn]
+    held_out = held_out_texts(tokenizer, documents, 64)
     first: list[Rounds] = []
     base: list[torch.Tensor] = []
     for folder in options.drafters:

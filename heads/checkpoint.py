@@ -1,5 +1,6 @@
 """The checkpoint part of the drafter contract; `artifacts` saves and loads by it."""
 
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
 from huggingface_hub.errors import StrictDataclassError
@@ -8,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from .core import FINAL, OptionError
 from .parts.adapter import Adapter
+from .parts.published.checkpoint import Checkpoint
 
 Found = tuple[dict[str, Any], dict[str, Tensor]]
 """What is read from a checkpoint: fields of the family's config, and tensors by its own names."""
@@ -101,3 +103,11 @@ class StoredDrafter(PreTrainedModel):
             ArtifactError: it is one of this family's, and this class cannot run it exactly.
         """
         return None
+
+    exports: ClassVar[Mapping[str, Callable[[Any], Checkpoint]]] = {}
+    """What writes a bound drafter for another project, by the names of `headstart export`. It
+    raises ArtifactError where that project would run it wrongly."""
+
+    def without_adapter(self) -> Any:
+        """The same drafter, for a target that its adapter was merged into; not bound yet."""
+        return self

@@ -19,12 +19,14 @@ from typing import Any, ClassVar, Self
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from .drafter import Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
+from .parts.draft_attention import Mask, attention_for, depth_mask
 from .parts.own_layers import layer_like, own_layers, unit_scale_init
-from .parts.published_heads import eagle1
+from .parts.published.eagle import EAGLE1, eagle1
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
 
 
@@ -36,13 +38,16 @@ class EagleConfig(VocabularyConfig):
         layer: the decoder layer's sizes, see `layer_like`; by default the target's own.
         depths: K, how many tokens in a row a training loss covers: 1 as published. With more it
             learns from its own hidden states, as it drafts (HASS, arXiv 2408.15766).
+        bias: whether what mixes a feature and a token has a bias, as published; vLLM runs heads
+            without one alone.
     """
 
     model_type = "headstart_eagle"
     layer: dict[str, Any] | None = None
     depths: int = 4
+    bias: bool = True
 
-    OPTIONS = ("depths",)
+    OPTIONS = ("depths", "bias")
     RANGES: ClassVar = {"at least 1": ("depths",)}
 
     @classmethod
@@ -52,6 +57,15 @@ class EagleConfig(VocabularyConfig):
         return config
 
 
+class _Past:
+    """The keys and values of the depths so far: a cache or, where it is made anew for every depth
+    because that may run twice, what is in it."""
+
+    def __init__(self) -> None:
+        self.cache = DynamicCache()
+        self.states: list[Tensor] = []  # keys and values
+
+
 class Eagle(TokenConditioned):
     """EAGLE-1, and what EAGLE-3 has in common with it."""
 
@@ -59,6 +73,8 @@ class Eagle(TokenConditioned):
     config: Any
     needs_length_bound = True
     from_checkpoint = staticmethod(eagle1)
+    exports = EAGLE1
+    _checkpointed = False  # see `checkpoint_activations`
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
@@ -68,7 +84,7 @@ class Eagle(TokenConditioned):
         self.post_init()
 
     def _make(self, config: Any) -> None:
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.model.layers[0].input_layernorm = nn.Identity()
 
     @torch.no_grad()
@@ -83,7 +99,8 @@ class Eagle(TokenConditioned):
         token, feature = self.fc.weight.chunk(2, 1)
         token.normal_().div_(self.size_of_embeddings() * size**0.5)  # what is added is of size 1
         feature.copy_(torch.eye(size))
-        self.fc.bias.zero_()
+        if self.fc.bias is not None:
+            self.fc.bias.zero_()
 
     def _first(self, features: Tensor) -> Tensor:
         """The target's features [..., F] as the hidden states of the first pairs: [..., D]."""
@@ -119,7 +136,12 @@ class Eagle(TokenConditioned):
         return self.propose(hidden)
 
     def draft_hidden_states(
-        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """Depth 1 runs on all pairs of the text; each deeper one continues every chosen position.
 
@@ -127,29 +149,64 @@ class Eagle(TokenConditioned):
         position t + k - 1. It attends to the text's pairs up to t and to its own of depths 2 … k:
         of the keys that a depth adds, to the one of its own position.
         """
-        batch, length = tokens.shape
+        length = tokens.shape[1]
         most = max(int(where.sum(1).max()), 1)
         at = where.byte().argsort(dim=1, descending=True, stable=True)[:, :most]  # [B, W]
-        chosen = where.gather(1, at)
-        cache = DynamicCache()
+        chosen, past, mask = where.gather(1, at), _Past(), None
+        every = torch.arange(length, device=at.device).expand_as(tokens)  # [B, T]
+        if positions is None:
+            positions = every
+        else:
+            mask = depth_mask(every, every - positions, length, 0)
+        start = (every - positions).gather(1, at)  # [B, W], of each position's document
         # The last pair lacks its token: any will do, since no chosen state depends on it.
-        hidden = self._run(cache, tokens.roll(-1, 1), self._first(features))  # [B, T, D]
+        first = self._first(features)
+        hidden = self._run(past, tokens.roll(-1, 1), first, positions, mask)  # [B, T, D]
         found = [hidden[where]]
         hidden = entries_at(hidden, at)  # [B, W, D]
-        seen = torch.arange(length, device=at.device) <= at.unsqueeze(-1)  # [B, W, T]
-        own = torch.eye(most, dtype=torch.bool, device=at.device).expand(batch, -1, -1)
+        own = positions.gather(1, at)  # [B, W]
         for depth in range(2, depths + 1):
-            seen = torch.cat([seen, own], -1)  # [B, W, T + (k - 1) W]
             token = tokens.gather(1, (at + depth).clamp(max=length - 1))
-            hidden = self._run(
-                cache, token, hidden, position_ids=at + depth - 1, attention_mask=seen.unsqueeze(1)
-            )
+            mask = depth_mask(at, start, length, depth - 1)
+            hidden = self._run(past, token, hidden, own + depth - 1, mask)
             found.append(hidden[chosen])
         return torch.stack(found)  # [K, M, D]
 
-    def _run(self, cache: DynamicCache, tokens: Tensor, hidden: Tensor, **how: Any) -> Tensor:
-        pairs = self._pairs(tokens, hidden)
-        found = self.model(inputs_embeds=pairs, past_key_values=cache, use_cache=True, **how)
+    def checkpoint_activations(self) -> bool:
+        self._checkpointed = True
+        return True
+
+    def _run(
+        self, past: _Past, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Mask | None
+    ) -> Tensor:
+        """Run a depth after the others, whose keys and values are `past`: [B, W, D]."""
+        if not self._checkpointed:
+            return self._depth(past.cache, tokens, hidden, positions, mask)
+
+        def depth(tokens: Tensor, hidden: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
+            cache = DynamicCache()
+            if before:
+                cache.update(*before, 0)
+            found = self._depth(cache, tokens, hidden, positions, mask)
+            layer: Any = cache.layers[0]
+            return found, layer.keys, layer.values
+
+        found, *past.states = checkpoint(depth, tokens, hidden, *past.states, use_reentrant=False)
+        return found
+
+    def _depth(
+        self,
+        cache: DynamicCache,
+        tokens: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        mask: Mask | None,
+    ) -> Tensor:
+        with attention_for(self.model, mask):
+            found = self.model(
+                inputs_embeds=self._pairs(tokens, hidden), past_key_values=cache, use_cache=True,
+                position_ids=positions, attention_mask=mask,
+            )  # fmt: skip
         return found.last_hidden_state
 
     def predicted_features(self, states: Tensor) -> Tensor | None:

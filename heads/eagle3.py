@@ -17,7 +17,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 
 from .eagle import Eagle, EagleConfig
 from .parts.own_layers import unit_scale_init
-from .parts.published_heads import eagle3
+from .parts.published.eagle import EAGLE3, eagle3
+from .trainable import DraftLogits
 
 
 @strict
@@ -80,6 +81,7 @@ class Eagle3(Eagle):
 
     config_class = Eagle3Config
     from_checkpoint = staticmethod(eagle3)
+    exports = EAGLE3
 
     def _make(self, config: Eagle3Config) -> None:
         size, inner = config.hidden_size, self.model.config
@@ -132,6 +134,9 @@ class Eagle3(Eagle):
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return lambda hidden: self.lm_head(self.norm(hidden))
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        return DraftLogits(self.norm, (self.norm,), self.lm_head.weight)
 
     def predicted_features(self, states: Tensor) -> Tensor | None:
         return None

@@ -25,8 +25,9 @@ from .core import FINAL, capture, device_of
 from .drafter import Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import layer_like, own_layers
-from .parts.published_heads import hydra
+from .parts.published.hydra import HYDRA, hydra
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
+from .trainable import DraftLogits
 
 
 @strict
@@ -84,6 +85,7 @@ class Hydra(TokenConditioned):
     config_class = HydraConfig
     config: HydraConfig
     from_checkpoint = staticmethod(hydra)
+    exports = HYDRA
 
     def __init__(self, config: HydraConfig):
         super().__init__(config)
@@ -138,11 +140,18 @@ class Hydra(TokenConditioned):
         return features.float().square().mean().sqrt().item()
 
     def draft_hidden_states(
-        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
     ) -> Tensor:
         features = features.to(self.dtype)
         if self.prefix is not None:
-            features = self.prefix(inputs_embeds=features, use_cache=False)[0]
+            features = self.prefix(inputs_embeds=features, position_ids=positions, use_cache=False)[
+                0
+            ]
         path, found = features[where], []
         for depth in range(1, depths + 1):
             # Past the row's end any token will do.
@@ -153,6 +162,17 @@ class Hydra(TokenConditioned):
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return self.target_logits if self.output is None else self.output[depth - 1]
+
+    def checkpoint_activations(self) -> bool:
+        if self.prefix is not None:
+            self.prefix.gradient_checkpointing_enable({"use_reentrant": False})
+        return self.prefix is not None
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        if self.output is None:
+            return super().draft_output(depth)
+        layer = self.output[depth - 1]
+        return DraftLogits(weight=layer.weight, bias=layer.bias)
 
     def start(self, batch: int, capacity: int) -> HydraState:
         return HydraState(self._cached.start(batch) if self._cached else None)

@@ -5,7 +5,6 @@ output layer predicts t + 1. A head is L residual blocks x + SiLU(Wx + b) and an
 heads live in one stacked parameter, so a round costs one batched product per block.
 """
 
-import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -15,13 +14,10 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checkpoint import Found
-from .core import ArtifactError
 from .drafter import Step, last_true
+from .parts.published.medusa import MEDUSA, medusa
 from .parts.vocabulary import TrimmedVocabulary, VocabularyConfig
-
-_INSIDE = "medusa_head."  # what the names of heads begin with in a whole model's weights
-_PLACE = re.compile(r"(\d+)\.\d+\.(linear\.(weight|bias)|weight)")
+from .trainable import DraftLogits
 
 
 @strict
@@ -43,6 +39,8 @@ class Medusa(TrimmedVocabulary):
     config_class = MedusaConfig
     config: MedusaConfig
     independent = True
+    from_checkpoint = staticmethod(medusa)
+    exports = MEDUSA
 
     def __init__(self, config: MedusaConfig):
         super().__init__(config)
@@ -60,44 +58,6 @@ class Medusa(TrimmedVocabulary):
         for parameter in self.parameters() if module is self else ():
             nn.init.zeros_(parameter)
 
-    @staticmethod
-    def from_checkpoint(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
-        """The authors' heads (github.com/FasterDecoding/Medusa), alone or inside of their target.
-
-        Head k, from 0, has `{k}.{l}.linear.weight` and `.bias` for its blocks l = 0 … L - 1. In the
-        first layout its own output layer follows, `{k}.{L}.weight`; in the second all heads use the
-        target's. Inside of a model the names begin with `medusa_head.`. K and L are counted: the
-        config of a published checkpoint of five heads says two.
-        """
-        inside = [name for name in tensors if name.startswith(_INSIDE)]
-        heads = {n.removeprefix(_INSIDE): tensors[n] for n in inside or tensors}
-        places = [_PLACE.fullmatch(name) for name in heads]
-        if not heads or not all(places):
-            return None
-        count = len({place[1] for place in places if place})
-        layers = sum(name.startswith("0.") and name.endswith("linear.weight") for name in heads)
-        blocks = {
-            part: [f"{k}.{layer}.linear.{part}" for layer in range(layers) for k in range(count)]
-            for part in ("weight", "bias")
-        }
-        outputs = [f"{k}.{layers}.weight" for k in range(count)]
-        outputs = outputs if outputs[0] in heads else []
-        if odd := sorted(heads.keys() ^ {*blocks["weight"], *blocks["bias"], *outputs}):
-            raise ArtifactError(
-                f"of {count} heads of {layers} blocks each {odd[0]} is missing or one too many; "
-                "expected heads that are alike."
-            )
-        found = {
-            part: torch.stack([heads[name] for name in names]).unflatten(0, (layers, count))
-            for part, names in blocks.items()
-        }  # [L, K, D, D] and [L, K, D]
-        known: dict[str, Any] = {"heads": count, "layers": layers}
-        known |= {"output": "shared", "hidden_size": found["bias"].shape[-1]}
-        if outputs:
-            found["output"] = torch.stack([heads[name] for name in outputs])  # [K, V, D]
-            known |= {"output": "own", "vocab_size": found["output"].shape[1]}
-        return known, found
-
     @property
     def max_depth(self) -> int:
         return self.config.heads
@@ -109,15 +69,24 @@ class Medusa(TrimmedVocabulary):
             self.output.copy_(self.rows_to_start_from(token_counts).expand_as(self.output))
 
     def draft_hidden_states(
-        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
     ) -> Tensor:
         return self._blocks(features[where], depths)  # the heads read no tokens
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.output is None:
             return self.target_logits
-        # One view for all chunks: each view of the stack costs a gradient of the whole stack.
         return partial(F.linear, weight=self.output[depth - 1])
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        if self.output is None:
+            return super().draft_output(depth)
+        return DraftLogits(weight=self.output, index=depth - 1)
 
     def begin(self, state: None, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         states = self._blocks(last_true(features, count), self.config.heads)  # [K, B, D]

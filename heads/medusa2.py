@@ -61,3 +61,10 @@ class Medusa2(Medusa):
         super().save_pretrained(folder, **options)
         if self.adapter is not None and self.adapter.attached:
             self.adapter.save(Path(folder))
+
+    def without_adapter(self) -> Medusa:
+        sizes = {name: getattr(self.config, name) for name in MedusaConfig.OPTIONS}
+        same = {"hidden_size": self.config.hidden_size, "vocab_size": self.config.vocab_size}
+        heads = Medusa(MedusaConfig(**sizes, **same)).to(self.device, self.dtype).eval()  # type: ignore[arg-type]
+        heads.load_state_dict(self.state_dict())
+        return heads

@@ -10,7 +10,6 @@ position of text that the target wrote (`distill`); the paper's distillation ins
 write a new continuation from each position of a corpus.
 """
 
-import re
 from collections.abc import Callable
 from typing import Any, ClassVar, Literal, cast
 
@@ -19,10 +18,10 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .checkpoint import Found
-from .core import ArtifactError
 from .drafter import Step, entries_at, last_true
+from .parts.published.redrafter import REDRAFTER, redrafter
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
+from .trainable import DraftLogits
 
 
 @strict
@@ -40,9 +39,10 @@ class ReDrafterConfig(VocabularyConfig):
 
 
 class ReDrafterState:
-    """[f_t ; s_k], [B, 1 + nodes, 2 D], of the root and of the nodes grown in this round."""
+    """What a round keeps: the feature that it began with, and the cell's state at every node."""
 
-    nodes: Tensor
+    feature: Tensor  # [B, 1, D]
+    cells: Tensor  # [B, 1 + nodes, D], the root's first
 
 
 class _Zero(nn.Linear):
@@ -63,6 +63,8 @@ class ReDrafter(TokenConditioned):
 
     config_class = ReDrafterConfig
     config: ReDrafterConfig
+    from_checkpoint = staticmethod(redrafter)
+    exports = REDRAFTER
 
     def __init__(self, config: ReDrafterConfig):
         super().__init__(config)
@@ -86,27 +88,6 @@ class ReDrafter(TokenConditioned):
             if module.bias is not None:
                 nn.init.zeros_(module.bias)
 
-    @staticmethod
-    def from_checkpoint(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
-        """The authors' drafters (github.com/apple/ml-recurrent-drafter); tensor names are the same.
-
-        Shapes are taken from the tensors: `exit_dim` and `num_draft_layers` may be unset.
-        """
-        model_type = config.get("model_type")
-        if model_type != "recurrent_drafting_drafter" and "rnn_w.weight" not in tensors:
-            return None
-        layers = sum(bool(re.fullmatch(r"lm_head\.\d+\.linear\.weight", n)) for n in tensors)
-        output, cell = tensors.get(f"lm_head.{layers}.weight"), tensors.get("rnn_w.weight")
-        if cell is None:
-            raise ArtifactError(
-                f"it has no rnn_w.weight, and rnn is {config.get('rnn')} in its config; expected a "
-                "recurrent cell: one that sums embeddings has no counterpart here."
-            )
-        if output is None:
-            raise ArtifactError(f"after {layers} blocks, lm_head.{layers}.weight is missing.")
-        known = {"layers": layers, "hidden_size": cell.shape[0], "vocab_size": output.shape[0]}
-        return known | {"exit_dim": output.shape[1]}, tensors
-
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Start as the target's own output layer, with zero weights for the cell; see `Medusa`."""
@@ -117,38 +98,51 @@ class ReDrafter(TokenConditioned):
         self.rnn_w.weight.div_(self.size_of_embeddings())  # so the cell's input is of size 1
 
     def draft_hidden_states(
-        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
     ) -> Tensor:
-        states, found = self._before(features[where]), []
+        feature = features[where].to(self.dtype)  # [M, D]
+        cell, found = torch.zeros_like(feature), []
         for depth in range(1, depths + 1):
             # Past the row's end any token will do.
-            states = self._step(tokens.roll(-depth, 1)[where], states)
-            found.append(states)
+            cell = self._step(tokens.roll(-depth, 1)[where], cell)
+            found.append(torch.cat([feature, cell], -1))
         return torch.stack(found)  # [K, M, 2 D]
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
-        return lambda states: self.lm_head(self.input_proj(states))
+        return self._logits
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        blocks = self.lm_head[:-1]
+        inner = (self.input_proj, blocks)
+        weight = cast(nn.Linear, self.lm_head[-1]).weight
+        return DraftLogits(lambda states: blocks(self.input_proj(states)), inner, weight)
 
     def start(self, batch: int, capacity: int) -> ReDrafterState:
         return ReDrafterState()
 
     def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        state.feature = last_true(features, count).to(self.rnn_w.weight.dtype).unsqueeze(1)
         root = last_true(tokens.unsqueeze(-1), count)  # [B, 1]
-        state.nodes = self._step(root, self._before(last_true(features, count)).unsqueeze(1))
-        return self.propose(state.nodes)
+        state.cells = self._step(root, torch.zeros_like(state.feature))  # [B, 1, D]
+        return self._propose(state.feature, state.cells)
 
     def extend(self, state: Any, tokens: Tensor, parent: Tensor) -> Step:
-        above = entries_at(state.nodes, parent + 1)  # [B, W, 2 D]
-        below = self._step(tokens, above)
-        state.nodes = torch.cat([state.nodes, below], 1)
-        return self.propose(below)
+        cells = self._step(tokens, entries_at(state.cells, parent + 1))  # [B, W, D]
+        state.cells = torch.cat([state.cells, cells], 1)
+        return self._propose(state.feature.expand_as(cells), cells)
 
-    def _before(self, features: Tensor) -> Tensor:
-        """Features f [..., D] -> [f ; s_0]."""
-        return F.pad(features.to(self.dtype), (0, features.shape[-1]))
+    def _step(self, tokens: Tensor, cell: Tensor) -> Tensor:
+        """Tokens [...] and the states s before them [..., D] -> the states after them [..., D]."""
+        return F.silu(self.rnn_w(self.embed(tokens)) + self.rnn_u(cell))
 
-    def _step(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Tokens [...] and [f ; s] before them, [..., 2 D] -> [f ; s] after them."""
-        feature, cell = states.chunk(2, -1)
-        cell = F.silu(self.rnn_w(self.embed(tokens)) + self.rnn_u(cell))
-        return torch.cat([feature, cell], -1)
+    def _propose(self, feature: Tensor, cell: Tensor) -> Step:
+        return self.propose(torch.cat([feature, cell], -1))
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """[f ; s], [..., 2 D] -> logits [..., Vd]."""
+        return self.lm_head(self.input_proj(states))

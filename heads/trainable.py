@@ -13,12 +13,58 @@ t:
 Losses, labels and ranks need no more, and do not depend on the family.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 
-from torch import Tensor
+import safetensors.torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .drafter import Drafter
+
+
+@dataclass(frozen=True)
+class DraftLogits:
+    """How a depth's states [M, D'] become logits [M, Vd], for a loss that finds gradients itself.
+
+    The logits are what `body` makes of the states or, where there is a weight, that linear layer's
+    output for what `body` makes of them.
+
+    Attributes:
+        body: the states themselves when None.
+        modules: hold all the weights with a gradient that `body` reads.
+        weight: [Vd, D] or, where `index` chooses one of them, [K, Vd, D].
+        bias: [Vd].
+    """
+
+    body: Callable[[Tensor], Tensor] | None = None
+    modules: tuple[nn.Module, ...] = ()
+    weight: Tensor | None = None
+    index: int | None = None
+    bias: Tensor | None = None
+
+    def __call__(self, states: Tensor) -> Tensor:
+        hidden = states if self.body is None else self.body(states)
+        return hidden if self.weight is None else F.linear(hidden, self.matrix, self.bias)
+
+    @property
+    def matrix(self) -> Tensor:
+        """The weight of this depth.  # [Vd, D]"""
+        assert self.weight is not None
+        return self.weight if self.index is None else self.weight[self.index]
+
+    def inner(self) -> Iterator[Tensor]:
+        """The weights with a gradient that `body` reads."""
+        for module in self.modules:
+            yield from (p for p in module.parameters() if p.requires_grad)
+
+    def trainable(self) -> list[Tensor]:
+        """All weights with a gradient."""
+        last = [w for w in (self.weight, self.bias) if w is not None and w.requires_grad]
+        return [*self.inner(), *last]
 
 
 class TrainableDrafter(Drafter):
@@ -44,7 +90,12 @@ class TrainableDrafter(Drafter):
         return self.max_depth or getattr(self.config, "depths", 1)
 
     def draft_hidden_states(
-        self, features: Tensor, tokens: Tensor, where: Tensor, depths: int
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """The drafter's states at depths 1 … `depths` with the true text fed to it.
 
@@ -52,12 +103,26 @@ class TrainableDrafter(Drafter):
             features: [B, T, F], the target's features at the tokens.
             tokens: [B, T] int64, the text; rows are padded on the right.
             where: [B, T] bool, M positions in all, in the order of `features[where]`. A state that
-                needs a token past the row's end may be anything.
+                needs a token past the row's end, or its document's, may be anything.
+            positions: [B, T] int64, each token's position in its document, from 0, where rows hold
+                several; a state then depends on its own document alone. None: a document a row.
 
         Returns:
             [depths, M, D'], see the table above; the family chooses D'.
         """
         raise NotImplementedError
+
+    def checkpoint_activations(self) -> bool:
+        """From now on compute the activations of its layers again in the backward pass.
+
+        Returns:
+            Whether it has such layers; False by default.
+        """
+        return False
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Go on from what `save_pretrained` wrote into a checkpoint of its training."""
+        self.load_state_dict(safetensors.torch.load_file(folder / SAFE_WEIGHTS_NAME))
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         """The output layer of a depth: states [M, D'] -> logits [M, Vd].
@@ -66,6 +131,13 @@ class TrainableDrafter(Drafter):
         derived from the weights is derived here.
         """
         raise NotImplementedError
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        """The same for a loss: it says which weights the logits depend on, here any of its own.
+
+        A family whose output layer is large names that layer, which saves copies of its gradient.
+        """
+        return DraftLogits(self.draft_logits(depth), (self,))
 
     def predicted_features(self, states: Tensor) -> Tensor | None:
         """The drafter's prediction of the target's final features, for a loss that compares them.

@@ -88,6 +88,13 @@ class Decoding:
         self.stats.add(emitted)
         return emitted
 
+    def settle(self) -> Iterator[Emitted]:
+        """End the rounds that have started, without starting another."""
+        for report in self.runner.settle():
+            emitted = self._take(*report)
+            self.stats.add(emitted)
+            yield emitted
+
     def run(self, ids: Tensor, mask: Tensor, new_tokens: int) -> Iterator[Emitted]:
         """Prefill and decode until every row has ended, yielding what each step emits."""
         begun = time.perf_counter()

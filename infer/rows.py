@@ -69,6 +69,16 @@ class Rows:
         """Whether every row has ended."""
         return self.free <= 0 and not self.remaining.any()
 
+    def refill(self, rows: Sequence[int], roots: Sequence[int], new_tokens: Sequence[int]) -> None:
+        """Let rows begin anew with a root at these positions, and so many tokens to emit."""
+        where = list(rows)
+        self._pads[where] = self._width - 1 - np.array(roots)
+        self.lengths[where], self.remaining[where] = self._width, new_tokens
+        positions = self.positions
+        self.longest = int(positions.max())
+        self.even, self.free = int(positions.min()) == self.longest, 0
+        self._emitted.clear()
+
     def take(
         self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None = None
     ) -> tuple[Emitted, bool]:

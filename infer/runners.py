@@ -1,7 +1,7 @@
 """Who runs the rounds of a request: as they are written, or captured as graphs and replayed."""
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import fields, replace
 from typing import Any
 
@@ -33,6 +33,13 @@ class EagerRunner:
 
     def begin(self) -> None:
         """Take over after the prefill."""
+
+    def refill(self) -> None:
+        """Take over after rows were given other prompts; no round may be under way."""
+
+    def settle(self) -> Iterator[tuple[np.ndarray, int]]:
+        """The reports of rounds that have started; none starts meanwhile."""
+        yield from ()
 
     def next_report(self) -> tuple[np.ndarray, int]:
         """The report of the round that started first, and A, the tokens of each row in it."""
@@ -75,6 +82,14 @@ class CapturedRunner:
             if (value := getattr(request.text, name)) is not None:
                 setattr(request.text, name, keep(name, value))
         self._keep_rows()
+
+    def refill(self) -> None:
+        self._keep_rows()
+
+    def settle(self) -> Iterator[tuple[np.ndarray, int]]:
+        while self._started:
+            read, steps = self._started.popleft()
+            yield read(), steps
 
     def next_report(self) -> tuple[np.ndarray, int]:
         started = self._started

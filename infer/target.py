@@ -106,6 +106,16 @@ class Target:
         logits = prefill_forward(self.model, self.cache, tokens, counts)
         return logits, self._features(tokens)
 
+    def prefill_apart(self, tokens: Tensor, counts: Sequence[int]) -> tuple[SlabCache, Tensor]:
+        """Run prompts as `prefill` does, into a cache of their own.
+
+        Returns:
+            That cache, and features [B, T, F].
+        """
+        apart = SlabCache(self.shapes, len(tokens), in_steps(tokens.shape[1]))
+        prefill_forward(self.model, apart, tokens, counts)
+        return apart, self._features(tokens)
+
     def verify(
         self, tree: TokenTree, lengths: Tensor, longest: int, even: bool = False
     ) -> tuple[Tensor, Tensor]:

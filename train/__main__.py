@@ -7,7 +7,7 @@ from . import main
 
 
 def run() -> int:
-    """The exit status of `main`; a mistake of the user's is told on one line, and status 2."""
+    """The status of `main`; a mistake is one line, printed by one of the processes."""
     try:
         return main()
     except (ValueError, OSError) as error:

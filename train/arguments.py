@@ -9,23 +9,32 @@ from typing import Any
 
 import torch
 from transformers import BitsAndBytesConfig, TrainingArguments
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from headstart.heads import OptionError
 
 from .engine import deepspeed_settings
-from .recipe import Train
+from .recipe import TargetSpec, Train
 
 
 def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> TrainingArguments:
     """The arguments of a training run whose checkpoints go to `folder`.
 
     Making them also sets up the processes, which must happen before anything else asks for those.
-    Raises OptionError for an 8-bit optimizer without bitsandbytes.
+    Raises OptionError for an 8-bit optimizer without bitsandbytes or a tracker that is not
+    installed, and RecipeError where the rows of a step cannot be divided.
     """
+    for tracker in spec.report_to:
+        if importlib.util.find_spec(tracker) is None:
+            raise OptionError(
+                f"train.report_to names {tracker}, which is not installed; pip install {tracker}, "
+                "or leave it out: metrics.jsonl is written always."
+            )
     if spec.optimizer == "adamw_8bit":
         _check_bitsandbytes("train.optimizer=adamw_8bit", "train.optimizer=adamw")
         changes = {"optim": "adamw_bnb_8bit", **changes}
     gpu = torch.cuda.is_available()
+    processes = int(os.environ.get("WORLD_SIZE", 1))  # as launchers set it
     bf16 = multiplies_in_bf16()
     deepspeed = deepspeed_settings(os.environ, bf16)
     if deepspeed is not None:
@@ -40,7 +49,7 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "weight_decay": spec.weight_decay,
         "max_grad_norm": spec.clip,
         "per_device_train_batch_size": spec.batch_size,
-        "gradient_accumulation_steps": spec.gradient_accumulation,
+        "gradient_accumulation_steps": spec.accumulation(processes),
         "seed": seed,
         "use_cpu": not gpu,
         # Autocast of products alone: weights, gradients and the optimizer's state stay float32.
@@ -52,12 +61,13 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "save_steps": every,
         "load_best_model_at_end": True,
         "metric_for_best_model": "tau",
-        "logging_steps": 25,
+        "logging_steps": max(min(25, spec.max_steps // 50), 1),
         "logging_nan_inf_filter": False,  # it reads the loss from the device at every step
         "remove_unused_columns": False,
         "ddp_find_unused_parameters": False,
         "ddp_timeout": 1800,  # what takes longer is waited for outside of collectives
-        "report_to": "none",
+        "report_to": spec.report_to or "none",
+        "run_name": folder.parent.parent.name,  # the recipe's name
         "log_level": "error",
         "disable_tqdm": True,  # the bar of `Progress` knows about the time bound
     }
@@ -71,16 +81,38 @@ def multiplies_in_bf16() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
-def load_options(dtype: str, device: torch.device) -> dict[str, Any]:
-    """The options of `from_pretrained` for a recipe's `target.dtype`.
+def load_options(spec: TargetSpec, device: torch.device, world: int = 1) -> dict[str, Any]:
+    """The options of `from_pretrained` for a recipe's target.
 
-    `4bit` is bitsandbytes' NF4 with products in bfloat16 (QLoRA, arXiv 2305.14314); OptionError
-    without bitsandbytes.
+    Weights are read straight to the device, where that is not the CPU. `4bit` is bitsandbytes' NF4
+    with products in bfloat16 (QLoRA, arXiv 2305.14314).
+
+    Args:
+        device: of this process, of `world` in all.
+
+    Raises:
+        OptionError: there is no bitsandbytes for 4bit; or a map of devices for several processes.
     """
-    if dtype != "4bit":
-        return {"dtype": dtype}
+    found: dict[str, Any] = {"dtype": spec.dtype}
+    for name in ("revision", "attn_implementation"):
+        if (value := getattr(spec, name)) is not None:
+            found[name] = value
+    if spec.device_map is not None:
+        if world > 1:
+            raise OptionError(
+                f"target.device_map is {spec.device_map!r} with {world} processes, each of which "
+                "would spread the target over the same devices; launch one process, or leave it "
+                "out."
+            )
+        found["device_map"] = spec.device_map
+    elif device.type != "cpu" and not is_deepspeed_zero3_enabled():
+        found["device_map"] = {"": device}
+    if spec.dtype != "4bit":
+        return found
     _check_bitsandbytes("target.dtype=4bit", "target.dtype=bfloat16")
     return {
+        "device_map": {"": device},  # a quantized model cannot be moved afterwards
+        **found,
         "dtype": torch.bfloat16,
         "quantization_config": BitsAndBytesConfig(
             load_in_4bit=True,
@@ -88,7 +120,6 @@ def load_options(dtype: str, device: torch.device) -> dict[str, Any]:
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=torch.bfloat16,
         ),
-        "device_map": {"": device},  # a quantized model cannot be moved afterwards
     }
 
 

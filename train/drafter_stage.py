@@ -1,34 +1,64 @@
-"""The stage that makes a drafter: from rows of the target's text to a measured artifact."""
+"""The stages that make a drafter: from rows of the target's text to a measured artifact."""
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from headstart.heads import Drafter, DrafterConfig, Manifest, TrainableDrafter, family, fingerprint
-from headstart.heads.artifacts.files import TREE
+from headstart.heads.artifacts.files import METRICS, PLOT, TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
-from headstart.heads.artifacts.saving import model_card, write_artifact
+from headstart.heads.artifacts.saving import write_artifact
 from headstart.heads.core import gathered, output_layer
 from headstart.heads.core.files import write_atomically
-from headstart.infer import StaticTree
 
+from .card import training_card
 from .data.documents import Document
-from .data.prefixes import held_out_prompts, held_out_texts
+from .data.prefixes import held_out_texts, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
 from .engine import loaded_whole
+from .estimate import training_flops
 from .joint import adapter_loss_change, training_classes
+from .kept import (
+    CHECKPOINTS,
+    keep_weights_alone,
+    kept_checkpoints,
+    learnt_by,
+    load_weights,
+    read_drafter,
+)
 from .on_policy import StudentText
-from .processes import is_process_0
+from .plot import draw_metrics
+from .processes import from_process_0, is_process_0, wait_for_all
 from .recipe import Recipe
 from .validate import Validation
+from .warm_start import start_from
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The target of a run, and what its drafter is judged by."""
+
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    name: str  # the target's path or Hub name
+    held_out: Sequence[Document]
+
+    def validation(self, recipe: Recipe) -> Validation:
+        """The measurement of a drafter that `recipe` asks for."""
+        prompts = recipe_prompts(recipe, self.tokenizer, self.held_out, "validation")
+        decode = recipe.decode
+        return Validation(self.target, prompts, decode.new_tokens, decode.tree, decode.rule)
 
 
 def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> Drafter:
@@ -53,107 +83,139 @@ def _read_at_start(target: PreTrainedModel) -> list[Any]:
     return [target.get_input_embeddings(), output_layer(target), norm]
 
 
-def train_drafter(
-    recipe: Recipe,
-    args: TrainingArguments,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    held_out: Sequence[Document],
-    rows: Rows | None,
-    folder: Path,
-) -> dict[str, Any]:
-    """Train a drafter, measure it on prompts of held-out documents, and write the artifact.
+def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
+    """What decides how a drafter is measured in validation, as plain data."""
+    decode = recipe.decode
+    return {
+        "tree": decode.tree, "rule": decode.rule, "new_tokens": decode.new_tokens,
+        "validation_prompts": decode.validation_prompts, "prompts": prompt_settings(recipe),
+    }  # fmt: skip
 
-    Args:
-        name: the target's path or Hub name.
-        rows: None for a family that is not trained.
-        folder: the stage's, whose checkpoints are removed at the end.
+
+def train_drafter(
+    recipe: Recipe, args: TrainingArguments, loaded: Loaded, rows: Rows, folder: Path
+) -> tuple[Drafter, dict[str, Any]]:
+    """Train a drafter; the best and the last checkpoint stay in the folder's `checkpoints/`.
 
     Returns:
-        What was measured: steps, seconds, tau, acceptance_by_depth, tree, and held_out_loss where
-        the target was adapted.
+        The drafter with the best one's weights, and a report: steps, seconds, train_loss, …, and
+        `evaluated`, what validation measured at each step by `evaluation`, its settings.
     """
-    decode, train = recipe.decode, recipe.train
+    train, target = recipe.train, loaded.target
     drafter = make_drafter(recipe, target, rows)
-    sizes = decode.validation_prompts, decode.prefix_tokens, recipe.seed
-    prompts = held_out_prompts(tokenizer, held_out, *sizes, part="validation")
-    validation = Validation(target, prompts, decode.new_tokens, decode.tree, decode.rule)
-    if rows is None or not isinstance(drafter, TrainableDrafter):
-        measured = {"steps": 0, "seconds": 0.0, **validation(drafter)}
-    else:
-        module_class, trainer_class = training_classes(drafter)
-        module = module_class(target, drafter, train.head_decay, train.loss, train.feature_weight)
-        student = None
-        if train.on_policy:
-            student = StudentText(train.on_policy, drafter, rows, recipe.distill, args)
-        measured = trainer_class(module, args, rows, train, validation, student_text=student).fit()
+    assert isinstance(drafter, TrainableDrafter)
+    start = start_from(train.from_, drafter) if train.from_ else None
+    flops = training_flops(recipe, target, drafter)  # before the target is adapted
+    module_class, trainer_class = training_classes(drafter)
+    module = module_class(target, drafter, train.head_decay, train.loss, train.feature_weight)
+    module.set_up(train.activation_checkpointing, train.compile)
+    student = None
+    if train.on_policy:
+        student = StudentText(train.on_policy, drafter, rows, recipe.distill, args)
+    args.output_dir = str(folder / CHECKPOINTS)
+    validation = loaded.validation(recipe)
+    trainer = trainer_class(
+        module, args, rows, train, validation, student_text=student, flops=flops
+    )
+    report = trainer.fit()
+    evaluated = {
+        str(entry["step"]): {
+            name.removeprefix("eval_"): v for name, v in entry.items() if name.startswith("eval_")
+        }
+        for entry in trainer.state.log_history
+        if "eval_tau" in entry
+    }
+    best = evaluated[str(report["best_step"])]
+    told = {name: value for name, value in report.items() if name not in best}
+    told |= {"from": start} if start else {}
+    wait_for_all()
+    if is_process_0():
+        keep_weights_alone(folder / CHECKPOINTS)
+    return drafter, told | {"evaluated": evaluated, "evaluation": evaluation_settings(recipe)}
+
+
+def choose(
+    recipe: Recipe, loaded: Loaded, drafter: Drafter | None, folder: Path, trained: dict[str, Any]
+) -> tuple[Drafter, dict[str, Any]]:
+    """The drafter of the kept checkpoint with the highest τ, and what is told of it.
+
+    Args:
+        drafter: as it was trained, if by this process.
+        folder: of the training, and `trained` its report: what was validated there by the same
+            settings is not measured again.
+    """
+    known = trained["evaluated"] if trained["evaluation"] == evaluation_settings(recipe) else {}
+    checkpoints = kept_checkpoints(folder / CHECKPOINTS)
+    loads = trained["best_step"]  # the step whose weights the drafter has
+    if drafter is None:
+        loads = next(iter(checkpoints))
+        kind = family(recipe.drafter.family)
+        drafter = read_drafter(kind, loaded.target, checkpoints[loads])
+    measured: dict[int, dict[str, Any]] = {}
+    validation = None
+    for step, checkpoint in checkpoints.items():
+        if str(step) in known:
+            measured[step] = known[str(step)]
+        else:
+            load_weights(drafter, loaded.target, checkpoint)
+            loads = step
+            validation = validation or loaded.validation(recipe)
+            with gathered(drafter):
+                measured[step] = from_process_0(validation(drafter.eval()))
+    best = max(measured, key=lambda step: (measured[step]["tau"], -step))
+    if best != loads:
+        load_weights(drafter, loaded.target, checkpoints[best])
+    told = {name: value for name, value in trained.items() if not name.startswith("evaluat")}
+    return drafter, told | {"best_step": best} | measured[best]
+
+
+def write_drafter(
+    recipe: Recipe,
+    loaded: Loaded,
+    drafter: Drafter,
+    measured: dict[str, Any],
+    folder: Path,
+    metrics: Path | None = None,
+) -> dict[str, Any]:
+    """Write the artifact of a drafter that was measured; returns what its manifest says of it.
+
+    Args:
+        metrics: the figures of its training, which are kept and drawn.
+    """
+    target, tokenizer = loaded.target, loaded.tokenizer
     drafter.eval()
     if drafter.adapter is not None:
-        texts = held_out_texts(tokenizer, held_out, decode.prefix_tokens, recipe.seed)[:512]
-        measured["held_out_loss"] = adapter_loss_change(target, drafter.adapter, texts or prompts)
+        size = recipe.decode.prefix_tokens
+        while not (texts := held_out_texts(tokenizer, loaded.held_out, size, recipe.seed)):
+            size //= 2  # the documents are shorter
+        measured = measured | {"held_out_loss": adapter_loss_change(target, drafter.adapter, texts)}
     adapter = drafter.adapter
     manifest = Manifest(  # by all processes, each of which may hold a part of the target
         family=recipe.drafter.family,
-        target=name,
+        target=loaded.name,
         target_fingerprint=fingerprint(target),
+        target_revision=getattr(target.config, "_commit_hash", None) or "",
         tokenizer_hash=tokenizer_hash(tokenizer),
         adapter_base=adapter.digest() if adapter is not None else "",
         recipe=recipe.to_dict(),
         metrics=measured,
     )
-    learnt = [drafter, nn.ParameterList(adapter.parameters() if adapter is not None else [])]
-    with gathered(*learnt):
+    with gathered(*learnt_by(drafter)):
         if is_process_0():
-            write_artifact(drafter, folder, manifest, training_card(recipe, manifest))
+            plotted = _keep_metrics(metrics, folder, measured.get("best_step"))
+            write_artifact(drafter, folder, manifest, training_card(recipe, manifest, plotted))
             write_atomically(folder / TREE, json.dumps(measured["tree"]).encode())
-            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     if adapter is not None:
         adapter.detach()  # later stages use the target without it
     return measured
 
 
-def training_card(recipe: Recipe, manifest: Manifest) -> str:
-    """The README.md of the artifact that `recipe` made, from the measurements in its manifest."""
-    measured, decode = manifest.metrics, recipe.decode
-    tree = StaticTree(measured["tree"])
-    shares = " ".join("–" if s is None else f"{s:.2f}" for s in measured["acceptance_by_depth"])
-    rows = [
-        ("tokens per round, τ", f"{measured['tau']:.2f}"),
-        ("acceptance at depth 1, 2, …", shares),
-        ("tree", f"{tree}, {tree.nodes} nodes with the root"),
-        ("rule", decode.rule),
-        ("prompts", f"{decode.validation_prompts} of {decode.prefix_tokens} tokens"),
-        ("new tokens a prompt", str(decode.new_tokens)),
-    ]
-    chosen, other_text = "tree was", f"`{recipe.corpus.source}`"
-    if family(manifest.family).trainable:
-        rows.append(("training", f"{measured['steps']} steps, {measured['seconds']:.0f} s"))
-        chosen = "checkpoint and the tree were"
-        other_text += ", which it was trained on"
-    output = "The output is the\ntarget's own."
-    if loss := measured.get("held_out_loss"):
-        output = (
-            f"The output is that of\nthe adapted target: `{manifest.target}` with the LoRA adapter "
-            "in `adapter/`, which was\ntrained with the drafter. Loading merges it into the target."
-        )
-        change = f"{loss['adapted'] / loss['base'] - 1:+.2%}"
-        rows.append((
-            f"target's loss on {loss['tokens']} held-out tokens, base to adapted",
-            f"{loss['base']:.4f} to {loss['adapted']:.4f} ({change})",
-        ))  # fmt: skip
-    table = "\n".join(f"| {name} | {value} |" for name, value in rows)
-    body = f"""{output}
-
-| measured on validation prompts | |
-|---|---|
-{table}
-
-The {chosen} chosen by this τ, so expect slightly less on other text of the
-same kind, and less on text unlike {other_text}."""
-    return model_card(
-        manifest,
-        f"{recipe.name}: a {manifest.family} drafter for `{manifest.target}`",
-        body,
-        "How it was trained is in `headstart.json`, the tree\nin `tree.json`.",
-    )
+def _keep_metrics(metrics: Path | None, folder: Path, best: int | None) -> bool:
+    """Copy a training's figures beside the drafter and draw them; whether there is a plot."""
+    if metrics is None or not metrics.is_file():
+        return False
+    shutil.copyfile(metrics, folder / METRICS)
+    drawn = draw_metrics(folder / METRICS, folder / PLOT, best)
+    if not drawn:
+        logger.warning("no plot of the training: it needs matplotlib (pip install matplotlib)")
+    return drawn

@@ -7,7 +7,7 @@ and the divergence from that teacher is its own loss, beside the drafter's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.trainer_callback import TrainerControl
 
 from headstart.heads import Drafter, TrainableDrafter
-from headstart.heads.core import output_layer
+from headstart.heads.core import decoder_layers, gathered, output_layer
 from headstart.heads.parts.adapter import Adapter
+from headstart.heads.trainable import DraftLogits
 
 from .engine import forget_steps, weights_are_sharded
-from .losses.chunked import KEPT_LOGITS, Teacher, summed_loss
-from .losses.divergences import forward_kl
+from .losses import LOSSES
+from .losses.comparisons import SoftLabels, rows_at_once
 from .losses.draft_loss import zero_with_gradient
+from .losses.fused import summed_loss
+from .losses.teacher import Teacher
 from .processes import in_parallel
 from .target_with_drafter import TargetWithDrafter
 from .trainer import DrafterTrainer
@@ -58,13 +62,13 @@ class JointTarget(TargetWithDrafter):
     """
 
     needs_final = True
-    preserve_rng_state = True  # the output layer may be adapted, and its adapter has dropout
 
     def __init__(self, target: PreTrainedModel, drafter: TrainableDrafter, *args: Any):
         base = Teacher(target)  # holds the output layer as it is without adapter
         super().__init__(target, drafter, *args)
         assert drafter.adapter is not None
         self.base, self.adapter = base, drafter.adapter
+        self._own_forwards: list[tuple[Any, Any]] = []
         self.adapter.attach(target)
 
     def forward(
@@ -73,6 +77,8 @@ class JointTarget(TargetWithDrafter):
         tokens: Tensor,
         supervised: Tensor,
         counts: Tensor | None = None,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
         weight: float | None = None,
     ) -> dict[str, Tensor]:
         """See `TargetWithDrafter.forward`.
@@ -80,23 +86,38 @@ class JointTarget(TargetWithDrafter):
         The drafter's loss has `weight` beside the target's own. When that is None the drafter
         learns alone, from the features of the base.
         """
-        base = self.read(rows, tokens)  # [B, T, C]
-        counts = self.counts(tokens, supervised) if counts is None else counts
+        base = self.read(rows, tokens, segments, positions)  # [B, T, C]
+        counts = self.counts(tokens, supervised, segments) if counts is None else counts
+        batch = tokens, supervised, counts, segments, positions
         if weight is None:
-            loss = self.draft_loss(base, base, tokens, supervised, counts)
+            loss = self.draft_loss(base, base, *batch)
             if in_parallel() and not weights_are_sharded():  # ZeRO-3 waits for no gradient
                 loss = loss + zero_with_gradient(self.adapter.parameters())
             return {"loss": loss}
-        adapted = self.run_target(tokens)
-        loss = weight * self.draft_loss(adapted, base, tokens, supervised, counts)
-        where, final = target_positions(supervised), self.final
+        adapted = self.run_target(tokens, positions)
+        loss = weight * self.draft_loss(adapted, base, *batch)
+        where, final = target_positions(supervised, segments), self.final
         both = base[..., final][where], adapted[..., final][where]
         return {"loss": loss + base_kl(self.base, output_layer(self.target), *both, counts[-1])}
 
-    def counts(self, tokens: Tensor, supervised: Tensor) -> Tensor:
+    def checkpoint_activations(self) -> None:
+        """Of the target's layers, through which the adapter's gradients flow."""
+        for layer in decoder_layers(self.target):
+            self._own_forwards.append((layer, layer.__dict__.get("forward")))
+            layer.forward = partial(_run_again, layer.forward)  # type: ignore[method-assign]
+
+    def release(self) -> None:
+        super().release()
+        for layer, own in self._own_forwards:
+            del layer.forward
+            if own is not None:  # a hook's
+                layer.forward = own
+        self._own_forwards.clear()
+
+    def counts(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
         """How many labels each depth has, and last the target itself.  # [K + 1]"""
-        own = target_positions(supervised).sum().view(1)
-        return torch.cat([super().counts(tokens, supervised), own])
+        own = target_positions(supervised, segments).sum().view(1)
+        return torch.cat([super().counts(tokens, supervised, segments), own])
 
     def trained(self) -> list[nn.Module]:
         return [self.drafter, nn.ParameterList(self.adapter.parameters())]
@@ -106,9 +127,16 @@ class JointTarget(TargetWithDrafter):
         self.adapter.load(folder)  # saved beside the drafter's weights
 
     @torch.no_grad()
-    def features(self, tokens: Tensor) -> Tensor:
+    def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         with self.adapter.disabled():
-            return self.run_target(tokens)
+            return self.run_target(tokens, positions)
+
+
+def _run_again(forward: Callable[..., Any], *given: Any, **how: Any) -> Any:
+    """Run a layer, and in the backward pass once more; only once where there is none."""
+    if not torch.is_grad_enabled():
+        return forward(*given, **how)
+    return checkpoint(forward, *given, use_reentrant=False, **how)
 
 
 class JointTrainer(DrafterTrainer):
@@ -171,9 +199,15 @@ def training_classes(drafter: Drafter) -> tuple[type[TargetWithDrafter], type[Dr
     return JointTarget, JointTrainer
 
 
-def target_positions(supervised: Tensor) -> Tensor:
-    """The positions at which the target's own next token is supervised: [B, T] -> [B, T] bool."""
-    return functional.pad(supervised[:, 1:], (0, 1), value=False)
+def target_positions(supervised: Tensor, segments: Tensor | None = None) -> Tensor:
+    """The positions at which the target's own next token is supervised: [B, T] -> [B, T] bool.
+
+    That token is of the same document, where there are `segments`, see `head_labels`.
+    """
+    next_one = functional.pad(supervised[:, 1:], (0, 1), value=False)
+    if segments is None:
+        return next_one
+    return next_one & (functional.pad(segments[:, 1:], (0, 1), value=-1) == segments)
 
 
 def base_kl(
@@ -182,7 +216,7 @@ def base_kl(
     base: Tensor,
     adapted: Tensor,
     count: Tensor,
-    kept: int = KEPT_LOGITS,
+    size: int | None = None,
 ) -> Tensor:
     """The mean KL(base ‖ adapted) in nats a position, Medusa-2's self-distillation loss.
 
@@ -191,15 +225,18 @@ def base_kl(
         layer: the adapted target's output layer.
         base, adapted: [M, D], the final features without and with the adapter.
         count: scalar, the positions of the whole optimizer step.
+        size: see `rows_at_once`; as it says when None.
     """
-    places = torch.arange(len(base), device=base.device)
-    size = max(kept // teacher.output.layer.out_features, 1)
-    recompute = len(base) > size and torch.is_grad_enabled()
-    nats = summed_loss(
-        partial(teacher.logits, layer), adapted, places, (forward_kl, teacher, base, places),
-        size, recompute, preserve_rng_state=True,
-    )  # fmt: skip
-    return nats / count.clamp(min=1)
+    loss, own = LOSSES["forward_kl"], teacher.output.layer
+    size = size or rows_at_once(loss, own.out_features, base.device)
+    places = torch.arange(len(base), device=base.device).unsqueeze(0)
+    kl = SoftLabels(loss, teacher, base, places, torch.ones_like(places, dtype=torch.bool), size)
+    factors = (1 / count.clamp(min=1)).to(torch.promote_types(adapted.dtype, torch.float32))
+    output = DraftLogits(partial(teacher.logits, layer), (layer,))
+    with gathered(own):  # read as often as this process has chunks
+        if not len(base):
+            return adapted.sum() * 0.0
+        return summed_loss([output], adapted.unsqueeze(0), factors.view(1), kl)
 
 
 def adapter_loss_change(

@@ -11,6 +11,7 @@ import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import TrainingArguments
@@ -20,7 +21,8 @@ from headstart.heads import OptionError, TrainableDrafter, family
 from headstart.heads.core import output_layer, row_seeds
 from headstart.infer import Speculator
 
-from .data.training_rows import Rows, check_context, write_rows
+from .data.batches import collate_texts
+from .data.training_rows import Row, Rows, check_context, ragged, write_rows
 from .recipe import Distill, OnPolicy, Recipe
 
 
@@ -78,13 +80,13 @@ class StudentText:
         known, own = drafter.config.vocab_size, output_layer(self.student).weight.shape[0]
         if own > known:
             self.options["suppress_tokens"] = list(range(known, own))
-        self.written: dict[int, Rows] = {}  # by step
+        self.written: dict[int, list[Row]] = {}  # by step
 
     def is_due(self, step: int) -> bool:
         """Whether the step after `step` steps is trained on the student's text."""
         return self._draw(step).random() < self.spec.lmbda
 
-    def at(self, step: int) -> Rows:
+    def at(self, step: int) -> list[Row]:
         """This process's rows for the step after `step` steps."""
         if step not in self.written:
             self.written = self._write(step)
@@ -97,15 +99,14 @@ class StudentText:
         text, first, own = self.at(step), 0, []
         for batch in batches:
             part = slice(first, first := first + len(batch["tokens"]))
-            tokens, supervised = text.tokens[part].long(), text.written[part]
-            own.append({"rows": None, "tokens": tokens, "supervised": supervised})
+            own.append(collate_texts(text[part]))
         return own
 
     def _draw(self, step: int) -> random.Random:
         # A string seed is hashed, so that neighbouring steps draw independently.
         return random.Random(f"{self.args.seed}:{step}")
 
-    def _write(self, step: int) -> dict[int, Rows]:
+    def _write(self, step: int) -> dict[int, list[Row]]:
         """Rows of the due steps from `step` on, up to the next period or checkpoint."""
         periods = self.spec.every, int(self.args.save_steps)
         end = min(self.args.max_steps, *((step // period + 1) * period for period in periods))
@@ -113,14 +114,13 @@ class StudentText:
         prompts = [prompt for due in steps for prompt in self._prompts(due)]
         was_training = self.student.training
         self.student.eval()
-        spec, parts = self.distill, []
+        spec, written = self.distill, []
         for first in range(0, len(prompts), spec.batch_size):
             prefixes, seeds = zip(*prompts[first : first + spec.batch_size], strict=True)
-            parts.append(write_rows(self.speculator, prefixes, list(seeds), spec, **self.options))
+            text = write_rows(self.speculator, prefixes, list(seeds), spec, **self.options)
+            written += ragged(*text, map(str, seeds))
         self.student.train(was_training)
-        columns = [torch.cat(column) for column in zip(*parts, strict=True)]
-        each = zip(*(column.split(self.count) for column in columns), strict=True)
-        return {due: Rows(*row) for due, row in zip(steps, each, strict=True)}
+        return {due: written[i * self.count :][: self.count] for i, due in enumerate(steps)}
 
     def _prompts(self, step: int) -> list[tuple[Tensor, int]]:
         """The prompts [P] that this process continues at a step, each with its noise's seed."""
@@ -132,5 +132,5 @@ class StudentText:
         seeds = row_seeds(draw.getrandbits(62), total)[own].tolist()
         embedding: Any = self.student.get_input_embeddings()
         last = embedding.weight.shape[0] - 1
-        prompts = [self.rows.tokens[i, : self.rows.prompt_lengths[i]].long() for i in chosen]
+        prompts = [torch.from_numpy(self.rows.row(i).prompt().astype(np.int64)) for i in chosen]
         return [(p.clamp(max=last), seed) for p, seed in zip(prompts, seeds, strict=True)]

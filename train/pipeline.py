@@ -1,4 +1,4 @@
-"""Runs a recipe: corpus, target, distill, heads, and the benchmark, each a stage on disk.
+"""Runs a recipe: corpus, target, distill, train, heads, and the benchmark, each a stage on disk.
 
 Under `accelerate launch` every process runs this file: all share the work of distillation and
 training, process 0 alone does the rest and writes.
@@ -8,27 +8,46 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from headstart.heads import OptionError, family
+from headstart.heads import Drafter, OptionError, family
+from headstart.heads.artifacts.files import METRICS
+from headstart.heads.artifacts.hub import split_revision
 from headstart.heads.core import load_pretrained
 from headstart.infer import RULES, load
 
 from .arguments import load_options, training_arguments
+from .checks.early import check_prompts, check_run
 from .data.corpus import build_corpus, load_documents
-from .data.distill import distill, summary
-from .data.prefixes import held_out_prompts
+from .data.distill import distill, write_manifest
+from .data.fingerprints import source_fingerprint
+from .data.prefixes import Part, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
-from .drafter_stage import train_drafter
+from .drafter_stage import (
+    Loaded,
+    choose,
+    evaluation_settings,
+    make_drafter,
+    train_drafter,
+    write_drafter,
+)
 from .engine import join_deepspeed, loaded_as, loaded_whole, weights_are_sharded
+from .fingerprints import FileHashes, deciding, model_fingerprint
+from .kept import (
+    CHECKPOINTS,
+    check_time_left,
+    continue_from,
+    earlier_training,
+    schedule,
+)
 from .launched import check_engine, check_shared
 from .lifetime import watch_processes
-from .on_policy import check_on_policy
-from .processes import is_process_0, wait_for_all
+from .processes import in_parallel, is_process_0, on_process_0, wait_for_all
 from .recipe import Recipe
 from .scratch_target import train_target
 from .stages import Stage, StageStore
@@ -36,7 +55,14 @@ from .stages import Stage, StageStore
 
 def train(recipe: Recipe, fresh: bool = False) -> Path:
     """Run the stages up to the trained drafter; returns its folder. `fresh` reuses none."""
-    return _Run(recipe, fresh).train().folder
+    with _Run(recipe, fresh) as this:
+        return this.train().plain
+
+
+def write_text(recipe: Recipe, fresh: bool = False) -> Stage:
+    """Run the stages up to the text that a drafter is trained on; returns the last of them."""
+    with _Run(recipe, fresh, parts=()) as this:
+        return this.write_text()
 
 
 def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
@@ -45,51 +71,94 @@ def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
     The report is that of `headstart.infer.measure.bench`, with `stage_seconds` and `artifact`
     added, and `held_out`, the file that the prompts came from.
     """
-    this = _Run(recipe, fresh)
-    artifact = this.train()
-    return this.bench(artifact).info | {
-        "stage_seconds": this.store.seconds(),
-        "artifact": str(artifact.folder),
-        "held_out": str(this.store.finished["corpus"].folder / "held_out.jsonl"),
-    }
+    with _Run(recipe, fresh, ("validation", "bench")) as this:
+        artifact = this.train()
+        return this.bench(artifact).info | {
+            "stage_seconds": this.store.seconds(),
+            "artifact": str(artifact.plain),
+            "held_out": str(this.store.finished["corpus"].plain / "held_out.jsonl"),
+        }
 
 
 class _Run:
     """One recipe being run by this process."""
 
-    def __init__(self, recipe: Recipe, fresh: bool):
+    def __init__(self, recipe: Recipe, fresh: bool, parts: Sequence[Part] = ("validation",)):
         transformers.utils.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
-        self.recipe = recipe
-        # Before anything asks for the processes: these arguments set them up.
-        checkpoints = recipe.folder / "heads" / "checkpoints"
-        self.args = training_arguments(recipe.train, checkpoints, recipe.seed)
+        self.recipe, self.parts = recipe, parts
+        # Before anything asks for the processes: these arguments set them up. The folder of the
+        # checkpoints is set when the stage that writes them begins.
+        self.args = training_arguments(recipe.train, recipe.folder / CHECKPOINTS, recipe.seed)
         join_deepspeed(self.args)
         watch_processes()
         self.engine = check_engine(self.args, os.environ)
-        check_shared(recipe.folder)
         other = recipe.folder.with_name(recipe.shares) if recipe.shares else None
         self.store = StageStore(recipe.folder, fresh, other)
+        self.hashes = FileHashes(recipe.folder / "hashes.json")
         self._loaded: tuple[PreTrainedModel, Any] | None = None
+        self._drafter: Drafter | None = None  # as this process has trained it
+
+    def __enter__(self) -> Self:
+        self.store.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.store.__exit__(*error)
 
     def train(self) -> Stage:
-        trainable = family(self.recipe.drafter.family).trainable  # a mistyped name fails first
-        check_on_policy(self.recipe)
+        self._check()
+        trainable = family(self.recipe.drafter.family).trainable
         corpus = self._corpus()
         target = self._target(corpus)
-        rows = self._distill(corpus, target) if trainable else None
-        return self._heads(corpus, target, rows)
+        on_process_0(lambda: self._check_prompts(corpus, target, trainable))
+        if not trainable:
+            return self._heads(corpus, target, None)
+        rows = self._distill(corpus, target)
+        return self._heads(corpus, target, self._train(corpus, target, rows))
 
-    def _settings(self, *sections: str) -> dict[str, Any]:
-        """What decides a stage's result: the seed, and sections of the recipe."""
-        settings = self.recipe.to_dict()
-        return {name: settings[name] for name in (*sections, "seed")}
+    def write_text(self) -> Stage:
+        """Run the stages up to the rows."""
+        self._check()
+        corpus = self._corpus()
+        target = self._target(corpus)
+        on_process_0(lambda: self._check_prompts(corpus, target, True))
+        return self._distill(corpus, target)
+
+    def _check(self) -> None:
+        """What can be told before the first stage, by process 0 for all."""
+        world = self.args.world_size
+        with loaded_whole():
+            on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
+        if in_parallel():
+            check_shared(self.recipe.folder)
+
+    def _check_prompts(self, corpus: Stage, target: Stage, trainable: bool) -> None:
+        """Once there are text and tokenizer, and before the target writes."""
+        check_prompts(self.recipe, self._tokenizer(target), corpus.folder, self.parts, trainable)
+
+    def _settings(self, *sections: str, **more: Any) -> dict[str, Any]:
+        """What decides a stage's result: the seed, sections of the recipe, and more."""
+        return deciding(self.recipe.to_dict(), (*sections, "seed")) | more
+
+    def _content(self, model: str | None, revision: str | None = None) -> Any:
+        """What stands for the present content of a model, if there is one; see `fingerprints`."""
+
+        def found() -> Any:
+            content = model_fingerprint(model, self.hashes, revision) if model else None
+            self.hashes.save()
+            return content
+
+        return on_process_0(found)
 
     def _corpus(self) -> Stage:
         spec, seed = self.recipe.corpus, self.recipe.seed
+        content = on_process_0(lambda: source_fingerprint(spec))
+        writer = self._content(spec.writer)
         return self.store.run(
-            "corpus", self._settings("corpus"), lambda f: build_corpus(spec, f, seed), shared=True
-        )
+            "corpus", self._settings("corpus", content=content, writer=writer),
+            lambda folder: build_corpus(spec, folder, seed), shared=True,
+        )  # fmt: skip
 
     def _target(self, corpus: Stage) -> Stage:
         spec, seed = self.recipe.target, self.recipe.seed
@@ -102,39 +171,92 @@ class _Run:
                     spec.scratch, corpus.folder, folder, seed
                 )
 
+        settings = self._settings("target", content=self._content(spec.model, spec.revision))
         reads = [corpus] if spec.scratch else []
-        return self.store.run("target", self._settings("target"), work, reads, shared=True)
+        return self.store.run("target", settings, work, reads, shared=True)
 
     def _distill(self, corpus: Stage, target: Stage) -> Stage:
-        spec, seed = self.recipe.distill, self.recipe.seed
+        spec, seed, chat = self.recipe.distill, self.recipe.seed, self.recipe.chat
+        name = self._target_name(target)
 
         def work(folder: Path) -> dict[str, int]:
-            if weights_are_sharded():
+            if spec.writer == "own" and weights_are_sharded():
                 raise OptionError(
                     "the target's text is not written yet, and under DeepSpeed ZeRO-3, where each "
                     "process holds a part of the target, they cannot write texts of their own; run "
-                    "the recipe first with another launch file, up to the distill stage."
+                    "the recipe first with another launch file, up to the distill stage "
+                    "(--until distill)."
                 )
-            model, tokenizer = self._load(target)
+            tokenizer = self._tokenizer(target)
             texts = load_documents(corpus.folder, "train")
             rank, world = self.args.process_index, self.args.world_size
-            distill(spec, model, tokenizer, texts, folder, seed, rank, world, progress=rank == 0)
+            pace = distill(
+                spec, lambda: self._load(target)[0], tokenizer, texts, folder, seed, rank, world,
+                progress=rank == 0, chat=chat, name=name,
+            )  # fmt: skip
             wait_for_all()
-            return summary(spec, folder) if is_process_0() else {}
+            model = self._loaded[0] if self._loaded else None  # a server may have written
+            if not is_process_0():
+                return {}
+            return write_manifest(spec, folder, tokenizer, model, name, pace, chat)
 
-        settings, reads = self._settings("distill"), [corpus, target]
-        return self.store.run("distill", settings, work, reads, resumable=True, shared=True)
+        return self.store.run(
+            "distill", self._settings("distill", "chat"), work, [corpus, target], resumable=True,
+            shared=True, layout={"shards": spec.shards},
+        )  # fmt: skip
 
-    def _heads(self, corpus: Stage, target: Stage, rows: Stage | None) -> Stage:
+    def _train(self, corpus: Stage, target: Stage, rows: Stage) -> Stage:
+        spec, reads = self.recipe.train, [corpus, target, rows]
+        settings = self._settings("drafter", "train", content=self._drafter_content())
+        earlier = None
+        if spec.extend:
+            ids = {stage.name: stage.id for stage in reads}
+            earlier = on_process_0(lambda: earlier_training(self.store.root, settings, ids))
+            settings["extends"] = (earlier.record or {})["id"]
+
         def work(folder: Path) -> dict[str, Any]:
-            loaded = *self._load(target), self._target_name(target)
-            documents = load_documents(corpus.folder, "held_out")
-            data = Rows.load(rows.folder) if rows else None
-            return train_drafter(self.recipe, self.args, *loaded, documents, data, folder)
+            before = []
+            if earlier is not None:
+                check_time_left(earlier, spec.max_seconds)
+                places = earlier.path / CHECKPOINTS, folder / CHECKPOINTS
+                on_process_0(lambda: continue_from(*places))
+                before = (earlier.record or {})["info"]["schedules"]
+            data = Rows.load(rows.folder)
+            loaded = self._judged(corpus, target)
+            self._drafter, report = train_drafter(self.recipe, self.args, loaded, data, folder)
+            return report | {"schedules": [*before, schedule(spec, report["steps"])]}
 
-        settings = self._settings("drafter", "decode", *(["train"] if rows else []))
-        del settings["decode"]["prompts"]  # only the benchmark's
-        reads = [corpus, target, *([rows] if rows else [])]
+        return self.store.run("train", settings, work, reads, resumable=True)
+
+    def _drafter_content(self) -> Any:
+        """Of the model or the head that the drafter is made from, if it is."""
+        named, start = self.recipe.drafter.options.get("model"), self.recipe.train.from_
+        content = self._content(named if isinstance(named, str) else None)
+        if start is None:
+            return content
+        named_head = (start, None) if Path(start).is_dir() else split_revision(start)
+        return {"model": content, "from": self._content(*named_head)}
+
+    def _heads(self, corpus: Stage, target: Stage, trained: Stage | None) -> Stage:
+        def work(folder: Path) -> dict[str, Any]:
+            if weights_are_sharded() and self._drafter is None:
+                raise OptionError(
+                    "under DeepSpeed ZeRO-3 the target runs only while a drafter is trained, and "
+                    "this one is trained already; run the recipe with one process or another "
+                    "launch file, which writes the artifact."
+                )
+            loaded = self._judged(corpus, target)
+            if trained is None:
+                drafter = make_drafter(self.recipe, loaded.target, None)
+                measured = {"steps": 0, "seconds": 0.0, **loaded.validation(self.recipe)(drafter)}
+            else:
+                found = trained.folder, trained.info
+                drafter, measured = choose(self.recipe, loaded, self._drafter, *found)
+            metrics = trained.folder / METRICS if trained else None
+            return write_drafter(self.recipe, loaded, drafter, measured, folder, metrics)
+
+        settings = self._settings("drafter", decode=evaluation_settings(self.recipe))
+        reads = [corpus, target, *([trained] if trained else [])]
         return self.store.run("heads", settings, work, reads, resumable=True)
 
     def bench(self, artifact: Stage) -> Stage:
@@ -147,28 +269,38 @@ class _Run:
             model, tokenizer = self._load(target)
             speculator = load(model, artifact.folder, tokenizer=tokenizer, rule=decode.rule)
             documents = load_documents(corpus.folder, "held_out")
-            sizes = decode.prompts, decode.prefix_tokens, self.recipe.seed
-            prompts = held_out_prompts(tokenizer, documents, *sizes)
-            prompts = [prompt.to(model.device) for prompt in prompts]
+            prompts = recipe_prompts(self.recipe, tokenizer, documents, "bench")
+            tokens = [prompt.tokens.to(model.device) for prompt in prompts]
             temperature = 1.0 if RULES[decode.rule].samples else 0.0
-            report = bench(speculator, prompts, decode.new_tokens, temperature=temperature)
+            report = bench(speculator, tokens, decode.new_tokens, temperature=temperature)
             # JSON has neither NaN nor infinity.
             return json.loads(json.dumps(report), parse_constant=lambda _: None)
 
-        return self.store.run("bench", self._settings("decode"), work, [corpus, artifact])
+        settings = self._settings("decode", prompts=prompt_settings(self.recipe))
+        return self.store.run("bench", settings, work, [corpus, artifact])
+
+    def _judged(self, corpus: Stage, target: Stage) -> Loaded:
+        documents = load_documents(corpus.folder, "held_out")
+        return Loaded(*self._load(target), self._target_name(target), documents)
 
     def _target_name(self, target: Stage) -> str:
         """Path or Hub name; a run's folder may have moved since a target was trained in it."""
         return str(target.folder) if self.recipe.target.scratch else target.info["model"]
 
+    def _tokenizer(self, target: Stage) -> Any:
+        """The target's tokenizer, without its weights."""
+        revision = self.recipe.target.revision
+        kept = {"revision": revision} if revision else {}
+        return load_pretrained(AutoTokenizer, self._target_name(target), **kept)
+
     def _load(self, target: Stage) -> tuple[PreTrainedModel, Any]:
         """The target on this process's device, and its tokenizer; loaded once."""
         if self._loaded is None:
             name = self._target_name(target)
-            how = load_options(self.recipe.target.dtype, self.args.device)
+            how = load_options(self.recipe.target, self.args.device, self.args.world_size)
             with loaded_as(self.recipe.target.dtype, name):
                 model = load_pretrained(AutoModelForCausalLM, name, **how)
             if "device_map" not in how and not weights_are_sharded():
                 model.to(self.args.device)  # type: ignore[arg-type]
-            self._loaded = model.eval(), load_pretrained(AutoTokenizer, name)
+            self._loaded = model.eval(), self._tokenizer(target)
         return self._loaded

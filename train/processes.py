@@ -25,6 +25,10 @@ SILENT = 300.0
 _numbers = count()  # of the waits so far; all processes make the same ones
 
 
+class StoppedByProcess0(ValueError):
+    """Process 0 has stopped, and says why; the other processes end with it."""
+
+
 class ProcessLost(RuntimeError):
     """Another process of the run does not answer any more."""
 
@@ -35,8 +39,13 @@ def in_parallel() -> bool:
 
 
 def is_process_0() -> bool:
-    """Whether this is the process that owns the run's folders."""
-    return not in_parallel() or torch.distributed.get_rank() == 0
+    """Whether this is the process that owns the run's folders.
+
+    A launcher numbers its processes before they know of each other.
+    """
+    if in_parallel():
+        return torch.distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") == "0"
 
 
 def from_process_0(value: Value) -> Value:
@@ -49,6 +58,28 @@ def from_process_0(value: Value) -> Value:
         return value
     _wait(lambda: found.check([key]), "process 0")
     return pickle.loads(found.get(key))
+
+
+def on_process_0(work: Callable[[], Value]) -> Value:
+    """What `work` returns on process 0, on every process; all must call.
+
+    Raises:
+        StoppedByProcess0: on the others, where `work` raised on process 0, with its message.
+    """
+    if not in_parallel():
+        return work()
+    held, error = None, None
+    if is_process_0():
+        try:
+            held = work()
+        except Exception as raised:
+            error = raised
+    failed, held = from_process_0((error and (str(error) or type(error).__name__), held))
+    if error is not None:
+        raise error
+    if failed is not None:
+        raise StoppedByProcess0(failed)
+    return held  # type: ignore[return-value]
 
 
 def wait_for_all() -> None:

@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.heads.core.files import write_atomically
 
-from .clock import BAR
 from .data.corpus import load_documents
 from .data.documents import Document
+from .data.tokenising import tokenise
+from .progress import progress_bar
 from .recipe import Scratch
 
 END_OF_TEXT = "<|endoftext|>"
@@ -72,7 +74,7 @@ def train_target(
 
 
 def train_tokenizer(
-    documents: list[Document], vocab_size: int, context: int
+    documents: Sequence[Document], vocab_size: int, context: int
 ) -> PreTrainedTokenizerFast:
     """A byte-level BPE (as GPT-2's) with one special token, the end of text, which also pads."""
     tokenizer = Tokenizer(models.BPE())
@@ -94,17 +96,25 @@ def train_tokenizer(
     )
 
 
-def pack(tokenizer: PreTrainedTokenizerFast, documents: list[Document]) -> Tensor:
+def pack(tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -> Tensor:
     """All documents as one int64 array, each closed by the end of text.  # [T]"""
-    encoded = tokenizer([document.text for document in documents], verbose=False)["input_ids"]
-    return torch.tensor([token for ids in encoded for token in [*ids, tokenizer.eos_token_id]])
+    end: Any = tokenizer.eos_token_id
+    rows = tokenise(tokenizer, ((document.text, True) for document in documents))
+    return torch.from_numpy(np.insert(rows.ids.astype(np.int64), rows.starts + rows.lengths, end))
 
 
 def build_model(spec: Scratch, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
     """A float32 Llama of the recipe's shape with seeded random weights."""
-    end: Any = tokenizer.eos_token_id
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
+    config = model_config(spec, len(tokenizer), tokenizer.eos_token_id)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).float()
+
+
+def model_config(spec: Scratch, vocab_size: int, end: Any = None) -> LlamaConfig:
+    """The config of the model; `end` is the id of its end token."""
+    return LlamaConfig(
+        vocab_size=vocab_size,
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
         num_hidden_layers=spec.layers,
@@ -117,9 +127,6 @@ def build_model(spec: Scratch, tokenizer: PreTrainedTokenizerFast, seed: int) ->
         pad_token_id=end,
         dtype="float32",
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).float()
 
 
 @torch.no_grad()
@@ -167,7 +174,7 @@ def fit(
     clock = Clock(spec.max_seconds, spec.max_tokens, spec.batch_size * length, time.perf_counter())
     losses, recent = [], 0.0
     model.train()
-    bar = tqdm(total=1.0, desc="target", disable=not progress, bar_format=BAR)
+    bar = progress_bar(1.0, "target", disable=not progress)
     # At least one step, then none that would end past the budget.
     while not losses or clock.share(steps_ahead=1.0) <= 1.0:
         batch = rows.take(spec.batch_size).to(model.device)  # [B, T + 1]

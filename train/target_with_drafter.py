@@ -5,21 +5,23 @@ Data-parallel wrappers then see one model; only the drafter's parameters are tra
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.heads import FINAL, OptionError, TrainableDrafter
-from headstart.heads.artifacts.files import WEIGHTS
 from headstart.heads.core import FeatureTap
 
+from .data.batches import collate
 from .data.training_rows import Rows
 from .engine import weights_are_sharded
 from .losses.draft_loss import DraftLoss, head_labels, label_counts
+
+logger = logging.getLogger(__name__)
 
 
 class TargetWithDrafter(nn.Module):
@@ -34,7 +36,6 @@ class TargetWithDrafter(nn.Module):
 
     accepts_loss_kwargs = True  # the loss is scaled for gradient accumulation already
     needs_final: ClassVar[bool] = False  # even if neither drafter nor loss reads the final features
-    preserve_rng_state: ClassVar[bool] = False  # see `DraftLoss`
 
     def __init__(
         self,
@@ -51,9 +52,7 @@ class TargetWithDrafter(nn.Module):
             )
         self.target = target.requires_grad_(False).eval()
         self.drafter = drafter
-        self.loss = DraftLoss(
-            drafter, head_decay, loss, feature_weight, preserve_rng_state=self.preserve_rng_state
-        )
+        self.loss = DraftLoss(drafter, head_decay, loss, feature_weight)
         size, layers = drafter.config.hidden_size, list(drafter.config.feature_layers)  # D
         self.width = len(layers) * size  # F, what the drafter reads
         self.final: slice | None = None  # where the final feature is among the captured ones
@@ -63,7 +62,7 @@ class TargetWithDrafter(nn.Module):
             self.final = slice(start, start + size)
         self.captured = len(layers) * size  # C
         self.tap = FeatureTap(target, layers) if layers else None
-        self.cache: Tensor | None = None  # [rows, T, C]
+        self.cache: Tensor | None = None  # [tokens of all rows, C]
 
     def train(self, mode: bool = True) -> Self:
         """Switch the drafter alone; the target's own dropout stays off."""
@@ -71,71 +70,139 @@ class TargetWithDrafter(nn.Module):
         self.drafter.train(mode)
         return self
 
+    @property
+    def hf_device_map(self) -> dict[str, Any]:
+        """Which layers of the target are on which device, where it is spread over several."""
+        return self.target.hf_device_map  # type: ignore[return-value]
+
+    def set_up(self, activation_checkpointing: bool, compile: bool) -> None:
+        """See the keys of this name in a recipe's `train`.
+
+        Raises:
+            OptionError: there are no layers whose activations could be computed again.
+        """
+        if activation_checkpointing:
+            self.checkpoint_activations()
+        if compile:
+            states = torch.compile(self.drafter.draft_hidden_states, dynamic=True)
+            self.drafter.draft_hidden_states = states  # type: ignore[method-assign]
+
+    def checkpoint_activations(self) -> None:
+        """Compute activations again in the backward pass; see `checkpoint_activations` below."""
+        checkpoint_activations(self.drafter)
+
     def forward(
-        self, rows: Tensor | None, tokens: Tensor, supervised: Tensor, counts: Tensor | None = None
+        self,
+        rows: Tensor | None,
+        tokens: Tensor,
+        supervised: Tensor,
+        counts: Tensor | None = None,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """The `loss` of a batch: tokens [B, T], supervised [B, T] bool.
 
         Args:
-            rows: [B], their numbers among the cached rows; None for any other text.
+            rows: [B], their numbers among the cached rows, or [B, S] where each holds up to S of
+                them; None for any other text.
             counts: see `counts`, of the whole optimizer step; of this batch when None.
+            segments, positions: [B, T] where rows hold several documents: the number of each
+                token's document, -1 for padding, and its place in that document, from 0.
         """
-        captured = self.read(rows, tokens)
-        return {"loss": self.draft_loss(captured, captured, tokens, supervised, counts)}
+        captured = self.read(rows, tokens, segments, positions)
+        batch = tokens, supervised, counts, segments, positions
+        return {"loss": self.draft_loss(captured, captured, *batch)}
 
     def draft_loss(
         self, captured: Tensor, teaching: Tensor, tokens: Tensor, supervised: Tensor,
-        counts: Tensor | None,
+        counts: Tensor | None, segments: Tensor | None = None, positions: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """The loss of a drafter that reads `captured`, with a teacher that reads `teaching`.
 
         Both are what `run_target` returns, [B, T, C].
         """
-        labels = self.labels(tokens, supervised)
+        labels = self.labels(tokens, supervised, segments)
         counts = label_counts(labels) if counts is None else counts
         final = None if self.final is None else teaching[..., self.final]
-        return self.loss(captured[..., : self.width], tokens, labels, counts, final)
+        read = captured[..., : self.width]
+        return self.loss(read, tokens, labels, counts, final, positions)
 
-    def labels(self, tokens: Tensor, supervised: Tensor) -> Tensor:
+    def labels(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
         """See `head_labels`.  # [K, B, T]"""
-        drafter = self.drafter
-        return head_labels(tokens, supervised, drafter.train_depths, drafter.draft_vocabulary)
+        depths, known = self.drafter.train_depths, self.drafter.draft_vocabulary
+        return head_labels(tokens, supervised, depths, known, segments)
 
-    def counts(self, tokens: Tensor, supervised: Tensor) -> Tensor:
+    def counts(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
         """See `label_counts`.  # [K]"""
-        return label_counts(self.labels(tokens, supervised))
+        return label_counts(self.labels(tokens, supervised, segments))
 
-    def read(self, rows: Tensor | None, tokens: Tensor) -> Tensor:
-        """The target's features at tokens [B, T], from the cache where it has them.  # [B, T, C]"""
-        return self.features(tokens) if self.cache is None or rows is None else self.cache[rows]
+    def read(
+        self,
+        rows: Tensor | None,
+        tokens: Tensor,
+        segments: Tensor | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """The target's features at tokens [B, T], from the cache where it has them.  # [B, T, C]
+
+        Of the cache, what stands in the padding are features of other tokens.
+        """
+        if self.cache is None or rows is None:
+            return self.features(tokens, positions)
+        rows, device = rows.to(self.cache.device), self.cache.device
+        if segments is None or positions is None:
+            steps = torch.arange(tokens.shape[1], device=device)
+            places = self.starts[rows].unsqueeze(1) + steps  # [B, T]
+        else:
+            rows = rows.gather(1, segments.clamp(min=0).long())  # [B, T]
+            places = self.starts[rows] + positions
+        return self.cache[places.clamp(max=len(self.cache) - 1)]
 
     @torch.no_grad()
-    def features(self, tokens: Tensor) -> Tensor:
-        return self.run_target(tokens)
+    def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        return self.run_target(tokens, positions)
 
-    def run_target(self, tokens: Tensor) -> Tensor:
+    def run_target(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         """Run the target on tokens [B, T], without its output layer.  # [B, T, C]
 
         C holds the drafter's features, then the final one where only the loss needs it. Rows are
-        padded on the right, so causal attention never reads the padding.
+        padded on the right, so causal attention never reads the padding. Where rows hold several
+        documents, transformers finds them by the positions; FlashAttention only in a single row.
         """
+        device, shape, packed = tokens.device, tokens.shape, {}
         if self.tap is None:
-            return torch.empty(*tokens.shape, 0, device=tokens.device)
+            return torch.empty(*shape, 0, device=device)
+        decoder = self.target.get_decoder()
+        if positions is not None:
+            one = "flash" in str(decoder.config._attn_implementation)
+            tokens, positions = (x.view(1, -1) if one else x for x in (tokens, positions))
+            packed = {"position_ids": positions}
         # While decoding, features have the target's own precision.
-        with torch.autocast(tokens.device.type, enabled=False):
-            self.target.get_decoder()(input_ids=tokens, use_cache=False)
-        return self.tap.take()
+        with torch.autocast(device.type, enabled=False):
+            decoder(input_ids=tokens, use_cache=False, **packed)
+        # A target over several devices leaves its features where their layers are.
+        return self.tap.take().to(device).view(*shape, -1)
 
     def fill_cache(self, rows: Rows, limit: float) -> bool:
         """Keep all rows' features if they take at most `limit` MB; returns whether they do."""
         if weights_are_sharded():
             return False  # the target runs only inside of the engine, which does not exist yet
-        megabytes = rows.tokens.numel() * self.captured * self.target.dtype.itemsize / 1e6
+        total, device = int(rows.offsets[-1]), self.target.device
+        megabytes = total * self.captured * self.target.dtype.itemsize / 1e6
+        where = "online" if megabytes > limit else f"kept on {device}"
+        logger.info("features: %.0f MB, train.feature_cache_mb %.0f: %s", megabytes, limit, where)
         if megabytes > limit:
             return False
+        self.starts = torch.from_numpy(rows.offsets[:-1]).to(device)  # [rows]
+        cache = torch.empty(total, self.captured, dtype=self.target.dtype, device=device)
         # Always in the same batches of rows, so that a resumed run reads the very same numbers.
-        parts = rows.tokens.to(self.target.device).long().split(16)
-        self.cache = torch.cat([self.features(part) for part in parts])
+        for first in range(0, len(rows), 16):
+            last = min(first + 16, len(rows))
+            tokens = collate([rows[number] for number in range(first, last)])["tokens"].to(device)
+            lengths = torch.from_numpy(rows.lengths[first:last]).to(device)
+            real = torch.arange(tokens.shape[1], device=device) < lengths.unsqueeze(1)  # [B, T]
+            cache[rows.offsets[first] : rows.offsets[last]] = self.features(tokens)[real]
+        self.cache = cache
         return True
 
     def trained(self) -> list[nn.Module]:
@@ -144,10 +211,19 @@ class TargetWithDrafter(nn.Module):
 
     def load(self, folder: Path) -> None:
         """Read what learns from a checkpoint."""
-        self.drafter.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS))
+        self.drafter.load_checkpoint(folder)
 
     def release(self) -> None:
         """Drop the cache and remove the hooks from the target."""
         self.cache = None
         if self.tap is not None:
             self.tap.close()
+
+
+def checkpoint_activations(drafter: TrainableDrafter) -> None:
+    """See `TrainableDrafter.checkpoint_activations`; an OptionError where it does nothing."""
+    if not drafter.checkpoint_activations():
+        raise OptionError(
+            f"train.activation_checkpointing is true, but a {drafter.config.family_name()} drafter "
+            "has no layers whose activations take much memory; set it to false."
+        )

@@ -18,10 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerControl
 
 from headstart.heads import Drafter
+from headstart.heads.artifacts.files import METRICS
 from headstart.heads.core import gathered, output_layer
 
 from .checkpoints import (
@@ -35,8 +37,11 @@ from .checkpoints import (
     whole_checkpoints,
 )
 from .clock import Clock, Progress
+from .data.batches import batch_loader
 from .data.training_rows import Rows
 from .engine import check_kind, describe, keep_whole, kind_of, leave_out_frozen, size_buckets
+from .epochs import NextEpoch, make_batches, steps_of
+from .metrics import Metrics, scalars
 from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
 from .on_policy import StudentText
 from .processes import from_process_0, is_process_0, sum_over_processes, wait_for_all
@@ -53,6 +58,7 @@ class DrafterTrainer(Trainer):
         validation: measures the drafter; its `tau` chooses the checkpoint.
         progress: whether to draw a bar on stderr.
         student_text: the text that the drafter writes itself, for the steps that learn from it.
+        flops: products of a training step for each token, see `Metrics`.
     """
 
     loss_is_scaled_for_ga = True
@@ -66,11 +72,18 @@ class DrafterTrainer(Trainer):
         validation: Callable[[Drafter], dict[str, Any]],
         progress: bool = True,
         student_text: StudentText | None = None,
+        flops: float | None = None,
     ):
         self.module, self.rows, self.spec, self.validation = module, rows, spec, validation
         self.student_text = student_text
         self.folder = Path(args.output_dir or "")
+        self.batches = make_batches(module, args, rows, spec)
+        if spec.epochs is not None:
+            args.max_steps = steps_of(spec.epochs, self.batches.steps, args.max_steps)
         self.clock = Clock(args.max_steps, spec.max_seconds, spec.warmup_ratio)
+        self.metrics = Metrics(
+            self.folder.parent / METRICS, self.clock, rows.lengths, args.world_size, flops
+        )
         self.signals, self.stopped = StopSignals(), False
         self.loss_total = 0.0  # of all steps so far
         self.parts: list[Part] = []  # of the coming step, on this process
@@ -80,7 +93,13 @@ class DrafterTrainer(Trainer):
             args=args,
             train_dataset=rows,
             eval_dataset=rows,  # never read: `evaluate` decodes prompts
-            callbacks=[_StepEnd(self), self.clock, Progress(self.clock, progress)],
+            callbacks=[
+                _StepEnd(self),
+                self.clock,
+                self.metrics,
+                Progress(self.clock, progress),
+                NextEpoch(self.batches),
+            ],
         )
         self.remove_callback(PrinterCallback)  # it prints to stdout
         self.kind = kind_of(args, os.environ)
@@ -191,18 +210,25 @@ class DrafterTrainer(Trainer):
         self._created_lr_scheduler = True
         return self.lr_scheduler
 
+    def get_train_dataloader(self) -> DataLoader:
+        """Not prepared by accelerate, which would divide among the processes what is divided."""
+        workers, pin = self.spec.dataloader_workers, self.args.dataloader_pin_memory
+        return batch_loader(self.rows, self.batches, workers, pin)
+
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor]:
         batches = list(itertools.islice(epoch_iterator, num_batches))
         if self.student_text is not None:
             batches = self.student_text.in_place_of(batches, self.state.global_step)
+        self.metrics.count(batches)
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
         """See `TargetWithDrafter.counts`: over one step's micro-batches of all processes."""
-        batches = [(b["tokens"].to(device), b["supervised"].to(device)) for b in batch_samples]
-        counts = sum(self.module.counts(*batch) for batch in batches)
+        names = ("tokens", "supervised", "segments")
+        batches = [{n: b[n].to(device) for n in names if n in b} for b in batch_samples]
+        counts = sum(self.module.counts(**batch) for batch in batches)
         return self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts  # type: ignore[return-value]
 
     def compute_loss(
@@ -222,7 +248,8 @@ class DrafterTrainer(Trainer):
         with gathered(self.module.drafter):
             measured = from_process_0(self.validation(self.module.drafter))
         metrics = {f"eval_{name}": value for name, value in measured.items()}
-        self.log(metrics)
+        self.log(scalars(metrics))
+        self.state.log_history[-1] = {"step": self.state.global_step} | metrics
         handler = self.callback_handler
         self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

@@ -80,5 +80,5 @@ def trained_pair(job: Job, name: str, dtype: torch.dtype) -> Pair:
     tree = StaticTree(source.tree or [[0]])
     drafter = load_drafter(source, model, tokenizer)
     record = json.loads((folder / RECORD).read_text(encoding="utf-8"))
-    prompts = [ids.view(1, -1).to(job.on) for ids in prompts]
+    prompts = [prompt.tokens.view(1, -1).to(job.on) for prompt in prompts]
     return Pair(model, drafter, tree, prompts, record["id"])

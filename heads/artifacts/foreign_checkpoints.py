@@ -50,8 +50,12 @@ def load_checkpoint(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase | None,
     options: dict[str, Any],
+    target_is_known: bool = False,
 ) -> Drafter:
     """Load another trainer's drafter, or a language model as the draft model; neither is bound yet.
+
+    Args:
+        target_is_known: leave out the warning that shapes alone show which target it is for.
 
     Raises:
         ArtifactError: it is neither, does not fit the target, or is pickled and not allowed.
@@ -68,6 +72,8 @@ def load_checkpoint(
     drafter_config = _config(kind, fields, target, source)
     _check_shapes(kind, drafter_config, tensors, source)
     drafter: Any = kind.from_pretrained(None, config=drafter_config, state_dict=tensors, **options)
+    if target_is_known:
+        return drafter
     base = config.get("base_model_name_or_path")
     named = f"; its config names {base!r}" if isinstance(base, str) else ""
     logger.warning(

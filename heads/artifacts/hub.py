@@ -10,11 +10,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi, errors, get_token, snapshot_download
+from huggingface_hub import (
+    HfApi,
+    errors,
+    get_token,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.utils import disable_progress_bars
 
 from ..core import ArtifactError
-from .files import CARD, FILES, MANIFEST, brief
+from .files import CARD, CONFIG, FILES, MANIFEST, brief
 
 # Failures below HTTP: the base error of the HTTP library that huggingface_hub happens to use.
 _TRANSPORT: type[Exception] = errors.HfHubHTTPError.__bases__[0]
@@ -91,6 +97,24 @@ def upload(folder: Path, name: str, private: bool = False) -> str:
     return f"{api.endpoint}/{repository}"
 
 
+def model_commit(name: str, revision: str | None = None) -> str:
+    """The commit that a model's name stands for: the Hub's, or else that in the cache.
+
+    Raises:
+        ArtifactError: neither has it. Without network the answer comes at once.
+    """
+    with _one_line(f"{name} is no folder here, and not found on the Hub"):
+        try:
+            return str(HfApi().model_info(name, revision=revision, timeout=10).sha)
+        except (errors.OfflineModeIsEnabled, _TRANSPORT) as error:
+            cached = None
+            if not isinstance(error, errors.HfHubHTTPError):
+                cached = try_to_load_from_cache(name, CONFIG, revision=revision)
+            if not isinstance(cached, str):
+                raise
+            return Path(cached).parent.name
+
+
 def _present(api: HfApi, repository: str, branch: str | None) -> list[str] | None:
     """The files that a push would meet; None where the repository is missing."""
     try:
@@ -115,17 +139,18 @@ def _one_line(what: str) -> Iterator[None]:
     except ArtifactError:
         raise
     except (ValueError, OSError, _TRANSPORT) as error:
-        raise ArtifactError(f"{what}: {_reason(error)}.") from error
+        raise ArtifactError(f"{what}: {reason(error)}.") from error
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
+    """What went wrong, and what to do, of an error of the Hub's client; one line."""
     cause = error.__cause__
     if isinstance(error, errors.LocalEntryNotFoundError) and cause is not None:
-        return _reason(cause)  # it only adds that the cache does not have it either
+        return reason(cause)  # it only adds that the cache does not have it either
     if isinstance(error, errors.OfflineModeIsEnabled | errors.LocalEntryNotFoundError):
         return "it was never downloaded here and HF_HUB_OFFLINE is set; unset it or fetch it first"
     if isinstance(error, errors.RevisionNotFoundError):
-        return "the repository has no such revision; check what follows the @"
+        return "the repository has no such revision; check its name"
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         if "Invalid credentials" in str(error) or (status == 401 and get_token() is not None):

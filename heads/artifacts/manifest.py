@@ -36,6 +36,7 @@ class Manifest:
     Attributes:
         target: name or path of the target, as given to the training run; with an adapter, of the
             base model that the adapter changes.
+        target_revision: the commit of a target from the Hub; empty for any other.
         tokenizer_hash: empty when unknown.
         weights_sha256, adapter_sha256, adapter_base: of `model.safetensors` and the adapter's
             weights, and see `Adapter.digest`; empty without adapter. `save_drafter` sets them.
@@ -48,6 +49,7 @@ class Manifest:
     family: str
     target: str
     target_fingerprint: str
+    target_revision: str = ""
     tokenizer_hash: str = ""
     weights_sha256: str = ""
     adapter_sha256: str = ""

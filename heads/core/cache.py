@@ -165,6 +165,12 @@ class SlabCache(Cache):
         for slab in self._slabs:
             slab.zero_()
 
+    def adopt(self, other: SlabCache, rows: Tensor, slots: int) -> None:
+        """Copy the first `slots` slots of another cache's rows into `rows` [R] of this one."""
+        self.reserve(slots)
+        for own, theirs in zip(self._slabs, other._slabs, strict=True):
+            own.narrow(2, 0, slots).index_copy_(1, rows.to(own.device), theirs.narrow(2, 0, slots))
+
     def set_slots(self, slots: Tensor | range, live: int, seen: int = 0) -> None:
         """Let the next forward write `slots`, and attend to slots 0 … live - 1 of each row.
 

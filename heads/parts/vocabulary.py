@@ -8,9 +8,9 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..core import OptionError, OutputLayer, device_of, output_layer, weight_of
+from ..core import OptionError, OutputLayer, device_of, offloaded, output_layer, weight_of
 from ..drafter import DrafterConfig, Step
-from ..trainable import TrainableDrafter
+from ..trainable import DraftLogits, TrainableDrafter
 
 
 @strict
@@ -74,6 +74,14 @@ class TrimmedVocabulary(TrainableDrafter):
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return self.target_logits
 
+    def draft_output(self, depth: int) -> DraftLogits:
+        if self.config.output != "shared":
+            return super().draft_output(depth)
+        layer = output_layer(self.target)
+        if type(layer) is nn.Linear and not offloaded(layer):
+            return DraftLogits(weight=layer.weight, bias=layer.bias)
+        return DraftLogits(lambda s: self.target_logits(s).to(s.device), (layer,))
+
     def propose(self, states: Tensor, depth: int = 1) -> Step:
         """The proposals of nodes at a depth, from their states [B, W, D']."""
         return Step(self.draft_logits(depth)(states), self.draft_vocabulary)
@@ -118,7 +126,7 @@ class TokenConditioned(TrimmedVocabulary):
         """The target's embeddings of tokens [...], which are never trained: [..., D]."""
         embedding = self.target.get_input_embeddings()
         with torch.no_grad():
-            return embedding(tokens).to(self.device, self.dtype)
+            return embedding(tokens).to(next(self.parameters()))  # its device and dtype
 
     @torch.no_grad()
     def size_of_embeddings(self) -> Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
+RECIPE = "a path, a shipped name, or parts joined by +: FAMILY+MODEL+HARDWARE"
 TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
 TRUST = "run Python code that comes with the target; a drafter's is never run"
 PICKLE = "read the tensors alone of a drafter's file that is a pickle"
@@ -33,7 +34,7 @@ _MEMORY = (
     "for a target that does not fit: so much of its weights is kept on each device, and the rest "
     "is streamed in from CPU memory, then disk; e.g. 0=20GB,cpu=100GB, or cpu=8GB without a GPU"
 )
-_OVERRIDES = "settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)"
+OVERRIDES = "settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)"
 _PROMPTS = "text, one prompt a line, or JSONL with prompt, messages, turns or text"
 _FOLDER = (
     "where weights are written that --max-memory leaves to the disk and that are not read from the "
@@ -79,7 +80,7 @@ def memory(text: str) -> dict[int | str, str]:
 def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     """Overrides of a recipe's settings, and --fresh."""
     add = parser.add_argument
-    add("overrides", metavar="a.b=value", nargs="*", default=[], help=_OVERRIDES)
+    add("overrides", metavar="a.b=value", nargs="*", default=[], help=OVERRIDES)
     add("--fresh", action="store_true", help="redo stages that are finished")
 
 

@@ -457,7 +457,7 @@ def test_generate_chats_only_when_asked(
 
 
 def test_prompts_that_are_chats_go_through_the_template(chat_target: str, target: str) -> None:
-    from headstart.train.data.corpus import Document
+    from headstart.train.data.documents import Document
 
     for folder, before in ((chat_target, "<user>a<assistant>"), (target, "")):
         options = Namespace(target=folder, drafter=None)

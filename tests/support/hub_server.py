@@ -2,6 +2,7 @@
 
 It has the endpoints that creating, uploading, listing and downloading use, and the answers of the
 real one to missing, private and foreign repositories. It proves our side of the talk, not its.
+Names of data sets begin with `datasets/`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import yaml
 
@@ -97,8 +98,8 @@ class _Refused(Exception):
         self.status, self.code, self.message = status, code, message
 
 
-_API = r"/api/models/(?P<id>[^/]+/[^/]+)"
-_NAME = r"/(?P<id>[^/]+/[^/]+)"
+_NAME = r"/(?P<id>(?:datasets/)?[^/]+/[^/]+)"
+_API = rf"/api(?:/models)?{_NAME}"
 _ROUTES = [
     ("POST", r"/api/repos/create", "create"),
     ("POST", r"/api/validate-yaml", "validate"),
@@ -108,7 +109,8 @@ _ROUTES = [
     ("PUT", r"/objects/(?P<oid>\w+)", "put"),
     ("POST", rf"{_API}/commit/(?P<revision>[^/]+)", "commit"),
     ("GET", rf"{_API}(/revision/(?P<revision>[^/]+))?", "info"),
-    ("GET", rf"{_API}/tree/(?P<revision>[^/]+)", "tree"),
+    ("GET", rf"{_API}/tree/(?P<revision>[^/]+)(/(?P<folder>.+))?", "tree"),
+    ("POST", rf"{_API}/paths-info/(?P<revision>[^/]+)", "paths"),
     ("HEAD|GET", rf"{_NAME}/resolve/(?P<revision>[^/]+)/(?P<file>.+)", "resolve"),
 ]
 
@@ -273,16 +275,21 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": name} for name in repository.commits[oid]]
         return {"id": id, "sha": oid, "private": repository.private, "siblings": siblings}, 200
 
-    def tree(self, body: bytes, id: str, revision: str) -> tuple:
+    def tree(self, body: bytes, id: str, revision: str, folder: str | None) -> tuple:
         repository, oid = self._at(id, revision)
-        entries = []
-        for name, data in repository.commits[oid].items():
-            git, sha = _oids(data)
-            entry: dict[str, Any] = {"type": "file", "path": name, "size": len(data), "oid": git}
-            if name.endswith(".safetensors"):
-                entry["lfs"] = {"oid": sha, "size": len(data), "pointerSize": 100}
-            entries.append(entry)
-        return entries, 200
+        entries = _entries(repository.commits[oid])
+        within = f"{folder}/" if folder else ""
+        below = [entry for entry in entries if entry["path"].startswith(within)]
+        if "recursive=True" not in self.path and "recursive=true" not in self.path:
+            below = [e for e in below if "/" not in e["path"].removeprefix(within)]
+        return below, 200
+
+    def paths(self, body: bytes, id: str, revision: str) -> tuple:
+        """What is at some paths; those that do not exist are left out."""
+        repository, oid = self._at(id, revision)
+        form = parse_qs(body.decode())
+        asked = form.get("paths") or json.loads(body)["paths"]
+        return [e for e in _entries(repository.commits[oid]) if e["path"] in asked], 200
 
     def resolve(self, body: bytes, id: str, revision: str, file: str) -> tuple:
         repository, oid = self._at(id, revision)
@@ -290,7 +297,28 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(404, "EntryNotFound", "Entry not found")
         data = repository.commits[oid][file]
         etag = _oids(data)[1 if file.endswith(".safetensors") else 0]
-        return data, 200, {"X-Repo-Commit": oid, "ETag": f'"{etag}"'}
+        headers = {"X-Repo-Commit": oid, "ETag": f'"{etag}"'}
+        part = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if part is None:
+            return data, 200, headers
+        first, last = int(part[1]), min(int(part[2] or len(data)), len(data) - 1)
+        headers["Content-Range"] = f"bytes {first}-{last}/{len(data)}"
+        return data[first : last + 1], 206, headers
+
+
+def _entries(files: Files) -> list[dict[str, Any]]:
+    """Files and folders as the Hub lists them."""
+    folders = {path[:at] for path in files for at, sign in enumerate(path) if sign == "/"}
+    entries: list[dict[str, Any]] = [
+        {"type": "directory", "path": path, "oid": _oids(path.encode())[0]} for path in folders
+    ]
+    for name, data in files.items():
+        git, sha = _oids(data)
+        entry = {"type": "file", "path": name, "size": len(data), "oid": git}
+        if name.endswith(".safetensors"):
+            entry["lfs"] = {"oid": sha, "size": len(data), "pointerSize": 100}
+        entries.append(entry)
+    return entries
 
 
 def _oids(data: bytes) -> tuple[str, str]:

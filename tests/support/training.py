@@ -1,17 +1,20 @@
 """Small training runs: drafters as a recipe makes them, their trainers, and runs cut in two."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads import Drafter, TrainableDrafter
 from headstart.train.arguments import training_arguments
-from headstart.train.data.training_rows import Rows
+from headstart.train.data.training_rows import Row, Rows
 from headstart.train.drafter_stage import make_drafter
 from headstart.train.joint import training_classes
 from headstart.train.recipe import Train, parse_recipe
@@ -24,9 +27,30 @@ IDLE = {"tau": 1.0, "acceptance_by_depth": [], "tree": []}
 Validate = Callable[[Drafter], dict[str, Any]]
 
 
-def rows(count: int = 10, length: int = 12) -> Rows:
-    lengths = torch.full((count,), length).int()
-    return Rows(counting_rows(count, length).int(), lengths, torch.full_like(lengths, 2))
+def rows(count: int = 10, length: int = 12, supervised: Any = None) -> Rows:
+    """Rows that count; `supervised` [count, length] bool, by default all after two tokens."""
+    taught = [np.arange(length) >= 2] * count if supervised is None else supervised
+    tokens = counting_rows(count, length).int().numpy()
+    texts = zip(range(count), tokens, np.array(taught), strict=True)
+    return Rows.of(Row(str(number), *text) for number, *text in texts)
+
+
+@dataclass
+class Columns:
+    """Rows beside each other, padded with 0."""
+
+    tokens: Tensor  # [n, T] int32
+    lengths: Tensor  # [n]
+    prompt_lengths: Tensor  # [n], the tokens before the first that is supervised
+    supervised: Tensor  # [n, T] bool
+
+
+def columns(rows: Rows | Sequence[Row]) -> Columns:
+    found = [rows.row(i) for i in range(len(rows))] if isinstance(rows, Rows) else rows
+    tokens = pad_sequence([torch.tensor(row.tokens) for row in found], batch_first=True)
+    supervised = pad_sequence([torch.tensor(row.supervised) for row in found], batch_first=True)
+    lengths = torch.tensor([len(row.tokens) for row in found])
+    return Columns(tokens, lengths, supervised.byte().argmax(1), supervised)
 
 
 def drafter_of(target: Any, family: str, **options: Any) -> TrainableDrafter:
@@ -37,13 +61,18 @@ def drafter_of(target: Any, family: str, **options: Any) -> TrainableDrafter:
 
 
 def trainer_of(
-    drafter: TrainableDrafter, folder: Path, spec: Train, validate: Validate, **arguments: Any
+    drafter: TrainableDrafter,
+    folder: Path,
+    spec: Train,
+    validate: Validate,
+    data: Rows | None = None,
+    **arguments: Any,
 ) -> DrafterTrainer:
-    """The trainer that a recipe's run would use, on `rows()`."""
+    """The trainer that a recipe's run would use, by default on `rows()`."""
     module_class, trainer_class = training_classes(drafter)
     module = module_class(drafter.target, drafter, spec.head_decay, spec.loss)
     args = training_arguments(spec, folder, seed=3, **arguments)
-    return trainer_class(module, args, rows(), spec, validate, progress=False)
+    return trainer_class(module, args, data or rows(), spec, validate, progress=False)
 
 
 class Killed(Exception):

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -22,10 +23,17 @@ from headstart.train.on_policy import StudentText, check_on_policy
 from headstart.train.recipe import Distill, OnPolicy, RecipeError, Train, parse_recipe
 from headstart.train.target_with_drafter import TargetWithDrafter
 from headstart.train.trainer import DrafterTrainer
-from tests.support.counting import SIZE, counting_rows, counting_target
+from tests.support import training
+from tests.support.counting import SIZE, counting_target
 from tests.support.paths import ROOT
 from tests.support.recipes import SAME, TINY, launch
-from tests.support.training import IDLE, check_same_checkpoints, drafter_of, killed_and_resumed
+from tests.support.training import (
+    IDLE,
+    check_same_checkpoints,
+    columns,
+    drafter_of,
+    killed_and_resumed,
+)
 
 PROMPT, LENGTH = 3, 12
 DISTILL = Distill(prefix_tokens=PROMPT, new_tokens=LENGTH - PROMPT, batch_size=5)
@@ -36,9 +44,9 @@ SPEC = Train(
 
 
 def rows(count: int = 10) -> Rows:
-    lengths = torch.full((count,), LENGTH).int()
-    prompts = torch.tensor([PROMPT - (row % 2) for row in range(count)]).int()  # two lengths
-    return Rows(counting_rows(count, LENGTH).int(), lengths, prompts)
+    prompts = [PROMPT - (row % 2) for row in range(count)]  # two lengths
+    supervised = [np.arange(LENGTH) >= prompt for prompt in prompts]
+    return training.rows(count, LENGTH, supervised)
 
 
 def student(seed: int = 0, **changes: Any) -> DraftModel:
@@ -73,21 +81,21 @@ def test_the_text_is_the_current_students() -> None:
     found = []
     for _ in range(2):
         drafter.train()
-        text = text_of(drafter, cold).at(0)
+        text = columns(text_of(drafter, cold).at(0))
         assert drafter.model.training
         for tokens, length, start in zip(
             text.tokens, text.lengths, text.prompt_lengths, strict=True
         ):
             assert length == start + DISTILL.new_tokens
             prompt = tokens[None, :start].long()
-            assert any(torch.equal(prompt[0], row[:start].long()) for row in rows().tokens)
+            assert any(torch.equal(prompt[0], row[:start].long()) for row in columns(rows()).tokens)
             drafter.eval()
             expected = model.generate(
                 prompt, attention_mask=torch.ones_like(prompt), do_sample=False,
                 max_new_tokens=DISTILL.new_tokens,
             )  # fmt: skip
             assert torch.equal(tokens[:length], expected[0])
-        assert torch.equal(text.written.sum(1), text.lengths - text.prompt_lengths)
+        assert torch.equal(text.supervised.sum(1), text.lengths - text.prompt_lengths)
         found.append(text.tokens)
         with torch.no_grad():  # one step of training, as good as any
             model.lm_head.weight.normal_(std=0.3)
@@ -104,11 +112,11 @@ def test_the_share_of_steps_is_lambda() -> None:
 
 def test_processes_share_what_one_would_write() -> None:
     drafter, spec = student(), OnPolicy(lmbda=1.0, temperature=1.5)
-    whole = text_of(drafter, spec).at(2)
+    whole = columns(text_of(drafter, spec).at(2)).tokens
     halves = [text_of(drafter, spec, rank=rank, world=2, rows=2).at(2) for rank in (0, 1)]
-    assert torch.equal(torch.cat([half.tokens for half in halves]), whole.tokens)
+    assert torch.equal(columns([row for half in halves for row in half]).tokens, whole)
     for other in (text_of(drafter, spec).at(1), text_of(drafter, spec, seed=4).at(2)):
-        assert not torch.equal(other.tokens, whole.tokens)
+        assert not torch.equal(columns(other).tokens, whole)
 
 
 def test_text_is_written_at_once_and_never_kept_over_a_checkpoint(
@@ -137,14 +145,14 @@ def test_the_text_ends_and_is_spelt_as_the_targets() -> None:
     drafter = student()
     drafter.target.generation_config.eos_token_id = [7]  # type: ignore[union-attr]
     hot = OnPolicy(lmbda=1.0, temperature=5.0)
-    text = text_of(drafter, hot, rows=64).at(0)
+    text = columns(text_of(drafter, hot, rows=64).at(0))
     ended = text.lengths < text.prompt_lengths + DISTILL.new_tokens
     last = text.tokens.gather(1, (text.lengths - 1).long().unsqueeze(1)).squeeze(1)
     assert ended.any() and (last[ended] == 7).all()
     drafter.model.resize_token_embeddings(4 * SIZE)
-    assert text_of(drafter, hot, rows=16).at(0).tokens.max() < SIZE
+    assert columns(text_of(drafter, hot, rows=16).at(0)).tokens.max() < SIZE
     drafter.model.resize_token_embeddings(SIZE // 2)
-    assert text_of(drafter, hot, rows=16).at(0).tokens.max() < SIZE // 2
+    assert columns(text_of(drafter, hot, rows=16).at(0)).tokens.max() < SIZE // 2
 
 
 def trainer(folder: Path, drafter: DraftModel, spec: Train = SPEC, validate: Any = None) -> Any:
@@ -163,7 +171,7 @@ def test_steps_take_the_students_text_in_its_turn(tmp_path: Path, accumulation: 
     forward, seen = run.module.forward, []
 
     def watched(rows: Any, tokens: Tensor, *others: Any, **how: Any) -> Any:
-        own = not any(torch.equal(tokens[0], row) for row in run.rows.tokens.long())
+        own = not any(torch.equal(tokens[0], row["tokens"]) for row in run.rows)
         assert own == (rows is None)
         seen.append((run.state.global_step, own, len(tokens)))
         return forward(rows, tokens, *others, **how)
@@ -184,8 +192,8 @@ def test_steps_take_the_students_text_in_its_turn(tmp_path: Path, accumulation: 
 def test_the_cache_is_of_the_targets_text_alone() -> None:
     drafter = student()
     module = TargetWithDrafter(drafter.target, drafter, 0.8, "reverse_kl")
-    text = text_of(drafter, OnPolicy(lmbda=1.0)).at(0)
-    batch = text.tokens.long(), text.written
+    text = columns(text_of(drafter, OnPolicy(lmbda=1.0)).at(0))
+    batch = text.tokens.long(), text.supervised
     online = module(None, *batch)["loss"]
     assert module.fill_cache(rows(), 1.0)
     assert torch.equal(module(None, *batch)["loss"], online)
@@ -214,10 +222,10 @@ def test_the_loss_falls_on_the_students_text(tmp_path: Path, loss: str) -> None:
     )  # fmt: skip
 
     def on_fresh_text() -> float:
-        text = text_of(drafter, on_policy, rows=64).at(0)
+        text = columns(text_of(drafter, on_policy, rows=64).at(0))
         module = TargetWithDrafter(drafter.target, drafter, 1.0, loss)
         with torch.no_grad():
-            return float(module(None, text.tokens.long(), text.written)["loss"])
+            return float(module(None, text.tokens.long(), text.supervised)["loss"])
 
     before = on_fresh_text()
     run.fit()

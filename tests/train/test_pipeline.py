@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headstart
@@ -23,11 +24,14 @@ from headstart.train import main, pipeline
 from headstart.train.data.corpus import load_documents
 from headstart.train.data.prefixes import held_out_prompts
 from headstart.train.recipe import load_recipe
+from headstart.train.stage_folders import StageError
 from headstart.train.validate import measure_tau
 from tests.support.paths import ROOT
 from tests.support.recipes import SAME, TINY, launch
 
-STAGES = ("corpus", "target", "distill", "heads")
+STAGES = ("corpus", "target", "distill", "train", "heads")
+OWN = {"train", "heads"}
+"""Those that a run shares with no other."""
 
 
 @pytest.fixture
@@ -47,22 +51,75 @@ def ids(folder: Path) -> dict[str, str]:
 
 def test_every_stage_is_reused_until_something_changes(tiny: Path, tmp_path: Path) -> None:
     root = tmp_path / "runs" / "tiny"
-    artifact = pipeline.train(load_recipe(tiny))
-    assert artifact == root / "heads"
-    first = ids(root)
-    assert set(first) == set(STAGES)
-    assert pipeline.train(load_recipe(tiny)) == artifact and ids(root) == first
-    pipeline.train(load_recipe(tiny, ["decode.prompts=1"]))  # the benchmark's alone
-    assert ids(root) == first
 
-    pipeline.train(load_recipe(tiny, ["train.learning_rate=2e-3"]))
+    def changed(*overrides: str, fresh: bool = False) -> set[str]:
+        before = ids(root)
+        assert pipeline.train(load_recipe(tiny, overrides), fresh) == root / "heads"
+        return {name for name, id in ids(root).items() if id != before.get(name)}
+
+    assert changed() == set(STAGES)
+    first = ids(root)
+    # The benchmark's alone, and what decides no result.
+    assert not changed("decode.prompts=1", "distill.batch_size=3", "train.feature_cache_mb=0")
+    # Another evaluation chooses among the checkpoints that were kept.
+    assert changed("decode.new_tokens=12", "decode.tree=chain:2") == {"heads"}
+    manifest = read_manifest(root / "heads")
+    assert manifest.metrics["tree"] == [[0], [0, 0]] and "train_loss" in manifest.metrics
+    assert changed("train.learning_rate=2e-3") == {"train", "heads"}
+    assert changed("distill.new_tokens=12") == {"distill", "train", "heads"}
+    assert changed(fresh=True) == set(STAGES)
+    for name, id in first.items():  # nothing was removed
+        records = [json.loads(path.read_text()) for path in root.glob(f"{name}-*/stage.json")]
+        assert id in {record["id"] for record in records}
+
+
+def test_training_goes_on_only_when_asked(tiny: Path, tmp_path: Path) -> None:
+    root = tmp_path / "runs" / "tiny"
+    with pytest.raises(StageError, match="no finished training of fewer than 12 steps"):
+        pipeline.train(load_recipe(tiny, ["train.extend=true"]))
+    pipeline.train(load_recipe(tiny))
+    first = ids(root)
+    more = ["train.max_steps=20", "train.extend=true"]
+    pipeline.train(load_recipe(tiny, more))
+    metrics = read_manifest(root / "heads").metrics
+    bounds = [(of["max_steps"], of["steps"]) for of in metrics["schedules"]]
+    assert bounds == [(12, 12), (20, 20)] and metrics["steps"] == 20
     second = ids(root)
-    assert {name for name in STAGES if second[name] != first[name]} == {"heads"}
-    pipeline.train(load_recipe(tiny, ["distill.new_tokens=12"]))
-    third = ids(root)
-    assert {name for name in STAGES if third[name] != second[name]} == {"distill", "heads"}
-    pipeline.train(load_recipe(tiny), fresh=True)
-    assert not set(ids(root).values()) & set(third.values())
+    assert {name for name in STAGES if second[name] != first[name]} == {"train", "heads"}
+    pipeline.train(load_recipe(tiny, more))
+    assert ids(root) == second
+    # Without it the same steps are trained from the start.
+    pipeline.train(load_recipe(tiny, more[:1]))
+    assert len(read_manifest(root / "heads").metrics["schedules"]) == 1
+    assert ids(root)["train"] not in (first["train"], second["train"])
+
+
+def test_files_that_changed_are_read_again(tiny: Path, tmp_path: Path) -> None:
+    root, text = tmp_path / "runs" / "tiny", tmp_path / "corpus.jsonl"
+
+    def write(word: str) -> None:
+        rows = [{"text": f"{word} {n} " * 30} for n in range(40)]
+        text.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    write("first")
+    pipeline.train(load_recipe(tiny))
+    target = tmp_path / "target"
+    shutil.copytree(root / "target", target)
+    recipe = load_recipe(tiny, [
+        "name=other", f"corpus.source={text}", "target.scratch=null", f"target.model={target}",
+    ])  # fmt: skip
+    pipeline.train(recipe)
+    first = ids(recipe.folder)
+    write("other")
+    pipeline.train(recipe)
+    second = ids(recipe.folder)
+    assert {name for name in STAGES if second[name] == first[name]} == {"target"}
+    weights = load_file(target / "model.safetensors")
+    weights["lm_head.weight" if "lm_head.weight" in weights else next(iter(weights))][0] += 1
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    pipeline.train(recipe)
+    third = ids(recipe.folder)
+    assert {name for name in STAGES if third[name] == second[name]} == {"corpus"}
 
 
 def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
@@ -73,7 +130,8 @@ def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
         "tree.json",
     }  # fmt: skip
     manifest = read_manifest(artifact)
-    assert manifest.family == "medusa" and manifest.target == str(artifact.parent / "target")
+    target_folder = (artifact.parent / "target").resolve()
+    assert manifest.family == "medusa" and Path(manifest.target).resolve() == target_folder
     assert manifest.recipe == json.loads(json.dumps(recipe.to_dict()))
 
     target: Any = AutoModelForCausalLM.from_pretrained(manifest.target)
@@ -92,7 +150,7 @@ def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
     assert f"{measured['tau']:.2f}" in card and "headstart.load(" in card
 
     speculator = headstart.load(manifest.target, artifact, tree=str(artifact / "tree.json"))
-    prompt = prompts[0][None]
+    prompt = prompts[0].tokens[None]
     found = speculator.generate(prompt, max_new_tokens=12, do_sample=False)
     assert torch.equal(found, target.generate(prompt, max_new_tokens=12, do_sample=False))
 
@@ -127,6 +185,7 @@ def test_a_drafter_without_training_is_measured_all_the_same(tiny: Path, tmp_pat
     assert report["identical_to_plain"] and report["identical_to_generate"] and report["tau"] > 1
     before = ids(recipe.folder)
     assert "distill" not in before and not (recipe.folder / "heads" / "checkpoints").exists()
+    assert "train" not in before
     pipeline.train(load_recipe(tiny, ["train.max_steps=5"]))  # nothing is trained
     assert ids(recipe.folder) == before
 
@@ -150,25 +209,27 @@ def test_stages_are_shared_with_another_run(tiny: Path, tmp_path: Path) -> None:
     root, own = tmp_path / "runs" / "tiny", tmp_path / "runs" / "own"
     second = ["name=own", "shares=tiny", "drafter.heads=1"]
     artifact = pipeline.train(load_recipe(tiny, second))  # what is missing is made there
-    assert artifact == own / "heads" and set(ids(own)) == {"heads"}
+    assert artifact == own / "heads" and set(ids(own)) == OWN
     made = ids(root)
     assert set(made) == {"corpus", "target", "distill"}
-    assert read_manifest(artifact).target == str(root / "target")
+    assert Path(read_manifest(artifact).target).resolve() == (root / "target").resolve()
     pipeline.train(load_recipe(tiny))
     first, mine = ids(root), ids(own)
-    assert first == made | {"heads": first["heads"]}
+    assert first == made | {name: first[name] for name in OWN}
     pipeline.train(load_recipe(tiny, second))
     assert (ids(root), ids(own)) == (first, mine)
 
     report = pipeline.run(load_recipe(tiny, [*second, "distill.new_tokens=12"]))
-    assert set(ids(own)) == {"distill", "heads"} and ids(root) == first
+    assert set(ids(own)) == {"distill", *OWN} and ids(root) == first
     assert set(report["stage_seconds"]) == {*STAGES, "bench"}
     assert report["held_out"] == str(root / "corpus" / "held_out.jsonl")
     # The same text as the first run's, but of another target.
     pipeline.train(load_recipe(tiny, [*second, "target.scratch.adamw_lr=1e-3"]))
-    assert set(ids(own)) == {"target", "distill", "heads"} and ids(root) == first
+    assert set(ids(own)) == {"target", "distill", *OWN} and ids(root) == first
+    before = ids(own)
     pipeline.train(load_recipe(tiny, second), fresh=True)
-    assert set(ids(own)) == {"heads"} and ids(root) == first
+    after = ids(own)
+    assert {name for name in after if after[name] != before[name]} == OWN and ids(root) == first
 
 
 def test_the_module_is_the_same_job(tiny: Path, tmp_path: Path) -> None:
@@ -217,7 +278,7 @@ stage.write_atomically = stop
 
 @pytest.mark.parametrize(
     ("patch", "kept"),
-    [(IN_TARGET, STAGES[:1]), (IN_HEADS, STAGES[:3]), (IN_ARTIFACT, STAGES[:3])],
+    [(IN_TARGET, STAGES[:1]), (IN_HEADS, STAGES[:3]), (IN_ARTIFACT, STAGES[:4])],
     ids=["target", "heads", "artifact"],
 )
 def test_sigkill_loses_no_finished_stage(
@@ -276,11 +337,11 @@ def test_two_processes_train_one_drafter(tiny: Path, tmp_path: Path) -> None:
     job("name=two", "shares=tiny", "distill.temperature=0.7", "train.batch_size=2", *SAME)
     root = tmp_path / "runs" / "tiny"
     before = ids(root)
-    assert set(before) == set(STAGES[:3]) and set(ids(tmp_path / "runs" / "two")) == {"heads"}
-    assert len(list((root / "distill").glob("*.safetensors"))) == 4
+    assert set(before) == set(STAGES[:3]) and set(ids(tmp_path / "runs" / "two")) == OWN
+    assert len(list((root / "distill").glob("*.tokens.npy"))) == 4
     recipe = load_recipe(tiny, ["distill.temperature=0.7", "train.batch_size=4", *SAME])
     pipeline.train(recipe)
-    assert ids(root) == before | {"heads": ids(root)["heads"]}
+    assert {name: id for name, id in ids(root).items() if name not in OWN} == before
     two = weights("two")
     for name, tensor in weights("tiny").items():
         torch.testing.assert_close(two[name], tensor, rtol=1e-3, atol=1e-5)

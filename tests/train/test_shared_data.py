@@ -40,7 +40,7 @@ def test_the_corpus_reads_all_of_it(tmp_path: Path, name: str) -> None:
     spec = Corpus(source=str(DATA / name), max_bytes=10**8, held_out=0.1)
     counts = build_corpus(spec, tmp_path)
     assert counts["skipped"] == counts["skipped_rows"] == 0
-    found = load_documents(tmp_path, "train") + load_documents(tmp_path, "held_out")
+    found = [*load_documents(tmp_path, "train"), *load_documents(tmp_path, "held_out")]
     assert counts["train_documents"] + counts["held_out_documents"] == len(found) == documents
     assert counts["held_out_documents"] == round(0.1 * documents)
     assert len({document.id for document in found}) == documents

@@ -43,7 +43,7 @@ def measure(recipe: Recipe, count: int) -> tuple[float, int]:
     seen = {tuple(learnt[i].tolist()) for i in range(len(learnt))}
     stats, different = Stats(speculator.tree.max_depth), 0
     model: Any = speculator.model
-    for prompt in prompts:
+    for prompt in (each.tokens for each in prompts):
         assert prompt[0] == tokenizer.bos_token_id and tuple(prompt.tolist()) not in seen
         options = {"max_new_tokens": recipe.decode.new_tokens, "do_sample": False}
         text = speculator.generate(prompt[None], **options)
@@ -76,7 +76,7 @@ def test_a_few_seconds_of_training_help(tmp_path: Path) -> None:
 def test_the_openings_are_the_models_own_and_seeded(tmp_path: Path) -> None:
     from itertools import islice
 
-    from headstart.train.data.corpus import sample_documents
+    from headstart.train.data.target_text import sample_documents
 
     def openings(seed: int) -> list[str]:
         return [d.text for d in islice(sample_documents(str(MODEL), 12, seed), 80)]

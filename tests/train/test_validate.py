@@ -1,5 +1,8 @@
 """Validation: ranks that fit the decode loop, trees that accept most."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 
@@ -8,7 +11,8 @@ from headstart.heads.medusa import Medusa
 from headstart.infer import StaticTree
 from headstart.infer.measure.greedy_text import Written, write_texts
 from headstart.infer.measure.ranks import MISSED, best_tree, measure_ranks
-from headstart.train.validate import Validation, measure_tau
+from headstart.train.data.prefixes import HeldOutPrompt
+from headstart.train.validate import Validation, measure_tau, ratio, standard_error
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
 
 
@@ -31,7 +35,7 @@ def test_ranks_fit_the_decode_loop() -> None:
     tree = StaticTree(best_tree(ranks, nodes=4))
     assert tree.paths == ((0,), (0, 1), (0, 1, 0))
     measured = measure_tau(target, drafter, tree, "greedy", prompts, 13)
-    assert measured == {"tau": 4.0, "acceptance_by_depth": [1.0, 1.0, 1.0]}
+    assert measured == {"tau": 4.0, "tau_se": 0.0, "acceptance_by_depth": [1.0, 1.0, 1.0]}
     chain = measure_tau(target, drafter, StaticTree.chain(3), "greedy", prompts, 13)
     assert chain["tau"] == 2.0
 
@@ -41,10 +45,57 @@ def test_sparse_trees_follow_the_drafter() -> None:
     validation = Validation(target, list(counting_rows(2, 5)), 12, "sparse:4", "greedy")
     right = validation(counting_drafter(target, heads=3))
     assert right["tree"] == [[0], [0, 0], [0, 0, 0]]
+    assert right["simulated_tau"] == right["tau"] == 11 / 3
     other = validation(second_best(counting_drafter(target, heads=3), head=1))
     assert other["tree"] == [[1], [1, 0], [1, 0, 0]]
     fixed = Validation(target, list(counting_rows(2, 5)), 12, "chain:2", "greedy")
-    assert fixed(counting_drafter(target, heads=3))["tree"] == [[0], [0, 0]]
+    found = fixed(counting_drafter(target, heads=3))
+    assert found["tree"] == [[0], [0, 0]] and found["simulated_tau"] == found["tau"] == 11 / 4
+    sampled = Validation(target, list(counting_rows(2, 5)), 12, "chain:2", "match")
+    assert "simulated_tau" not in sampled(counting_drafter(target, heads=3))
+
+
+def test_prompts_of_different_lengths_are_decoded_as_each_alone() -> None:
+    target = counting_target()
+    drafter = second_best(counting_drafter(target, heads=3), head=2)
+    tree = StaticTree([[0], [1], [0, 0]])
+    lengths = [3, 9, 1, 6, 4]
+    rows = [row[:n] for row, n in zip(counting_rows(5, 9), lengths, strict=True)]
+    alone = [measure_tau(target, drafter, tree, "greedy", [row], 13) for row in rows]
+    prompts = [
+        HeldOutPrompt(row, f"chat {i // 2}", source="short" if len(row) < 4 else "long")
+        for i, row in enumerate(rows)
+    ]
+    together = measure_tau(target, drafter, tree, "greedy", prompts, 13)
+    # Twelve tokens of each prompt come in rounds.
+    rounds = [12 / one["tau"] for one in alone]
+    assert together["tau"] == pytest.approx(60 / sum(rounds))
+    by_source = together["tau_by_source"]
+    assert {name: of["prompts"] for name, of in by_source.items()} == {"long": 3, "short": 2}
+    assert by_source["short"]["tau"] == pytest.approx(24 / (rounds[0] + rounds[2]))
+
+
+def test_the_standard_error_is_the_spread_of_samples_of_documents() -> None:
+    """Chats of several turns, whose prompts are alike: as if each were a document is too sure."""
+    generator = np.random.default_rng(0)
+
+    def sample() -> tuple[np.ndarray, list[str]]:
+        counts, documents = [], []
+        for chat in range(24):
+            ease = generator.normal(3.0, 0.5)
+            for _ in range(generator.integers(1, 5)):
+                rounds = int(generator.integers(5, 40))
+                counts.append((round(rounds * ease), rounds))
+                documents.append(str(chat))
+        return np.array(counts), documents
+
+    samples = [sample() for _ in range(400)]
+    spread = np.std([ratio(counts) for counts, _ in samples])
+    errors: Any = [standard_error(counts, documents) for counts, documents in samples]
+    assert np.mean(errors) == pytest.approx(spread, rel=0.1)
+    alone: Any = [standard_error(c, list(map(str, range(len(c))))) for c, _ in samples]
+    assert np.mean(alone) < 0.8 * spread
+    assert standard_error(np.array([[3, 1], [5, 2]]), ["a", "a"]) is None
 
 
 @pytest.mark.parametrize("rule", ["match", "coupled"])

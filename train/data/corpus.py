@@ -1,121 +1,153 @@
-"""The corpus stage: documents from the standard library, a file, a folder, or a model's own text.
+"""The corpus stage: documents of one source or a mixture, without those that are there twice.
 
 The result is `train.jsonl` and `held_out.jsonl`, one document a line. Documents are held out
-whole, so that no part of a held-out text is in the training set.
+whole, together with all others that begin with the same prompt, so that no part of a held-out text
+is in the training set. No more than one document is in memory at a time.
 """
 
 from __future__ import annotations
 
-import itertools
-import json
+import functools
 import logging
-from collections.abc import Iterator
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+import numpy as np
 
-from headstart.heads.core import load_pretrained, row_seeds
-from headstart.heads.core.files import write_atomically
-from headstart.infer import Speculator
-
-from ..recipe import Corpus, Distill
+from ..recipe import Corpus, Source
+from .document_files import Documents, write_documents
 from .documents import CorpusError, Document
-from .reading import SUPPORTED, Skipped, order, read_source
-from .training_rows import write_rows
+from .parsing import OPENINGS
+from .reading import SUPPORTED, Skipped, order, read_source, source_name
+from .selection import Spool, choose, hold_out
+from .target_text import sample_documents
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 64  # texts that a model samples at once
 
-
-def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
-    """Write the documents of `spec.source` into `folder` and return the counts.
+def build_corpus(
+    spec: Corpus, folder: Path, seed: int = 0, first_rows: bool = False
+) -> dict[str, Any]:
+    """Write the documents of `spec` into `folder` and return the counts.
 
     Documents are taken in the order of the hash of their id (a relative path, or file:line) until
-    the next would pass `spec.max_bytes`; of these, `round(spec.held_out * count)` are held out,
-    drawn by a hash of seed and id (at least one, if `held_out` is not 0 and there are two). Files
-    that are not UTF-8 text are skipped and counted, rows that cannot be read only where
-    `spec.on_error` is `skip`. Raises CorpusError.
+    the next would pass `spec.max_bytes`, or its source's share of them in a mixture. Of documents
+    with the same content one is kept, if `spec.dedup`. About `spec.held_out * count` are held out,
+    drawn by a hash of seed and first prompt. Files that are not UTF-8 text are skipped and counted,
+    rows that cannot be read only where `spec.on_error` is `skip`. Raises CorpusError.
+
+    Args:
+        first_rows: take the first documents of each source instead, in their order, and read no
+            more: a sample of a large source, to look at.
     """
     skipped = Skipped(spec.on_error)
-    if spec.source == "target":
-        assert spec.writer is not None  # the recipe filled it in
-        documents = sample_documents(spec.writer, spec.opening_tokens, seed)
-    else:
-        documents = read_source(spec.source, skipped)
-    chosen: list[Document] = []
-    size = 0
-    for document in documents:
-        size += len(document.whole().encode())
-        if size > spec.max_bytes:
-            if not chosen:
-                raise CorpusError(
-                    f"{document.id}: {size} bytes, more than corpus.max_bytes {spec.max_bytes}; "
-                    "raise corpus.max_bytes"
-                )
+    parts = spec.parts()
+    names, weights = _names(parts), [part.weight for part in parts]
+    budgets = [spec.max_bytes * weight / sum(weights) for weight in weights]
+    spool = Spool(folder / ".documents.tmp", budgets, spec.dedup, seed)
+    try:
+        for i, part in enumerate(parts):
+            name = names[i] if len(parts) > 1 else None
+            if part.source == "target":
+                assert spec.writer is not None  # the recipe filled it in
+                documents = sample_documents(spec.writer, spec.opening_tokens, seed)
+                found = _add(spool, i, documents, in_order=True)
+            else:
+                wanted = functools.partial(_is_wanted, None if first_rows else spool, i)
+                documents = read_source(part, skipped, name, wanted)
+                found = _add(spool, i, documents, in_order=first_rows)
+            if not found:
+                first = f"; {skipped.rows} rows skipped, {skipped.first}" if skipped.rows else ""
+                raise CorpusError(f"{part.source}: no text found{first}; expected {SUPPORTED}")
+        records = spool.records()
+        if skipped.rows:
+            logger.warning("corpus: %d rows skipped; the first: %s", skipped.rows, skipped.first)
+        chosen = records[choose(records, weights, spec.max_bytes)]
+        if not len(chosen):
+            raise CorpusError(
+                f"{', '.join(names)}: the first document alone has more bytes than its share of "
+                f"corpus.max_bytes {spec.max_bytes}; raise corpus.max_bytes"
+            )
+        counts = _counts(skipped, spool.duplicates())
+        if len(parts) > 1:
+            counts["source_bytes"] = _shares(names, weights, chosen, spec.max_bytes)
+        held_out = hold_out(chosen, spec.held_out)
+        if spec.held_out and len(chosen) > 1 and not held_out.any():
+            logger.warning("corpus: all documents begin with the same prompt: none is held out")
+        return counts | _write(folder, spool, chosen, held_out)
+    finally:
+        spool.close()
+
+
+def load_documents(folder: Path, split: Literal["train", "held_out"]) -> Documents:
+    """What `build_corpus` wrote, in its order; documents are read when they are asked for."""
+    return Documents(folder / f"{split}.jsonl")
+
+
+def _add(spool: Spool, source: int, documents: Iterable[Document], in_order: bool) -> int:
+    """Add the documents of a source and return their number.
+
+    Those that are taken `in_order` are read until no more can be chosen.
+    """
+    number = -1
+    for number, document in enumerate(documents):
+        spool.add(document, source, number if in_order else _key(document.id))
+        if in_order and not spool.wants(source, number + 1):
             break
-        chosen.append(document)
-    bad = len(skipped.rows)
-    if bad:
-        logger.warning("corpus: %d rows skipped; the first: %s", bad, skipped.rows[0])
-    if not chosen:
-        first = f"; {bad} rows skipped, {skipped.rows[0]}" if bad else ""
-        raise CorpusError(f"{spec.source}: no text found{first}; expected {SUPPORTED}")
-    count = min(max(1, round(spec.held_out * len(chosen))), len(chosen) - 1) if spec.held_out else 0
-    drawn = sorted((document.id for document in chosen), key=lambda id: order(f"{seed}:{id}"))
-    held_out = set(drawn[:count])
-    counts: dict[str, Any] = {"skipped": len(skipped.files), "skipped_rows": bad}
-    for split in ("train", "held_out"):
-        part = [document for document in chosen if (document.id in held_out) == (split != "train")]
-        lines = [json.dumps(asdict(document)) + "\n" for document in part]
-        write_atomically(folder / f"{split}.jsonl", "".join(lines))
-        counts[f"{split}_documents"] = len(part)
-        counts[f"{split}_bytes"] = sum(len(document.whole().encode()) for document in part)
+    spool.end_of(source)
+    return number + 1
+
+
+def _write(folder: Path, spool: Spool, chosen: np.ndarray, held_out: np.ndarray) -> dict[str, int]:
+    """Write both files; returns documents and bytes of each."""
+    counts: dict[str, int] = {}
+    for split, taken in (("train", chosen[~held_out]), ("held_out", chosen[held_out])):
+        write_documents(folder / f"{split}.jsonl", spool.lines(taken))
+        counts[f"{split}_documents"] = len(taken)
+        counts[f"{split}_bytes"] = int(taken["size"].sum())
     return counts
 
 
-def load_documents(folder: Path, split: Literal["train", "held_out"]) -> list[Document]:
-    """Read back what `build_corpus` wrote, in its order."""
-    with open(folder / f"{split}.jsonl", encoding="utf-8") as lines:
-        return [Document(**json.loads(line)) for line in lines]
+def _is_wanted(spool: Spool | None, source: int, id: str) -> bool:
+    return spool is None or spool.wants(source, _key(id))
 
 
-def sample_documents(name: str, tokens: int, seed: int) -> Iterator[Document]:
-    """Different texts of `tokens` tokens that the model `name` writes, without end.
+def _key(id: str) -> int:
+    return int.from_bytes(order(id)[:8], "big")
 
-    It ends only where the model repeats itself. Text i is sampled at temperature 1 after the start
-    token, which is left out, with a seed made of (seed, i), and cut at an end-of-text or a second
-    start token. Of texts that agree in their first three quarters one is kept, so that held-out
-    prefixes of that length are not those that were trained on. Raises CorpusError where the
-    tokenizer has no start token.
-    """
-    tokenizer = load_pretrained(AutoTokenizer, name)
-    start = tokenizer.bos_token_id
-    if start is None:
-        raise CorpusError(
-            f"corpus.source is target, but the tokenizer of {name} has no start token to write "
-            "from; give a text file instead"
-        )
-    model: PreTrainedModel = load_pretrained(AutoModelForCausalLM, name).eval()
-    model.to("cuda" if torch.cuda.is_available() else "cpu")  # type: ignore[arg-type]
-    speculator = Speculator(model)
-    spec = Distill(prefix_tokens=1, new_tokens=tokens, temperature=1.0)
-    ends = {start, tokenizer.eos_token_id}
-    seen: set[str] = set()
-    for first in itertools.count(0, _BATCH):
-        seeds = row_seeds(seed, first + _BATCH).tolist()[first:]
-        text, *_ = write_rows(speculator, [torch.tensor([start])] * _BATCH, seeds, spec)
-        known = len(seen)
-        for row, ids in enumerate(text[:, 1:].tolist(), start=first):
-            end = next((at for at, token in enumerate(ids) if token in ends), tokens)
-            begun, words = tokenizer.batch_decode(
-                [ids[: min(end, tokens * 3 // 4)], ids[:end]], skip_special_tokens=True
-            )
-            if words.strip() and begun not in seen:
-                seen.add(begun)
-                yield Document(f"target:{row}", words)
-        if len(seen) == known:
-            return
+
+def _names(parts: Sequence[Source]) -> list[str]:
+    """The names of the sources, different ones."""
+    names: list[str] = []
+    for part in parts:
+        name = source_name(part)
+        names.append(name if name not in names else f"{name}#{len(names) + 1}")
+    return names
+
+
+def _counts(skipped: Skipped, duplicates: int) -> dict[str, Any]:
+    """What was left out: whole files, rows, equal documents, and turns that open a chat."""
+    openings = skipped.counts[OPENINGS]
+    if duplicates:
+        logger.info("corpus: %d documents left out that are equal to another", duplicates)
+    if openings:
+        logger.info("corpus: %d answers that open a chat left out, with no question", openings)
+    counts = {"skipped": len(skipped.files), "skipped_rows": skipped.rows}
+    return counts | {"duplicates": duplicates, OPENINGS: openings}
+
+
+def _shares(
+    names: list[str], weights: list[float], chosen: np.ndarray, max_bytes: int
+) -> dict[str, int]:
+    """The bytes of each source; says which one is too small for `max_bytes`, if one is."""
+    sizes = [int(chosen["size"][chosen["source"] == i].sum()) for i in range(len(names))]
+    total = sum(sizes)
+    if total < 0.9 * max_bytes:
+        least = max(range(len(names)), key=lambda i: sizes[i] / weights[i])
+        logger.warning(
+            "corpus: %d of %d bytes: %s has no more than %d, and the weights are shares of bytes; "
+            "lower its weight to take more of the others",
+            total, max_bytes, names[least], sizes[least],
+        )  # fmt: skip
+    return dict(zip(names, sizes, strict=True))

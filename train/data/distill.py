@@ -1,37 +1,48 @@
-"""Self-distillation: the target continues prefixes, and the drafter is trained on what it wrote.
+"""The distillation stage: a writer makes the rows that the drafter is trained on.
 
 The result is a fixed number of shards, each written whole or not at all, so that a run killed
-anywhere goes on with the missing ones, with any number of processes.
+anywhere goes on with the missing ones, with any number of processes; and `manifest.json`.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-import safetensors
-import safetensors.torch
-import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from headstart.heads.core import row_seeds
+from headstart.heads.artifacts.manifest import fingerprint, library_versions, tokenizer_hash
 from headstart.heads.core.files import write_atomically
-from headstart.infer import Speculator
 
-from ..recipe import Distill
+from ..recipe import Chat, Distill
 from .documents import Document
-from .prefixes import make_prefixes
-from .training_rows import COLUMNS, Rows, check_context, write_rows
+from .prefixes import chat_renderer
+from .training_rows import Row, Rows, is_whole, write_shard
+from .writers import make_writer
+from .writers.units import Counts, Writer
 
 logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What this process wrote, and how long it took."""
+
+    tokens: int  # supervised ones: neither prompts nor padding
+    seconds: float
 
 
 def distill(
     spec: Distill,
-    target: PreTrainedModel,
+    target: PreTrainedModel | Callable[[], PreTrainedModel],
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Document],
     folder: Path,
@@ -39,78 +50,125 @@ def distill(
     rank: int = 0,
     world: int = 1,
     progress: bool = True,
-) -> None:
-    """Let the target write those of the missing shards that are this process's into `folder`.
+    chat: Chat | None = None,
+    name: str = "",
+) -> Pace:
+    """Write those of the missing shards that are this process's into `folder`.
 
-    Row i continues a prefix of the documents that is drawn by (seed, i), with sampling noise keyed
-    by (seed, i), so a row is the same whichever process writes it, before or after a kill. After
-    `spec.max_seconds` no further shard is begun, but each process writes at least one. Raises
-    DistillError where no document gives a prefix, or the target's context is too short.
+    A row is drawn by (seed, its unit), with sampling noise keyed by the same, so it is the same
+    whichever process writes it, before or after a kill. After `spec.max_seconds` no further shard
+    is begun, but each process writes at least one.
+
+    Args:
+        target: the model, or what loads it, which is called only where the model is needed.
+        name: the target's, which a server is asked for.
+
+    Raises:
+        DistillError: no document gives a prompt, rows are longer than the target's context, the
+            template refuses a chat, or the server does not answer.
     """
-    prefixes = make_prefixes(spec, tokenizer, documents)
-    check_context(spec, target)
-    # Drawn for all rows at once: what row i gets does not depend on which shards are missing.
-    drawn = prefixes.draw(spec.examples, seed)
-    if spec.prefix != "window" and spec.temperature == 0 and len(prefixes) < spec.examples:
-        logger.warning(
-            "distill: %d examples of %d prefixes, so texts repeat", spec.examples, len(prefixes)
-        )
-    seeds = row_seeds(seed, spec.examples).tolist()
-    speculator = Speculator(target)
+    writer = make_writer(spec, target, tokenizer, documents, folder, seed, chat, name)
+    writer.choose()
     # By number, not by place among the missing shards: the processes look at different moments.
     numbers = range(rank, spec.shards, world)
-    own = [k for k in numbers if not shard_path(folder, k, spec.shards).exists()]
-    due = sum(len(shard_rows(spec, shard)) for shard in own)
-    bar = tqdm(total=due, desc="distill", unit="row", disable=not progress)
-    started = time.perf_counter()
+    own = [k for k in numbers if not is_whole(shard_path(folder, k, spec.shards))]
+    due = sum(len(shard_units(writer.units, spec.shards, shard)) for shard in own)
+    bar = tqdm(total=due, desc="distill", unit="text", disable=not progress)
+    started, tokens = time.perf_counter(), 0
+
+    def tick(units: int, count: int) -> None:
+        nonlocal tokens
+        tokens += count
+        bar.update(units)
+        speed = tokens / (time.perf_counter() - started)
+        bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
+
     for done, shard in enumerate(own):
         seconds = time.perf_counter() - started
         # One shard more is expected to take the mean time of those done.
         if done and spec.max_seconds and seconds * (done + 1) / done > spec.max_seconds:
             break
-        parts = []
-        rows = shard_rows(spec, shard)
-        for first in range(rows.start, rows.stop, spec.batch_size):
-            ids = slice(first, min(first + spec.batch_size, rows.stop))
-            batch = [prefixes[number] for number in drawn[ids]]
-            parts.append(write_rows(speculator, batch, seeds[ids], spec))
-            bar.update(len(batch))
-            speed = bar.n * spec.new_tokens / (time.perf_counter() - started)
-            bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
-        columns = zip(COLUMNS, zip(*parts, strict=True), strict=True)
-        data = {name: torch.cat(column).int() for name, column in columns}
-        shard_bytes = safetensors.torch.save(data, {"skipped": str(prefixes.skipped)})
-        write_atomically(shard_path(folder, shard, spec.shards), shard_bytes)
+        units = shard_units(writer.units, spec.shards, shard)
+        info: dict[str, Any] = {"units": len(units), "of": writer.units}
+        info |= {"skipped": writer.skipped} if writer.skipped else {}
+        rows = _counted(writer, units, tick, info)
+        write_shard(shard_path(folder, shard, spec.shards), rows, info)
     bar.close()
+    return Pace(tokens, time.perf_counter() - started)
 
 
-def shard_rows(spec: Distill, shard: int) -> range:
-    """The row ids of one shard: contiguous, and together all of them."""
-    return range(spec.examples * shard // spec.shards, spec.examples * (shard + 1) // spec.shards)
+def _counted(
+    writer: Writer, units: range, tick: Callable[[int, int], Any], info: dict[str, Any]
+) -> Iterator[Row]:
+    """The rows of units; in the end `info` has what became of the units."""
+    counts = Counts()
+    for written in writer.write(units, tick):
+        counts += written.counts
+        yield from written.rows
+    info |= counts.known()
+
+
+def shard_units(units: int, shards: int, shard: int) -> range:
+    """The units of one shard: contiguous, and together all of them."""
+    return range(units * shard // shards, units * (shard + 1) // shards)
 
 
 def shard_path(folder: Path, shard: int, shards: int) -> Path:
-    """Where a shard is written."""
-    return folder / f"train-{shard:05d}-of-{shards:05d}.safetensors"
+    """Where a shard is written, without the suffixes of its files."""
+    return folder / f"train-{shard:05d}-of-{shards:05d}"
 
 
 def summary(spec: Distill, folder: Path) -> dict[str, int]:
-    """The shards, rows and tokens written; `skipped`, if any, are documents without a prefix."""
+    """What was written, by the names of `Counts`, and `shards`; what was left out is logged."""
     rows = Rows.load(folder)
-    shards = sorted(folder.glob("*.safetensors"))
-    if len(shards) < spec.shards:
+    shards, units = len(rows.info), sum(said["units"] for said in rows.info)
+    if shards < spec.shards:
         logger.warning(
-            "distill: %d of %d examples, %d of %d shards, were written in %.0f s",
-            len(rows), spec.examples, len(shards), spec.shards, spec.max_seconds or 0,
+            "distill: %d of %d texts, %d of %d shards, were written in %.0f s",
+            units, rows.info[0]["of"], shards, spec.shards, spec.max_seconds or 0,
         )  # fmt: skip
-    counts = {"shards": len(shards), "rows": len(rows), "tokens": int(rows.written.sum())}
-    with safetensors.safe_open(shards[0], "pt") as shard:
-        skipped = int((shard.metadata() or {}).get("skipped", 0))
+    names = Counts.__dataclass_fields__
+    found = Counts(**{n: sum(said.get(n, 0) for said in rows.info) for n in names})
+    for line in found.left_out(spec):
+        logger.warning("distill: %s", line)
+    skipped = rows.info[0].get("skipped", 0)
     if skipped:
-        kind = "prompts are empty or longer" if spec.prefix == "prompt" else "documents are shorter"
         logger.warning(
-            "distill: %d %s than distill.prefix_tokens %d, and were skipped",
-            skipped, kind, spec.prefix_tokens,
+            "distill: %d documents are shorter than distill.prefix_tokens %d, and were skipped",
+            skipped, spec.prefix_tokens,
         )  # fmt: skip
-        counts["skipped"] = skipped
+    return {"shards": shards, **found.known(), **({"skipped": skipped} if skipped else {})}
+
+
+def write_manifest(
+    spec: Distill,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    target: PreTrainedModel | None,
+    name: str,
+    pace: Pace,
+    chat: Chat | None = None,
+) -> dict[str, Any]:
+    """Write `manifest.json` into `folder` and return the counts in it.
+
+    Args:
+        target: None where it was not loaded; its fingerprint is then null.
+        pace: this process's.
+    """
+    counts = summary(spec, folder)
+    speed = pace.tokens / pace.seconds if pace.tokens else 0.0
+    drafting = folder / "drafting.json"
+    manifest = {
+        "counts": counts,
+        "writer": spec.writer,
+        "drafting": json.loads(drafting.read_text()) if drafting.exists() else None,
+        "target": name,
+        "target_fingerprint": None if target is None else fingerprint(target),
+        "tokenizer_hash": tokenizer_hash(tokenizer),
+        "template_hash": chat_renderer(tokenizer, chat, spec.chat).template_hash,
+        "settings": {"distill": asdict(spec), "chat": asdict(chat or Chat())},
+        "tokens_per_second": round(speed, 1),  # of process 0, since it was last started
+        "versions": library_versions(),
+    }
+    write_atomically(folder / MANIFEST, json.dumps(manifest, indent=2, allow_nan=False) + "\n")
     return counts

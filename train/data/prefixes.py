@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..recipe import Distill
-from .documents import ChatTemplateError, Document, render_chat
+from ..recipe import Chat, Distill, Recipe
+from .documents import ChatTemplateError, Document
 from .reading import order
+from .rendering import ChatRenderer
+from .tokenising import Ragged, Text, tokenise
 
 
 class DistillError(ValueError):
@@ -30,19 +33,19 @@ class Windows:
     `skipped` counts the rows that are too short to have one.
     """
 
-    def __init__(self, rows: Sequence[list[int]], length: int):
+    def __init__(self, rows: Ragged, length: int):
         self.rows, self.length = rows, length
-        self.ends = list(itertools.accumulate(max(len(row) - length + 1, 0) for row in rows))
-        self.skipped = sum(len(row) < length for row in rows)
+        self.ends = np.cumsum(np.maximum(rows.lengths - length + 1, 0))
+        self.skipped = int((rows.lengths < length).sum())
 
     def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
+        return int(self.ends[-1]) if len(self.ends) else 0
 
     def __getitem__(self, number: int) -> Tensor:
         """Window `number`.  # [length]"""
-        row = bisect_right(self.ends, number)
+        row = int(np.searchsorted(self.ends, number, "right"))
         start = number - (self.ends[row - 1] if row else 0)
-        return torch.tensor(self.rows[row][start : start + self.length])
+        return _tensor(self.rows[row][start : start + self.length])
 
     def draw(self, count: int, seed: int) -> list[int]:
         """Numbers of `count` windows, any of them, perhaps twice."""
@@ -56,8 +59,8 @@ class Prompts:
     Empty ones, and those of more than `length` tokens, are left out; `skipped` counts them.
     """
 
-    def __init__(self, rows: Sequence[list[int]], length: int):
-        self.rows = [row for row in rows if 1 <= len(row) <= length]
+    def __init__(self, rows: Ragged, length: int):
+        self.rows = rows.select((rows.lengths >= 1) & (rows.lengths <= length))
         self.skipped = len(rows) - len(self.rows)
 
     def __len__(self) -> int:
@@ -65,7 +68,7 @@ class Prompts:
 
     def __getitem__(self, number: int) -> Tensor:
         """Prompt `number`.  # [P], P at most `length`"""
-        return torch.tensor(self.rows[number])
+        return _tensor(self.rows[number])
 
     def draw(self, count: int, seed: int) -> list[int]:
         """Numbers of `count` prompts: all of them in a drawn order before any comes again."""
@@ -75,7 +78,10 @@ class Prompts:
 
 
 def make_prefixes(
-    spec: Distill, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
+    spec: Distill,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    chat: Chat | None = None,
 ) -> Windows | Prompts:
     """The prefixes of `spec.prefix`. Raises DistillError when the documents give none.
 
@@ -84,12 +90,13 @@ def make_prefixes(
     - `prompt`: all up to an answer, if that is at most `prefix_tokens`: of a chat, for every turn
       of the assistant; of a prompt that came with its answer, the prompt; of a text, all of it.
     """
-    length, texts = spec.prefix_tokens, documents
+    length = spec.prefix_tokens
+    texts: Iterable[Document] = documents
     if spec.prefix == "prompt":
-        texts = [prompt for document in documents for prompt in document.prompts()]
-    rows = encode(tokenizer, texts, spec.chat)
-    if spec.prefix == "start":  # too short a row is made empty, which Prompts leaves out
-        rows = [row[:length] if len(row) >= length else [] for row in rows]
+        texts = (prompt for document in documents for prompt in document.prompts())
+    rows = encode(tokenizer, texts, spec.chat, chat)
+    if spec.prefix == "start":
+        rows = rows.first(length)  # empty where a document is too short, which Prompts leaves out
     prefixes = Windows(rows, length) if spec.prefix == "window" else Prompts(rows, length)
     if not len(prefixes):
         few = "at most" if spec.prefix == "prompt" else "at least"
@@ -101,73 +108,183 @@ def make_prefixes(
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], chat: str = "auto"
-) -> list[list[int]]:
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Iterable[Document],
+    how: str = "auto",
+    chat: Chat | None = None,
+) -> Ragged:
     """Token ids of whole documents, with the start token where the tokenizer sets one.
 
     A chat is rendered by the tokenizer's template, as `plain_chat` does it (`plain`), or by the
     template where there is one (`auto`); one that ends with the user's turn is encoded up to where
     the answer begins. Raises DistillError where there is no template, or it refuses a chat.
     """
-    if chat == "template" and not tokenizer.chat_template:
-        raise DistillError(
-            "distill.chat is template, but the tokenizer has none; set it to plain or auto."
-        )
-    plain, templated = {}, {}  # texts, by the number of their document
-    for i, document in enumerate(documents):
-        if chat == "plain" or not tokenizer.chat_template or not document.messages:
-            plain[i] = document.whole()
-            continue
+    renderer = chat_renderer(tokenizer, chat, how)
+
+    def text(document: Document) -> Text:
+        if renderer.plain or not document.messages:
+            return document.whole(), True
+        due = document.messages[-1]["role"] != "assistant"
         try:
-            templated[i] = render_chat(tokenizer, document.messages)
+            # A template writes the special tokens itself.
+            return renderer.text(document.messages, due, document.tools), False
         except ChatTemplateError as error:
             said = f"{document.id}: {error}; drop the row, or set distill.chat=plain."
             raise DistillError(said) from None
-    rows: dict[int, list[int]] = {}
-    for texts in filter(None, (plain, templated)):  # a template writes the special tokens itself
-        ids = tokenizer(list(texts.values()), add_special_tokens=texts is plain, verbose=False)
-        rows |= zip(texts, ids["input_ids"], strict=True)
-    return [rows[i] for i in range(len(documents))]
+
+    return tokenise(tokenizer, map(text, documents))
+
+
+def _tensor(row: np.ndarray) -> Tensor:
+    return torch.from_numpy(row.astype(np.int64))
+
+
+def chat_renderer(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat | None = None, how: str = "auto"
+) -> ChatRenderer:
+    """The renderer of a recipe's chats; its refusals of a tokenizer are raised as DistillError."""
+    try:
+        return ChatRenderer(tokenizer, chat, how)
+    except ChatTemplateError as error:
+        raise DistillError(str(error)) from None
+
+
+@dataclass(frozen=True)
+class HeldOutPrompt:
+    """A prompt of a held-out document."""
+
+    tokens: Tensor  # [P] int64
+    document: str  # its id: prompts of one document are not independent of each other
+    source: str = ""  # the name of the corpus source that the document came from
+
+
+Part = Literal["bench", "validation"]
+
+
+def prompt_settings(recipe: Recipe) -> dict[str, Any]:
+    """What the prompts of validation and benchmark are: `prefix`, `tokens`, `chat`, `rendering`.
+
+    `decode.prefix` says it: `same` as what the target continues (`distill.prefix`), where prompts
+    are those that distillation would take; or windows of `decode.prefix_tokens` tokens. Whoever
+    trains on answers that are not the target's own is measured with prompts.
+    """
+    decode, distill = recipe.decode, recipe.distill
+    same = "prompt" if distill.writer != "own" else distill.prefix
+    prefix = same if decode.prefix == "same" else "window"
+    tokens = decode.prefix_tokens
+    if prefix == "prompt":
+        room = max(distill.row_tokens - decode.new_tokens, 1)
+        tokens = room if distill.writer == "given" else distill.prefix_tokens
+    rendering = asdict(recipe.chat)
+    return {"prefix": prefix, "tokens": tokens, "chat": distill.chat, "rendering": rendering}
+
+
+def recipe_prompts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], part: Part
+) -> list[HeldOutPrompt]:
+    """The prompts that a recipe's validation or benchmark decodes; see `held_out_prompts`."""
+    decode, kind = recipe.decode, prompt_settings(recipe)
+    count = decode.prompts if part == "bench" else decode.validation_prompts
+    return held_out_prompts(tokenizer, documents, count, seed=recipe.seed, part=part, **kind)
 
 
 def held_out_prompts(
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Document],
     count: int,
-    prefix_tokens: int,
+    tokens: int,
     seed: int = 0,
-    part: Literal["bench", "validation"] = "bench",
-) -> list[Tensor]:
-    """The first `count` of `held_out_texts`; raises HeldOutError where there are fewer."""
-    prompts = held_out_texts(tokenizer, documents, prefix_tokens, seed, part)
+    part: Part = "bench",
+    prefix: str = "window",
+    chat: str = "auto",
+    rendering: dict[str, Any] | None = None,
+) -> list[HeldOutPrompt]:
+    """The first `count` prompts of held-out documents, in an order drawn by (seed, documents).
+
+    Every third document, in the order of a hash, is for validation and the others for the
+    benchmark, so a checkpoint or tree is not judged by texts that chose it.
+
+    Args:
+        tokens: how many a window or start has, and how many a prompt has at most.
+        prefix: `window`, which do not overlap, and which the documents take turns in giving;
+            `start`, the first tokens of each document; or `prompt`, all up to an answer, drawn from
+            all those of all documents, as distillation draws them.
+        chat: see `encode`; rendering: the recipe's section `chat`, as plain data.
+
+    Raises:
+        HeldOutError: there are fewer.
+    """
+    settings = Chat(**rendering) if rendering else None
+    given = _by_document(tokenizer, documents, tokens, seed, prefix, chat, settings)
+    mine = _of_part(given, part)
+    prompts = [prompt for found in mine for prompt in found]
+    if prefix == "prompt":
+        numbered = [(f"{seed}:{p.document}:{len(p.tokens)}", p) for p in prompts]
+        prompts = [prompt for key, prompt in sorted(numbered, key=lambda found: order(found[0]))]
+    else:
+        prompts = _in_turns(mine)
     if len(prompts) < count:
+        kind = "prompts of at most" if prefix == "prompt" else f"{prefix}s of"
         raise HeldOutError(
-            f"the held-out documents give {len(prompts)} {part} prompts of {prefix_tokens} tokens, "
-            f"expected {count}; raise corpus.held_out or corpus.max_bytes, or use shorter prompts."
+            f"{len(documents)} held-out documents give {len(prompts)} {kind} {tokens} tokens for "
+            f"{part}, expected {count}; raise corpus.held_out or corpus.max_bytes, or lower "
+            f"decode.{'prompts' if part == 'bench' else 'validation_prompts'}."
         )
     return prompts[:count]
 
 
-def held_out_texts(
-    tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Document],
-    tokens: int,
-    seed: int = 0,
-    part: Literal["bench", "validation"] = "bench",
-) -> list[Tensor]:
-    """Texts of `tokens` tokens each, [P] int64, from held-out documents.
+def available_prompts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
+) -> dict[Part, int]:
+    """How many prompts held-out documents give for each part; see `held_out_prompts`."""
+    kind = prompt_settings(recipe)
+    prefix, tokens, chat = kind["prefix"], kind["tokens"], kind["chat"]
+    given = _by_document(tokenizer, documents, tokens, recipe.seed, prefix, chat, recipe.chat)
+    parts: tuple[Part, ...] = ("validation", "bench")
+    return {part: sum(map(len, _of_part(given, part))) for part in parts}
 
-    Deterministic in (seed, documents). Every third document, in the order of a hash, is for
-    validation and the others for the benchmark, so a checkpoint or tree is not judged by texts that
-    chose it. The documents take turns in giving windows, which do not overlap.
-    """
+
+def held_out_texts(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], tokens: int, seed: int = 0,
+    part: Part = "bench", limit: int = 512,
+) -> list[Tensor]:  # fmt: skip
+    """At most `limit` windows of `tokens` tokens, [P] int64; see `held_out_prompts`."""
+    given = _by_document(tokenizer, documents, tokens, seed, "window", "auto")
+    return [prompt.tokens for prompt in _in_turns(_of_part(given, part))[:limit]]
+
+
+def _by_document(
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], tokens: int, seed: int,
+    prefix: str, chat: str, settings: Chat | None = None,
+) -> list[list[HeldOutPrompt]]:  # fmt: skip
+    """The prompts of each document that gives any, the documents in a drawn order."""
     documents = sorted(documents, key=lambda document: order(f"{seed}:{document.id}"))
-    usable = []
-    for document, row in zip(documents, encode(tokenizer, documents), strict=True):
-        starts = range(0, len(row) - tokens + 1, tokens)
-        drawn = sorted(starts, key=lambda start: order(f"{seed}:{document.id}:{start}"))
-        if drawn:
-            usable.append([torch.tensor(row[start : start + tokens]) for start in drawn])
-    mine = usable[::3] if part == "validation" else [d for i, d in enumerate(usable) if i % 3]
-    turns = itertools.zip_longest(*mine)
-    return [text for turn in turns for text in turn if text is not None]
+    if prefix == "prompt":
+        texts = [(at, text) for at, d in enumerate(documents) for text in d.prompts()]
+        rows = encode(tokenizer, [text for _, text in texts], chat, settings)
+        found: list[list[np.ndarray]] = [[] for _ in documents]
+        for (at, _), row in zip(texts, rows, strict=True):
+            if 1 <= len(row) <= tokens:
+                found[at].append(row)
+    else:
+        rows = encode(tokenizer, documents, chat, settings)
+        found = []
+        for document, row in zip(documents, rows, strict=True):
+            starts = range(0, len(row) - tokens + 1, tokens)
+            drawn = sorted(starts, key=lambda at: order(f"{seed}:{document.id}:{at}"))
+            cut = starts[:1] if prefix == "start" else drawn
+            found.append([row[at : at + tokens] for at in cut])
+    return [
+        [HeldOutPrompt(_tensor(row), d.id, getattr(d, "source", "")) for row in rows]
+        for d, rows in zip(documents, found, strict=True)
+        if rows
+    ]
+
+
+def _of_part(given: list[list[HeldOutPrompt]], part: Part) -> list[list[HeldOutPrompt]]:
+    return given[::3] if part == "validation" else [d for i, d in enumerate(given) if i % 3]
+
+
+def _in_turns(given: list[list[HeldOutPrompt]]) -> list[HeldOutPrompt]:
+    """The documents' first prompts, then their second ones, and so on."""
+    return [p for turn in itertools.zip_longest(*given) for p in turn if p is not None]

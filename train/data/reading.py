@@ -1,24 +1,27 @@
-"""Reads documents from files and folders: text, JSON Lines, JSON arrays, Parquet, the stdlib.
+"""Reads the documents of a source: files, folders, globs, the standard library, the Hub.
 
-JSON is decoded by the standard library: `datasets`, which reads Parquet, would turn dates and mixed
-columns into other values, and its errors name no line. Errors name file and line, or the number of
-a row where lines are not known, and never quote a row, which may be private.
+Errors name file and line, or the number of a row where lines are not known, and never quote a row,
+which may be private.
 """
 
 from __future__ import annotations
 
+import fnmatch
+import glob
 import hashlib
-import json
+import os
 import sysconfig
-import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
-from .documents import CorpusError, Document, parse_row, text_key
+from ..recipe import Source
+from .documents import CorpusError, Document
+from .file_rows import READERS, file_kind, is_table, read_rows
+from .hub import PRESETS, hub_rows, hub_source
+from .parsing import parse_row
 
 # Tests repeat themselves, idlelib and lib2to3 carry test data, pydoc_data is one generated file of
 # prose as large as a fifth of the default corpus; the rest is not the library's own.
@@ -27,8 +30,8 @@ _NOT_LIBRARY = {
     *("site-packages", "dist-packages", "__pycache__"),
 }
 SUPPORTED = (
-    '"stdlib", "target", or the path of a .txt, .jsonl or .json file (also .gz), of a .parquet '
-    "file, or of a folder"
+    '"stdlib", "target", "hub:NAME", one of ' + ", ".join(PRESETS) + ", or the path or glob of "
+    ".txt, .jsonl, .json, .csv or .tsv files (also .gz), of .parquet files, or of a folder"
 )
 
 
@@ -38,45 +41,92 @@ class Skipped:
 
     on_error: str = "raise"  # or "skip"
     files: list[str] = field(default_factory=list)  # names of what is not UTF-8 text
-    rows: list[str] = field(default_factory=list)  # messages that name file and line
+    rows: int = 0
+    first: str = ""  # of the rows: the message that names file and line
+    counts: Counter[str] = field(default_factory=Counter)  # what `parse_row` left out of rows
 
 
 def read_documents(source: str | Path, answers: bool = False) -> list[Document]:
-    """All documents of a file or a folder. Raises CorpusError.
+    """All documents of a source, in the order of the hash of their ids. Raises CorpusError.
 
     Without `answers` they are prompts: a chat ends with the user's last turn.
     """
-    documents = read_source(str(source), Skipped())
-    return list(documents) if answers else [document.prompts()[-1] for document in documents]
+    found = read_source(Source(source=str(source)), Skipped())
+    documents = sorted(found, key=lambda document: order(document.id))
+    return documents if answers else [document.prompts()[-1] for document in documents]
 
 
-def read_source(source: str, skipped: Skipped) -> Iterator[Document]:
-    """The documents of a recipe's `corpus.source`, in the order of the hash of their ids.
+def source_name(source: Source) -> str:
+    """What a source is called in its documents: a file's or folder's name, a preset's, a Hub name.
 
-    An id is the path of a file in the folder, or `file:number` of a line or row. Raises CorpusError
-    where the source does not exist, or a file or row of it cannot be read.
+    >>> source_name(Source(source="data/chats.jsonl")), source_name(Source(source="hub:ORG/SET"))
+    ('chats.jsonl', 'ORG/SET')
     """
-    path = Path(source).expanduser()
-    if source == "stdlib":
-        library = Path(sysconfig.get_paths()["stdlib"])
-        yield from _read_folder(library, "*.py", _NOT_LIBRARY, skipped)
-    elif path.is_dir():
-        yield from _read_folder(path, "*", {"__pycache__"}, skipped)
-    elif path.is_file() and file_kind(path) in _READERS:
-        yield from sorted(_read_file(path, path.name, skipped), key=lambda found: order(found.id))
-    elif path.is_file():
+    if source.source.startswith("hub:"):
+        return source.source.removeprefix("hub:")
+    return Path(source.source).name or source.source
+
+
+def read_source(
+    source: Source,
+    skipped: Skipped,
+    name: str | None = None,
+    wanted: Callable[[str], bool] = lambda id: True,
+) -> Iterator[Document]:
+    """The documents of one source, in any order.
+
+    An id is the path of a file in the folder, or `file:number` of a line or row; with a `name` it
+    begins with that. Raises CorpusError where the source does not exist, or a file or row of it
+    cannot be read.
+
+    Args:
+        wanted: whether the document with this id is of use. It is asked in the order of the hash of
+            the ids before a file of text is read; rows are always read, and so checked.
+    """
+    called = name or source_name(source)
+    if (hub := hub_source(source)) is not None:
+        rows = hub_rows(source)
+        return _documents(called, f"hub:{hub.name}", "row", rows, called, source, skipped)
+    files = source_files(source)
+    path = Path(source.source).expanduser()
+    if source.source != "stdlib" and path.is_file():
+        return _documents(called, str(path), *read_rows(path), called, source, skipped)
+    return _read_folder(files, f"{name}/" if name else "", called, source, skipped, wanted)
+
+
+def source_files(source: Source) -> dict[str, Path]:
+    """The files of a source by their path in it, which is the name of a single one.
+
+    Raises CorpusError where there is no such file or folder.
+    """
+    text = source.source
+    path = Path(text).expanduser()
+    if text == "stdlib":
+        return _files(Path(sysconfig.get_paths()["stdlib"]), "*.py", _NOT_LIBRARY)
+    if path.is_dir():
+        return _files(path, "*", {"__pycache__"})
+    if path.is_file() and file_kind(path) in READERS:
+        return {path.name: path}
+    if path.is_file():
         found = path.suffix or "nameless"
-        raise CorpusError(f"{source}: found a {found} file; expected {SUPPORTED}")
-    else:
-        raise CorpusError(
-            f"{source}: no such file or folder; expected {SUPPORTED} (a Hub data set is not read "
-            "here: export it with datasets' to_parquet)"
-        )
+        raise CorpusError(f"{text}: found a {found} file; expected {SUPPORTED}")
+    if glob.has_magic(text):
+        matched = [Path(found) for found in glob.glob(str(path), recursive=True)]
+        if files := [found for found in matched if found.is_file()]:
+            root = os.path.commonpath([found.parent for found in files])
+            return {found.relative_to(root).as_posix(): found for found in files}
+        raise CorpusError(f"{text}: no file matches; expected {SUPPORTED}")
+    raise CorpusError(f"{text}: no such file or folder; expected {SUPPORTED}")
 
 
-def file_kind(path: Path) -> str:
-    """`.txt`, `.jsonl` or `.json`, gzipped or not; any other file's last suffix."""
-    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+def source_bytes(source: Source) -> int | None:
+    """Bytes of a source's files; None where they are not known before it is read.
+
+    Raises CorpusError where there is no such file or folder.
+    """
+    if source.source in ("stdlib", "target") or hub_source(source) is not None:
+        return None
+    return sum(path.stat().st_size for path in source_files(source).values())
 
 
 def order(name: str) -> bytes:
@@ -84,105 +134,64 @@ def order(name: str) -> bytes:
     return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
 
 
-def _read_folder(root: Path, names: str, without: set[str], skipped: Skipped) -> Iterator[Document]:
-    """One document a file; files of rows hold one a row, and hidden files are left out."""
+def _files(root: Path, names: str, without: set[str]) -> dict[str, Path]:
+    """The files of a folder by their path in it, without hidden ones."""
     files = {}
-    for path in root.rglob(names):
-        parts = path.relative_to(root).parts
-        hidden = any(part.startswith(".") for part in parts)
-        if not hidden and not without.intersection(parts) and path.is_file():
-            files["/".join(parts)] = path
-    for name in sorted(files, key=order):
-        path, kind = files[name], file_kind(files[name])
-        if kind in (".jsonl", ".parquet") or (kind == ".json" and _is_array_of_rows(path)):
-            yield from _read_file(path, name, skipped)
+    for folder, folders, found in os.walk(root):
+        folders[:] = [name for name in folders if name not in without and name[0] != "."]
+        for name in fnmatch.filter(found, names):
+            path = Path(folder, name)
+            if name[0] != "." and path.is_file():
+                files[path.relative_to(root).as_posix()] = path
+    return files
+
+
+def _read_folder(
+    files: dict[str, Path],
+    prefix: str,
+    called: str,
+    source: Source,
+    skipped: Skipped,
+    wanted: Callable[[str], bool],
+) -> Iterator[Document]:
+    """One document a file; files of rows hold one a row."""
+    names = {prefix + name: path for name, path in files.items()}
+    for id in sorted(names, key=order):
+        path = names[id]
+        if is_table(path, source.columns):
+            yield from _documents(id, str(path), *read_rows(path), called, source, skipped)
+            continue
+        if not wanted(id):
             continue
         try:
             text = path.read_bytes().decode("utf-8")
         except UnicodeDecodeError:
             text = "\0"
         if "\0" in text:  # binary, which may happen to decode
-            skipped.files.append(name)
+            skipped.files.append(id)
         elif text.strip():
-            yield Document(name, text.replace("\r\n", "\n"))
+            yield Document(id, text.replace("\r\n", "\n"), source=called)
 
 
-def _read_file(path: Path, name: str, skipped: Skipped) -> Iterator[Document]:
-    """The documents of a file that `_READERS` can read; their ids begin with `name`."""
-    kind = file_kind(path)
-    for number, row in _READERS[kind](path):
-        id = f"{name}:{number}"
-        if kind == ".txt":
-            yield Document(id, row)
-            continue
+def _documents(
+    prefix: str,
+    place: str,
+    unit: str,
+    rows: Iterator[tuple[int, Any]],
+    called: str,
+    source: Source,
+    skipped: Skipped,
+) -> Iterator[Document]:
+    """The documents of rows; their ids are `prefix:number`, and errors name `place unit number`."""
+    for number, row in rows:
+        id = f"{prefix}:{number}"
         try:
-            yield parse_row(_decode(row) if kind == ".jsonl" else row, id)
+            if isinstance(row, CorpusError):
+                raise row
+            yield parse_row(row, id, called, source.columns, skipped.counts)
         except CorpusError as error:
-            said = f"{path} {'line' if kind == '.jsonl' else 'row'} {number}: {error}"
+            said = f"{place} {unit} {number}: {error}"
             if skipped.on_error == "raise":
                 raise CorpusError(f"{said} (corpus.on_error=skip leaves such rows out)") from None
-            skipped.rows.append(said)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines that are not blank, with their numbers from 1."""
-    number = 0
-    try:
-        with fsspec.open(str(path), "rb", compression="infer") as lines:
-            for number, raw in enumerate(lines, start=1):
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-                if line.strip():
-                    yield number, line.rstrip("\r\n")
-    except UnicodeDecodeError:
-        raise CorpusError(f"{path} line {number}: not UTF-8; convert the file") from None
-    except (EOFError, OSError, zlib.error):
-        raise CorpusError(f"{path} line {number + 1}: damaged gzip data; fetch it again") from None
-
-
-def _decode(line: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:  # it holds the row: not to be chained
-        message = f"not valid JSON ({error.msg}, column {error.colno}); fix or drop the line"
-        raise CorpusError(message) from None
-    except RecursionError:
-        raise CorpusError("JSON nested too deep; fix or drop the line") from None
-
-
-def _text(path: Path) -> str:
-    lines = dict(_lines(path))
-    return "\n".join(lines.get(number, "") for number in range(1, max(lines, default=0) + 1))
-
-
-def _array(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        rows = json.loads(_text(path))
-    except (json.JSONDecodeError, RecursionError) as error:
-        line, message = getattr(error, "lineno", 1), getattr(error, "msg", "nested too deep")
-        raise CorpusError(f"{path} line {line}: not valid JSON ({message}); fix the file") from None
-    if not isinstance(rows, list):
-        raise CorpusError(f"{path} line 1: not a JSON array; expected [ and rows, or use .jsonl")
-    return enumerate(rows, start=1)
-
-
-def _is_array_of_rows(path: Path) -> bool:
-    """Whether a .json file is an array whose first item is a row; other JSON is just text."""
-    try:
-        text = _text(path).lstrip()
-        rows = text[1:].lstrip() if text.startswith("[") else "null"
-        first, _ = json.JSONDecoder().raw_decode(rows)
-    except (CorpusError, ValueError, RecursionError):
-        return False
-    return isinstance(first, dict) and text_key(first) is not None
-
-
-def _table(path: Path) -> Iterator[tuple[int, Any]]:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise CorpusError(f"{path}: reading it needs `pip install datasets`") from None
-    rows = load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-    return enumerate(rows, start=1)
-
-
-_READERS = {".txt": _lines, ".jsonl": _lines, ".json": _array, ".parquet": _table}
+            skipped.rows += 1
+            skipped.first = skipped.first or said

@@ -1,71 +1,246 @@
-"""The rows that a drafter is trained on: prefixes, and what a language model writes after them."""
+"""The rows that a drafter is trained on: their files, and what a language model writes for them.
+
+A shard is a group of plain NumPy files, opened as memory maps, so that training reads from the
+page cache what a batch needs, whatever the number of rows and processes.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+import json
 import logging
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-import safetensors.torch
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel
 
+from headstart.heads.core.files import flush_to_disk, write_atomically
 from headstart.infer import Speculator
 
 from ..recipe import Distill
 from .prefixes import DistillError
+from .whole_files import HEADER, NumbersFile, WholeFile
 
 logger = logging.getLogger(__name__)
 
-COLUMNS = ("tokens", "length", "prompt_length")  # of a shard: [n, T], [n] and [n], int32
+_ARRAYS = {"tokens": np.int32, "supervised": np.bool_, "offsets": np.int64}  # one file each
+_OPEN = 100  # shards whose files are open at once; a process may often have 1024 open files
+_CHUNK = 1 << 20  # tokens that are counted at once
 
 
-@dataclass
+@dataclass(frozen=True)
+class Row:
+    """One training row: its tokens [L] int32, and which of them may be labels [L] bool."""
+
+    id: str  # of the conversation or prefix it came from
+    tokens: np.ndarray
+    supervised: np.ndarray
+
+    def prompt(self) -> np.ndarray:
+        """The tokens before the first that is supervised, or the first one."""
+        return self.tokens[: max(int(self.supervised.argmax()), 1)]
+
+
+def write_shard(path: Path, rows: Iterable[Row], info: dict[str, Any]) -> None:
+    """Write rows as the shard `path`, a name without suffix, while they are made.
+
+    The files are `.tokens.npy` int32 [total], `.supervised.npy` bool [total], `.offsets.npy` int64
+    [rows + 1], `.ids.txt`, an id a line in JSON, and last `.json`, without which a shard does not
+    count: `info`, `rows`, `tokens`, `supervised` tokens, `left_out`, the rows without a supervised
+    token, which are not written, and `ids`, the hash of `.ids.txt`. Equal rows make equal files.
+    """
+    _beside(path, "json").unlink(missing_ok=True)  # what replaces a shard is not yet whole
+    path.parent.mkdir(parents=True, exist_ok=True)
+    counts = {"rows": 0, "tokens": 0, "supervised": 0, "left_out": 0}
+    ids = hashlib.sha256()
+    with ExitStack() as stack:
+        files = {
+            name: stack.enter_context(NumbersFile(_beside(path, f"{name}.npy"), kind))
+            for name, kind in _ARRAYS.items()
+        }
+        names = stack.enter_context(WholeFile(_beside(path, "ids.txt")))
+        files["offsets"].append(np.zeros(1))
+        for row in rows:
+            assert row.tokens.shape == row.supervised.shape and row.tokens.ndim == 1
+            taught = int(np.count_nonzero(row.supervised))
+            if not taught:
+                counts["left_out"] += 1
+                continue
+            counts["rows"] += 1
+            counts["tokens"] += len(row.tokens)
+            counts["supervised"] += taught
+            files["tokens"].append(row.tokens)
+            files["supervised"].append(row.supervised)
+            files["offsets"].append(np.array([counts["tokens"]]))
+            line = (json.dumps(row.id) + "\n").encode()
+            ids.update(line)
+            names.file.write(line)
+    flush_to_disk(path.parent)
+    whole = {**info, **counts, "ids": ids.hexdigest()}
+    write_atomically(_beside(path, "json"), json.dumps(whole, indent=2) + "\n")
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a shard was written to its end; `path` as in `write_shard`."""
+    return _beside(path, "json").exists()
+
+
 class Rows(Dataset):
-    """Training rows: tokens [n, T] int32, lengths [n] and prompt_lengths [n].
+    """Training rows, in files or in memory, numbered from 0 in the order of the shards.
 
-    An item is a dict: `rows` its number, `tokens` [T] int64, and `supervised` [T] bool, which is
-    true where the target wrote the token.
+    An item is a dict: `row` its number, `tokens` [L] int64, and `supervised` [L] bool. Pickling
+    copies the names of the files, not what is in them.
+
+    Attributes:
+        lengths: [n] int64, tokens of each row.
+        offsets: [n + 1] int64, where each row begins if all rows are laid end to end.
+        info: what is in the shards' `.json` files.
     """
 
-    tokens: Tensor
-    lengths: Tensor
-    prompt_lengths: Tensor
+    def __init__(
+        self,
+        lengths: np.ndarray,
+        paths: Sequence[Path] = (),
+        first_rows: Sequence[int] = (0,),
+        info: Sequence[dict[str, Any]] = (),
+        memory: Sequence[Row] | None = None,
+    ):
+        self.lengths, self.info = lengths, list(info)
+        self.offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        self._paths, self._first, self._memory = list(paths), list(first_rows), memory
+        self._maps: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
 
     @classmethod
-    def load(cls, folder: Path) -> Rows:
-        """All shards of a folder, in order, without rows in which the target wrote nothing."""
-        shards = [safetensors.torch.load_file(f) for f in sorted(folder.glob("*.safetensors"))]
-        if not shards:
-            raise DistillError(f"{folder} holds no shard; run again with --fresh.")
-        columns = [torch.cat([shard[name] for shard in shards]) for name in COLUMNS]
-        written = columns[1] > columns[2]
-        if not written.all():
-            logger.warning("%d rows without a written token skipped", int((~written).sum()))
-        if not written.any():
-            raise DistillError(f"{folder}: the target wrote no token in any row; run with --fresh.")
-        return cls(*(column[written] for column in columns))
+    def load(cls, folder: Path) -> Self:
+        """The whole shards of a folder, in the order of their names; tokens are not read yet.
 
-    def __post_init__(self) -> None:
-        steps = torch.arange(self.tokens.shape[1])
-        after_prompt = steps >= self.prompt_lengths.unsqueeze(1)
-        self.written = after_prompt & (steps < self.lengths.unsqueeze(1))  # [n, T]
+        Raises DistillError where there is none, a shard's files do not fit together, or no row has
+        a supervised token.
+        """
+        named = {path.name.rsplit(".", 2)[0] for path in folder.glob("*.npy")}
+        paths = [folder / name for name in sorted(named) if is_whole(folder / name)]
+        if not paths:
+            raise DistillError(f"{folder} holds no shard; run again with --fresh.")
+        info = [json.loads(_beside(path, "json").read_text()) for path in paths]
+        lengths = [_lengths(path, said) for path, said in zip(paths, info, strict=True)]
+        left_out = sum(said["left_out"] for said in info)
+        if left_out:
+            logger.warning("%d rows without a supervised token are left out", left_out)
+        first = itertools.accumulate(map(len, lengths), initial=0)
+        rows = cls(np.concatenate(lengths), paths, list(first), info)
+        if not len(rows):
+            raise DistillError(f"{folder}: no row has a supervised token; run with --fresh.")
+        return rows
+
+    @classmethod
+    def of(cls, rows: Iterable[Row]) -> Self:
+        """Rows in memory."""
+        memory = list(rows)
+        return cls(np.array([len(row.tokens) for row in memory], np.int64), memory=memory)
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.lengths)
 
-    def __getitem__(self, number: int) -> dict[str, Tensor]:
-        tokens, supervised = self.tokens[number].long(), self.written[number]
-        return {"rows": torch.tensor(number), "tokens": tokens, "supervised": supervised}
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        row = self.row(number)
+        tokens = torch.from_numpy(row.tokens.astype(np.int64))
+        supervised = torch.from_numpy(row.supervised.astype(np.bool_))  # a copy
+        return {"row": number, "tokens": tokens, "supervised": supervised}
+
+    def row(self, number: int) -> Row:
+        """Row `number`, whose arrays are views of its file; its id is left empty, see `id`."""
+        if not 0 <= number < len(self):
+            raise IndexError(f"row {number} of {len(self)}")
+        if self._memory is not None:
+            return self._memory[number]
+        shard = self._shard(number)
+        tokens, supervised = self._arrays(shard)
+        base = int(self.offsets[self._first[shard]])
+        place = slice(int(self.offsets[number]) - base, int(self.offsets[number + 1]) - base)
+        return Row("", tokens[place], supervised[place])
+
+    def id(self, number: int) -> str:
+        """The id of row `number`, which is looked up in a file: for messages, not for training."""
+        if self._memory is not None:
+            return self._memory[number].id
+        shard = self._shard(number)
+        with open(_beside(self._paths[shard], "ids.txt"), encoding="utf-8") as lines:
+            at = number - self._first[shard]
+            return json.loads(next(itertools.islice(lines, at, None)))
 
     def token_counts(self, vocab_size: int) -> Tensor:
-        """How often the target wrote each token.  # [V]"""
-        return torch.bincount(self.tokens[self.written].long(), minlength=vocab_size)
+        """How often each token is supervised.  # [V]"""
+        counts = np.zeros(vocab_size, np.int64)
+        for tokens, supervised in self._chunks():
+            counts += np.bincount(tokens[supervised], minlength=vocab_size)
+        return torch.from_numpy(counts)
+
+    def _chunks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        if self._memory is not None:
+            yield from ((row.tokens, row.supervised) for row in self._memory)
+            return
+        for shard in range(len(self._paths)):
+            tokens, supervised = self._arrays(shard)
+            for first in range(0, len(tokens), _CHUNK):
+                yield tokens[first : first + _CHUNK], supervised[first : first + _CHUNK]
+
+    def _shard(self, number: int) -> int:
+        return bisect_right(self._first, number) - 1
+
+    def _arrays(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
+        """The memory maps of a shard's tokens and supervised; the most recent ones stay open."""
+        if shard in self._maps:
+            self._maps.move_to_end(shard)
+            return self._maps[shard]
+        files = (_beside(self._paths[shard], f"{name}.npy") for name in ("tokens", "supervised"))
+        tokens, supervised = (np.load(file, mmap_mode="r").view(np.ndarray) for file in files)
+        self._maps[shard] = tokens, supervised
+        if len(self._maps) > _OPEN:
+            self._maps.popitem(last=False)
+        return tokens, supervised
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_maps": OrderedDict()}
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(f"{path.name}.{suffix}")
+
+
+def _lengths(path: Path, info: dict[str, Any]) -> np.ndarray:
+    """The lengths of a shard's rows.  # [rows]"""
+    sizes = {"tokens": info["tokens"], "supervised": info["tokens"], "offsets": info["rows"] + 1}
+    for name, kind in _ARRAYS.items():
+        file, expected = _beside(path, f"{name}.npy"), HEADER + sizes[name] * kind().itemsize
+        found = file.stat().st_size if file.exists() else 0
+        if found != expected:
+            raise DistillError(
+                f"{file}: found {found} bytes, expected {expected}, as its .json file says; "
+                "copy the shard again, or run with --fresh."
+            )
+    return np.diff(np.load(_beside(path, "offsets.npy")))
+
+
+def ragged(
+    tokens: Tensor, lengths: Tensor, prompt_lengths: Tensor, ids: Iterable[str]
+) -> list[Row]:
+    """What `write_rows` returns, as rows in which all after the prompt is supervised."""
+    rows = zip(tokens.int().numpy(), lengths.tolist(), prompt_lengths.tolist(), ids, strict=True)
+    return [
+        Row(id, row[:length].copy(), np.arange(length) >= prompt)
+        for row, length, prompt, id in rows
+    ]
 
 
 def check_context(spec: Distill, writer: PreTrainedModel, name: str = "target") -> None:

@@ -63,14 +63,16 @@ class Loss:
 
     name: str
     divergence: Divergence | None
+    difference: bool = False  # whether its gradient at the drafter's logits is q - p
+    own: bool = False  # whether it adds sum p log p to -sum p log q then
 
 
 LOSSES = {
     loss.name: loss
     for loss in (
         Loss("cross_entropy", None),
-        Loss("soft_cross_entropy", soft_cross_entropy),
-        Loss("forward_kl", forward_kl),
+        Loss("soft_cross_entropy", soft_cross_entropy, difference=True),
+        Loss("forward_kl", forward_kl, difference=True, own=True),
         Loss("reverse_kl", reverse_kl),
         Loss("jensen_shannon", jensen_shannon),
         Loss("total_variation", total_variation),

@@ -10,13 +10,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from headstart.heads import OptionError, TrainableDrafter
+from headstart.heads.core import gathered, output_layer
 
-from .chunked import IGNORED, KEPT_LOGITS, Teacher, summed_loss
+from .comparisons import IGNORED, HardLabels, SoftLabels, rows_at_once
 from .divergences import LOSSES
+from .fused import summed_loss
+from .teacher import Teacher
 
 
 def head_labels(
-    tokens: Tensor, supervised: Tensor, depths: int, vocabulary: Tensor | None = None
+    tokens: Tensor,
+    supervised: Tensor,
+    depths: int,
+    vocabulary: Tensor | None = None,
+    segments: Tensor | None = None,
 ) -> Tensor:
     """The label of every depth 1 … K at every position.
 
@@ -33,10 +40,11 @@ def head_labels(
         tokens: [B, T] int64.
         supervised: [B, T] bool, the tokens that may be labels.
         vocabulary: [Vd] the draft vocabulary, ascending; None for the target's.
+        segments: [B, T] the number of each token's document, where rows hold several.
 
     Returns:
         [K, B, T] int64 ids of the draft vocabulary; `IGNORED` where the label is past the row's
-        end, not supervised, or not in the draft vocabulary.
+        end, of another document, not supervised, or not in the draft vocabulary.
     """
     ids = tokens
     if vocabulary is not None:
@@ -45,7 +53,12 @@ def head_labels(
     labels = ids.masked_fill(~supervised, IGNORED)  # [B, T]
     padded = functional.pad(labels, (0, depths + 1), value=IGNORED)  # [B, T + K + 1]
     length = tokens.shape[1]
-    return torch.stack([padded[:, k + 1 : k + 1 + length] for k in range(1, depths + 1)])
+    found = torch.stack([padded[:, k + 1 : k + 1 + length] for k in range(1, depths + 1)])
+    if segments is None:
+        return found
+    padded = functional.pad(segments, (0, depths + 1), value=-1)  # [B, T + K + 1]
+    there = torch.stack([padded[:, k + 1 : k + 1 + length] for k in range(1, depths + 1)])
+    return found.masked_fill(there != segments, IGNORED)
 
 
 def label_counts(labels: Tensor) -> Tensor:
@@ -64,9 +77,7 @@ class DraftLoss:
         loss: a name in `LOSSES`.
         feature_weight: weight of the distance between the drafter's `predicted_features` and the
             target's final ones, which is added to each position's loss.
-        kept: see `KEPT_LOGITS`.
-        preserve_rng_state: whether logits that are computed again see the same dropout; for a
-            drafter whose output layer has dropout.
+        size: see `rows_at_once`; as it says when None.
 
     Raises:
         OptionError: see `Teacher`; or the drafter predicts no features.
@@ -78,17 +89,17 @@ class DraftLoss:
         decay: float,
         loss: str = "cross_entropy",
         feature_weight: float = 0.0,
-        kept: int = KEPT_LOGITS,
-        preserve_rng_state: bool = False,
+        size: int | None = None,
     ):
         self.drafter, self.decay, self.feature_weight = drafter, decay, feature_weight
-        self.kept, self.preserve_rng_state = kept, preserve_rng_state
-        divergence = LOSSES[loss].divergence
-        self.soft = None
-        if divergence is not None:
-            self.soft = divergence, Teacher(drafter.target, drafter.draft_vocabulary)
+        self.kind, self.size, self._teacher = LOSSES[loss], size, None
+        if self.kind.divergence is not None:
+            self._teacher = Teacher(drafter.target, drafter.draft_vocabulary)
+        shared = getattr(drafter.config, "output", None) == "shared"
+        # The target's output layer, where it is read here: as often as this process has chunks.
+        self._layer = output_layer(drafter.target) if self._teacher or shared else None
         # whether the target's final features are read
-        self.needs_final = self.soft is not None or feature_weight > 0
+        self.needs_final = self._teacher is not None or feature_weight > 0
         if feature_weight:
             empty = torch.empty(0, 0, drafter.config.hidden_size)
             if drafter.predicted_features(empty) is None:
@@ -104,6 +115,7 @@ class DraftLoss:
         labels: Tensor,
         counts: Tensor,
         final: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> Tensor:
         """The loss of a batch, float32 scalar; 0 with zero gradients when there is no label.
 
@@ -113,40 +125,62 @@ class DraftLoss:
         Args:
             features: [B, T, F]; tokens: [B, T].
             labels: [K, B, T], see `head_labels`.
-            counts: [K], each depth's labels in the whole optimizer step, see `label_counts`.
+            counts: [K, …], each depth's labels in the whole step of the optimizer, `label_counts`.
             final: [B, T, D], the target's final features, where `needs_final`.
+            positions: see `TrainableDrafter.draft_hidden_states`.
         """
+        with gathered(self._layer):
+            return self._of(features, tokens, labels, counts, final, positions)
+
+    def _of(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        labels: Tensor,
+        counts: Tensor,
+        final: Tensor | None,
+        positions: Tensor | None,
+    ) -> Tensor:
         drafter = self.drafter
         where = (labels != IGNORED).any(0)  # [B, T]
-        states = drafter.draft_hidden_states(features, tokens, where, len(labels))  # [K, M, D']
+        packed = {} if positions is None else {"positions": positions}
+        states = drafter.draft_hidden_states(
+            features, tokens, where, len(labels), **packed
+        )  # [K, M, D']
         labels = labels[:, where]  # [K, M]
         if not labels.shape[1]:
             return zero_with_gradient(drafter.parameters())
+        depths = torch.arange(1, len(labels) + 1, device=counts.device)  # [K]
+        factors = self.decay ** depths.to(torch.promote_types(states.dtype, torch.float32))
+        factors = factors / counts[: len(labels)].clamp(min=1)
+        # Past a row's end this is the next row's place, but there the label is ignored.
         places = where.flatten().nonzero().squeeze(1)  # [M], among B * T
+        ahead = (places + depths.unsqueeze(1)).clamp(max=where.numel() - 1)  # [K, M]
         teaching: Any = None if final is None else final.flatten(0, 1)  # [B * T, D]
-        predicted = drafter.predicted_features(states) if self.feature_weight else None
-        width = drafter.config.vocab_size
-        if self.soft is None and drafter.draft_vocabulary is not None:
-            width = len(drafter.draft_vocabulary)
-        recompute = labels.numel() * width > self.kept and torch.is_grad_enabled()
-        total = states.new_zeros((), dtype=torch.float32)
-        for k, wanted in enumerate(labels, start=1):  # [M]
-            # Past a row's end this is the next row's place, but there the label is ignored.
-            ahead = (places + k).clamp(max=where.numel() - 1)  # [M]
-            nats = summed_loss(
-                drafter.draft_logits(k), states[k - 1], wanted,
-                None if self.soft is None else (*self.soft, teaching, ahead),
-                max(self.kept // width, 1), recompute, self.preserve_rng_state,
-            )  # fmt: skip
-            if predicted is not None:
-                # With the soft cross entropy and weight 10 the loss of EAGLE-1 (arXiv 2401.15077).
+        size = self.size or rows_at_once(self.kind, self._width(), states.device)
+        if self._teacher is None:
+            comparison = HardLabels(labels, size)
+        else:
+            comparison = SoftLabels(
+                self.kind, self._teacher, teaching, ahead, labels != IGNORED, size
+            )
+        outputs = [drafter.draft_output(k) for k in range(1, len(labels) + 1)]
+        total = summed_loss(outputs, states, factors, comparison)
+        if self.feature_weight:
+            # With the soft cross entropy and weight 10 the loss of EAGLE-1 (arXiv 2401.15077).
+            predicted: Any = drafter.predicted_features(states)  # [K, M, D]
+            for k, wanted in enumerate(labels):
                 distance = functional.smooth_l1_loss(
-                    predicted[k - 1].float(), teaching[ahead].float(), reduction="none"
+                    predicted[k].float(), teaching[ahead[k]].float(), reduction="none"
                 ).mean(-1)  # [M]
-                distance = distance.masked_fill(wanted == IGNORED, 0.0)
-                nats = nats + self.feature_weight * distance.sum()
-            total = total + self.decay**k / counts[k - 1].clamp(min=1) * nats
+                distance = distance.masked_fill(wanted == IGNORED, 0.0).sum()
+                total = total + self.feature_weight * factors[k] * distance
         return total
+
+    def _width(self) -> int:
+        """Vd of the drafter's logits."""
+        known = self.drafter.draft_vocabulary
+        return self.drafter.config.vocab_size if known is None else len(known)
 
 
 def zero_with_gradient(parameters: Iterable[Tensor]) -> Tensor:

@@ -1,9 +1,25 @@
-"""Recipes: `schema` is what one may say, `loading` reads and checks one."""
+"""Recipes: `schema` is what one may say, `files` reads and composes them, `loading` checks."""
 
-from .loading import load_recipe, parse_recipe, shipped_recipes
-from .schema import Corpus, Distill, DrafterSpec, OnPolicy, Recipe, RecipeError, Scratch, Train
+from .files import shipped_combinations, shipped_parts, shipped_recipes
+from .loading import load_recipe, parse_recipe
+from .schema import (
+    Chat,
+    Corpus,
+    Distill,
+    DrafterSpec,
+    Hardware,
+    OnPolicy,
+    OpenAI,
+    Recipe,
+    RecipeError,
+    Scratch,
+    Source,
+    TargetSpec,
+    Train,
+)
 
 __all__ = [
-    "Corpus", "Distill", "DrafterSpec", "OnPolicy", "Recipe", "RecipeError", "Scratch", "Train",
-    "load_recipe", "parse_recipe", "shipped_recipes",
+    "Chat", "Corpus", "Distill", "DrafterSpec", "Hardware", "OnPolicy", "OpenAI", "Recipe",
+    "RecipeError", "Scratch", "Source", "TargetSpec", "Train",
+    "load_recipe", "parse_recipe", "shipped_combinations", "shipped_parts", "shipped_recipes",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ be strings. Nothing here imports torch, so that `--help` and a mistyped recipe a
 """
 
 import dataclasses
+import datetime
 import difflib
 import functools
 from collections.abc import Iterable
@@ -12,10 +13,19 @@ from dataclasses import dataclass, field
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from huggingface_hub.dataclasses import as_validated_field, strict, validated_field
 
 from ..losses import LOSSES
+
+COLUMNS = (  # that rows may have, for `columns`
+    "messages", "conversations", "tools", "system", "prompt", "completion", "response",
+    "instruction", "input", "output", "question", "answer", "text",
+)  # fmt: skip
+
+TRACKERS = ("tensorboard", "wandb", "trackio")
+"""What `train.report_to` may name, which are also the packages."""
 
 
 class RecipeError(ValueError):
@@ -63,19 +73,81 @@ def _tree(tree: str | list[Any]) -> None:
             raise ValueError(f"path {place} is {path!r}, expected a list of integers")
 
 
+@as_validated_field
+def _trackers(names: list[str]) -> None:
+    for name in names:
+        if name not in TRACKERS:
+            raise ValueError(
+                f"found {name!r}{nearest(name, TRACKERS)}; expected some of {', '.join(TRACKERS)}"
+            )
+
+
+@as_validated_field
+def _columns(columns: dict[str, str] | None) -> None:
+    for ours in columns or {}:
+        if ours not in COLUMNS:
+            near = nearest(ours, COLUMNS)
+            raise ValueError(f"found {ours!r}{near}; expected names out of {', '.join(COLUMNS)}")
+
+
+@strict
+@dataclass
+class Source:
+    """One of the sources that a corpus is mixed from; the keys are those of `corpus`."""
+
+    source: str
+    weight: float = positive(1.0)  # its share of the corpus's bytes is weight ÷ sum of the weights
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
+    columns: dict[str, str] | None = _columns(default=None)  # noqa: RUF009
+
+
 @strict
 @dataclass
 class Corpus:
     """Where the text comes from."""
 
-    # "stdlib", the path of a file or folder, or "target": what the target itself writes after its
+    # "stdlib"; a file, a folder or a glob; "hub:NAME", a data set on the Hub; sharegpt, ultrachat
+    # or perfectblend, which are such sets; or "target": what the target itself writes after its
     # start token, sampled at temperature 1
     source: str = "stdlib"
-    max_bytes: int = positive(4_000_000)
-    held_out: float = number(0.05, ge=0, lt=1)  # share of whole documents
+    sources: list[Source] = field(default_factory=list)  # instead of source: a mixture
+    config: str | None = None  # of a Hub data set that has several
+    split: str | None = None  # of a Hub data set: train when null
+    revision: str | None = None  # of a Hub data set: a commit, a branch or a tag; null is main
+    # what the source calls our columns, such as {prompt: instruction, response: output}
+    columns: dict[str, str] | None = _columns(default=None)  # noqa: RUF009
+    dedup: bool = True  # of documents with the same content keep one
+    max_bytes: int = positive(4_000_000)  # of the documents' text
+    # share of whole documents; those that begin with the same prompt stay on one side
+    held_out: float = number(0.05, ge=0, lt=1)
     on_error: str = one_of("raise", "skip")  # at a row that cannot be read
     opening_tokens: int = positive(64)  # source target: tokens of each text
     writer: str | None = None  # source target: the model that writes, target.model when null
+
+    def __post_init__(self) -> None:
+        if not self.sources:
+            return
+        if self.source != "stdlib":  # the default
+            raise RecipeError(
+                f"corpus.sources: found corpus.source {self.source!r} too; expected one of the two "
+                "(corpus.source=stdlib takes the other one back)"
+            )
+        for key in ("config", "split", "revision", "columns"):
+            if getattr(self, key) is not None:
+                raise RecipeError(
+                    f"corpus.{key}: found together with corpus.sources; give it to one of them"
+                )
+        if any(part.source == "target" for part in self.sources):
+            raise RecipeError(
+                "corpus.sources: found target, which writes a corpus of its own; expected texts"
+            )
+
+    def parts(self) -> list[Source]:
+        """The sources that are mixed; mostly one."""
+        alone = Source(self.source, 1.0, self.config, self.split, self.revision, self.columns)
+        return self.sources or [alone]
 
 
 @strict
@@ -107,22 +179,96 @@ class TargetSpec:
     scratch: Scratch | None = None
     # 4bit needs bitsandbytes
     dtype: str = one_of("float32", "bfloat16", "float16", "float64", "auto", "4bit")
+    revision: str | None = None  # of a model on the Hub: a commit, a tag or a branch
+    # where its layers go, as for from_pretrained: auto, balanced, …, or a mapping of modules to
+    # devices; null: all on the process's own. A target over several GPUs takes one process.
+    device_map: str | dict[str, Any] | None = None
+    attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, …; null: its own
+
+
+@as_validated_field
+def _date(date: str) -> None:
+    try:
+        datetime.date.fromisoformat(date)
+    except ValueError:
+        raise ValueError(f"found {date!r}, expected a date such as '2024-07-26'") from None
+
+
+@strict
+@dataclass
+class Chat:
+    """How chats are rendered, and which of their turns are trained on."""
+
+    supervise: str = one_of("all", "last")  # answers of a chat that are given
+    system: str | None = None  # the system prompt of chats that have none
+    # arguments of the tokenizer's template, such as {enable_thinking: false}
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas, shown in every chat
+    # the day that templates print which print today's: rows must not change over night
+    date: str = _date(default="2024-07-26")
+
+
+@as_validated_field
+def _url(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("expected an address such as http://localhost:8000/v1")
+    if parts.username or parts.password or parts.query:
+        raise ValueError("it holds a secret or a query; name the key's variable in api_key_env")
+
+
+@strict
+@dataclass
+class OpenAI:
+    """A server that speaks the OpenAI protocol, which writes the answers in the target's place."""
+
+    url: str = _url(default="http://localhost:8000/v1")
+    model: str = ""  # as the server calls it; the target's name when empty
+    api_key_env: str | None = None  # the environment variable that holds the key
+    concurrency: int = positive(16)  # requests at once, of each process
+    retries: int = number(6, ge=0)  # of one request, with growing pauses
+    timeout: float = positive(120.0)  # seconds without a byte from the server
+    token_ids: bool = False  # ask for the ids that were written (vLLM's return_token_ids)
+    extra: dict[str, Any] = field(default_factory=dict)  # further keys of each request
 
 
 @strict
 @dataclass
 class Distill:
-    """Self-distillation: the target continues real prefixes."""
+    """The text that the drafter is trained on: what the target writes, or given answers."""
 
+    # own: the target continues prefixes of documents; openai: a server answers chats;
+    # given: chats are trained on as they stand
+    writer: str = one_of("own", "given", "openai")
+    openai: OpenAI | None = None  # writer openai
+    # documents or prefixes taken; where repeats would be equal, each document once at most
     examples: int = positive(1024)
-    prefix: str = one_of("window", "start", "prompt")  # of a document
+    prefix: str = one_of("window", "start", "prompt")  # of a document; own
     prefix_tokens: int = positive(64)  # exactly; for `prompt`, at most
-    chat: str = one_of("auto", "template", "plain")  # how chats are rendered
-    new_tokens: int = positive(128)
+    chat: str = one_of("auto", "template", "plain")  # how chats are rendered, see `chat` too
+    turns: str = one_of("all", "first")  # of a chat that are answered, one after the other
+    new_tokens: int = positive(128)  # of each answer, at most
+    max_length: int | None = positive(None)  # of a row; null: prefix_tokens + new_tokens
     batch_size: int = positive(64)
     temperature: float = number(0.0, ge=0)
+    # writer own: what the target is sped up by, which leaves the text the same: a drafter's path or
+    # Hub name, or lookup
+    drafter: str | None = None
+    use_drafter: str = one_of("where_faster", "always")  # than plain decoding, in a short trial
     shards: int = positive(8)
     max_seconds: float | None = positive(None)
+
+    def __post_init__(self) -> None:
+        if self.writer == "openai" and self.openai is None:
+            raise RecipeError(
+                "distill.openai: the writer is openai, and no server is named; set "
+                "distill.openai.url=http://HOST:PORT/v1"
+            )
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row, at most."""
+        return self.max_length or self.prefix_tokens + self.new_tokens
 
 
 @strict
@@ -154,7 +300,17 @@ class Train:
     learning_rate: float = positive(1e-3)
     batch_size: int = positive(8)  # rows a process and forward
     gradient_accumulation: int = positive(1)
+    group_by_length: bool = True  # the rows of a batch have about the same length
+    # short rows stand behind each other in one of packed_length tokens, and do not see each other;
+    # batch_size then counts those. null: where target and drafter keep them apart
+    packing: bool | None = False
+    packed_length: int | None = positive(None)  # null: as many as the longest row has
+    dataloader_workers: int = number(0, ge=0)  # processes that read rows ahead, for each process
+    # rows a step, of all processes and micro-batches; replaces gradient_accumulation, so that a
+    # step is the same on any number of GPUs
+    rows_per_step: int | None = positive(None)
     max_steps: int = positive(1000)
+    epochs: float | None = positive(None)  # over the rows; max_steps bounds it
     max_seconds: float | None = positive(None)
     warmup_ratio: float = number(0.1, ge=0, lt=1)
     weight_decay: float = number(0.0, ge=0)
@@ -164,7 +320,28 @@ class Train:
     eval_every: int | None = positive(None)  # steps between validations by real decoding
     feature_weight: float = number(0.0, ge=0)  # of the distance to the target's features (EAGLE)
     feature_cache_mb: float = number(512.0, ge=0)  # keep the target's features up to this size
+    from_: str | None = None  # key `from`: a head of the same family, whose weights are the first
+    # go on from the last checkpoint of this run's training of fewer max_steps, with the schedule of
+    # the new one from there on; without it, other max_steps are trained from the start
+    extend: bool = False
+    activation_checkpointing: bool = False  # compute activations again: less memory, slower
+    compile: bool = False  # torch.compile of the drafter's forward
     on_policy: OnPolicy | None = None  # null: all text is the target's
+    # where the figures go beside metrics.jsonl: any of tensorboard, wandb, trackio
+    report_to: list[str] = _trackers(default_factory=list)  # noqa: RUF009
+
+    def accumulation(self, processes: int) -> int:
+        """Micro-batches a step; RecipeError where `rows_per_step` is not divided by theirs."""
+        rows, each = self.rows_per_step, self.batch_size * processes
+        if rows is None:
+            return self.gradient_accumulation
+        if rows % each:
+            raise RecipeError(
+                f"train.rows_per_step is {rows}, and {processes} processes with train.batch_size "
+                f"{self.batch_size} compute {each} rows at once; expected a multiple of that: "
+                "change train.batch_size"
+            )
+        return rows // each
 
     def __post_init__(self) -> None:
         if self.on_policy is not None and LOSSES[self.loss].divergence is None:
@@ -183,10 +360,25 @@ class Decode:
     # chain:K, cartesian:A,B,…, sparse:N, a list of paths (lists of integers), or a file of them
     tree: str | list[Any] = _tree(default="chain:4")  # noqa: RUF009
     rule: str = one_of("greedy", "match", "coupled")
+    # what validation and the benchmark continue: "same" as distillation (distill.prefix; prompts of
+    # at most distill.prefix_tokens), or "window"
+    prefix: str = one_of("same", "window")
     prompts: int = positive(24)
-    prefix_tokens: int = positive(64)
+    prefix_tokens: int = positive(64)  # of a window or a start
     new_tokens: int = positive(128)
     validation_prompts: int = positive(8)
+
+
+@strict
+@dataclass
+class Hardware:
+    """What a run is planned for. It decides nothing: estimates of hours and memory read it."""
+
+    gpus: int = positive(1)
+    memory_gb: float = positive(80.0)  # of each GPU, in 1e9 bytes
+    tflops: float = positive(312.0)  # of each, dense products in bfloat16, its data sheet's peak
+    bandwidth: float = positive(2039.0)  # of each one's memory, 1e9 bytes a second
+    launch: str | None = None  # the file of `recipes/launch` to start with, null: no launcher
 
 
 @strict
@@ -203,9 +395,11 @@ class Recipe:
     # has not finished them, and here where it has finished them with other settings
     shares: str | None = None
     corpus: Corpus = field(default_factory=Corpus)
+    chat: Chat = field(default_factory=Chat)
     distill: Distill = field(default_factory=Distill)
     train: Train = field(default_factory=Train)
     decode: Decode = field(default_factory=Decode)
+    hardware: Hardware | None = None
 
     def __post_init__(self) -> None:
         if (self.target.model is None) == (self.target.scratch is None):
@@ -233,4 +427,6 @@ class Recipe:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers (JSON-ready), as fingerprints and manifests need them."""
-        return dataclasses.asdict(self)
+        found = dataclasses.asdict(self)
+        found["train"]["from"] = found["train"].pop("from_")
+        return found

@@ -16,7 +16,7 @@ import headstart
 from headstart.cli import main
 from headstart.heads import HeadstartError, load_drafter
 from headstart.heads.draft_model import DraftModel, DraftModelConfig
-from headstart.train.data.corpus import sample_documents
+from headstart.train.data.target_text import sample_documents
 from tests.support.bytewise import save_target
 from tests.support.paths import ROOT
 from tests.support.tiny import one_line, tiny

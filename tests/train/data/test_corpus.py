@@ -21,7 +21,7 @@ def test_stdlib(tmp_path: Path) -> None:
     spec = Corpus(max_bytes=300_000, held_out=0.2)
     counts = build_corpus(spec, tmp_path, seed=0)
     train, held_out = load_documents(tmp_path, "train"), load_documents(tmp_path, "held_out")
-    names = {document.id for document in train + held_out}
+    names = {document.id for document in [*train, *held_out]}
     assert len(names) == len(train) + len(held_out) > 5
     assert counts["train_documents"] == len(train)
     assert len(held_out) == round(0.2 * len(names))
@@ -35,7 +35,7 @@ def test_stdlib(tmp_path: Path) -> None:
     build_corpus(spec, other, seed=1)
     for split in ("train.jsonl", "held_out.jsonl"):
         assert (again / split).read_bytes() == (tmp_path / split).read_bytes()
-    assert load_documents(other, "held_out") != held_out
+    assert list(load_documents(other, "held_out")) != list(held_out)
 
 
 def test_more_bytes_only_add_documents(tmp_path: Path) -> None:
@@ -44,8 +44,8 @@ def test_more_bytes_only_add_documents(tmp_path: Path) -> None:
     build_corpus(spec, few)
     build_corpus(replace(spec, max_bytes=200_000), many)
     first = load_documents(few, "train")
-    assert load_documents(many, "train")[: len(first)] == first
-    assert load_documents(few, "held_out") == []
+    assert load_documents(many, "train")[: len(first)] == list(first)
+    assert list(load_documents(few, "held_out")) == []
 
 
 def test_folder_of_files(tmp_path: Path) -> None:
@@ -59,9 +59,8 @@ def test_folder_of_files(tmp_path: Path) -> None:
     (source / ".hidden").write_text("no")
     (source / "empty.txt").write_text(" \n")
     counts = build_corpus(Corpus(source=str(source), held_out=0.3), tmp_path / "out")
-    documents = load_documents(tmp_path / "out", "train") + load_documents(
-        tmp_path / "out", "held_out"
-    )
+    out = tmp_path / "out"
+    documents = [*load_documents(out, "train"), *load_documents(out, "held_out")]
     assert {document.id: document.text for document in documents} == {
         "a.md": "one é 漢\ntwo",
         "deep/b.txt": "three",
@@ -115,9 +114,11 @@ def test_rows_of_every_kind(tmp_path: Path, suffix: str) -> None:
         assert (document.text, document.messages, document.answer) == (text, messages, answer)
 
     # The corpus stage keeps all of it, also where it finds the file in a folder.
-    counts = build_corpus(Corpus(source=str(tmp_path), held_out=0.0), tmp_path / "out")
+    spec = Corpus(source=str(tmp_path), held_out=0.0, dedup=False)
+    counts = build_corpus(spec, tmp_path / "out")
     assert counts["train_documents"] == len(ROWS)
-    assert {d.id: d for d in load_documents(tmp_path / "out", "train")} == found
+    kept = {d.id: replace(d, source=file.name) for d in load_documents(tmp_path / "out", "train")}
+    assert kept == found
     written = read_documents(tmp_path / "out" / "train.jsonl", answers=True)
     assert sorted(map(but_for_the_id, written)) == sorted(map(but_for_the_id, found.values()))
 
@@ -249,11 +250,11 @@ def test_damaged_files_name_the_line(tmp_path: Path) -> None:
 def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "big.txt").write_text("x" * 100)
-    (tmp_path / "table.csv").write_text("a,b")
+    (tmp_path / "table.xml").write_text("a,b")
     for source, said in [
         ("nobody/hub-set", "no such file or folder"),
         (str(tmp_path / "empty"), "no text found"),
-        (str(tmp_path / "table.csv"), "found a .csv file"),
+        (str(tmp_path / "table.xml"), "found a .xml file"),
         (str(tmp_path / "big.txt"), "raise corpus.max_bytes"),
     ]:
         with pytest.raises(CorpusError, match=said):

@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from headstart.train.data import distill as module
-from headstart.train.data.corpus import Document
-from headstart.train.data.distill import distill, shard_rows, summary
+from headstart.train.data.distill import distill, shard_units, summary
+from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import DistillError, Windows, encode
 from headstart.train.data.training_rows import Rows
 from headstart.train.recipe import Distill
 from headstart.train.scratch_target import train_tokenizer
 from tests.support.paths import ROOT
+from tests.support.training import columns
 
 SPEC = Distill(examples=20, prefix_tokens=6, new_tokens=9, batch_size=4, shards=3)
 DOCUMENTS = [
@@ -53,7 +52,7 @@ def write(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
 def test_windows_stay_inside_documents(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -68,40 +67,41 @@ def test_windows_stay_inside_documents(tokenizer: PreTrainedTokenizerFast) -> No
 
 def test_rows_are_what_generate_writes(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     rows = write(tmp_path, tokenizer)
-    assert rows.tokens.shape == (20, 15)
+    tokens = columns(rows).tokens.long()
+    assert tokens.shape == (20, 15)
     target: Any = tiny_target()
-    expected = target.generate(
-        rows.tokens[:, :6].long(), max_new_tokens=9, do_sample=False, use_cache=False
-    )
-    assert torch.equal(rows.tokens.long(), expected)
+    expected = target.generate(tokens[:, :6], max_new_tokens=9, do_sample=False, use_cache=False)
+    assert torch.equal(tokens, expected)
     texts = [tuple(tokenizer(document.text)["input_ids"]) for document in DOCUMENTS]
-    for prefix in rows.tokens[:, :6].tolist():
+    for prefix in tokens[:, :6].tolist():
         assert any(tuple(prefix) == t[i : i + 6] for t in texts for i in range(len(t)))
     item = rows[7]
-    assert item["rows"].item() == 7 and torch.equal(item["tokens"], rows.tokens[7].long())
+    assert item["row"] == 7 and torch.equal(item["tokens"], tokens[7])
     assert item["supervised"].tolist() == [False] * 6 + [True] * 9
     assert rows.token_counts(270).sum() == 20 * 9
-    assert summary(SPEC, tmp_path) == {"shards": 3, "rows": 20, "tokens": 180}
+    assert summary(SPEC, tmp_path) == {
+        "shards": 3, "kept": 20, "rows": 20, "tokens": 300, "supervised": 180,
+    }  # fmt: skip
 
 
 def test_shards_cover_every_row_once() -> None:
-    assert [list(shard_rows(SPEC, k)) for k in range(3)] == [
+    assert [list(shard_units(20, 3, k)) for k in range(3)] == [
         list(range(6)), list(range(6, 13)), list(range(13, 20)),
     ]  # fmt: skip
 
 
 def test_an_end_of_text_cuts_the_row(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    free = write(tmp_path / "free", tokenizer)
+    free = columns(write(tmp_path / "free", tokenizer))
     end = int(free.tokens[:, 8].mode().values)  # a token that some rows write third
     target = tiny_target()
     target.generation_config.eos_token_id = end
     distill(SPEC, target, tokenizer, DOCUMENTS, tmp_path / "cut", progress=False)
-    rows = Rows.load(tmp_path / "cut")
+    rows = columns(Rows.load(tmp_path / "cut"))
     assert (rows.lengths < 15).any()
     for row, length in zip(rows.tokens, rows.lengths.tolist(), strict=True):
         written = row[6:length].tolist()
         assert end not in written[:-1] and (length == 15 or written[-1] == end)
-    assert rows.written.sum(1).tolist() == (rows.lengths - 6).tolist()
+    assert rows.supervised.sum(1).tolist() == (rows.lengths - 6).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -120,8 +120,8 @@ def test_the_shards_do_not_depend_on_who_writes_them(
 def test_temperature_writes_another_text(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    greedy = write(tmp_path / "greedy", tokenizer)
-    warm = write(tmp_path / "warm", tokenizer, replace(SPEC, temperature=1.0))
+    greedy = columns(write(tmp_path / "greedy", tokenizer))
+    warm = columns(write(tmp_path / "warm", tokenizer, replace(SPEC, temperature=1.0)))
     assert torch.equal(greedy.tokens[:, :6], warm.tokens[:, :6])
     assert not torch.equal(greedy.tokens, warm.tokens)
 
@@ -133,7 +133,7 @@ def test_time_cuts_the_examples_but_not_the_first_shard(
     rows = write(tmp_path, tokenizer, spec)
     assert len(rows) == 6
     assert summary(spec, tmp_path)["shards"] == 1
-    assert "6 of 20 examples, 1 of 3 shards" in caplog.text
+    assert "6 of 20 texts, 1 of 3 shards" in caplog.text
 
 
 def test_refusals(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
@@ -147,11 +147,10 @@ KILLED = """
 import sys, time
 from pathlib import Path
 from tests.train.data import test_distill as test
-from headstart.train.data import distill as module
+from headstart.train.data import training_rows as module
 write = module.write_atomically
 def slow(path, data):
     if "00001" in path.name:
-        path.with_name(path.name + ".tmp").write_bytes(data[:100])
         print("half a shard", flush=True)
         time.sleep(60)
     write(path, data)
@@ -170,7 +169,8 @@ def test_sigkill_then_resume_gives_the_same_shards(
     assert child.stdout is not None and child.stdout.readline() == "half a shard\n"
     os.kill(child.pid, signal.SIGKILL)
     child.wait()
-    finished = tmp_path / "cut" / "train-00000-of-00003.safetensors"
+    finished = tmp_path / "cut" / "train-00000-of-00003.tokens.npy"
+    assert finished.with_name("train-00001-of-00003.tokens.npy").exists()
     stamp = finished.stat().st_mtime_ns
     assert len(Rows.load(tmp_path / "cut")) == 6  # the half shard is not read
     time.sleep(0.01)
@@ -180,9 +180,7 @@ def test_sigkill_then_resume_gives_the_same_shards(
     for path in (tmp_path / "whole").iterdir():
         assert path.read_bytes() == (tmp_path / "cut" / path.name).read_bytes()
     # And that would have been seen: another seed for the missing shards gives other ones.
-    finished.with_name("train-00002-of-00003.safetensors").unlink()
+    finished.with_name("train-00002-of-00003.json").unlink()
     write(tmp_path / "cut", tokenizer, seed=5)
-    name = "train-00002-of-00003.safetensors"
+    name = "train-00002-of-00003.tokens.npy"
     assert (tmp_path / "cut" / name).read_bytes() != (tmp_path / "whole" / name).read_bytes()
-    assert safetensors.torch.load_file(finished)["tokens"].dtype == torch.int32
-    assert module.shard_path(tmp_path, 0, 3).name == finished.name

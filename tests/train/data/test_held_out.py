@@ -2,15 +2,36 @@
 
 import pytest
 import torch
-from torch import Tensor
 
-from headstart.train.data.corpus import Document
-from headstart.train.data.prefixes import HeldOutError, held_out_prompts
+from headstart.train.data.documents import Document
+from headstart.train.data.prefixes import (
+    HeldOutError,
+    HeldOutPrompt,
+    held_out_prompts,
+    make_prefixes,
+    prompt_settings,
+    recipe_prompts,
+)
+from headstart.train.recipe import Distill, load_recipe
 from headstart.train.scratch_target import train_tokenizer
 
 DOCUMENTS = [
     Document(str(n), " ".join(f"word{n} {n * k}" for k in range(12 * (n + 1)))) for n in range(6)
 ]
+
+
+CHATS = [
+    Document.chat(f"chats.jsonl:{n}", [
+        {"role": role, "content": f"{role} {n} says {' '.join(map(str, range(n * turn % 7)))}."}
+        for turn in range(1 + n % 3)
+        for role in ("user", "assistant")
+    ])
+    for n in range(40)
+]  # fmt: skip
+
+
+def equal(one: HeldOutPrompt, other: HeldOutPrompt) -> bool:
+    return one.document == other.document and torch.equal(one.tokens, other.tokens)
 
 
 def test_prompts_are_disjoint_windows_of_different_documents() -> None:
@@ -19,19 +40,55 @@ def test_prompts_are_disjoint_windows_of_different_documents() -> None:
     validation = held_out_prompts(tokenizer, DOCUMENTS, 4, 10, seed=1, part="validation")
     texts = {document.id: tokenizer(document.text)["input_ids"] for document in DOCUMENTS}
 
-    def source(prompt: Tensor) -> set[str]:
-        ids = prompt.tolist()
-        return {
+    def source(prompt: HeldOutPrompt) -> set[str]:
+        ids = prompt.tokens.tolist()
+        found = {
             name for name, t in texts.items() if any(t[i : i + 10] == ids for i in range(len(t)))
         }
+        assert prompt.document in found
+        return found
 
-    assert all(prompt.shape == (10,) for prompt in bench + validation)
+    assert all(prompt.tokens.shape == (10,) for prompt in bench + validation)
     first, second = (set().union(*map(source, prompts)) for prompts in (bench, validation))
     assert len(first) == 4 and len(second) == 2 and not first & second
-    assert len({tuple(prompt.tolist()) for prompt in bench}) == 8
+    assert len({tuple(prompt.tokens.tolist()) for prompt in bench}) == 8
     again = held_out_prompts(tokenizer, DOCUMENTS[::-1], 8, 10, seed=1)
-    assert all(torch.equal(a, b) for a, b in zip(bench, again, strict=True))
+    assert all(equal(a, b) for a, b in zip(bench, again, strict=True))
     other = held_out_prompts(tokenizer, DOCUMENTS, 8, 10, seed=2)
-    assert not all(torch.equal(a, b) for a, b in zip(bench, other, strict=True))
+    assert not all(equal(a, b) for a, b in zip(bench, other, strict=True))
     with pytest.raises(HeldOutError, match=r"expected 10000; raise corpus\.held_out"):
         held_out_prompts(tokenizer, DOCUMENTS, 10_000, 10)
+
+
+def test_prompts_of_chats_are_those_that_distillation_continues() -> None:
+    tokenizer = train_tokenizer(CHATS, 270, 128)
+    overrides = ["distill.prefix=prompt", "distill.prefix_tokens=30", "decode.validation_prompts=9"]
+    recipe = load_recipe("quickstart", [*overrides, "decode.prompts=14"])
+    parts = {
+        part: recipe_prompts(recipe, tokenizer, CHATS, part) for part in ("validation", "bench")
+    }
+    spec = Distill(prefix="prompt", prefix_tokens=30)
+    learnt = make_prefixes(spec, tokenizer, CHATS)
+    continued = {tuple(learnt[i].tolist()) for i in range(len(learnt))}
+    for prompts in parts.values():
+        lengths = {len(prompt.tokens) for prompt in prompts}
+        assert len(lengths) > 1 and max(lengths) <= 30
+        for prompt in prompts:
+            assert tuple(prompt.tokens.tolist()) in continued
+            assert str(tokenizer.decode(prompt.tokens)).endswith("Assistant:")
+    documents = {part: {p.document for p in prompts} for part, prompts in parts.items()}
+    assert not documents["validation"] & documents["bench"]
+    with pytest.raises(HeldOutError, match=r"give \d+ prompts of at most 30 tokens for bench"):
+        held_out_prompts(tokenizer, CHATS, 900, 30, prefix="prompt")
+
+
+def test_starts_and_windows() -> None:
+    tokenizer = train_tokenizer(DOCUMENTS, 270, 128)
+    recipe = load_recipe("quickstart", ["distill.prefix=start", "decode.prefix_tokens=10"])
+    kind = prompt_settings(recipe)
+    assert (kind["prefix"], kind["tokens"], kind["chat"]) == ("start", 10, "auto")
+    starts = held_out_prompts(tokenizer, DOCUMENTS, 4, 10, prefix="start")
+    texts = {document.id: tokenizer(document.text)["input_ids"] for document in DOCUMENTS}
+    assert all(p.tokens.tolist() == texts[p.document][:10] for p in starts)
+    overrides = ["distill.prefix=prompt", "decode.prefix=window"]
+    assert prompt_settings(load_recipe("quickstart", overrides))["prefix"] == "window"

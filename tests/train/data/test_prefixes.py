@@ -13,10 +13,11 @@ from headstart.train.data.distill import distill, summary
 from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import DistillError, Prompts, Windows, encode, make_prefixes
 from headstart.train.data.training_rows import Rows
-from headstart.train.losses.chunked import IGNORED
+from headstart.train.losses.comparisons import IGNORED
 from headstart.train.recipe import Distill
 from headstart.train.scratch_target import train_tokenizer
 from headstart.train.target_with_drafter import TargetWithDrafter
+from tests.support.training import columns
 
 ASK, ANSWER, MORE = "why is the sky blue?", "it scatters.", "and at night?"
 CHAT = Document.chat("chats:1", [
@@ -68,7 +69,7 @@ def test_prompts_end_where_the_answer_begins(tokenizer: PreTrainedTokenizerFast)
 
 
 def test_chats_go_through_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    plain = encode(tokenizer, DOCUMENTS)
+    plain = encode(tokenizer, DOCUMENTS).tolist()
     tokenizer.chat_template = TEMPLATE
     spec = replace(SPEC, chat="template")
     assert texts(tokenizer, make_prefixes(spec, tokenizer, DOCUMENTS)) == [
@@ -81,7 +82,7 @@ def test_chats_go_through_the_template(tokenizer: PreTrainedTokenizerFast) -> No
     whole = [str(tokenizer.decode(row)) for row in encode(tokenizer, DOCUMENTS)]
     assert whole[0] == f"<user>{ASK}<assistant>{ANSWER}<user>{MORE}<assistant>black."
     assert whole[2] == PAIR.text + (PAIR.answer or "")
-    assert encode(tokenizer, DOCUMENTS, "plain") == plain
+    assert encode(tokenizer, DOCUMENTS, "plain").tolist() == plain
     tokenizer.chat_template = None
     with pytest.raises(DistillError, match=r"distill\.chat is template, but the tokenizer has"):
         make_prefixes(spec, tokenizer, DOCUMENTS)
@@ -107,7 +108,7 @@ def test_the_start_token_comes_once(tokenizer: PreTrainedTokenizerFast) -> None:
     spec = replace(SPEC, prefix="start", prefix_tokens=3)
     prefixes = make_prefixes(spec, tokenizer, DOCUMENTS)
     assert [prefixes[i].tolist() for i in range(4)] == [
-        row[:3] for row in encode(tokenizer, DOCUMENTS)
+        row[:3] for row in encode(tokenizer, DOCUMENTS).tolist()
     ]
 
 
@@ -123,16 +124,16 @@ def test_rows_of_ragged_prompts_are_what_generate_writes(
 ) -> None:
     target: Any = tiny_target().double()
     distill(SPEC, target, tokenizer, DOCUMENTS, tmp_path, progress=False)
-    rows = Rows.load(tmp_path)
-    assert rows.tokens.shape == (9, 109) and len(set(rows.prompt_lengths.tolist())) == 5
-    prompts = encode(tokenizer, [prompt for d in DOCUMENTS for prompt in d.prompts()])
+    rows = columns(Rows.load(tmp_path))
+    assert len(rows.lengths) == 4 and len(set(rows.prompt_lengths.tolist())) == 4
+    prompts = encode(tokenizer, [d.prompts()[0] for d in DOCUMENTS]).tolist()
     for tokens, length, prefix in zip(rows.tokens, rows.lengths, rows.prompt_lengths, strict=True):
         ids = tokens[:prefix].tolist()
         assert ids in prompts
         alone = target.generate(torch.tensor([ids]), max_new_tokens=9, do_sample=False)
         assert length == prefix + 9 and tokens[:length].tolist() == alone[0].tolist()
         assert not tokens[length:].any()
-    item = rows[0]
+    item = Rows.load(tmp_path)[0]
     first, last = int(rows.prompt_lengths[0]), int(rows.lengths[0])
     assert item["supervised"].nonzero().flatten().tolist() == list(range(first, last))
 
@@ -141,13 +142,14 @@ def test_an_end_of_text_cuts_ragged_rows(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     target: Any = tiny_target().double()
-    distill(SPEC, target, tokenizer, DOCUMENTS, tmp_path / "free", progress=False)
-    free = Rows.load(tmp_path / "free")
+    spec = replace(SPEC, turns="first")
+    distill(spec, target, tokenizer, DOCUMENTS, tmp_path / "free", progress=False)
+    free = columns(Rows.load(tmp_path / "free"))
     starts = free.prompt_lengths.long()
-    end = int(free.tokens[torch.arange(9), starts + 3][0])
+    end = int(free.tokens[torch.arange(4), starts + 3][0])
     target.generation_config.eos_token_id = end
-    distill(SPEC, target, tokenizer, DOCUMENTS, tmp_path / "cut", progress=False)
-    rows = Rows.load(tmp_path / "cut")
+    distill(spec, target, tokenizer, DOCUMENTS, tmp_path / "cut", progress=False)
+    rows = columns(Rows.load(tmp_path / "cut"))
     assert (rows.lengths < free.lengths).any()
     for i, written in enumerate(rows.tokens):
         begin, length = int(rows.prompt_lengths[i]), int(rows.lengths[i])
@@ -160,13 +162,13 @@ def test_prompts_too_long_are_skipped_and_counted(
     tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     limit = len(tokenizer(TEXT.text)["input_ids"])
-    spec = replace(SPEC, prefix_tokens=limit, examples=2, shards=1)
+    spec = replace(SPEC, prefix_tokens=limit, examples=6, shards=1)
     documents = [*DOCUMENTS, Document("text:2", "")]
     distill(spec, tiny_target(), tokenizer, documents, tmp_path, progress=False)
     prefixes = make_prefixes(spec, tokenizer, documents)
     assert TEXT.text in texts(tokenizer, prefixes)
-    assert summary(spec, tmp_path)["skipped"] == prefixes.skipped == 6 - len(prefixes) > 0
-    assert "were skipped" in caplog.text and "sky" not in caplog.text
+    assert summary(spec, tmp_path)["kept"] == len(prefixes)
+    assert "sky" not in caplog.text
     with pytest.raises(DistillError, match="gives a prompt of at most so many") as error:
         make_prefixes(replace(spec, prefix_tokens=1), tokenizer, DOCUMENTS)
     assert "sky" not in str(error.value)
@@ -180,7 +182,7 @@ def test_short_documents_are_skipped_and_counted(
         spec = replace(SPEC, prefix=prefix, prefix_tokens=2, examples=2, shards=1)
         distill(spec, tiny_target(), tokenizer, documents, tmp_path / prefix, progress=False)
         assert summary(spec, tmp_path / prefix)["skipped"] == 2
-    assert not len(Windows([], 2))
+    assert not len(Windows(encode(tokenizer, []), 2))
     with pytest.raises(DistillError, match="none of the 0 training documents"):
         make_prefixes(SPEC, tokenizer, [])
 
@@ -194,33 +196,14 @@ def test_a_prompt_of_one_token(tokenizer: PreTrainedTokenizerFast, tmp_path: Pat
     documents = [Document("one", "x"), TEXT]
     target: Any = tiny_target().double()
     distill(replace(SPEC, examples=2), target, tokenizer, documents, tmp_path, progress=False)
-    rows = Rows.load(tmp_path)
+    rows = columns(Rows.load(tmp_path))
     row = int(rows.prompt_lengths.argmin())
     assert rows.prompt_lengths[row] == 1
     alone = target.generate(rows.tokens[row : row + 1, :1].long(), max_new_tokens=9)
     assert rows.tokens[row, :10].tolist() == alone[0].tolist()
 
 
-def test_rows_that_teach_nothing_are_skipped_and_never_nan(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    from safetensors.torch import save_file
-
-    def shard(lengths: list[int]) -> Path:
-        folder = tmp_path / "-".join(map(str, lengths))
-        folder.mkdir()
-        ints = {"length": lengths, "prompt_length": [4] * len(lengths)}
-        data = {name: torch.tensor(value).int() for name, value in ints.items()}
-        data["tokens"] = torch.arange(len(lengths) * 8).view(-1, 8).int()
-        save_file(data, folder / "train-00000-of-00001.safetensors")
-        return folder
-
-    rows = Rows.load(shard([8, 4, 5]))
-    assert rows.lengths.tolist() == [8, 5] and rows.tokens[:, 0].tolist() == [0, 16]
-    assert "1 rows without a written token skipped" in caplog.text
-    with pytest.raises(DistillError, match="the target wrote no token"):
-        Rows.load(shard([4, 4]))
-
+def test_labels_that_nothing_predicts_cost_nothing_and_are_never_nan() -> None:
     # Nothing supervised at all, and one token, which only the target's own layer could predict.
     target = tiny_target()
     drafter = Medusa(MedusaConfig.for_target(target, heads=2)).bind(target)

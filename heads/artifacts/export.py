@@ -1,0 +1,192 @@
+"""Export of drafters to other engines and projects, each file read back and compared.
+
+| to | what reads it |
+|---|---|
+| `vllm` | vLLM |
+| `sglang` | SGLang |
+| `speculators` | the speculators library, and vLLM through it |
+| `transformers` | transformers' `assistant_model` |
+| `original` | the code of the method's authors |
+
+A family says what it can be written as in `StoredDrafter.exports`; an ordinary language model, as
+a draft model is, can be read by all engines as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerBase
+
+from ..core import ArtifactError
+from ..core.files import flush_to_disk
+from ..drafter import Drafter
+from ..families import FAMILIES, family
+from .files import CONFIG
+from .foreign_checkpoints import load_checkpoint
+from .source import DrafterSource
+
+_VLLM = {"eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa", "draft_model": "draft_model"}
+_SGLANG = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
+
+
+def _serve_vllm(name: str, target: str, folder: Path, tokens: int) -> str:
+    settings = {"method": _VLLM[name], "model": str(folder), "num_speculative_tokens": tokens}
+    return f"vllm serve {target} --speculative-config '{json.dumps(settings)}'"
+
+
+def _serve_sglang(name: str, target: str, folder: Path, tokens: int) -> str:
+    return (
+        f"python -m sglang.launch_server --model-path {target} "
+        f"--speculative-algorithm {_SGLANG[name]} --speculative-draft-model-path {folder} "
+        f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {tokens + 1}"
+    )
+
+
+def _serve_transformers(name: str, target: str, folder: Path, tokens: int) -> str:
+    load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
+    return f"model.generate(**inputs, assistant_model={load})"
+
+
+FORMATS: dict[str, Callable[[str, str, Path, int], str] | None] = {
+    "vllm": _serve_vllm,
+    "sglang": _serve_sglang,
+    "speculators": lambda name, target, folder, tokens: f"vllm serve {folder}",
+    "transformers": _serve_transformers,
+    "original": None,
+}
+"""Every format, and how its engine is told of family, target, folder and tokens a round; None where
+there is no engine."""
+
+_AS_LANGUAGE_MODEL = ("vllm", "sglang", "transformers")
+
+
+def check_format(form: str) -> None:
+    """An ArtifactError for a format that no drafter is written in."""
+    if form not in FORMATS:
+        raise ArtifactError(f"found format {form!r}, expected one of: {', '.join(FORMATS)}.")
+
+
+def formats_of(name: str) -> list[str]:
+    """The formats that drafters of a family can be written in."""
+    kind = family(name)
+    return list(_AS_LANGUAGE_MODEL if kind.saved_as_language_model else kind.exports)
+
+
+def export_drafter(
+    drafter: Drafter | None,
+    form: str,
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> str | None:
+    """Write a drafter for another engine, read it back, and compare the logits of both.
+
+    Args:
+        drafter: bound to its target.
+        form: one of `FORMATS`.
+        folder: where to write; it must be empty, or not exist.
+        tokenizer: saved beside a draft model.
+
+    Returns:
+        The line that starts the engine with it; None where there is no engine.
+
+    Raises:
+        ArtifactError: the family has no such format, the engine would run it wrongly, the folder
+            holds something, or what was read back gives other logits. Nothing is written then.
+    """
+    check_format(form)
+    if drafter is None:
+        raise ArtifactError("there is no drafter to export; name an artifact or a checkpoint.")
+    folder, name = Path(folder), drafter.config.family_name()
+    if form not in formats_of(name):
+        able = [each for each in FAMILIES if form in formats_of(each)]
+        raise ArtifactError(
+            f"a {name} drafter cannot be exported to {form!r}, which takes "
+            f"{', '.join(able) or 'nothing known here'}; expected one of: "
+            f"{', '.join(formats_of(name)) or 'none for this family'}."
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ArtifactError(f"{folder} holds something already; choose a new or an empty folder.")
+    new = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        _write(drafter, form, new, tokenizer)
+        options = {"dtype": drafter.dtype}
+        again = load_checkpoint(
+            DrafterSource(new), drafter.target, tokenizer, options, target_is_known=True
+        )
+        again = again.to(drafter.device).eval().bind(drafter.target)  # type: ignore[arg-type]
+        worst = largest_difference(drafter, again)
+        if not worst <= 1e-5 * max(1.0, torch.finfo(drafter.dtype).eps / 1e-7):
+            raise ArtifactError(
+                f"what was written as {form} gives other logits when it is read back (by "
+                f"{worst:.2g} of their size); nothing was exported: please report this."
+            )
+        for path in (*new.iterdir(), new):
+            flush_to_disk(path)
+        if folder.is_dir():
+            folder.rmdir()
+        new.rename(folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    serve = FORMATS[form]
+    depth = drafter.max_depth or getattr(drafter.config, "depths", 5)
+    return serve and serve(name, drafter.target.name_or_path, folder, depth)
+
+
+def _write(
+    drafter: Any, form: str, folder: Path, tokenizer: PreTrainedTokenizerBase | None
+) -> None:
+    if drafter.saved_as_language_model:
+        drafter.save_pretrained(folder)
+        drafter.model.generation_config.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+        return
+    written = drafter.exports[form](drafter)
+    tensors = {name: tensor.contiguous().clone() for name, tensor in written.tensors.items()}
+    save_file(tensors, folder / written.file, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
+
+
+@torch.no_grad()
+def largest_difference(one: Drafter, other: Drafter, seed: int = 0) -> float:
+    """How far the logits of two drafters of one target differ, as a share of their size.
+
+    Both draft two tokens in a row after 12 random tokens and features.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    layers = len(one.config.feature_layers)
+    size = one.target.config.get_text_config(decoder=True).hidden_size
+    tokens = torch.randint(one.config.vocab_size, (1, 12), generator=generator)
+    features = torch.randn(1, 12, layers * size, generator=generator)
+    found = [_drafts(each, features, tokens) for each in (one, other)]
+    worst = 0.0
+    for first, second in zip(*found, strict=True):
+        if first.shape != second.shape:
+            return float("inf")
+        first, second = first.double(), second.double()
+        worst = max(worst, ((first - second).abs().max() / first.abs().max().clamp(min=1)).item())
+    return worst
+
+
+def _drafts(drafter: Any, features: torch.Tensor, tokens: torch.Tensor) -> list[torch.Tensor]:
+    """The logits [1, W, Vd] of two levels after a text's features [1, T, F] and tokens [1, T]."""
+    place, length = drafter.device, tokens.shape[1]
+    features, tokens = features.to(place, drafter.dtype), tokens.to(place)
+    state = drafter.start(1, length + 8)
+    drafter.reserve(state, length + 1, 8)
+    drafter.prefill(state, features, tokens, torch.tensor([length], device=place))
+    last, one = (features[:, -1:], tokens[:, -1:]), torch.ones(1, dtype=torch.long, device=place)
+    steps = [drafter.begin(state, *last, one)]
+    if not drafter.independent:
+        steps.append(drafter.extend(state, tokens[:, :1], torch.full((1, 1), -1, device=place)))
+    return [step.logits for step in steps]

@@ -1,0 +1,72 @@
+"""A target that was trained together with its drafter, written as an ordinary model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..core import ArtifactError
+from ..core.files import flush_to_disk
+from ..drafter import Drafter
+from .manifest import Manifest, fingerprint, tokenizer_hash
+from .saving import model_card, save_drafter
+
+DRAFTER = "drafter"
+"""The folder of the drafter, within that of the model."""
+
+_BODY = """The output is the target's own: the
+target is the model in the folder above, which holds what it learnt together with this drafter."""
+
+
+def save_merged(
+    drafter: Drafter | None, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None
+) -> Path:
+    """Write the adapted target into `folder`, and into `folder/drafter` a drafter for it.
+
+    Args:
+        drafter: loaded, so that its adapter is merged into its target.
+        folder: must be empty, or not exist.
+
+    Returns:
+        The drafter's folder. Its target is named by the folder of the model.
+
+    Raises:
+        ArtifactError: the drafter has changed nothing in its target; or the folder holds something.
+    """
+    folder = Path(folder)
+    if drafter is None or drafter.adapter is None:
+        what = "no drafter" if drafter is None else f"a {drafter.config.family_name()} drafter"
+        raise ArtifactError(
+            f"{what} changes nothing in its target, so there is nothing to merge; expected "
+            "one that was trained together with its target (medusa2)."
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ArtifactError(f"{folder} holds something already; choose a new or an empty folder.")
+    new = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(new, ignore_errors=True)
+    target: Any = drafter.target
+    try:
+        target.save_pretrained(new)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
+        alone = drafter.without_adapter().bind(target)
+        manifest = Manifest(
+            family=alone.config.family_name(),
+            target=str(folder),
+            target_fingerprint=fingerprint(target),
+            tokenizer_hash=tokenizer_hash(tokenizer) if tokenizer is not None else "",
+        )
+        title = f"A {manifest.family} drafter for `{folder.name}`"
+        card = model_card(manifest, title, _BODY, "Nothing was measured after merging.")
+        save_drafter(alone, new / DRAFTER, manifest, card)
+        for path in (*new.rglob("*"), new):
+            flush_to_disk(path)
+        if folder.is_dir():
+            folder.rmdir()
+        new.rename(folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
+    return folder / DRAFTER

@@ -1,0 +1,49 @@
+"""What a written checkpoint consists of, and the config that describes a Llama layer in one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ...core import ArtifactError
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A drafter as another project saves it: a config, and tensors by that project's names."""
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    file: str = "model.safetensors"
+
+
+def cannot_be_written(engine: str, reason: str, remedy: str) -> ArtifactError:
+    """The error for a drafter that an engine would run wrongly, or not at all."""
+    return ArtifactError(f"{engine} cannot run this drafter: {reason}; {remedy}.")
+
+
+def llama_config(drafter: Any, layer: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a Llama of one layer, as engines read that of a drafter's.
+
+    Args:
+        drafter: bound, so that vocabulary, positions and token ids are its target's.
+        layer: see `layer_like`.
+    """
+    target = drafter.target.config.get_text_config(decoder=True)
+    sizes = {name: layer[name] for name in layer if not name.startswith("rope_")}
+    return {
+        "model_type": "llama",
+        "hidden_act": "silu",
+        **sizes,
+        "num_hidden_layers": 1,
+        "vocab_size": drafter.config.vocab_size,
+        "max_position_embeddings": target.max_position_embeddings,
+        "rope_theta": layer["rope_theta"],
+        "rope_scaling": layer.get("rope_scaling"),
+        "attention_bias": layer.get("attention_bias", False),
+        "tie_word_embeddings": False,
+        "bos_token_id": target.bos_token_id,
+        "eos_token_id": target.eos_token_id,
+        "torch_dtype": str(drafter.dtype).removeprefix("torch."),
+    }

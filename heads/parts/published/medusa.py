@@ -1,0 +1,136 @@
+"""Medusa heads of their authors (github.com/FasterDecoding/Medusa), and as vLLM reads them."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...checkpoint import Found
+from ...core import ArtifactError, output_layer, weight_of
+from .checkpoint import Checkpoint, cannot_be_written
+
+_INSIDE = "medusa_head."  # what the names of heads begin with in a whole model's weights
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Names of tensors; k numbers the heads, l their blocks, n is how many blocks there are."""
+
+    block: str
+    output: str
+
+    def blocks(self, heads: int, layers: int, part: str) -> list[str]:
+        """The names of all blocks' weights or biases, block by block."""
+        places = [(k, layer) for layer in range(layers) for k in range(heads)]
+        return [self.block.format(k=k, l=layer, part=part) for k, layer in places]
+
+    def outputs(self, heads: int, layers: int) -> list[str]:
+        return [self.output.format(k=k, n=layers) for k in range(heads)]
+
+
+_AUTHORS = _Layout("{k}.{l}.linear.{part}", "{k}.{n}.weight")
+_VLLM = _Layout("blocks.{k}.layers.{l}.{part}", "lm_heads.{k}.weight")
+
+
+def medusa(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
+    """Medusa heads of either layout; the authors' may stand inside of their target.
+
+    The authors' first layout has an output layer for each head, and their second none: all heads
+    use the target's. How many heads and blocks there are is counted: the config of a published
+    checkpoint of five heads says two. Where vLLM's heads have one output layer together
+    (`original_lm_head`), each gets a copy of it.
+    """
+    inside = [name for name in tensors if name.startswith(_INSIDE)]
+    found = {name.removeprefix(_INSIDE): tensors[name] for name in inside or tensors}
+    layout = next(
+        (each for each in (_AUTHORS, _VLLM) if each.blocks(1, 1, "weight")[0] in found), None
+    )
+    if layout is None:
+        return None
+    count = sum(layout.blocks(k + 1, 1, "weight")[-1] in found for k in range(len(found)))
+    layers = sum(layout.blocks(1, n + 1, "weight")[-1] in found for n in range(len(found)))
+    blocks = {part: layout.blocks(count, layers, part) for part in ("weight", "bias")}
+    outputs, ids = layout.outputs(count, layers), found.pop("token_map", None)
+    if layout is _VLLM:
+        if (one := found.pop("lm_head.weight", found.get(outputs[0]))) is not None:
+            found |= dict.fromkeys(outputs, one) if config.get("original_lm_head") else {}
+        for weight, bias in zip(
+            *(layout.blocks(count, layers, p) for p in ("weight", "bias")), strict=True
+        ):
+            found.setdefault(bias, torch.zeros_like(found[weight][:, 0]))
+    outputs = outputs if outputs[0] in found else []
+    if odd := sorted(found.keys() ^ {*blocks["weight"], *blocks["bias"], *outputs}):
+        raise ArtifactError(
+            f"of {count} heads of {layers} blocks each {odd[0]} is missing or one too many; "
+            "expected heads that are alike."
+        )
+    stacked = {
+        part: torch.stack([found[name] for name in names]).unflatten(0, (layers, count))
+        for part, names in blocks.items()
+    }  # [L, K, D, D] and [L, K, D]
+    known: dict[str, Any] = {"heads": count, "layers": layers}
+    known |= {"output": "shared", "hidden_size": stacked["bias"].shape[-1]}
+    if outputs:
+        stacked["output"] = torch.stack([found[name] for name in outputs])  # [K, Vd, D]
+        known |= {"output": "own", "vocab_size": stacked["output"].shape[1]}
+    if ids is not None:
+        known |= _trim(config, stacked, ids.long())
+    return known, stacked
+
+
+def _trim(config: dict[str, Any], stacked: dict[str, Tensor], ids: Tensor) -> dict[str, Any]:
+    """Keep the rows of vLLM's `token_map` [Vd], in ascending order; returns the config's fields."""
+    order = ids.argsort()
+    rows = order if stacked["output"].shape[1] == len(ids) else ids[order]
+    stacked |= {"output": stacked["output"][:, rows], "vocabulary": ids[order]}
+    known: dict[str, Any] = {"output": "trimmed", "draft_vocab_size": len(ids)}
+    return known | {"vocab_size": config.get("vocab_size", int(ids.max()) + 1)}
+
+
+def _write(drafter: Any, form: str) -> Checkpoint:
+    """Medusa heads in a layout."""
+    own, found = drafter.config, drafter.state_dict()
+    if drafter.adapter is not None:
+        raise cannot_be_written(
+            form, "its target was adapted together with it",
+            "write both with headstart merge, and export what that writes",
+        )  # fmt: skip
+    layout = _VLLM if form == "vllm" else _AUTHORS
+    tensors = {}
+    for part in ("weight", "bias"):
+        names = layout.blocks(own.heads, own.layers, part)
+        tensors |= dict(zip(names, found[part].flatten(0, 1), strict=True))
+    outputs = layout.outputs(own.heads, own.layers)
+    if (output := found.get("output")) is not None:
+        tensors |= dict(zip(outputs, output, strict=True))
+    if form == "vllm":
+        if output is None:  # vLLM does not share the target's
+            tensors[outputs[0]] = weight_of(output_layer(drafter.target)).to(drafter.dtype)
+        if own.draft_vocab_size:
+            tensors["token_map"] = found["vocabulary"]
+        config = {
+            "architectures": ["MedusaModel"], "model_type": "medusa",
+            "hidden_size": own.hidden_size, "vocab_size": own.vocab_size,
+            "truncated_vocab_size": own.output_size, "num_heads": own.heads,
+            "num_hidden_layers": own.layers, "medusa_fc_bias": True,
+            "original_lm_head": output is None,
+            "torch_dtype": str(drafter.dtype).removeprefix("torch."),
+        }  # fmt: skip
+        return Checkpoint(config, tensors)
+    if own.draft_vocab_size:
+        raise cannot_be_written(
+            "the authors' code", f"it knows {own.draft_vocab_size} of {own.vocab_size} tokens",
+            "export it to vllm, which reads that, or train it with drafter.output=own or shared",
+        )  # fmt: skip
+    config = {
+        "medusa_num_heads": own.heads, "medusa_num_layers": own.layers,
+        "base_model_name_or_path": drafter.target.name_or_path,
+    }  # fmt: skip
+    config |= {"version": "2"} if output is None else {}
+    return Checkpoint(config, tensors, "medusa_lm_head.safetensors")
+
+
+MEDUSA = {form: partial(_write, form=form) for form in ("vllm", "original")}
+"""What writes a drafter in each format."""

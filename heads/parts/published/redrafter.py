@@ -1,0 +1,52 @@
+"""ReDrafter's drafters of their authors (github.com/apple/ml-recurrent-drafter).
+
+The names of tensors are the same here and there.
+"""
+
+import re
+from typing import Any
+
+from torch import Tensor
+
+from ...checkpoint import Found
+from ...core import ArtifactError
+from .checkpoint import Checkpoint, cannot_be_written
+
+_TYPE = "recurrent_drafting_drafter"
+
+
+def redrafter(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
+    """The authors' drafters. Shapes are the tensors': `exit_dim` and others may be unset."""
+    if config.get("model_type") != _TYPE and "rnn_w.weight" not in tensors:
+        return None
+    layers = sum(bool(re.fullmatch(r"lm_head\.\d+\.linear\.weight", n)) for n in tensors)
+    output, cell = tensors.get(f"lm_head.{layers}.weight"), tensors.get("rnn_w.weight")
+    if cell is None:
+        raise ArtifactError(
+            f"it has no rnn_w.weight, and rnn is {config.get('rnn')} in its config; expected a "
+            "recurrent cell: one that sums embeddings has no counterpart here."
+        )
+    if output is None:
+        raise ArtifactError(f"after {layers} blocks, lm_head.{layers}.weight is missing.")
+    known = {"layers": layers, "hidden_size": cell.shape[0], "vocab_size": output.shape[0]}
+    return known | {"exit_dim": output.shape[1]}, tensors
+
+
+def _write(drafter: Any) -> Checkpoint:
+    own = drafter.config
+    if own.draft_vocab_size:
+        raise cannot_be_written(
+            "the authors' code", f"it knows {own.draft_vocab_size} of {own.vocab_size} tokens",
+            "train it with drafter.output=own",
+        )  # fmt: skip
+    config = {
+        "model_type": _TYPE, "architectures": ["Drafter"], "rnn": True, "num_lookback_tokens": -1,
+        "hidden_size": own.hidden_size, "vocab_size": own.vocab_size,
+        "exit_dim": own.exit_dim or 2 * own.hidden_size, "num_draft_layers": own.layers,
+        "torch_dtype": str(drafter.dtype).removeprefix("torch."),
+    }  # fmt: skip
+    return Checkpoint(config, dict(drafter.state_dict()))
+
+
+REDRAFTER = {"original": _write}
+"""What writes a drafter in each format."""

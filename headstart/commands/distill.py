@@ -1,0 +1,40 @@
+"""Write the text that a recipe's drafter is trained on, and no more."""
+
+import argparse
+import json
+
+from headstart.terminal import quiet_stdout
+
+from . import options as shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a path or a shipped name")
+    shared.add_recipe_arguments(parser)
+    shared.add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the stages up to distillation; print where the rows are, how many, and how fast."""
+    from headstart.train.recipe import load_recipe
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    from headstart.train.data.distill import MANIFEST
+    from headstart.train.pipeline import write_text
+
+    with quiet_stdout():
+        stage = write_text(recipe, options.fresh)
+    manifest = json.loads((stage.plain / MANIFEST).read_text())
+    if options.json:
+        print(json.dumps({"folder": str(stage.plain), **manifest}, indent=2))
+        return 0
+    counts = manifest["counts"]
+    print(
+        f"{counts['rows']} rows of {counts['tokens']} tokens, {counts['supervised']} of them to be "
+        f"learnt, in {counts['shards']} shards: {stage.plain}"
+    )
+    if stage.reused:
+        print("They were there; --fresh writes them anew.")
+    elif manifest["tokens_per_second"]:
+        print(f"{manifest['tokens_per_second']:.0f} tokens a second were written.")
+    return 0

@@ -1,0 +1,35 @@
+"""Write a drafter for another engine: vLLM, SGLang, speculators, transformers."""
+
+import argparse
+from pathlib import Path
+
+from headstart.inputs import load_speculator
+from headstart.terminal import quiet_stdout
+
+from . import options as shared
+
+_FORMAT = "vllm, sglang, speculators, transformers, or original, that of the method's authors"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("drafter", metavar="ARTIFACT", help=f"{shared.ARTIFACT}; or another's checkpoint")
+    add("folder", metavar="FOLDER", type=Path, help="a new folder to write to")
+    add("--to", metavar="FORMAT", required=True, help=_FORMAT)
+    add("--target", metavar="MODEL", help=shared.TARGET)
+    add("--trust-remote-code", action="store_true", help=shared.TRUST)
+    add("--allow-pickle", action="store_true", help=shared.PICKLE)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the folder, and the line that starts the engine with it."""
+    from headstart.heads.artifacts.export import check_format, export_drafter
+
+    check_format(options.to)
+    speculator = load_speculator(options)
+    with quiet_stdout():
+        line = export_drafter(speculator.drafter, options.to, options.folder, speculator.tokenizer)
+    print(options.folder)
+    if line:
+        print(line)
+    return 0

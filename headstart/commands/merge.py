@@ -1,0 +1,29 @@
+"""Write a target that was trained with its drafter as a model of its own, the drafter beside it."""
+
+import argparse
+from pathlib import Path
+
+from headstart.inputs import load_speculator
+from headstart.terminal import quiet_stdout
+
+from . import options as shared
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("drafter", metavar="ARTIFACT", help=shared.ARTIFACT)
+    add("folder", metavar="FOLDER", type=Path, help="a new folder to write to")
+    add("--target", metavar="MODEL", help=shared.TARGET)
+    add("--trust-remote-code", action="store_true", help=shared.TRUST)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the folders of the model and of its drafter."""
+    from headstart.heads.artifacts.merging import save_merged
+
+    speculator = load_speculator(options)
+    with quiet_stdout():
+        drafter = save_merged(speculator.drafter, options.folder, speculator.tokenizer)
+    print(options.folder)
+    print(drafter)
+    return 0

@@ -1,0 +1,118 @@
+"""List runs and their stages, and remove stages."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from headstart.terminal import UsageError, blank
+
+from . import options as shared
+
+_REMOVE = (
+    "remove stages by the names of their folders, or patterns such as 'heads-*'; what the run uses "
+    "now is left out"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("name", metavar="NAME", nargs="?", help="a run's name or folder (default: all runs)")
+    add("--output", metavar="DIR", type=Path, default=Path("runs"), help="where runs are")
+    add("--remove", metavar="STAGE", nargs="+", help=_REMOVE)
+    shared.add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the runs, or one run's stages; or remove some of them."""
+    if options.name is None:
+        if options.remove:
+            raise UsageError("--remove needs the run's name: headstart runs NAME --remove STAGE")
+        folders = sorted(p for p in options.output.glob("*/") if _stages(p))
+        found = [_run(folder) for folder in folders]
+        title = f"{len(found)} runs in {options.output}"
+        columns = ("run", "stages", "in use by"), ("of them current", "MB", "last finished")
+    else:
+        folder = _folder(options)
+        if options.remove:
+            return _remove(folder, options.remove)
+        found = [_stage(stage) for stage in _stages(folder)]
+        title = f"stages in {folder}"
+        columns = ("stage", "state", "made from"), ("MB", "seconds", "finished")
+    if options.json:
+        print(json.dumps(blank(found), indent=2, ensure_ascii=False))
+    else:
+        _print(title, columns, found)
+    return 0
+
+
+def _folder(options: argparse.Namespace) -> Path:
+    for folder in (options.output / options.name, Path(options.name)):
+        if _stages(folder):
+            return folder
+    known = ", ".join(sorted(p.name for p in options.output.glob("*/") if _stages(p))) or "none"
+    raise UsageError(f"no run {options.name!r} in {options.output}; there are: {known}")
+
+
+def _stages(folder: Path) -> list[Any]:
+    from headstart.train.stage_folders import stage_folders
+
+    return stage_folders(folder)
+
+
+def _run(folder: Path) -> dict[str, Any]:
+    from headstart.train.run_lock import holder_of
+
+    stages = _stages(folder)
+    finished = [stage.record.get("finished", "") for stage in stages if stage.record]
+    return {
+        "run": folder.name,
+        "stages": len(stages),
+        "of them current": sum(stage.current for stage in stages),
+        "MB": round(sum(stage.size() for stage in stages) / 1e6, 1),
+        "last finished": max(finished, default=""),
+        "in use by": holder_of(folder),
+    }
+
+
+def _stage(stage: Any) -> dict[str, Any]:
+    record = stage.record or {}
+    ids = {of.record["id"]: of.path.name for of in _stages(stage.path.parent) if of.record}
+    reads = record.get("reads", {})
+    return {
+        "stage": stage.path.name,
+        "state": "current" if stage.current else "kept" if record else "unfinished",
+        "made from": ", ".join(ids.get(reads[name], f"{name} of another run") for name in reads),
+        "MB": round(stage.size() / 1e6, 1),
+        "seconds": record.get("seconds", ""),
+        "finished": record.get("finished", ""),
+    }
+
+
+def _remove(folder: Path, patterns: list[str]) -> int:
+    from headstart.train.run_lock import RunLock
+    from headstart.train.stage_folders import removable, remove
+
+    with RunLock(folder):
+        for stage in removable(folder, patterns):
+            size = stage.size() / 1e6
+            remove(stage.path)
+            print(f"removed {stage.path} ({size:.1f} MB)")
+    return 0
+
+
+def _print(
+    title: str,
+    columns: tuple[tuple[str, ...], tuple[str, ...]],
+    rows: list[dict[str, Any]],
+) -> None:
+    from headstart.reports.tables import column_table, print_apart, titled
+
+    names, figures = columns
+    table = column_table(names, figures)
+    for row in rows:
+        table.add_row(*(blank(str(row[column])) for column in (*names, *figures)))
+    print_apart(titled(sys.stdout, title), table)

@@ -1,0 +1,333 @@
+"""Exports: what other engines ask of names, shapes and settings, and the same logits on return."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.heads import ArtifactError, TrainableDrafter, family, load_drafter
+from headstart.heads.artifacts.export import (
+    FORMATS,
+    export_drafter,
+    formats_of,
+    largest_difference,
+)
+from headstart.heads.artifacts.merging import save_merged
+from headstart.heads.core import FeatureTap
+from headstart.heads.families import FAMILIES
+from headstart.heads.parts.published.layer_ids import ids_by_input, ids_by_output, read_layer_ids
+from headstart.infer import Speculator
+from tests.support.paths import ROOT
+from tests.support.tiny import COMMON, VOCAB, letters, one_line, prompts, tiny
+
+SIZE, KEPT = COMMON["hidden_size"], 20
+
+
+def made(name: str, target: Any = None, **options: Any) -> Any:
+    """A float32 drafter of a target, by default the tiny one, with random weights."""
+    torch.manual_seed(3)
+    target, cls = tiny("llama") if target is None else target, family(name)
+    config: Any = cls.config_class
+    drafter: Any = cls(config.for_target(target, **options)).float().bind(target)
+    assert isinstance(drafter, TrainableDrafter)
+    drafter.init_from_target(torch.arange(VOCAB))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return drafter.eval()
+
+
+def shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every tensor of a folder."""
+    (file,) = folder.glob("*.safetensors")
+    with safe_open(file, "pt") as tensors:
+        slices = {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
+        return {n: (tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
+
+
+CASES: list[tuple[str, str, dict[str, Any]]] = [
+    ("medusa", "vllm", {"layers": 2}),
+    ("medusa", "vllm", {"output": "own"}),
+    ("medusa", "vllm", {"output": "trimmed", "draft_vocab_size": KEPT}),
+    ("medusa", "original", {"layers": 2, "output": "own"}),
+    ("medusa", "original", {}),
+    ("hydra", "original", {"heads": 3, "layers": 2}),
+    ("hydra", "original", {"heads": 2, "layers": 2, "prefix": True, "output": "own"}),
+    ("redrafter", "original", {}),
+    ("redrafter", "original", {"exit_dim": 48, "layers": 1}),
+    *(("eagle", form, {"bias": False}) for form in ("vllm", "sglang", "speculators", "original")),
+    *(("eagle", form, {}) for form in ("sglang", "speculators", "original")),
+    *(("eagle3", form, {}) for form in ("vllm", "sglang", "speculators", "original")),
+    *(
+        ("eagle3", form, {"output": "trimmed", "draft_vocab_size": KEPT})
+        for form in ("vllm", "sglang", "speculators", "original")
+    ),
+    ("eagle3", "vllm", {"norm_before_residual": True}),
+    ("eagle3", "speculators", {"norm_before_residual": True}),
+    *(("draft_model", form, {"layers": 1}) for form in ("vllm", "sglang", "transformers")),
+]
+
+
+@pytest.mark.parametrize(("name", "form", "options"), CASES)
+def test_it_comes_back_with_the_same_logits(
+    name: str, form: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    drafter = made(name, **options)
+    tokenizer = letters()
+    line = export_drafter(drafter, form, tmp_path / "out", tokenizer)
+    assert (line is None) == (form == "original")
+    assert line is None or str(tmp_path / "out") in line
+    again = load_drafter(tmp_path / "out", tiny("llama"), tokenizer, dtype=torch.float32)
+    assert type(again) is type(drafter)
+    assert largest_difference(drafter, again, seed=7) <= 1e-5
+    assert list(again.config.feature_layers) == list(drafter.config.feature_layers)
+
+
+def test_every_format_of_every_family_is_tried() -> None:
+    tried = {(name, form) for name, form, _ in CASES}
+    assert tried == {(n, form) for n in FAMILIES if n != "medusa2" for form in formats_of(n)}
+    assert {form for _, form in tried} == set(FORMATS)
+
+
+LAYER = {
+    "self_attn.q_proj.weight": (SIZE, 2 * SIZE), "self_attn.k_proj.weight": (16, 2 * SIZE),
+    "self_attn.v_proj.weight": (16, 2 * SIZE), "self_attn.o_proj.weight": (SIZE, SIZE),
+    "mlp.gate_proj.weight": (48, SIZE), "mlp.up_proj.weight": (48, SIZE),
+    "mlp.down_proj.weight": (SIZE, 48), "input_layernorm.weight": (SIZE,),
+    "hidden_norm.weight": (SIZE,), "post_attention_layernorm.weight": (SIZE,),
+}  # fmt: skip
+NARROW = {
+    name: (rows, SIZE) if name.startswith(("self_attn.q", "self_attn.k", "self_attn.v")) else
+    (rows, *rest)
+    for name, (rows, *rest) in LAYER.items()
+    if name not in ("input_layernorm.weight", "hidden_norm.weight")
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "hidden_size": SIZE, "intermediate_size": 48, "num_hidden_layers": 1,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": VOCAB,
+    "hidden_act": "silu", "rope_theta": 10_000.0, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 256, "tie_word_embeddings": False,
+}  # fmt: skip
+EAGLE3 = LLAMA | {
+    "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": KEPT,
+    "target_hidden_size": SIZE,
+}  # fmt: skip
+TRIMMED = {"output": "trimmed", "draft_vocab_size": KEPT}
+HEAD3 = {
+    "fc.weight": (SIZE, 3 * SIZE), "norm.weight": (SIZE,), "lm_head.weight": (KEPT, SIZE),
+    "d2t": (KEPT,), "t2d": (VOCAB,),
+}  # fmt: skip
+ASKED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], dict[str, tuple[int, ...]]]] = {
+    ("eagle3", "vllm"): (
+        TRIMMED, EAGLE3 | ids_by_input([0, 1, 1]),
+        HEAD3 | {f"midlayer.{n}": s for n, s in LAYER.items()},
+    ),
+    ("eagle3", "sglang"): (
+        TRIMMED, EAGLE3 | ids_by_output([0, 1, 1]),
+        HEAD3 | {f"midlayer.{n}": s for n, s in LAYER.items()},
+    ),
+    ("eagle3", "speculators"): (
+        TRIMMED,
+        {
+            "speculators_model_type": "eagle3", "draft_vocab_size": KEPT,
+            "norm_before_residual": False, "eagle_aux_hidden_state_layer_ids": [0, 1, 1],
+        },
+        HEAD3
+        | {"embed_tokens.weight": (VOCAB, SIZE)}
+        | {f"layers.0.{n}": s for n, s in LAYER.items()},
+    ),
+    ("eagle", "vllm"): (
+        {"bias": False}, LLAMA | {"architectures": ["LlamaForCausalLM"]},
+        {"fc.weight": (SIZE, 2 * SIZE)} | {f"layers.0.{n}": s for n, s in NARROW.items()},
+    ),
+    ("eagle", "sglang"): (
+        {"bias": False}, LLAMA | {"architectures": ["LlamaForCausalLMEagle"]},
+        {"fc.weight": (SIZE, 2 * SIZE), "fc.bias": (SIZE,)}
+        | {f"layers.0.{n}": s for n, s in NARROW.items()},
+    ),
+    ("medusa", "vllm"): (
+        {"heads": 2, "layers": 2, **TRIMMED},
+        {
+            "architectures": ["MedusaModel"], "model_type": "medusa", "hidden_size": SIZE,
+            "vocab_size": VOCAB, "truncated_vocab_size": KEPT, "num_heads": 2,
+            "num_hidden_layers": 2, "medusa_fc_bias": True, "original_lm_head": False,
+        },
+        {"token_map": (KEPT,)}
+        | {f"lm_heads.{k}.weight": (KEPT, SIZE) for k in range(2)}
+        | {f"blocks.{k}.layers.{n}.weight": (SIZE, SIZE) for k in range(2) for n in range(2)}
+        | {f"blocks.{k}.layers.{n}.bias": (SIZE,) for k in range(2) for n in range(2)},
+    ),
+}  # fmt: skip
+"""What an engine's loader asks for: our options, its settings, and the shapes of its tensors."""
+
+
+@pytest.mark.parametrize(("name", "form"), ASKED)
+def test_what_an_engine_asks_for(name: str, form: str, tmp_path: Path) -> None:
+    options, settings, tensors = ASKED[name, form]
+    export_drafter(made(name, **options), form, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: config.get(key) for key in settings} == settings
+    found = shapes(tmp_path / "out")
+    assert {each: shape for each, (shape, _) in found.items()} == tensors  # and not one more
+    dtypes = {"d2t": "I64", "t2d": "BOOL", "token_map": "I64"}
+    assert all(dtype == dtypes.get(each, "F32") for each, (_, dtype) in found.items())
+
+
+def test_the_layer_named_is_the_layer_read(tmp_path: Path) -> None:
+    """Both conventions lead to the hidden states that the drafter was made for."""
+    target, ids = tiny("llama"), prompts([7])[0]
+    drafter = made("eagle3", feature_layers=[0, 1, 1], **TRIMMED)
+    states: list[Any] = []
+    layers = target.model.layers
+    hooks = [layers[i].register_forward_hook(lambda m, a, out: states.append(out)) for i in (0, 1)]
+    with torch.no_grad(), FeatureTap(target, [1]) as tap:
+        target(ids)
+        read = tap.take()
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(read, states[0])  # the input of layer 1 is the output of layer 0
+    for form, key in (("vllm", [0, 1, 1]), ("sglang", [-1, 0, 0])):
+        export_drafter(drafter, form, tmp_path / form)
+        config = json.loads((tmp_path / form / "config.json").read_text())
+        place = config if form == "vllm" else config["eagle_config"]
+        assert place["eagle_aux_hidden_state_layer_ids"] == key
+        assert read_layer_ids(config) == [0, 1, 1]
+
+
+def test_d2t_is_an_offset(tmp_path: Path) -> None:
+    drafter = made("eagle3", **TRIMMED)
+    export_drafter(drafter, "vllm", tmp_path / "out")
+    with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
+        offsets, mask = file.get_tensor("d2t"), file.get_tensor("t2d")
+    assert torch.equal(offsets + torch.arange(KEPT), drafter.vocabulary)
+    assert torch.equal(mask.nonzero().flatten(), drafter.vocabulary)
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "options", "said"),
+    [
+        ("eagle", "vllm", {}, "has a bias"),
+        ("eagle3", "sglang", {"norm_before_residual": True}, "norm_before_residual"),
+        ("eagle3", "vllm", {"feature_layers": [0, 1]}, "reads 2 layers"),
+        ("medusa", "original", TRIMMED, "20 of 64 tokens"),
+        ("medusa", "sglang", {}, "expected one of: vllm, original"),
+        ("hydra", "vllm", {}, "takes draft_model, eagle, eagle3, medusa"),
+        ("hydra", "original", {"layers": 3}, "differ"),
+        ("redrafter", "original", TRIMMED, "20 of 64 tokens"),
+        ("medusa2", "original", {}, "headstart merge"),
+        ("medusa", "gguf", {}, "found format 'gguf', expected one of: vllm"),
+    ],
+)
+def test_what_an_engine_cannot_run_is_refused(
+    name: str, form: str, options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ArtifactError) as caught:
+        export_drafter(made(name, **options), form, tmp_path / "out")
+    assert said in one_line(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_stands_in_the_folder_stays(tmp_path: Path) -> None:
+    (tmp_path / "kept").write_text("kept")
+    with pytest.raises(ArtifactError, match="holds something"):
+        export_drafter(made("medusa"), "vllm", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_a_wrong_name_is_found_before_it_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = made("eagle3")
+    write = type(drafter).exports["vllm"]
+
+    def swapped(each: Any) -> Any:
+        written = write(each)
+        gate, up = (f"midlayer.mlp.{name}_proj.weight" for name in ("gate", "up"))
+        tensors = written.tensors
+        tensors[gate], tensors[up] = tensors[up], tensors[gate]
+        return written
+
+    monkeypatch.setattr(type(drafter), "exports", {"vllm": swapped})
+    with pytest.raises(ArtifactError, match="other logits"):
+        export_drafter(drafter, "vllm", tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+@torch.no_grad()
+def test_transformers_decodes_with_the_exported_draft_model(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    export_drafter(made("draft_model", layers=1), "transformers", tmp_path / "out", letters())
+    assistant = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float64)
+    ids = prompts([9])[0]
+    options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False}
+    alone = tiny("llama").generate(ids, **options)
+    assert torch.equal(tiny("llama").generate(ids, assistant_model=assistant, **options), alone)
+
+
+@torch.no_grad()
+def test_merging(tmp_path: Path) -> None:
+    """The merged folder decodes as the adapted target does, and its drafter belongs to it."""
+    from transformers import AutoModelForCausalLM
+
+    target = LlamaForCausalLM(tiny("llama").config).double().eval()
+    target.load_state_dict(tiny("llama").state_dict())
+    cls: Any = family("medusa2")
+    drafter = cls(cls.config_class.for_target(target, heads=2, rank=2)).double().bind(target)
+    drafter.init_from_target(None)
+    drafter.adapter.attach(target)
+    for parameter in drafter.adapter.parameters():
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+    drafter.adapter.merge()
+    ids, options = prompts([8])[0], {"max_new_tokens": 10, "do_sample": False}
+    expected = Speculator(target, drafter.eval()).generate(ids, **options)
+    heads = save_merged(drafter, tmp_path / "merged", letters())
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float64)
+    assert torch.equal(merged.generate(ids, **options), expected)
+    alone = load_drafter(heads, merged)
+    assert type(alone) is family("medusa")
+    speculator = Speculator(merged, alone)
+    assert torch.equal(speculator.generate(ids, **options), expected)
+    with pytest.raises(ArtifactError, match="nothing to merge"):
+        save_merged(alone, tmp_path / "again", None)
+
+
+SPECULATORS = os.environ.get(
+    "HEADSTART_SPECULATORS_PYTHON", str(ROOT / ".venv-speculators/bin/python")
+)
+
+
+@pytest.mark.skipif(not Path(SPECULATORS).exists(), reason="no environment with speculators")
+@pytest.mark.parametrize("options", [{}, TRIMMED, {"norm_before_residual": True, **TRIMMED}])
+@torch.no_grad()
+def test_speculators_computes_the_same(options: dict[str, Any], tmp_path: Path) -> None:
+    target = LlamaForCausalLM(LlamaConfig(**COMMON | {"num_hidden_layers": 4})).eval()
+    target.save_pretrained(tmp_path / "target")
+    target.name_or_path = str(tmp_path / "target")
+    drafter = made("eagle3", target, feature_layers=[0, 2, 3], **options)
+    export_drafter(drafter, "speculators", tmp_path / "out")
+    torch.manual_seed(0)
+    features, tokens = torch.randn(1, 9, 3 * SIZE), torch.randint(VOCAB, (1, 9))
+    torch.save({"features": features, "tokens": tokens}, tmp_path / "in.pt")
+    script = Path(__file__).with_name("speculators_logits.py")
+    command = [SPECULATORS, str(script), str(tmp_path)]
+    subprocess.run(
+        command,
+        check=True,
+        timeout=300,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
+    )
+    theirs = torch.load(tmp_path / "logits.pt")  # [T, Vd]
+    # Pair t is (feature t, token t + 1) here; theirs are given side by side.
+    where = torch.ones(1, 9, dtype=torch.bool)
+    shifted = torch.cat([tokens[:, :1], tokens], 1)[:, :9]
+    states = drafter.draft_hidden_states(features, shifted, where, 1)[0]
+    ours = drafter.draft_logits(1)(states)
+    worst = (ours[:-1] - theirs[:-1]).abs().max() / ours.abs().max()
+    assert worst <= 1e-5, worst

@@ -1,0 +1,91 @@
+"""Attention over several depths: the dense mask, and the blocks that FlexAttention computes."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.heads.parts import draft_attention
+from headstart.heads.parts.draft_attention import depth_mask
+from tests.support.families import drafter, target
+from tests.support.tiny import VOCAB
+
+
+def layout(width: int, length: int, block: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ascending queries in documents of 7 tokens, with some of padding behind the first row's."""
+    monkeypatch.setattr(draft_attention, "_BLOCK", block)
+    at = torch.stack([torch.randperm(length)[:width].sort().values for _ in range(2)])
+    at[0, -3:] = torch.tensor([0, 5, 1])  # what is not chosen follows, in any order
+    return at, at - at % 7
+
+
+@pytest.mark.parametrize("added", [0, 1, 4])
+@pytest.mark.parametrize(("width", "length", "block"), [(20, 33, 8), (16, 16, 8), (5, 40, 16)])
+def test_blocks_hold_all_that_the_dense_mask_does(
+    added: int, width: int, length: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, start = layout(width, length, block, monkeypatch)
+    dense: Any = depth_mask(at, start, length, added)
+    for query in range(width):
+        keys = dense[0, 0, query].nonzero().squeeze(1).tolist()
+        own = [length + depth * width + query for depth in range(added)]
+        assert keys == [*range(int(start[0, query]), int(at[0, query]) + 1), *own]
+    blocks: Any = depth_mask(at, start, length, added, flex=True)
+    computed = blocks.to_dense().repeat_interleave(block, 2).repeat_interleave(block, 3)
+    computed = computed[:, :, :width, : dense.shape[-1]].bool()
+    assert not (dense & ~computed).any()
+    assert added == 0 or length < 4 * block or not computed.all(), "the control: some are left out"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_both_ways_give_the_same_states(
+    name: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FlexAttention as it runs without a compiler; it has no backward pass on a CPU."""
+    made: Any = drafter(name, "tiny")
+    tokens = torch.randint(VOCAB, (2, 24))
+    features = torch.randn(2, 24, 32 * len(made.config.feature_layers), dtype=torch.double)
+    where = torch.rand(2, 24) < 0.6
+    positions = torch.arange(24).expand(2, -1)
+    given: dict[str, Tensor] = {"positions": positions % 10} if packed else {}
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not compiled
+        expected = made.draft_hidden_states(features, tokens, where, 4, **given)
+        ways = []
+
+        def by_flex(*how: Any, **more: Any) -> Any:
+            mask = depth_mask(*how, **more, flex=True)
+            ways.append(type(mask).__name__)
+            return mask
+
+        monkeypatch.setattr("headstart.heads.eagle.depth_mask", by_flex)
+        found = made.draft_hidden_states(features, tokens, where, 4, **given)
+    assert ways == ["BlockMask"] * (4 if packed else 3)
+    inside = where & (positions < 19)
+    known = inside[where]  # a state that needs a token past the row's end may be anything
+    torch.testing.assert_close(found[:, known], expected[:, known], rtol=1e-9, atol=1e-9)
+    assert made.model.config._attn_implementation == "sdpa"
+    assert target("tiny") is made.target
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_both_ways_give_the_same_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Any = drafter(name, "tiny")
+    made = copy.deepcopy(made).float().cuda()
+    made.bind(copy.deepcopy(target("tiny")).float().cuda())
+    tokens = torch.randint(VOCAB, (2, 300)).cuda()
+    features = torch.randn(2, 300, 32 * len(made.config.feature_layers)).cuda()
+    where, found = torch.rand(2, 300).cuda() < 0.6, []
+    for flex in (True, False):
+        monkeypatch.setattr(
+            "headstart.heads.eagle.depth_mask",
+            lambda *how, flex=flex: depth_mask(*how, flex=flex),
+        )
+        states = made.draft_hidden_states(features, tokens, where, 4)[:, :-10]
+        found.append(torch.autograd.grad(states.square().mean(), made.fc.weight)[0])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)

@@ -1,0 +1,110 @@
+"""Rows that are filled anew as they end write what each prompt gives alone."""
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.heads import FAMILIES, OptionError
+from headstart.infer import Speculator
+from headstart.infer.stream import Prompt, decode_stream
+from tests.support.families import TREES, drafter
+from tests.support.tiny import VOCAB, one_line, tiny
+
+NEW = 14
+
+
+def asked(count: int = 13) -> list[Prompt]:
+    """Prompts of different lengths and budgets."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(2, 30, (count,), generator=generator).tolist()
+    return [
+        Prompt(
+            number,
+            torch.randint(1, VOCAB, (length,), generator=generator).tolist(),
+            3 + (5 * number) % NEW,
+            seed=1000 + number,
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def alone(model: Any, prompt: Prompt, temperature: float, eos: list[int]) -> list[int]:
+    how: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": prompt.new_tokens}
+    if temperature:
+        how |= {"seed": [prompt.seed], "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    text = Speculator(model).generate(torch.tensor([prompt.tokens]), eos_token_id=eos, **how)
+    return text[0, len(prompt.tokens) :].tolist()
+
+
+def streamed(speculator: Speculator, prompts: list[Prompt], batch: int, **how: Any) -> dict:
+    ready = deque(prompts)
+    found = {}
+    longest = max(len(p.tokens) + p.new_tokens for p in prompts)
+    following = {}
+
+    def next_prompt() -> Prompt | None:
+        return ready.popleft() if ready else None
+
+    for prompt, text in decode_stream(speculator, next_prompt, batch, longest, **how):
+        assert prompt.key not in found
+        found[prompt.key] = text
+        if prompt.key == 0:  # what is written may lead to another prompt
+            following["last"] = Prompt("last", [1, 2, 3], 5, seed=7)
+            ready.append(following["last"])
+    return found
+
+
+def check(speculator: Speculator, batch: int, temperature: float = 0.0) -> None:
+    model, prompts = speculator.model, asked()
+    eos = [3, 9]  # of 64 tokens
+    before = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = eos
+    try:
+        found = streamed(speculator, prompts, batch, temperature=temperature)
+        last = Prompt("last", [1, 2, 3], 5, seed=7)
+        expected = {p.key: alone(model, p, temperature, eos) for p in [*prompts, last]}
+    finally:
+        model.generation_config.eos_token_id = before
+    assert found == expected
+    assert len({len(text) for text in found.values()}) > 3
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "gpt2"])
+@pytest.mark.parametrize("batch", [1, 4, 20])
+def test_plain(name: str, batch: int) -> None:
+    check(Speculator(tiny(name)), batch)
+
+
+def test_sampled() -> None:
+    check(Speculator(tiny("llama")), 4, temperature=0.8)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_drafted(name: str, graphs: bool) -> None:
+    made = drafter(name, "tiny")
+    tree = TREES[1] if name != "redrafter" else "beam:3,3"
+    for temperature in (0.0, 1.0):
+        speculator = Speculator(tiny("llama"), made, tree=tree, graphs=graphs)
+        check(speculator, 4, temperature)
+
+
+def test_graphs_serve_a_stream_and_then_a_request() -> None:
+    speculator = Speculator(tiny("llama"), drafter("medusa", "tiny"), graphs=True)
+    check(speculator, 3)
+    ids = torch.tensor([[5, 6, 7]])
+    expected = Speculator(tiny("llama")).generate(ids, max_new_tokens=9, do_sample=False)
+    assert torch.equal(speculator.generate(ids, max_new_tokens=9, do_sample=False), expected)
+    check(speculator, 3)
+
+
+def test_prompts_that_cannot_be_decoded_are_refused() -> None:
+    for prompt in (Prompt(0, [5], 4), Prompt(0, [5] * 9, 4)):
+        ready: list[Prompt | None] = [None, None, prompt]
+        stream = decode_stream(Speculator(tiny("llama")), lambda: ready.pop(), 2, 12)  # noqa: B023
+        with pytest.raises(OptionError) as error:
+            next(stream)
+        assert "at most 12" in one_line(error.value)
+        ready.clear()

@@ -1,0 +1,64 @@
+"""A training run on rows of different lengths: whole, and cut in two. Several processes may do it.
+
+`python -m tests.support.ragged_run FOLDER SETTINGS`, which are JSON, makes both in FOLDER.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.state import PartialState
+
+from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.train.data.training_rows import Row, Rows, write_shard
+from headstart.train.recipe import Train
+from headstart.train.trainer import DrafterTrainer
+from tests.support.counting import SIZE, counting_target
+from tests.support.training import IDLE, Validate, killed_and_resumed, trainer_of
+
+COUNT = 25
+
+
+def ragged_rows(folder: Path) -> Rows:
+    """Rows that count, of 4 to 30 tokens, in two shards."""
+    lengths = np.random.default_rng(5).integers(4, 31, COUNT)
+    rows = [
+        Row(str(i), (5 * i + np.arange(n)) % SIZE, np.arange(n) >= 2) for i, n in enumerate(lengths)
+    ]
+    if not folder.exists():
+        for shard, part in enumerate((rows[:9], rows[9:])):
+            write_shard(folder / f"train-{shard:05d}-of-00002", part, {})
+    return Rows.load(folder)
+
+
+def ragged_trainer(folder: Path, validate: Validate, rows: Rows, **train: Any) -> DrafterTrainer:
+    """Of twelve steps, with checkpoints at 4, 8 and 12; by default an epoch has nine."""
+    spec = {"batch_size": 3, "max_steps": 12, "eval_every": 4, "learning_rate": 1e-2, **train}
+    target = counting_target()
+    drafter = Medusa(MedusaConfig.for_target(target, heads=2, output="own")).bind(target)
+    drafter.init_from_target()
+    return trainer_of(drafter, folder, Train(**spec), validate, rows)
+
+
+def cut_in_two(root: Path, rows: Rows, **train: Any) -> None:
+    killed_and_resumed(
+        lambda folder, validate: ragged_trainer(folder, validate, rows, **train),
+        lambda _: IDLE,
+        root,
+    )
+
+
+if __name__ == "__main__":
+    root, train = Path(sys.argv[1]), json.loads(sys.argv[2])
+    store = root / f"rows-{PartialState().process_index}"
+    cut_in_two(root, ragged_rows(store), **train)
+    state = PartialState()
+    (root / f"witness-{state.process_index}").write_text(
+        f"{state.distributed_type.value} {state.num_processes}"
+    )
+    if state.num_processes > 1:
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,224 @@
+"""Rows that the target writes itself, with a drafter or without, and rows of given answers."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headstart.train.data.distill import distill, summary, write_manifest
+from headstart.train.data.documents import Document
+from headstart.train.data.prefixes import DistillError
+from headstart.train.data.rendering import ChatRenderer
+from headstart.train.data.training_rows import Row, Rows
+from headstart.train.data.writers.counting import count_prompts
+from headstart.train.recipe import Chat, Distill
+from tests.support.chats import CHATML, QWEN3, chat_tokenizer
+from tests.support.talker import talker
+
+END = "<|im_end|>"
+WORDS = "the tea is in the pot and the cat sat on a mat"
+
+
+def chat(id: str, *turns: str, answer: str = "yes it is") -> Document:
+    messages = []
+    for turn in turns:
+        messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": answer}]
+    return Document.chat(id, messages)
+
+
+CHATS = [
+    chat(f"chats:{n}", *(WORDS[n : n + 4 + 3 * k] for k in range(1 + n % 3))) for n in range(9)
+]
+SPEC = Distill(
+    examples=99, prefix="prompt", prefix_tokens=60, new_tokens=24, max_length=200, batch_size=4,
+    shards=2,
+)  # fmt: skip
+
+
+def written(folder: Path, spec: Distill = SPEC, model: Any = None, **how: Any) -> list[Row]:
+    tokenizer = chat_tokenizer(how.pop("template", CHATML))
+    model = model or talker(tokenizer, END)
+    documents = how.pop("documents", CHATS)
+    distill(spec, model, tokenizer, documents, folder, progress=False, **how)
+    rows = Rows.load(folder)
+    return [replace(rows.row(n), id=rows.id(n)) for n in range(len(rows))]
+
+
+def spoken(model: Any, document: Document, spec: Distill, template: str) -> list[Row]:
+    """The same by `generate` of transformers, a turn at a time."""
+    tokenizer = chat_tokenizer(template)
+    renderer, history = ChatRenderer(tokenizer), []
+    rows: list[tuple[list[int], list[bool]]] = []
+    for message in document.messages or ():
+        if message["role"] != "user":
+            continue
+        history.append(message)
+        prompt = renderer.prompt(history)
+        room = min(spec.new_tokens, spec.row_tokens - len(prompt))
+        if room <= 0:
+            break
+        ids = torch.tensor([prompt])
+        text = model.generate(ids, max_new_tokens=room, do_sample=False)[0].tolist()
+        answer = text[len(prompt) :]
+        taught = [True] * len(answer)
+        if rows and prompt[: len(rows[-1][0])] == rows[-1][0]:
+            before = rows.pop()[1]
+            taught = before + [False] * (len(prompt) - len(before)) + taught
+        else:
+            taught = [False] * len(prompt) + taught
+        rows.append((text, taught))
+        if answer[-1] != model.config.eos_token_id:
+            break
+        history.append({"role": "assistant", "content": tokenizer.decode(answer[:-1])})
+    return [Row(document.id, np.array(t, np.int32), np.array(on)) for t, on in rows]
+
+
+def same(rows: list[Row], others: list[Row]) -> bool:
+    def key(row: Row) -> tuple[str, int, bytes, bytes]:
+        return row.id, len(row.tokens), row.tokens.tobytes(), row.supervised.tobytes()
+
+    return sorted(map(key, rows)) == sorted(map(key, others))
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN3])
+def test_chats_are_replayed_with_the_targets_own_history(tmp_path: Path, template: str) -> None:
+    model = talker(chat_tokenizer(template), END)
+    rows = written(tmp_path, model=model, template=template)
+    expected = [row for d in CHATS for row in spoken(model, d, SPEC, template)]
+    assert same(rows, expected)
+    turns = {d.id: sum(row.id == d.id for row in rows) for d in CHATS}
+    # ChatML: one row a chat, of up to three turns; Qwen3's template rewrites earlier turns.
+    assert max(turns.values()) == (1 if template == CHATML else 3)
+    assert len({len(row.tokens) for row in rows}) > 3
+    starts = [np.flatnonzero(np.diff(row.supervised.astype(int)) == 1) for row in rows]
+    assert max(map(len, starts)) == (3 if template == CHATML else 1)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("train-*")}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_drafter_changes_no_byte(tmp_path: Path, temperature: float) -> None:
+    spec = replace(SPEC, temperature=temperature)
+    plain = written(tmp_path / "plain", spec)
+    drafted = replace(spec, drafter="lookup", use_drafter="always")
+    written(tmp_path / "drafted", drafted)
+    for rank in (1, 0):
+        written(tmp_path / "two", drafted, rank=rank, world=2)
+    assert contents(tmp_path / "plain") == contents(tmp_path / "drafted")
+    assert contents(tmp_path / "plain") == contents(tmp_path / "two")
+    assert not same(plain, written(tmp_path / "other", replace(spec, temperature=1.5)))
+
+
+def test_near_ties_are_counted_and_nothing_else_differs(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    model = talker(tokenizer, END)
+    spec = replace(SPEC, drafter="lookup", use_drafter="always")
+    written(tmp_path / "exact", spec, model)
+    assert "near_ties" not in summary(spec, tmp_path / "exact")
+    # A row that was changed is found out: its tokens are no near-ties.
+    from headstart.train.data.writers.drafting import second_best
+
+    rows = Rows.load(tmp_path / "exact")
+    row = rows.row(0)
+    gaps, noise = second_best(model, row)
+    assert not len(gaps)
+    tokens = row.tokens.copy()
+    at = int(np.flatnonzero(row.supervised)[1])
+    tokens[at] = tokenizer.convert_tokens_to_ids("q" if tokens[at] != 81 else "w")
+    gaps, noise = second_best(model, replace(row, tokens=tokens))
+    assert len(gaps) and float(gaps.max()) > 1e6 * noise
+
+
+def test_the_drafter_is_used_where_it_is_faster_and_the_choice_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from headstart.train.data.writers.drafting import Drafting
+
+    spec = replace(SPEC, drafter="lookup")
+    written(tmp_path, spec)
+    choice = json.loads((tmp_path / "drafting.json").read_text())
+    speeds = choice["tokens_per_second"]
+    assert choice["used"] == (speeds["drafted"] > speeds["plain"]) and choice["batch"] == 4
+    (tmp_path / "drafting.json").write_text(json.dumps(choice | {"used": not choice["used"]}))
+    (tmp_path / "train-00001-of-00002.json").unlink()
+    monkeypatch.setattr(Drafting, "_trial", None)  # a resumed run makes no other choice
+    written(tmp_path, spec)
+    tokenizer = chat_tokenizer(CHATML)
+    pace = distill(spec, talker(tokenizer, END), tokenizer, CHATS, tmp_path, progress=False)
+    assert pace.tokens == 0  # all was there
+    counts = write_manifest(spec, tmp_path, tokenizer, None, "m", pace)
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    assert manifest["drafting"]["used"] is not choice["used"]
+    assert manifest["counts"] == counts and counts["kept"] == 9
+    assert manifest["template_hash"] and manifest["settings"]["distill"]["drafter"] == "lookup"
+
+
+def test_limits_cut_chats_at_a_turn_and_are_counted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    long = chat("chats:long", "why " * 40, "how")
+    rows = written(tmp_path, replace(SPEC, max_length=70), documents=[*CHATS, long])
+    assert max(len(row.tokens) for row in rows) <= 70
+    counts = summary(SPEC, tmp_path)
+    assert counts["too_long"] == 1 and counts["cut"] >= 1 and counts["kept"] == 9
+    assert "1 texts are longer than distill.prefix_tokens 60" in caplog.text
+    first = written(tmp_path / "first", replace(SPEC, turns="first"))
+    assert len(first) == 9 and all(np.diff(row.supervised.astype(int)).sum() == 1 for row in first)
+    with pytest.raises(DistillError, match="none of 9 training documents has a prompt"):
+        written(tmp_path / "none", replace(SPEC, prefix_tokens=3))
+
+
+GIVEN = [
+    chat("g:1", "Hi", "Why?"),
+    Document.chat("g:2", [{"role": "user", "content": "No answer"}]),
+    Document("g:3", "def one():", answer="\n    return 1"),
+    Document("g:4", "some text"),
+    chat("g:5", "Hi", "w" * 90),
+    chat("g:6", "w" * 99),
+]
+
+
+@pytest.mark.parametrize("supervise", ["all", "last"])
+def test_given_answers(tmp_path: Path, supervise: str) -> None:
+    spec = replace(SPEC, writer="given", max_length=90)
+    settings = Chat(supervise=supervise)
+
+    def load() -> Any:
+        raise AssertionError("the target is not needed")
+
+    tokenizer = chat_tokenizer(CHATML)
+    distill(spec, load, tokenizer, GIVEN, tmp_path, progress=False, chat=settings)
+    rows = Rows.load(tmp_path)
+    found = {}
+    for number in range(len(rows)):
+        row = rows.row(number)
+        taught = tokenizer.decode(row.tokens[row.supervised])
+        found[rows.id(number)] = (tokenizer.decode(row.tokens), taught)
+    head, answer = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", f"yes it is{END}"
+    more = "\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+    assert found == {
+        "g:1": (head + answer + more + answer, answer * (2 if supervise == "all" else 1)),
+        "g:3": ("def one():\n    return 1</s>", "\n    return 1</s>"),
+        "g:4": ("some text", "ome text"),
+        "g:5": (head + answer, answer),
+    }
+    counts = summary(spec, tmp_path)
+    assert {k: counts[k] for k in ("kept", "cut", "empty", "too_long", "rows")} == {
+        "kept": 4, "cut": 1, "empty": 1, "too_long": 1, "rows": 4,
+    }  # fmt: skip
+    told = count_prompts(spec, tokenizer, GIVEN, settings).known()
+    assert told == {name: counts[name] for name in told}
+
+
+def test_counts_are_known_before_work_begins() -> None:
+    spec = replace(SPEC, prefix_tokens=30, max_length=80)
+    told = count_prompts(spec, chat_tokenizer(CHATML), GIVEN)
+    assert told.kept == 5 and told.too_long == 1 and told.cut == 1

@@ -1,0 +1,201 @@
+"""`headstart check`: a run that can work passes, and each planted fault is named."""
+
+import json
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from headstart.heads.core import features
+from headstart.train import target_with_drafter
+from headstart.train.checks.findings import Finding
+from headstart.train.checks.inspect import inspect_run
+from headstart.train.data import rendering
+from headstart.train.data.documents import Document
+from headstart.train.losses.draft_loss import head_labels
+from headstart.train.recipe import Recipe, Scratch, parse_recipe
+from headstart.train.scratch_target import train_target
+from tests.support.recipes import TINY
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% if m.role == 'assistant' %}"
+    "{{ eos_token }}{% endif %}\n{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"
+)
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def chat(n: int, answered: bool = True) -> dict[str, Any]:
+    messages = [
+        {"role": "system", "content": "You count for those who ask."},
+        {"role": "user", "content": f"Which number comes after number {n}?"},
+        {"role": "assistant", "content": f"The number {n + 1} comes after number {n}."},
+    ]
+    return {"messages": messages if answered else messages[:2]}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`chats.jsonl`, and `target`, which has learnt a little of them, with a chat template."""
+    root = tmp_path_factory.mktemp("home")
+    rows = [chat(n) for n in range(300)]
+    (root / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (root / "corpus").mkdir()
+    for split in ("train", "held_out"):
+        documents = [Document.chat(str(n), row["messages"]) for n, row in enumerate(rows)]
+        lines = [json.dumps({"id": d.id, "text": d.text}) + "\n" for d in documents]
+        (root / "corpus" / f"{split}.jsonl").write_text("".join(lines))
+    spec = Scratch(
+        vocab_size=300, hidden_size=32, layers=2, intermediate_size=64, context=192,
+        sequence_length=64, max_seconds=None, max_tokens=60_000,
+    )  # fmt: skip
+    train_target(spec, root / "corpus", root / "target", 0, progress=False)
+    tokenizer = AutoTokenizer.from_pretrained(root / "target")
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(root / "target")
+    return root
+
+
+def recipe(home: Path, **sections: dict[str, Any]) -> Recipe:
+    data: dict[str, Any] = TINY | {
+        "output": str(home / "runs"),
+        "target": {"model": str(home / "target")},
+        "corpus": {"source": str(home / "chats.jsonl"), "held_out": 0.1},
+        "distill": {**TINY["distill"], "prefix": "prompt", "prefix_tokens": 96, "new_tokens": 32},
+        "drafter": {"family": "medusa", "heads": 2, "output": "own"},
+    }
+    for section, changes in sections.items():
+        data[section] = {**data[section], **changes}
+    return parse_recipe(data)
+
+
+def wrong(made: Recipe) -> list[Finding]:
+    return [finding for finding in inspect_run(made).findings if finding.fine is False]
+
+
+def test_a_run_that_can_work_passes(home: Path) -> None:
+    found = inspect_run(recipe(home))
+    assert found.fine, [f for f in found.findings if f.fine is False]
+    names = [finding.name for finding in found.findings if finding.fine]
+    assert names == [
+        "held-out prompts", "tokenizer", "loss mask", "chat template", "labels", "features",
+        "learns by heart",
+    ]  # fmt: skip
+    assert found.counts["held-out documents"] == 30
+    assert found.pace is not None and found.pace.distill_s > 0 and found.pace.train_s > 0
+    assert not (home / "runs").exists()
+
+
+def test_labels_that_are_shifted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def shifted(tokens: torch.Tensor, supervised: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return head_labels(tokens.roll(1, 1), supervised.roll(1, 1), *rest)
+
+    monkeypatch.setattr(target_with_drafter, "head_labels", shifted)
+    found = wrong(recipe(home))
+    assert [finding.name for finding in found] == ["labels", "learns by heart"]
+    assert "labels are shifted" in found[0].said
+
+
+@pytest.mark.parametrize("family", ["medusa", "eagle3"])
+def test_features_of_another_layer(
+    home: Path, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    stack, build = features.decoder_layers, features.FeatureTap.__init__
+
+    def another(self: Any, model: Any, layers: Sequence[int]) -> None:
+        build(self, model, [1 if layer == features.FINAL else layer for layer in layers])
+
+    def reversed_stack(model: Any) -> torch.nn.ModuleList:
+        return torch.nn.ModuleList(reversed(stack(model)))
+
+    if family == "medusa":
+        monkeypatch.setattr(features.FeatureTap, "__init__", another)
+        made = recipe(home)
+    else:
+        monkeypatch.setattr(features, "decoder_layers", reversed_stack)
+        made = recipe(home)
+        made.drafter.family = family
+        made.drafter.options = {"depths": 2, "feature_layers": [0, 1, 1]}
+    (finding,) = [f for f in wrong(made) if f.name == "features"]
+    assert "another layer's" in finding.said or "changes its output layer" in finding.said
+
+
+def with_template(home: Path, folder: Path, template: str) -> Recipe:
+    target = folder / "target"
+    shutil.copytree(home / "target", target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(target)
+    return recipe(home, target={"model": str(target)})
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (CHATML, r"its mark <\|im_end\|> is no token"),
+        (TEMPLATE.replace("{{ eos_token }}", "</s>"), "without a token at which the target stops"),
+    ],
+    ids=["marks", "end"],
+)
+def test_another_models_template(home: Path, tmp_path: Path, template: str, said: str) -> None:
+    (finding,) = [f for f in wrong(with_template(home, tmp_path, template)) if "chat" in f.name]
+    assert re.search(said, finding.said)
+
+
+def test_a_mask_that_trains_user_turns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = rendering.add_answer
+
+    def all_taught(rows: list[Any], *rest: Any) -> None:
+        add(rows, *rest)
+        rows[-1] = replace(rows[-1], supervised=[True] * len(rows[-1].tokens))
+
+    given = {"writer": "given", "max_length": 150}
+    assert not wrong(recipe(home, distill=given))
+    monkeypatch.setattr(rendering, "add_answer", all_taught)
+    (finding,) = wrong(recipe(home, distill=given))
+    assert finding.name == "loss mask" and "a turn of the system's" in finding.said
+
+
+def test_another_tokenizer(home: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    shutil.copytree(home / "target", target)
+    path = target / "tokenizer.json"
+    data = json.loads(path.read_text())
+    vocabulary = data["model"]["vocab"]
+    ids = sorted(vocabulary.values())
+    data["model"]["vocab"] = {word: ids[-1] - id for word, id in vocabulary.items()}
+    for token in data["added_tokens"]:
+        token["id"] = data["model"]["vocab"].get(token["content"], token["id"])
+    path.write_text(json.dumps(data))
+    (finding,) = [
+        f for f in wrong(recipe(home, target={"model": str(target)})) if "token" in f.name
+    ]
+    assert "noise to the target" in finding.said
+
+
+def test_no_turn_of_the_assistant(home: Path, tmp_path: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    rows = [chat(n, answered=False) for n in range(100)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = {"writer": "given", "max_length": 150}
+    with pytest.raises(ValueError, match=r"none of 90 training documents has an answer"):
+        inspect_run(recipe(home, corpus={"source": str(path)}, distill=given))
+
+
+def test_too_few_held_out_prompts(home: Path) -> None:
+    (finding,) = wrong(recipe(home, decode={"prompts": 21}))
+    assert finding.name == "held-out prompts"
+    assert finding.said.startswith("10 for validation, 2 wanted; 20 for bench, 21 wanted; raise")
+
+
+def test_a_context_that_is_too_short(home: Path) -> None:
+    with pytest.raises(ValueError, match="make 196 tokens, but the target's context is 192"):
+        inspect_run(recipe(home, distill={"new_tokens": 100}))

@@ -1,0 +1,147 @@
+"""What cannot work ends before the first stage, in one line, and leaves nothing behind."""
+
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headstart.train import pipeline
+from headstart.train.checks import needs
+from headstart.train.checks.early import check_run
+from headstart.train.data.documents import Document
+from headstart.train.recipe import Recipe, Scratch, parse_recipe
+from headstart.train.scratch_target import build_model, train_tokenizer
+from tests.support.paths import ROOT
+from tests.support.recipes import TINY, launch
+from tests.support.tiny import one_line
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random target of 128 tokens of context, with a tokenizer and a chat template."""
+    folder = tmp_path_factory.mktemp("target")
+    words = " ".join(f"word{n} {n * n}" for n in range(400))
+    tokenizer = train_tokenizer([Document("words", words)], 300, 128)
+    spec = Scratch(vocab_size=300, hidden_size=32, layers=2, intermediate_size=64, context=128)
+    build_model(spec, tokenizer, 0).save_pretrained(folder)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def chats(folder: Path, count: int = 30) -> Path:
+    path = folder / "chats.jsonl"
+    rows = [
+        {"messages": [
+            {"role": "user", "content": f"word{n} and {n * n}?"},
+            {"role": "assistant", "content": f"word{n + 1}"},
+        ]}
+        for n in range(count)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def recipe(folder: Path, model: Path, /, **sections: dict[str, Any]) -> Recipe:
+    """A recipe of chats that works, with keys of its sections changed."""
+    data: dict[str, Any] = TINY | {
+        "output": str(folder / "runs"),
+        "target": {"model": str(model)},
+        "corpus": {"source": str(chats(folder)), "held_out": 0.4},
+        "distill": {**TINY["distill"], "prefix": "prompt", "prefix_tokens": 40},
+    }
+    for section, changes in sections.items():
+        # The options of one family are unknown to another.
+        kept = {} if "family" in changes else data[section]
+        data[section] = {**kept, **changes}
+    return parse_recipe(data)
+
+
+def test_a_run_that_can_work_says_what_it_needs(
+    tmp_path: Path, target: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = check_run(recipe(tmp_path, target), parts=("validation", "bench"))
+    assert plan.context == 128 and plan.drafter.device.type == "meta"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("tiny: a drafter of 2,112 parameters; at least 222 kB of memory")
+    assert not (tmp_path / "runs").exists()
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "option": ({"drafter": {"TYPO": 1}}, r"drafter\.TYPO is not an option of 'medusa'"),
+    "value": ({"drafter": {"heads": 0}}, "heads"),
+    "family": ({"drafter": {"family": "medusae"}}, "drafter.family is 'medusae'"),
+    "feature layer": (
+        {"drafter": {"family": "eagle3", "feature_layers": [0, 1, 9]}}, "feature layer 9",
+    ),
+    "vocabulary": ({"drafter": {"output": "trimmed", "draft_vocab_size": 400}}, "400"),
+    "no such target": ({"target": {"model": "org/none-such"}}, "org/none-such is no folder here"),
+    "a folder of something else": ({}, "config.json cannot be read"),
+    "4bit": ({"target": {"dtype": "4bit"}}, "bitsandbytes"),
+    "no such corpus": ({"corpus": {"source": "none.jsonl"}}, "no such file"),
+    "rows": ({"distill": {"new_tokens": 100}}, "make 140 tokens, but the target's context is 128"),
+    "validation": ({"decode": {"new_tokens": 100}}, r"decode\.new_tokens 100 make 140 tokens"),
+    "held-out": ({"decode": {"prompts": 50}}, "for bench, expected 50; raise corpus.held_out"),
+    "prompts": ({"distill": {"prefix_tokens": 3}}, "of at most 3 tokens"),
+    "tree": ({"decode": {"tree": "chain:4"}}, "decode.tree is 4 deep, but a medusa drafter"),
+    "loss": ({"train": {"feature_weight": 1.0}}, "feature_weight"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_work_ends_before_the_first_stage(
+    tmp_path: Path, target: Path, name: str
+) -> None:
+    changes, said = WRONG[name]
+    if name == "a folder of something else":
+        changes = {"target": {"model": str(tmp_path)}}
+    with pytest.raises(ValueError, match=said) as error:
+        pipeline.run(recipe(tmp_path, target, **changes))
+    one_line(error.value)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_disk_and_memory_are_judged(
+    tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    huge = recipe(tmp_path, target, distill={"examples": 10**12})
+    with pytest.raises(ValueError, match=r"may write 280000\.0 GB into .*lower distill.examples"):
+        check_run(huge)
+    monkeypatch.setattr(needs, "total_memory", lambda: 10**6)
+    with pytest.raises(ValueError, match=r"at least 1\.\d MB of memory"):
+        check_run(recipe(tmp_path, target, train={"batch_size": 200}))
+
+
+def test_a_missing_template_is_said(tmp_path: Path, target: Path) -> None:
+    check_run(recipe(tmp_path, target, distill={"chat": "template"}))
+    bare = tmp_path / "bare"
+    shutil.copytree(target, bare, ignore=shutil.ignore_patterns("chat_template*"))
+    made = recipe(tmp_path, bare, distill={"chat": "template"})
+    with pytest.raises(ValueError, match="has no chat template; set distill"):
+        check_run(made)
+
+
+@pytest.mark.proof
+def test_all_processes_end_alike_and_one_says_why(tmp_path: Path, target: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    typo = {"drafter": {"family": "medusa", "TYPO": 1}}
+    path.write_text(yaml.safe_dump(recipe(tmp_path, target).to_dict() | typo))
+    config = str(ROOT / "recipes" / "launch" / "ddp_cpu.yaml")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
+    done = launch(
+        [*command, "-m", "headstart.train", str(path)], ACCELERATE_USE_CPU="true",
+        PYTHONPATH=str(ROOT),
+    )  # fmt: skip
+    assert done.returncode != 0
+    lines = [line for line in done.stderr.splitlines() if "headstart.train: error:" in line]
+    assert len(lines) == 1 and "drafter.TYPO is not an option" in lines[0]
+    assert not (tmp_path / "runs").exists()

@@ -1,0 +1,95 @@
+"""The checks that every run begins with: nothing is spent on what cannot work."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from ..data.corpus import build_corpus, load_documents
+from ..data.hub import commit_of, hub_source
+from ..data.prefixes import Part, make_prefixes, recipe_prompts
+from ..data.reading import source_bytes
+from ..data.writers.counting import LOOKED_AT, look
+from ..recipe import Recipe
+from .needs import Needs, check_needs, needs_of
+from .plan import Plan, plan_run
+
+_SMALL = 8_000_000  # bytes of a corpus that is read before the first stage
+_WHOLE = 64  # training documents that are tokenised to see that they are long enough
+
+
+def check_run(recipe: Recipe, processes: int = 1, parts: Sequence[Part] = ("validation",)) -> Plan:
+    """All that can be told of a run before its first stage; what it needs goes to stderr.
+
+    A corpus of few bytes is read at once; of a larger one, prompts are counted after its stage.
+
+    Args:
+        parts: the held-out prompts that the run will decode.
+
+    Raises:
+        ValueError: one of its kinds, in one line.
+    """
+    plan = plan_run(recipe)
+    needs: Needs = needs_of(recipe, plan)
+    check_needs(recipe, needs, processes)
+    size = corpus_bytes(recipe)
+    if size is not None and size <= _SMALL and plan.tokenizer is not None:
+        with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
+            build_corpus(recipe.corpus, Path(folder), recipe.seed)
+            trainable = plan.drafter.trainable
+            check_prompts(recipe, plan.tokenizer, Path(folder), parts, trainable, plan.context)
+    print(f"{recipe.name}: {needs.text}", file=sys.stderr)
+    return plan
+
+
+def corpus_bytes(recipe: Recipe) -> int | None:
+    """Bytes of the corpus' files; None where they are not known before they are read.
+
+    Raises:
+        CorpusError: a source is missing, here or on the Hub.
+    """
+    for part in recipe.corpus.parts():
+        if (hub := hub_source(part)) is not None:
+            commit_of(hub)
+    sizes = [source_bytes(part) for part in recipe.corpus.parts()]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
+
+
+def check_prompts(
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    corpus: Path,
+    parts: Sequence[Part],
+    trainable: bool = True,
+    context: int | None = None,
+) -> None:
+    """Count the prompts of a corpus' folder; what is left out goes to stderr.
+
+    Args:
+        context: of the target, where it is known.
+
+    Raises:
+        HeldOutError: too few held-out prompts.
+        DistillError: no training document gives a prompt.
+    """
+    held_out = load_documents(corpus, "held_out")
+    for part in parts:
+        recipe_prompts(recipe, tokenizer, held_out, part)
+    if not trainable:
+        return
+    spec, documents = recipe.distill, load_documents(corpus, "train")
+    windows = spec.writer == "own" and spec.prefix != "prompt"
+    looked_at = _WHOLE if windows else LOOKED_AT
+    sample = [documents[i] for i in range(min(len(documents), looked_at))]
+    if windows:
+        prefixes = make_prefixes(spec, tokenizer, sample, recipe.chat)
+        told = [f"{prefixes.skipped} are shorter than distill.prefix_tokens {spec.prefix_tokens}"]
+        told = told if prefixes.skipped else []
+    else:
+        told = look(spec, tokenizer, sample, recipe.chat, context).left_out(spec)
+    for line in told:
+        print(f"{recipe.name}: of the first {len(sample)} texts, {line}", file=sys.stderr)

@@ -1,0 +1,197 @@
+"""`headstart check`: a recipe tried on its real target, before any stage runs.
+
+A few texts are written, a few steps are trained and one text is learnt by heart.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from headstart.heads.core import load_pretrained
+from headstart.infer.measure.greedy_text import write_texts
+
+from ..arguments import load_options
+from ..data.corpus import build_corpus, load_documents
+from ..data.documents import Document
+from ..data.prefixes import (
+    available_prompts,
+    encode,
+    prompt_settings,
+)
+from ..data.writers import make_writer
+from ..drafter_stage import make_drafter
+from ..joint import training_classes
+from ..recipe import Recipe
+from ..scratch_target import build_model, train_tokenizer
+from .alignment import features_fit, labels_fit
+from .early import corpus_bytes
+from .findings import Finding
+from .masks import ShownRow, masks_fit, template_fits, tokenizer_fits
+from .needs import Needs, check_needs, needs_of
+from .overfit import Sample, learns_by_heart
+from .pace import Pace, measure_steps, pace_of, texts_tokens
+from .plan import Plan, plan_run
+
+_READ = 4_000_000  # bytes of a corpus that are read
+_ROWS = 4  # rows that are made and shown
+_WRITTEN = 64  # tokens that the target writes at most in each text
+
+
+@dataclass
+class Inspection:
+    """What was found; `fine` where nothing speaks against the run."""
+
+    plan: Plan
+    needs: Needs
+    findings: list[Finding] = field(default_factory=list)
+    rows: list[ShownRow] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)  # documents, and held-out prompts
+    tokenizer: Any = None
+    pace: Pace | None = None
+
+    @property
+    def fine(self) -> bool:
+        return all(finding.fine is not False for finding in self.findings)
+
+
+def inspect_run(recipe: Recipe) -> Inspection:
+    """Check all of a recipe that can be told from a few texts.
+
+    Raises:
+        ValueError: one of its kinds, in one line, for what makes the run impossible; what it would
+            do badly is among the findings.
+    """
+    plan = plan_run(recipe)
+    found = Inspection(plan, needs_of(recipe, plan))
+    check_needs(recipe, found.needs)
+    with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
+        part = min(recipe.corpus.max_bytes, _READ)
+        spec = replace(recipe.corpus, max_bytes=part)
+        build_corpus(spec, Path(folder), recipe.seed, first_rows=True)
+        # Read while the folder is there.
+        documents = {
+            "train": list(load_documents(Path(folder), "train")),
+            "held_out": list(load_documents(Path(folder), "held_out")),
+        }
+    target, tokenizer = _load(recipe, plan, documents["train"])
+    found.tokenizer = tokenizer
+    found.findings.append(_prompts(recipe, tokenizer, documents, found.counts))
+    texts = _texts(recipe, tokenizer, documents["train"])
+    trained_here = recipe.target.scratch is not None
+    found.findings.append(
+        Finding("tokenizer", None, "the target is trained here")
+        if trained_here
+        else tokenizer_fits(tokenizer, target, texts)
+    )
+    if not plan.drafter.trainable:
+        return found
+    found.rows = training_rows(recipe, target, tokenizer, documents["train"])
+    found.findings += [
+        masks_fit(tokenizer, found.rows),
+        template_fits(tokenizer, target, found.rows),
+    ]
+    _try_training(recipe, target, texts, found)
+    return found
+
+
+def _load(recipe: Recipe, plan: Plan, documents: Sequence[Document]) -> tuple[Any, Any]:
+    """The real target; of one that is trained by the run, one of its shape with random weights."""
+    if recipe.target.scratch is not None:
+        spec = recipe.target.scratch
+        tokenizer = train_tokenizer(list(documents), spec.vocab_size, spec.context)
+        return build_model(spec, tokenizer, recipe.seed).eval(), tokenizer
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    how = load_options(recipe.target, device)
+    model = load_pretrained(AutoModelForCausalLM, recipe.target.model, **how)
+    if "device_map" not in how:
+        model.to(device)
+    return model.eval(), plan.tokenizer or load_pretrained(AutoTokenizer, recipe.target.model)
+
+
+def _prompts(
+    recipe: Recipe, tokenizer: Any, documents: dict[str, Any], counts: dict[str, int]
+) -> Finding:
+    """Held-out prompts against those that are asked for; of a part of the corpus, by its share."""
+    read = sum(len(d.whole().encode()) for split in documents.values() for d in split)
+    there = min(recipe.corpus.max_bytes, corpus_bytes(recipe) or recipe.corpus.max_bytes)
+    whole = read < 0.95 * _READ or there <= _READ
+    given = available_prompts(recipe, tokenizer, documents["held_out"])
+    wanted = {"validation": recipe.decode.validation_prompts, "bench": recipe.decode.prompts}
+    grows = 1.0 if whole else there / read
+    for split, name in (("train", "training"), ("held_out", "held-out")):
+        counts[f"{name} documents"] = round(len(documents[split]) * grows)
+    said = []
+    for part, count in given.items():
+        about = "" if whole else "about "
+        counts[f"{part} prompts"] = round(count * grows)
+        said.append(f"{about}{round(count * grows)} for {part}, {wanted[part]} wanted")
+    fine = all(count * grows >= wanted[part] for part, count in given.items())
+    more = "" if fine else "; raise corpus.held_out or corpus.max_bytes"
+    return Finding("held-out prompts", fine, "; ".join(said) + more)
+
+
+def _texts(recipe: Recipe, tokenizer: Any, documents: Sequence[Document]) -> list[Tensor]:
+    """Token ids [T] of some documents, whole up to what the run would read of them."""
+    length = recipe.distill.row_tokens
+    some = [documents[i] for i in range(min(len(documents), 64))]
+    ids = encode(tokenizer, some, recipe.distill.chat, recipe.chat)
+    return [torch.tensor(row[:length]) for row in sorted(ids, key=len, reverse=True)[:8]]
+
+
+def training_rows(
+    recipe: Recipe, target: Any, tokenizer: Any, documents: Sequence[Document]
+) -> list[ShownRow]:
+    """Some rows as the run would make them, with shorter answers."""
+    spec = recipe.distill
+    short = min(spec.new_tokens, _WRITTEN)
+    writer = "given" if spec.writer == "given" else "own"  # no server is asked
+    prefix = spec.prefix if spec.writer == "own" else "prompt"
+    examples = min(_ROWS, len(documents))
+    spec = replace(
+        spec, writer=writer, prefix=prefix, new_tokens=short, examples=examples, drafter=None
+    )
+    with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
+        some = [documents[i] for i in range(min(len(documents), 16 * _ROWS))]
+        made = make_writer(spec, target, tokenizer, some, Path(folder), recipe.seed, recipe.chat)
+        units = range(min(_ROWS, made.units))
+        rows = [row for unit in made.write(units, lambda *_: None) for row in unit.rows]
+    by_id = {document.id: document for document in documents}
+    return [
+        ShownRow(row.tokens.tolist(), row.supervised.tolist(), by_id.get(row.id)) for row in rows
+    ]
+
+
+def _try_training(recipe: Recipe, target: Any, texts: list[Tensor], found: Inspection) -> None:
+    """Alignment, the pace of a few steps, and a text learnt by heart."""
+    drafter: Any = make_drafter(recipe, target, Sample(torch.cat(texts)))  # type: ignore[arg-type]
+    short = min(prompt_settings(recipe)["tokens"], 32)
+    prompts = [text[: max(min(short, len(text) // 2), 1)] for text in texts]
+    started = time.perf_counter()
+    written = write_texts(target, drafter, prompts, min(recipe.distill.new_tokens, _WRITTEN))
+    wrote = texts_tokens(written), time.perf_counter() - started
+    longest = max(written, key=lambda text: len(text.tokens) - text.prompt)
+    drafter = make_drafter(recipe, target, Sample(longest.tokens))  # type: ignore[arg-type]
+    module_class, _ = training_classes(drafter)
+    train = recipe.train
+    module = module_class(target, drafter, train.head_decay, train.loss, train.feature_weight)
+    found.findings += [labels_fit(module, written), features_fit(module, written)]
+    module.set_up(train.activation_checkpointing, False)
+    step = measure_steps(module, recipe, len(found.tokenizer))
+    found.pace = pace_of(recipe, wrote, step, found.counts["training documents"])
+    module.release()
+    if drafter.adapter is not None:
+        drafter.adapter.detach()
+    hard = module_class(target, drafter, train.head_decay, "cross_entropy", 0.0)
+    found.findings.append(learns_by_heart(hard, longest))
+    hard.release()
+    if drafter.adapter is not None:
+        drafter.adapter.detach()

@@ -1,0 +1,130 @@
+"""What a run needs: disk, memory and time, as far as its settings say."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from dataclasses import dataclass
+
+import torch
+
+from ..recipe import Recipe
+from ..stage_folders import stage_folders
+from .plan import CheckError, Plan
+
+logger = logging.getLogger(__name__)
+
+# Bytes for a parameter of the drafter. Training: the float32 weight, its gradient, and two moments.
+# On disk: at most three checkpoints of weight and moments at once, then the artifact's weight.
+_TRAINED, _STORED = 16, 3 * 12 + 4
+_ROW_TOKEN = 5  # bytes on disk: an id, and whether it is supervised
+_BITS_4 = 0.56  # bytes of a weight in NF4 with its scales
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Sizes in bytes; what is not known before the run is not counted in `memory`."""
+
+    target: float  # the weights as they are loaded
+    drafter: int  # its parameters
+    disk: float  # at most
+    memory: float  # at least, of each process
+    seconds: float | None  # at most; None where a stage has no bound
+
+    @property
+    def text(self) -> str:
+        """In one line."""
+        bound = "time unknown, `headstart check` measures it"
+        if self.seconds is not None:
+            bound = f"about {self.seconds / 60:.0f} min at most"
+        return (
+            f"a drafter of {self.drafter:,} parameters; at least {size(self.memory)} of memory, at "
+            f"most {size(self.disk)} of disk, {bound}"
+        )
+
+
+def needs_of(recipe: Recipe, plan: Plan) -> Needs:
+    """What a run needs, by its settings and the shapes of its models."""
+    weights = sum(parameter.numel() for parameter in plan.target.parameters())
+    target = weights * _bytes(recipe, plan)
+    drafter = sum(parameter.numel() for parameter in plan.drafter.parameters())
+    if not plan.drafter.trainable:
+        return Needs(target, drafter, 1.1 * recipe.corpus.max_bytes, target, None)
+    distill, train = recipe.distill, recipe.train
+    row = distill.row_tokens
+    # A token has at least a byte of text; what the target writes is about as much again.
+    rows = distill.examples * row if distill.examples else 2 * recipe.corpus.max_bytes
+    config = plan.drafter.config
+    features = row * config.hidden_size * max(len(config.feature_layers), 1)
+    memory = target + _TRAINED * drafter + 4 * train.batch_size * features
+    disk = 1.1 * recipe.corpus.max_bytes + _ROW_TOKEN * rows + _STORED * drafter
+    bounds = [distill.max_seconds, train.max_seconds]
+    if recipe.target.scratch is not None:
+        disk += 4 * weights
+        bounds.append(recipe.target.scratch.max_seconds)
+    seconds = sum(b for b in bounds if b is not None) if None not in bounds else None
+    return Needs(target, drafter, disk, memory, seconds)
+
+
+def _bytes(recipe: Recipe, plan: Plan) -> float:
+    """Bytes of each weight of the target as it is loaded."""
+    if recipe.target.scratch is not None:
+        return 4.0
+    name = recipe.target.dtype
+    if name == "4bit":
+        return _BITS_4
+    dtype = getattr(plan.target.config, "dtype", None) if name == "auto" else getattr(torch, name)
+    return float((dtype or torch.float32).itemsize)
+
+
+def check_needs(recipe: Recipe, needs: Needs, processes: int = 1) -> None:
+    """Raise CheckError where the disk or the memory cannot be enough, whatever happens.
+
+    Memory is judged of one process alone: launchers may divide weights over several.
+    """
+    folder = recipe.folder.absolute()
+    while not folder.exists():
+        folder = folder.parent
+    if not os.access(folder, os.W_OK):
+        raise CheckError(f"{folder} cannot be written to; choose another folder (output=…)")
+    free = shutil.disk_usage(folder).free
+    if needs.disk > free:
+        said = (
+            f"the run may write {size(needs.disk)} into {folder}, which has {size(free)} free; "
+            "make room, choose another folder (output=…), or lower distill.examples"
+        )
+        if not any(stage.record for stage in stage_folders(recipe.folder)):
+            raise CheckError(said)
+        logger.warning("%s", said)  # some of it is there already
+    whole = total_memory()
+    placed = getattr(recipe.target, "device_map", None) is not None
+    if processes == 1 and not placed and 0 < whole < needs.memory:
+        raise CheckError(
+            f"the run needs at least {size(needs.memory)} of memory, of which {size(needs.target)} "
+            f"are the target's weights, and there are {size(whole)}; lower target.dtype (bfloat16, "
+            "4bit), train.batch_size or the drafter's size, or launch several processes with "
+            "recipes/launch/zero3.yaml"
+        )
+
+
+def total_memory() -> int:
+    """Bytes of the device that a process trains on; 0 where it is not known."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[1]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return 0
+
+
+def size(count: float) -> str:
+    """Bytes in a few characters.
+
+    >>> [size(n) for n in (512, 2e6, 13.4e9)]
+    ['1 kB', '2.0 MB', '13.4 GB']
+    """
+    for unit, width in (("GB", 1e9), ("MB", 1e6)):
+        if count >= width:
+            return f"{count / width:.1f} {unit}"
+    return f"{count / 1e3:.0f} kB"

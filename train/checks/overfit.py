@@ -1,0 +1,93 @@
+"""The overfit gate: a drafter that cannot learn one text by heart has a fault in its training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from headstart.heads.core import capture
+from headstart.infer.measure.greedy_text import Written
+from headstart.infer.measure.ranks import MISSED, measure_ranks, replay
+
+from ..target_with_drafter import TargetWithDrafter
+from .alignment import batch_of
+from .findings import Finding
+
+_STEPS = 150
+_RATES = (1e-2, 2e-3, 3e-4)  # tried in turn: what suits a head is too much for a whole model
+_ENOUGH = 0.9  # of the tokens a round that are possible on the text
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The text to be learnt, as the rows that a drafter's first weights may depend on."""
+
+    tokens: Tensor  # [T]
+
+    def token_counts(self, vocab_size: int) -> Tensor:
+        """[V]"""
+        return torch.bincount(self.tokens.cpu(), minlength=vocab_size)
+
+
+def learns_by_heart(module: TargetWithDrafter, text: Written, steps: int = _STEPS) -> Finding:
+    """Train the module's drafter on one text, with hard labels, until it drafts nearly all of it.
+
+    The drafts are judged by the calls that decoding makes, so a drafter that was trained for other
+    positions than it is asked for fails too. Hard labels, since a soft loss on text that surprises
+    the target itself has no such bound. Its weights are then those that were learnt.
+
+    Args:
+        module: with the loss `cross_entropy`.
+    """
+    tokens, supervised = batch_of([text])
+    drafter, started = module.drafter, time.perf_counter()
+    first = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    best = 0.0, 0.0
+    for rate in _RATES:
+        drafter.load_state_dict(first)
+        parameters = [p for p in drafter.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps)
+        module.train()
+        for _ in range(steps):
+            loss = module(None, tokens, supervised)["loss"]
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            schedule.step()
+        module.eval()
+        best = max(best, _drafted(module, [text]))
+        if best[0] >= _ENOUGH * best[1]:
+            break
+    seconds = time.perf_counter() - started
+    said = (
+        f"{best[0]:.2f} of {best[1]:.2f} tokens a round on one text, after {steps} steps in "
+        f"{seconds:.0f} s"
+    )
+    fine = best[0] >= _ENOUGH * best[1]
+    return Finding("learns by heart", fine, said if fine else f"{said}: it does not learn the text")
+
+
+@torch.no_grad()
+def _drafted(module: TargetWithDrafter, texts: Sequence[Written]) -> tuple[float, float]:
+    """Tokens a round of a chain on its own text, and with a drafter that is always right."""
+    drafter = module.drafter
+    read = [
+        Written(t.tokens, capture(module.target, drafter.config.feature_layers, t.tokens[None])[0],
+                t.prompt)
+        for t in texts
+    ]  # fmt: skip
+    depth = drafter.train_depths if drafter.max_depth else 4
+    ranks = measure_ranks(drafter, read, depth)
+    paths = [[0] * k for k in range(1, depth + 1)]
+    possible = []
+    for each in ranks:
+        rounds, at = each.shape[0], torch.arange(each.shape[0]).unsqueeze(1)
+        late = at + torch.arange(each.shape[1]) >= rounds
+        possible.append(torch.zeros_like(each).masked_fill(late, MISSED))
+    return replay(ranks, paths).tau, replay(possible, paths).tau

@@ -1,0 +1,104 @@
+"""How long a run takes and what memory it has, from a few steps on the real target."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from headstart.infer.measure.greedy_text import Written
+
+from ..recipe import Recipe
+from ..target_with_drafter import TargetWithDrafter
+from .needs import total_memory
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a few steps took, and what follows for the whole run on one process."""
+
+    written_tokens_s: float  # that the target writes a second, in a batch of the recipe's size
+    step_s: float  # a training step with the recipe's batch and longest rows
+    peak: int  # bytes on the GPU; of the process where there is none
+    distill_s: float
+    train_s: float
+
+    @property
+    def hours(self) -> float:
+        """Of distillation and training; validation and the benchmark are not in it."""
+        return (self.distill_s + self.train_s) / 3600
+
+
+def measure_steps(module: TargetWithDrafter, recipe: Recipe, vocab_size: int) -> tuple[float, int]:
+    """Seconds of a training step, and the memory then in use: of three steps, the fastest."""
+    spec, rows = recipe.train, recipe.train.batch_size
+    length = recipe.distill.row_tokens
+    device = module.target.device
+    tokens = torch.randint(vocab_size, (rows, length), device=device)
+    supervised = torch.ones_like(tokens, dtype=torch.bool)
+    parameters = [p for p in module.drafter.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, 1e-5)
+    module.train()
+    times = []
+    for _ in range(3):
+        _wait(device)
+        started = time.perf_counter()
+        for _ in range(spec.gradient_accumulation):
+            module(None, tokens, supervised)["loss"].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait(device)
+        times.append(time.perf_counter() - started)
+    module.eval()
+    return min(times), peak_memory(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that were in use at most."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        import resource
+    except ImportError:  # no POSIX
+        return 0
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def pace_of(
+    recipe: Recipe, wrote: tuple[int, float], step: tuple[float, int], documents: int
+) -> Pace:
+    """What was measured, and the whole run's times; bounds in seconds of the recipe are kept.
+
+    Args:
+        wrote: tokens that the target wrote, and seconds; the shape of a batch is the recipe's.
+        step: see `measure_steps`.
+        documents: of the training set, which are taken where `distill.examples` is null.
+    """
+    speed = wrote[0] / wrote[1]
+    spec = recipe.distill
+    own = spec.writer == "own"  # what a server takes is not known
+    total = (spec.examples or documents) * spec.new_tokens if own else 0
+    bounds = recipe.distill.max_seconds, recipe.train.max_seconds
+    each = total / speed, step[0] * recipe.train.max_steps
+    kept = [
+        min(s, bound) if bound is not None else s for s, bound in zip(each, bounds, strict=True)
+    ]
+    return Pace(speed, step[0], step[1], *kept)
+
+
+def texts_tokens(texts: Sequence[Written]) -> int:
+    """Tokens that were written after the prompts."""
+    return sum(len(text.tokens) - text.prompt for text in texts)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def share_of_memory(peak: int) -> float | None:
+    """Of what there is; None where that is not known."""
+    whole = total_memory()
+    return peak / whole if whole else None

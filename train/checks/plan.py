@@ -1,0 +1,174 @@
+"""A run without weights: its models on the `meta` device and its tokenizer, and what must hold.
+
+Of a target on the Hub only the config and the tokenizer are fetched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from headstart.heads import Drafter, DrafterConfig, OptionError, TrainableDrafter, family
+from headstart.heads.artifacts.files import brief
+from headstart.heads.artifacts.hub import model_commit
+from headstart.heads.core import FeatureTap, load_pretrained
+from headstart.infer import parse_static
+from headstart.infer.trees.parse import sparse_nodes
+
+from ..arguments import load_options
+from ..data.prefixes import prompt_settings
+from ..data.training_rows import check_context
+from ..losses.draft_loss import DraftLoss
+from ..on_policy import check_on_policy
+from ..recipe import Recipe
+from ..scratch_target import model_config
+from ..target_with_drafter import checkpoint_activations
+from ..warm_start import start_from
+
+
+class CheckError(ValueError):
+    """A recipe that cannot work, found out before any stage ran."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is made of, as far as it is known before it begins."""
+
+    target: PreTrainedModel  # on `meta`
+    drafter: Drafter  # on `meta`, bound to it, float32
+    tokenizer: PreTrainedTokenizerBase | None  # None where the target is trained here
+
+    @property
+    def context(self) -> int | None:
+        """The tokens that the target can hold; None where its config does not say."""
+        return context_of(self.target.config)
+
+
+def context_of(config: PreTrainedConfig) -> int | None:
+    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
+def plan_run(recipe: Recipe) -> Plan:
+    """Build a run's models without weights, and check its options, tree, template and context.
+
+    Raises:
+        ValueError: one of its kinds, in one line: the target is not there or has no tokenizer, an
+            option of the drafter is unknown or does not fit the target, there is no chat template,
+            the context is too short, …
+    """
+    kind = family(recipe.drafter.family)  # a mistyped name fails first
+    check_on_policy(recipe)
+    load_options(recipe.target, torch.device("cpu"))
+    config, tokenizer = _config_and_tokenizer(recipe)
+    target = _target(recipe, config)
+    drafter = _drafter(recipe, kind, target)
+    if isinstance(drafter, TrainableDrafter):
+        if recipe.train.from_ is not None:
+            start_from(recipe.train.from_, drafter)
+        if recipe.train.activation_checkpointing and drafter.adapter is None:
+            checkpoint_activations(drafter)
+    if tokenizer is not None and recipe.distill.chat == "template" and not tokenizer.chat_template:
+        raise CheckError(
+            f"distill.chat is template, but the tokenizer of {recipe.target.model} has no chat "
+            "template; set distill.chat to plain or auto"
+        )
+    _check_tree(recipe, drafter)
+    _check_lengths(recipe, target, drafter)
+    return Plan(target, drafter, tokenizer)
+
+
+def _config_and_tokenizer(
+    recipe: Recipe,
+) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None]:
+    spec = recipe.target
+    if spec.scratch is not None:
+        return model_config(spec.scratch, spec.scratch.vocab_size), None
+    name = str(spec.model)
+    if not Path(name).expanduser().is_dir():
+        model_commit(name, spec.revision)  # one line at once; transformers would try for a while
+    how = {"revision": spec.revision} if spec.revision else {}
+    return _read(AutoConfig, name, "config.json", how), _read(AutoTokenizer, name, "tokenizer", how)
+
+
+def _target(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
+    """The target without weights; an OptionError where it cannot attend as it is told."""
+    attention = recipe.target.attn_implementation
+    how = {} if attention is None else {"attn_implementation": attention}
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how).eval()
+    except (ImportError, ValueError) as error:
+        if attention is None:
+            raise
+        raise OptionError(
+            f"target.attn_implementation is {attention}, with which this target cannot be made "
+            f"({brief(error)}); expected sdpa, eager, or one whose package is installed."
+        ) from error
+
+
+def _read(kind: Any, name: str, what: str, how: dict[str, str]) -> Any:
+    try:
+        return load_pretrained(kind, name, **how)
+    except OptionError:  # it needs code of its own
+        raise
+    except (OSError, KeyError, ValueError) as error:
+        raise CheckError(
+            f"target.model {name}: its {what} cannot be read ({brief(error)}); expected the folder "
+            "or the Hub name of a causal language model"
+        ) from error
+
+
+def _drafter(recipe: Recipe, kind: type[Drafter], target: PreTrainedModel) -> Drafter:
+    """The recipe's drafter, with all that can be refused of its options refused."""
+    assert kind.config_class is not None and issubclass(kind.config_class, DrafterConfig)
+    config = kind.config_class.for_target(target, **recipe.drafter.options)
+    with torch.device("meta"):
+        drafter = kind(config)  # type: ignore[arg-type]
+    drafter.float().bind(target)
+    FeatureTap(target, config.feature_layers).close()
+    if isinstance(drafter, TrainableDrafter):
+        # The loss that is asked for reads the target's weights, which are not there.
+        DraftLoss(drafter, recipe.train.head_decay, "cross_entropy", recipe.train.feature_weight)
+    if drafter.adapter is not None:
+        drafter.adapter.attach(target)
+        drafter.adapter.detach()
+    return drafter
+
+
+def _check_tree(recipe: Recipe, drafter: Drafter) -> None:
+    tree = recipe.decode.tree
+    if sparse_nodes(tree):
+        return
+    depth, bound = parse_static(tree).max_depth, drafter.max_depth
+    if bound is not None and depth > bound:
+        raise OptionError(
+            f"decode.tree is {depth} deep, but a {recipe.drafter.family} drafter with these "
+            f"options proposes {bound} tokens; use a tree of at most {bound}, or another drafter"
+        )
+
+
+def _check_lengths(recipe: Recipe, target: PreTrainedModel, drafter: Drafter) -> None:
+    """Rows, and the texts that validation writes, must fit the context."""
+    if drafter.trainable and recipe.distill.writer != "given":  # whose rows are cut
+        check_context(recipe.distill, target)
+        if isinstance(drafter, TrainableDrafter) and drafter.language_model is not None:
+            check_context(recipe.distill, drafter.language_model, "draft model")
+    prompt, new = prompt_settings(recipe)["tokens"], recipe.decode.new_tokens
+    context = context_of(target.config)
+    if context is not None and prompt + new > context:
+        key = "distill" if prompt_settings(recipe)["prefix"] == "prompt" else "decode"
+        raise CheckError(
+            f"{key}.prefix_tokens {prompt} and decode.new_tokens {new} make {prompt + new} tokens, "
+            f"but the target's context is {context}; lower one of them"
+        )

@@ -1,0 +1,320 @@
+"""Chats as token ids, with the mask of what the assistant writes, through any chat template.
+
+What is supervised is found by rendering a chat twice for each answer: up to where it begins, as a
+model is prompted, and up to its end. So every answer follows exactly the ids that a model is given.
+A conversation is one row where each prompt begins with the row so far, id by id; where the template
+writes earlier turns otherwise than it wrote them when they were the last (Qwen3 drops their
+thinking), each answer is a row of its own.
+
+    prompt     <user>Why?<assistant>
+    to the end <user>Why?<assistant>Because.<end>\\n       "\\n" is the template's, not the model's
+    supervised                      ^^^^^^^^^^^^^
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from ..recipe import Chat
+from .documents import ChatTemplateError, Message, plain_chat
+
+Tools = list[Any] | None
+"""What a template is told of tools: JSON schemas."""
+
+_ANSWER = "\u2063answer\u2063"  # stands for an answer where its end is looked for
+_MARKS = re.compile(r"\{%-?\s*generation\b")
+_CLOCK = re.compile(r"strftime_now\s*\(\s*(['\"])(.*?)\1\s*\)")
+_THINK, _THOUGHT = "<think>", "</think>"
+
+
+@dataclass(frozen=True)
+class Rendered:
+    """A training row: token ids, and where the answers in it stand.
+
+    Attributes:
+        supervised: for each token, whether the assistant writes it.
+        answers: the first token of each answer, and the one after its last.
+    """
+
+    tokens: list[int]
+    supervised: list[bool]
+    answers: list[tuple[int, int]]
+
+    def cut(self, length: int) -> Rendered:
+        """The answers that end within the first `length` tokens; perhaps none, and no token."""
+        kept = [answer for answer in self.answers if answer[1] <= length]
+        end = kept[-1][1] if kept else 0
+        return Rendered(self.tokens[:end], self.supervised[:end], kept)
+
+    def last(self) -> Rendered:
+        """The same row with its last answer alone supervised."""
+        first = self.answers[-1][0]
+        mask = [on and at >= first for at, on in enumerate(self.supervised)]
+        return Rendered(self.tokens, mask, self.answers[-1:])
+
+
+@dataclass(frozen=True)
+class _Turn:
+    """An answer before it is tokenised."""
+
+    prompt: str
+    whole: str  # the prompt and the answer
+    messages: list[Message] | None  # of the chat so far, where the template writes just that
+    tools: Tools
+
+
+def add_answer(
+    rows: list[Rendered], prompt: list[int], answer: list[int], marked: list[bool] | None = None
+) -> None:
+    """Add an answer to the last row where its prompt begins exactly with that, else in a new row.
+
+    Args:
+        marked: for each token of both, whether a template marks it to be trained on; the end of the
+            answer is trained on in any case. All of it, when None.
+    """
+    before = rows[-1] if rows and prompt[: len(rows[-1].tokens)] == rows[-1].tokens else None
+    earlier = before.supervised if before else []
+    between = [False] * (len(prompt) - len(earlier))
+    taught = [True] * len(answer) if marked is None else [*marked[len(prompt) : -1], True]
+    place = len(prompt), len(prompt) + len(answer)
+    answers = [*before.answers, place] if before else [place]
+    row = Rendered([*prompt, *answer], [*earlier, *between, *taught], answers)
+    if before:
+        rows[-1] = row
+    else:
+        rows.append(row)
+
+
+class ChatRenderer:
+    """Renders chats with one tokenizer, as `chat` and `distill.chat` of a recipe say.
+
+    Args:
+        how: `template`, `plain` (see `plain_chat`), or `auto`, the template where there is one.
+
+    Raises:
+        ChatTemplateError: `template`, and there is none; or one that cannot print a fixed date.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat: Chat | None = None, how: str = "auto"
+    ):
+        self.tokenizer, self.chat = tokenizer, chat or Chat()
+        if how == "template" and not tokenizer.chat_template:
+            raise ChatTemplateError(
+                "distill.chat is template, but the tokenizer has none; set it to plain or auto."
+            )
+        self.plain = how == "plain" or not tokenizer.chat_template
+        date = datetime.date.fromisoformat(self.chat.date)
+        self.template = None if self.plain else self._on(date)
+        self._options = {"date_string": date.strftime("%d %b %Y")} | self.chat.template_kwargs
+
+    def _on(self, date: datetime.date) -> str:
+        """The template, with `strftime_now` answered for that date."""
+        template = self.tokenizer.get_chat_template(tools=self.chat.tools or None)
+
+        def answer(call: re.Match[str]) -> str:
+            return repr(date.strftime(call[2]))
+
+        template = _CLOCK.sub(answer, template)
+        if re.search(r"strftime_now\s*\(", template):
+            raise ChatTemplateError(
+                "the tokenizer's chat template prints today's date in a computed format, so rows "
+                "would differ from day to day; set distill.chat=plain, or another chat template."
+            )
+        return template
+
+    @property
+    def template_hash(self) -> str | None:
+        """sha256 of the template and of all settings that it is rendered with; None if plain."""
+        if self.template is None:
+            return None
+        settings = sorted(self._options.items()), self.chat.tools, self.chat.system
+        return hashlib.sha256(f"{self.template}{settings!r}".encode()).hexdigest()
+
+    @property
+    def server_options(self) -> dict[str, Any]:
+        """What a server is told so that its template renders alike: settings, perhaps a date."""
+        known = "date_string" in (self.template or "")
+        return self._options if known else self.chat.template_kwargs
+
+    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
+        """The ids up to where the next answer begins, as a model is prompted with them."""
+        return self.encode(self.text(messages, True, tools))
+
+    def encode(self, text: str) -> list[int]:
+        """The ids of rendered text; a template writes the special tokens itself."""
+        return self.tokenizer(text, add_special_tokens=self.plain, verbose=False)["input_ids"]
+
+    def text(self, messages: Sequence[Message], prompt: bool = False, tools: Tools = None) -> str:
+        """A chat as text; with `prompt`, up to where the answer begins.
+
+        Args:
+            tools: the chat's own; those of the recipe when None.
+        """
+        messages = self.whole(messages)
+        if self.template is None:
+            return plain_chat(messages)
+        return self._apply(messages, tools, add_generation_prompt=prompt, tokenize=False)
+
+    def whole(self, messages: Sequence[Message]) -> list[Message]:
+        """The chat, opened by `chat.system` where it has no system prompt of its own."""
+        system = self.chat.system
+        if system is None or (messages and messages[0]["role"] == "system"):
+            return list(messages)
+        return [{"role": "system", "content": system}, *messages]
+
+    def _apply(self, messages: list[Message], tools: Tools, **how: Any) -> Any:
+        from jinja2 import TemplateError
+
+        apply: Any = self.tokenizer.apply_chat_template
+        try:
+            return apply(
+                messages,
+                tools=tools or self.chat.tools or None,
+                chat_template=self.template,
+                **how,
+                **self._options,
+            )
+        except (TemplateError, TypeError):  # its message may quote the chat
+            roles = ", ".join(message["role"] for message in messages)[:80]
+            said = f"the tokenizer's chat template refuses the roles {roles}"
+            raise ChatTemplateError(said) from None
+
+    def rows(
+        self, messages: Sequence[Message], open_end: bool = False, tools: Tools = None
+    ) -> list[Rendered]:
+        """The rows that teach every answer of a chat; see `rows_of`."""
+        return self.rows_of([(messages, tools)], open_end)[0]
+
+    def rows_of(
+        self, chats: Sequence[tuple[Sequence[Message], Tools]], open_end: bool = False
+    ) -> list[list[Rendered]]:
+        """The rows that teach every answer of each chat: one, where the template lets it.
+
+        Args:
+            chats: messages, and the chat's own tools.
+            open_end: the last answer was not finished: it has no end-of-turn token.
+
+        Raises:
+            ChatTemplateError: the template refuses a chat's roles, or drops what it is to teach.
+        """
+        turns = [self._turns(messages, tools, open_end) for messages, tools in chats]
+        texts = [text for each in turns for turn in each for text in (turn.prompt, turn.whole)]
+        ids = iter(self.encode_all(texts))
+        found = []
+        for each in turns:
+            rows: list[Rendered] = []
+            for turn in each:
+                prompt, whole = next(ids), next(ids)
+                if whole[: len(prompt)] == prompt:
+                    answer = whole[len(prompt) :]
+                else:  # a token would cross the prompt's end, where no model writes one
+                    answer = self._alone(turn.whole[len(turn.prompt) :])
+                add_answer(rows, prompt, answer, self._marked(turn, prompt + answer))
+            found.append(rows)
+        return found
+
+    def encode_all(self, texts: list[str]) -> list[list[int]]:
+        """As `encode`, of several texts at once."""
+        if not texts:
+            return []
+        return self.tokenizer(texts, add_special_tokens=self.plain, verbose=False)["input_ids"]
+
+    def _alone(self, answer: str) -> list[int]:
+        """The ids of an answer that a token of a kind of its own stands before."""
+        before = self.tokenizer.eos_token
+        if before is None:
+            return self.tokenizer(answer, add_special_tokens=False)["input_ids"]
+        return self.tokenizer(f"{before}{answer}", add_special_tokens=False)["input_ids"][1:]
+
+    def _turns(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> list[_Turn]:
+        """The answers, each with the prompt before it. Answers before any question are left out."""
+        asked = next((at for at, m in enumerate(messages) if m["role"] == "user"), len(messages))
+        places = [at for at, m in enumerate(messages) if m["role"] == "assistant" and at > asked]
+        return [
+            self._turn(messages[: at + 1], tools, open_end and at == places[-1]) for at in places
+        ]
+
+    def _turn(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> _Turn:
+        """The last answer of a chat, to the end of its end-of-turn token."""
+        prompt, text = self.text(messages[:-1], True, tools), self.text(messages, False, tools)
+        tail, end = self._tail
+        if not text.endswith(tail):  # calls of tools may have an end of their own
+            tail, end = text[len(text.rstrip()) :], ""
+            if open_end or not text.rstrip().endswith(self._known):
+                tail = None
+        if tail is None:
+            raise ChatTemplateError(
+                "the tokenizer's chat template ends this chat otherwise than it ends a chat of one "
+                "question; set distill.chat=plain, or use distill.writer=own"
+            )
+        end = "" if open_end else end
+        text = text[: len(text) - len(tail)] + end
+        if text.startswith(prompt):
+            return _Turn(prompt, text, self.whole(messages), tools)
+        rest = _after(prompt, messages[-1]["content"])
+        if rest is None:
+            raise ChatTemplateError(
+                "the tokenizer's chat template begins the answer otherwise than its prompt ends "
+                "(thinking that this chat does not hold?); set chat.template_kwargs, such as "
+                "{enable_thinking: false}, or distill.chat=plain, or distill.writer=own"
+            )
+        return _Turn(prompt, prompt + rest + end, None, tools)
+
+    def _marked(self, turn: _Turn, ids: list[int]) -> list[bool] | None:
+        """For each of `ids`, whether a `{% generation %}` block holds it; None without one."""
+        if self.template is None or turn.messages is None or not _MARKS.search(self.template):
+            return None
+        how = {"return_dict": True, "return_assistant_tokens_mask": True}
+        found = self._apply(turn.messages, turn.tools, **how)
+        same = found["input_ids"][: len(ids)] == ids
+        return [bool(on) for on in found["assistant_masks"][: len(ids)]] if same else None
+
+    @cached_property
+    def _tail(self) -> tuple[str, str]:
+        """What follows an answer at the end of a chat, and how much of it the model writes.
+
+        That ends with the first token that the tokenizer has as a whole, such as `<|im_end|>`.
+        """
+        question = {"role": "user", "content": "?"}
+        text = self.text([question, {"role": "assistant", "content": _ANSWER}])
+        _, found, tail = text.rpartition(_ANSWER)
+        if not found:
+            raise ChatTemplateError(
+                "the tokenizer's chat template leaves answers out; set distill.chat=plain, or "
+                "another chat template"
+            )
+        ends = [tail.index(token) + len(token) for token in self._known if token in tail]
+        return tail, tail[: min(ends, default=0)]
+
+    @cached_property
+    def _known(self) -> tuple[str, ...]:
+        """The tokens that the tokenizer has as a whole, such as `<|im_end|>`."""
+        known = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
+        return tuple(token for token in known | set(self.tokenizer.all_special_tokens) if token)
+
+
+def _after(prompt: str, content: str) -> str | None:
+    """What of an answer follows a prompt that opens or closes the thinking itself.
+
+    >>> _after("<assistant><think>\\n", "<think>\\nHm.</think>Yes.")
+    'Hm.</think>Yes.'
+    >>> _after("<assistant><think></think>", "<think>Hm.</think>Yes.")
+    'Yes.'
+    >>> _after("<assistant><think>", "Yes.") is None
+    True
+    """
+    _, closed, said = content.rpartition(_THOUGHT)
+    if prompt.rstrip().endswith(_THINK) and closed:
+        return content.removeprefix(_THINK).removeprefix("\n" if prompt.endswith("\n") else "")
+    if prompt.rstrip().endswith(_THOUGHT) and closed:
+        return said.lstrip("\n")
+    return None

@@ -1,0 +1,96 @@
+"""Who writes the text that drafters are trained on: the target, a server, or nobody."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ...recipe import Chat, Distill
+from ..documents import Document
+from ..prefixes import DistillError, chat_renderer, make_prefixes
+from ..training_rows import check_context
+from .counting import LOOKED_AT, look
+from .drafting import Drafting
+from .given import GivenWriter
+from .openai import ServerWriter
+from .own import PrefixWriter, ReplayWriter
+from .units import Writer
+
+logger = logging.getLogger(__name__)
+
+
+def make_writer(
+    spec: Distill,
+    target: PreTrainedModel | Callable[[], PreTrainedModel],
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    folder: Path,
+    seed: int = 0,
+    chat: Chat | None = None,
+    name: str = "",
+) -> Writer:
+    """The writer that a recipe names; arguments and errors as for `distill`."""
+    renderer = chat_renderer(tokenizer, chat, spec.chat)
+    if not documents:
+        raise DistillError("there is no training document; give corpus.source more text.")
+    length = spec.row_tokens
+    if spec.writer == "given":
+        length = spec.max_length or context_of(_loaded(target))
+    if spec.writer != "own" or spec.prefix == "prompt":
+        first = [documents[at] for at in range(min(len(documents), LOOKED_AT))]
+        for line in look(spec, tokenizer, first, chat, length).left_out(spec):
+            logger.info("distill: of the first %d texts, %s", len(first), line)
+    if spec.writer == "given":
+        supervise = (chat or Chat()).supervise
+        examples = _examples(spec, len(documents), repeats=False)
+        return GivenWriter(renderer, documents, supervise, length, examples, seed)
+    if spec.writer == "openai":
+        examples = _examples(spec, len(documents), repeats=spec.temperature > 0)
+        return ServerWriter(renderer, documents, spec, examples, name, folder, seed)
+    prefixes = None
+    if spec.prefix != "prompt":
+        prefixes = make_prefixes(spec, tokenizer, documents, chat)
+    model = _loaded(target)
+    _check_lengths(spec, model)
+    drafting = Drafting(spec, model, tokenizer, folder)
+    if prefixes is None:
+        examples = _examples(spec, len(documents), repeats=spec.temperature > 0)
+        return ReplayWriter(drafting, renderer, documents, spec, examples, seed)
+    examples = spec.examples
+    if spec.prefix == "start":
+        examples = _examples(spec, len(prefixes), repeats=spec.temperature > 0)
+    return PrefixWriter(drafting, prefixes, spec, examples, seed)
+
+
+def _examples(spec: Distill, found: int, repeats: bool) -> int:
+    """How many units there are: `spec.examples`; at most `found` where repeats would be equal."""
+    wanted = spec.examples
+    if wanted > found and not repeats:
+        logger.warning(
+            "distill: %d examples of %d documents, each of which is taken once", wanted, found
+        )
+    return wanted if repeats else min(wanted, found)
+
+
+def _loaded(target: PreTrainedModel | Callable[[], PreTrainedModel]) -> PreTrainedModel:
+    return target if isinstance(target, PreTrainedModel) else target()
+
+
+def context_of(model: PreTrainedModel) -> int | None:
+    """Positions of a model; None where its config names none."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None)
+
+
+def _check_lengths(spec: Distill, model: PreTrainedModel) -> None:
+    if spec.max_length is None:
+        check_context(spec, model)
+        return
+    context = context_of(model)
+    if context is not None and spec.max_length > context:
+        raise DistillError(
+            f"distill.max_length is {spec.max_length}, but the target's context is {context}; "
+            "lower it."
+        )

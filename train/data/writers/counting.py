@@ -1,0 +1,84 @@
+"""What will become of a corpus's texts, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from ...recipe import Chat, Distill
+from ..documents import Document
+from ..prefixes import DistillError, chat_renderer
+from ..rendering import ChatRenderer
+from .given import given_rows
+from .replay import Replay
+from .units import Counts
+
+LOOKED_AT = 512  # texts that are looked at before writing begins
+
+
+def count_prompts(
+    spec: Distill,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    chat: Chat | None = None,
+    context: int | None = None,
+) -> Counts:
+    """What becomes of documents: how many are kept, cut, left out, and how many tokens they have.
+
+    For the writer `given` these are the counts of its rows. For others `tokens` are those of the
+    prompts, and `cut` are chats that are too long as they stand in the corpus: what the target
+    writes in place of their answers is not known yet. Text for windows is not counted here.
+
+    Args:
+        context: of the target, which bounds given rows where `distill.max_length` is null.
+
+    Raises:
+        DistillError: the template refuses a chat.
+    """
+    renderer = chat_renderer(tokenizer, chat, spec.chat)
+    if spec.writer == "given":
+        length, found = spec.max_length or context, Counts()
+        for first in range(0, len(documents), 64):
+            some = [documents[at] for at in range(first, min(first + 64, len(documents)))]
+            for each in given_rows(renderer, some, renderer.chat.supervise, length):
+                found += each.counts
+        return found
+    found = Counts()
+    for at in range(len(documents)):
+        found += _asked(spec, renderer, documents[at])
+    return found
+
+
+def _asked(spec: Distill, renderer: ChatRenderer, document: Document) -> Counts:
+    replay = Replay(document, renderer, spec, set())
+    first = replay.ask()
+    if first is None:
+        return Counts(too_long=replay.counts.too_long, empty=1 - replay.counts.too_long)
+    questions = [at for at, m in enumerate(document.messages or ()) if m["role"] == "user"]
+    tokens = len(first.tokens)
+    if len(questions) > 1 and spec.turns == "all" and document.messages is not None:
+        tokens = len(renderer.prompt(document.messages[: questions[-1] + 1], document.tools))
+    return Counts(kept=1, cut=int(tokens >= spec.row_tokens), tokens=tokens)
+
+
+def look(
+    spec: Distill,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    chat: Chat | None = None,
+    context: int | None = None,
+) -> Counts:
+    """`count_prompts`; raises DistillError where none of the documents is kept."""
+    found = count_prompts(spec, tokenizer, documents, chat, context)
+    if not found.kept:
+        length = spec.max_length or context
+        wanted = "an answer" + (f", and at most {length} tokens" if length else "")
+        if spec.writer != "given":
+            wanted = f"a prompt of at most {min(spec.prefix_tokens, spec.row_tokens - 1)} tokens"
+        raise DistillError(
+            f"none of {len(documents)} training documents has {wanted} ({found.too_long} are "
+            f"longer, {found.empty} have none); change distill.prefix_tokens or max_length, or the "
+            "corpus."
+        )
+    return found

@@ -1,0 +1,143 @@
+"""Which speculator writes: the target alone, or sped up by a drafter where that is faster.
+
+The text is the target's own either way: greedily, or by the noise that `coupled` shares. Only where
+two tokens score alike up to rounding may the other one be taken; such near-ties are counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from headstart.heads.core.files import write_atomically
+from headstart.infer import Speculator, load
+
+from ...processes import from_process_0, is_process_0
+from ...recipe import Distill
+from ..training_rows import Row, write_rows
+from .units import Counts, Written
+
+logger = logging.getLogger(__name__)
+
+CHOICE = "drafting.json"
+_TRIAL_TOKENS = 32  # new tokens of each row in a trial
+
+
+class Drafting:
+    """The speculator that writes, chosen once for all processes and for every resumed run.
+
+    Args:
+        folder: the stage's; the choice is kept in its `drafting.json`.
+
+    Raises:
+        ArtifactError: the drafter is damaged, or was trained for another target.
+    """
+
+    def __init__(
+        self,
+        spec: Distill,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        folder: Path,
+    ):
+        self.spec, self.model, self.choice = spec, model, folder / CHOICE
+        self.speculator = Speculator(model)
+        self.used = False
+        self._drafted = None
+        if spec.drafter is not None:
+            rule = "coupled" if spec.temperature else "greedy"
+            self._drafted = load(model, spec.drafter, tokenizer=tokenizer, rule=rule)
+
+    def choose(self, prompts: Sequence[Tensor]) -> None:
+        """Decide by a trial on these prompts [P], or as it was decided; all processes must call."""
+        if self._drafted is None:
+            return
+        if is_process_0() and not self.choice.exists():
+            trial: dict[str, Any] = {"drafter": self.spec.drafter, "used": True}
+            if self.spec.use_drafter == "where_faster":
+                trial |= self._trial(prompts)
+            write_atomically(self.choice, json.dumps(trial, indent=2) + "\n")
+            logger.info("distill: %s", json.dumps(trial))
+        self.used = from_process_0(
+            json.loads(self.choice.read_text())["used"] if is_process_0() else None
+        )
+        if self.used:
+            self.speculator = self._drafted
+
+    def _trial(self, prompts: Sequence[Tensor]) -> dict[str, Any]:
+        """Tokens a second with the drafter and without, the better of two runs each, in turns."""
+        assert self._drafted is not None
+        prompts = prompts[: self.spec.batch_size]
+        new = min(self.spec.new_tokens, _TRIAL_TOKENS)
+        shape = self.spec_for(prompts, new)
+        speeds = {"plain": 0.0, "drafted": 0.0}
+        each = {"plain": self.speculator, "drafted": self._drafted}
+        for speculator in each.values():
+            write_rows(speculator, prompts, list(range(len(prompts))), self.spec_for(prompts, 4))
+        for name in [*each, *each]:
+            begun = time.perf_counter()
+            _, lengths, counts = write_rows(each[name], prompts, list(range(len(prompts))), shape)
+            speed = int((lengths - counts).sum()) / (time.perf_counter() - begun)
+            speeds[name] = max(speeds[name], round(speed, 1))
+        return {
+            "used": speeds["drafted"] > speeds["plain"],
+            "batch": len(prompts),
+            "tokens_per_second": speeds,
+        }
+
+    def spec_for(self, prompts: Sequence[Tensor], new_tokens: int) -> Distill:
+        """The spec for prompts of these lengths and so many new tokens."""
+        longest = max(len(prompt) for prompt in prompts)
+        return dataclasses.replace(self.spec, prefix_tokens=longest, new_tokens=new_tokens)
+
+    def checked(self, written: Written) -> Written:
+        """The same, with the near-ties counted where greedy rows were written with the drafter.
+
+        They are the tokens that one plain forward puts second, see `second_best`. A warning is
+        logged where one of them is no near-tie.
+        """
+        if not self.used or self.spec.temperature:
+            return written
+        found = 0
+        for row in written.rows:
+            gaps, noise = second_best(self.model, row)
+            found += len(gaps)
+            far = int((gaps > 2 * noise).sum())
+            if far:
+                logger.warning(
+                    "distill: %d tokens of row %s are not what the target writes (by %.2g in a "
+                    "logit, where its own forwards differ by %.2g)",
+                    far, row.id, float(gaps.max()), noise,
+                )  # fmt: skip
+        return Written(written.rows, written.counts + Counts(near_ties=found))
+
+
+@torch.no_grad()
+def second_best(model: PreTrainedModel, row: Row) -> tuple[Tensor, float]:
+    """How far each supervised token lies below the best one, where another one is best.
+
+    Returns:
+        Differences of logits [n], and the noise: how much the logits of this row differ between a
+        forward of the row alone and one in a batch of two, or by one rounding if that is more.
+    """
+    tokens = torch.tensor(row.tokens, dtype=torch.long, device=model.device)
+    places = torch.tensor(row.supervised, device=model.device).nonzero().flatten()
+    places = places[places > 0]
+    logits = model(tokens.unsqueeze(0), use_cache=False).logits[0, places - 1].float()  # [n, V]
+    best = logits.max(-1).values  # [n]
+    gaps = best - logits.gather(1, tokens[places].unsqueeze(1))[:, 0]
+    wrong = gaps > 0
+    if not bool(wrong.any()):
+        return gaps[wrong], 0.0
+    other = model(tokens.expand(2, -1), use_cache=False).logits[0, places - 1].float()
+    rounding = float(best.abs().max()) * torch.finfo(model.dtype).eps
+    return gaps[wrong], max(float((logits - other).abs().max()), rounding)

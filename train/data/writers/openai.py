@@ -1,0 +1,216 @@
+"""A server writes: chats are answered through the OpenAI protocol, turn by turn.
+
+Answers are kept in a journal beside the shards as they come, so that a run that is killed asks for
+none of them again.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import IO, Any
+
+from headstart.heads.core import row_seeds
+
+from ...recipe import Distill
+from ..documents import ChatTemplateError, Document
+from ..prefixes import DistillError
+from ..rendering import ChatRenderer
+from .client import Client, RefusedError
+from .replay import Asked, Replay
+from .units import Tick, Written, order_of, written
+
+
+class ServerWriter:
+    """Answers the chats of documents through a server.
+
+    Rows are the ids that the server wrote, where it returns them, after the prompt as it is
+    rendered here; or else the whole chat, rendered here.
+
+    Args:
+        model: the target's name, which the server is asked for unless the recipe names another.
+        journal: the folder of the journals.
+    """
+
+    def __init__(
+        self,
+        renderer: ChatRenderer,
+        documents: Sequence[Document],
+        spec: Distill,
+        examples: int,
+        model: str,
+        journal: Path,
+        seed: int = 0,
+    ):
+        assert spec.openai is not None
+        self.renderer, self.spec, self.server = renderer, spec, spec.openai
+        self.documents, self.units, self.skipped = documents, examples, 0
+        self.journal = journal
+        self.model = spec.openai.model or model
+        self.client = Client(spec.openai)
+        self._order = order_of(len(documents), seed)
+        self._seeds = row_seeds(seed, examples).tolist()
+
+    def choose(self) -> None:
+        """See that somebody answers, so that a wrong address fails at once."""
+        self.client.greet()
+
+    def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
+        journal = Journal(self.journal / f"answers-{numbers.start}-{numbers.stop}.jsonl")
+        stop = threading.Event()
+
+        def one(number: int) -> Replay:
+            return self._answered(number, journal, tick, stop)
+
+        replays: dict[Future[Replay], int] = {}
+        with ThreadPoolExecutor(self.server.concurrency) as pool:
+            try:
+                replays = {pool.submit(one, number): number for number in numbers}
+                waiting = set(replays)
+                while waiting:
+                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+                    for future in done:
+                        future.result()
+                        tick(1, 0)
+            except BaseException:
+                stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        found = {number: future.result() for future, number in replays.items()}
+        if numbers and all(replay.counts.refused for replay in found.values()):
+            raise DistillError(
+                f"the server refused all {len(numbers)} chats of a shard with status "
+                f"{self.client.refusal}; check distill.openai.model and the length of its context."
+            )
+        yield from (self._rows(found[number]) for number in numbers)
+        journal.remove()
+
+    def _answered(self, number: int, journal: Journal, tick: Tick, stop: threading.Event) -> Replay:
+        document = self.documents[self._order[number % len(self._order)]]
+        replay = Replay(document, self.renderer, self.spec, set())
+        if not document.messages:
+            raise DistillError(
+                f"{document.id}: not a chat, and distill.writer is openai; use distill.writer=own, "
+                "or a corpus of chats."
+            )
+        for answer in journal.answers(number):
+            if replay.ask() is not None:
+                _take(replay, answer)
+        while not stop.is_set() and (asked := replay.ask()) is not None:
+            try:
+                answer = self._answer(asked, document, self._seeds[number] & (2**31 - 1))
+            except RefusedError:
+                replay.counts.refused, replay.counts.cut = (
+                    int(not replay.answers),
+                    int(replay.answers > 0),
+                )
+                replay.history.pop()
+                break
+            journal.add(number, answer)
+            tick(0, answer["tokens"])
+            _take(replay, answer)
+        return replay
+
+    def _answer(self, asked: Asked, document: Document, seed: int) -> dict[str, Any]:
+        """The server's answer: `text`, `ended`, how many `tokens`, and their `ids` if it says."""
+        spec = self.spec
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": asked.messages,
+            "max_tokens": asked.room,
+            "temperature": spec.temperature,
+            "stream": False,
+        }
+        if spec.temperature:
+            body |= {"seed": seed, "top_p": 1.0}
+        if options := self.renderer.server_options:
+            body["chat_template_kwargs"] = options
+        if tools := document.tools or self.renderer.chat.tools:
+            body["tools"] = tools
+        if self.server.token_ids:
+            body["return_token_ids"] = True
+        found = self.client.post("chat/completions", body | self.server.extra)
+        return self._read(found, asked)
+
+    def _read(self, found: Any, asked: Asked) -> dict[str, Any]:
+        try:
+            choice = found["choices"][0]
+            message, reason = choice["message"], choice["finish_reason"]
+            text = message.get("content") or ""
+            thought = message.get("reasoning_content") or message.get("reasoning")
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise DistillError(
+                f"{self.client.name} answered with JSON that is no chat completion; expected an "
+                "OpenAI-compatible server at distill.openai.url."
+            ) from None
+        if thought:
+            text = f"<think>\n{thought}\n</think>\n\n{text.lstrip()}"
+        answer = {"text": text, "ended": reason != "length"}
+        ids = choice.get("token_ids") or found.get("token_ids")
+        if self.server.token_ids:
+            given = found.get("prompt_token_ids") or choice.get("prompt_token_ids")
+            if not ids or (given is not None and list(given) != asked.tokens):
+                what = "renders chats otherwise than they are here" if ids else "gave no token ids"
+                raise DistillError(
+                    f"{self.client.name} {what}; set distill.openai.token_ids=false, or serve the "
+                    "same model and template."
+                )
+            answer["ids"] = list(ids)
+        usage = found.get("usage") or {}
+        answer["tokens"] = len(ids or ()) or usage.get("completion_tokens") or len(text) // 4
+        return answer
+
+    def _rows(self, replay: Replay) -> Written:
+        if self.server.token_ids:
+            return replay.result()
+        try:
+            tools = replay.document.tools
+            rows = self.renderer.rows(replay.history, not replay.finished, tools)
+        except ChatTemplateError as error:
+            raise DistillError(f"{replay.document.id}: {error}.") from None
+        limit = self.spec.row_tokens
+        rows = [row.cut(limit) for row in rows]
+        return written(replay.document.id, [row for row in rows if row.answers], replay.counts)
+
+
+def _take(replay: Replay, answer: dict[str, Any]) -> None:
+    if "ids" in answer:
+        replay.add(answer["ids"])
+    replay.go_on(answer["text"], answer["ended"])
+
+
+class Journal:
+    """The answers of one shard as they came: a line of JSON each; safe for several threads."""
+
+    def __init__(self, path: Path):
+        self.path, self._lock = path, threading.Lock()
+        self._known: dict[int, list[dict[str, Any]]] = {}
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        for line in lines:
+            if not line.endswith(b"\n"):
+                continue  # a kill cut it
+            entry = json.loads(line)
+            self._known.setdefault(entry.pop("unit"), []).append(entry)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file: IO[bytes] = open(path, "ab")  # noqa: SIM115 (closed by `remove`)
+        if lines and not lines[-1].endswith(b"\n"):
+            self._file.truncate(sum(map(len, lines[:-1])))
+
+    def answers(self, unit: int) -> list[dict[str, Any]]:
+        """The answers that a unit already has, in order."""
+        return self._known.get(unit, [])
+
+    def add(self, unit: int, answer: dict[str, Any]) -> None:
+        """Keep an answer."""
+        line = json.dumps({"unit": unit} | answer).encode() + b"\n"
+        with self._lock:
+            self._file.write(line)
+            self._file.flush()
+
+    def remove(self) -> None:
+        """Remove the journal, whose answers are in a shard now."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)

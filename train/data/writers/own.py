@@ -1,0 +1,122 @@
+"""The target writes: it answers chats, or continues prefixes of documents, by our own runtime."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from headstart.heads.core import row_seeds
+from headstart.infer.stream import Prompt, decode_stream
+
+from ...recipe import Distill
+from ..documents import Document
+from ..prefixes import Prompts, Windows
+from ..rendering import ChatRenderer, Rendered
+from ..training_rows import write_rows
+from .drafting import Drafting
+from .replay import Replay
+from .units import Counts, Tick, Written, order_of, written
+
+
+class PrefixWriter:
+    """Continues prefixes that are drawn once for all rows, so that row i is always the same."""
+
+    def __init__(
+        self,
+        drafting: Drafting,
+        prefixes: Windows | Prompts,
+        spec: Distill,
+        examples: int,
+        seed: int = 0,
+    ):
+        self.drafting, self.prefixes, self.spec = drafting, prefixes, spec
+        self.units, self.skipped = examples, prefixes.skipped
+        # What row i gets does not depend on which shards are missing.
+        self._drawn = prefixes.draw(examples, seed)
+        self._seeds = row_seeds(seed, examples).tolist()
+
+    def choose(self) -> None:
+        """Choose whether the drafter is used."""
+        some = self._drawn[: self.spec.batch_size]
+        self.drafting.choose([self.prefixes[number] for number in some])
+
+    def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
+        for first in range(numbers.start, numbers.stop, self.spec.batch_size):
+            some = slice(first, min(first + self.spec.batch_size, numbers.stop))
+            batch = [self.prefixes[number] for number in self._drawn[some]]
+            seeds, speculator = self._seeds[some], self.drafting.speculator
+            tokens, lengths, counts = write_rows(speculator, batch, seeds, self.spec)
+            tick(len(batch), int((lengths - counts).sum()))
+            each = zip(tokens.tolist(), lengths.tolist(), counts.tolist(), strict=True)
+            for number, (row, length, prompt) in enumerate(each, start=first):
+                mask = [at >= prompt for at in range(length)]
+                rendered = Rendered(row[:length], mask, [(prompt, length)])
+                yield self.drafting.checked(written(str(number), [rendered], Counts()))
+
+
+class ReplayWriter:
+    """Answers the chats of documents, turn by turn, see `Replay`; texts are prompts of one turn.
+
+    Args:
+        drafting: what decodes.
+        examples: so many documents are taken, all of them before any comes again.
+    """
+
+    def __init__(
+        self,
+        drafting: Drafting,
+        renderer: ChatRenderer,
+        documents: Sequence[Document],
+        spec: Distill,
+        examples: int,
+        seed: int = 0,
+    ):
+        self.drafting, self.renderer, self.spec = drafting, renderer, spec
+        self.documents, self.units, self.skipped = documents, examples, 0
+        self._order = order_of(len(documents), seed)
+        eos: Any = drafting.model.generation_config.eos_token_id
+        self._ends = set(torch.as_tensor([] if eos is None else eos).flatten().tolist())
+        self._seeds = row_seeds(seed, examples).tolist()
+
+    def choose(self) -> None:
+        """Choose whether the drafter is used."""
+        asked = [self._replay(number).ask() for number in range(min(self.units, 256))]
+        prompts = [torch.tensor(each.tokens) for each in asked if each is not None]
+        if prompts:
+            self.drafting.choose(prompts)
+
+    def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
+        replays = {number: self._replay(number) for number in numbers}
+        # Those with most turns first: none of them is then left alone at the end.
+        ready = deque(sorted(replays, key=lambda number: -replays[number].turns))
+        turns = dict.fromkeys(replays, 0)
+
+        def next_prompt() -> Prompt | None:
+            while ready:
+                number = ready.popleft()
+                asked = replays[number].ask()
+                if asked is None:
+                    tick(1, 0)
+                    continue
+                turns[number] += 1
+                seed = int(row_seeds(self._seeds[number], turns[number])[-1])
+                return Prompt(number, asked.tokens, asked.room, seed)
+            return None
+
+        spec = self.spec
+        found = decode_stream(
+            self.drafting.speculator, next_prompt, spec.batch_size, spec.row_tokens,
+            spec.temperature,
+        )  # fmt: skip
+        for prompt, answer in found:
+            replays[prompt.key].take(answer)
+            tick(0, len(answer))
+            ready.appendleft(prompt.key)  # its next turn comes before a new chat
+        yield from (self.drafting.checked(replays[number].result()) for number in numbers)
+
+    def _replay(self, number: int) -> Replay:
+        document = self.documents[self._order[number % len(self._order)]]
+        return Replay(document, self.renderer, self.spec, self._ends)

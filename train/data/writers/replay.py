@@ -1,0 +1,117 @@
+"""A chat whose answers are written anew, one after the other, so that the history is the target's.
+
+The first question is answered; the answer takes the place of the given one, and the next question
+is asked after it; and so on, to the end of the chat, or to the row's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...recipe import Distill
+from ..documents import ChatTemplateError, Document, Message
+from ..prefixes import DistillError
+from ..rendering import ChatRenderer, Rendered, add_answer
+from .units import Counts, Written, written
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be answered."""
+
+    messages: list[Message]  # the chat so far, as it is rendered; empty for a text
+    tokens: list[int]  # the prompt
+    room: int  # tokens that the answer may have
+
+
+class Replay:
+    """One document that is being answered: `ask`, then `take` the answer, until `ask` gives None.
+
+    Args:
+        ends: the ids that end a turn.
+    """
+
+    def __init__(self, document: Document, renderer: ChatRenderer, spec: Distill, ends: set[int]):
+        self.document, self.renderer, self.spec, self.ends = document, renderer, spec, ends
+        self.history: list[Message] = []
+        self.answers, self.finished = 0, True  # whether the last answer came to its end
+        self.rows: list[Rendered] = []
+        self.counts = Counts()
+        self._coming = list(document.messages or [{"role": "user", "content": document.text}])
+        self._asked: Asked | None = None
+
+    @property
+    def turns(self) -> int:
+        """Questions that have not been asked yet."""
+        return sum(message["role"] == "user" for message in self._coming)
+
+    def ask(self) -> Asked | None:
+        """The next prompt; None where the chat is at its end, or the next one does not fit."""
+        if self.document.messages and not self._next_question():
+            return None
+        if self.document.messages is None and not self._coming:
+            return None
+        tokens = self._prompt()
+        self._coming = self._coming if self.document.messages else []
+        first, limit = not self.answers, self.spec.row_tokens
+        fits = len(tokens) < limit and (not first or len(tokens) <= self.spec.prefix_tokens)
+        if len(tokens) < 2 or not fits:  # one token is no prompt
+            self.counts.too_long, self.counts.cut = int(first and not fits), int(not first)
+            self._coming = []
+            return None
+        messages = self.renderer.whole(self.history) if self.document.messages else []
+        self._asked = Asked(messages, tokens, min(self.spec.new_tokens, limit - len(tokens)))
+        return self._asked
+
+    def add(self, answer: list[int]) -> None:
+        """Put the ids of an answer after the last prompt."""
+        assert self._asked is not None
+        add_answer(self.rows, self._asked.tokens, answer)
+
+    def take(self, answer: list[int]) -> None:
+        """Take an answer by its ids, and go on; one without an end token ends the chat."""
+        self.add(answer)
+        ended = bool(answer) and answer[-1] in self.ends
+        said = answer[:-1] if ended else answer
+        text = str(self.renderer.tokenizer.decode(said, skip_special_tokens=False))
+        self.go_on(text, ended)
+
+    def go_on(self, text: str, ended: bool) -> None:
+        """Go on after an answer; not after one that is empty, or that was not finished."""
+        self.history.append({"role": "assistant", "content": text})
+        self.answers, self.finished = self.answers + 1, ended
+        if self._coming and not ended:
+            self.counts.unfinished = 1
+        if self.spec.turns == "first" or not ended or not text.strip():
+            self._coming = []
+
+    def result(self) -> Written:
+        """The rows, and what became of the document."""
+        return written(self.document.id, self.rows, self.counts)
+
+    def _next_question(self) -> bool:
+        """Move messages to the history up to the user's next one; False where there is none.
+
+        Given answers are left out, but for those before the first question.
+        """
+        while self._coming:
+            message = self._coming.pop(0)
+            if message["role"] == "tool":  # it answers a call that the target did not make
+                self._coming = []
+                return False
+            answered = any(each["role"] == "user" for each in self.history)
+            if message["role"] == "assistant" and answered:
+                continue
+            self.history.append(message)
+            if message["role"] == "user":
+                return True
+        return False
+
+    def _prompt(self) -> list[int]:
+        if self.document.messages is None:
+            return self.renderer.tokenizer(self.document.text, verbose=False)["input_ids"]
+        try:
+            return self.renderer.prompt(self.history, self.document.tools)
+        except ChatTemplateError as error:
+            said = f"{self.document.id}: {error}; drop the row, or set distill.chat=plain."
+            raise DistillError(said) from None

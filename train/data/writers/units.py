@@ -1,0 +1,122 @@
+"""What every writer is given and gives: units of work, and rows with counts of what became of them.
+
+A unit is one document of the corpus, or one prefix; its number seeds its noise and says which shard
+it belongs to, so a row is the same whichever process writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ...recipe import Distill
+from ..rendering import Rendered
+from ..training_rows import Row
+
+
+@dataclass
+class Counts:
+    """What became of the units of a shard, or of several.
+
+    Attributes:
+        kept: units that gave a row; cut: those among them whose last turns did not fit.
+        too_long: left out, since not even the first answer fits; empty: without an answer.
+        unfinished: chats that ended with an answer of `distill.new_tokens` without its end.
+        refused: chats that the server would not answer.
+        rows: training rows; tokens: of all rows; supervised: those that are trained on.
+        near_ties: tokens written that one forward over the row puts second, by rounding alone.
+    """
+
+    kept: int = 0
+    cut: int = 0
+    too_long: int = 0
+    empty: int = 0
+    unfinished: int = 0
+    refused: int = 0
+    rows: int = 0
+    tokens: int = 0
+    supervised: int = 0
+    near_ties: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        names = [field.name for field in fields(self)]
+        return Counts(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+    def known(self) -> dict[str, int]:
+        """Those that are not 0, and always `rows`, `tokens` and `supervised`."""
+        always = {"rows", "tokens", "supervised"}
+        return {name: n for name, n in asdict(self).items() if n or name in always}
+
+    def left_out(self, spec: Distill) -> Iterator[str]:
+        """A line for each kind of text that was left out or cut."""
+        if self.too_long:
+            first = (
+                f"distill.prefix_tokens {spec.prefix_tokens} or " if spec.writer != "given" else ""
+            )
+            yield f"{self.too_long} texts are longer than {first}max_length, and were left out"
+        if self.cut:
+            yield f"{self.cut} texts were cut at a turn, since max_length is reached there"
+        if self.empty:
+            yield f"{self.empty} texts have no answer, or an empty prompt, and were left out"
+        if self.unfinished:
+            yield (
+                f"{self.unfinished} chats end early, with an answer of distill.new_tokens "
+                f"{spec.new_tokens}"
+            )
+        if self.refused:
+            yield f"{self.refused} chats were refused by the server"
+
+
+@dataclass(frozen=True)
+class Written:
+    """The rows of one unit, and what became of it."""
+
+    rows: list[Row]
+    counts: Counts
+
+
+def written(id: str, rendered: Sequence[Rendered], counts: Counts) -> Written:
+    """Rows of a unit, counted, on top of what is in `counts`; `empty` where nothing is taught."""
+    rows = [
+        Row(id, np.array(row.tokens, np.int32), np.array(row.supervised, bool))
+        for row in rendered
+        if any(row.supervised)
+    ]
+    supervised = sum(int(row.supervised.sum()) for row in rows)
+    found = Counts(
+        kept=bool(rows),
+        empty=not rows and not (counts.too_long or counts.refused),
+        rows=len(rows),
+        tokens=sum(len(row.tokens) for row in rows),
+        supervised=supervised,
+    )
+    return Written(rows, counts + found)
+
+
+Tick = Callable[[int, int], Any]
+"""Called with the numbers of units finished and of tokens written since its last call."""
+
+
+class Writer(Protocol):
+    """Writes the rows of units."""
+
+    units: int
+    """How many there are."""
+    skipped: int
+    """Documents that give no unit."""
+
+    def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
+        """The rows of units, in the order of their numbers."""
+        ...
+
+    def check(self) -> None:
+        """Raise a one-line error now where writing would fail for certain."""
+
+
+def order_of(documents: int, seed: int) -> list[int]:
+    """The documents in the order in which they are taken."""
+    return torch.randperm(documents, generator=torch.Generator().manual_seed(seed)).tolist()

@@ -1,0 +1,343 @@
+"""What a recipe takes, by arithmetic: memory of a GPU, disk and hours.
+
+Nothing is loaded and nothing measured: the target and the drafter are built on the `meta` device,
+which has shapes and no data, and counted. Memory and time follow from the counts, the recipe's
+settings, the data sheet in its `hardware` section and the `Assumptions`, which are guesses; so the
+figures are estimates, and are called that wherever they are shown.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
+from headstart.heads.core import load_pretrained
+
+from .losses import LOSSES
+from .losses.comparisons import GPU_BYTES
+from .recipe import Hardware, Recipe
+from .recipe.files import architectures
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What the arithmetic cannot know.
+
+    Attributes:
+        training: share of the GPU's peak products that training reaches.
+        writing: share of the memory's bandwidth that decoding reaches, and of the peak products.
+        quantized: how many times as long a forward of a 4-bit target takes.
+        answers: share of `distill.new_tokens` that an answer has, up to its end.
+        prompts: share of `distill.prefix_tokens` that a prompt has.
+        context_gb: what the device's libraries take, in 1e9 bytes.
+        slack: share by which the allocator's memory exceeds what is in use.
+    """
+
+    training: float = 0.35
+    writing: float = 0.4
+    quantized: float = 1.5
+    answers: float = 0.75
+    prompts: float = 0.4
+    context_gb: float = 1.0
+    slack: float = 0.1
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run takes; memory and disk in 1e9 bytes, times in hours.
+
+    Attributes:
+        parameters: of `target`, `drafter`, and `adapter` where there is one.
+        memory: of each GPU while training, by what it holds, and `writing`, all of it while the
+            target writes; `peak`, the larger of both sums.
+        disk: `model` (as downloaded), `rows`, `checkpoints`, `artifact`.
+        hours: `writing` and `training` on all GPUs, and `all`.
+        fits: whether the peak fits the GPU's memory.
+    """
+
+    parameters: dict[str, int]
+    memory: dict[str, float]
+    disk: dict[str, float]
+    hours: dict[str, float]
+    fits: bool
+    assumed: dict[str, float] = field(default_factory=dict)
+
+
+def model_config(name: str) -> PreTrainedConfig:
+    """The config of a model: one that shipped recipes know, or read as transformers does."""
+    known = architectures()
+    if name not in known:
+        return load_pretrained(AutoConfig, name)
+    sizes = dict(known[name])
+    return AutoConfig.for_model(sizes.pop("model_type"), **sizes)
+
+
+def meta_target(recipe: Recipe) -> PreTrainedModel:
+    """The recipe's target without data; its weights have the dtype of the config."""
+    name = recipe.target.model
+    if name is None:
+        raise ValueError("the recipe trains its own target, which is not known yet")
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(model_config(name), trust_remote_code=False).eval()
+
+
+def meta_drafter(recipe: Recipe, target: PreTrainedModel) -> Drafter:
+    """The recipe's drafter without data, bound to a target of `meta_target`.
+
+    Raises OptionError for options that the family does not take, or that do not fit the target.
+    """
+    kind = family(recipe.drafter.family)
+    assert kind.config_class is not None and issubclass(kind.config_class, DrafterConfig)
+    options = dict(recipe.drafter.options)
+    with tempfile.TemporaryDirectory() as folder:
+        if options.get("model") in architectures():  # its config is known, and need not be fetched
+            config = model_config(options["model"]).to_dict()
+            (Path(folder) / "config.json").write_text(json.dumps(config))
+            options["model"] = folder
+        config = kind.config_class.for_target(target, **options)
+    with torch.device("meta"):
+        return kind(config).float().bind(target)  # type: ignore[arg-type]
+
+
+def estimate(
+    recipe: Recipe,
+    target: PreTrainedModel | None = None,
+    assumed: Assumptions | None = None,
+) -> Estimate:
+    """The arithmetic for a recipe on its hardware; on one GPU of 80 GB where it names none.
+
+    Args:
+        target: what `meta_target` gives for the recipe, where it was made before.
+    """
+    assumed = assumed or Assumptions()
+    target = target or meta_target(recipe)
+    drafter = meta_drafter(recipe, target)
+    return _Arithmetic(recipe, target, drafter, assumed).estimate()
+
+
+def training_flops(recipe: Recipe, target: PreTrainedModel, drafter: Drafter) -> float:
+    """Products of a training step for each token of a row, of target and drafter together."""
+    return sum(_Arithmetic(recipe, target, drafter, Assumptions()).flops_per_token())
+
+
+class _Arithmetic:
+    """One recipe's figures. Bytes and products ("flops") are of one GPU where nothing is said."""
+
+    def __init__(
+        self, recipe: Recipe, target: PreTrainedModel, drafter: Drafter, assumed: Assumptions
+    ):
+        self.recipe, self.drafter, self.assumed = recipe, drafter, assumed
+        self.hardware = recipe.hardware or Hardware()
+        self.text: Any = target.config.get_text_config(decoder=True)
+        self.target = _count(target)
+        # By their sizes, since quantized weights are packed and sharded ones empty.
+        self.matrices = [size for m in target.get_decoder().modules() if (size := _matrix(m))]
+        self.layers = sum(inputs * outputs for inputs, outputs in self.matrices)
+        self.trained = _count(drafter) if drafter.trainable else 0
+        self.outputs = _outputs(drafter)  # parameters of the drafter's own output layers
+        self.adapter = self._adapter()
+        distill = recipe.distill
+        self.row = (  # tokens of a row as they are expected, and as they may be at most
+            assumed.prompts * distill.prefix_tokens + assumed.answers * distill.new_tokens
+        )
+        self.longest = distill.prefix_tokens + distill.new_tokens
+
+    def estimate(self) -> Estimate:
+        parameters = {"target": self.target, "drafter": self.trained}
+        if self.adapter:
+            parameters["adapter"] = self.adapter
+        memory, hours = self._memory(), self._hours()
+        limit = self.hardware.memory_gb * 1e9
+        return Estimate(
+            parameters=parameters,
+            memory={name: value / 1e9 for name, value in memory.items()},
+            disk={name: value / 1e9 for name, value in self._disk().items()},
+            hours=hours | {"all": sum(hours.values())},
+            fits=memory["peak"] <= limit,
+            assumed=asdict(self.assumed),
+        )
+
+    @property
+    def four_bit(self) -> bool:
+        return self.recipe.target.dtype == "4bit"
+
+    def _adapter(self) -> int:
+        """Parameters of the LoRA factors: rank × (inputs + outputs) of each adapted layer."""
+        if self.drafter.adapter is None:
+            return 0
+        config: Any = self.drafter.config
+        sizes = sum(map(sum, self.matrices))
+        if "lm_head" in config.modules:
+            sizes += self.text.hidden_size + self.text.vocab_size
+        return config.rank * sizes
+
+    def _weight_bytes(self) -> float:
+        """Of the target: NF4 quantizes the layers' matrices and keeps the rest in bfloat16."""
+        size = {"float32": 4, "float64": 8}.get(self.recipe.target.dtype, 2)
+        if not self.four_bit:
+            return self.target * size
+        return self.layers * 4.127 / 8 + (self.target - self.layers) * 2
+
+    def _memory(self) -> dict[str, float]:
+        train, weights = self.recipe.train, self._weight_bytes()
+        tokens = train.batch_size * self.longest
+        # float32 weights and gradients, and Adam's two moments, each in 32 bits or in 8.
+        state = 10 if train.optimizer == "adamw_8bit" else 16
+        state += 4 if self.hardware.gpus > 1 else 0  # what is exchanged of the gradients
+        learned = self.trained + self.adapter
+        found = {"target": weights, "drafter, gradients, optimizer": float(state * learned)}
+        if learned:
+            found["activations"] = self._activations(tokens) + GPU_BYTES  # and a chunk of logits
+        training = sum(found.values()) if learned else 0.0
+        writing = weights + self._cache_bytes()
+        rest = self.assumed.context_gb * 1e9
+        peak = max(training, writing) * (1 + self.assumed.slack) + rest
+        return found | {"writing": writing, "peak": peak}
+
+    def _activations(self, tokens: int) -> float:
+        """What is kept for the backward pass, and the largest that a frozen forward holds."""
+        text: Any = self.text
+        size = text.hidden_size
+        wide = getattr(text, "intermediate_size", 4 * size)
+        features = (len(self.drafter.config.feature_layers) + 1) * size * 2 * tokens
+        frozen = (4 * size + 3 * wide) * 2 * tokens
+        # Every matrix keeps its input and output, in the drafter in float32.
+        student = getattr(self.drafter.config, "student", None) or {}
+        kept = self._kept(_widths(self.drafter), student) * 4 * self._passes() * tokens
+        if self.adapter:
+            sizes = {"num_hidden_layers": text.num_hidden_layers, "hidden_size": size}
+            kept += self._kept(sum(map(sum, self.matrices)), sizes) * 2 * tokens
+        return float(features + frozen + kept)
+
+    def _kept(self, widths: int, config: Mapping[str, Any]) -> float:
+        """What layers keep a position; with checkpointing that of one, and all layers' inputs."""
+        layers = config.get("num_hidden_layers", 1)
+        if not self.recipe.train.activation_checkpointing or layers == 1:
+            return widths
+        return widths / layers + layers * config["hidden_size"]
+
+    def _cache_bytes(self) -> float:
+        """Keys and values while the target writes."""
+        text: Any = self.text
+        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        each = 2 * text.num_hidden_layers * heads * head * 2  # bytes a token, in 16 bits
+        return float(self.recipe.distill.batch_size * self.longest * each)
+
+    def _disk(self) -> dict[str, float]:
+        distill = self.recipe.distill
+        learned = self.trained + self.adapter
+        rows = distill.examples * self.row * 5 if learned else 0.0  # a token and whether it counts
+        return {
+            "model": 2.0 * self.target,
+            "rows": rows,
+            "checkpoints": 3.0 * 12 * learned,  # best, last, and one being written: with optimizer
+            "artifact": 4.0 * learned,
+        }
+
+    def _hours(self) -> dict[str, float]:
+        assumed, hardware, train = self.assumed, self.hardware, self.recipe.train
+        slower = assumed.quantized if self.four_bit else 1.0
+        if not self.trained:
+            return {"writing": 0.0, "training": 0.0}
+        distill, peak = self.recipe.distill, hardware.tflops * 1e12
+        # Each step of decoding reads all weights and the cache, and computes a token of each row.
+        read = self._weight_bytes() + self._cache_bytes() * self.row / self.longest
+        products = 2.0 * self.target * distill.batch_size
+        step = max(read / (hardware.bandwidth * 1e9), products / peak) * slower / assumed.writing
+        steps = distill.examples * assumed.answers * distill.new_tokens / distill.batch_size
+        writing = steps * step / hardware.gpus
+        frozen, learned = self.flops_per_token()
+        each_step = train.gradient_accumulation * train.batch_size * hardware.gpus
+        rows = float(train.max_steps * (train.rows_per_step or each_step))
+        if train.epochs is not None:
+            rows = min(rows, train.epochs * distill.examples)
+        each = (frozen * slower + learned) / (peak * assumed.training)
+        training = rows * self.row * each / hardware.gpus
+        return {"writing": writing / 3600, "training": training / 3600}
+
+    def flops_per_token(self) -> tuple[float, float]:
+        """Products of a training step a token: the frozen target's, and those of what is learned.
+
+        A forward is 2 a parameter and token, a backward pass 4, or 2 where only what is below
+        learns. Logits are computed where tokens are supervised.
+        """
+        config: Any = self.drafter.config
+        supervised = self.assumed.answers * self.recipe.distill.new_tokens / self.row
+        size, vocab = self.text.hidden_size, self.text.vocab_size
+        attention = 2.0 * self.row * size * self.text.num_hidden_layers
+        frozen = 2.0 * self.layers + attention if config.feature_layers else 0.0
+        soft = LOSSES[self.recipe.train.loss].divergence is not None
+        if soft:
+            frozen += 2.0 * size * (getattr(config, "draft_vocab_size", 0) or vocab) * supervised
+        depths = self.drafter.train_depths if isinstance(self.drafter, TrainableDrafter) else 1
+        inner = sum(p.numel() for p in _inner(self.drafter))
+        learned = 6.0 * inner * self._passes()
+        if self.outputs:
+            learned += 6.0 * self.outputs * self._passes() * supervised
+        else:  # the target's, for every depth, which does not learn
+            learned += 4.0 * size * vocab * depths * supervised
+        if self.adapter:
+            share = 1 - config.heads_first
+            again = 2.0 * self.layers if self.recipe.train.activation_checkpointing else 0.0
+            learned += share * (4.0 * self.layers + 6.0 * self.adapter + 2 * attention + again)
+            learned += share * 6.0 * size * vocab * supervised  # the divergence from the base
+        return frozen, learned
+
+    def _passes(self) -> int:
+        """How often the drafter's layers are applied to a position: heads of each depth once."""
+        drafter = self.drafter
+        assert isinstance(drafter, TrainableDrafter)
+        return 1 if drafter.max_depth is not None else drafter.train_depths
+
+
+def _matrix(module: nn.Module) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear layer; None for any other."""
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else None
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _outputs(drafter: Drafter) -> int:
+    """Parameters of the drafter's own output layers: matrices as high as its vocabulary."""
+    return sum(p.numel() for p in _products(drafter) if _is_output(drafter, p))
+
+
+def _inner(drafter: Drafter) -> list[nn.Parameter]:
+    """The drafter's matrices but for output layers."""
+    return [p for p in _products(drafter) if not _is_output(drafter, p)]
+
+
+def _is_output(drafter: Drafter, parameter: nn.Parameter) -> bool:
+    config: Any = drafter.config
+    return parameter.shape[-2] == getattr(config, "output_size", config.vocab_size)
+
+
+def _products(drafter: Drafter) -> list[nn.Parameter]:
+    """The parameters that are multiplied with: not vectors, nor embeddings that nothing is tied to.
+
+    A parameter may hold several matrices, [..., outputs, inputs].
+    """
+    linear = {id(m.weight) for m in drafter.modules() if isinstance(m, nn.Linear)}
+    looked_up = {id(m.weight) for m in drafter.modules() if isinstance(m, nn.Embedding)} - linear
+    return [p for p in drafter.parameters() if p.ndim > 1 and id(p) not in looked_up]
+
+
+def _widths(drafter: Drafter) -> int:
+    """What the drafter's inner matrices read and write at one position."""
+    return sum(math.prod(p.shape[:-2]) * (p.shape[-1] + p.shape[-2]) for p in _inner(drafter))

@@ -1,0 +1,239 @@
+"""What a drafter's logits are compared with: the text's tokens, or the target's distribution.
+
+A comparison is walked in chunks. Each gives some positions of a depth, and a function that takes
+their logits to the summed loss in nats and to its gradient.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from .divergences import Divergence, Loss
+from .teacher import Teacher, at_least_float32
+
+IGNORED = -100
+"""The label of a position that is left out of the loss."""
+
+CPU_BYTES = 2**29
+"""What the tensors of a chunk may take on a CPU.
+
+At its full size each of them is past the 32 MiB from which on glibc returns freed memory at once.
+What is smaller goes to its heap, which fragmented to ten times what was in use.
+"""
+
+GPU_BYTES = 2**30
+"""What they may take on a GPU, or a quarter of its free memory rounded down to a power of two."""
+
+Chunk = tuple[int, Tensor, Callable[[Tensor], tuple[Tensor, Tensor | None]]]
+"""A depth, from 0, [n] its positions, and logits [n, Vd] -> nats, and their gradient [n, Vd].
+
+The gradient is None where none was asked for. It may lie in the memory of the next chunk's."""
+
+
+def tensors(loss: Loss) -> int:
+    """How many tensors as wide as the vocabulary a chunk has at most.
+
+    For the cross entropy these are the logits and the probabilities, which become the gradient; for
+    a difference q - p also the teacher's; other divergences leave their gradient to autograd, which
+    keeps what they compute.
+    """
+    if loss.divergence is None:
+        return 2
+    return 4 if loss.difference else 10
+
+
+def rows_at_once(loss: Loss, width: int, device: torch.device) -> int:
+    """How many positions a chunk has: its memory is `tensors` × positions × `width` × 4 bytes.
+
+    That is at most `CPU_BYTES` or, on a GPU, `GPU_BYTES`; twice as much for float64.
+    """
+    limit = CPU_BYTES
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        # A power of two, so that a little more or less free memory changes no rounding.
+        limit = min(GPU_BYTES, 2 ** max(int(free) // 4, 1).bit_length() // 2)
+    return max(limit // (tensors(loss) * width * 4), 1)
+
+
+class HardLabels:
+    """The text's own tokens: the cross entropy.
+
+    Args:
+        labels: [K, M] int64; `IGNORED` where a position does not count.
+        size: see `rows_at_once`.
+    """
+
+    def __init__(self, labels: Tensor, size: int):
+        self.labels, self.size = labels, size
+
+    def chunks(self, learns: bool) -> Iterator[Chunk]:
+        """Walk all positions that count."""
+        room = _Room()
+        counts: list[int] = (self.labels != IGNORED).sum(1).tolist()
+        chosen = (self.labels != IGNORED).nonzero()[:, 1]
+        for depth, positions in enumerate(chosen.split(counts)):
+            for part in positions.split(self.size):
+                if len(part):
+                    wanted = self.labels[depth].index_select(0, part)
+                    yield depth, part, partial(self._compare, wanted, room, learns)
+
+    @staticmethod
+    def _compare(
+        wanted: Tensor, room: _Room, learns: bool, logits: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        if fused := fused_cross_entropy(logits.device.type):
+            with torch.set_grad_enabled(learns):
+                nats = fused(logits.requires_grad_(learns), wanted)
+            return nats.detach(), torch.autograd.grad(nats, logits)[0] if learns else None
+        q, column = room.softmax(logits, "q"), wanted.unsqueeze(1)
+        nats = (log_sum_exp(logits, q) - logits.gather(1, column).squeeze(1)).sum()
+        if not learns:
+            return nats, None
+        # The gradient is q, less 1 at the label.
+        return nats, q.scatter_add_(1, column, -torch.ones_like(q[:, :1]))
+
+
+class SoftLabels:
+    """The target's distribution, by any divergence.
+
+    Each row of the teacher is computed once, for all the depths that are compared with it.
+
+    Args:
+        loss: one with a divergence.
+        features: [N, D], the target's final ones.
+        rows: [K, M], which of them a position is compared with, ascending over M.
+        counts: [K, M] bool, whether it is.
+        size: how many rows of the teacher at once, see `rows_at_once`.
+    """
+
+    def __init__(
+        self,
+        loss: Loss,
+        teacher: Teacher,
+        features: Tensor,
+        rows: Tensor,
+        counts: Tensor,
+        size: int,
+    ):
+        self.loss, self.teacher, self.features = loss, teacher, features
+        self.rows, self.counts, self.size = rows, counts, size
+
+    def chunks(self, learns: bool) -> Iterator[Chunk]:
+        """Walk all positions that count."""
+        assert self.loss.divergence is not None
+        compare = self._difference if self.loss.difference else self._divergence
+        room, size = _Room(), self.size
+        depth, chosen = self.counts.nonzero().unbind(1)  # [n] each, by depth, then position
+        rows = self.rows[depth, chosen]
+        taught = torch.zeros(len(self.features), dtype=torch.bool, device=rows.device)
+        taught[rows] = True
+        number = taught.cumsum(0) - 1  # of a row among the taught ones
+        taught = taught.nonzero().squeeze(1)  # [R]
+        # Where each chunk's positions begin, for each depth, and the first and last row they ask.
+        depths, among = torch.arange(len(self.rows), device=rows.device), number[rows]
+        total = len(taught)
+        starts = torch.arange(0, total + size, size, device=rows.device).clamp(max=total)
+        starts = starts + depths.unsqueeze(1) * total
+        bounds = torch.searchsorted(depth * total + among, starts)  # [K, chunks + 1]
+        ends = bounds[:, :-1].clamp(max=len(among) - 1), (bounds[:, 1:] - 1).clamp(min=0)
+        spans = torch.stack([bounds[:, :-1], bounds[:, 1:], *(among[end] for end in ends)], -1)
+        for turn, each in enumerate(spans.transpose(0, 1).tolist()):
+            first = turn * size
+            asked = taught[first : first + size]
+            said = self._ask(self.features.index_select(0, asked), room)
+            for k, (start, stop, low, high) in enumerate(each):
+                if start == stop:
+                    continue
+                mine: slice | Tensor = slice(low - first, high - first + 1)
+                if high - low != stop - start - 1:  # some in between are asked for by others alone
+                    mine = among[start:stop] - first
+                yield k, chosen[start:stop], partial(compare, said, mine, room, learns)
+
+    def _ask(self, features: Tensor, room: _Room) -> tuple[Tensor, Tensor | None]:
+        """The log-probabilities; or for a difference the probabilities, and what p alone adds."""
+        if not self.loss.difference:
+            return self.teacher(features), None
+        with torch.no_grad():
+            logits = self.teacher.logits(self.teacher.output.layer, features)
+            p = room.softmax(logits, "p")
+            return p, -cross_entropy(p, logits, p) if self.loss.own else None
+
+    def _difference(
+        self,
+        said: tuple[Tensor, Tensor | None],
+        mine: slice | Tensor,
+        room: _Room,
+        learns: bool,
+        logits: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of a divergence -sum p log q, plus what does not depend on q: its gradient is q - p."""
+        p, own = said[0][mine], None if said[1] is None else said[1][mine]
+        q = room.softmax(logits, "q")
+        nats = cross_entropy(p, logits, q)
+        nats = nats if own is None else nats + own
+        return nats.sum(), q.sub_(p) if learns else None
+
+    def _divergence(
+        self,
+        said: tuple[Tensor, None],
+        mine: slice | Tensor,
+        room: _Room,
+        learns: bool,
+        logits: Tensor,
+    ) -> tuple[Tensor, Tensor | None]:
+        divergence: Divergence = self.loss.divergence  # type: ignore[assignment]
+        log_p = said[0][mine]
+        with torch.set_grad_enabled(learns):
+            logits = logits.detach().requires_grad_(learns)
+            nats = divergence(log_p, logits.log_softmax(-1, dtype=at_least_float32(logits))).sum()
+        return nats.detach(), torch.autograd.grad(nats, logits)[0] if learns else None
+
+
+def cross_entropy(p: Tensor, logits: Tensor, q: Tensor) -> Tensor:
+    """-sum p log q in nats, [n], where q is the softmax of the logits; all [n, Vd].
+
+    It is the logits' log-sum-exp less their mean under p: no tensor of their width is made.
+    """
+    mean = torch.bmm(p.unsqueeze(1), logits.to(p.dtype).unsqueeze(2)).view(-1)
+    return log_sum_exp(logits, q) - mean
+
+
+def log_sum_exp(logits: Tensor, q: Tensor) -> Tensor:
+    """Of logits [n, Vd] whose softmax is q, as the largest of them shows it: [n]."""
+    return logits.amax(-1).to(q.dtype) - q.amax(-1).log()
+
+
+class _Room:
+    """Memory for distributions, which one chunk after another uses."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, Tensor] = {}
+
+    def softmax(self, logits: Tensor, name: str) -> Tensor:
+        """The probabilities of logits [n, Vd]; valid until the name is given again."""
+        dtype = at_least_float32(logits)
+        return torch.softmax(logits, -1, dtype=dtype, out=self._of(name, logits, dtype))
+
+    def _of(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
+        kept = self.kept.get(name)
+        if kept is None or kept.numel() < like.numel():
+            kept = self.kept[name] = torch.empty(like.numel(), dtype=dtype, device=like.device)
+        return kept[: like.numel()].view(like.shape)
+
+
+@cache
+def fused_cross_entropy(device: str) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """liger_kernel's summed cross entropy of logits [M, Vd] and labels [M], where it is installed.
+
+    It is for `cuda`: it makes no float32 copy of the logits and writes their gradient over them.
+    """
+    if device != "cuda" or importlib.util.find_spec("liger_kernel") is None:
+        return None
+    fused = importlib.import_module("liger_kernel.transformers.functional").liger_cross_entropy
+    return partial(fused, ignore_index=IGNORED, reduction="sum")

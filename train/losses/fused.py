@@ -1,0 +1,171 @@
+"""A loss over all depths and its gradient, found in one pass, in chunks that bound the memory.
+
+Tensors as wide as the vocabulary exist for one chunk of positions at a time. A chunk's logits give
+the loss and its gradient at once, so they are never computed again for a backward pass, and a row
+of the teacher is computed once, for all the depths that are compared with it:
+
+    teacher rows        r0       r1       r2      a chunk of them, computed and dropped
+    depth 1             t = r-1  …                the students that predict what r predicts
+    depth 2             t = r-2  …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from headstart.heads.trainable import DraftLogits
+
+from .comparisons import HardLabels, SoftLabels
+
+Comparison = HardLabels | SoftLabels
+
+
+def summed_loss(
+    outputs: Sequence[DraftLogits], states: Tensor, factors: Tensor, comparison: Comparison
+) -> Tensor:
+    """The sum over depths of `factors` times the depth's loss summed over its positions.
+
+    The gradient is exact and flows to the states, and to the weights that the outputs name. It is
+    found in the forward pass, so there is one backward pass at most, and none of second order.
+
+    Args:
+        outputs: of each depth, K in all.
+        states: [K, M, D'].
+        factors: [K].
+        comparison: what the logits are compared with, and where.
+
+    Returns:
+        A scalar in at least float32.
+    """
+    weights = {id(weight): weight for output in outputs for weight in output.trainable()}
+    learns = torch.is_grad_enabled()  # inside of the function it never is
+    return _Fused.apply(learns, outputs, comparison, states, factors, *weights.values())  # type: ignore[no-any-return]
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        learns: bool,
+        outputs: Sequence[DraftLogits],
+        comparison: Comparison,
+        states: Tensor,
+        factors: Tensor,
+        *weights: Tensor,
+    ) -> Tensor:
+        slopes = {id(w): torch.zeros_like(w) for w in weights if learns}
+        slope = torch.zeros_like(states) if learns and states.requires_grad else None
+        total = torch.zeros_like(factors)
+        chain = _Chain(slopes, slope is not None)
+        for depth, chosen, compare in comparison.chunks(chain.learns):
+            part = states[depth].index_select(0, chosen)
+            nats, below = chain(outputs[depth], part, factors[depth], compare)
+            total[depth] += nats
+            if slope is not None and below is not None:
+                slope[depth].index_copy_(0, chosen, below.to(slope.dtype))
+        ctx.slopes = slope, [slopes.get(id(weight)) for weight in weights]
+        return (total * factors).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, outer: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        if ctx.slopes is None:
+            raise RuntimeError("the gradient of this loss was taken before; it is found only once")
+        (slope, slopes), ctx.slopes = ctx.slopes, None
+        found = [None if s is None else s.mul_(outer.to(s.dtype)) for s in (slope, *slopes)]
+        return None, None, None, found[0], None, *found[1:]
+
+
+class _Chain:
+    """Runs chunks of states through an output layer and back, and adds up the weights' gradients.
+
+    Args:
+        slopes: by the id of a weight, its gradient so far.
+        below: whether states have a gradient.
+    """
+
+    def __init__(self, slopes: dict[int, Tensor], below: bool):
+        self.slopes, self.below = slopes, below
+        self.learns = below or bool(slopes)
+        self.room: dict[torch.dtype, Tensor] = {}
+        self.cast: tuple[int, Tensor] | None = None  # the last matrix, in autocast's dtype
+
+    def __call__(
+        self,
+        output: DraftLogits,
+        states: Tensor,
+        factor: Tensor,
+        compare: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+    ) -> tuple[Tensor, Tensor | None]:
+        """The loss of n states [n, D'], summed, and `factor` times its gradient there."""
+        inner = list({id(w): w for w in output.inner() if id(w) in self.slopes}.values())
+        with torch.set_grad_enabled(self.learns):
+            leaf = states.requires_grad_(self.below)
+            hidden = leaf if output.body is None else output.body(leaf)  # [n, D], or logits
+        entry = hidden.detach()
+        if output.weight is None:
+            nats, rise = compare(entry)
+            slope = rise if rise is None else rise.mul_(factor)
+        else:
+            matrix, entry = self._matrix(output, entry)
+            with torch.autocast(entry.device.type, enabled=False):
+                nats, rise = compare(self._product(entry, matrix, output))
+                slope = None if rise is None else self._back(output, matrix, entry, rise, factor)
+        if slope is None or output.body is None:
+            return nats, slope
+        reached = [leaf, *inner] if self.below else inner
+        if not hidden.requires_grad:
+            return nats, None
+        found = torch.autograd.grad(hidden, reached, slope.to(hidden.dtype), allow_unused=True)
+        for weight, part in zip(reached, found, strict=True):
+            if weight is not leaf and part is not None:
+                self.slopes[id(weight)] += part
+        return nats, found[0] if self.below else None
+
+    def _matrix(self, output: DraftLogits, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """The output's weight and the states before it, in one dtype, which may be autocast's."""
+        matrix, kind = output.matrix.detach(), hidden.device.type
+        dtype = matrix.dtype
+        if torch.is_autocast_enabled(kind) and dtype == torch.float32:
+            dtype = torch.get_autocast_dtype(kind)
+        if dtype != matrix.dtype or matrix.device != hidden.device:
+            if self.cast is None or self.cast[0] != matrix.data_ptr():
+                self.cast = None  # let go first
+                self.cast = matrix.data_ptr(), matrix.to(hidden.device, dtype)
+            matrix = self.cast[1]
+        return matrix, hidden.to(dtype)
+
+    def _product(self, hidden: Tensor, matrix: Tensor, output: DraftLogits) -> Tensor:
+        """The logits [n, Vd], in memory that all chunks share."""
+        size = len(hidden) * len(matrix)
+        room = self.room.get(hidden.dtype)
+        if room is None or room.numel() < size:
+            room = self.room[hidden.dtype] = hidden.new_empty(size)
+        logits = room[:size].view(len(hidden), len(matrix))
+        if output.bias is None:
+            return torch.mm(hidden, matrix.mT, out=logits)
+        return torch.addmm(output.bias.detach().to(hidden.dtype), hidden, matrix.mT, out=logits)
+
+    def _back(
+        self, output: DraftLogits, matrix: Tensor, hidden: Tensor, rise: Tensor, factor: Tensor
+    ) -> Tensor | None:
+        """From the gradient of the logits to that of the states before; adds up the weights'."""
+        rise = rise.to(hidden.dtype)
+        if (kept := self.slopes.get(id(output.weight))) is not None:
+            kept = kept if output.index is None else kept[output.index]
+            # Scaled before it is rounded: the factor itself may not be, in 8 bits.
+            scaled = (hidden.to(factor.dtype) * factor).to(hidden.dtype)
+            if kept.dtype == rise.dtype:
+                kept.addmm_(rise.mT, scaled)
+            else:
+                kept.add_(rise.mT @ scaled)
+        if output.bias is not None and (kept := self.slopes.get(id(output.bias))) is not None:
+            kept.add_(rise.sum(0, dtype=kept.dtype) * factor)
+        if not (self.below or output.body is not None):
+            return None
+        return (rise @ matrix).to(factor.dtype).mul_(factor)

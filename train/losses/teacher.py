@@ -1,0 +1,64 @@
+"""The target's own distribution at chosen positions, from its final features there."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from headstart.heads.core import OutputLayer, device_of, offloaded, weight_of
+
+
+class Teacher:
+    """Gives the target's log-probabilities at chosen positions, from its final features there.
+
+    Args:
+        vocabulary: [Vd] the draft vocabulary, to which the distribution is renormalised; None for
+            the target's. Its rows of the output layer are copied once, so no others are computed.
+
+    Raises:
+        OptionError: the target changes its output layer's logits in an unknown way.
+    """
+
+    def __init__(self, target: PreTrainedModel, vocabulary: Tensor | None = None):
+        self.output = OutputLayer(target, vocabulary)
+        _ = self.output.finish  # found now, before an adapter changes the target
+        self._rows: tuple[Tensor, Tensor | None] | None = None
+
+    @torch.no_grad()
+    def __call__(self, features: Tensor) -> Tensor:
+        """Final features [M, D] -> log-probabilities [M, Vd], in at least float32."""
+        logits = self.logits(self.output.layer, features)
+        return logits.log_softmax(-1, dtype=at_least_float32(logits))
+
+    def logits(self, layer: nn.Module, features: Tensor) -> Tensor:
+        """Final features [M, D] -> logits [M, Vd], through any output layer."""
+        with torch.autocast(features.device.type, enabled=False):
+            place = device_of(layer)
+            if layer is self.output.layer and (rows := self._own_rows()) is not None:
+                found = self.output.finish(functional.linear(features.to(place), *rows))
+            else:
+                found = self.output(features.to(place), layer)
+            return found.to(features.device)
+
+    def _own_rows(self) -> tuple[Tensor, Tensor | None] | None:
+        """The layer's weight [Vd, D] and bias [Vd]; None where only its forward has them."""
+        layer, vocabulary = self.output.layer, self.output.vocabulary
+        if type(layer) is not nn.Linear or offloaded(layer):
+            return None
+        if vocabulary is None:
+            return layer.weight, layer.bias
+        if self._rows is None:
+            bias = None if layer.bias is None else weight_of(layer, "bias")[vocabulary]
+            self._rows = weight_of(layer)[vocabulary].detach(), bias
+        return self._rows
+
+
+def at_least_float32(tensor: Tensor) -> torch.dtype:
+    """The dtype that a distribution is computed in: the tensor's own, or float32 if that is more.
+
+    >>> [at_least_float32(torch.empty(0, dtype=dtype)) for dtype in (torch.half, torch.double)]
+    [torch.float32, torch.float64]
+    """
+    return torch.promote_types(tensor.dtype, torch.float32)

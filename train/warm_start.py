@@ -1,0 +1,71 @@
+"""Warm start: a drafter whose first weights are those of another head of its family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import safetensors.torch
+import torch
+
+from headstart.heads import OptionError, TrainableDrafter
+from headstart.heads.artifacts.source import DrafterSource, SourceKind
+
+_LIKE = ("feature_layers", "layer", "norm_before_residual")
+"""Settings of a config that weights were trained for, though their shapes do not show them."""
+
+
+def start_from(name: str, drafter: TrainableDrafter) -> str:
+    """Copy the weights of a head into a drafter; returns where it came from, with its commit.
+
+    The head may have been trained for another target, such as an earlier version of this one.
+
+    Args:
+        name: the folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the Hub, of an artifact.
+
+    Raises:
+        OptionError: it is no artifact, of another family, or its weights or settings differ.
+        ArtifactError: there is none, or its files are damaged.
+    """
+    source, family = DrafterSource(name), drafter.config.family_name()
+    if source.kind is not SourceKind.ARTIFACT:
+        raise _unlike(name, f"is {source.kind}", f"a {family} head that headstart saved")
+    if source.manifest.family != family:
+        raise _unlike(name, f"is a {source.manifest.family} head", f"a {family} head")
+    if getattr(drafter.config, "lora", None) is not None:
+        raise _unlike(name, "comes with drafter.lora", "drafter.model to name it")
+    if drafter.adapter is not None:
+        raise _unlike(name, "has an adapter", "a family that leaves its target as it is")
+    found = safetensors.torch.load_file(source.check_files())
+    model: Any = drafter.model if drafter.saved_as_language_model else drafter
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    own = {key: tensor for key, tensor in model.state_dict().items() if key not in tied}
+    shapes = [
+        {key: tuple(tensor.shape) for key, tensor in some.items() if key not in tied}
+        for some in (found, own)
+    ]
+    for key in sorted({*shapes[0], *shapes[1]}):
+        theirs, mine = (some.get(key, "nothing") for some in shapes)
+        if theirs != mine:
+            raise _unlike(name, f"has {theirs} at {key}", f"{mine}, as the recipe's drafter has")
+    if not drafter.saved_as_language_model:
+        _take_settings(name, drafter, source)
+    with torch.no_grad():
+        drafter.load_state_dict(found)
+    return source.origin
+
+
+def _take_settings(name: str, drafter: TrainableDrafter, source: DrafterSource) -> None:
+    """Compare what the head was trained with; take over what belongs to its weights."""
+    theirs: Any = type(drafter).config_class.from_pretrained(source.folder)  # type: ignore[union-attr]
+    mine: Any = drafter.config
+    for key in _LIKE:
+        one, two = (getattr(config, key, None) for config in (theirs, mine))
+        one, two = (list(v) if isinstance(v, tuple) else v for v in (one, two))
+        if one != two:
+            raise _unlike(name, f"has {key} {one}", f"{two}, as the recipe's drafter has")
+    if hasattr(mine, "embedding_scale"):  # Hydra's, found when its training started
+        mine.embedding_scale = theirs.embedding_scale
+
+
+def _unlike(name: str, found: str, expected: str) -> OptionError:
+    return OptionError(f"train.from: {name} {found}, expected {expected}.")
