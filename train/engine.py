@@ -7,7 +7,7 @@ recipe, so a launch file needs to say no more than the ZeRO stage and what is of
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -55,8 +55,11 @@ def _settings_of_stage(environment: Mapping[str, str]) -> dict[str, Any]:
         "reduce_bucket_size": "auto",
     }
     if stage == 3:
+        # Neither fetched early nor kept for later: what is depends on the modules that were called
+        # so far, which differ between processes, see `keep_whole`.
         zero |= {
-            "stage3_prefetch_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_reuse_distance": 0,
             "stage3_param_persistence_threshold": "auto",
         }
     for what in ("optimizer", "param"):
@@ -143,9 +146,7 @@ def check_kind(kind: str, made: DistributedType) -> None:
 def size_buckets(args: TrainingArguments, hidden_size: int) -> None:
     """Give DeepSpeed's buckets the sizes that transformers gives them for a model's width."""
     if (config := getattr(args, "hf_deepspeed_config", None)) is not None:
-        square = hidden_size * hidden_size
-        config.fill_only("zero_optimization.reduce_bucket_size", square)
-        config.fill_only("zero_optimization.stage3_prefetch_bucket_size", int(0.9 * square))
+        config.fill_only("zero_optimization.reduce_bucket_size", hidden_size * hidden_size)
         # Smaller parameters stay whole on every process.
         config.fill_only("zero_optimization.stage3_param_persistence_threshold", 10 * hidden_size)
 
@@ -210,9 +211,21 @@ def leave_out_frozen(engine: Any) -> None:
     engine.load_checkpoint = load_trained
 
 
-def bring_in_whole(module: nn.Module) -> None:
-    """Tell ZeRO-3 to bring all weights of a module in together for its forward."""
-    module._z3_leaf = True  # type: ignore[assignment]
+def keep_whole(engine: Any, modules: Iterable[nn.Module]) -> None:
+    """Keep the weights of modules whole on all processes, where a DeepSpeed engine shards weights.
+
+    Processes have different numbers of labels, and so call a drafter's modules, and the output
+    layer, different numbers of times; fetching weights for each call would not go in step.
+    """
+    zero = engine.optimizer
+    if not hasattr(zero, "persistent_parameters"):
+        return
+    known = {id(weight) for weight in zero.persistent_parameters}
+    weights: list[Any] = [w for m in modules for w in m.parameters() if hasattr(w, "ds_id")]
+    for weight in weights:
+        weight.ds_persist = True
+    zero.persistent_parameters += [w for w in weights if id(w) not in known]
+    zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
 def forget_steps(optimizer: Any, chosen: Callable[[dict[str, Any]], bool]) -> None:

@@ -239,6 +239,12 @@ class _Run:
 
     def _heads(self, corpus: Stage, target: Stage, trained: Stage | None) -> Stage:
         def work(folder: Path) -> dict[str, Any]:
+            if weights_are_sharded() and self._drafter is None:
+                raise OptionError(
+                    "under DeepSpeed ZeRO-3 the target runs only while a drafter is trained, and "
+                    "this one is trained already; run the recipe with one process or another "
+                    "launch file, which writes the artifact."
+                )
             loaded = self._judged(corpus, target)
             if trained is None:
                 drafter = make_drafter(self.recipe, loaded.target, None)

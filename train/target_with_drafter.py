@@ -6,7 +6,6 @@ Data-parallel wrappers then see one model; only the drafter's parameters are tra
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -126,7 +125,7 @@ class TargetWithDrafter(nn.Module):
         counts = label_counts(labels) if counts is None else counts
         final = None if self.final is None else teaching[..., self.final]
         read = captured[..., : self.width]
-        return self.drafter(partial(self.loss, read, tokens, labels, counts, final, positions))
+        return self.loss(read, tokens, labels, counts, final, positions)
 
     def labels(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
         """See `head_labels`.  # [K, B, T]"""

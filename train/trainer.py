@@ -24,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerControl
 
 from headstart.heads import Drafter
 from headstart.heads.artifacts.files import METRICS
-from headstart.heads.core import gathered
+from headstart.heads.core import gathered, output_layer
 
 from .checkpoints import (
     Reached,
@@ -39,7 +39,7 @@ from .checkpoints import (
 from .clock import Clock, Progress
 from .data.batches import batch_loader
 from .data.training_rows import Rows
-from .engine import bring_in_whole, check_kind, describe, kind_of, leave_out_frozen, size_buckets
+from .engine import check_kind, describe, keep_whole, kind_of, leave_out_frozen, size_buckets
 from .epochs import NextEpoch, make_batches, steps_of
 from .metrics import Metrics, scalars
 from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
@@ -88,7 +88,6 @@ class DrafterTrainer(Trainer):
         self.loss_total = 0.0  # of all steps so far
         self.parts: list[Part] = []  # of the coming step, on this process
         size_buckets(args, module.drafter.config.hidden_size)
-        bring_in_whole(module.drafter)
         super().__init__(
             model=module,
             args=args,
@@ -201,7 +200,9 @@ class DrafterTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.is_deepspeed_enabled:  # its engine exists now, and its checkpoint is not yet read
-            leave_out_frozen(self.accelerator.deepspeed_engine_wrapped.engine)  # type: ignore[union-attr]
+            engine = self.accelerator.deepspeed_engine_wrapped.engine  # type: ignore[union-attr]
+            leave_out_frozen(engine)
+            keep_whole(engine, [*self.module.trained(), output_layer(self.module.target)])
         optimizer = optimizer or self.optimizer
         starts = [self.starts_at(group) for group in optimizer.param_groups]
         factors = [partial(self.clock.factor, since=start) for start in starts]

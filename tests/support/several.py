@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,13 @@ def last_is_best(self: Any, drafter: Any) -> dict[str, Any]:
     return measured | {"real_tau": measured["tau"], "tau": float(time.time())}
 
 
+def load_in_bf16(run: Any, target: Any) -> Any:
+    spec = replace(run.recipe.target, dtype="bfloat16")
+    run.recipe = replace(run.recipe, target=spec)
+    return LOAD(run, target)
+
+
+LOAD = pipeline._Run._load
 names = ("create_optimizer", "end_step", "get_batch_samples", "_save_checkpoint")
 ORIGINAL: dict[str, Any] = {name: getattr(DrafterTrainer, name) for name in names}
 for name in names:
@@ -102,11 +110,12 @@ VALIDATE = Validation.__call__
 Validation.__call__ = last_is_best  # type: ignore[method-assign]
 if JOB.get("bf16"):
     arguments.multiplies_in_bf16 = lambda: True
+    pipeline._Run._load = load_in_bf16  # type: ignore[method-assign]
 status: Any = 0
 try:
     for recipe in JOB["recipes"]:
-        run = pipeline._Run(parse_recipe(recipe), fresh=False)
-        run.train()
+        with pipeline._Run(parse_recipe(recipe), fresh=False) as run:
+            run.train()
         state = PartialState()
         ran = {"type": state.distributed_type.value, "processes": state.num_processes}
         SEEN[-1] |= ran | {"engine": run.engine}

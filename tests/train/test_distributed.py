@@ -1,6 +1,9 @@
 """Two processes on the CPU, from the shipped launch files: DDP, DeepSpeed ZeRO-2 and ZeRO-3."""
 
 import json
+import os
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +13,7 @@ import torch
 from headstart.train import pipeline
 from headstart.train.recipe import parse_recipe
 from tests.support.launches import FAMILIES, Job, recipe, weights
-from tests.support.recipes import TINY
+from tests.support.recipes import TINY, launch
 
 pytestmark = pytest.mark.distributed
 
@@ -73,16 +76,91 @@ def test_no_checkpoint_holds_the_target(engine: Any) -> None:
         assert run["learnt"] < run["saved"] < 4.5 * run["learnt"] + 100
 
 
-@pytest.mark.parametrize("name", ENGINES)
-def test_a_killed_process_ends_the_others_and_loses_nothing(root: Path, name: str) -> None:
-    family = "medusa2"
-    run = recipe(root, f"killed-{name}", family, 2)
-    job = Job(root / f"killed-{name}", [run], name, {"at": 6, "killed": 1, "wait": 60}).start()
-    job.wait_until_ready(rank=1)
+def checkpoints(root: Path, name: str) -> list[str]:
+    """The whole ones of a run."""
+    found = (root / "runs" / name).glob("train*/checkpoints/*/complete.json")
+    return sorted(file.parent.name for file in found if not file.parents[2].is_symlink())
+
+
+def check_the_same(root: Path, one: str, other: str) -> None:
+    whole, again = weights(root, one), weights(root, other)
+    assert whole.keys() == again.keys()
+    assert all(torch.equal(whole[key], again[key]) for key in whole)
+
+
+@pytest.mark.parametrize("name", [None, *ENGINES])
+def test_a_killed_process_ends_the_others_and_loses_nothing(root: Path, name: str | None) -> None:
+    label = name or "one"
+    run = recipe(root, f"killed-{label}", "medusa2", 2 if name else 4)
+    killed = {"at": 6, "killed": 1 if name else 0, "wait": 60.0}
+    job = Job(root / f"killed-{label}", [run], name, killed).start()
+    job.wait_until_ready(killed["killed"])
     job.wait_until_gone(10)
     assert job.end() != 0
-    left = sorted((root / "runs" / run["name"] / "heads" / "checkpoints").glob("*/complete.json"))
-    assert [file.parent.name for file in left] == ["checkpoint-4"]
-    Job(root / f"again-{name}", [run], name).run()
-    whole, again = weights(root, f"{name}-{family}"), weights(root, run["name"])
-    assert all(torch.equal(whole[key], again[key]) for key in whole)
+    assert checkpoints(root, run["name"]) == ["checkpoint-4"]
+    Job(root / f"again-{label}", [run], name).run()
+    check_the_same(root, f"{label}-medusa2", run["name"])
+
+
+def test_a_signal_ends_all_processes_after_the_step(root: Path) -> None:
+    run = recipe(root, "stopped", "medusa2", 2)
+    job = Job(root / "stopped", [run], "ddp_cpu", {"at": "loader", "wait": 1.0}).start()
+    job.wait_until_ready()
+    os.kill(job.process.pid, signal.SIGTERM)
+    job.wait_until_gone(30)
+    assert job.end() != 0
+    (step,) = [name for name in checkpoints(root, "stopped") if name != "checkpoint-4"]
+    assert step in ("checkpoint-6", "checkpoint-7")
+    Job(root / "going-on", [run], "ddp_cpu").run()
+    check_the_same(root, "ddp_cpu-medusa2", "stopped")
+
+
+def test_a_killed_launcher_ends_its_processes(root: Path) -> None:
+    run = recipe(root, "orphaned", "medusa2", 2)
+    job = Job(root / "orphaned", [run], "ddp_cpu", {"at": 6, "wait": 1.0}).start()
+    job.wait_until_ready()
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.process.wait()
+    job.wait_until_gone(10)
+    assert "checkpoint-4" in checkpoints(root, "orphaned")
+    Job(root / "adopted", [run], "ddp_cpu").run()
+    check_the_same(root, "ddp_cpu-medusa2", "orphaned")
+
+
+def test_another_number_of_processes_is_refused(root: Path) -> None:
+    run = recipe(root, "shrunk", "medusa", 2)
+    job = Job(root / "shrunk", [run], "ddp_cpu", {"at": 6, "killed": 1}).start()
+    job.wait_until_gone(60)
+    alone = Job(root / "alone", [run], None).start()
+    assert alone.end() != 0
+    assert "engine DDP, and this run has one process" in alone.errors()
+
+
+@pytest.mark.parametrize("name", ["zero2", "zero3"])
+def test_bfloat16_products_leave_weights_in_float32(root: Path, name: str) -> None:
+    run = recipe(root, f"bf16-{name}", "eagle3", 2) | {
+        "target": TINY["target"] | {"dtype": "bfloat16"}
+    }
+    for process in Job(root / f"bf16-{name}", [run], name, {"bf16": True}).run():
+        (seen,) = process
+        assert seen["engine"] == f"{TOLD[name]}, 2 processes, cpu, bfloat16 products"
+        assert seen["target"] == ["torch.bfloat16"] and seen["learnt_as"] == ["torch.float32"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (["--cpu", "--num_processes", "2"], "asks for 2 processes, and this run has 1"),
+        (["--multi_gpu", "--num_processes", "2"], "asks for 2 processes, and this run has 1"),
+    ],
+)
+def test_what_accelerate_would_start_in_silence_is_refused(
+    root: Path, line: list[str], words: str
+) -> None:
+    command = [
+        *(sys.executable, "-m", "accelerate.commands.launch", "--main_process_port", "0", *line),
+        *("-m", "headstart.train", "quickstart", f"output={root}/never"),
+    ]
+    done = launch(command)
+    assert done.returncode != 0 and words in done.stderr
+    assert not (root / "never").exists()

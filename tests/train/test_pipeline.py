@@ -315,6 +315,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.distributed
 def test_two_processes_train_one_drafter(tiny: Path, tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(WITNESS)
