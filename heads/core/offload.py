@@ -33,6 +33,11 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.empty(0, device=hook.execution_device).device  # with its index, as weights have it
 
 
+def device_and_dtype(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+    """Where a model runs and in which type: both change when it is moved or recast."""
+    return device_of(model), model.dtype
+
+
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     """A module's own weight to read or copy from, on the device that the module runs on.
 
