@@ -55,6 +55,11 @@ def gathered(*modules: nn.Module | None, write: bool = False) -> Iterator[None]:
         yield
 
 
+def device_and_dtype(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+    """Where a model runs and in which type: both change when it is moved or recast."""
+    return device_of(model), model.dtype
+
+
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     """A module's own weight to read or copy from, on the device that the module runs on.
 
