@@ -115,8 +115,8 @@ class Target:
             That cache, and features [B, T, F].
         """
         apart = SlabCache(self.shapes, len(tokens), in_steps(tokens.shape[1]))
-        prefill_forward(self.model, apart, tokens, counts)
-        return apart, self._features(tokens)
+        forward = partial(prefill_forward, self.model, apart, tokens, counts)
+        return apart, self._run_tapped(tokens, forward)[1]
 
     def verify(
         self, tree: TokenTree, lengths: Tensor, longest: int, even: bool = False

@@ -206,22 +206,16 @@ def test_every_recipe_parses() -> None:
 
 
 def test_every_launch_file_parses() -> None:
-    import json
-
-    import yaml
     from accelerate.commands.config.config_args import load_config_from_file
 
     folder = ROOT / "recipes" / "launch"
     files = sorted(path.name for path in folder.iterdir())
     assert files == [
-        "ddp.yaml", "ddp_cpu.yaml", "zero2.json", "zero2.yaml", "zero3.json", "zero3.yaml",
+        "ddp.yaml", "ddp_cpu.yaml", "fsdp2.yaml", "nodes.yaml", "zero2.yaml", "zero2_offload.yaml",
+        "zero3.yaml", "zero3_offload.yaml",
     ]  # fmt: skip
     for file in folder.glob("*.yaml"):
         load_config_from_file(str(file))  # refuses unknown keys
-        nested = yaml.safe_load(file.read_text()).get("deepspeed_config", {})
-        if nested:
-            settings = json.loads((ROOT / nested["deepspeed_config_file"]).read_text())
-            assert settings["zero_optimization"]["stage"] == int(file.stem[-1])
 
 
 def tracked_files() -> list[Path]:

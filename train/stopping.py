@@ -63,7 +63,7 @@ _active: StopSignals | None = None  # whose `with` block lasts
 
 
 def ask_to_stop() -> bool:
-    """Ask for an end as SIGTERM does; returns whether training lasts, and will hear it."""
+    """Ask for an end as SIGTERM does; returns whether a training runs that will end so."""
     if _active is None:
         return False
     _active.ask()

@@ -81,7 +81,7 @@ def quickstarts() -> dict[str, str]:
 
 def quickstart_of(drafter: str) -> str:
     """The recipe of one family's quickstart."""
-    from headstart.train.recipe.schema import nearest
+    from headstart.train.recipe.fields import nearest
 
     known = quickstarts()
     name = drafter.replace("-", "_")

@@ -13,8 +13,8 @@ from headstart.train.recipe import (
     shipped_parts,
     shipped_recipes,
 )
+from headstart.train.recipe.fields import nearest
 from headstart.train.recipe.files import KINDS, first_line
-from headstart.train.recipe.schema import nearest
 
 from .tables import column_table, grid, print_apart, titled
 

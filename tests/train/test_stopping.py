@@ -91,7 +91,7 @@ def test_a_loss_that_is_not_finite_stops_within_the_step(tmp_path: Path) -> None
 
     def plant(drafter: Any) -> dict[str, Any]:
         assert run.module.cache is not None
-        run.module.cache[3, 2] = torch.nan
+        run.module.cache[run.module.starts[3] + 2] = torch.nan
         return IDLE
 
     run.validation = plant
@@ -142,12 +142,12 @@ def test_checkpoints_that_are_not_whole_are_removed(tmp_path: Path) -> None:
 
 
 def test_the_seed_alone_decides_a_new_drafter() -> None:
-    drafters = []
+    target, drafters = counting_target(), []
     for draws in (0, 5):
         torch.manual_seed(11)
         torch.rand(draws)
         state = torch.get_rng_state()
-        drafters.append(drafter_of(counting_target(), "redrafter", depths=2).state_dict())
+        drafters.append(drafter_of(target, "redrafter", depths=2).state_dict())
         assert torch.equal(torch.get_rng_state(), state)
     one, two = drafters
     assert one and all(torch.equal(tensor, two[name]) for name, tensor in one.items())

@@ -5,89 +5,24 @@ be strings. Nothing here imports torch, so that `--help` and a mistyped recipe a
 """
 
 import dataclasses
-import datetime
-import difflib
-import functools
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import inf, isfinite
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from huggingface_hub.dataclasses import as_validated_field, strict, validated_field
+from huggingface_hub.dataclasses import strict
 
 from ..losses import LOSSES
-
-COLUMNS = (  # that rows may have, for `columns`
-    "messages", "conversations", "tools", "system", "prompt", "completion", "response",
-    "instruction", "input", "output", "question", "answer", "text",
-)  # fmt: skip
-
-TRACKERS = ("tensorboard", "wandb", "trackio")
-"""What `train.report_to` may name, which are also the packages."""
-
-
-class RecipeError(ValueError):
-    """A recipe that cannot be used; the message names the key's path and what was expected."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` with the known name that is closest to `name`, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def number(
-    default: Any, gt: float = -inf, ge: float = -inf, lt: float = inf, le: float = inf
-) -> Any:
-    """The field of a finite number that is greater than `gt`, at least `ge`, and so on."""
-    bounds = {"greater than": gt, "at least": ge, "less than": lt, "at most": le}
-    expected = " and ".join(f"{words} {n}" for words, n in bounds.items() if isfinite(n))
-
-    def check(value: float | None) -> None:  # whether null is a value is said by the type
-        if value is not None and not (gt < value < lt and ge <= value <= le):
-            raise ValueError(f"found {value!r}, expected a finite number {expected}")
-
-    return validated_field(check, default=default)
-
-
-positive = functools.partial(number, gt=0)
-
-
-def one_of(*choices: str) -> Any:
-    """The field of a string that is one of `choices`, by default the first."""
-
-    def check(value: str) -> None:
-        if value not in choices:
-            near = nearest(value, choices)
-            raise ValueError(f"found {value!r}{near}; expected one of {', '.join(choices)}")
-
-    return validated_field(check, default=choices[0])
-
-
-@as_validated_field
-def _tree(tree: str | list[Any]) -> None:
-    for place, path in enumerate(tree if isinstance(tree, list) else []):
-        if not isinstance(path, list) or any(type(index) is not int for index in path):
-            raise ValueError(f"path {place} is {path!r}, expected a list of integers")
-
-
-@as_validated_field
-def _trackers(names: list[str]) -> None:
-    for name in names:
-        if name not in TRACKERS:
-            raise ValueError(
-                f"found {name!r}{nearest(name, TRACKERS)}; expected some of {', '.join(TRACKERS)}"
-            )
-
-
-@as_validated_field
-def _columns(columns: dict[str, str] | None) -> None:
-    for ours in columns or {}:
-        if ours not in COLUMNS:
-            near = nearest(ours, COLUMNS)
-            raise ValueError(f"found {ours!r}{near}; expected names out of {', '.join(COLUMNS)}")
+from .fields import (
+    RecipeError,
+    columns_field,
+    date_field,
+    number,
+    one_of,
+    positive,
+    trackers_field,
+    tree_field,
+    url_field,
+)
 
 
 @strict
@@ -100,7 +35,7 @@ class Source:
     config: str | None = None
     split: str | None = None
     revision: str | None = None
-    columns: dict[str, str] | None = _columns(default=None)  # noqa: RUF009
+    columns: dict[str, str] | None = columns_field(default=None)  # noqa: RUF009
 
 
 @strict
@@ -117,7 +52,7 @@ class Corpus:
     split: str | None = None  # of a Hub data set: train when null
     revision: str | None = None  # of a Hub data set: a commit, a branch or a tag; null is main
     # what the source calls our columns, such as {prompt: instruction, response: output}
-    columns: dict[str, str] | None = _columns(default=None)  # noqa: RUF009
+    columns: dict[str, str] | None = columns_field(default=None)  # noqa: RUF009
     dedup: bool = True  # of documents with the same content keep one
     max_bytes: int = positive(4_000_000)  # of the documents' text
     # share of whole documents; those that begin with the same prompt stay on one side
@@ -186,14 +121,6 @@ class TargetSpec:
     attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, …; null: its own
 
 
-@as_validated_field
-def _date(date: str) -> None:
-    try:
-        datetime.date.fromisoformat(date)
-    except ValueError:
-        raise ValueError(f"found {date!r}, expected a date such as '2024-07-26'") from None
-
-
 @strict
 @dataclass
 class Chat:
@@ -205,16 +132,7 @@ class Chat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas, shown in every chat
     # the day that templates print which print today's: rows must not change over night
-    date: str = _date(default="2024-07-26")
-
-
-@as_validated_field
-def _url(url: str) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("expected an address such as http://localhost:8000/v1")
-    if parts.username or parts.password or parts.query:
-        raise ValueError("it holds a secret or a query; name the key's variable in api_key_env")
+    date: str = date_field(default="2024-07-26")
 
 
 @strict
@@ -222,7 +140,7 @@ def _url(url: str) -> None:
 class OpenAI:
     """A server that speaks the OpenAI protocol, which writes the answers in the target's place."""
 
-    url: str = _url(default="http://localhost:8000/v1")
+    url: str = url_field(default="http://localhost:8000/v1")
     model: str = ""  # as the server calls it; the target's name when empty
     api_key_env: str | None = None  # the environment variable that holds the key
     concurrency: int = positive(16)  # requests at once, of each process
@@ -328,7 +246,7 @@ class Train:
     compile: bool = False  # torch.compile of the drafter's forward
     on_policy: OnPolicy | None = None  # null: all text is the target's
     # where the figures go beside metrics.jsonl: any of tensorboard, wandb, trackio
-    report_to: list[str] = _trackers(default_factory=list)  # noqa: RUF009
+    report_to: list[str] = trackers_field(default_factory=list)  # noqa: RUF009
 
     def accumulation(self, processes: int) -> int:
         """Micro-batches a step; RecipeError where `rows_per_step` is not divided by theirs."""
@@ -358,7 +276,7 @@ class Decode:
     """How drafts are grown, accepted and measured."""
 
     # chain:K, cartesian:A,B,…, sparse:N, a list of paths (lists of integers), or a file of them
-    tree: str | list[Any] = _tree(default="chain:4")  # noqa: RUF009
+    tree: str | list[Any] = tree_field(default="chain:4")  # noqa: RUF009
     rule: str = one_of("greedy", "match", "coupled")
     # what validation and the benchmark continue: "same" as distillation (distill.prefix; prompts of
     # at most distill.prefix_tokens), or "window"
