@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from headstart.heads import OptionError
 
-from .engine import deepspeed_settings
+from .engine import deepspeed_settings, under_fsdp
 from .recipe import TargetSpec, Train
 
 
@@ -36,7 +36,7 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
     gpu = torch.cuda.is_available()
     processes = int(os.environ.get("WORLD_SIZE", 1))  # as launchers set it
     bf16 = multiplies_in_bf16()
-    deepspeed = deepspeed_settings(os.environ, bf16)
+    deepspeed, fsdp = deepspeed_settings(os.environ, bf16), under_fsdp(os.environ)
     if deepspeed is not None:
         os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # they are in the settings now
     if not torch.accelerator.is_available():
@@ -53,7 +53,7 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "seed": seed,
         "use_cpu": not gpu,
         # Autocast of products alone: weights, gradients and the optimizer's state stay float32.
-        "bf16": bf16 and deepspeed is None,
+        "bf16": bf16 and deepspeed is None and not fsdp,
         "deepspeed": deepspeed,
         "dataloader_pin_memory": gpu,
         "eval_strategy": "steps",
@@ -72,6 +72,7 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "disable_tqdm": True,  # the bar of `Progress` knows about the time bound
     }
     args = TrainingArguments(**settings | changes)
+    args.own_autocast = bf16 and fsdp  # type: ignore[attr-defined]  # accelerate's casts weights
     args._n_gpu = min(args.n_gpu, 1)  # without a launcher take one GPU, instead of DataParallel
     return args
 

@@ -17,14 +17,14 @@ from headstart.heads import Drafter, DrafterConfig, Manifest, TrainableDrafter, 
 from headstart.heads.artifacts.files import METRICS, PLOT, TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.artifacts.saving import write_artifact
-from headstart.heads.core import gathered, output_layer
+from headstart.heads.core import gathered
 from headstart.heads.core.files import write_atomically
 
 from .card import training_card
 from .data.documents import Document
 from .data.prefixes import held_out_texts, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
-from .engine import loaded_whole
+from .engine import ends_of, loaded_whole
 from .estimate import training_flops
 from .joint import adapter_loss_change, training_classes
 from .kept import (
@@ -69,18 +69,12 @@ def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> 
     counts = rows.token_counts(config.vocab_size) if rows else None
     devices = [target.device] if target.device.type == "cuda" else []
     # From the seed alone, so that it is the same on all processes and in equal runs.
-    with torch.random.fork_rng(devices), loaded_whole(), gathered(*_read_at_start(target)):
+    with torch.random.fork_rng(devices), loaded_whole(), gathered(*ends_of(target)):
         torch.manual_seed(recipe.seed)
         drafter = kind(config).float().to(target.device).bind(target)  # type: ignore[arg-type]
         if isinstance(drafter, TrainableDrafter):
             drafter.init_from_target(counts)
     return drafter
-
-
-def _read_at_start(target: PreTrainedModel) -> list[Any]:
-    """What drafters call of a target when they are made; its layers are read one by one."""
-    norm = getattr(target.get_decoder(), "norm", None)
-    return [target.get_input_embeddings(), output_layer(target), norm]
 
 
 def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
@@ -160,7 +154,7 @@ def choose(
             load_weights(drafter, loaded.target, checkpoint)
             loads = step
             validation = validation or loaded.validation(recipe)
-            with gathered(drafter):
+            with gathered(drafter, *ends_of(loaded.target)):
                 measured[step] = from_process_0(validation(drafter.eval()))
     best = max(measured, key=lambda step: (measured[step]["tau"], -step))
     if best != loads:
@@ -188,7 +182,9 @@ def write_drafter(
         size = recipe.decode.prefix_tokens
         while not (texts := held_out_texts(tokenizer, loaded.held_out, size, recipe.seed)):
             size //= 2  # the documents are shorter
-        measured = measured | {"held_out_loss": adapter_loss_change(target, drafter.adapter, texts)}
+        with gathered(*ends_of(target)):
+            change = adapter_loss_change(target, drafter.adapter, texts)
+        measured = measured | {"held_out_loss": change}
     adapter = drafter.adapter
     manifest = Manifest(  # by all processes, each of which may hold a part of the target
         family=recipe.drafter.family,

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from accelerate import DistributedType
 from torch import nn
-from transformers import AutoConfig, TrainingArguments
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import deepspeed as integration
 
 from headstart.heads import OptionError
-from headstart.heads.core import load_pretrained
+from headstart.heads.core import decoder_layers, load_pretrained, output_layer
 
 
 def deepspeed_settings(environment: Mapping[str, str], bf16: bool) -> dict[str, Any] | None:
@@ -102,11 +104,16 @@ def _own_settings(file: Path) -> dict[str, Any]:
     return settings
 
 
+def under_fsdp(environment: Mapping[str, str]) -> bool:
+    """Whether a run was launched for FSDP."""
+    return environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
 def kind_of(args: TrainingArguments, environment: Mapping[str, str]) -> str:
     """What spreads a run: `one process`, `DDP`, `FSDP2`, `ZeRO-2`, `ZeRO-3` …"""
     if (plugin := args.deepspeed_plugin) is not None:
         return f"ZeRO-{plugin.zero_stage}"
-    if environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if under_fsdp(environment):
         return f"FSDP{environment.get('FSDP_VERSION', '1')}"
     return "DDP" if args.world_size > 1 else "one process"
 
@@ -114,7 +121,8 @@ def kind_of(args: TrainingArguments, environment: Mapping[str, str]) -> str:
 def describe(args: TrainingArguments, environment: Mapping[str, str]) -> str:
     """What a run is spread over, such as `ZeRO-2, 8 processes, cuda, bfloat16 products`."""
     plugin, world = args.deepspeed_plugin, args.world_size
-    bf16 = args.bf16 or (plugin is not None and "torch_autocast" in plugin.deepspeed_config)
+    bf16 = args.bf16 or getattr(args, "own_autocast", False)
+    bf16 |= plugin is not None and "torch_autocast" in plugin.deepspeed_config
     processes = [f"{world} processes"] if world > 1 else []
     dtype = "bfloat16 products" if bf16 else "float32"
     return ", ".join([kind_of(args, environment), *processes, args.device.type, dtype])
@@ -154,6 +162,23 @@ def size_buckets(args: TrainingArguments, hidden_size: int) -> None:
 def weights_are_sharded() -> bool:
     """Whether models are loaded in parts, one a process, which ZeRO-3 does from the start."""
     return integration.is_deepspeed_zero3_enabled()
+
+
+def in_shards(module: nn.Module) -> bool:
+    """Whether processes hold parts of a module's weights, by ZeRO-3 or FSDP2."""
+    return any(hasattr(w, "ds_id") or isinstance(w, DTensor) for w in module.parameters())
+
+
+def ends_of(target: PreTrainedModel) -> list[Any]:
+    """A target's modules outside of its layers: embedding, output layer and last norm."""
+    norm = getattr(target.get_decoder(), "norm", None)
+    return [target.get_input_embeddings(), output_layer(target), norm]
+
+
+def shard_layers(target: PreTrainedModel) -> None:
+    """Let FSDP2 shard each layer of a target for itself; the rest, and the drafter, go together."""
+    for layer in decoder_layers(target):
+        fully_shard(layer)
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from headstart.heads.parts.adapter import Adapter
 from headstart.heads.parts.recompute import compute_again
 from headstart.heads.trainable import DraftLogits
 
-from .engine import forget_steps, weights_are_sharded
+from .engine import forget_steps, in_shards
 from .losses import LOSSES
 from .losses.comparisons import SoftLabels, rows_at_once
 from .losses.draft_loss import zero_with_gradient
@@ -91,7 +91,7 @@ class JointTarget(TargetWithDrafter):
         batch = tokens, supervised, counts, segments, positions
         if weight is None:
             loss = self.draft_loss(base, base, *batch)
-            if in_parallel() and not weights_are_sharded():  # ZeRO-3 waits for no gradient
+            if in_parallel() and not in_shards(self):  # which wait for no gradient
                 loss = loss + zero_with_gradient(self.adapter.parameters())
             return {"loss": loss}
         adapted = self.run_target(tokens, positions)
@@ -115,7 +115,7 @@ class JointTarget(TargetWithDrafter):
         return torch.cat([super().counts(tokens, supervised, segments), own])
 
     def trained(self) -> list[nn.Module]:
-        return [self.drafter, nn.ParameterList(self.adapter.parameters())]
+        return [self.drafter, *self.adapter.factors()]
 
     def load(self, folder: Path) -> None:
         super().load(folder)

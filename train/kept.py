@@ -72,8 +72,7 @@ def load_weights(drafter: Drafter, target: PreTrainedModel, checkpoint: Path) ->
 
 def learnt_by(drafter: Drafter) -> list[nn.Module]:
     """What was trained of a drafter and its target, as modules."""
-    adapter = drafter.adapter
-    return [drafter, nn.ParameterList(adapter.parameters() if adapter is not None else [])]
+    return [drafter, *(drafter.adapter.factors() if drafter.adapter is not None else [])]
 
 
 def earlier_training(root: Path, settings: dict[str, Any], reads: dict[str, str]) -> StageFolder:

@@ -39,7 +39,17 @@ from .checkpoints import (
 from .clock import Clock, Progress
 from .data.batches import batch_loader
 from .data.training_rows import Rows
-from .engine import check_kind, describe, keep_whole, kind_of, leave_out_frozen, size_buckets
+from .engine import (
+    check_kind,
+    describe,
+    ends_of,
+    in_shards,
+    keep_whole,
+    kind_of,
+    leave_out_frozen,
+    shard_layers,
+    size_buckets,
+)
 from .epochs import NextEpoch, make_batches, steps_of
 from .metrics import Metrics, scalars
 from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
@@ -198,6 +208,11 @@ class DrafterTrainer(Trainer):
         """Further arguments of the module's forward in the coming step."""
         return {}
 
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.is_fsdp_enabled and not in_shards(self.module):
+            shard_layers(self.module.target)
+        return super().create_optimizer(model)
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.is_deepspeed_enabled:  # its engine exists now, and its checkpoint is not yet read
             engine = self.accelerator.deepspeed_engine_wrapped.engine  # type: ignore[union-attr]
@@ -235,7 +250,9 @@ class DrafterTrainer(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         options = {"counts": num_items_in_batch, **self.forward_options()}
-        outputs = model(**inputs, **options)
+        autocast = getattr(self.args, "own_autocast", False)
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=autocast):
+            outputs = model(**inputs, **options)
         self.parts.append((inputs, outputs["loss"].detach()))
         if self.accelerator.sync_gradients:  # before the gradients are used
             self.agree(options)
@@ -245,7 +262,7 @@ class DrafterTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Decode the validation prompts; every process does, and process 0's figures count."""
-        with gathered(self.module.drafter):
+        with gathered(self.module.drafter, *ends_of(self.module.target)):
             measured = from_process_0(self.validation(self.module.drafter))
         metrics = {f"eval_{name}": value for name, value in measured.items()}
         self.log(scalars(metrics))
@@ -274,6 +291,24 @@ class DrafterTrainer(Trainer):
             reached = Reached(self.clock.seconds, self.loss_total)
             finish_checkpoint(folder, self.spread(), reached)
             keep_only(self.folder, [folder, Path(self.state.best_model_checkpoint or folder)])
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        # transformers would save the target too.
+        torch.save(self.optimizer.state_dict(), self._shard_of_optimizer(output_dir))  # type: ignore[union-attr]
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.is_fsdp_enabled or checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        file = self._shard_of_optimizer(checkpoint)
+        self.optimizer.load_state_dict(torch.load(file, weights_only=False))  # type: ignore[union-attr]
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt"))
+
+    def _shard_of_optimizer(self, checkpoint: str) -> Path:
+        return Path(checkpoint) / f"optimizer-{self.args.process_index}.pt"
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with gathered(*self.module.trained(), write=True):

@@ -90,6 +90,10 @@ class Adapter:
         named = self._wrapped.named_parameters() if self.attached else ()
         return [p for name, p in named if "lora_" in name]
 
+    def factors(self) -> list[nn.Module]:
+        """The modules that hold the factors; empty if it is not attached."""
+        return [part for layer in self._layers().values() for part in (layer.lora_A, layer.lora_B)]
+
     def train(self, mode: bool = True) -> None:
         """Switch the adapter's dropout; the target's own stays off."""
         for layer in self._layers().values():

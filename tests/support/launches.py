@@ -61,7 +61,7 @@ class Job:
             line = [sys.executable, *launcher, *line[1:]]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         environment.pop("ACCELERATE_USE_CPU", None)
-        if self.launch == "ddp_cpu":
+        if self.launch in ("ddp_cpu", "fsdp2"):
             environment["ACCELERATE_USE_CPU"] = "true"
         with (self.folder / "out").open("w") as out, (self.folder / "err").open("w") as err:
             self.process = subprocess.Popen(line, stdout=out, stderr=err, env=environment, cwd=ROOT)

@@ -18,7 +18,8 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from accelerate.state import PartialState
+from accelerate.state import DistributedType, PartialState
+from torch.distributed.tensor import DTensor
 
 from headstart.train import arguments, pipeline
 from headstart.train.lifetime import end_processes
@@ -44,6 +45,8 @@ def arrive(place: Any) -> None:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, DTensor):
+        return [value.to_local()]
     if torch.is_tensor(value):
         return [value]
     if isinstance(value, dict):
@@ -101,6 +104,12 @@ def load_in_bf16(run: Any, target: Any) -> Any:
     return LOAD(run, target)
 
 
+def relabelled(*args: Any, **how: Any) -> Any:
+    made = arguments.training_arguments(*args, **how)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return made
+
+
 LOAD = pipeline._Run._load
 names = ("create_optimizer", "end_step", "get_batch_samples", "_save_checkpoint")
 ORIGINAL: dict[str, Any] = {name: getattr(DrafterTrainer, name) for name in names}
@@ -111,6 +120,9 @@ Validation.__call__ = last_is_best  # type: ignore[method-assign]
 if JOB.get("bf16"):
     arguments.multiplies_in_bf16 = lambda: True
     pipeline._Run._load = load_in_bf16  # type: ignore[method-assign]
+if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    # On a CPU accelerate makes DDP of FSDP, unless it takes the processes for those of GPUs.
+    pipeline.training_arguments = relabelled  # type: ignore[assignment]
 status: Any = 0
 try:
     for recipe in JOB["recipes"]:

@@ -1,4 +1,7 @@
-"""Two processes on the CPU, from the shipped launch files: DDP, DeepSpeed ZeRO-2 and ZeRO-3."""
+"""Two processes on the CPU, from the shipped launch files: DDP, DeepSpeed ZeRO-2 and ZeRO-3, FSDP2.
+
+FSDP2 is only as far as a CPU can, see `several.py`.
+"""
 
 import json
 import os
@@ -17,8 +20,9 @@ from tests.support.recipes import TINY, launch
 
 pytestmark = pytest.mark.distributed
 
-ENGINES = ["ddp_cpu", "zero2", "zero3"]
-TOLD = {"ddp_cpu": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3"}
+ENGINES = ["ddp_cpu", "zero2", "zero3", "fsdp2"]
+TOLD = {"ddp_cpu": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+TYPES = {"ddp_cpu": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +53,7 @@ def test_the_engine_is_what_was_asked_for(root: Path, engine: Any) -> None:
     for process in seen:
         for run in process:
             assert run["processes"] == 2
-            assert run["type"] == ("MULTI_CPU" if name == "ddp_cpu" else "DEEPSPEED")
+            assert run["type"] == TYPES[name]
             assert run["engine"] == f"{TOLD[name]}, 2 processes, cpu, float32"
     for family in FAMILIES:
         manifest = root / "runs" / f"{name}-{family}" / "heads" / "headstart.json"
