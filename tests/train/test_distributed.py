@@ -166,9 +166,7 @@ def test_another_number_of_processes_is_refused(root: Path) -> None:
 
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
 def test_bfloat16_products_leave_weights_in_float32(root: Path, name: str) -> None:
-    run = recipe(root, f"bf16-{name}", "eagle3", 2) | {
-        "target": TINY["target"] | {"dtype": "bfloat16"}
-    }
+    run = recipe(root, f"bf16-{name}", "eagle3", 2)
     for process in Job(root / f"bf16-{name}", [run], name, {"bf16": True}).run():
         (seen,) = process
         assert seen["engine"] == f"{TOLD[name]}, 2 processes, cpu, bfloat16 products"
