@@ -231,7 +231,7 @@ def available_prompts(
     """How many prompts held-out documents give for each part; see `held_out_prompts`."""
     kind = prompt_settings(recipe)
     given = _by_document(
-        tokenizer, documents, kind["tokens"], recipe.seed, kind["prefix"], kind["chat"]
+        tokenizer, documents, kind["tokens"], recipe.seed, kind["prefix"], kind["chat"], recipe.chat
     )
     parts: tuple[Part, ...] = ("validation", "bench")
     return {part: sum(map(len, _of_part(given, part))) for part in parts}
