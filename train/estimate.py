@@ -23,7 +23,7 @@ from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
 from headstart.heads.core import decoder_layers, load_pretrained
 
 from .losses import LOSSES
-from .losses.chunked import KEPT_LOGITS
+from .losses.comparisons import GPU_BYTES
 from .recipe import Hardware, Recipe
 from .recipe.files import architectures
 
@@ -218,8 +218,8 @@ class _Arithmetic:
         return float(features + frozen + kept)
 
     def _logits(self) -> float:
-        """The chunk of logits at work: drafter's, teacher's and their gradients, in float32."""
-        return 4.0 * 4 * KEPT_LOGITS
+        """The chunk of logits at work: drafter's, teacher's and their gradients."""
+        return float(GPU_BYTES)
 
     def _cache_bytes(self) -> float:
         """Keys and values while the target writes."""
