@@ -6,18 +6,15 @@ be strings. Nothing here imports torch, so that `--help` and a mistyped recipe a
 
 import dataclasses
 import datetime
-import difflib
-import functools
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from huggingface_hub.dataclasses import as_validated_field, strict, validated_field
+from huggingface_hub.dataclasses import as_validated_field, strict
 
 from ..losses import LOSSES
+from .fields import RecipeError, nearest, number, one_of, positive
 
 COLUMNS = (  # that rows may have, for `columns`
     "messages", "conversations", "tools", "system", "prompt", "completion", "response",
@@ -26,44 +23,6 @@ COLUMNS = (  # that rows may have, for `columns`
 
 TRACKERS = ("tensorboard", "wandb", "trackio")
 """What `train.report_to` may name, which are also the packages."""
-
-
-class RecipeError(ValueError):
-    """A recipe that cannot be used; the message names the key's path and what was expected."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """` (did you mean 'x'?)` with the known name that is closest to `name`, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def number(
-    default: Any, gt: float = -inf, ge: float = -inf, lt: float = inf, le: float = inf
-) -> Any:
-    """The field of a finite number that is greater than `gt`, at least `ge`, and so on."""
-    bounds = {"greater than": gt, "at least": ge, "less than": lt, "at most": le}
-    expected = " and ".join(f"{words} {n}" for words, n in bounds.items() if isfinite(n))
-
-    def check(value: float | None) -> None:  # whether null is a value is said by the type
-        if value is not None and not (gt < value < lt and ge <= value <= le):
-            raise ValueError(f"found {value!r}, expected a finite number {expected}")
-
-    return validated_field(check, default=default)
-
-
-positive = functools.partial(number, gt=0)
-
-
-def one_of(*choices: str) -> Any:
-    """The field of a string that is one of `choices`, by default the first."""
-
-    def check(value: str) -> None:
-        if value not in choices:
-            near = nearest(value, choices)
-            raise ValueError(f"found {value!r}{near}; expected one of {', '.join(choices)}")
-
-    return validated_field(check, default=choices[0])
 
 
 @as_validated_field

@@ -85,7 +85,9 @@ def test_prompts_of_chats_are_those_that_distillation_continues() -> None:
 def test_starts_and_windows() -> None:
     tokenizer = train_tokenizer(DOCUMENTS, 270, 128)
     recipe = load_recipe("quickstart", ["distill.prefix=start", "decode.prefix_tokens=10"])
-    assert prompt_settings(recipe) == {"prefix": "start", "tokens": 10, "chat": "auto"}
+    settings = prompt_settings(recipe)
+    assert settings.pop("rendering")["supervise"] == "all"
+    assert settings == {"prefix": "start", "tokens": 10, "chat": "auto"}
     starts = held_out_prompts(tokenizer, DOCUMENTS, 4, 10, prefix="start")
     texts = {document.id: tokenizer(document.text)["input_ids"] for document in DOCUMENTS}
     assert all(p.tokens.tolist() == texts[p.document][:10] for p in starts)

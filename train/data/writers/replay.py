@@ -55,7 +55,7 @@ class Replay:
         self._coming = self._coming if self.document.messages else []
         first, limit = not self.answers, self.spec.row_tokens
         fits = len(tokens) < limit and (not first or len(tokens) <= self.spec.prefix_tokens)
-        if len(tokens) < 2 or not fits:  # one token is no prompt
+        if not tokens or not fits:
             self.counts.too_long, self.counts.cut = int(first and not fits), int(not first)
             self._coming = []
             return None
