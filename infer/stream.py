@@ -196,7 +196,7 @@ class _Stream:
         tokens = pad_sequence(ids, batch_first=True).to(target.device)  # [R, T]
         where = torch.tensor(rows, device=target.device)  # [R]
         position = torch.tensor(roots, device=target.device)
-        # Of a prompt of one token that one is run, too: its slot is written again as the root's, and
+        # A prompt of one token is run, too: as the root it is written to the same slot again, and
         # drafters, which see it twice, only propose less well.
         counts = [max(root, 1) for root in roots]
         before = tokens[:, : max(counts)]

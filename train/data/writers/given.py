@@ -37,6 +37,9 @@ class GivenWriter:
     def choose(self) -> None:
         """There is nothing to choose."""
 
+    def done(self, numbers: range) -> None:
+        """Nothing was kept for them."""
+
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         for first in range(numbers.start, numbers.stop, _AT_ONCE):
             some = range(first, min(first + _AT_ONCE, numbers.stop))

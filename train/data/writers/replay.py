@@ -29,10 +29,19 @@ class Replay:
 
     Args:
         ends: the ids that end a turn.
+        number: the unit's.
     """
 
-    def __init__(self, document: Document, renderer: ChatRenderer, spec: Distill, ends: set[int]):
+    def __init__(
+        self,
+        document: Document,
+        renderer: ChatRenderer,
+        spec: Distill,
+        ends: set[int],
+        number: int = 0,
+    ):
         self.document, self.renderer, self.spec, self.ends = document, renderer, spec, ends
+        self.number = number
         self.history: list[Message] = []
         self.answers, self.finished = 0, True  # whether the last answer came to its end
         self.rows: list[Rendered] = []
