@@ -167,6 +167,14 @@ def test_the_drafter_is_used_where_it_is_faster_and_the_choice_is_kept(
     assert manifest["template_hash"] and manifest["settings"]["distill"]["drafter"] == "lookup"
 
 
+def test_a_drafter_that_adapts_the_target_is_refused(tmp_path: Path) -> None:
+    manifest = {"family": "medusa2", "target": "t", "target_fingerprint": "f"}
+    manifest["adapter_sha256"] = "a" * 64
+    (tmp_path / "headstart.json").write_text(json.dumps(manifest))
+    with pytest.raises(DistillError, match="changes the target by an adapter"):
+        written(tmp_path / "rows", replace(SPEC, drafter=str(tmp_path)))
+
+
 def test_limits_cut_chats_at_a_turn_and_are_counted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
