@@ -60,8 +60,8 @@ class Drafting:
             source = DrafterSource(spec.drafter)
             if source.kind is SourceKind.ARTIFACT and source.manifest.adapter_sha256:
                 raise DistillError(
-                    f"distill.drafter {spec.drafter} changes the target by an adapter, and rows are "
-                    "the text of the target as it is; take another drafter, or null."
+                    f"distill.drafter {spec.drafter} changes the target by an adapter, and rows "
+                    "are the text of the target as it is; take another drafter, or null."
                 )
             rule = "coupled" if spec.temperature else "greedy"
             self._drafted = load(model, source, tokenizer=tokenizer, rule=rule)
