@@ -1,4 +1,4 @@
-# make quickstart | test | check | clean.  PYTHON chooses the interpreter, ARGS adds arguments:
+# make quickstart | test | distributed | check | clean.  PYTHON chooses the interpreter, ARGS adds arguments:
 #   make quickstart ARGS=--fresh PYTHON=python3.12
 PYTHON ?= python3
 ARGS ?=
@@ -7,13 +7,17 @@ ARGS ?=
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 READY := .venv/ready
 
-.PHONY: quickstart test check clean
+.PHONY: quickstart test distributed check clean
 
 quickstart: $(READY)
 	$(IN_VENV) headstart quickstart $(ARGS)
 
 test: $(READY)
 	$(IN_VENV) pytest -n auto $(ARGS)
+
+# Runs of several processes: one at a time, after the others.
+distributed: $(READY)
+	$(IN_VENV) pytest -m distributed $(ARGS)
 
 check: $(READY)
 	$(IN_VENV) ruff check .

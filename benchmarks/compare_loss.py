@@ -1,8 +1,8 @@
 """Times a training step's loss against that of another checkout of this project.
 
-Both run in processes of their own and take turns, so that what else the machine does slows both.
-Compared are forward and backward of a drafter's loss on random features of a random target, the
-gradients of both, and the memory that each had at its peak.
+Both run in processes of their own and take turns. Compared are forward and backward of a drafter's
+loss on random features of a random target, the gradients of both as one vector, and the memory that
+each had at its peak. On a CPU the seconds are those that the process had of it.
 
     python benchmarks/compare_loss.py --before ../older-checkout --family eagle3 --width 32000
 """
@@ -85,6 +85,7 @@ def work(args: argparse.Namespace) -> None:
     """Answer each line on stdin with a step's seconds, and the last with the peak and gradients."""
     loss, drafter, batch = setting(args)
     gpu = torch.cuda.is_available()
+    clock = time.perf_counter if gpu else time.process_time
     drafter.zero_grad()
     for line in sys.stdin:
         if line.strip() != "step":
@@ -92,12 +93,12 @@ def work(args: argparse.Namespace) -> None:
             print(json.dumps({"megabytes": peak()}), flush=True)
             return
         drafter.zero_grad()
-        started = time.perf_counter()
+        started = clock()
         found = loss(*batch)
         found.backward()
         if gpu:
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - started
+        seconds = clock() - started
         print(json.dumps({"seconds": seconds, "loss": found.item()}), flush=True)
 
 
@@ -128,20 +129,17 @@ def compare(args: argparse.Namespace) -> None:
     sides = {"before": Worker(args.before.resolve(), sys.argv[1:])}
     sides["after"] = Worker(ROOT, sys.argv[1:])
     found: dict[str, list[dict[str, float]]] = {name: [] for name in sides}
-    for turn in range(args.steps + 2):
+    for turn in range(args.steps + 1):
         for name, worker in sides.items():
             answer = worker.ask("step")
-            if turn >= 2:  # the first ones also make what later ones reuse
+            if turn:  # the first also makes what later ones reuse
                 found[name].append(answer)
     seconds = {name: [each["seconds"] for each in answers] for name, answers in found.items()}
     ratios = [a / b for a, b in zip(seconds["before"], seconds["after"], strict=True)]
     saved = {name: Path(f"/tmp/compare_loss.{os.getpid()}.{name}.pt") for name in sides}
     peaks = {name: sides[name].ask(str(path))["megabytes"] for name, path in saved.items()}
-    before, after = (torch.load(path) for path in saved.values())
-    apart = max(
-        ((a - b).norm() / a.norm().clamp(min=1e-30)).item()
-        for a, b in zip(before, after, strict=True)
-    )
+    before, after = (torch.cat([g.flatten() for g in torch.load(p)]) for p in saved.values())
+    apart = ((before - after).double().norm() / before.double().norm()).item()
     for path in saved.values():
         path.unlink()
     report = {

@@ -47,15 +47,16 @@ def measure(source: Path) -> dict[str, float]:
     before, peak = private_megabytes(), Peak()
     peak.start()
     with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
+        started, busy = time.perf_counter(), time.process_time()
         counts = build_corpus(
             Corpus(source=str(source), max_bytes=10**12, held_out=0.02), Path(folder)
         )
-        seconds = time.perf_counter() - started
+        seconds, busy = time.perf_counter() - started, time.process_time() - busy
     peak.done.set()
     peak.join()
     return {
         "seconds": round(seconds, 2),
+        "cpu_seconds": round(busy, 2),
         "megabytes_before": round(before),
         "megabytes": round(peak.megabytes),
         "documents": counts["train_documents"] + counts["held_out_documents"],

@@ -16,10 +16,19 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from .core import OptionError, OutputLayer, load_pretrained, output_layer
+from .core import (
+    OptionError,
+    OutputLayer,
+    decoder_layers,
+    device_of,
+    load_pretrained,
+    output_layer,
+)
 from .drafter import DrafterConfig, Step, last_true
+from .parts.adapter import Adapter
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import copy_layers, layers_of
+from .parts.recompute import compute_again
 from .trainable import DraftLogits, TrainableDrafter
 
 
@@ -32,6 +41,8 @@ class DraftModelConfig(DrafterConfig):
         layers: which layers of the target the student starts from, or how many of them, spread
             evenly from the first to the last; with the target's embedding, norm and output layer.
         model: a folder or the Hub name of the student, in place of `layers`.
+        lora: train factors of the student's linear layers instead of its weights, into which they
+            are merged when it is saved: `rank`, and as for Medusa-2 `alpha`, `dropout`, `modules`.
     """
 
     model_type = "headstart_draft_model"
@@ -39,8 +50,9 @@ class DraftModelConfig(DrafterConfig):
     student: dict[str, Any] | None = None
     layers: int | list[int] | None = None
     model: str | None = None
+    lora: dict[str, Any] | None = None
 
-    OPTIONS = ("layers", "model")
+    OPTIONS = ("layers", "model", "lora")
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
@@ -50,6 +62,7 @@ class DraftModelConfig(DrafterConfig):
                 f"drafter.layers is {config.layers} and drafter.model {config.model}; expected one "
                 "of them: layers of the target, or the folder or Hub name of a smaller model."
             )
+        own_adapter(config.lora)
         if config.model is None:
             config.student = layers_of(target.config, config.chosen(target)).to_dict()
         else:
@@ -70,6 +83,23 @@ class DraftModelConfig(DrafterConfig):
         )
 
 
+def own_adapter(lora: dict[str, Any] | None) -> Adapter | None:
+    """The student's adapter by the option `lora`; an OptionError for what it cannot mean."""
+    if lora is None:
+        return None
+    known = {"rank": 16, "alpha": 32.0, "dropout": 0.0, "modules": []}
+    whole = {**known, **lora}
+    rank, alpha, dropout, modules = (whole[name] for name in known)
+    fits = all(isinstance(number, int | float) for number in (alpha, dropout))
+    fits = fits and isinstance(rank, int) and rank >= 1 and alpha > 0 and 0 <= dropout < 1
+    if whole.keys() != known.keys() or not fits or not isinstance(modules, list):
+        raise OptionError(
+            f"drafter.lora is {lora}; expected rank (at least 1), alpha (more than 0), dropout "
+            "(0 … 1, 1 excluded) and modules (a list of names), or some of them."
+        )
+    return Adapter(rank, alpha, dropout, modules)
+
+
 class DraftModel(TrainableDrafter):
     """A causal language model as the drafter: `model`, or else a new one by `config`."""
 
@@ -86,6 +116,8 @@ class DraftModel(TrainableDrafter):
             model = AutoModelForCausalLM.from_config(own, trust_remote_code=False)
         self.model: Any = model
         self._layers = CachedLayers(self.model)
+        self._inputs = self._outputs = config.vocab_size  # its token ids, counted by `bind`
+        self._lora = own_adapter(config.lora)
         self.post_init()
 
     def _init_weights(self, module: torch.nn.Module) -> None:
@@ -106,13 +138,25 @@ class DraftModel(TrainableDrafter):
         return (cls.of(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else cls.of(loaded)
 
     def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]
-        """Save the student alone, as the ordinary model that it is, in one file of weights."""
+        """Save the student alone, as the ordinary model that it is, in one file of weights.
+
+        While factors are trained they are merged into it, and saved beside it.
+        """
+        if self._lora is not None and self._lora.attached:
+            self._lora.save(Path(folder))
+            options = {"state_dict": self._lora.merged_state(), **options}
         self.model.save_pretrained(folder, **{"max_shard_size": "1TB", **options})
         # transformers derives the same from the config.
         (Path(folder) / "generation_config.json").unlink(missing_ok=True)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
-        """Take a state dict of the drafter, or one of the student as it is saved."""
+        """Take a state dict of the drafter, or one of the student as it is saved.
+
+        With the latter factors that are trained are dropped, since they are merged into it.
+        """
+        factors = any(".lora_" in name for name in state_dict)
+        if self._lora is not None and self._lora.attached and not factors:
+            self._lora.detach()
         if self.state_dict().keys() & state_dict.keys():
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         tied = self.model.all_tied_weights_keys  # one of each pair is saved
@@ -123,6 +167,8 @@ class DraftModel(TrainableDrafter):
         text = target.config.get_text_config(decoder=True)
         # The student's own sizes are free, since it reads only tokens.
         self.config.hidden_size, self.config.vocab_size = text.hidden_size, text.vocab_size
+        self._inputs = self.model.get_input_embeddings().num_embeddings
+        self._outputs = output_layer(self.model).out_features
         return super().bind(target)
 
     def shared_modules(self, target: PreTrainedModel) -> list[torch.nn.Module]:
@@ -136,6 +182,13 @@ class DraftModel(TrainableDrafter):
             self.model.load_state_dict(loaded.state_dict())
         elif self.config.layers is not None:
             copy_layers(self.target, self.model, self.config.chosen(self.target))
+        if self._lora is not None:
+            self._lora.attach(self.model)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        if self._lora is None or not self._lora.attached:
+            return super().load_checkpoint(folder)
+        return self._lora.load(folder)  # its base is as it was at first
 
     def start(self, batch: int, capacity: int) -> DraftCache:
         return self._layers.start(batch)
@@ -156,9 +209,8 @@ class DraftModel(TrainableDrafter):
 
     def _known(self, tokens: Tensor) -> Tensor:
         """Target ids, clamped to those of the student; ids beyond them are padding."""
-        embedding: Any = self.model.get_input_embeddings()
-        known = embedding.num_embeddings
-        return tokens if known >= self.config.vocab_size else tokens.clamp(max=known - 1)
+        few = self._inputs < self.config.vocab_size
+        return tokens.clamp(max=self._inputs - 1) if few else tokens
 
     def _step(self, logits: Tensor) -> Step:
         return Step(logits[..., : self.config.vocab_size], self.draft_vocabulary)
@@ -166,10 +218,9 @@ class DraftModel(TrainableDrafter):
     @property
     def draft_vocabulary(self) -> Tensor | None:
         """[Vd] the ids 0 … Vd - 1, where the student has fewer than the target; None otherwise."""
-        layer = output_layer(self.model)
-        if layer.out_features >= self.config.vocab_size:
+        if self._outputs >= self.config.vocab_size:
             return None
-        return torch.arange(layer.out_features, device=layer.weight.device)
+        return torch.arange(self._outputs, device=device_of(output_layer(self.model)))
 
     @property
     def language_model(self) -> PreTrainedModel | None:
@@ -194,7 +245,7 @@ class DraftModel(TrainableDrafter):
         return lambda states: self._output(states)[:, : self.config.vocab_size]
 
     def checkpoint_activations(self) -> bool:
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        compute_again(decoder_layers(self.model))
         return True
 
     def draft_output(self, depth: int) -> DraftLogits:

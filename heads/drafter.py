@@ -11,7 +11,6 @@ state at xi):
     -> proposals for x6; the root of the tree is x5, which has no feature yet
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -126,10 +125,6 @@ class Drafter(StoredDrafter):
     def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
         """The target's layers that it calls; where weights are streamed in, these stay."""
         return [target.get_input_embeddings(), output_layer(target)]
-
-    def forward(self, work: Callable[[], Tensor]) -> Tensor:
-        """Do `work` with the drafter's weights, which sharding brings in for a module's forward."""
-        return work()
 
     def start(self, batch: int, capacity: int) -> Any:
         """A fresh state for `batch` rows of at most `capacity` tokens each.

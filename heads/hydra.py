@@ -26,6 +26,7 @@ from .drafter import Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import layer_like, own_layers
 from .parts.published.hydra import HYDRA, hydra
+from .parts.recompute import compute_again
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
 from .trainable import DraftLogits
 
@@ -165,7 +166,7 @@ class Hydra(TokenConditioned):
 
     def checkpoint_activations(self) -> bool:
         if self.prefix is not None:
-            self.prefix.gradient_checkpointing_enable({"use_reentrant": False})
+            compute_again(self.prefix.layers)
         return self.prefix is not None
 
     def draft_output(self, depth: int) -> DraftLogits:

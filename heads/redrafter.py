@@ -39,9 +39,10 @@ class ReDrafterConfig(VocabularyConfig):
 
 
 class ReDrafterState:
-    """[f_t ; s_k], [B, 1 + nodes, 2 D], of the root and of the nodes grown in this round."""
+    """What a round keeps: the feature that it began with, and the cell's state at every node."""
 
-    nodes: Tensor
+    feature: Tensor  # [B, 1, D]
+    cells: Tensor  # [B, 1 + nodes, D], the root's first
 
 
 class _Zero(nn.Linear):
@@ -104,15 +105,16 @@ class ReDrafter(TokenConditioned):
         depths: int,
         positions: Tensor | None = None,
     ) -> Tensor:
-        states, found = self._before(features[where]), []
+        feature = features[where].to(self.dtype)  # [M, D]
+        cell, found = torch.zeros_like(feature), []
         for depth in range(1, depths + 1):
             # Past the row's end any token will do.
-            states = self._step(tokens.roll(-depth, 1)[where], states)
-            found.append(states)
+            cell = self._step(tokens.roll(-depth, 1)[where], cell)
+            found.append(torch.cat([feature, cell], -1))
         return torch.stack(found)  # [K, M, 2 D]
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
-        return lambda states: self.lm_head(self.input_proj(states))
+        return self._logits
 
     def draft_output(self, depth: int) -> DraftLogits:
         blocks = self.lm_head[:-1]
@@ -124,22 +126,23 @@ class ReDrafter(TokenConditioned):
         return ReDrafterState()
 
     def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        state.feature = last_true(features, count).to(self.rnn_w.weight.dtype).unsqueeze(1)
         root = last_true(tokens.unsqueeze(-1), count)  # [B, 1]
-        state.nodes = self._step(root, self._before(last_true(features, count)).unsqueeze(1))
-        return self.propose(state.nodes)
+        state.cells = self._step(root, torch.zeros_like(state.feature))  # [B, 1, D]
+        return self._propose(state.feature, state.cells)
 
     def extend(self, state: Any, tokens: Tensor, parent: Tensor) -> Step:
-        above = entries_at(state.nodes, parent + 1)  # [B, W, 2 D]
-        below = self._step(tokens, above)
-        state.nodes = torch.cat([state.nodes, below], 1)
-        return self.propose(below)
+        cells = self._step(tokens, entries_at(state.cells, parent + 1))  # [B, W, D]
+        state.cells = torch.cat([state.cells, cells], 1)
+        return self._propose(state.feature.expand_as(cells), cells)
 
-    def _before(self, features: Tensor) -> Tensor:
-        """Features f [..., D] -> [f ; s_0]."""
-        return F.pad(features.to(self.dtype), (0, features.shape[-1]))
+    def _step(self, tokens: Tensor, cell: Tensor) -> Tensor:
+        """Tokens [...] and the states s before them [..., D] -> the states after them [..., D]."""
+        return F.silu(self.rnn_w(self.embed(tokens)) + self.rnn_u(cell))
 
-    def _step(self, tokens: Tensor, states: Tensor) -> Tensor:
-        """Tokens [...] and [f ; s] before them, [..., 2 D] -> [f ; s] after them."""
-        feature, cell = states.chunk(2, -1)
-        cell = F.silu(self.rnn_w(self.embed(tokens)) + self.rnn_u(cell))
-        return torch.cat([feature, cell], -1)
+    def _propose(self, feature: Tensor, cell: Tensor) -> Step:
+        return self.propose(torch.cat([feature, cell], -1))
+
+    def _logits(self, states: Tensor) -> Tensor:
+        """[f ; s], [..., 2 D] -> logits [..., Vd]."""
+        return self.lm_head(self.input_proj(states))

@@ -15,10 +15,13 @@ Losses, labels and ranks need no more, and do not depend on the family.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+import safetensors.torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .drafter import Drafter
 
@@ -116,6 +119,10 @@ class TrainableDrafter(Drafter):
             Whether it has such layers; False by default.
         """
         return False
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Go on from what `save_pretrained` wrote into a checkpoint of its training."""
+        self.load_state_dict(safetensors.torch.load_file(folder / SAFE_WEIGHTS_NAME))
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         """The output layer of a depth: states [M, D'] -> logits [M, Vd].

@@ -2,8 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any, Self
@@ -23,7 +22,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria
 
 from headstart.heads import OptionError, Sampling
-from headstart.heads.core import STATEFUL, row_seeds
+from headstart.heads.core import STATEFUL, device_and_dtype, row_seeds
 
 _OTHER_METHODS = {
     "constraints": "constrained beam search",
@@ -99,14 +98,16 @@ class GenerateOptions:
             )
 
 
-@contextmanager
-def without_stop_strings(config: GenerationConfig) -> Iterator[None]:
-    """Keep the model's own stop strings from `generate`, which has no tokenizer for a callable."""
-    strings, config.stop_strings = config.stop_strings, None
-    try:
-        yield
-    finally:
-        config.stop_strings = strings
+def without_stop_strings(model: PreTrainedModel) -> PreTrainedModel:
+    """The model as `generate` is to be called on it, which has no tokenizer for a callable.
+
+    That is a shallow copy with a generation config of its own where the model's has stop strings.
+    """
+    if model.generation_config.stop_strings is None:
+        return model
+    view, view_config = copy.copy(model), copy.deepcopy(model.generation_config)
+    view.generation_config, view_config.stop_strings = view_config, None
+    return view
 
 
 def check_config(config: GenerationConfig, model: PreTrainedModel) -> None:
@@ -137,6 +138,18 @@ def check_config(config: GenerationConfig, model: PreTrainedModel) -> None:
         raise OptionError(
             "the target is in training mode, where dropout is random; call model.eval()."
         )
+
+
+def check_autocast(model: PreTrainedModel) -> None:
+    """Refuse autocast to another dtype, under which keys and values differ in theirs."""
+    device, dtype = device_and_dtype(model)
+    if torch.is_autocast_enabled(device.type):
+        cast = torch.get_autocast_dtype(device.type)
+        if cast != dtype:
+            raise OptionError(
+                f"autocast to {cast} is on, and the target is in {dtype}; leave it out, and load "
+                "the target in the dtype that it shall run in."
+            )
 
 
 def read_sampling(

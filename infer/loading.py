@@ -13,7 +13,7 @@ from transformers import (
 
 from headstart.heads import Drafter, load_drafter
 from headstart.heads.artifacts.source import DrafterSource
-from headstart.heads.core import load_pretrained
+from headstart.heads.core import language_model_in, load_pretrained
 
 from .speculator import Speculator
 from .trees.parse import default_tree
@@ -39,7 +39,8 @@ def load(
     """Load target and drafter and return the Speculator over them.
 
     Args:
-        target: a model, or the folder or Hub name of one (its tokenizer is then loaded too).
+        target: a model, such as transformers or peft load it, or the folder or Hub name of one (its
+            tokenizer is then loaded too).
         drafter: a drafter, or the name or source of one, see `load_drafter`; None decodes plainly;
             several decode together, see `Union`.
         tree: see `Speculator`; None takes the artifact's plan for this machine, which decodes
@@ -60,7 +61,7 @@ def load(
         trust = options.get("trust_remote_code", False)
         tokenizer = tokenizer or load_pretrained(AutoTokenizer, target, trust_remote_code=trust)
     else:
-        model = target
+        model = language_model_in(target)
     single = drafter is None or isinstance(drafter, Drafter | NamedDrafter)
     given: Any = [drafter] if single else drafter
     drafters: list[Any] = [each for each in given if each is not None]

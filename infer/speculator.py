@@ -1,5 +1,6 @@
 """The public face of decoding: a callable for `model.generate(custom_generate=…)`."""
 
+import copy
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -17,12 +18,13 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from headstart.heads import Drafter, DrafterGroup, OptionError
-from headstart.heads.core import offloaded
+from headstart.heads import Drafter, DrafterGroup, OptionError, SlabCache
+from headstart.heads.core import device_and_dtype, language_model_in, offloaded
 
 from .generate_options import (
     Ending,
     GenerateOptions,
+    check_autocast,
     check_config,
     read_inputs,
     read_sampling,
@@ -41,22 +43,44 @@ from .trees.policy import Policy
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
+class _Requests(threading.local):
+    """How many requests the thread is in; more than one where they call each other."""
+
+    open: int = 0
+
+
+_requests = _Requests()
+
+
 def _one_request(method: Method) -> Method:
-    """Have a Speculator's method wait for other threads, and refuse a call from within itself."""
+    """Have a Speculator's method wait for other threads, and refuse a call from within itself.
+
+    A thread that is in a request already does not wait: the other might wait for it in turn.
+    """
 
     @functools.wraps(method)
     def alone(self: "Speculator", *args: Any, **options: Any) -> Any:
-        with self._lock:
+        if not self._lock.acquire(blocking=not _requests.open):
+            spare = self._spare()
+            try:
+                return getattr(spare, method.__name__)(*args, **options)
+            finally:
+                self.stats = spare.stats
+        try:
             if self._decodes:
                 raise OptionError(
                     "this speculator was called from within its own request, by a processor, "
                     "criterion or streamer; make another one with Speculator(model, …) for that."
                 )
             self._decodes = True
+            _requests.open += 1
             try:
                 return method(self, *args, **options)
             finally:
                 self._decodes = False
+                _requests.open -= 1
+        finally:
+            self._lock.release()
 
     return alone  # type: ignore[return-value]
 
@@ -69,10 +93,12 @@ class Speculator:
     whole batch once per distinct length of the rows; a stopping criterion gets no scores.
 
     It decodes one request at a time: another thread's call waits until the last one has ended, and
-    a call from within a request, by its processors, criteria or streamer, is refused.
+    a call from within a request, by its processors, criteria or streamer, is refused. Several
+    speculators, and plain `generate`, may run on one model in threads of their own at once.
 
     Args:
-        target: a causal language model of transformers, in eval mode.
+        target: a causal language model of transformers, in eval mode, also as a peft model. It may
+            be moved or recast between requests.
         drafter: bound to that target, or None to decode plainly in the same runtime; or several,
             whose trees are verified together, see `Union`.
         tree: a policy, or what `parse_tree` reads; the deepest chain (of each) when None.
@@ -106,6 +132,7 @@ class Speculator:
         attention: str = "auto",
         compile: bool | str = False,
     ):
+        target = language_model_in(target)
         self.drafters = DrafterGroup.of(drafter)
         self.drafters.bind(target)
         self.rule, self.tokenizer = rule, tokenizer
@@ -114,16 +141,34 @@ class Speculator:
         self.expansion: Expansion = record.check_expansion(expansion)
         record.check_tree(self.tree)
         self.tree.check(self.drafter, self.expansion)  # type: ignore[arg-type]
-        self.target = Target(target, self.drafters.feature_layers, attention, compile)
         self.stats = Stats()
-        if graphs and offloaded(target):
+        self._runs = {"attention": attention, "compile": compile}
+        self._captures = graphs
+        self._lock, self._decodes = threading.RLock(), False
+        self._set_up(target)
+
+    def _set_up(self, target: PreTrainedModel) -> None:
+        """Find how the target is run, where it is and in its dtype."""
+        place = device_and_dtype(target)
+        # Autocast would give what a trial caches other types than requests find.
+        with torch.autocast(place[0].type, enabled=False):
+            self.target = Target(target, self.drafters.feature_layers, **self._runs)
+        if self._captures and offloaded(target):
             raise OptionError(
                 "graphs is True, and the target's weights are streamed in for each forward, which "
                 "no graph repeats; leave graphs out, or load the target whole."
             )
-        captured = captures_rounds(target) if graphs is None else graphs
+        captured = captures_rounds(target) if self._captures is None else self._captures
         self.graphs = RoundGraphs.on(self.device) if captured else None
-        self._lock, self._decodes = threading.RLock(), False
+        self._place = place
+
+    def _spare(self) -> "Speculator":
+        """Another speculator like this one, for a single request; it captures no rounds."""
+        spare = copy.copy(self)
+        spare.target, spare.graphs = copy.copy(self.target), None
+        spare.target.cache = SlabCache(self.target.shapes, 0, 0)
+        spare._lock, spare._decodes = threading.RLock(), False
+        return spare
 
     @property
     def drafter(self) -> Drafter | DrafterGroup | None:
@@ -167,10 +212,9 @@ class Speculator:
         if given.get("max_new_tokens") == 0 and input_ids is not None:
             return self._prompts_alone(input_ids, streamer, given)
         given.check_padding(input_ids)
-        generate: Any = self.model.generate
-        with self._lock, without_stop_strings(self.model.generation_config):
-            call = functools.partial(self, streamer=streamer)
-            return generate(input_ids, custom_generate=call, **options)
+        generate: Any = without_stop_strings(self.model).generate
+        call = functools.partial(self, streamer=streamer)
+        return generate(input_ids, custom_generate=call, **options)
 
     @_one_request
     def _prompts_alone(
@@ -216,11 +260,15 @@ class Speculator:
             DecodingError: the target's logits are NaN, or it has no further position.
         """
         config = generation_config or model.generation_config
-        if model is not self.model:
+        if model._modules is not self.model._modules:  # `without_stop_strings` may be in between
             raise OptionError(
                 "this speculator was made for another model; make one with Speculator(model, …)."
             )
         check_config(config, self.model)
+        check_autocast(self.model)
+        if device_and_dtype(self.model) != self._place:
+            self.drafters.bind(self.model)  # which refuses one that was left on another device
+            self._set_up(self.model)
         embedding: Any = self.model.get_input_embeddings()
         vocab = max(embedding.num_embeddings, self.model.config.get_text_config().vocab_size)
         mask = read_inputs(input_ids, model_kwargs, vocab)

@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -77,7 +78,7 @@ class Target:
         self.windows = choose_attention(
             model, windows, self.shapes, "tree" if compile else attention, bool(compile)
         )
-        self.tap = FeatureTap(model, feature_layers) if feature_layers else None
+        self.tap = FeatureTap(model, feature_layers, listens=False) if feature_layers else None
         if self.tap is not None:
             weakref.finalize(self, self.tap.close)
         self.cache = SlabCache(self.shapes, 0, 0)
@@ -103,8 +104,9 @@ class Target:
             self.cache.clear()  # what was captured on its addresses stays good
         else:
             self.cache = SlabCache(self.shapes, tokens.shape[0], capacity)
-        logits = prefill_forward(self.model, self.cache, tokens, counts)
-        return logits, self._features(tokens)
+        return self._run_tapped(
+            tokens, partial(prefill_forward, self.model, self.cache, tokens, counts)
+        )
 
     def prefill_apart(self, tokens: Tensor, counts: Sequence[int]) -> tuple[SlabCache, Tensor]:
         """Run prompts as `prefill` does, into a cache of their own.
@@ -113,8 +115,8 @@ class Target:
             That cache, and features [B, T, F].
         """
         apart = SlabCache(self.shapes, len(tokens), in_steps(tokens.shape[1]))
-        prefill_forward(self.model, apart, tokens, counts)
-        return apart, self._features(tokens)
+        forward = partial(prefill_forward, self.model, apart, tokens, counts)
+        return apart, self._run_tapped(tokens, forward)[1]
 
     def verify(
         self, tree: TokenTree, lengths: Tensor, longest: int, even: bool = False
@@ -135,7 +137,8 @@ class Target:
         if self.limit is not None and longest + shape.max_depth >= self.limit.positions:
             # Nodes past the limit are never accepted; they must only stay legal to run.
             positions = positions.clamp(max=self.limit.positions - 1)
-        logits = tree_forward(
+        forward = partial(
+            tree_forward,
             self.model,
             self.cache,
             self.windows,
@@ -148,7 +151,7 @@ class Target:
             shape if shape.children is not None else None,
             self._run,
         )
-        return logits, self._features(tree.tokens)
+        return self._run_tapped(tree.tokens, forward)
 
     def reserve(self, slots: int) -> int:
         """Make room for so many slots a row; returns them rounded up to the step they grow in."""
@@ -161,7 +164,8 @@ class Target:
         # Entries past the accepted count land in slots that the next round overwrites.
         self.cache.commit(path)
 
-    def _features(self, tokens: Tensor) -> Tensor:
+    def _run_tapped(self, tokens: Tensor, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """The logits of a forward over tokens [B, T], and its features [B, T, F]."""
         if self.tap is not None:
-            return self.tap.take()
-        return torch.empty(*tokens.shape, 0, device=tokens.device)
+            return self.tap.run(forward)
+        return forward(), torch.empty(*tokens.shape, 0, device=tokens.device)

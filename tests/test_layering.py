@@ -205,23 +205,36 @@ def test_every_recipe_parses() -> None:
         assert file.read_text().startswith("# "), f"{file} opens with a header comment"
 
 
-def test_every_launch_file_parses() -> None:
-    import json
-
+def test_every_launch_file_parses(capsys: pytest.CaptureFixture[str]) -> None:
     import yaml
     from accelerate.commands.config.config_args import load_config_from_file
 
+    from headstart.cli import main
+    from headstart.train.engine import deepspeed_settings
+
     folder = ROOT / "recipes" / "launch"
-    files = sorted(path.name for path in folder.iterdir())
-    assert files == [
-        "ddp.yaml", "ddp_cpu.yaml", "zero2.json", "zero2.yaml", "zero3.json", "zero3.yaml",
+    assert main(["launch-file"]) == 0
+    names = capsys.readouterr().out.split()
+    assert names == [
+        "ddp", "ddp_cpu", "fsdp2", "nodes", "zero2", "zero2_offload", "zero3", "zero3_offload",
     ]  # fmt: skip
-    for file in folder.glob("*.yaml"):
+    assert {f"{name}.yaml" for name in names} == {path.name for path in folder.iterdir()}
+    for name in names:
+        assert main(["launch-file", name]) == 0
+        file = Path(capsys.readouterr().out.strip())
+        assert file == folder / f"{name}.yaml" and file.read_text().startswith("# ")
         load_config_from_file(str(file))  # refuses unknown keys
-        nested = yaml.safe_load(file.read_text()).get("deepspeed_config", {})
-        if nested:
-            settings = json.loads((ROOT / nested["deepspeed_config_file"]).read_text())
-            assert settings["zero_optimization"]["stage"] == int(file.stem[-1])
+        stated = yaml.safe_load(file.read_text()).get("deepspeed_config", {})
+        environment = {f"ACCELERATE_DEEPSPEED_{k.upper()}": str(v) for k, v in stated.items()}
+        environment["ACCELERATE_USE_DEEPSPEED"] = "true" if stated else "false"
+        settings = deepspeed_settings(environment, bf16=True)
+        assert (settings is None) == (not name.startswith("zero"))
+        if settings is not None:
+            zero = settings["zero_optimization"]
+            assert zero["stage"] == int(name[4])
+            assert ("offload_optimizer" in zero) == name.endswith("offload")
+            assert ("offload_param" in zero) == (name == "zero3_offload")
+            assert settings["torch_autocast"]["enabled"] and not settings["bf16"]["enabled"]
 
 
 def tracked_files() -> list[Path]:

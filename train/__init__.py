@@ -12,9 +12,10 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Train what a recipe describes: `RECIPE [a.b=value …] [--fresh]`; returns the exit status.
+    """Train what a recipe describes: `RECIPE [a.b=value …] [--fresh] [--smoke]`.
 
-    With `--until distill` it stops when the text that the drafter is trained on is written.
+    Returns the exit status. With `--until distill` it stops when the text that the drafter is
+    trained on is written; with `--smoke` it is a run in seconds, see `smoke`.
     """
     import argparse
     import contextlib
@@ -23,10 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from .recipe import load_recipe
 
     parser = argparse.ArgumentParser(prog="headstart.train", description="Train a drafter.")
-    parser.add_argument("recipe", metavar="RECIPE", help="a path or a shipped name")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="a path, a shipped name, or parts joined by +"
+    )
     parser.add_argument("overrides", metavar="a.b=value", nargs="*", help="settings of the recipe")
     parser.add_argument("--fresh", action="store_true", help="run finished stages again")
     parser.add_argument("--until", choices=["distill"], help="stop after this stage")
+    parser.add_argument("--smoke", action="store_true", help="a tiny run of all stages, offline")
     options = parser.parse_intermixed_args(argv)
     recipe = load_recipe(options.recipe, options.overrides)
     with contextlib.redirect_stdout(sys.stderr):  # some libraries print
@@ -34,11 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .pipeline import train, write_text
         from .stopping import Interrupted
 
+        fresh = options.fresh or options.smoke  # what was done before would show nothing
+        if options.smoke:
+            from .smoke import smoke
+
+            recipe = smoke(recipe)
         try:
             if options.until == "distill":
-                made, folder = "rows are", write_text(recipe, options.fresh).plain
+                made, folder = "rows are", write_text(recipe, fresh).plain
             else:
-                made, folder = "drafter is", train(recipe, options.fresh)
+                made, folder = "drafter is", train(recipe, fresh)
         except Interrupted:  # all processes were
             end_processes()
             raise

@@ -13,8 +13,13 @@ def run() -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("HEADSTART_DEBUG") == "1":
             raise
-        if os.environ.get("RANK", "0") == "0":
-            print(f"headstart.train: error: {' '.join(str(error).split())}", file=sys.stderr)
+        from .lifetime import watch_no_longer
+        from .processes import first_to_say
+
+        watch_no_longer()  # the others are ending for the same reason
+        message = " ".join(str(error).split()) or type(error).__name__
+        if first_to_say(message):
+            print(f"headstart.train: error: {message}", file=sys.stderr, flush=True)
         return 2
 
 

@@ -13,7 +13,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from headstart.heads import OptionError
 
-from .engine import deepspeed_settings
+from .engine import deepspeed_settings, under_fsdp
 from .recipe import TargetSpec, Train
 
 
@@ -35,8 +35,10 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         changes = {"optim": "adamw_bnb_8bit", **changes}
     gpu = torch.cuda.is_available()
     processes = int(os.environ.get("WORLD_SIZE", 1))  # as launchers set it
-    bf16 = gpu and torch.cuda.is_bf16_supported()
-    deepspeed = deepspeed_settings(os.environ, bf16)
+    bf16 = multiplies_in_bf16()
+    deepspeed, fsdp = deepspeed_settings(os.environ, bf16), under_fsdp(os.environ)
+    if deepspeed is not None:
+        os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # they are in the settings now
     if not torch.accelerator.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would print that it found none
     every = spec.eval_every or spec.max_steps
@@ -51,7 +53,7 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "seed": seed,
         "use_cpu": not gpu,
         # Autocast of products alone: weights, gradients and the optimizer's state stay float32.
-        "bf16": bf16 and deepspeed is None,
+        "bf16": bf16 and deepspeed is None and not fsdp,
         "deepspeed": deepspeed,
         "dataloader_pin_memory": gpu,
         "eval_strategy": "steps",
@@ -59,19 +61,25 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         "save_steps": every,
         "load_best_model_at_end": True,
         "metric_for_best_model": "tau",
-        "logging_steps": 25,
+        "logging_steps": max(min(25, spec.max_steps // 50), 1),
         "logging_nan_inf_filter": False,  # it reads the loss from the device at every step
         "remove_unused_columns": False,
         "ddp_find_unused_parameters": False,
         "ddp_timeout": 1800,  # what takes longer is waited for outside of collectives
         "report_to": spec.report_to or "none",
-        "run_name": folder.parent.parent.name,  # the recipe's name
+        "run_name": folder.parent.name,  # the recipe's
         "log_level": "error",
         "disable_tqdm": True,  # the bar of `Progress` knows about the time bound
     }
     args = TrainingArguments(**settings | changes)
+    args.own_autocast = bf16 and fsdp  # type: ignore[attr-defined]  # accelerate's casts weights
     args._n_gpu = min(args.n_gpu, 1)  # without a launcher take one GPU, instead of DataParallel
     return args
+
+
+def multiplies_in_bf16() -> bool:
+    """Whether training takes products in bfloat16: on GPUs that do."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
 
 
 def load_options(spec: TargetSpec, device: torch.device, world: int = 1) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.heads import Manifest, family
+from headstart.heads.artifacts.files import PLOT
 from headstart.heads.artifacts.saving import model_card
 from headstart.infer import StaticTree
 
@@ -12,8 +13,12 @@ from .data.prefixes import prompt_settings
 from .recipe import Recipe
 
 
-def training_card(recipe: Recipe, manifest: Manifest) -> str:
-    """The README.md of the artifact that `recipe` made, from the measurements in its manifest."""
+def training_card(recipe: Recipe, manifest: Manifest, plotted: bool = False) -> str:
+    """The README.md of the artifact that `recipe` made, from the measurements in its manifest.
+
+    Args:
+        plotted: whether the plot of the training stands beside it.
+    """
     measured, decode = manifest.metrics, recipe.decode
     tree = StaticTree(measured["tree"])
     shares = " ".join("–" if s is None else f"{s:.2f}" for s in measured["acceptance_by_depth"])
@@ -52,6 +57,8 @@ def training_card(recipe: Recipe, manifest: Manifest) -> str:
 
 The {chosen} chosen by this τ, so expect slightly less on other text of the
 same kind, and less on text unlike {other_text}."""
+    if plotted:
+        body += f"\n\n![Loss, tokens a round and acceptance over the steps]({PLOT})"
     return model_card(
         manifest,
         f"{recipe.name}: a {manifest.family} drafter for `{manifest.target}`",

@@ -6,10 +6,9 @@ import math
 import time
 from typing import Any
 
-from tqdm import tqdm
 from transformers import TrainerCallback
 
-BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+from .progress import progress_bar
 
 
 class Clock(TrainerCallback):
@@ -67,7 +66,7 @@ class Clock(TrainerCallback):
 
 
 class Progress(TrainerCallback):
-    """A bar on stderr over the clock's share, with the last loss and τ."""
+    """A bar or lines on stderr over the clock's share, with the step and the last loss and τ."""
 
     def __init__(self, clock: Clock, enabled: bool):
         self.clock, self.enabled = clock, enabled
@@ -75,9 +74,10 @@ class Progress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         off = not (self.enabled and state.is_world_process_zero)
-        self.bar = tqdm(total=1.0, desc="heads", disable=off, bar_format=BAR)
+        self.bar = progress_bar(1.0, "heads", disable=off)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen["step"] = str(state.global_step)
         self.bar.update(min(self.clock.share, 1.0) - self.bar.n)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

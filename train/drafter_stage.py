@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,17 +14,18 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from headstart.heads import Drafter, DrafterConfig, Manifest, TrainableDrafter, family, fingerprint
-from headstart.heads.artifacts.files import TREE
+from headstart.heads.artifacts.files import METRICS, PLOT, TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.artifacts.saving import write_artifact
-from headstart.heads.core import gathered, output_layer
+from headstart.heads.core import gathered
 from headstart.heads.core.files import write_atomically
 
 from .card import training_card
 from .data.documents import Document
 from .data.prefixes import held_out_texts, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
-from .engine import loaded_whole
+from .engine import ends_of, loaded_whole
+from .estimate import training_flops
 from .joint import adapter_loss_change, training_classes
 from .kept import (
     CHECKPOINTS,
@@ -33,10 +36,13 @@ from .kept import (
     read_drafter,
 )
 from .on_policy import StudentText
+from .plot import draw_metrics
 from .processes import from_process_0, is_process_0, wait_for_all
 from .recipe import Recipe
 from .validate import Validation
 from .warm_start import start_from
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -63,18 +69,12 @@ def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> 
     counts = rows.token_counts(config.vocab_size) if rows else None
     devices = [target.device] if target.device.type == "cuda" else []
     # From the seed alone, so that it is the same on all processes and in equal runs.
-    with torch.random.fork_rng(devices), loaded_whole(), gathered(*_read_at_start(target)):
+    with torch.random.fork_rng(devices), loaded_whole(), gathered(*ends_of(target)):
         torch.manual_seed(recipe.seed)
         drafter = kind(config).float().to(target.device).bind(target)  # type: ignore[arg-type]
         if isinstance(drafter, TrainableDrafter):
             drafter.init_from_target(counts)
     return drafter
-
-
-def _read_at_start(target: PreTrainedModel) -> list[Any]:
-    """What drafters call of a target when they are made; its layers are read one by one."""
-    norm = getattr(target.get_decoder(), "norm", None)
-    return [target.get_input_embeddings(), output_layer(target), norm]
 
 
 def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
@@ -99,6 +99,7 @@ def train_drafter(
     drafter = make_drafter(recipe, target, rows)
     assert isinstance(drafter, TrainableDrafter)
     start = start_from(train.from_, drafter) if train.from_ else None
+    flops = training_flops(recipe, target, drafter)  # before the target is adapted
     module_class, trainer_class = training_classes(drafter)
     module = module_class(target, drafter, train.head_decay, train.loss, train.feature_weight)
     module.set_up(train.activation_checkpointing, train.compile)
@@ -107,7 +108,9 @@ def train_drafter(
         student = StudentText(train.on_policy, drafter, rows, recipe.distill, args)
     args.output_dir = str(folder / CHECKPOINTS)
     validation = loaded.validation(recipe)
-    trainer = trainer_class(module, args, rows, train, validation, student_text=student)
+    trainer = trainer_class(
+        module, args, rows, train, validation, student_text=student, flops=flops
+    )
     report = trainer.fit()
     evaluated = {
         str(entry["step"]): {
@@ -151,7 +154,7 @@ def choose(
             load_weights(drafter, loaded.target, checkpoint)
             loads = step
             validation = validation or loaded.validation(recipe)
-            with gathered(drafter):
+            with gathered(drafter, *ends_of(loaded.target)):
                 measured[step] = from_process_0(validation(drafter.eval()))
     best = max(measured, key=lambda step: (measured[step]["tau"], -step))
     if best != loads:
@@ -161,16 +164,27 @@ def choose(
 
 
 def write_drafter(
-    recipe: Recipe, loaded: Loaded, drafter: Drafter, measured: dict[str, Any], folder: Path
+    recipe: Recipe,
+    loaded: Loaded,
+    drafter: Drafter,
+    measured: dict[str, Any],
+    folder: Path,
+    metrics: Path | None = None,
 ) -> dict[str, Any]:
-    """Write the artifact of a drafter that was measured; returns what its manifest says of it."""
+    """Write the artifact of a drafter that was measured; returns what its manifest says of it.
+
+    Args:
+        metrics: the figures of its training, which are kept and drawn.
+    """
     target, tokenizer = loaded.target, loaded.tokenizer
     drafter.eval()
     if drafter.adapter is not None:
         size = recipe.decode.prefix_tokens
         while not (texts := held_out_texts(tokenizer, loaded.held_out, size, recipe.seed)):
             size //= 2  # the documents are shorter
-        measured = measured | {"held_out_loss": adapter_loss_change(target, drafter.adapter, texts)}
+        with gathered(*ends_of(target)):
+            change = adapter_loss_change(target, drafter.adapter, texts)
+        measured = measured | {"held_out_loss": change}
     adapter = drafter.adapter
     manifest = Manifest(  # by all processes, each of which may hold a part of the target
         family=recipe.drafter.family,
@@ -184,8 +198,20 @@ def write_drafter(
     )
     with gathered(*learnt_by(drafter)):
         if is_process_0():
-            write_artifact(drafter, folder, manifest, training_card(recipe, manifest))
+            plotted = _keep_metrics(metrics, folder, measured.get("best_step"))
+            write_artifact(drafter, folder, manifest, training_card(recipe, manifest, plotted))
             write_atomically(folder / TREE, json.dumps(measured["tree"]).encode())
     if adapter is not None:
         adapter.detach()  # later stages use the target without it
     return measured
+
+
+def _keep_metrics(metrics: Path | None, folder: Path, best: int | None) -> bool:
+    """Copy a training's figures beside the drafter and draw them; whether there is a plot."""
+    if metrics is None or not metrics.is_file():
+        return False
+    shutil.copyfile(metrics, folder / METRICS)
+    drawn = draw_metrics(folder / METRICS, folder / PLOT, best)
+    if not drawn:
+        logger.warning("no plot of the training: it needs matplotlib (pip install matplotlib)")
+    return drawn

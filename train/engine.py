@@ -7,7 +7,7 @@ recipe, so a launch file needs to say no more than the ZeRO stage and what is of
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from accelerate import DistributedType
 from torch import nn
-from transformers import AutoConfig, TrainingArguments
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import deepspeed as integration
 
 from headstart.heads import OptionError
-from headstart.heads.core import load_pretrained
+from headstart.heads.core import decoder_layers, load_pretrained, output_layer
 
 
 def deepspeed_settings(environment: Mapping[str, str], bf16: bool) -> dict[str, Any] | None:
@@ -55,8 +57,11 @@ def _settings_of_stage(environment: Mapping[str, str]) -> dict[str, Any]:
         "reduce_bucket_size": "auto",
     }
     if stage == 3:
+        # Neither fetched early nor kept for later: what is depends on the modules that were called
+        # so far, which differ between processes, see `keep_whole`.
         zero |= {
-            "stage3_prefetch_bucket_size": "auto",
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_reuse_distance": 0,
             "stage3_param_persistence_threshold": "auto",
         }
     for what in ("optimizer", "param"):
@@ -99,22 +104,57 @@ def _own_settings(file: Path) -> dict[str, Any]:
     return settings
 
 
-def kind_of(args: TrainingArguments) -> str:
+def under_fsdp(environment: Mapping[str, str]) -> bool:
+    """Whether a run was launched for FSDP."""
+    return environment.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+
+
+def kind_of(args: TrainingArguments, environment: Mapping[str, str]) -> str:
     """What spreads a run: `one process`, `DDP`, `FSDP2`, `ZeRO-2`, `ZeRO-3` …"""
-    kind = args.distributed_state.distributed_type  # type: ignore[union-attr]
     if (plugin := args.deepspeed_plugin) is not None:
         return f"ZeRO-{plugin.zero_stage}"
-    if kind == DistributedType.FSDP:
-        return "FSDP2"
+    if under_fsdp(environment):
+        return f"FSDP{environment.get('FSDP_VERSION', '1')}"
     return "DDP" if args.world_size > 1 else "one process"
+
+
+def describe(args: TrainingArguments, environment: Mapping[str, str]) -> str:
+    """What a run is spread over, such as `ZeRO-2, 8 processes, cuda, bfloat16 products`."""
+    plugin, world = args.deepspeed_plugin, args.world_size
+    bf16 = args.bf16 or getattr(args, "own_autocast", False)
+    bf16 |= plugin is not None and "torch_autocast" in plugin.deepspeed_config
+    processes = [f"{world} processes"] if world > 1 else []
+    dtype = "bfloat16 products" if bf16 else "float32"
+    return ", ".join([kind_of(args, environment), *processes, args.device.type, dtype])
+
+
+def join_deepspeed(args: TrainingArguments) -> None:
+    """Let DeepSpeed use the process group, which shards of models need that are loaded early."""
+    if args.deepspeed_plugin is None or args.world_size == 1:
+        return
+    import deepspeed
+
+    if args.device.type == "cpu":
+        # It would compile an operation for inference, for a minute, and print that it has.
+        deepspeed.ops.__compatible_ops__ = {}
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+
+
+def check_kind(kind: str, made: DistributedType) -> None:
+    """Raise OptionError where accelerate has made something else than a launch asks for."""
+    engines = {DistributedType.DEEPSPEED: "ZeRO", DistributedType.FSDP: "FSDP"}
+    found = engines.get(made, "one process" if made == DistributedType.NO else "DDP")
+    if not kind.startswith(found):
+        raise OptionError(
+            f"the launch asks for {kind}, and accelerate has made {found} of it; on a CPU it has "
+            "no FSDP, and DeepSpeed only without ACCELERATE_USE_CPU."
+        )
 
 
 def size_buckets(args: TrainingArguments, hidden_size: int) -> None:
     """Give DeepSpeed's buckets the sizes that transformers gives them for a model's width."""
     if (config := getattr(args, "hf_deepspeed_config", None)) is not None:
-        square = hidden_size * hidden_size
-        config.fill_only("zero_optimization.reduce_bucket_size", square)
-        config.fill_only("zero_optimization.stage3_prefetch_bucket_size", int(0.9 * square))
+        config.fill_only("zero_optimization.reduce_bucket_size", hidden_size * hidden_size)
         # Smaller parameters stay whole on every process.
         config.fill_only("zero_optimization.stage3_param_persistence_threshold", 10 * hidden_size)
 
@@ -122,6 +162,23 @@ def size_buckets(args: TrainingArguments, hidden_size: int) -> None:
 def weights_are_sharded() -> bool:
     """Whether models are loaded in parts, one a process, which ZeRO-3 does from the start."""
     return integration.is_deepspeed_zero3_enabled()
+
+
+def in_shards(module: nn.Module) -> bool:
+    """Whether processes hold parts of a module's weights, by ZeRO-3 or FSDP2."""
+    return any(hasattr(w, "ds_id") or isinstance(w, DTensor) for w in module.parameters())
+
+
+def ends_of(target: PreTrainedModel) -> list[Any]:
+    """A target's modules outside of its layers: embedding, output layer and last norm."""
+    norm = getattr(target.get_decoder(), "norm", None)
+    return [target.get_input_embeddings(), output_layer(target), norm]
+
+
+def shard_layers(target: PreTrainedModel) -> None:
+    """Let FSDP2 shard each layer of a target for itself; the rest, and the drafter, go together."""
+    for layer in decoder_layers(target):
+        fully_shard(layer)
 
 
 @contextmanager
@@ -179,9 +236,21 @@ def leave_out_frozen(engine: Any) -> None:
     engine.load_checkpoint = load_trained
 
 
-def bring_in_whole(module: nn.Module) -> None:
-    """Tell ZeRO-3 to bring all weights of a module in together for its forward."""
-    module._z3_leaf = True  # type: ignore[assignment]
+def keep_whole(engine: Any, modules: Iterable[nn.Module]) -> None:
+    """Keep the weights of modules whole on all processes, where a DeepSpeed engine shards weights.
+
+    Processes have different numbers of labels, and so call a drafter's modules, and the output
+    layer, different numbers of times; fetching weights for each call would not go in step.
+    """
+    zero = engine.optimizer
+    if not hasattr(zero, "persistent_parameters"):
+        return
+    known = {id(weight) for weight in zero.persistent_parameters}
+    weights: list[Any] = [w for m in modules for w in m.parameters() if hasattr(w, "ds_id")]
+    for weight in weights:
+        weight.ds_persist = True
+    zero.persistent_parameters += [w for w in weights if id(w) not in known]
+    zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 
 
 def forget_steps(optimizer: Any, chosen: Callable[[dict[str, Any]], bool]) -> None:

@@ -35,10 +35,17 @@ def make_batches(
 ) -> Batches:
     """This process's batches. Raises OptionError where rows are to be packed, but cannot be."""
     packs = None
-    if spec.packing:
-        if obstacle := packing_obstacle(module):
-            raise OptionError(f"train.packing is true, but {obstacle}; set it to false.")
-        packs = Packs(rows.lengths, spec.packed_length)
+    if spec.packing is not False:
+        obstacle = packing_obstacle(module)
+        if obstacle is None:
+            packs = Packs(rows.lengths, spec.packed_length)
+        elif spec.packing:
+            raise OptionError(
+                f"train.packing is true, but {obstacle}; set it to false, or try another "
+                "target.attn_implementation."
+            )
+        else:
+            logger.warning("rows are not packed: %s", obstacle)
     return Batches(
         rows.lengths, args.train_batch_size, args.gradient_accumulation_steps, args.seed,
         args.process_index, args.world_size, spec.group_by_length, packs,

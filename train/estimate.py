@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
-from headstart.heads.core import decoder_layers, load_pretrained
+from headstart.heads.core import load_pretrained
 
 from .losses import LOSSES
 from .losses.comparisons import GPU_BYTES
@@ -139,10 +141,9 @@ class _Arithmetic:
         self.hardware = recipe.hardware or Hardware()
         self.text: Any = target.config.get_text_config(decoder=True)
         self.target = _count(target)
-        inside = decoder_layers(target).modules()
-        self.matrices = [m for m in inside if isinstance(m, nn.Linear)]
         # By their sizes, since quantized weights are packed and sharded ones empty.
-        self.layers = sum(m.in_features * m.out_features for m in self.matrices)
+        self.matrices = [size for m in target.get_decoder().modules() if (size := _matrix(m))]
+        self.layers = sum(inputs * outputs for inputs, outputs in self.matrices)
         self.trained = _count(drafter) if drafter.trainable else 0
         self.outputs = _outputs(drafter)  # parameters of the drafter's own output layers
         self.adapter = self._adapter()
@@ -176,7 +177,7 @@ class _Arithmetic:
         if self.drafter.adapter is None:
             return 0
         config: Any = self.drafter.config
-        sizes = sum(m.in_features + m.out_features for m in self.matrices)
+        sizes = sum(map(sum, self.matrices))
         if "lm_head" in config.modules:
             sizes += self.text.hidden_size + self.text.vocab_size
         return config.rank * sizes
@@ -197,7 +198,7 @@ class _Arithmetic:
         learned = self.trained + self.adapter
         found = {"target": weights, "drafter, gradients, optimizer": float(state * learned)}
         if learned:
-            found["activations"] = self._activations(tokens) + self._logits()
+            found["activations"] = self._activations(tokens) + GPU_BYTES  # and a chunk of logits
         training = sum(found.values()) if learned else 0.0
         writing = weights + self._cache_bytes()
         rest = self.assumed.context_gb * 1e9
@@ -211,15 +212,20 @@ class _Arithmetic:
         wide = getattr(text, "intermediate_size", 4 * size)
         features = (len(self.drafter.config.feature_layers) + 1) * size * 2 * tokens
         frozen = (4 * size + 3 * wide) * 2 * tokens
-        kept = 4 * _widths(self.drafter) * self._passes() * tokens
-        if self.adapter:  # every layer's matrices keep their input and output, in 16 bits
-            each = sum(m.in_features + m.out_features for m in self.matrices)
-            kept += 2 * each * tokens
+        # Every matrix keeps its input and output, in the drafter in float32.
+        student = getattr(self.drafter.config, "student", None) or {}
+        kept = self._kept(_widths(self.drafter), student) * 4 * self._passes() * tokens
+        if self.adapter:
+            sizes = {"num_hidden_layers": text.num_hidden_layers, "hidden_size": size}
+            kept += self._kept(sum(map(sum, self.matrices)), sizes) * 2 * tokens
         return float(features + frozen + kept)
 
-    def _logits(self) -> float:
-        """The chunk of logits at work: drafter's, teacher's and their gradients."""
-        return float(GPU_BYTES)
+    def _kept(self, widths: int, config: Mapping[str, Any]) -> float:
+        """What layers keep a position; with checkpointing that of one, and all layers' inputs."""
+        layers = config.get("num_hidden_layers", 1)
+        if not self.recipe.train.activation_checkpointing or layers == 1:
+            return widths
+        return widths / layers + layers * config["hidden_size"]
 
     def _cache_bytes(self) -> float:
         """Keys and values while the target writes."""
@@ -253,7 +259,10 @@ class _Arithmetic:
         steps = distill.examples * assumed.answers * distill.new_tokens / distill.batch_size
         writing = steps * step / hardware.gpus
         frozen, learned = self.flops_per_token()
-        rows = train.max_steps * (train.rows_per_step or train.batch_size * hardware.gpus)
+        each_step = train.gradient_accumulation * train.batch_size * hardware.gpus
+        rows = float(train.max_steps * (train.rows_per_step or each_step))
+        if train.epochs is not None:
+            rows = min(rows, train.epochs * distill.examples)
         each = (frozen * slower + learned) / (peak * assumed.training)
         training = rows * self.row * each / hardware.gpus
         return {"writing": writing / 3600, "training": training / 3600}
@@ -262,26 +271,28 @@ class _Arithmetic:
         """Products of a training step a token: the frozen target's, and those of what is learned.
 
         A forward is 2 a parameter and token, a backward pass 4, or 2 where only what is below
-        learns; chunks of logits are computed twice.
+        learns. Logits are computed where tokens are supervised.
         """
         config: Any = self.drafter.config
         supervised = self.assumed.answers * self.recipe.distill.new_tokens / self.row
         size, vocab = self.text.hidden_size, self.text.vocab_size
         attention = 2.0 * self.row * size * self.text.num_hidden_layers
-        frozen = 2.0 * self.layers + attention if config.feature_layers else 0.0
         soft = LOSSES[self.recipe.train.loss].divergence is not None
+        frozen = 2.0 * self.layers + attention if config.feature_layers or soft else 0.0
         if soft:
-            frozen += 2.0 * size * vocab * supervised
+            frozen += 2.0 * size * (getattr(config, "draft_vocab_size", 0) or vocab) * supervised
         depths = self.drafter.train_depths if isinstance(self.drafter, TrainableDrafter) else 1
         inner = sum(p.numel() for p in _inner(self.drafter))
-        learned = 6.0 * inner * self._passes()
+        again = 2.0 if self.recipe.train.activation_checkpointing else 0.0
+        learned = (6.0 + again) * inner * self._passes()
         if self.outputs:
-            learned += 8.0 * self.outputs * self._passes() * supervised
-        else:  # the target's, for every depth
-            learned += 6.0 * size * vocab * depths * supervised
+            learned += 6.0 * self.outputs * self._passes() * supervised
+        else:  # the target's, for every depth, which does not learn
+            learned += 4.0 * size * vocab * depths * supervised
         if self.adapter:
             share = 1 - config.heads_first
-            learned += share * (4.0 * self.layers + 6.0 * self.adapter + 2 * attention)
+            learned += share * ((4.0 + again) * self.layers + 6.0 * self.adapter + 2 * attention)
+            learned += share * 6.0 * size * vocab * supervised  # the divergence from the base
         return frozen, learned
 
     def _passes(self) -> int:
@@ -289,6 +300,13 @@ class _Arithmetic:
         drafter = self.drafter
         assert isinstance(drafter, TrainableDrafter)
         return 1 if drafter.max_depth is not None else drafter.train_depths
+
+
+def _matrix(module: nn.Module) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear layer; None for any other."""
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else None
 
 
 def _count(module: nn.Module) -> int:

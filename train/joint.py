@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.trainer_callback import TrainerControl
 
 from headstart.heads import Drafter, TrainableDrafter
-from headstart.heads.core import decoder_layers, output_layer
+from headstart.heads.core import decoder_layers, gathered, output_layer
 from headstart.heads.parts.adapter import Adapter
+from headstart.heads.parts.recompute import compute_again
 from headstart.heads.trainable import DraftLogits
 
-from .engine import forget_steps, weights_are_sharded
+from .engine import forget_steps, in_shards
 from .losses import LOSSES
 from .losses.comparisons import SoftLabels, rows_at_once
 from .losses.draft_loss import zero_with_gradient
@@ -68,7 +68,7 @@ class JointTarget(TargetWithDrafter):
         super().__init__(target, drafter, *args)
         assert drafter.adapter is not None
         self.base, self.adapter = base, drafter.adapter
-        self._own_forwards: list[tuple[Any, Any]] = []
+        self._undo: list[Callable[[], None]] = []
         self.adapter.attach(target)
 
     def forward(
@@ -91,7 +91,7 @@ class JointTarget(TargetWithDrafter):
         batch = tokens, supervised, counts, segments, positions
         if weight is None:
             loss = self.draft_loss(base, base, *batch)
-            if in_parallel() and not weights_are_sharded():  # ZeRO-3 waits for no gradient
+            if in_parallel() and not in_shards(self):  # which wait for no gradient
                 loss = loss + zero_with_gradient(self.adapter.parameters())
             return {"loss": loss}
         adapted = self.run_target(tokens, positions)
@@ -102,17 +102,12 @@ class JointTarget(TargetWithDrafter):
 
     def checkpoint_activations(self) -> None:
         """Of the target's layers, through which the adapter's gradients flow."""
-        for layer in decoder_layers(self.target):
-            self._own_forwards.append((layer, layer.__dict__.get("forward")))
-            layer.forward = partial(_run_again, layer.forward)  # type: ignore[method-assign]
+        self._undo.append(compute_again(decoder_layers(self.target)))
 
     def release(self) -> None:
         super().release()
-        for layer, own in self._own_forwards:
-            del layer.forward
-            if own is not None:  # a hook's
-                layer.forward = own
-        self._own_forwards.clear()
+        while self._undo:
+            self._undo.pop()()
 
     def counts(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
         """How many labels each depth has, and last the target itself.  # [K + 1]"""
@@ -120,7 +115,7 @@ class JointTarget(TargetWithDrafter):
         return torch.cat([super().counts(tokens, supervised, segments), own])
 
     def trained(self) -> list[nn.Module]:
-        return [self.drafter, nn.ParameterList(self.adapter.parameters())]
+        return [self.drafter, *self.adapter.factors()]
 
     def load(self, folder: Path) -> None:
         super().load(folder)
@@ -130,13 +125,6 @@ class JointTarget(TargetWithDrafter):
     def features(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         with self.adapter.disabled():
             return self.run_target(tokens, positions)
-
-
-def _run_again(forward: Callable[..., Any], *given: Any, **how: Any) -> Any:
-    """Run a layer, and in the backward pass once more; only once where there is none."""
-    if not torch.is_grad_enabled():
-        return forward(*given, **how)
-    return checkpoint(forward, *given, use_reentrant=False, **how)
 
 
 class JointTrainer(DrafterTrainer):
@@ -181,9 +169,13 @@ class JointTrainer(DrafterTrainer):
             for parameter in self.module.adapter.parameters():
                 parameter.grad = None
 
+    def agree(self, options: dict[str, Any]) -> None:
+        self.waiting = options["weight"] is None
+        super().agree(options)
+
     def end_step(self, control: TrainerControl) -> None:
         # DeepSpeed's optimizer steps on shards, not on the parameters above.
-        if self.is_deepspeed_enabled and self.last_options["weight"] is None:
+        if self.is_deepspeed_enabled and self.waiting:
             forget_steps(self.optimizer, lambda group: group["adapter"])
         super().end_step(control)
 
@@ -223,16 +215,16 @@ def base_kl(
         count: scalar, the positions of the whole optimizer step.
         size: see `rows_at_once`; as it says when None.
     """
-    if not len(base):
-        return adapted.sum() * 0.0
-    places = torch.arange(len(base), device=base.device)
-    loss = LOSSES["forward_kl"]
-    size = size or rows_at_once(loss, teacher.output.layer.out_features, base.device)
-    every = torch.ones_like(places, dtype=torch.bool)
-    kl = SoftLabels(loss, teacher, base, places[None], every[None], size)
+    loss, own = LOSSES["forward_kl"], teacher.output.layer
+    size = size or rows_at_once(loss, own.out_features, base.device)
+    places = torch.arange(len(base), device=base.device).unsqueeze(0)
+    kl = SoftLabels(loss, teacher, base, places, torch.ones_like(places, dtype=torch.bool), size)
     factors = (1 / count.clamp(min=1)).to(torch.promote_types(adapted.dtype, torch.float32))
     output = DraftLogits(partial(teacher.logits, layer), (layer,))
-    return summed_loss([output], adapted.unsqueeze(0), factors.view(1), kl)
+    with gathered(own):  # read as often as this process has chunks
+        if not len(base):
+            return adapted.sum() * 0.0
+        return summed_loss([output], adapted.unsqueeze(0), factors.view(1), kl)
 
 
 def adapter_loss_change(

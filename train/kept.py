@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter
-from headstart.heads.artifacts.files import WEIGHTS
+from headstart.heads.artifacts.files import METRICS, WEIGHTS
 from headstart.heads.core import gathered
 from headstart.heads.core.files import flush_to_disk
 
@@ -70,8 +72,7 @@ def load_weights(drafter: Drafter, target: PreTrainedModel, checkpoint: Path) ->
 
 def learnt_by(drafter: Drafter) -> list[nn.Module]:
     """What was trained of a drafter and its target, as modules."""
-    adapter = drafter.adapter
-    return [drafter, nn.ParameterList(adapter.parameters() if adapter is not None else [])]
+    return [drafter, *(drafter.adapter.factors() if drafter.adapter is not None else [])]
 
 
 def earlier_training(root: Path, settings: dict[str, Any], reads: dict[str, str]) -> StageFolder:
@@ -87,7 +88,7 @@ def earlier_training(root: Path, settings: dict[str, Any], reads: dict[str, str]
     steps = settings["train"]["max_steps"]
 
     def unbounded(settings: dict[str, Any]) -> dict[str, Any]:
-        bounds = {"max_steps": None, "max_seconds": None}
+        bounds = {"max_steps": None, "max_seconds": None, "epochs": None}
         kept = {key: value for key, value in settings.items() if key != "extends"}
         return kept | {"train": kept["train"] | bounds}
 
@@ -97,14 +98,21 @@ def earlier_training(root: Path, settings: dict[str, Any], reads: dict[str, str]
         if folder.record is not None
         and folder.record["reads"] == reads
         and unbounded(folder.record["settings"]) == unbounded(settings)
-        and folder.record["settings"]["train"]["max_steps"] < steps
+        and _bounds(folder.record["settings"]) != _bounds(settings)
+        and all(map(operator.le, _bounds(folder.record["settings"]), _bounds(settings)))
     ]
     if not found:
         raise StageError(
             f"train.extend is true, but {root} holds no finished training of fewer than {steps} "
             "steps whose other settings are the same; leave train.extend out to train anew"
         )
-    return max(found, key=lambda f: (f.record or {})["settings"]["train"]["max_steps"])
+    return max(found, key=lambda folder: (folder.record or {})["info"]["steps"])
+
+
+def _bounds(settings: dict[str, Any]) -> tuple[float, float]:
+    """How many steps and how many epochs settings of the stage `train` allow."""
+    train = settings["train"]
+    return train["max_steps"], train.get("epochs") or math.inf
 
 
 def check_time_left(earlier: StageFolder, max_seconds: float | None) -> None:
@@ -118,10 +126,12 @@ def check_time_left(earlier: StageFolder, max_seconds: float | None) -> None:
 
 
 def continue_from(earlier: Path, folder: Path) -> None:
-    """Copy an earlier training's checkpoints, unless `folder` has some of its own."""
+    """Copy an earlier training's checkpoints and figures, unless `folder` has some of its own."""
     if last_checkpoint(folder) is not None:
         return
     folder.mkdir(parents=True, exist_ok=True)
+    if (figures := earlier.parent / METRICS).is_file():
+        shutil.copyfile(figures, folder.parent / METRICS)
     for checkpoint in kept_checkpoints(earlier).values():  # the last one, which is whole, last
         copy, place = folder / f".{checkpoint.name}", folder / checkpoint.name
         shutil.rmtree(copy, ignore_errors=True)

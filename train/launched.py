@@ -15,13 +15,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import yaml
+from accelerate import DistributedType
 from transformers import TrainingArguments
 
 from headstart.heads import OptionError
 from headstart.heads.core.files import write_atomically
 
-from .engine import kind_of
+from .engine import check_kind, describe, kind_of
 from .processes import from_all, from_process_0, is_process_0, wait_for_all
+
+_TRUE = ("1", "true", "yes", "on", "y", "t")  # as accelerate reads it
 
 
 def check_engine(args: TrainingArguments, environment: Mapping[str, str]) -> str:
@@ -30,13 +33,14 @@ def check_engine(args: TrainingArguments, environment: Mapping[str, str]) -> str
     Raises:
         OptionError: the launcher was asked for something else.
     """
-    kind, world = kind_of(args), args.world_size
-    for name, engine in (("ACCELERATE_USE_DEEPSPEED", "ZeRO"), ("ACCELERATE_USE_FSDP", "FSDP2")):
-        if environment.get(name, "false").lower() == "true" and not kind.startswith(engine):
-            raise OptionError(
-                f"the launch asks for {engine}, and the run has {kind}; on a CPU accelerate has no "
-                "FSDP: take recipes/launch/ddp_cpu.yaml there, or GPUs."
-            )
+    kind, world = kind_of(args, environment), args.world_size
+    if kind == "FSDP1":
+        raise OptionError("the launch asks for FSDP 1; set fsdp_version: 2, see fsdp2.yaml.")
+    known = args.distributed_state.distributed_type  # type: ignore[union-attr]
+    if kind == "FSDP2" and known in (DistributedType.MULTI_CPU, DistributedType.NO):
+        check_kind(kind, known)
+    if kind.startswith("ZeRO") and environment.get("ACCELERATE_USE_CPU", "").lower() in _TRUE:
+        check_kind(kind, DistributedType.MULTI_CPU)
     wanted = {int(environment.get("WORLD_SIZE", 1)), asked_of_launcher()}
     if wanted - {world, None}:
         asked = max(number for number in wanted if number)
@@ -45,9 +49,7 @@ def check_engine(args: TrainingArguments, environment: Mapping[str, str]) -> str
             "ACCELERATE_USE_CPU=true and leave out --cpu (see recipes/launch/ddp_cpu.yaml), and "
             "with GPUs ask for no more processes than there are."
         )
-    dtype = "bfloat16 products" if args.bf16 or _autocasts(args) else "float32"
-    parts = [kind, *([f"{world} processes"] if world > 1 else []), args.device.type, dtype]
-    told = ", ".join(parts)
+    told = describe(args, environment)
     if is_process_0() and world > 1:
         print(f"headstart: distributed: {told}", file=sys.stderr)
     return told
@@ -89,8 +91,3 @@ def asked_of_launcher() -> int | None:
             return int(file["num_processes"]) if "num_processes" in file else None
         return int(asked.num_processes) if asked.num_processes else None
     return None
-
-
-def _autocasts(args: TrainingArguments) -> bool:
-    plugin = args.deepspeed_plugin
-    return plugin is not None and "torch_autocast" in plugin.deepspeed_config

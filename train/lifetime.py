@@ -89,14 +89,19 @@ def watch_processes() -> None:
     _lifetime = Lifetime()
 
 
+def watch_no_longer() -> None:
+    """Let the launcher and the siblings end."""
+    if _lifetime is not None:
+        _lifetime.close()
+
+
 def end_processes() -> None:
     """End the process group before the interpreter does: its threads abort a late exit."""
     if not in_parallel():
         return
     gc.collect()  # the trainer has cycles that hold the wrapped model, and so the group
     wait_for_all()
-    if _lifetime is not None:
-        _lifetime.close()
+    watch_no_longer()
     torch.distributed.barrier()  # the store may end with process 0
     torch.distributed.destroy_process_group()
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from headstart.heads import OptionError
 
+from .engine import in_shards
 from .processes import from_all
 
 _NAMED = 8  # rows at most
@@ -61,7 +62,7 @@ def _rows(module: nn.Module, batch: dict[str, Any], options: dict[str, Any]) -> 
         return []
     numbers = [torch.as_tensor(some).flatten().tolist() for some in numbers]
     guilty = list(range(size))
-    if not any(hasattr(weight, "ds_id") for weight in module.parameters()):
+    if not in_shards(module):
         each = (
             {name: x[i : i + 1] if torch.is_tensor(x) else x for name, x in batch.items()}
             for i in range(size)

@@ -16,6 +16,7 @@ from headstart.heads.core import device_of
 from headstart.heads.core.features import eval_mode
 from headstart.heads.core.probe import tolerance
 
+from .engine import weights_are_sharded
 from .target_with_drafter import TargetWithDrafter
 
 _LENGTHS = ((20, 13), (17, 16))  # of the documents in two rows
@@ -28,6 +29,8 @@ def packing_obstacle(module: TargetWithDrafter) -> str | None:
     Two rows of two documents each are run packed, and each document alone. The features, and the
     drafter's states, must be the same to rounding.
     """
+    if weights_are_sharded():
+        return "under DeepSpeed ZeRO-3 it cannot be tried whether the target keeps documents apart"
     drafter, name = module.drafter, module.target.config.model_type
     family = type(drafter).__name__
     if "positions" not in inspect.signature(drafter.draft_hidden_states).parameters:

@@ -16,6 +16,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from headstart.heads import Drafter, OptionError, family
+from headstart.heads.artifacts.files import METRICS
 from headstart.heads.artifacts.hub import split_revision
 from headstart.heads.core import load_pretrained
 from headstart.infer import RULES, load
@@ -35,7 +36,7 @@ from .drafter_stage import (
     train_drafter,
     write_drafter,
 )
-from .engine import loaded_as, loaded_whole, weights_are_sharded
+from .engine import join_deepspeed, loaded_as, loaded_whole, weights_are_sharded
 from .fingerprints import FileHashes, deciding, model_fingerprint
 from .kept import (
     CHECKPOINTS,
@@ -89,6 +90,7 @@ class _Run:
         # Before anything asks for the processes: these arguments set them up. The folder of the
         # checkpoints is set when the stage that writes them begins.
         self.args = training_arguments(recipe.train, recipe.folder / CHECKPOINTS, recipe.seed)
+        join_deepspeed(self.args)
         watch_processes()
         self.engine = check_engine(self.args, os.environ)
         other = recipe.folder.with_name(recipe.shares) if recipe.shares else None
@@ -105,11 +107,7 @@ class _Run:
         self.store.__exit__(*error)
 
     def train(self) -> Stage:
-        world = self.args.world_size
-        with loaded_whole():
-            on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
-        if in_parallel():
-            check_shared(self.recipe.folder)
+        self._check()
         trainable = family(self.recipe.drafter.family).trainable
         corpus = self._corpus()
         target = self._target(corpus)
@@ -121,17 +119,23 @@ class _Run:
 
     def write_text(self) -> Stage:
         """Run the stages up to the rows."""
-        world = self.args.world_size
-        on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
+        self._check()
         corpus = self._corpus()
         target = self._target(corpus)
         on_process_0(lambda: self._check_prompts(corpus, target, True))
         return self._distill(corpus, target)
 
+    def _check(self) -> None:
+        """What can be told before the first stage, by process 0 for all."""
+        world = self.args.world_size
+        with loaded_whole():
+            on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
+        if in_parallel():
+            check_shared(self.recipe.folder)
+
     def _check_prompts(self, corpus: Stage, target: Stage, trainable: bool) -> None:
         """Once there are text and tokenizer, and before the target writes."""
-        tokenizer = self._tokenizer(target)
-        check_prompts(self.recipe, tokenizer, corpus.folder, self.parts, trainable)
+        check_prompts(self.recipe, self._tokenizer(target), corpus.folder, self.parts, trainable)
 
     def _settings(self, *sections: str, **more: Any) -> dict[str, Any]:
         """What decides a stage's result: the seed, sections of the recipe, and more."""
@@ -235,6 +239,12 @@ class _Run:
 
     def _heads(self, corpus: Stage, target: Stage, trained: Stage | None) -> Stage:
         def work(folder: Path) -> dict[str, Any]:
+            if weights_are_sharded() and self._drafter is None:
+                raise OptionError(
+                    "under DeepSpeed ZeRO-3 the target runs only while a drafter is trained, and "
+                    "this one is trained already; run the recipe with one process or another "
+                    "launch file, which writes the artifact."
+                )
             loaded = self._judged(corpus, target)
             if trained is None:
                 drafter = make_drafter(self.recipe, loaded.target, None)
@@ -242,7 +252,8 @@ class _Run:
             else:
                 found = trained.folder, trained.info
                 drafter, measured = choose(self.recipe, loaded, self._drafter, *found)
-            return write_drafter(self.recipe, loaded, drafter, measured, folder)
+            metrics = trained.folder / METRICS if trained else None
+            return write_drafter(self.recipe, loaded, drafter, measured, folder, metrics)
 
         settings = self._settings("drafter", decode=evaluation_settings(self.recipe))
         reads = [corpus, target, *([trained] if trained else [])]
@@ -279,8 +290,8 @@ class _Run:
     def _tokenizer(self, target: Stage) -> Any:
         """The target's tokenizer, without its weights."""
         revision = self.recipe.target.revision
-        how = {"revision": revision} if revision else {}
-        return load_pretrained(AutoTokenizer, self._target_name(target), **how)
+        kept = {"revision": revision} if revision else {}
+        return load_pretrained(AutoTokenizer, self._target_name(target), **kept)
 
     def _load(self, target: Stage) -> tuple[PreTrainedModel, Any]:
         """The target on this process's device, and its tokenizer; loaded once."""

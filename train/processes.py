@@ -7,6 +7,7 @@ counts up a number of its own there, and who waits sees that it stands still.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 import time
@@ -110,6 +111,14 @@ def sum_over_processes(numbers: list[float], device: torch.device) -> list[float
 def store() -> Any:
     """The keys and values that all processes of the run see."""
     return torch.distributed.distributed_c10d._get_default_store()
+
+
+def first_to_say(message: str) -> bool:
+    """Whether no other process has said the same; any may call, or none."""
+    if not in_parallel():
+        return True
+    key = hashlib.sha256(message.encode()).hexdigest()
+    return store().add(f"headstart/said/{key}", 1) == 1
 
 
 def beat() -> None:

@@ -14,18 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional
-from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.heads.core.files import write_atomically
 
-from .clock import BAR
 from .data.corpus import load_documents
 from .data.documents import Document
+from .data.tokenising import tokenise
+from .progress import progress_bar
 from .recipe import Scratch
 
 END_OF_TEXT = "<|endoftext|>"
@@ -97,8 +98,9 @@ def train_tokenizer(
 
 def pack(tokenizer: PreTrainedTokenizerFast, documents: Sequence[Document]) -> Tensor:
     """All documents as one int64 array, each closed by the end of text.  # [T]"""
-    encoded = tokenizer([document.text for document in documents], verbose=False)["input_ids"]
-    return torch.tensor([token for ids in encoded for token in [*ids, tokenizer.eos_token_id]])
+    end: Any = tokenizer.eos_token_id
+    rows = tokenise(tokenizer, ((document.text, True) for document in documents))
+    return torch.from_numpy(np.insert(rows.ids.astype(np.int64), rows.starts + rows.lengths, end))
 
 
 def build_model(spec: Scratch, tokenizer: PreTrainedTokenizerFast, seed: int) -> LlamaForCausalLM:
@@ -172,7 +174,7 @@ def fit(
     clock = Clock(spec.max_seconds, spec.max_tokens, spec.batch_size * length, time.perf_counter())
     losses, recent = [], 0.0
     model.train()
-    bar = tqdm(total=1.0, desc="target", disable=not progress, bar_format=BAR)
+    bar = progress_bar(1.0, "target", disable=not progress)
     # At least one step, then none that would end past the budget.
     while not losses or clock.share(steps_ahead=1.0) <= 1.0:
         batch = rows.take(spec.batch_size).to(model.device)  # [B, T + 1]

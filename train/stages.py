@@ -10,16 +10,21 @@ own, and a stage run again does so with all that read it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
 import logging
 import os
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
+
+from safetensors import SafetensorError
 
 from headstart.heads.artifacts.manifest import library_versions, sha256
 from headstart.heads.core.files import flush_to_disk, write_atomically
@@ -29,6 +34,7 @@ from .run_lock import RunLock
 from .stage_folders import (
     BEGUN,
     RECORD,
+    StageError,
     StageFolder,
     folder_name,
     make_current,
@@ -38,6 +44,12 @@ from .stage_folders import (
 
 logger = logging.getLogger(__name__)
 
+# Errors of a disk that is full or closed, by number and, of other libraries' errors, by words.
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_CLOSED = {errno.EROFS, errno.EACCES, errno.EPERM}
+_SAID = re.compile(
+    r"\(os error (28|27|122|30)\)|No space left|PytorchStreamWriter|iostream error|unexpected pos"
+)
 _NOT_RESULTS = {RECORD, BEGUN, "README.md"}  # a model card may be edited
 
 
@@ -102,11 +114,19 @@ class StageStore:
             layout: settings that do not decide the result, but how unfinished files of a resumable
                 stage are divided; begun with others, they do not serve.
         """
+        with _writing(name, self.root):
+            return self._run(name, settings, work, reads, resumable, shared, layout or {})
+
+    def _run(
+        self, name: str, settings: Mapping[str, Any],
+        work: Callable[[Path], dict[str, Any] | None], reads: Sequence[Stage], resumable: bool,
+        shared: bool, layout: Mapping[str, Any],
+    ) -> Stage:  # fmt: skip
         ids = {stage.name: stage.id for stage in reads}
         parts = json.dumps([dict(settings), ids], sort_keys=True, allow_nan=False)
         fingerprint = hashlib.sha256(parts.encode()).hexdigest()
         folder, stage = on_process_0(
-            lambda: self._find_or_begin(name, fingerprint, reads, resumable, shared, layout or {})
+            lambda: self._find_or_begin(name, fingerprint, reads, resumable, shared, layout)
         )
         if stage is None:
             started = time.perf_counter()
@@ -180,6 +200,23 @@ class StageStore:
     def seconds(self) -> dict[str, float]:
         """Seconds each stage of this run took when it really ran."""
         return {name: stage.seconds for name, stage in self.finished.items()}
+
+
+@contextmanager
+def _writing(name: str, root: Path) -> Iterator[None]:
+    """Raise a StageError that says what to do where the disk is full or closed."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch's writer raises RuntimeError
+        reason = " ".join(str(error).split())
+        number, file = getattr(error, "errno", None), getattr(error, "filename", None)
+        closed = number in _CLOSED and str(root) in str(file)  # not a file that is read
+        if not (closed or number in _FULL or _SAID.search(reason)):
+            raise
+        raise StageError(
+            f"stage {name} cannot be written in {root} ({reason[:160]}); make room there, or "
+            "choose another folder (output=…). What is finished stays, and the same command goes on"
+        ) from error
 
 
 def _finished(folder: StageFolder) -> Stage | None:

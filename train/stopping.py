@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
@@ -54,8 +54,9 @@ class StopSignals:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         if self.number is None and os.environ.get("RANK", "0") == "0":
-            os.write(sys.__stderr__.fileno(), b"\nheadstart: stopping after this step, with a "  # type: ignore[union-attr]
-                     b"checkpoint; Ctrl-C again ends at once\n")  # fmt: skip
+            words = "stopping after this step, with a checkpoint; Ctrl-C again ends at once"
+            with suppress(OSError):
+                os.write(2, f"\nheadstart: {words}\n".encode())  # print is not for handlers
         self.ask(number)
 
 
@@ -63,7 +64,7 @@ _active: StopSignals | None = None  # whose `with` block lasts
 
 
 def ask_to_stop() -> bool:
-    """Ask for an end as SIGTERM does; returns whether training lasts, and will hear it."""
+    """Ask for an end as SIGTERM does; returns whether a training runs that will end so."""
     if _active is None:
         return False
     _active.ask()

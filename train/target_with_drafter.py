@@ -6,17 +6,14 @@ Data-parallel wrappers then see one model; only the drafter's parameters are tra
 from __future__ import annotations
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.heads import FINAL, OptionError, TrainableDrafter
-from headstart.heads.artifacts.files import WEIGHTS
 from headstart.heads.core import FeatureTap
 
 from .data.batches import collate
@@ -128,7 +125,7 @@ class TargetWithDrafter(nn.Module):
         counts = label_counts(labels) if counts is None else counts
         final = None if self.final is None else teaching[..., self.final]
         read = captured[..., : self.width]
-        return self.drafter(partial(self.loss, read, tokens, labels, counts, final, positions))
+        return self.loss(read, tokens, labels, counts, final, positions)
 
     def labels(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
         """See `head_labels`.  # [K, B, T]"""
@@ -214,7 +211,7 @@ class TargetWithDrafter(nn.Module):
 
     def load(self, folder: Path) -> None:
         """Read what learns from a checkpoint."""
-        self.drafter.load_state_dict(safetensors.torch.load_file(folder / WEIGHTS))
+        self.drafter.load_checkpoint(folder)
 
     def release(self) -> None:
         """Drop the cache and remove the hooks from the target."""

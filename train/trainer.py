@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -22,7 +23,8 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, TrainerControl
 
 from headstart.heads import Drafter
-from headstart.heads.core import gathered
+from headstart.heads.artifacts.files import METRICS
+from headstart.heads.core import gathered, output_layer
 
 from .checkpoints import (
     Reached,
@@ -37,8 +39,19 @@ from .checkpoints import (
 from .clock import Clock, Progress
 from .data.batches import batch_loader
 from .data.training_rows import Rows
-from .engine import bring_in_whole, kind_of, leave_out_frozen, size_buckets
+from .engine import (
+    check_kind,
+    describe,
+    ends_of,
+    in_shards,
+    keep_whole,
+    kind_of,
+    leave_out_frozen,
+    shard_layers,
+    size_buckets,
+)
 from .epochs import NextEpoch, make_batches, steps_of
+from .metrics import Metrics, scalars
 from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
 from .on_policy import StudentText
 from .processes import from_process_0, is_process_0, sum_over_processes, wait_for_all
@@ -55,6 +68,7 @@ class DrafterTrainer(Trainer):
         validation: measures the drafter; its `tau` chooses the checkpoint.
         progress: whether to draw a bar on stderr.
         student_text: the text that the drafter writes itself, for the steps that learn from it.
+        flops: products of a training step for each token, see `Metrics`.
     """
 
     loss_is_scaled_for_ga = True
@@ -68,6 +82,7 @@ class DrafterTrainer(Trainer):
         validation: Callable[[Drafter], dict[str, Any]],
         progress: bool = True,
         student_text: StudentText | None = None,
+        flops: float | None = None,
     ):
         self.module, self.rows, self.spec, self.validation = module, rows, spec, validation
         self.student_text = student_text
@@ -76,11 +91,13 @@ class DrafterTrainer(Trainer):
         if spec.epochs is not None:
             args.max_steps = steps_of(spec.epochs, self.batches.steps, args.max_steps)
         self.clock = Clock(args.max_steps, spec.max_seconds, spec.warmup_ratio)
+        self.metrics = Metrics(
+            self.folder.parent / METRICS, self.clock, rows.lengths, args.world_size, flops
+        )
         self.signals, self.stopped = StopSignals(), False
         self.loss_total = 0.0  # of all steps so far
         self.parts: list[Part] = []  # of the coming step, on this process
         size_buckets(args, module.drafter.config.hidden_size)
-        bring_in_whole(module.drafter)
         super().__init__(
             model=module,
             args=args,
@@ -89,18 +106,21 @@ class DrafterTrainer(Trainer):
             callbacks=[
                 _StepEnd(self),
                 self.clock,
+                self.metrics,
                 Progress(self.clock, progress),
                 NextEpoch(self.batches),
             ],
         )
         self.remove_callback(PrinterCallback)  # it prints to stdout
+        self.kind = kind_of(args, os.environ)
+        check_kind(self.kind, self.accelerator.distributed_type)
 
     def fit(self) -> dict[str, Any]:
         """Train, going on from the last whole checkpoint, and load the best one.
 
         Returns:
-            `steps`, `seconds`, `features_cached`, `train_loss`, and of the best checkpoint
-            `best_step` and what the validation measured.
+            `steps`, `seconds`, `ran_on`, `features_cached`, `train_loss`, and of the best
+            checkpoint `best_step` and what the validation measured.
 
         Raises:
             Interrupted: a signal has stopped it, and a checkpoint holds all that was done.
@@ -130,6 +150,7 @@ class DrafterTrainer(Trainer):
         return {
             "steps": self.state.global_step,
             "seconds": round(self.clock.seconds, 3),
+            "ran_on": describe(self.args, os.environ),
             "features_cached": cached,
             "train_loss": self.loss_total / self.state.global_step,
             "best_step": best,
@@ -140,7 +161,7 @@ class DrafterTrainer(Trainer):
         """How this run is spread over processes."""
         args = self.args
         batch = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        return Spread(kind_of(args), args.world_size, *batch)
+        return Spread(self.kind, args.world_size, *batch)
 
     def agree(self, options: dict[str, Any]) -> None:
         """Agree with the other processes on the coming step's loss, the time, and whether to stop.
@@ -187,9 +208,16 @@ class DrafterTrainer(Trainer):
         """Further arguments of the module's forward in the coming step."""
         return {}
 
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.is_fsdp_enabled and not in_shards(self.module):
+            shard_layers(self.module.target)
+        return super().create_optimizer(model)
+
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.is_deepspeed_enabled:  # its engine exists now, and its checkpoint is not yet read
-            leave_out_frozen(self.accelerator.deepspeed_engine_wrapped.engine)  # type: ignore[union-attr]
+            engine = self.accelerator.deepspeed_engine_wrapped.engine  # type: ignore[union-attr]
+            leave_out_frozen(engine)
+            keep_whole(engine, [*self.module.trained(), output_layer(self.module.target)])
         optimizer = optimizer or self.optimizer
         starts = [self.starts_at(group) for group in optimizer.param_groups]
         factors = [partial(self.clock.factor, since=start) for start in starts]
@@ -208,6 +236,7 @@ class DrafterTrainer(Trainer):
         batches = list(itertools.islice(epoch_iterator, num_batches))
         if self.student_text is not None:
             batches = self.student_text.in_place_of(batches, self.state.global_step)
+        self.metrics.count(batches)
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
@@ -221,7 +250,9 @@ class DrafterTrainer(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         options = {"counts": num_items_in_batch, **self.forward_options()}
-        outputs = model(**inputs, **options)
+        autocast = getattr(self.args, "own_autocast", False)
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=autocast):
+            outputs = model(**inputs, **options)
         self.parts.append((inputs, outputs["loss"].detach()))
         if self.accelerator.sync_gradients:  # before the gradients are used
             self.agree(options)
@@ -231,10 +262,11 @@ class DrafterTrainer(Trainer):
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Decode the validation prompts; every process does, and process 0's figures count."""
-        with gathered(self.module.drafter):
+        with gathered(self.module.drafter, *ends_of(self.module.target)):
             measured = from_process_0(self.validation(self.module.drafter))
         metrics = {f"eval_{name}": value for name, value in measured.items()}
-        self.log(metrics)
+        self.log(scalars(metrics))
+        self.state.log_history[-1] = {"step": self.state.global_step} | metrics
         handler = self.callback_handler
         self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -259,6 +291,24 @@ class DrafterTrainer(Trainer):
             reached = Reached(self.clock.seconds, self.loss_total)
             finish_checkpoint(folder, self.spread(), reached)
             keep_only(self.folder, [folder, Path(self.state.best_model_checkpoint or folder)])
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        # transformers would save the target too.
+        torch.save(self.optimizer.state_dict(), self._shard_of_optimizer(output_dir))  # type: ignore[union-attr]
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.is_fsdp_enabled or checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        file = self._shard_of_optimizer(checkpoint)
+        self.optimizer.load_state_dict(torch.load(file, weights_only=False))  # type: ignore[union-attr]
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt"))
+
+    def _shard_of_optimizer(self, checkpoint: str) -> Path:
+        return Path(checkpoint) / f"optimizer-{self.args.process_index}.pt"
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         with gathered(*self.module.trained(), write=True):

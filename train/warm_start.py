@@ -31,6 +31,8 @@ def start_from(name: str, drafter: TrainableDrafter) -> str:
         raise _unlike(name, f"is {source.kind}", f"a {family} head that headstart saved")
     if source.manifest.family != family:
         raise _unlike(name, f"is a {source.manifest.family} head", f"a {family} head")
+    if getattr(drafter.config, "lora", None) is not None:
+        raise _unlike(name, "comes with drafter.lora", "drafter.model to name it")
     if drafter.adapter is not None:
         raise _unlike(name, "has an adapter", "a family that leaves its target as it is")
     found = safetensors.torch.load_file(source.check_files())

@@ -8,6 +8,7 @@
 | `tree.json` | rank paths of the tree that it was measured with |
 | `plan.json` | trees chosen by the planner, one for each kind of machine |
 | `README.md` | model card |
+| `metrics.jsonl`, `metrics.png` | figures of the training, a JSON object a line, and their plot |
 | `adapter/` | LoRA adapter, where the target was trained too |
 """
 
@@ -26,7 +27,11 @@ from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "headstart.json"
 TREE, PLAN, CARD = "tree.json", "plan.json", "README.md"
-FILES = (CONFIG, WEIGHTS, MANIFEST, TREE, PLAN, CARD, ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+METRICS, PLOT = "metrics.jsonl", "metrics.png"
+COPIED = (METRICS, PLOT)
+"""Figures and an image, which are neither checked nor read again."""
+
+FILES = (CONFIG, WEIGHTS, MANIFEST, TREE, PLAN, CARD, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *COPIED)
 """All that an artifact may hold; nothing else is downloaded or pushed."""
 
 PICKLE = "pytorch_model.bin"

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, get_token
 
 from ..core import ArtifactError
 from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .files import CARD, FILES, HERE, brief, read_json
+from .files import CARD, COPIED, FILES, HERE, PLOT, brief, read_json
 from .hub import is_hub_name, split_revision
 from .manifest import Manifest
 from .source import DrafterSource
@@ -55,7 +55,7 @@ def clean_copy(
         if name == CARD or unused or not (folder / name).is_file():
             continue
         (into / name).parent.mkdir(exist_ok=True)
-        if name.endswith(".safetensors"):
+        if name.endswith(".safetensors") or name in COPIED:
             shutil.copyfile(folder / name, into / name)
         else:
             data = _map_strings(read_json(folder / name), clean)
@@ -67,7 +67,8 @@ def clean_copy(
     files = [into / name for name in FILES if (into / name).is_file()]
     token = get_token()
     for path in files:
-        text = "" if path.suffix == ".safetensors" else path.read_text(encoding="utf-8")
+        binary = path.suffix == ".safetensors" or path.name == PLOT
+        text = "" if binary else path.read_text(encoding="utf-8")
         if re.search(r"\bhf_[A-Za-z0-9]{20,}", text) or (token and token in text):
             raise ArtifactError(
                 f"{path.name} holds an access token; remove it from the artifact, and revoke it, "

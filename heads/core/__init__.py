@@ -5,8 +5,16 @@ from .errors import ArtifactError, DecodingError, HeadstartError, OptionError, U
 from .features import FINAL, FeatureTap, OutputLayer, capture, decoder_layers, output_layer
 from .forward import causal_run, prefill_forward, tree_forward, tree_run
 from .masks import AttentionWindows, tree_mask
-from .offload import device_of, gathered, keep_resident, offloaded, streamed_from, weight_of
-from .pretrained import load_pretrained
+from .offload import (
+    device_and_dtype,
+    device_of,
+    gathered,
+    keep_resident,
+    offloaded,
+    streamed_from,
+    weight_of,
+)
+from .pretrained import language_model_in, load_pretrained
 from .probe import ATTENTION, PositionLimit, check_tree, choose_attention, probe_layers
 from .sampling import STATEFUL, Sampling, Stream, argmax, draw, gumbel, place, row_seeds, uniform
 from .tree import TokenTree, Topology, ancestor_mask, parents_of_paths

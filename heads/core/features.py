@@ -1,15 +1,18 @@
 """A model's hidden states, captured by hooks, and its logits, made from the last of them."""
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .errors import OptionError, UnsupportedTarget
+
+_Found = TypeVar("_Found")
 
 FINAL = -1
 """Feature layer: the hidden state after the last norm, which the output layer reads."""
@@ -27,19 +30,28 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+class _Captured(threading.local):
+    states: dict[int, Tensor] | None = None  # None where this thread's forwards are nobody's
+
+
 class FeatureTap(AbstractContextManager):
-    """Captures hidden states of a model by hooks, while forwards run.
+    """Captures hidden states of a model by hooks, in the thread's forwards that it is meant for.
 
     Layer i ≥ 0 means the hidden state that enters decoder layer i; `FINAL` the one after the last
     norm. Hooks do not depend on the order of `output_hidden_states`, which differs by release. They
-    stay until `close`, or until a `with` block ends.
+    stay until `close`, or until a `with` block ends, and pass over other threads' forwards.
+
+    Args:
+        listens: whether each forward of the thread that makes it is captured, for `take`; if not,
+            those of `run` alone, in any thread.
 
     Raises:
         OptionError: the model has no such layer.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int]):
-        self._captured: dict[int, Tensor] = {}
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int], listens: bool = True):
+        self._captured = _Captured()
+        self._captured.states = {} if listens else None
         self._order, self._handles = tuple(layers), []
         stack = decoder_layers(model) if any(layer != FINAL for layer in layers) else ()
         for layer in set(layers):
@@ -59,14 +71,30 @@ class FeatureTap(AbstractContextManager):
         self.close()
 
     def _keep_output(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self._captured[FINAL] = output[0]
+        if (states := self._captured.states) is not None:
+            states[FINAL] = output[0]
 
     def _keep_input(self, layer: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        self._captured[layer] = args[0] if args else kwargs["hidden_states"]
+        if (states := self._captured.states) is not None:
+            states[layer] = args[0] if args else kwargs["hidden_states"]
+
+    def run(self, forward: Callable[[], _Found]) -> tuple[_Found, Tensor]:
+        """What a forward of the model returns, and its features, see `take`."""
+        before, states = self._captured.states, dict[int, Tensor]()
+        self._captured.states = states
+        try:
+            found = forward()
+        finally:
+            self._captured.states = before
+        return found, self._joined(states)
 
     def take(self) -> Tensor:
         """Features [B, T, F] of the last forward, F = layers × D, in the order asked for."""
-        states = [self._captured[layer] for layer in self._order]
+        assert self._captured.states is not None, "it listens to another thread"
+        return self._joined(self._captured.states)
+
+    def _joined(self, captured: dict[int, Tensor]) -> Tensor:
+        states = [captured[layer] for layer in self._order]
         if len(states) == 1:
             return states[0]
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)

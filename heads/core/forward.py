@@ -83,9 +83,9 @@ def tree_run(
         found = {kind: mask(window) for kind, window in by_type.items()}
         driving["attention_mask"] = found if windows.by_type else found[None]
     if windows.cacheless:
-        with tree_attention_on(model, slab):
+        with tree_attention_on(slab):
             return (run or model)(**inputs, **driving, use_cache=False)
-    with tree_attention_on(model) if windows.tree else nullcontext():
+    with tree_attention_on() if windows.tree else nullcontext():
         return model(**inputs, **driving, past_key_values=slab, use_cache=True)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from accelerate.utils import align_module_device, has_offloaded_params
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from .errors import UnsupportedTarget
@@ -36,29 +37,67 @@ def device_of(module: nn.Module) -> torch.device:
 
 @contextmanager
 def gathered(*modules: nn.Module | None, write: bool = False) -> Iterator[None]:
-    """While this lasts, weights that DeepSpeed ZeRO-3 has sharded are whole; all processes call.
+    """While this lasts, weights that DeepSpeed ZeRO-3 or FSDP2 has sharded are whole; all call.
 
     Args:
-        write: keep what process 0 writes into them.
+        write: keep what is written into them, under ZeRO-3 by process 0.
     """
-    weights = {p for module in modules if module is not None for p in module.parameters()}
-    sharded: list[Any] = [p for p in weights if hasattr(p, "ds_id")]
+    given = [module for module in modules if module is not None]
+    with _gathered_zero3(given, write), _gathered_fsdp2(given, write):
+        yield
+
+
+@contextmanager
+def _gathered_zero3(modules: Sequence[nn.Module], write: bool) -> Iterator[None]:
+    weights = {weight for module in modules for weight in module.parameters()}
+    sharded: list[Any] = [weight for weight in weights if hasattr(weight, "ds_id")]
     if not write:  # those that are whole already must stay so afterwards
-        sharded = [p for p in sharded if p.ds_status.name != "AVAILABLE"]
+        sharded = [weight for weight in sharded if weight.ds_status.name != "AVAILABLE"]
     if not sharded:
         yield
         return
     import deepspeed
 
-    sharded.sort(key=lambda p: p.ds_id)  # in the same order on all processes
+    sharded.sort(key=lambda weight: weight.ds_id)  # in the same order on all processes
     with deepspeed.zero.GatheredParameters(sharded, modifier_rank=0 if write else None):
         yield
+
+
+@contextmanager
+def _gathered_fsdp2(modules: Sequence[nn.Module], write: bool) -> Iterator[None]:
+    parts = {id(part): part for module in modules for part in module.modules()}
+    owned = [
+        (part, name, weight)
+        for part in parts.values()
+        for name, weight in part._parameters.items()
+        if isinstance(weight, DTensor)
+    ]
+    whole: dict[int, nn.Parameter] = {}  # tied weights stay tied
+    for part, name, weight in owned:
+        if id(weight) not in whole:
+            full = nn.Parameter(weight.detach().full_tensor(), weight.requires_grad)
+            whole[id(weight)] = full
+        part._parameters[name] = whole[id(weight)]
+    try:
+        yield
+    finally:
+        for part, name, weight in owned:
+            part._parameters[name] = weight
+    for _, _, weight in owned if write else ():
+        found = whole[id(weight)].detach()
+        own = distribute_tensor(found, weight.device_mesh, weight.placements)
+        weight.detach().copy_(own)
+
+
+def device_and_dtype(model: PreTrainedModel) -> tuple[torch.device, torch.dtype]:
+    """Where a model runs and in which type: both change when it is moved or recast."""
+    return device_of(model), model.dtype
 
 
 def weight_of(module: nn.Module, name: str = "weight") -> Tensor:
     """A module's own weight to read or copy from, on the device that the module runs on.
 
-    All processes call for a weight that ZeRO-3 has sharded, and each gets a copy.
+    All processes call for a weight that is sharded, and each gets a copy.
 
     Raises:
         UnsupportedTarget: it has no data, and no hook that could load it.

@@ -1,8 +1,10 @@
-"""Loading by `from_pretrained` without running code that comes with a model."""
+"""Loading by `from_pretrained` without running code that comes with a model; peft's wrappers."""
 
+import sys
 from typing import Any
 
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
 from .errors import ArtifactError, OptionError
 
@@ -31,3 +33,21 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
             "target's, pass --trust-remote-code (trust_remote_code=True), or else use a model of "
             "transformers' own classes."
         ) from error
+
+
+def language_model_in(model: Any) -> PreTrainedModel:
+    """The language model inside of a peft model, with the adapters in it; any other as it is.
+
+    Raises:
+        OptionError: its adapter is a learned prompt, which no token tree holds.
+    """
+    peft: Any = sys.modules.get("peft")  # whoever has such a model has imported it
+    if peft is None or not isinstance(model, peft.PeftModel):
+        return model
+    kind = model.active_peft_config
+    if kind.is_prompt_learning:
+        raise OptionError(
+            f"the target is a peft model of type {kind.peft_type.value}, whose learned prompt no "
+            "token tree holds; decode it plainly, with model.generate."
+        )
+    return model.get_base_model()

@@ -188,6 +188,8 @@ class PositionLimit(NamedTuple):
         """
         config = model.config.get_text_config(decoder=True)
         longest: Any = getattr(config, "max_position_embeddings", None)
+        if kept := getattr(config, "keep_window_size", None):
+            return cls(kept, "beyond them its attention drops the tokens that it weighs least")
         parameters = getattr(config, "rope_parameters", None) or {}
         nested = [value for value in parameters.values() if isinstance(value, dict)]
         for entry in nested or [parameters]:

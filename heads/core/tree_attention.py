@@ -6,28 +6,26 @@ line of `pack_tree`. Softmax over both parts is the softmax of each, weighted by
 exp(log-sum-exp) (Milakov and Gimelshein 2018, arXiv 1805.02867), so the parts can be computed
 apart, and the prefix can be split further.
 
-Models of transformers attend so for one forward, by its `AttentionInterface`. The packed tree is
-passed where their 4-D mask is, one for each layer type where windows differ.
+Models of transformers attend so for one forward, of one thread, by its `AttentionInterface`. The
+packed tree is passed where their 4-D mask is, one for each layer type where windows differ.
 
 A compiled forward gets no cache: its layers hand over the keys and values of the tree, and
 attention writes them to the slab itself, in one operator that the compiler does not look into. So
 the compiled graph depends on the shape of the tree alone, not on the slab's address and length.
 """
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from .cache import SlabCache, no_kernel
 from .errors import UnsupportedTarget
-
-NAME, CACHELESS = "headstart_tree", "headstart_tree_cacheless"
-"""Under which the attention is registered; the latter where the model is given no cache."""
 
 _UNKNOWN = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 """What else models hand to their attention, and would be lost here."""
@@ -141,7 +139,7 @@ def _attend(
     softcap: float | None,
 ) -> Tensor:
     """Write a layer's new keys and values [B, Hkv, N, D] to the slab; attend to what it holds."""
-    keys, values = _slabs[-1].update(key, value, layer)
+    keys, values = _now.slab.update(key, value, layer)
     return tree_attention(query, keys, values, packed, scaling, softcap)
 
 
@@ -192,29 +190,37 @@ def _attention(
     return attend(query, key, value, attention_mask, module.layer_idx, scale, softcap), None
 
 
-# Without an entry in AttentionMaskInterface, transformers passes a 4-D mask on and makes none.
-AttentionInterface.register(NAME, _attention)
-AttentionInterface.register(CACHELESS, partial(_attention, cacheless=True))
+class _Forward(threading.local):
+    """What the forward that a thread runs now attends by; its model's own attention when None."""
 
-_slabs: list[Any] = []
-"""Where attention writes in forwards that run without a cache; the last is the innermost's."""
+    attend: Callable[..., Any] | None = None
+    slab: Any = None  # where attention writes, in a forward without a cache
+
+
+_now, _own_interface = _Forward(), AttentionInterface.get_interface
+
+
+def _interface(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Any:
+    return _now.attend or _own_interface(self, name, default)
+
+
+# Layers ask this in each forward. A name in the model's config instead would be read by every
+# thread that runs the model.
+AttentionInterface.get_interface = _interface
+
+_cacheless = partial(_attention, cacheless=True)
 
 
 @contextmanager
-def tree_attention_on(model: PreTrainedModel, slab: SlabCache | None = None) -> Iterator[None]:
-    """For one forward, a model's layers attend by `tree_attention`; their mask is `pack_tree`'s.
-
-    Not for two threads that run one model at once.
+def tree_attention_on(slab: SlabCache | None = None) -> Iterator[None]:
+    """In this thread, for one forward, layers attend by `tree_attention`; masks are `pack_tree`'s.
 
     Args:
         slab: where attention writes, when the model is given no cache.
     """
-    config: Any = model.get_decoder().config  # the wrapper's may be another copy
-    own = config._attn_implementation
-    config._attn_implementation = NAME if slab is None else CACHELESS
-    _slabs.append(slab)
+    before = _now.attend, _now.slab
+    _now.attend, _now.slab = (_attention if slab is None else _cacheless), slab
     try:
         yield
     finally:
-        config._attn_implementation = own
-        _slabs.pop()
+        _now.attend, _now.slab = before

@@ -15,7 +15,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core import ArtifactError, OptionError, device_of, offloaded, output_layer, weight_of
@@ -90,6 +90,10 @@ class Adapter:
         named = self._wrapped.named_parameters() if self.attached else ()
         return [p for name, p in named if "lora_" in name]
 
+    def factors(self) -> list[nn.Module]:
+        """The modules that hold the factors; empty if it is not attached."""
+        return [part for layer in self._layers().values() for part in (layer.lora_A, layer.lora_B)]
+
     def train(self, mode: bool = True) -> None:
         """Switch the adapter's dropout; the target's own stays off."""
         for layer in self._layers().values():
@@ -142,6 +146,19 @@ class Adapter:
                 "unknown or of another shape; restore both files, and load the right target."
             )
         peft.set_peft_model_state_dict(self._wrapped, weights)
+
+    def merged_state(self) -> dict[str, Tensor]:
+        """All weights of the target with the adapter's change added, under their own names."""
+        changes = {
+            f"{name}.weight": layer.get_delta_weight("default")
+            for name, layer in self._layers().items()
+        }
+        found = {}
+        for key, tensor in self._wrapped.base_model.model.state_dict().items():
+            if ".lora_" not in key:
+                name = key.replace(".base_layer.", ".")
+                found[name] = tensor + changes[name] if name in changes else tensor
+        return found
 
     def detach(self) -> None:
         """Take the adapter out of the target, which is then bit for bit what it was before."""

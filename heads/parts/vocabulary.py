@@ -126,7 +126,7 @@ class TokenConditioned(TrimmedVocabulary):
         """The target's embeddings of tokens [...], which are never trained: [..., D]."""
         embedding = self.target.get_input_embeddings()
         with torch.no_grad():
-            return embedding(tokens).to(self.device, self.dtype)
+            return embedding(tokens).to(next(self.parameters()))  # its device and dtype
 
     @torch.no_grad()
     def size_of_embeddings(self) -> Tensor:

@@ -25,7 +25,7 @@ _FAMILY = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--recipe", help="a path or a shipped name (default: quickstart)")
+    which.add_argument("--recipe", help=f"{shared.RECIPE} (default: quickstart)")
     which.add_argument("--drafter", metavar="NAME", help=_FAMILY)
     shared.add_recipe_arguments(parser)
     shared.add_json_argument(parser)
@@ -81,7 +81,7 @@ def quickstarts() -> dict[str, str]:
 
 def quickstart_of(drafter: str) -> str:
     """The recipe of one family's quickstart."""
-    from headstart.train.recipe.schema import nearest
+    from headstart.train.recipe.fields import nearest
 
     known = quickstarts()
     name = drafter.replace("-", "_")

@@ -11,7 +11,15 @@ from typing import Any, TextIO
 from rich.filesize import decimal
 
 from headstart.heads import family
-from headstart.heads.artifacts.files import CARD, CONFIG, FILES, MANIFEST, WEIGHTS, read_header
+from headstart.heads.artifacts.files import (
+    CARD,
+    CONFIG,
+    COPIED,
+    FILES,
+    MANIFEST,
+    WEIGHTS,
+    read_header,
+)
 from headstart.heads.artifacts.manifest import Manifest, sha256
 from headstart.heads.artifacts.plan import read_plans
 from headstart.heads.artifacts.source import DrafterSource
@@ -119,7 +127,7 @@ def _file(path: Path, folder: Path, manifest: Manifest) -> Description:
             check = "ok" if digest == saved[name] else "damaged"
         except ArtifactError:
             check = "damaged"
-    elif name in FILES and name != CARD:
+    elif name in FILES and name not in (CARD, *COPIED):
         try:
             json.loads(path.read_text(encoding="utf-8"))
             check = "ok"

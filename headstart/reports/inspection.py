@@ -79,7 +79,7 @@ def _facts(recipe: Recipe, found: Inspection) -> list[tuple[str, str]]:
         return rows
     return [
         *rows,
-        ("memory in use, a training step", size(pace.peak)),
+        ("memory of a training step", size(pace.peak)),
         ("the target writes", f"{pace.written_tokens_s:,.0f} tokens a second"),
         ("a training step", f"{1000 * pace.step_s:,.0f} ms"),
         ("distillation, training", f"{_time(pace.distill_s)}, {_time(pace.train_s)}; one process"),

@@ -1,6 +1,9 @@
 """`headstart plan`: from prompts to a plan in the artifact, a table, a document and a plot."""
 
+import itertools
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,25 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
     counting_target().save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def even_clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A clock that counts the work: a microsecond each time a part of a model runs.
+
+    What a plan chooses then follows from the trees and the texts, however busy the machine is.
+    """
+    from torch.nn.modules.module import register_module_forward_hook
+
+    ran = itertools.count()
+    now = [0.0]
+
+    def count(*call: Any) -> None:
+        now[0] = 1e-6 * next(ran)
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    with register_module_forward_hook(count):
+        yield
 
 
 def artifact(model: Path, folder: Path, hopeless: bool = False) -> str:
@@ -59,6 +81,7 @@ def test_a_plan_belongs_into_an_artifact(
     assert "no artifact" in line and "headstart convert" in line
 
 
+@pytest.mark.usefixtures("even_clock")
 def test_a_drafter_that_pays(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -101,6 +124,7 @@ def table(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("even_clock")
 def test_a_drafter_that_does_not_pay(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

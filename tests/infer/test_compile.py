@@ -89,7 +89,7 @@ def test_the_cache_is_written_by_attention_alone(monkeypatch: pytest.MonkeyPatch
     """A control: were it not, later rounds would see other keys."""
 
     def only_attend(query: Any, key: Any, value: Any, packed: Any, layer: int, *rest: Any) -> Any:
-        keys, values = attention._slabs[-1].layer(layer)
+        keys, values = attention._now.slab.layer(layer)
         return attention.tree_attention(query, keys, values, packed, *rest)
 
     monkeypatch.setattr(attention, "_attend", only_attend)

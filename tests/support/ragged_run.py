@@ -1,6 +1,7 @@
 """A training run on rows of different lengths: whole, and cut in two. Several processes may do it.
 
-`python -m tests.support.ragged_run FOLDER SETTINGS`, which are JSON, makes both in FOLDER.
+`python -m tests.support.ragged_run FOLDER SETTINGS`, which are JSON, makes both in FOLDER, whose
+folder `rows` has the rows.
 """
 
 import json
@@ -53,9 +54,8 @@ def cut_in_two(root: Path, rows: Rows, **train: Any) -> None:
 
 if __name__ == "__main__":
     root, train = Path(sys.argv[1]), json.loads(sys.argv[2])
-    store = root / f"rows-{PartialState().process_index}"
-    cut_in_two(root, ragged_rows(store), **train)
-    state = PartialState()
+    cut_in_two(root, Rows.load(root / "rows"), **train)
+    state = PartialState()  # not before: the training's arguments set the processes up
     (root / f"witness-{state.process_index}").write_text(
         f"{state.distributed_type.value} {state.num_processes}"
     )

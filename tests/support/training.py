@@ -17,6 +17,7 @@ from headstart.train.arguments import training_arguments
 from headstart.train.data.training_rows import Row, Rows
 from headstart.train.drafter_stage import make_drafter
 from headstart.train.joint import training_classes
+from headstart.train.processes import wait_for_all
 from headstart.train.recipe import Train, parse_recipe
 from headstart.train.trainer import DrafterTrainer
 from tests.support.counting import counting_rows
@@ -87,6 +88,7 @@ def killed_and_resumed(
     The latter was ended at its third validation, when it had two checkpoints.
     """
     whole = trainer(root / "whole", validate).fit()
+    wait_for_all()
     calls = []
 
     def die_in_the_third(drafter: Drafter) -> dict[str, Any]:
@@ -97,6 +99,7 @@ def killed_and_resumed(
 
     with pytest.raises(Killed):
         trainer(root / "cut", die_in_the_third).fit()
+    wait_for_all()  # where there are several processes: what one of them writes is there
     names = [path.name for path in (root / "cut").iterdir()]
     assert "checkpoint-8" in names and "checkpoint-12" not in names
     torch.manual_seed(99)  # nothing may depend on what the new process happens to draw

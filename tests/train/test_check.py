@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from transformers import AutoTokenizer
 
 from headstart.heads.core import features
 from headstart.train import target_with_drafter
-from headstart.train.checks import inspect as inspection
+from headstart.train.checks import inspect
 from headstart.train.checks.findings import Finding
 from headstart.train.checks.inspect import inspect_run
-from headstart.train.checks.masks import ShownRow
+from headstart.train.checks.overfit import learns_by_heart
+from headstart.train.data import rendering
 from headstart.train.data.documents import Document
 from headstart.train.losses.draft_loss import head_labels
 from headstart.train.recipe import Recipe, Scratch, parse_recipe
@@ -40,7 +42,7 @@ def chat(n: int, answered: bool = True) -> dict[str, Any]:
         {"role": "user", "content": f"Which number comes after number {n}?"},
         {"role": "assistant", "content": f"The number {n + 1} comes after number {n}."},
     ]
-    return {"messages": messages if answered else messages[:1]}
+    return {"messages": messages if answered else messages[:2]}
 
 
 @pytest.fixture(scope="module")
@@ -78,8 +80,12 @@ def recipe(home: Path, **sections: dict[str, Any]) -> Recipe:
     return parse_recipe(data)
 
 
-def wrong(made: Recipe) -> list[Finding]:
-    return [finding for finding in inspect_run(made).findings if finding.fine is False]
+def wrong(made: Recipe, learn: bool = False) -> list[Finding]:
+    """What speaks against a run; without learning a text by heart, which takes longest."""
+    learnt = Finding("learns by heart", True, "not tried")
+    tried = learns_by_heart if learn else lambda *_: learnt
+    with mock.patch.object(inspect, "learns_by_heart", tried):
+        return [finding for finding in inspect_run(made).findings if finding.fine is False]
 
 
 def test_a_run_that_can_work_passes(home: Path) -> None:
@@ -100,7 +106,7 @@ def test_labels_that_are_shifted(home: Path, monkeypatch: pytest.MonkeyPatch) ->
         return head_labels(tokens.roll(1, 1), supervised.roll(1, 1), *rest)
 
     monkeypatch.setattr(target_with_drafter, "head_labels", shifted)
-    found = wrong(recipe(home))
+    found = wrong(recipe(home), learn=True)
     assert [finding.name for finding in found] == ["labels", "learns by heart"]
     assert "labels are shifted" in found[0].said
 
@@ -152,13 +158,16 @@ def test_another_models_template(home: Path, tmp_path: Path, template: str, said
 
 
 def test_a_mask_that_trains_user_turns(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = inspection.training_rows
+    add = rendering.add_answer
 
-    def all_taught(*args: Any) -> list[ShownRow]:
-        return [replace(row, supervised=[True] * len(row.tokens)) for row in rows(*args)]
+    def all_taught(rows: list[Any], *rest: Any) -> None:
+        add(rows, *rest)
+        rows[-1] = replace(rows[-1], supervised=[True] * len(rows[-1].tokens))
 
-    monkeypatch.setattr(inspection, "training_rows", all_taught)
-    (finding,) = wrong(recipe(home))
+    given = {"writer": "given", "max_length": 150}
+    assert not wrong(recipe(home, distill=given))
+    monkeypatch.setattr(rendering, "add_answer", all_taught)
+    (finding,) = wrong(recipe(home, distill=given))
     assert finding.name == "loss mask" and "a turn of the system's" in finding.said
 
 
@@ -183,8 +192,9 @@ def test_no_turn_of_the_assistant(home: Path, tmp_path: Path) -> None:
     path = tmp_path / "chats.jsonl"
     rows = [chat(n, answered=False) for n in range(100)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ValueError, match=r"."):
-        inspect_run(recipe(home, corpus={"source": str(path)}))
+    given = {"writer": "given", "max_length": 150}
+    with pytest.raises(ValueError, match=r"none of \d+ training documents has an answer"):
+        inspect_run(recipe(home, corpus={"source": str(path)}, distill=given))
 
 
 def test_too_few_held_out_prompts(home: Path) -> None:

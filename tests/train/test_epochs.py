@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from headstart.heads import OptionError
+from headstart.train import epochs
 from headstart.train.data.training_rows import Rows
 from headstart.train.epochs import steps_of
 from tests.support.paths import ROOT
@@ -91,21 +92,39 @@ def test_so_many_steps_make_so_many_epochs(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_rows_are_packed_only_where_they_are_kept_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rows = ragged_rows(tmp_path / "rows")
 
-    said = "bloom with its attention reads across the documents of a row"
-    monkeypatch.setattr("headstart.train.epochs.packing_obstacle", lambda _: said)
-    with pytest.raises(OptionError, match=f"train.packing is true, but {said}"):
-        ragged_trainer(tmp_path / "run", lambda _: IDLE, rows, packing=True)
+    def packs(packing: bool | None) -> Any:
+        return ragged_trainer(tmp_path, lambda _: IDLE, rows, packing=packing).batches.packs
+
+    assert packs(False) is None and packs(True) is not None and packs(None) is not None
+    monkeypatch.setattr(epochs, "packing_obstacle", lambda module: "it reads too much")
+    assert packs(None) is None and "rows are not packed: it reads too much" in caplog.text
+    with pytest.raises(OptionError, match="packing is true, but it reads too much; set it to"):
+        packs(True)
+
+
+def test_packed_rows_train_as_rows_do(tmp_path: Path) -> None:
+    """Steps of all rows, so that both have the same ones, with features that are read or cached."""
+    rows, found = ragged_rows(tmp_path / "rows"), []
+    for at, how in enumerate(
+        ({}, {"packing": True, "packed_length": 64}, {"packing": True, "feature_cache_mb": 0.0})
+    ):
+        train: dict[str, Any] = {"batch_size": COUNT, "max_steps": 4, "eval_every": None, **how}
+        ragged_trainer(tmp_path / str(at), lambda _: IDLE, rows, **train).fit()
+        found.append(tensors(tmp_path / str(at) / "checkpoint-4" / FILES[0]))
+    for name, tensor in found[0].items():
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("workers", [0, 1])
-def test_two_processes_go_on_within_an_epoch(tmp_path: Path, workers: int) -> None:
+def test_two_processes_go_on_within_an_epoch(tmp_path: Path) -> None:
     """Byte for byte, and to the weights of one process that takes twice the rows."""
-    train = {"batch_size": 3, "gradient_accumulation": 2, "dataloader_workers": workers}
+    rows = ragged_rows(tmp_path / "rows")
+    train = {"batch_size": 3, "gradient_accumulation": 2, "dataloader_workers": 1}
     done = launch(
         [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
          "-m", "tests.support.ragged_run", str(tmp_path), json.dumps(train)],
@@ -115,7 +134,6 @@ def test_two_processes_go_on_within_an_epoch(tmp_path: Path, workers: int) -> No
     for rank in (0, 1):
         assert (tmp_path / f"witness-{rank}").read_text() == "MULTI_CPU 2"
     check_same_checkpoints(tmp_path, *FILES)
-    rows = ragged_rows(tmp_path / "rows-0")
     how: dict[str, Any] = {"batch_size": 6, "gradient_accumulation": 2}
     ragged_trainer(tmp_path / "one", lambda _: IDLE, rows, **how).fit()
     two, one = (tensors(tmp_path / run / "checkpoint-12" / FILES[0]) for run in ("whole", "one"))

@@ -287,6 +287,7 @@ def test_sharded_students_and_short_contexts_are_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.proof
+@pytest.mark.distributed
 def test_two_processes_train_one_student(tmp_path: Path) -> None:
     """Each writes its own rows; together they take the steps that one takes with all of them."""
     recipe = tmp_path / "tiny.yaml"

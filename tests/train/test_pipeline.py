@@ -254,7 +254,7 @@ main(sys.argv[1:])
 IN_TARGET = """
 import headstart.train.scratch_target as module
 def stop(*args, **how):
-    print("now", flush=True)
+    print("now", file=sys.__stdout__, flush=True)  # the run sends what is printed to stderr
     time.sleep(60)
 module.evaluate = stop
 """
@@ -263,14 +263,14 @@ import headstart.train.trainer as module
 save = module.DrafterTrainer._save_checkpoint
 def stop(self, *args):
     save(self, *args)
-    print("now", flush=True)
+    print("now", file=sys.__stdout__, flush=True)  # the run sends what is printed to stderr
     time.sleep(60)
 module.DrafterTrainer._save_checkpoint = stop
 """
 IN_ARTIFACT = """
 import headstart.train.drafter_stage as stage
 def stop(*args):
-    print("now", flush=True)
+    print("now", file=sys.__stdout__, flush=True)  # the run sends what is printed to stderr
     time.sleep(60)
 stage.write_atomically = stop
 """
@@ -315,6 +315,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.distributed
 def test_two_processes_train_one_drafter(tiny: Path, tmp_path: Path) -> None:
     script = tmp_path / "job.py"
     script.write_text(WITNESS)

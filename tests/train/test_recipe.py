@@ -48,7 +48,7 @@ def test_defaults_and_drafter_options() -> None:
         ("train.learning_rate", float("inf"), ["train.learning_rate", "inf"]),
         ("train.learning_rate", True, ["train.learning_rate", "a number"]),
         ("train.max_seconds", "long", ["train.max_seconds", "a number or null"]),
-        ("corpus", [1], ["corpus: found the list", "source, max_bytes, held_out"]),
+        ("corpus", [1], ["corpus: found the list", "source, sources, config"]),
         ("corpus", None, ["corpus: found null"]),
         ("decode.rule", "gredy", ["decode.rule", "did you mean 'greedy'"]),
         ("decode.tree", 4, ["decode.tree", "a string or a list"]),

@@ -31,14 +31,12 @@ def test_activations_computed_again_give_the_same_gradients(
     name: str, options: dict[str, Any], packed: bool
 ) -> None:
     module, batch = module_of(name, options, tiny("llama"), "forward_kl"), batches()[packed]
-    runs, modes = [], []
+    runs: list[Any] = []
 
-    def seen(layer: Any, given: Any, output: Any) -> None:
+    def seen(layer: Any, given: Any) -> None:
         runs.append(layer)
-        modes.append(torch.is_grad_enabled())
 
-    norms = [layer.input_layernorm for layer in layers_of(module)]
-    hooks = [layer.mlp.register_forward_hook(seen) for layer in layers_of(module)]
+    hooks = [layer.mlp.register_forward_pre_hook(seen) for layer in layers_of(module)]
     try:
         module.train()
         expected, once = slopes(module, batch), len(runs)
@@ -48,7 +46,7 @@ def test_activations_computed_again_give_the_same_gradients(
         assert apart(found, expected) <= 1e-12 and found[0] == pytest.approx(expected[0], rel=1e-12)
         # An adapter's target runs without a gradient, too, for the teacher.
         again = once // 2 if name == "medusa2" else once
-        assert twice == once + again and len(norms) == len(hooks)
+        assert twice == once + again
     finally:
         for hook in hooks:
             hook.remove()
@@ -67,7 +65,7 @@ def test_a_drafter_without_layers_says_so() -> None:
 
 
 def check_compiled(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module, (plain, packed) = module_of("eagle3", {}, tiny("llama"), "forward_kl"), batches()
+    module, (plain, packed) = module_of("redrafter", {}, tiny("llama"), "forward_kl"), batches()
     expected, asked = [slopes(module, batch) for batch in (plain, packed)], []
     real = torch.compile
 

@@ -3,15 +3,20 @@
 import json
 import logging
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from headstart.train import run_lock
 from headstart.train.run_lock import RunInUseError, RunLock
@@ -22,6 +27,7 @@ from headstart.train.stage_folders import (
     stage_folders,
 )
 from headstart.train.stages import Stage, StageStore
+from tests.support.tiny import one_line
 
 
 class Work:
@@ -248,6 +254,42 @@ def test_a_kill_loses_no_finished_stage(tmp_path: Path) -> None:
     first, second = Work(), Work()
     a, b = two(tmp_path, first, second)
     assert a.reused and not b.reused and (first.ran, second.ran) == (0, 1)
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def write_bytes(folder: Path) -> None:
+    (folder / "weights").write_bytes(b"0" * 60_000)
+
+
+def write_safetensors(folder: Path) -> None:
+    save_file({"weight": torch.zeros(15_000)}, folder / "weights")
+
+
+def write_torch(folder: Path) -> None:
+    torch.save(torch.zeros(15_000), folder / "weights")
+
+
+@pytest.mark.parametrize("write", [write_bytes, write_safetensors, write_torch])
+def test_a_disk_that_is_full_is_named_and_loses_nothing(
+    tmp_path: Path, write: Callable[[Path], None]
+) -> None:
+    old = one(tmp_path, "heads", {"size": 1}, write)
+    with files_of_at_most(20_000), pytest.raises(StageError) as error:
+        one(tmp_path, "heads", {"size": 2}, write)
+    said = one_line(error.value)
+    assert f"stage heads cannot be written in {tmp_path} (" in said and "make room there" in said
+    assert (tmp_path / "heads").resolve() == old.folder.resolve()
+    assert (tmp_path / "heads" / "weights").stat().st_size >= 60_000
+    assert one(tmp_path, "heads", {"size": 2}, write).id != old.id
 
 
 def test_the_record_says_what_was_run(tmp_path: Path) -> None:

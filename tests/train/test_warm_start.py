@@ -54,8 +54,9 @@ def test_the_first_weights_are_the_other_heads(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("name", "options", "said"),
-    [("medusa", {"heads": 3}, "expected .3, "), ("hydra", {}, "is a medusa head, expected a hydra"),
-     ("medusa", {"output": "shared"}, "at output, expected nothing")],
+    [("medusa", {"heads": 3}, r"at bias, expected \(1, 3, 32\)"),
+     ("hydra", {}, "is a medusa head, expected a hydra"),
+     ("medusa", {"heads": 2, "output": "shared"}, "at output, expected nothing")],
 )  # fmt: skip
 def test_anything_else_is_refused(
     name: str, options: dict[str, Any], said: str, tmp_path: Path

@@ -10,15 +10,16 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from ..data.corpus import build_corpus, load_documents
-from ..data.documents import Document
+from ..data.hub import commit_of, hub_source
 from ..data.prefixes import Part, make_prefixes, recipe_prompts
-from ..data.writers.counting import look
+from ..data.reading import source_bytes
+from ..data.writers.counting import LOOKED_AT, look
 from ..recipe import Recipe
 from .needs import Needs, check_needs, needs_of
-from .plan import CheckError, Plan, plan_run
+from .plan import Plan, plan_run
 
 _SMALL = 8_000_000  # bytes of a corpus that is read before the first stage
-_SAMPLE = 1000  # training documents whose prompts are counted
+_WHOLE = 64  # training documents that are tokenised to see that they are long enough
 
 
 def check_run(recipe: Recipe, processes: int = 1, parts: Sequence[Part] = ("validation",)) -> Plan:
@@ -39,7 +40,8 @@ def check_run(recipe: Recipe, processes: int = 1, parts: Sequence[Part] = ("vali
     if size is not None and size <= _SMALL and plan.tokenizer is not None:
         with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
             build_corpus(recipe.corpus, Path(folder), recipe.seed)
-            check_prompts(recipe, plan.tokenizer, Path(folder), parts, plan.drafter.trainable)
+            trainable = plan.drafter.trainable
+            check_prompts(recipe, plan.tokenizer, Path(folder), parts, trainable, plan.context)
     print(f"{recipe.name}: {needs.text}", file=sys.stderr)
     return plan
 
@@ -48,20 +50,13 @@ def corpus_bytes(recipe: Recipe) -> int | None:
     """Bytes of the corpus' files; None where they are not known before they are read.
 
     Raises:
-        CheckError: there is no such file or folder.
+        CorpusError: a source is missing, here or on the Hub.
     """
-    source = recipe.corpus.source
-    if (
-        source in ("stdlib", "target")
-        or source.startswith("hub:")
-        or any(c in source for c in "*?[")
-    ):
-        return None
-    path = Path(source).expanduser()
-    if not path.exists():
-        raise CheckError(f"corpus.source {source}: no such file or folder; check the path")
-    files = path.rglob("*") if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files if file.is_file())
+    for part in recipe.corpus.parts():
+        if (hub := hub_source(part)) is not None:
+            commit_of(hub)
+    sizes = [source_bytes(part) for part in recipe.corpus.parts()]
+    return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 def check_prompts(
@@ -70,8 +65,12 @@ def check_prompts(
     corpus: Path,
     parts: Sequence[Part],
     trainable: bool = True,
+    context: int | None = None,
 ) -> None:
     """Count the prompts of a corpus' folder; what is left out goes to stderr.
+
+    Args:
+        context: of the target, where it is known.
 
     Raises:
         HeldOutError: too few held-out prompts.
@@ -82,26 +81,15 @@ def check_prompts(
         recipe_prompts(recipe, tokenizer, held_out, part)
     if not trainable:
         return
-    documents = load_documents(corpus, "train")
-    sample = [documents[i] for i in range(min(len(documents), _SAMPLE))]
-    _check_answers(recipe, sample)
-    spec = recipe.distill
-    if spec.writer != "own" or spec.prefix == "prompt":
-        lines = list(look(spec, tokenizer, sample, recipe.chat).left_out(spec))
+    spec, documents = recipe.distill, load_documents(corpus, "train")
+    windows = spec.writer == "own" and spec.prefix != "prompt"
+    looked_at = _WHOLE if windows else LOOKED_AT
+    sample = [documents[i] for i in range(min(len(documents), looked_at))]
+    if windows:
+        prefixes = make_prefixes(spec, tokenizer, sample, recipe.chat)
+        told = [f"{prefixes.skipped} are shorter than distill.prefix_tokens {spec.prefix_tokens}"]
+        told = told if prefixes.skipped else []
     else:
-        skipped = make_prefixes(spec, tokenizer, sample, recipe.chat).skipped
-        short = f"{skipped} are shorter than distill.prefix_tokens {spec.prefix_tokens}: left out"
-        lines = [short] if skipped else []
-    for line in lines:
-        print(f"{recipe.name}: of {len(sample)} training documents, {line}", file=sys.stderr)
-
-
-def _check_answers(recipe: Recipe, documents: Sequence[Document]) -> None:
-    """Raise CheckError where chats hold no turn of an assistant, and prompts are asked for."""
-    chats = [document.messages for document in documents if document.messages]
-    turns = [m["role"] for messages in chats for m in messages]
-    if recipe.distill.prefix == "prompt" and chats and not {"user", "assistant"} & set(turns):
-        raise CheckError(
-            f"corpus.source {recipe.corpus.source}: its {len(chats)} chats have no turn of a user "
-            "or an assistant; expected chats that a model answers"
-        )
+        told = look(spec, tokenizer, sample, recipe.chat, context).left_out(spec)
+    for line in told:
+        print(f"{recipe.name}: of the first {len(sample)} texts, {line}", file=sys.stderr)

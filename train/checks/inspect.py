@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,27 +16,24 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from headstart.heads.core import load_pretrained, row_seeds
-from headstart.infer import Speculator
+from headstart.heads.core import load_pretrained
 from headstart.infer.measure.greedy_text import write_texts
 
 from ..arguments import load_options
 from ..data.corpus import build_corpus, load_documents
 from ..data.documents import Document
 from ..data.prefixes import (
-    DistillError,
     available_prompts,
     encode,
-    make_prefixes,
     prompt_settings,
 )
-from ..data.training_rows import write_rows
 from ..data.writers import make_writer
 from ..drafter_stage import make_drafter
 from ..joint import training_classes
 from ..recipe import Recipe
 from ..scratch_target import build_model, train_tokenizer
 from .alignment import features_fit, labels_fit
+from .early import corpus_bytes
 from .findings import Finding
 from .masks import ShownRow, masks_fit, template_fits, tokenizer_fits
 from .needs import Needs, check_needs, needs_of
@@ -79,8 +75,13 @@ def inspect_run(recipe: Recipe) -> Inspection:
     check_needs(recipe, found.needs)
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
         part = min(recipe.corpus.max_bytes, _READ)
-        build_corpus(replace(recipe.corpus, max_bytes=part), Path(folder), recipe.seed)
-        documents = {split: load_documents(Path(folder), split) for split in ("train", "held_out")}  # type: ignore[arg-type]
+        spec = replace(recipe.corpus, max_bytes=part)
+        build_corpus(spec, Path(folder), recipe.seed, first_rows=True)
+        # Read while the folder is there.
+        documents = {
+            "train": list(load_documents(Path(folder), "train")),
+            "held_out": list(load_documents(Path(folder), "held_out")),
+        }
     target, tokenizer = _load(recipe, plan, documents["train"])
     found.tokenizer = tokenizer
     found.findings.append(_prompts(recipe, tokenizer, documents, found.counts))
@@ -109,7 +110,7 @@ def _load(recipe: Recipe, plan: Plan, documents: Sequence[Document]) -> tuple[An
         tokenizer = train_tokenizer(list(documents), spec.vocab_size, spec.context)
         return build_model(spec, tokenizer, recipe.seed).eval(), tokenizer
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    how = load_options(recipe.target.dtype, device)
+    how = load_options(recipe.target, device)
     model = load_pretrained(AutoModelForCausalLM, recipe.target.model, **how)
     if "device_map" not in how:
         model.to(device)
@@ -120,13 +121,14 @@ def _prompts(
     recipe: Recipe, tokenizer: Any, documents: dict[str, Any], counts: dict[str, int]
 ) -> Finding:
     """Held-out prompts against those that are asked for; of a part of the corpus, by its share."""
-    counts["training documents"] = len(documents["train"])
-    counts["held-out documents"] = len(documents["held_out"])
     read = sum(len(d.whole().encode()) for split in documents.values() for d in split)
-    whole = read < 0.95 * _READ
+    there = min(recipe.corpus.max_bytes, corpus_bytes(recipe) or recipe.corpus.max_bytes)
+    whole = read < 0.95 * _READ or there <= _READ
     given = available_prompts(recipe, tokenizer, documents["held_out"])
     wanted = {"validation": recipe.decode.validation_prompts, "bench": recipe.decode.prompts}
-    grows = 1.0 if whole else recipe.corpus.max_bytes / read
+    grows = 1.0 if whole else there / read
+    for split, name in (("train", "training"), ("held_out", "held-out")):
+        counts[f"{name} documents"] = round(len(documents[split]) * grows)
     said = []
     for part, count in given.items():
         about = "" if whole else "about "
@@ -139,59 +141,33 @@ def _prompts(
 
 def _texts(recipe: Recipe, tokenizer: Any, documents: Sequence[Document]) -> list[Tensor]:
     """Token ids [T] of some documents, whole up to what the run would read of them."""
-    length = recipe.distill.prefix_tokens + recipe.distill.new_tokens
-    ids = encode(tokenizer, list(documents[:64]), recipe.distill.chat, recipe.chat)
-    return [torch.tensor(row[:length]) for row in sorted(ids, key=len, reverse=True)[:8]]
+    length = recipe.distill.row_tokens
+    some = [documents[i] for i in range(min(len(documents), 64))]
+    ids = encode(tokenizer, some, recipe.distill.chat, recipe.chat)
+    longest = sorted(ids, key=len, reverse=True)[:8]
+    return [torch.tensor(row[:length], dtype=torch.int64) for row in longest]
 
 
 def training_rows(
     recipe: Recipe, target: Any, tokenizer: Any, documents: Sequence[Document]
 ) -> list[ShownRow]:
-    """Some rows as the run would make them, with shorter answers, and no server."""
+    """Some rows as the run would make them, with shorter answers."""
     spec = recipe.distill
-    if spec.writer == "own" and spec.prefix != "prompt":
-        return _continued(recipe, target, tokenizer, documents)
-    writer = "given" if spec.writer == "given" else "own"
-    shorter = min(spec.new_tokens, _WRITTEN)
-    spec = replace(spec, writer=writer, prefix="prompt", new_tokens=shorter, drafter=None)
-    sources = {document.id: document for document in documents[: 16 * _ROWS]}
+    short = min(spec.new_tokens, _WRITTEN)
+    writer = "given" if spec.writer == "given" else "own"  # no server is asked
+    prefix = spec.prefix if spec.writer == "own" else "prompt"
+    examples = min(_ROWS, len(documents))
+    spec = replace(
+        spec, writer=writer, prefix=prefix, new_tokens=short, examples=examples, drafter=None
+    )
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
-        made = make_writer(
-            spec, target, tokenizer, list(sources.values()), Path(folder), recipe.seed, recipe.chat
-        )
-        found: list[ShownRow] = []
-        for first in range(0, made.units, _ROWS):
-            units = range(first, min(first + _ROWS, made.units))
-            for row in (row for each in made.write(units, lambda *_: None) for row in each.rows):
-                masks = row.tokens.tolist(), row.supervised.tolist()
-                found.append(ShownRow(*masks, sources.get(row.id)))
-            if len(found) >= _ROWS:
-                break
-    return found[:_ROWS]
-
-
-def _continued(
-    recipe: Recipe, target: Any, tokenizer: Any, documents: Sequence[Document]
-) -> list[ShownRow]:
-    """Rows of windows or starts of documents."""
-    spec = replace(recipe.distill, new_tokens=min(recipe.distill.new_tokens, _WRITTEN))
-    prefixes: list[Tensor] = []
-    sources: list[Document] = []
-    for document in documents:
-        with suppress(DistillError):  # it gives no prefix
-            found = make_prefixes(spec, tokenizer, [document], recipe.chat)
-            prefixes.append(found[found.draw(1, recipe.seed)[0]])
-            sources.append(document)
-        if len(prefixes) == _ROWS:
-            break
-    if not prefixes:
-        return []
-    seeds = row_seeds(recipe.seed, len(prefixes)).tolist()
-    tokens, lengths, prompts = write_rows(Speculator(target), prefixes, seeds, spec)
-    each = zip(tokens.tolist(), lengths.tolist(), prompts.tolist(), sources, strict=True)
+        some = [documents[i] for i in range(min(len(documents), 16 * _ROWS))]
+        made = make_writer(spec, target, tokenizer, some, Path(folder), recipe.seed, recipe.chat)
+        units = range(min(_ROWS, made.units))
+        rows = [row for unit in made.write(units, lambda *_: None) for row in unit.rows]
+    by_id = {document.id: document for document in documents}
     return [
-        ShownRow(ids[:length], [at >= prompt for at in range(length)], source)
-        for ids, length, prompt, source in each
+        ShownRow(row.tokens.tolist(), row.supervised.tolist(), by_id.get(row.id)) for row in rows
     ]
 
 
@@ -209,8 +185,9 @@ def _try_training(recipe: Recipe, target: Any, texts: list[Tensor], found: Inspe
     train = recipe.train
     module = module_class(target, drafter, train.head_decay, train.loss, train.feature_weight)
     found.findings += [labels_fit(module, written), features_fit(module, written)]
+    module.set_up(train.activation_checkpointing, False)
     step = measure_steps(module, recipe, len(found.tokenizer))
-    found.pace = pace_of(recipe, wrote, step)
+    found.pace = pace_of(recipe, wrote, step, found.counts["training documents"])
     module.release()
     if drafter.adapter is not None:
         drafter.adapter.detach()

@@ -6,7 +6,6 @@ import logging
 import os
 import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -53,11 +52,13 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
     if not plan.drafter.trainable:
         return Needs(target, drafter, 1.1 * recipe.corpus.max_bytes, target, None)
     distill, train = recipe.distill, recipe.train
-    row = distill.prefix_tokens + distill.new_tokens
+    row = distill.row_tokens
+    # A token has at least a byte of text; what the target writes is about as much again.
+    rows = distill.examples * row if distill.examples else 2 * recipe.corpus.max_bytes
     config = plan.drafter.config
     features = row * config.hidden_size * max(len(config.feature_layers), 1)
     memory = target + _TRAINED * drafter + 4 * train.batch_size * features
-    disk = 1.1 * recipe.corpus.max_bytes + _ROW_TOKEN * distill.examples * row + _STORED * drafter
+    disk = 1.1 * recipe.corpus.max_bytes + _ROW_TOKEN * rows + _STORED * drafter
     bounds = [distill.max_seconds, train.max_seconds]
     if recipe.target.scratch is not None:
         disk += 4 * weights
@@ -82,7 +83,7 @@ def check_needs(recipe: Recipe, needs: Needs, processes: int = 1) -> None:
 
     Memory is judged of one process alone: launchers may divide weights over several.
     """
-    folder = Path(recipe.output).absolute()
+    folder = recipe.folder.absolute()
     while not folder.exists():
         folder = folder.parent
     if not os.access(folder, os.W_OK):

@@ -19,7 +19,7 @@ from .findings import Finding
 
 _STEPS = 150
 _RATES = (1e-2, 2e-3, 3e-4)  # tried in turn: what suits a head is too much for a whole model
-_ENOUGH = 0.9  # of the tokens a round that are possible on the text
+_ENOUGH = 0.8  # of the tokens a round that are possible on the text
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Pace:
 def measure_steps(module: TargetWithDrafter, recipe: Recipe, vocab_size: int) -> tuple[float, int]:
     """Seconds of a training step, and the memory then in use: of three steps, the fastest."""
     spec, rows = recipe.train, recipe.train.batch_size
-    length = recipe.distill.prefix_tokens + recipe.distill.new_tokens
+    length = recipe.distill.row_tokens
     device = module.target.device
     tokens = torch.randint(vocab_size, (rows, length), device=device)
     supervised = torch.ones_like(tokens, dtype=torch.bool)
@@ -66,15 +66,20 @@ def peak_memory(device: torch.device) -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def pace_of(recipe: Recipe, wrote: tuple[int, float], step: tuple[float, int]) -> Pace:
+def pace_of(
+    recipe: Recipe, wrote: tuple[int, float], step: tuple[float, int], documents: int
+) -> Pace:
     """What was measured, and the whole run's times; bounds in seconds of the recipe are kept.
 
     Args:
         wrote: tokens that the target wrote, and seconds; the shape of a batch is the recipe's.
         step: see `measure_steps`.
+        documents: of the training set, which are taken where `distill.examples` is null.
     """
     speed = wrote[0] / wrote[1]
-    total = recipe.distill.examples * recipe.distill.new_tokens
+    spec = recipe.distill
+    own = spec.writer == "own"  # what a server takes is not known
+    total = (spec.examples or documents) * spec.new_tokens if own else 0
     bounds = recipe.distill.max_seconds, recipe.train.max_seconds
     each = total / speed, step[0] * recipe.train.max_steps
     kept = [

@@ -96,11 +96,9 @@ def _config_and_tokenizer(
         return model_config(spec.scratch, spec.scratch.vocab_size), None
     name = str(spec.model)
     if not Path(name).expanduser().is_dir():
-        model_commit(
-            name, spec.revision
-        )  # one line at once, where transformers would try for a while
-    config = _read(AutoConfig, name, spec.revision, "config.json")
-    return config, _read(AutoTokenizer, name, spec.revision, "tokenizer")
+        model_commit(name, spec.revision)  # one line at once; transformers would try for a while
+    how = {"revision": spec.revision} if spec.revision else {}
+    return _read(AutoConfig, name, "config.json", how), _read(AutoTokenizer, name, "tokenizer", how)
 
 
 def _target(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
@@ -119,9 +117,9 @@ def _target(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
         ) from error
 
 
-def _read(kind: Any, name: str, revision: str | None, what: str) -> Any:
+def _read(kind: Any, name: str, what: str, how: dict[str, str]) -> Any:
     try:
-        return load_pretrained(kind, name, **({"revision": revision} if revision else {}))
+        return load_pretrained(kind, name, **how)
     except OptionError:  # it needs code of its own
         raise
     except (OSError, KeyError, ValueError) as error:
@@ -162,7 +160,7 @@ def _check_tree(recipe: Recipe, drafter: Drafter) -> None:
 
 def _check_lengths(recipe: Recipe, target: PreTrainedModel, drafter: Drafter) -> None:
     """Rows, and the texts that validation writes, must fit the context."""
-    if drafter.trainable:
+    if drafter.trainable and recipe.distill.writer != "given":  # whose rows are cut
         check_context(recipe.distill, target)
         if isinstance(drafter, TrainableDrafter) and drafter.language_model is not None:
             check_context(recipe.distill, drafter.language_model, "draft model")

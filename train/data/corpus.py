@@ -7,8 +7,9 @@ is in the training set. No more than one document is in memory at a time.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,7 +17,7 @@ import numpy as np
 
 from ..recipe import Corpus, Source
 from .document_files import Documents, write_documents
-from .documents import CorpusError
+from .documents import CorpusError, Document
 from .parsing import OPENINGS
 from .reading import SUPPORTED, Skipped, order, read_source, source_name
 from .selection import Spool, choose, hold_out
@@ -25,7 +26,9 @@ from .target_text import sample_documents
 logger = logging.getLogger(__name__)
 
 
-def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
+def build_corpus(
+    spec: Corpus, folder: Path, seed: int = 0, first_rows: bool = False
+) -> dict[str, Any]:
     """Write the documents of `spec` into `folder` and return the counts.
 
     Documents are taken in the order of the hash of their id (a relative path, or file:line) until
@@ -33,6 +36,10 @@ def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
     with the same content one is kept, if `spec.dedup`. About `spec.held_out * count` are held out,
     drawn by a hash of seed and first prompt. Files that are not UTF-8 text are skipped and counted,
     rows that cannot be read only where `spec.on_error` is `skip`. Raises CorpusError.
+
+    Args:
+        first_rows: take the first documents of each source instead, in their order, and read no
+            more: a sample of a large source, to look at.
     """
     skipped = Skipped(spec.on_error)
     parts = spec.parts()
@@ -41,7 +48,18 @@ def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
     spool = Spool(folder / ".documents.tmp", budgets, spec.dedup, seed)
     try:
         for i, part in enumerate(parts):
-            _fill(spool, i, part, names[i] if len(parts) > 1 else None, spec, seed, skipped)
+            name = names[i] if len(parts) > 1 else None
+            if part.source == "target":
+                assert spec.writer is not None  # the recipe filled it in
+                documents = sample_documents(spec.writer, spec.opening_tokens, seed)
+                found = _add(spool, i, documents, in_order=True)
+            else:
+                wanted = functools.partial(_is_wanted, None if first_rows else spool, i)
+                documents = read_source(part, skipped, name, wanted)
+                found = _add(spool, i, documents, in_order=first_rows)
+            if not found:
+                first = f"; {skipped.rows} rows skipped, {skipped.first}" if skipped.rows else ""
+                raise CorpusError(f"{part.source}: no text found{first}; expected {SUPPORTED}")
         records = spool.records()
         if skipped.rows:
             logger.warning("corpus: %d rows skipped; the first: %s", skipped.rows, skipped.first)
@@ -57,13 +75,9 @@ def build_corpus(spec: Corpus, folder: Path, seed: int = 0) -> dict[str, Any]:
         held_out = hold_out(chosen, spec.held_out)
         if spec.held_out and len(chosen) > 1 and not held_out.any():
             logger.warning("corpus: all documents begin with the same prompt: none is held out")
-        for split, taken in (("train", chosen[~held_out]), ("held_out", chosen[held_out])):
-            write_documents(folder / f"{split}.jsonl", spool.lines(taken))
-            counts[f"{split}_documents"] = len(taken)
-            counts[f"{split}_bytes"] = int(taken["size"].sum())
+        return counts | _write(folder, spool, chosen, held_out)
     finally:
         spool.close()
-    return counts
 
 
 def load_documents(folder: Path, split: Literal["train", "held_out"]) -> Documents:
@@ -71,25 +85,32 @@ def load_documents(folder: Path, split: Literal["train", "held_out"]) -> Documen
     return Documents(folder / f"{split}.jsonl")
 
 
-def _fill(
-    spool: Spool, i: int, part: Source, name: str | None, spec: Corpus, seed: int, skipped: Skipped
-) -> None:
-    """Add the documents of source `i`, which in a mixture has a name for its ids."""
-    found, rows = spool.found, skipped.rows
-    if part.source == "target":
-        assert spec.writer is not None  # the recipe filled it in
-        for key, document in enumerate(sample_documents(spec.writer, spec.opening_tokens, seed)):
-            spool.add(document, i, key)
-            if not spool.wants(i, key + 1):
-                break
-    else:
-        for document in read_source(part, skipped, name, lambda id: spool.wants(i, _key(id))):
-            spool.add(document, i, _key(document.id))
-    spool.end_of(i)
-    if spool.found == found:
-        bad = skipped.rows - rows
-        first = f"; {bad} rows skipped, {skipped.first}" if bad else ""
-        raise CorpusError(f"{part.source}: no text found{first}; expected {SUPPORTED}")
+def _add(spool: Spool, source: int, documents: Iterable[Document], in_order: bool) -> int:
+    """Add the documents of a source and return their number.
+
+    Those that are taken `in_order` are read until no more can be chosen.
+    """
+    number = -1
+    for number, document in enumerate(documents):
+        spool.add(document, source, number if in_order else _key(document.id))
+        if in_order and not spool.wants(source, number + 1):
+            break
+    spool.end_of(source)
+    return number + 1
+
+
+def _write(folder: Path, spool: Spool, chosen: np.ndarray, held_out: np.ndarray) -> dict[str, int]:
+    """Write both files; returns documents and bytes of each."""
+    counts: dict[str, int] = {}
+    for split, taken in (("train", chosen[~held_out]), ("held_out", chosen[held_out])):
+        write_documents(folder / f"{split}.jsonl", spool.lines(taken))
+        counts[f"{split}_documents"] = len(taken)
+        counts[f"{split}_bytes"] = int(taken["size"].sum())
+    return counts
+
+
+def _is_wanted(spool: Spool | None, source: int, id: str) -> bool:
+    return spool is None or spool.wants(source, _key(id))
 
 
 def _key(id: str) -> int:

@@ -223,20 +223,15 @@ def parquet_rows(path: Path) -> Rows:
         from datasets import load_dataset
     except ImportError:
         raise CorpusError(f"{path}: reading it needs `pip install datasets`") from None
-    rows = iter(load_dataset("parquet", data_files=str(path), split="train", streaming=True))
     number = 0
-    while True:
-        number += 1
-        try:
-            row = next(rows)
-        except StopIteration:
-            return
-        except (OSError, ValueError) as error:  # pyarrow's own are both; they may quote values
-            kind = type(error).__name__
-            raise CorpusError(
-                f"{path} row {number}: not a Parquet file that can be read ({kind}); write it again"
-            ) from None
-        yield number, row
+    try:
+        rows = load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        for number, row in enumerate(rows, start=1):
+            yield number, row
+    except (OSError, ValueError) as error:  # pyarrow's own are both; they may quote values
+        kind = type(error).__name__
+        said = f"{path} row {number + 1}: not Parquet that can be read ({kind}); write it again"
+        raise CorpusError(said) from None
 
 
 def _open(path: Path) -> BinaryIO:

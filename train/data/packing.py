@@ -52,19 +52,19 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     """
     packs, count = np.empty(len(lengths), np.int64), 0
     open_packs: dict[int, list[int]] = {}  # by the room that they have left
-    rooms = 0  # bit r is set where a pack has room r left
+    left_by_packs = 0  # bit r is set where a pack has room r left
     for place, length in enumerate(lengths.tolist()):
-        fitting = rooms >> length
+        fitting = left_by_packs >> length
         if fitting:
             found = length + (fitting & -fitting).bit_length() - 1  # the least room
             pack = open_packs[found].pop()
             if not open_packs[found]:
-                rooms ^= 1 << found
+                left_by_packs ^= 1 << found
         else:
             found, pack, count = room, count, count + 1
         packs[place] = pack
         left = found - length
         if left:
             open_packs.setdefault(left, []).append(pack)
-            rooms |= 1 << left
+            left_by_packs |= 1 << left
     return packs

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
@@ -16,6 +16,7 @@ from ..recipe import Chat, Distill, Recipe
 from .documents import ChatTemplateError, Document
 from .reading import order
 from .rendering import ChatRenderer
+from .tokenising import Ragged, Text, tokenise
 
 
 class DistillError(ValueError):
@@ -32,19 +33,19 @@ class Windows:
     `skipped` counts the rows that are too short to have one.
     """
 
-    def __init__(self, rows: Sequence[list[int]], length: int):
+    def __init__(self, rows: Ragged, length: int):
         self.rows, self.length = rows, length
-        self.ends = list(itertools.accumulate(max(len(row) - length + 1, 0) for row in rows))
-        self.skipped = sum(len(row) < length for row in rows)
+        self.ends = np.cumsum(np.maximum(rows.lengths - length + 1, 0))
+        self.skipped = int((rows.lengths < length).sum())
 
     def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
+        return int(self.ends[-1]) if len(self.ends) else 0
 
     def __getitem__(self, number: int) -> Tensor:
         """Window `number`.  # [length]"""
-        row = bisect_right(self.ends, number)
+        row = int(np.searchsorted(self.ends, number, "right"))
         start = number - (self.ends[row - 1] if row else 0)
-        return torch.tensor(self.rows[row][start : start + self.length])
+        return _tensor(self.rows[row][start : start + self.length])
 
     def draw(self, count: int, seed: int) -> list[int]:
         """Numbers of `count` windows, any of them, perhaps twice."""
@@ -58,8 +59,8 @@ class Prompts:
     Empty ones, and those of more than `length` tokens, are left out; `skipped` counts them.
     """
 
-    def __init__(self, rows: Sequence[list[int]], length: int):
-        self.rows = [row for row in rows if 1 <= len(row) <= length]
+    def __init__(self, rows: Ragged, length: int):
+        self.rows = rows.select((rows.lengths >= 1) & (rows.lengths <= length))
         self.skipped = len(rows) - len(self.rows)
 
     def __len__(self) -> int:
@@ -67,7 +68,7 @@ class Prompts:
 
     def __getitem__(self, number: int) -> Tensor:
         """Prompt `number`.  # [P], P at most `length`"""
-        return torch.tensor(self.rows[number])
+        return _tensor(self.rows[number])
 
     def draw(self, count: int, seed: int) -> list[int]:
         """Numbers of `count` prompts: all of them in a drawn order before any comes again."""
@@ -89,12 +90,13 @@ def make_prefixes(
     - `prompt`: all up to an answer, if that is at most `prefix_tokens`: of a chat, for every turn
       of the assistant; of a prompt that came with its answer, the prompt; of a text, all of it.
     """
-    length, texts = spec.prefix_tokens, documents
+    length = spec.prefix_tokens
+    texts: Iterable[Document] = documents
     if spec.prefix == "prompt":
-        texts = [prompt for document in documents for prompt in document.prompts()]
+        texts = (prompt for document in documents for prompt in document.prompts())
     rows = encode(tokenizer, texts, spec.chat, chat)
-    if spec.prefix == "start":  # too short a row is made empty, which Prompts leaves out
-        rows = [row[:length] if len(row) >= length else [] for row in rows]
+    if spec.prefix == "start":
+        rows = rows.first(length)  # empty where a document is too short, which Prompts leaves out
     prefixes = Windows(rows, length) if spec.prefix == "window" else Prompts(rows, length)
     if not len(prefixes):
         few = "at most" if spec.prefix == "prompt" else "at least"
@@ -107,10 +109,10 @@ def make_prefixes(
 
 def encode(
     tokenizer: PreTrainedTokenizerBase,
-    documents: Sequence[Document],
+    documents: Iterable[Document],
     how: str = "auto",
     chat: Chat | None = None,
-) -> list[list[int]]:
+) -> Ragged:
     """Token ids of whole documents, with the start token where the tokenizer sets one.
 
     A chat is rendered by the tokenizer's template, as `plain_chat` does it (`plain`), or by the
@@ -118,22 +120,23 @@ def encode(
     the answer begins. Raises DistillError where there is no template, or it refuses a chat.
     """
     renderer = chat_renderer(tokenizer, chat, how)
-    plain, templated = {}, {}  # texts, by the number of their document
-    for i, document in enumerate(documents):
+
+    def text(document: Document) -> Text:
         if renderer.plain or not document.messages:
-            plain[i] = document.whole()
-            continue
+            return document.whole(), True
         due = document.messages[-1]["role"] != "assistant"
         try:
-            templated[i] = renderer.text(document.messages, due, document.tools)
+            # A template writes the special tokens itself.
+            return renderer.text(document.messages, due, document.tools), False
         except ChatTemplateError as error:
             said = f"{document.id}: {error}; drop the row, or set distill.chat=plain."
             raise DistillError(said) from None
-    rows: dict[int, list[int]] = {}
-    for texts in filter(None, (plain, templated)):  # a template writes the special tokens itself
-        ids = tokenizer(list(texts.values()), add_special_tokens=texts is plain, verbose=False)
-        rows |= zip(texts, ids["input_ids"], strict=True)
-    return [rows[i] for i in range(len(documents))]
+
+    return tokenise(tokenizer, map(text, documents))
+
+
+def _tensor(row: np.ndarray) -> Tensor:
+    return torch.from_numpy(row.astype(np.int64))
 
 
 def chat_renderer(
@@ -162,11 +165,16 @@ def prompt_settings(recipe: Recipe) -> dict[str, Any]:
     """What the prompts of validation and benchmark are: `prefix`, `tokens`, `chat`, `rendering`.
 
     `decode.prefix` says it: `same` as what the target continues (`distill.prefix`), where prompts
-    are those that distillation would take; or windows of `decode.prefix_tokens` tokens.
+    are those that distillation would take; or windows of `decode.prefix_tokens` tokens. Whoever
+    trains on answers that are not the target's own is measured with prompts.
     """
     decode, distill = recipe.decode, recipe.distill
-    prefix = distill.prefix if decode.prefix == "same" else "window"
-    tokens = distill.prefix_tokens if prefix == "prompt" else decode.prefix_tokens
+    same = "prompt" if distill.writer != "own" else distill.prefix
+    prefix = same if decode.prefix == "same" else "window"
+    tokens = decode.prefix_tokens
+    if prefix == "prompt":
+        room = max(distill.row_tokens - decode.new_tokens, 1)
+        tokens = room if distill.writer == "given" else distill.prefix_tokens
     rendering = asdict(recipe.chat)
     return {"prefix": prefix, "tokens": tokens, "chat": distill.chat, "rendering": rendering}
 
@@ -230,9 +238,8 @@ def available_prompts(
 ) -> dict[Part, int]:
     """How many prompts held-out documents give for each part; see `held_out_prompts`."""
     kind = prompt_settings(recipe)
-    given = _by_document(
-        tokenizer, documents, kind["tokens"], recipe.seed, kind["prefix"], kind["chat"], recipe.chat
-    )
+    prefix, tokens, chat = kind["prefix"], kind["tokens"], kind["chat"]
+    given = _by_document(tokenizer, documents, tokens, recipe.seed, prefix, chat, recipe.chat)
     parts: tuple[Part, ...] = ("validation", "bench")
     return {part: sum(map(len, _of_part(given, part))) for part in parts}
 
@@ -255,7 +262,7 @@ def _by_document(
     if prefix == "prompt":
         texts = [(at, text) for at, d in enumerate(documents) for text in d.prompts()]
         rows = encode(tokenizer, [text for _, text in texts], chat, settings)
-        found: list[list[list[int]]] = [[] for _ in documents]
+        found: list[list[np.ndarray]] = [[] for _ in documents]
         for (at, _), row in zip(texts, rows, strict=True):
             if 1 <= len(row) <= tokens:
                 found[at].append(row)
@@ -268,7 +275,7 @@ def _by_document(
             cut = starts[:1] if prefix == "start" else drawn
             found.append([row[at : at + tokens] for at in cut])
     return [
-        [HeldOutPrompt(torch.tensor(row), d.id, getattr(d, "source", "")) for row in rows]
+        [HeldOutPrompt(_tensor(row), d.id, d.source) for row in rows]
         for d, rows in zip(documents, found, strict=True)
         if rows
     ]

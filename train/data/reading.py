@@ -119,6 +119,16 @@ def source_files(source: Source) -> dict[str, Path]:
     raise CorpusError(f"{text}: no such file or folder; expected {SUPPORTED}")
 
 
+def source_bytes(source: Source) -> int | None:
+    """Bytes of a source's files; None where they are not known before it is read.
+
+    Raises CorpusError where there is no such file or folder.
+    """
+    if source.source in ("stdlib", "target") or hub_source(source) is not None:
+        return None
+    return sum(path.stat().st_size for path in source_files(source).values())
+
+
 def order(name: str) -> bytes:
     """The sort key of a document's id: its sha256."""
     return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()

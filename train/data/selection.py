@@ -50,7 +50,6 @@ class Spool:
         self.packed = bytearray()
         self.bounds = [_END] * len(budgets)  # of a source: keys from here on are of no use
         self.due = list(budgets)  # bytes of a source until its bound is looked for again
-        self.found = 0  # documents that came
 
     def wants(self, source: int, key: int) -> bool:
         """Whether a document could still be chosen: more than the budget does not stand before."""
@@ -58,7 +57,6 @@ class Spool:
 
     def add(self, document: Document, source: int, key: int) -> None:
         """Keep a document, if it could be chosen."""
-        self.found += 1
         if not self.wants(source, key):
             return
         head, content = document_line(document)

@@ -10,14 +10,13 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -31,11 +30,11 @@ from headstart.infer import Speculator
 
 from ..recipe import Distill
 from .prefixes import DistillError
+from .whole_files import HEADER, NumbersFile, WholeFile
 
 logger = logging.getLogger(__name__)
 
 _ARRAYS = {"tokens": np.int32, "supervised": np.bool_, "offsets": np.int64}  # one file each
-_HEADER = 128  # bytes before a file's numbers
 _OPEN = 100  # shards whose files are open at once; a process may often have 1024 open files
 _CHUNK = 1 << 20  # tokens that are counted at once
 
@@ -67,10 +66,10 @@ def write_shard(path: Path, rows: Iterable[Row], info: dict[str, Any]) -> None:
     ids = hashlib.sha256()
     with ExitStack() as stack:
         files = {
-            name: stack.enter_context(_NumbersFile(_beside(path, f"{name}.npy"), kind))
+            name: stack.enter_context(NumbersFile(_beside(path, f"{name}.npy"), kind))
             for name, kind in _ARRAYS.items()
         }
-        names = stack.enter_context(_WholeFile(_beside(path, "ids.txt")))
+        names = stack.enter_context(WholeFile(_beside(path, "ids.txt")))
         files["offsets"].append(np.zeros(1))
         for row in rows:
             assert row.tokens.shape == row.supervised.shape and row.tokens.ndim == 1
@@ -223,7 +222,7 @@ def _lengths(path: Path, info: dict[str, Any]) -> np.ndarray:
     """The lengths of a shard's rows.  # [rows]"""
     sizes = {"tokens": info["tokens"], "supervised": info["tokens"], "offsets": info["rows"] + 1}
     for name, kind in _ARRAYS.items():
-        file, expected = _beside(path, f"{name}.npy"), _HEADER + sizes[name] * kind().itemsize
+        file, expected = _beside(path, f"{name}.npy"), HEADER + sizes[name] * kind().itemsize
         found = file.stat().st_size if file.exists() else 0
         if found != expected:
             raise DistillError(
@@ -231,57 +230,6 @@ def _lengths(path: Path, info: dict[str, Any]) -> np.ndarray:
                 "copy the shard again, or run with --fresh."
             )
     return np.diff(np.load(_beside(path, "offsets.npy")))
-
-
-class _WholeFile:
-    """A file that gets its name once it is written to the end and on the disk."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-
-    def __enter__(self) -> Self:
-        self.file: IO[bytes] = open(self.temporary, "wb", buffering=1 << 18)
-        return self
-
-    def finish(self) -> None:
-        """Write what is due at the end."""
-
-    def __exit__(self, kind: type | None, *error: Any) -> None:
-        with self.file:
-            if kind is None:
-                self.finish()
-        if kind is None:
-            flush_to_disk(self.temporary)
-            os.replace(self.temporary, self.path)
-        else:
-            self.temporary.unlink()
-
-
-class _NumbersFile(_WholeFile):
-    """A .npy file of one dimension, whose length is known at its end."""
-
-    def __init__(self, path: Path, kind: type[np.generic]):
-        super().__init__(path)
-        self.kind, self.count = np.dtype(kind), 0
-
-    def __enter__(self) -> Self:
-        super().__enter__()
-        self._write_header()
-        return self
-
-    def append(self, numbers: np.ndarray) -> None:
-        self.file.write(numbers.astype(self.kind).tobytes())
-        self.count += len(numbers)
-
-    def finish(self) -> None:
-        self.file.seek(0)
-        self._write_header()
-
-    def _write_header(self) -> None:
-        header = {"descr": self.kind.str, "fortran_order": False, "shape": (self.count,)}
-        np.lib.format.write_array_header_1_0(self.file, header)
-        assert self.file.tell() == _HEADER  # NumPy leaves room for the longest count
 
 
 def ragged(

@@ -38,9 +38,9 @@ The gradient is None where none was asked for. It may lie in the memory of the n
 def tensors(loss: Loss) -> int:
     """How many tensors as wide as the vocabulary a chunk has at most.
 
-    For the cross entropy these are the logits and their logarithms, which become the gradient; for
-    a difference q - p also the teacher's logits and probabilities; other divergences leave their
-    gradient to autograd, which keeps what they compute.
+    For the cross entropy these are the logits and the probabilities, which become the gradient; for
+    a difference q - p also the teacher's; other divergences leave their gradient to autograd, which
+    keeps what they compute.
     """
     if loss.divergence is None:
         return 2
@@ -91,13 +91,12 @@ class HardLabels:
             with torch.set_grad_enabled(learns):
                 nats = fused(logits.requires_grad_(learns), wanted)
             return nats.detach(), torch.autograd.grad(nats, logits)[0] if learns else None
-        log_q = room.log_softmax(logits)
-        column = wanted.unsqueeze(1)
-        nats = -log_q.gather(1, column).sum()
+        q, column = room.softmax(logits, "q"), wanted.unsqueeze(1)
+        nats = (log_sum_exp(logits, q) - logits.gather(1, column).squeeze(1)).sum()
         if not learns:
             return nats, None
-        rise = log_q.exp_()  # the gradient: q, less 1 at the label
-        return nats, rise.scatter_add_(1, column, -torch.ones_like(rise[:, :1]))
+        # The gradient is q, less 1 at the label.
+        return nats, q.scatter_add_(1, column, -torch.ones_like(q[:, :1]))
 
 
 class SoftLabels:
@@ -199,11 +198,15 @@ class SoftLabels:
 def cross_entropy(p: Tensor, logits: Tensor, q: Tensor) -> Tensor:
     """-sum p log q in nats, [n], where q is the softmax of the logits; all [n, Vd].
 
-    It is the logits' log-sum-exp, which the largest of them shows, less their mean under p: no
-    tensor of their width is made.
+    It is the logits' log-sum-exp less their mean under p: no tensor of their width is made.
     """
     mean = torch.bmm(p.unsqueeze(1), logits.to(p.dtype).unsqueeze(2)).view(-1)
-    return logits.amax(-1).to(q.dtype) - q.amax(-1).log() - mean
+    return log_sum_exp(logits, q) - mean
+
+
+def log_sum_exp(logits: Tensor, q: Tensor) -> Tensor:
+    """Of logits [n, Vd] whose softmax is q, as the largest of them shows it: [n]."""
+    return logits.amax(-1).to(q.dtype) - q.amax(-1).log()
 
 
 class _Room:
@@ -216,11 +219,6 @@ class _Room:
         """The probabilities of logits [n, Vd]; valid until the name is given again."""
         dtype = at_least_float32(logits)
         return torch.softmax(logits, -1, dtype=dtype, out=self._of(name, logits, dtype))
-
-    def log_softmax(self, logits: Tensor) -> Tensor:
-        """The log-probabilities of logits [n, Vd]; valid until it is asked again."""
-        dtype = at_least_float32(logits)
-        return torch.log_softmax(logits, -1, dtype=dtype, out=self._of("log q", logits, dtype))
 
     def _of(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
         kept = self.kept.get(name)

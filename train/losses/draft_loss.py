@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headstart.heads import OptionError, TrainableDrafter
+from headstart.heads.core import gathered, output_layer
 
 from .comparisons import IGNORED, HardLabels, SoftLabels, rows_at_once
 from .divergences import LOSSES
@@ -94,6 +95,9 @@ class DraftLoss:
         self.kind, self.size, self._teacher = LOSSES[loss], size, None
         if self.kind.divergence is not None:
             self._teacher = Teacher(drafter.target, drafter.draft_vocabulary)
+        shared = getattr(drafter.config, "output", None) == "shared"
+        # The target's output layer, where it is read here: as often as this process has chunks.
+        self._layer = output_layer(drafter.target) if self._teacher or shared else None
         # whether the target's final features are read
         self.needs_final = self._teacher is not None or feature_weight > 0
         if feature_weight:
@@ -125,6 +129,18 @@ class DraftLoss:
             final: [B, T, D], the target's final features, where `needs_final`.
             positions: see `TrainableDrafter.draft_hidden_states`.
         """
+        with gathered(self._layer):
+            return self._of(features, tokens, labels, counts, final, positions)
+
+    def _of(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        labels: Tensor,
+        counts: Tensor,
+        final: Tensor | None,
+        positions: Tensor | None,
+    ) -> Tensor:
         drafter = self.drafter
         where = (labels != IGNORED).any(0)  # [B, T]
         packed = {} if positions is None else {"positions": positions}

@@ -110,7 +110,7 @@ class _Chain:
         entry = hidden.detach()
         if output.weight is None:
             nats, rise = compare(entry)
-            slope = rise if rise is None else rise.to(entry.dtype).mul_(factor)
+            slope = rise if rise is None else rise.mul_(factor)
         else:
             matrix, entry = self._matrix(output, entry)
             with torch.autocast(entry.device.type, enabled=False):
@@ -156,16 +156,16 @@ class _Chain:
     ) -> Tensor | None:
         """From the gradient of the logits to that of the states before; adds up the weights'."""
         rise = rise.to(hidden.dtype)
-        scale = factor.to(hidden.dtype)
         if (kept := self.slopes.get(id(output.weight))) is not None:
             kept = kept if output.index is None else kept[output.index]
-            scaled = hidden * scale
+            # Scaled before it is rounded: the factor itself may not be, in 8 bits.
+            scaled = (hidden.to(factor.dtype) * factor).to(hidden.dtype)
             if kept.dtype == rise.dtype:
                 kept.addmm_(rise.mT, scaled)
             else:
                 kept.add_(rise.mT @ scaled)
         if output.bias is not None and (kept := self.slopes.get(id(output.bias))) is not None:
-            kept.add_(rise.sum(0).mul_(scale))
+            kept.add_(rise.sum(0, dtype=kept.dtype) * factor)
         if not (self.below or output.body is not None):
             return None
-        return (rise @ matrix).mul_(scale)
+        return (rise @ matrix).to(factor.dtype).mul_(factor)

@@ -1,5 +1,6 @@
 """Recipes: `schema` is what one may say, `files` reads and composes them, `loading` checks."""
 
+from .fields import RecipeError
 from .files import shipped_combinations, shipped_parts, shipped_recipes
 from .loading import load_recipe, parse_recipe
 from .schema import (
@@ -11,7 +12,6 @@ from .schema import (
     OnPolicy,
     OpenAI,
     Recipe,
-    RecipeError,
     Scratch,
     Source,
     TargetSpec,

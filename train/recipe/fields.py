@@ -1,12 +1,22 @@
-"""Fields of a recipe's sections that check their values."""
+"""The fields of a recipe's sections: numbers in ranges, choices, and what else is checked alone."""
 
+import datetime
 import difflib
 import functools
 from collections.abc import Iterable
 from math import inf, isfinite
 from typing import Any
+from urllib.parse import urlsplit
 
-from huggingface_hub.dataclasses import validated_field
+from huggingface_hub.dataclasses import as_validated_field, validated_field
+
+COLUMNS = (  # that rows may have, for `columns`
+    "messages", "conversations", "tools", "system", "prompt", "completion", "response",
+    "instruction", "input", "output", "question", "answer", "text",
+)  # fmt: skip
+
+TRACKERS = ("tensorboard", "wandb", "trackio")
+"""What `train.report_to` may name, which are also the packages."""
 
 
 class RecipeError(ValueError):
@@ -45,3 +55,44 @@ def one_of(*choices: str) -> Any:
             raise ValueError(f"found {value!r}{near}; expected one of {', '.join(choices)}")
 
     return validated_field(check, default=choices[0])
+
+
+@as_validated_field
+def tree_field(tree: str | list[Any]) -> None:
+    for place, path in enumerate(tree if isinstance(tree, list) else []):
+        if not isinstance(path, list) or any(type(index) is not int for index in path):
+            raise ValueError(f"path {place} is {path!r}, expected a list of integers")
+
+
+@as_validated_field
+def trackers_field(names: list[str]) -> None:
+    for name in names:
+        if name not in TRACKERS:
+            raise ValueError(
+                f"found {name!r}{nearest(name, TRACKERS)}; expected some of {', '.join(TRACKERS)}"
+            )
+
+
+@as_validated_field
+def columns_field(columns: dict[str, str] | None) -> None:
+    for ours in columns or {}:
+        if ours not in COLUMNS:
+            near = nearest(ours, COLUMNS)
+            raise ValueError(f"found {ours!r}{near}; expected names out of {', '.join(COLUMNS)}")
+
+
+@as_validated_field
+def date_field(date: str) -> None:
+    try:
+        datetime.date.fromisoformat(date)
+    except ValueError:
+        raise ValueError(f"found {date!r}, expected a date such as '2024-07-26'") from None
+
+
+@as_validated_field
+def url_field(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError("expected an address such as http://localhost:8000/v1")
+    if parts.username or parts.password or parts.query:
+        raise ValueError("it holds a secret or a query; name the key's variable in api_key_env")

@@ -24,7 +24,7 @@ from typing import Any
 
 import yaml
 
-from .schema import RecipeError, nearest
+from .fields import RecipeError, nearest
 
 KINDS = ("families", "models", "hardware")
 """The folders of parts, in the order in which a recipe's name has them."""

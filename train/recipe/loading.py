@@ -12,8 +12,9 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
+from .fields import RecipeError, nearest
 from .files import kind_of, read_recipe, read_yaml
-from .schema import DrafterSpec, Recipe, RecipeError, nearest
+from .schema import DrafterSpec, Recipe
 
 
 def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Recipe:

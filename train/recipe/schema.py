@@ -5,48 +5,24 @@ be strings. Nothing here imports torch, so that `--help` and a mistyped recipe a
 """
 
 import dataclasses
-import datetime
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-from huggingface_hub.dataclasses import as_validated_field, strict
+from huggingface_hub.dataclasses import strict
 
 from ..losses import LOSSES
-from .fields import RecipeError, nearest, number, one_of, positive
-
-COLUMNS = (  # that rows may have, for `columns`
-    "messages", "conversations", "tools", "system", "prompt", "completion", "response",
-    "instruction", "input", "output", "question", "answer", "text",
-)  # fmt: skip
-
-TRACKERS = ("tensorboard", "wandb", "trackio")
-"""What `train.report_to` may name, which are also the packages."""
-
-
-@as_validated_field
-def _tree(tree: str | list[Any]) -> None:
-    for place, path in enumerate(tree if isinstance(tree, list) else []):
-        if not isinstance(path, list) or any(type(index) is not int for index in path):
-            raise ValueError(f"path {place} is {path!r}, expected a list of integers")
-
-
-@as_validated_field
-def _trackers(names: list[str]) -> None:
-    for name in names:
-        if name not in TRACKERS:
-            raise ValueError(
-                f"found {name!r}{nearest(name, TRACKERS)}; expected some of {', '.join(TRACKERS)}"
-            )
-
-
-@as_validated_field
-def _columns(columns: dict[str, str] | None) -> None:
-    for ours in columns or {}:
-        if ours not in COLUMNS:
-            near = nearest(ours, COLUMNS)
-            raise ValueError(f"found {ours!r}{near}; expected names out of {', '.join(COLUMNS)}")
+from .fields import (
+    RecipeError,
+    columns_field,
+    date_field,
+    number,
+    one_of,
+    positive,
+    trackers_field,
+    tree_field,
+    url_field,
+)
 
 
 @strict
@@ -59,7 +35,7 @@ class Source:
     config: str | None = None
     split: str | None = None
     revision: str | None = None
-    columns: dict[str, str] | None = _columns(default=None)  # noqa: RUF009
+    columns: dict[str, str] | None = columns_field(default=None)  # noqa: RUF009
 
 
 @strict
@@ -76,7 +52,7 @@ class Corpus:
     split: str | None = None  # of a Hub data set: train when null
     revision: str | None = None  # of a Hub data set: a commit, a branch or a tag; null is main
     # what the source calls our columns, such as {prompt: instruction, response: output}
-    columns: dict[str, str] | None = _columns(default=None)  # noqa: RUF009
+    columns: dict[str, str] | None = columns_field(default=None)  # noqa: RUF009
     dedup: bool = True  # of documents with the same content keep one
     max_bytes: int = positive(4_000_000)  # of the documents' text
     # share of whole documents; those that begin with the same prompt stay on one side
@@ -145,14 +121,6 @@ class TargetSpec:
     attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, …; null: its own
 
 
-@as_validated_field
-def _date(date: str) -> None:
-    try:
-        datetime.date.fromisoformat(date)
-    except ValueError:
-        raise ValueError(f"found {date!r}, expected a date such as '2024-07-26'") from None
-
-
 @strict
 @dataclass
 class Chat:
@@ -164,16 +132,7 @@ class Chat:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] = field(default_factory=list)  # JSON schemas, shown in every chat
     # the day that templates print which print today's: rows must not change over night
-    date: str = _date(default="2024-07-26")
-
-
-@as_validated_field
-def _url(url: str) -> None:
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError("expected an address such as http://localhost:8000/v1")
-    if parts.username or parts.password or parts.query:
-        raise ValueError("it holds a secret or a query; name the key's variable in api_key_env")
+    date: str = date_field(default="2024-07-26")
 
 
 @strict
@@ -181,7 +140,7 @@ def _url(url: str) -> None:
 class OpenAI:
     """A server that speaks the OpenAI protocol, which writes the answers in the target's place."""
 
-    url: str = _url(default="http://localhost:8000/v1")
+    url: str = url_field(default="http://localhost:8000/v1")
     model: str = ""  # as the server calls it; the target's name when empty
     api_key_env: str | None = None  # the environment variable that holds the key
     concurrency: int = positive(16)  # requests at once, of each process
@@ -260,8 +219,10 @@ class Train:
     batch_size: int = positive(8)  # rows a process and forward
     gradient_accumulation: int = positive(1)
     group_by_length: bool = True  # the rows of a batch have about the same length
-    packing: bool = False  # short rows stand behind each other in one, and do not see each other
-    packed_length: int | None = positive(None)  # tokens of a packed row; null: of the longest row
+    # short rows stand behind each other in one of packed_length tokens, and do not see each other;
+    # batch_size then counts those. null: where target and drafter keep them apart
+    packing: bool | None = False
+    packed_length: int | None = positive(None)  # null: as many as the longest row has
     dataloader_workers: int = number(0, ge=0)  # processes that read rows ahead, for each process
     # rows a step, of all processes and micro-batches; replaces gradient_accumulation, so that a
     # step is the same on any number of GPUs
@@ -285,7 +246,7 @@ class Train:
     compile: bool = False  # torch.compile of the drafter's forward
     on_policy: OnPolicy | None = None  # null: all text is the target's
     # where the figures go beside metrics.jsonl: any of tensorboard, wandb, trackio
-    report_to: list[str] = _trackers(default_factory=list)  # noqa: RUF009
+    report_to: list[str] = trackers_field(default_factory=list)  # noqa: RUF009
 
     def accumulation(self, processes: int) -> int:
         """Micro-batches a step; RecipeError where `rows_per_step` is not divided by theirs."""
@@ -315,7 +276,7 @@ class Decode:
     """How drafts are grown, accepted and measured."""
 
     # chain:K, cartesian:A,B,…, sparse:N, a list of paths (lists of integers), or a file of them
-    tree: str | list[Any] = _tree(default="chain:4")  # noqa: RUF009
+    tree: str | list[Any] = tree_field(default="chain:4")  # noqa: RUF009
     rule: str = one_of("greedy", "match", "coupled")
     # what validation and the benchmark continue: "same" as distillation (distill.prefix; prompts of
     # at most distill.prefix_tokens), or "window"
@@ -335,7 +296,7 @@ class Hardware:
     memory_gb: float = positive(80.0)  # of each GPU, in 1e9 bytes
     tflops: float = positive(312.0)  # of each, dense products in bfloat16, its data sheet's peak
     bandwidth: float = positive(2039.0)  # of each one's memory, 1e9 bytes a second
-    launch: str | None = None  # the file of `recipes/launch` to start with, null: no launcher
+    launch: str | None = None  # the launch file, see `headstart launch-file`; null: no launcher
 
 
 @strict

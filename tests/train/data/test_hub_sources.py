@@ -1,38 +1,22 @@
-"""Data sets on the Hub: the real clients against a local Hub, in a process of their own."""
+"""Data sets on the Hub: the real clients against a local Hub."""
 
 import io
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+import re
+import traceback
+from collections.abc import Iterator
 from typing import Any
 
 import datasets
+import huggingface_hub
 import pytest
 
-from tests.support.hub_server import TOKEN, Hub, serving
-from tests.support.paths import ROOT
-
-# Reads a line of JSON, the keys of a Source, and answers with one: ids and chats, or the error.
-CLIENT = """
-import json, os, sys
 from headstart.train.data.documents import CorpusError
 from headstart.train.data.fingerprints import source_fingerprint
 from headstart.train.data.reading import Skipped, read_source
 from headstart.train.recipe import Corpus, Source
+from tests.support.hub_server import TOKEN, Hub, serving
 
-for line in sys.stdin:
-    try:
-        source = Source(**json.loads(line))
-        print_ = source_fingerprint(Corpus(sources=[source]))["sources"][0]
-        found = [[d.id, d.source, d.messages or d.text] for d in read_source(source, Skipped())]
-        answer = {"documents": found, "fingerprint": print_}
-    except CorpusError as error:
-        answer = {"error": str(error), "chained": repr(error.__cause__)}
-    sys.__stdout__.write(json.dumps(answer) + "\\n")
-    sys.__stdout__.flush()
-"""
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 SHARE = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]
 DATE = "2024-01-01"
@@ -68,76 +52,109 @@ def hub() -> Iterator[Hub]:
             "broken.jsonl": "".join(json.dumps(row) + "\n" for row in lines).encode(),
             "README.md": card({"train": "train.jsonl", "broken": "broken.jsonl"}),
         })  # fmt: skip
+        hub.add("datasets/me/table", {
+            "README.md": card({"train": "train.csv"}), "train.csv": b"text\n007\n2024-01-01\n"
+        })  # fmt: skip
         hub.add("datasets/me/script", {"script.py": b"raise SystemExit('it was run')"})
         hub.add("datasets/me/secret", {"train.jsonl": b'{"text": "one"}\n'}, private=True)
         yield hub
 
 
-@pytest.fixture(scope="module")
-def ask(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
-    home = tmp_path_factory.mktemp("hub")
-    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "HUGGING_FACE"))}
-    client = subprocess.Popen(
-        [sys.executable, "-c", CLIENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        cwd=home, env=kept | settings | {"PYTHONPATH": str(ROOT), "HF_TOKEN": TOKEN}, text=True,
-    )  # fmt: skip
-    assert client.stdin is not None and client.stdout is not None
+@pytest.fixture(autouse=True)
+def clients(hub: Hub, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clients talk to the local Hub, and keep what they fetch in a folder of the test."""
+    constants, config = huggingface_hub.constants, datasets.config
+    for module in (constants, config):  # the other tests forbid all talk
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+    place = hub.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", place)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(config, "HF_ENDPOINT", hub.url)
+    monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
 
-    def ask(source: str, **keys: Any) -> Any:
-        client.stdin.write(json.dumps({"source": source, **keys}) + "\n")  # type: ignore[union-attr]
-        client.stdin.flush()  # type: ignore[union-attr]
-        return json.loads(client.stdout.readline())  # type: ignore[union-attr]
 
-    yield ask
-    client.stdin.close()
-    assert client.wait(timeout=60) == 0
+def read(source: str, **keys: Any) -> list[Any]:
+    """Id, source and content of the documents."""
+    found = read_source(Source(source, **keys), Skipped())
+    return [[d.id, d.source, d.messages or d.text] for d in found]
+
+
+def commit(source: str, **keys: Any) -> str:
+    """The commit in the fingerprint of a corpus."""
+    return source_fingerprint(Corpus(sources=[Source(source, **keys)]))["sources"][0]["commit"]
 
 
 @pytest.mark.parametrize(
     ("preset", "count"), [("ultrachat", 3), ("sharegpt", 2), ("perfectblend", 1)]
 )
-def test_presets(ask: Callable[..., Any], hub: Hub, preset: str, count: int) -> None:
-    answer = ask(preset)
-    expected = [[f"{preset}:{n}", preset, CHAT] for n in range(1, count + 1)]
-    assert answer["documents"] == expected
-    (commit,) = hub.repositories[f"datasets/{answer['fingerprint']['name']}"].commits
-    assert answer["fingerprint"]["commit"] == commit
+def test_presets(hub: Hub, preset: str, count: int) -> None:
+    assert read(preset) == [[f"{preset}:{n}", preset, CHAT] for n in range(1, count + 1)]
+    (fingerprint,) = source_fingerprint(Corpus(source=preset))["sources"]
+    assert list(hub.repositories[f"datasets/{fingerprint['name']}"].commits) == [
+        fingerprint["commit"]
+    ]
 
 
-def test_names_splits_and_revisions(ask: Callable[..., Any], hub: Hub) -> None:
+def test_names_splits_and_revisions(hub: Hub) -> None:
     name = "hub:HuggingFaceH4/ultrachat_200k"
-    assert ask(name, split="test_sft")["documents"][0][1:] == [name[4:], CHAT[:1]]
-    assert "has no split 'train'; expected one of: train_sft, test_sft" in ask(name)["error"]
-    assert ask("hub:me/lines")["documents"] == [["me/lines:1", "me/lines", DATE]]
-    assert "corpus.config" in ask("hub:me/lines", config="other")["error"]
+    assert read(name, split="test_sft")[0][1:] == [name[4:], CHAT[:1]]
+    with pytest.raises(CorpusError, match="no split 'train'; expected one of: train_sft, test_sft"):
+        read(name)
+    assert read("hub:me/lines") == [["me/lines:1", "me/lines", DATE]]
     repository = hub.repositories["datasets/me/lines"]
     (old,) = repository.commits
     new = repository.commit("main", {"train.jsonl": b'{"text": "new"}\n'})
-    answers = [ask("hub:me/lines", revision=revision) for revision in (None, "main", old)]
-    assert [answer["fingerprint"]["commit"] for answer in answers] == [new, new, old]
-    assert [answer["documents"][0][2] for answer in answers] == ["new", "new", DATE]
-    broken = ask("hub:me/lines", revision=old, split="broken")
-    assert "hub:me/lines row 2: text holds half a surrogate" in broken["error"]
-    assert broken["chained"] == "None"
+    for revision, found, text in ((None, new, "new"), ("main", new, "new"), (old, old, DATE)):
+        assert commit("hub:me/lines", revision=revision) == found
+        assert read("hub:me/lines", revision=revision)[0][2] == text
+    with pytest.raises(CorpusError, match="hub:me/lines row 2: text holds half a surr") as error:
+        read("hub:me/lines", revision=old, split="broken")
+    assert "UnicodeEncodeError" not in "".join(traceback.format_exception(error.value))
+
+
+def test_tables_of_text_stay_text() -> None:
+    assert [row[2] for row in read("hub:me/table")] == ["007", "2024-01-01"]
 
 
 @pytest.mark.parametrize(
     ("source", "keys", "said"),
     [
         ("hub:me/script", {}, "loading script, which is code and is not run"),
-        ("hub:me/nowhere", {}, "no such repository|the name is wrong"),
+        ("hub:me/nowhere", {}, "the name is wrong"),
         ("hub:me/lines", {"revision": "v9"}, "no such revision"),
-        ("hub:../lines", {}, "name"),
+        ("hub:me/table", {"config": "other"}, r"corpus\.config: .*other.*default"),
+        ("hub:../lines", {}, "check the name"),
     ],
 )
-def test_refusals(ask: Callable[..., Any], source: str, keys: dict[str, str], said: str) -> None:
-    import re
-
-    answer = ask(source, **keys)
-    assert re.search(said, answer["error"]) and "\n" not in answer["error"]
-    assert answer["error"].startswith(source) and TOKEN not in str(answer)
+def test_refusals(source: str, keys: dict[str, str], said: str) -> None:
+    with pytest.raises(CorpusError, match=f"^{re.escape(source)}: .*{said}") as error:
+        read(source, **keys)
+    assert "\n" not in str(error.value) and TOKEN not in str(error.value)
 
 
-def test_a_private_set_is_read_with_the_token(ask: Callable[..., Any]) -> None:
-    assert ask("hub:me/secret")["documents"] == [["me/secret:1", "me/secret", "one"]]
+def test_a_private_set_is_read_with_the_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read("hub:me/secret") == [["me/secret:1", "me/secret", "one"]]
+    monkeypatch.delenv("HF_TOKEN")
+    with pytest.raises(CorpusError, match="no such repository, or a private or gated one"):
+        read("hub:me/secret")
+
+
+def test_no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(CorpusError, match="the Hub cannot be reached"):
+        read("ultrachat")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CorpusError, match="HF_HUB_OFFLINE is set"):
+        read("ultrachat")
+
+
+def test_a_folder_of_the_same_name_is_not_the_set(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "me" / "table").mkdir(parents=True)
+    (tmp_path / "me" / "table" / "train.csv").write_text("text\nnot this\n")
+    monkeypatch.chdir(tmp_path)
+    assert len(read("hub:me/table")) == 2

@@ -69,7 +69,7 @@ def test_prompts_end_where_the_answer_begins(tokenizer: PreTrainedTokenizerFast)
 
 
 def test_chats_go_through_the_template(tokenizer: PreTrainedTokenizerFast) -> None:
-    plain = encode(tokenizer, DOCUMENTS)
+    plain = encode(tokenizer, DOCUMENTS).tolist()
     tokenizer.chat_template = TEMPLATE
     spec = replace(SPEC, chat="template")
     assert texts(tokenizer, make_prefixes(spec, tokenizer, DOCUMENTS)) == [
@@ -82,7 +82,7 @@ def test_chats_go_through_the_template(tokenizer: PreTrainedTokenizerFast) -> No
     whole = [str(tokenizer.decode(row)) for row in encode(tokenizer, DOCUMENTS)]
     assert whole[0] == f"<user>{ASK}<assistant>{ANSWER}<user>{MORE}<assistant>black."
     assert whole[2] == PAIR.text + (PAIR.answer or "")
-    assert encode(tokenizer, DOCUMENTS, "plain") == plain
+    assert encode(tokenizer, DOCUMENTS, "plain").tolist() == plain
     tokenizer.chat_template = None
     with pytest.raises(DistillError, match=r"distill\.chat is template, but the tokenizer has"):
         make_prefixes(spec, tokenizer, DOCUMENTS)
@@ -108,7 +108,7 @@ def test_the_start_token_comes_once(tokenizer: PreTrainedTokenizerFast) -> None:
     spec = replace(SPEC, prefix="start", prefix_tokens=3)
     prefixes = make_prefixes(spec, tokenizer, DOCUMENTS)
     assert [prefixes[i].tolist() for i in range(4)] == [
-        row[:3] for row in encode(tokenizer, DOCUMENTS)
+        row[:3] for row in encode(tokenizer, DOCUMENTS).tolist()
     ]
 
 
@@ -126,7 +126,7 @@ def test_rows_of_ragged_prompts_are_what_generate_writes(
     distill(SPEC, target, tokenizer, DOCUMENTS, tmp_path, progress=False)
     rows = columns(Rows.load(tmp_path))
     assert len(rows.lengths) == 4 and len(set(rows.prompt_lengths.tolist())) == 4
-    prompts = encode(tokenizer, [d.prompts()[0] for d in DOCUMENTS])
+    prompts = encode(tokenizer, [d.prompts()[0] for d in DOCUMENTS]).tolist()
     for tokens, length, prefix in zip(rows.tokens, rows.lengths, rows.prompt_lengths, strict=True):
         ids = tokens[:prefix].tolist()
         assert ids in prompts
@@ -182,7 +182,7 @@ def test_short_documents_are_skipped_and_counted(
         spec = replace(SPEC, prefix=prefix, prefix_tokens=2, examples=2, shards=1)
         distill(spec, tiny_target(), tokenizer, documents, tmp_path / prefix, progress=False)
         assert summary(spec, tmp_path / prefix)["skipped"] == 2
-    assert not len(Windows([], 2))
+    assert not len(Windows(encode(tokenizer, []), 2))
     with pytest.raises(DistillError, match="none of the 0 training documents"):
         make_prefixes(SPEC, tokenizer, [])
 

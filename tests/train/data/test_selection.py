@@ -13,7 +13,7 @@ import pytest
 
 from headstart.train.data.corpus import build_corpus, load_documents
 from headstart.train.data.document_files import Documents, write_documents
-from headstart.train.data.documents import Document
+from headstart.train.data.documents import CorpusError, Document
 from headstart.train.data.selection import RECORD, Spool, choose, hold_out
 from headstart.train.recipe import Corpus
 from tests.support.paths import SHARED
@@ -124,6 +124,18 @@ def test_text_beyond_the_bytes_is_not_read(tmp_path: Path) -> None:
     counts = build_corpus(Corpus(source=str(texts), max_bytes=40, held_out=0.0), tmp_path / "out")
     assert (counts["train_documents"], counts["skipped"]) == (10, 0)
     assert {d.id for d in load_documents(tmp_path / "out", "train")} == set(names[:10])
+
+
+def test_the_first_rows_are_a_sample(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"text": f"{n:04}"}) for n in range(20)]
+    file.write_text("\n".join([*lines, "not JSON"]))
+    spec = Corpus(source=str(file), max_bytes=40, held_out=0.2)
+    counts = build_corpus(spec, tmp_path / "out", first_rows=True)
+    found = [d.text for s in ("train", "held_out") for d in load_documents(tmp_path / "out", s)]
+    assert sorted(found) == [f"{n:04}" for n in range(10)] and counts["held_out_documents"] == 2
+    with pytest.raises(CorpusError, match="line 21: not valid JSON"):
+        build_corpus(spec, tmp_path / "out")
 
 
 def test_documents_are_read_one_by_one(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_parquet_keeps_dates_and_chats(tmp_path: Path) -> None:
     found = {d.id: d.messages for d in corpus(tmp_path, tmp_path / "rows.parquet")}
     assert found == {"rows.parquet:1": [USER, REPLY], "rows.parquet:2": [USER]}
     (tmp_path / "rows.parquet").write_bytes(b"correct horse")
-    with pytest.raises(CorpusError, match=r"rows\.parquet row 1: not a Parquet file"):
+    with pytest.raises(CorpusError, match=r"rows\.parquet row 1: not Parquet"):
         corpus(tmp_path, tmp_path / "rows.parquet")
 
 

@@ -1,5 +1,6 @@
 """Every family's loss has the value and the gradient that plain autograd gives it, in float64."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def by_autograd(
     made: TrainableDrafter, name: str, features: Tensor, tokens: Tensor, labels: Tensor, final: Any
 ) -> Tensor:
     """All logits at once, from `draft_logits`, as decoding asks for them."""
-    where, total = torch.ones_like(tokens, dtype=torch.bool), torch.zeros((), dtype=torch.double)
+    where, total = torch.ones_like(tokens, dtype=torch.bool), 0.0
     states = made.draft_hidden_states(features, tokens, where, len(labels))
     divergence = LOSSES[name].divergence
     for k, wanted in enumerate(labels, start=1):
@@ -88,6 +89,19 @@ def test_gradients_are_those_of_autograd(name: str, options: dict[str, Any], los
         for one, two in zip(slopes, mine, strict=True):
             one, two = (0.0 * trained[0].sum() if s is None else s for s in (one, two))
             assert (one - two).norm() <= 1e-12 * max(one.norm(), 1e-3)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "soft_cross_entropy", "forward_kl"])
+def test_in_float32_they_differ_by_rounding(loss: str) -> None:
+    made = copy.deepcopy(drafter("medusa", {"heads": 7})).float()
+    made.bind(copy.deepcopy(target("tiny")).float())
+    tokens, supervised = batch(None)
+    final, labels = torch.randn(3, 14, 32), head_labels(tokens, supervised, 7)
+    expected = by_autograd(made, loss, final, tokens, labels, final)
+    found = DraftLoss(made, 0.8, loss, size=9)(final, tokens, labels, label_counts(labels), final)
+    slopes = (torch.autograd.grad(x, list(made.parameters())) for x in (expected, found))
+    for one, two in zip(*slopes, strict=True):
+        assert (one - two).norm() <= 5e-7 * one.norm()
 
 
 @pytest.mark.parametrize("loss", [name for name in LOSSES if name != "cross_entropy"])

@@ -1,0 +1,26 @@
+"""List the shipped recipes, their parts, and what they take by estimate."""
+
+import argparse
+import sys
+
+from . import options as shared
+
+_PARTS = "only recipes with these parts, e.g. medusa 1x24gb; a single recipe is shown in full"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("parts", metavar="PART", nargs="*", help=_PARTS)
+    shared.add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the lists, or one recipe's estimate in full."""
+    from headstart.reports.recipes import describe_recipes, print_recipes
+    from headstart.reports.tables import to_json
+
+    found = describe_recipes([part for name in options.parts for part in name.split("+")])
+    if options.json:
+        print(to_json(found))
+    else:
+        print_recipes(found, sys.stdout)
+    return 0

@@ -1,0 +1,50 @@
+"""`headstart recipes`: what is shipped, and what it takes by estimate."""
+
+import json
+
+import pytest
+
+from headstart.cli import main
+from headstart.train.recipe import shipped_combinations, shipped_parts, shipped_recipes
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["recipes", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_all_are_listed_with_their_estimates(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "110")
+    text = said(capsys)
+    lines = text.splitlines()
+    for name in [*shipped_recipes(), *shipped_parts()]:
+        assert any(line.startswith(f"{name} ") for line in lines), name
+    rows = {line.split()[0]: line.rstrip() for line in lines if line.strip()}
+    rows = {name: row for name, row in rows.items() if name.count("+") == 2}
+    assert rows.keys() == {*shipped_combinations()}
+    assert "everything from nothing" in text and "Estimates by arithmetic, nothing was" in text
+    assert rows["lookup+qwen3-8b+1x80gb"].endswith("–")  # no text, no training
+    assert " GB " in rows["medusa+qwen3-8b+1x80gb"] and "h" in rows["medusa+qwen3-8b+1x24gb"]
+
+
+def test_parts_choose_and_a_single_recipe_is_shown_in_full(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    found = json.loads(said(capsys, "medusa", "8x80gb", "--json"))
+    assert [*found] == ["estimates"] and len(found["estimates"]) == 4
+    one = json.loads(said(capsys, "eagle3+mistral-7b+8x80gb", "--json"))["estimates"]
+    ((name, of),) = one.items()
+    assert name == "eagle3+mistral-7b+8x80gb" and of["launch"] == "ddp" and of["fits"]
+    text = said(capsys, name)
+    assert "estimate, memory: peak" in text and "estimate, time: training" in text
+    assert f"ddp) --num_processes 8 -m headstart.train {name} corpus.source=" in text
+    text = said(capsys, "eagle3+mistral-7b+1x80gb")
+    assert "headstart train eagle3+mistral-7b+1x80gb corpus.source=PROMPTS.jsonl" in text
+
+
+def test_an_unknown_part_is_answered_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "medusa", "llama"]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "no part 'llama' (did you mean 'llama-3.1-8b'?)" in error

@@ -1,0 +1,130 @@
+"""Runs of several processes from the shipped launch files, with `several.py` as the job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from tests.support.paths import ROOT
+from tests.support.recipes import TINY
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "medusa": {"heads": 2},
+    "redrafter": {"depths": 2},
+    "draft_model": {"layers": 1},
+    "eagle3": {"depths": 2},
+    "medusa2": {"heads": 2, "rank": 4, "heads_first": 0.4, "dropout": 0.0},
+}
+STEPS = 8
+
+
+def recipe(root: Path, name: str, family: str, batch: int, **train: Any) -> dict[str, Any]:
+    """A small recipe of a family, on the corpus, target and text of the run `tiny`."""
+    train = TINY["train"] | {"batch_size": batch, "max_steps": STEPS, "eval_every": 4} | train
+    return TINY | {
+        "name": name,
+        "shares": "tiny",
+        "output": str(root / "runs"),
+        "drafter": {"family": family, **FAMILIES[family]},
+        "train": train,
+        "seed": 3,
+    }
+
+
+@dataclass
+class Job:
+    """A job and its launcher."""
+
+    folder: Path  # of the job's own files
+    recipes: list[dict[str, Any]]
+    launch: str | None  # a launch file; None for one process without a launcher
+    settings: dict[str, Any] = field(default_factory=dict)
+    process: Any = None
+
+    def start(self) -> Job:
+        self.folder.mkdir(parents=True)
+        self.file.write_text(json.dumps({"recipes": self.recipes, **self.settings}))
+        line = [sys.executable, str(ROOT / "tests" / "support" / "several.py"), str(self.file)]
+        if self.launch is not None:
+            config = str(ROOT / "recipes" / "launch" / f"{self.launch}.yaml")
+            launcher = ["-m", "accelerate.commands.launch", "--config_file", config]
+            line = [sys.executable, *launcher, *line[1:]]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment.pop("ACCELERATE_USE_CPU", None)
+        if self.launch in ("ddp_cpu", "fsdp2"):
+            environment["ACCELERATE_USE_CPU"] = "true"
+        with (self.folder / "out").open("w") as out, (self.folder / "err").open("w") as err:
+            self.process = subprocess.Popen(line, stdout=out, stderr=err, env=environment, cwd=ROOT)
+        return self
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "job.json"
+
+    def end(self, timeout: float = 150) -> int:
+        """Its exit status, when all of its processes have ended."""
+        try:
+            return self.process.wait(timeout)
+        finally:
+            if self.process.poll() is None:
+                for pid in self.pids():
+                    os.kill(pid, signal.SIGKILL)
+                self.process.kill()
+
+    def run(self) -> list[list[dict[str, Any]]]:
+        """What every process saw."""
+        assert self.start().end() == 0, self.errors()
+        files = sorted(self.folder.glob("job.json.[0-9]"))
+        return [json.loads(file.read_text()) for file in files]
+
+    def errors(self) -> str:
+        return (self.folder / "err").read_text(errors="replace")[-3000:]
+
+    def pids(self) -> list[int]:
+        """The processes of the job that are alive, but for the launcher."""
+        found = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                line = (folder / "cmdline").read_bytes().decode(errors="replace")
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if str(self.file) in line and state != "Z" and int(folder.name) != self.process.pid:
+                found.append(int(folder.name))
+        return found
+
+    def wait_until_ready(self, rank: int = 0, timeout: float = 100) -> None:
+        """Return when a process has reached the job's place `at`."""
+        end = time.monotonic() + timeout
+        while not Path(f"{self.file}.ready-{rank}").exists():
+            assert self.process.poll() is None and time.monotonic() < end, self.errors()
+            time.sleep(0.05)
+
+    def wait_until_gone(self, timeout: float) -> None:
+        """Return when no process of the job is left; fails after `timeout` seconds."""
+        end = time.monotonic() + timeout
+        while pids := self.pids():
+            assert time.monotonic() < end, (pids, self.errors())
+            time.sleep(0.05)
+
+
+def weights(root: Path, name: str) -> dict[str, torch.Tensor]:
+    """All that a run has trained."""
+    folder = root / "runs" / name / "heads"
+    files = [folder / "model.safetensors", folder / "adapter" / "adapter_model.safetensors"]
+    return {
+        f"{file.stem}.{key}": tensor
+        for file in files
+        if file.exists()
+        for key, tensor in load_file(file).items()
+    }

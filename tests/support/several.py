@@ -1,0 +1,138 @@
+"""A job of one or several processes, run as a script by a launcher: `several.py JOB.json`.
+
+The job lists recipes, which are trained in turn. Every process writes what it saw to
+`JOB.json.RANK`. The last validation counts as the best one, so that which checkpoint is taken is no
+matter of rounding. With `at` the process makes the file `JOB.json.ready-RANK` at a place in the
+training: after a step (a number), in the `validation`, or in the data `loader`; then it waits for
+`wait` seconds, or kills itself if it is the rank `killed`.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from accelerate.state import DistributedType, PartialState
+from torch.distributed.tensor import DTensor
+
+from headstart.train import arguments, pipeline
+from headstart.train.lifetime import end_processes
+from headstart.train.recipe import parse_recipe
+from headstart.train.stopping import Interrupted
+from headstart.train.trainer import DrafterTrainer
+from headstart.train.validate import Validation
+
+FILE = Path(sys.argv[1])
+JOB: dict[str, Any] = json.loads(FILE.read_text())
+RANK = int(os.environ.get("RANK", "0"))
+SEEN: list[dict[str, Any]] = []
+
+
+def arrive(place: Any) -> None:
+    """Do what the job says, at its place."""
+    file = Path(f"{FILE}.ready-{RANK}")
+    if place == JOB.get("at") and not file.exists():
+        file.touch()
+        if JOB.get("killed") == RANK:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(JOB.get("wait", 0.0))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, DTensor):
+        return [value.to_local()]
+    if torch.is_tensor(value):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [t for v in value for t in tensors_in(v)] if isinstance(value, list | tuple) else []
+
+
+def numbers_in(folder: Path) -> int:
+    """How many floating point numbers a checkpoint's files hold."""
+    found: list[torch.Tensor] = []
+    for file in folder.rglob("*"):
+        if file.suffix == ".safetensors":
+            found += safetensors.torch.load_file(file).values()
+        elif file.suffix in (".pt", ".bin"):
+            found += tensors_in(torch.load(file, weights_only=False))
+    return sum(t.numel() for t in found if t.is_floating_point())
+
+
+class Watched(DrafterTrainer):
+    """What a trainer does, watched."""
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        learnt = [weight for part in self.module.trained() for weight in part.parameters()]
+        SEEN.append({"learnt": sum(getattr(w, "ds_numel", w.numel()) for w in learnt)})
+        return ORIGINAL["create_optimizer"](self, model)
+
+    def end_step(self, control: Any) -> None:
+        ORIGINAL["end_step"](self, control)
+        arrive(self.state.global_step)
+
+    def get_batch_samples(self, *args: Any) -> Any:
+        if self.state.global_step == 5:
+            arrive("loader")
+        return ORIGINAL["get_batch_samples"](self, *args)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        ORIGINAL["_save_checkpoint"](self, model, trial)
+        if RANK == 0:
+            SEEN[-1]["saved"] = numbers_in(self.folder / f"checkpoint-{self.state.global_step}")
+        target = {str(weight.dtype) for weight in self.module.target.parameters()}
+        learnt = {str(w.dtype) for part in self.module.trained() for w in part.parameters()}
+        SEEN[-1] |= {"target": sorted(target), "learnt_as": sorted(learnt)}
+
+
+def last_is_best(self: Any, drafter: Any) -> dict[str, Any]:
+    arrive("validation")
+    measured = VALIDATE(self, drafter)
+    self.calls = getattr(self, "calls", 0) + 1
+    return measured | {"real_tau": measured["tau"], "tau": float(time.time())}
+
+
+def load_in_bf16(run: Any, target: Any) -> Any:
+    spec = replace(run.recipe.target, dtype="bfloat16")
+    run.recipe = replace(run.recipe, target=spec)
+    return LOAD(run, target)
+
+
+def relabelled(*args: Any, **how: Any) -> Any:
+    made = arguments.training_arguments(*args, **how)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    return made
+
+
+LOAD = pipeline._Run._load
+names = ("create_optimizer", "end_step", "get_batch_samples", "_save_checkpoint")
+ORIGINAL: dict[str, Any] = {name: getattr(DrafterTrainer, name) for name in names}
+for name in names:
+    setattr(DrafterTrainer, name, getattr(Watched, name))
+VALIDATE = Validation.__call__
+Validation.__call__ = last_is_best  # type: ignore[method-assign]
+if JOB.get("bf16"):
+    arguments.multiplies_in_bf16 = lambda: True
+    pipeline._Run._load = load_in_bf16  # type: ignore[method-assign]
+if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+    # On a CPU accelerate makes DDP of FSDP, unless it takes the processes for those of GPUs.
+    pipeline.training_arguments = relabelled  # type: ignore[assignment]
+status: Any = 0
+try:
+    for recipe in JOB["recipes"]:
+        with pipeline._Run(parse_recipe(recipe), fresh=False) as run:
+            run.train()
+        state = PartialState()
+        ran = {"type": state.distributed_type.value, "processes": state.num_processes}
+        SEEN[-1] |= ran | {"engine": run.engine}
+except Interrupted as stopped:
+    status = stopped.code
+Path(f"{FILE}.{RANK}").write_text(json.dumps(SEEN))
+end_processes()
+sys.exit(status)

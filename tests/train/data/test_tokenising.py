@@ -1,0 +1,91 @@
+"""Tokenising: the ids that the tokenizer itself gives, in order, and little memory for them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from headstart.train.data import tokenising
+from headstart.train.data.documents import Document
+from headstart.train.data.tokenising import Ragged, tokenise
+from headstart.train.scratch_target import train_tokenizer
+from tests.support.memory import own_megabytes
+
+TEXTS = [f"{word} of text {number}" * (number % 5) for number, word in enumerate("abcdefghij")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One that adds a start token."""
+    made = train_tokenizer([Document(str(i), text) for i, text in enumerate(TEXTS)], 270, 8)
+    start: Any = made.eos_token_id
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", start)]
+    )
+    return made
+
+
+@pytest.mark.parametrize("in_memory", [1 << 24, 100])
+@pytest.mark.parametrize("together", [1 << 20, 30])
+def test_ids_are_the_tokenizers_own(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, in_memory: int,
+    together: int,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(tokenising, "_IN_MEMORY", in_memory)
+    monkeypatch.setattr(tokenising, "_TOGETHER", together)
+    texts = [(text, at % 3 == 0) for at, text in enumerate(TEXTS * 4)]
+    expected = [
+        tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        for text, special in texts
+    ]
+    tokenizer("x y z", padding="max_length", truncation=True, max_length=2)  # is not remembered
+    found = tokenise(tokenizer, iter(texts))
+    assert found.tolist() == expected and len(found) == len(expected)
+    assert found[3].dtype == np.int32 and found.lengths.tolist() == [len(row) for row in expected]
+    assert not len(tokenise(tokenizer, []))
+
+
+def test_another_tokenizer_is_called_as_it_is() -> None:
+    class Letters:
+        def __call__(self, texts: list[str], add_special_tokens: bool, verbose: bool) -> Any:
+            first = [0] if add_special_tokens else []
+            return {"input_ids": [[*first, *map(ord, text)] for text in texts]}
+
+    letters: Any = Letters()
+    assert tokenise(letters, [("ab", True), ("c", False)]).tolist() == [[0, 97, 98], [99]]
+
+
+def test_an_error_while_texts_are_made_is_raised(tokenizer: PreTrainedTokenizerFast) -> None:
+    def texts() -> Iterator[tuple[str, bool]]:
+        yield "a", True
+        raise KeyError("b")
+
+    with pytest.raises(KeyError):
+        tokenise(tokenizer, texts())
+
+
+def test_rows_are_parts_of_one_array() -> None:
+    rows = Ragged(np.arange(9, dtype=np.int32), np.array([0, 2, 2, 5]), np.array([2, 0, 3, 4]))
+    assert rows.tolist() == [[0, 1], [], [2, 3, 4], [5, 6, 7, 8]]
+    assert rows.first(3).tolist() == [[], [], [2, 3, 4], [5, 6, 7]]
+    assert rows.select(rows.lengths > 2).tolist() == rows[2:].tolist() == [[2, 3, 4], [5, 6, 7, 8]]
+    assert np.shares_memory(rows[3], rows.ids)
+
+
+def test_many_ids_take_no_memory_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def many(*_: Any) -> Iterator[np.ndarray]:
+        return (np.full(50_000, row, np.int32) for row in range(300))  # 60 MB
+
+    monkeypatch.setattr(tokenising, "_encoded", many)
+    found = []
+    for limit in (1 << 24, 1 << 30):
+        monkeypatch.setattr(tokenising, "_IN_MEMORY", limit)
+        before = own_megabytes()
+        rows = tokenise(None, [])  # type: ignore[arg-type]
+        assert [int(row[7]) for row in rows] == list(range(300))
+        found.append(own_megabytes() - before)
+        del rows
+    assert found[0] < 25 and found[1] > 50, found

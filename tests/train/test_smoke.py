@@ -1,0 +1,110 @@
+"""`--smoke` runs a recipe through all its stages; here one of each family and architecture."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from headstart.cli import main
+from headstart.heads.artifacts.source import DrafterSource
+from headstart.heads.families import FAMILIES
+from headstart.train.estimate import model_config
+from headstart.train.recipe import load_recipe, shipped_combinations, shipped_recipes
+from headstart.train.smoke import LAYERS, chats, smoke
+from tests.support.paths import ROOT
+from tests.support.recipes import launch
+
+CASES = [
+    "medusa+llama-3.1-8b+1x24gb",
+    "medusa2+mistral-7b+1x24gb",
+    "hydra+qwen3-8b+1x80gb",
+    "redrafter+mistral-7b+1x80gb",
+    "eagle+llama-3.1-8b+8x80gb",
+    "eagle3+qwen3-8b+8x80gb",
+    "draft-model+qwen3-8b+1x80gb",
+    "lookup+mistral-7b+1x80gb",
+]
+
+STAGES = ("corpus", "target", "distill", "train", "heads")
+
+
+def run(name: str, folder: Path, *overrides: str) -> Path:
+    """The run's folder."""
+    assert main(["train", name, "--smoke", f"output={folder}/runs", *overrides]) == 0
+    return folder / "runs" / f"{name}-smoke"
+
+
+def check(name: str, root: Path, *overrides: str) -> None:
+    recipe = load_recipe(name, overrides)
+    stages = {name for name in STAGES if (root / name / "stage.json").exists()}
+    trainable = recipe.drafter.family != "lookup"
+    assert stages == {"corpus", "target", "heads", *(["distill", "train"] if trainable else [])}
+    manifest = json.loads((root / "heads" / "headstart.json").read_text())
+    assert manifest["family"] == recipe.drafter.family
+    assert manifest["metrics"]["steps"] == (4 if trainable else 0)
+    assert 1 <= manifest["metrics"]["tau"] < 9
+    DrafterSource(root / "heads").check_files()
+    if trainable:
+        assert (root / "heads" / "metrics.jsonl").is_file()
+        plotted = "](metrics.png)" in (root / "heads" / "README.md").read_text()
+        assert plotted == (root / "heads" / "metrics.png").is_file()
+    if recipe.target.model is not None:
+        found = AutoConfig.from_pretrained(root / "inputs" / "target")
+        assert found.model_type == model_config(recipe.target.model).model_type
+        assert (found.num_hidden_layers, found.hidden_size) == (LAYERS, 64)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_recipe_runs_through_all_stages(name: str, tmp_path: Path) -> None:
+    check(name, run(name, tmp_path))
+
+
+def test_the_cases_have_each_family_and_architecture() -> None:
+    recipes = [load_recipe(name) for name in CASES]
+    assert {recipe.drafter.family for recipe in recipes} == FAMILIES.keys()
+    kinds = {model_config(str(recipe.target.model)).model_type for recipe in recipes}
+    assert kinds == {"llama", "mistral", "qwen3"}
+
+
+def test_what_is_replaced_and_what_is_kept(tmp_path: Path) -> None:
+    overrides = [f"output={tmp_path}", "drafter.feature_layers=[2,16,29]", "train.clip=0.25"]
+    recipe = load_recipe("eagle3+llama-3.1-8b+1x24gb", overrides)
+    small = smoke(recipe)
+    assert (small.name, small.shares) == (f"{recipe.name}-smoke", None)
+    assert small.target.dtype == "float32" and recipe.target.dtype == "4bit"
+    options = recipe.drafter.options | {"feature_layers": [0, 2, 3], "draft_vocab_size": 128}
+    assert small.drafter.options == options
+    assert (small.train.loss, small.train.clip) == (recipe.train.loss, 0.25)
+    tokenizer = AutoTokenizer.from_pretrained(str(small.target.model))
+    text = tokenizer.apply_chat_template(next(chats()), tokenize=False)
+    assert text.startswith("<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nWhat is 2")
+    assert text.endswith("One more than 6 is 7.<|eot_id|>")
+    assert len(tokenizer) == 320
+    told = {json.dumps(chat) for chat in chats()}
+    assert len(told) == len(list(chats())) > 30
+
+
+def test_a_scratch_target_is_trained_too(tmp_path: Path) -> None:
+    root = run("quickstart", tmp_path)
+    check("quickstart", root)
+    assert not (root / "inputs" / "target").exists()
+    assert (root / "target" / "model.safetensors").is_file()
+
+
+@pytest.mark.distributed
+def test_two_processes_share_one_smoke_run(tmp_path: Path) -> None:
+    config, name = str(ROOT / "recipes" / "launch" / "ddp_cpu.yaml"), CASES[0]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config]
+    command += ["-m", "headstart.train", "--smoke", name, f"output={tmp_path}/runs"]
+    done = launch(command, ACCELERATE_USE_CPU="true", PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr[-3000:]
+    check(name, tmp_path / "runs" / f"{name}-smoke")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", [*shipped_recipes(), *shipped_combinations()])
+def test_every_recipe_runs(name: str, tmp_path: Path) -> None:
+    overrides = ["target.model=Qwen/Qwen3-8B"] if name == "own-model" else []
+    check(name, run(name, tmp_path, *overrides), *overrides)
