@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ..documents import ChatTemplateError, Document
 from ..prefixes import DistillError
@@ -82,7 +83,7 @@ def _rendered(renderer: ChatRenderer, document: Document) -> list[Rendered]:
 
 def _text_row(renderer: ChatRenderer, document: Document) -> Rendered:
     """A text, all of which is taught but its first token; or a prompt whose answer is."""
-    tokenizer = renderer.tokenizer
+    tokenizer: Any = renderer.tokenizer
     tokens: list[int] = tokenizer(document.text, verbose=False)["input_ids"]
     if document.answer is None:
         return Rendered(tokens, [at > 0 for at in range(len(tokens))], [(1, len(tokens))])
