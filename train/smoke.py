@@ -115,9 +115,10 @@ def smoke(recipe: Recipe) -> Recipe:
 
 def _distill(spec: Distill) -> Distill:
     tokens = 128 if spec.prefix == "prompt" else 16
+    writer = "given" if spec.writer == "given" else "own"
     return replace(
-        spec, examples=16, prefix_tokens=tokens, new_tokens=12, batch_size=16, shards=2,
-        max_seconds=None,
+        spec, writer=writer, openai=None, drafter=None, examples=16, prefix_tokens=tokens,
+        new_tokens=12, max_length=None, batch_size=16, shards=2, max_seconds=None,
     )  # fmt: skip
 
 
