@@ -72,6 +72,8 @@ def distill(
     # By number, not by place among the missing shards: the processes look at different moments.
     numbers = range(rank, spec.shards, world)
     own = [k for k in numbers if not is_whole(shard_path(folder, k, spec.shards))]
+    for shard in set(numbers).difference(own):  # a kill may have come just before this
+        writer.done(shard_units(writer.units, spec.shards, shard))
     due = sum(len(shard_units(writer.units, spec.shards, shard)) for shard in own)
     bar = progress_bar(due, "distill", "text", disable=not progress)
     started, tokens = time.perf_counter(), 0

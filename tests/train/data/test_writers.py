@@ -74,8 +74,8 @@ def spoken(
         else:
             taught = [False] * len(prompt) + taught
         rows.append((text, taught))
-        if answer[-1] != model.config.eos_token_id:
-            break
+        if answer[-1] != model.config.eos_token_id or len(answer) == 1:
+            break  # not finished, or empty
         history.append({"role": "assistant", "content": tokenizer.decode(answer[:-1])})
     return [Row(document.id, np.array(t, np.int32), np.array(on)) for t, on in rows]
 
