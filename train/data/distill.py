@@ -93,6 +93,7 @@ def distill(
         info |= {"skipped": writer.skipped} if writer.skipped else {}
         rows = _counted(writer, units, tick, info)
         write_shard(shard_path(folder, shard, spec.shards), rows, info)
+        writer.done(units)
     bar.close()
     return Pace(tokens, time.perf_counter() - started)
 

@@ -15,6 +15,7 @@ from headstart.train.data.prefixes import DistillError
 from headstart.train.data.rendering import ChatRenderer
 from headstart.train.data.training_rows import Row, Rows
 from headstart.train.data.writers.counting import count_prompts
+from headstart.train.data.writers.drafting import Drafting, second_best
 from headstart.train.recipe import Chat, Distill
 from tests.support.chats import CHATML, QWEN3, chat_tokenizer
 from tests.support.talker import talker
@@ -108,31 +109,38 @@ def test_a_drafter_changes_no_byte(tmp_path: Path, temperature: float) -> None:
     plain = written(tmp_path / "plain", spec)
     drafted = replace(spec, drafter="lookup", use_drafter="always")
     written(tmp_path / "drafted", drafted)
-    for rank in (1, 0):
-        written(tmp_path / "two", drafted, rank=rank, world=2)
     assert contents(tmp_path / "plain") == contents(tmp_path / "drafted")
+    for rank in (1, 0):
+        written(tmp_path / "two", spec, rank=rank, world=2)
     assert contents(tmp_path / "plain") == contents(tmp_path / "two")
-    assert not same(plain, written(tmp_path / "other", replace(spec, temperature=1.5)))
+    assert not same(plain, written(tmp_path / "other", replace(SPEC, temperature=1.5)))
 
 
 def test_near_ties_are_counted_and_nothing_else_differs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer = chat_tokenizer(CHATML)
-    model = talker(tokenizer, END)
-    spec = replace(SPEC, drafter="lookup", use_drafter="always")
-    written(tmp_path / "exact", spec, model)
-    assert "near_ties" not in summary(spec, tmp_path / "exact")
-    # A row that was changed is found out: its tokens are no near-ties.
-    from headstart.train.data.writers.drafting import second_best
+    tokenizer: Any = chat_tokenizer(CHATML)
+    spec = replace(
+        SPEC, drafter="lookup", use_drafter="always", new_tokens=120, max_length=400, batch_size=8
+    )
+    documents = [chat(f"chats:{n}", f"{n} {WORDS[n:]}") for n in range(32)]
+    counts = {}
+    for name, dtype in (("exact", torch.float64), ("rounded", torch.bfloat16)):
+        model = talker(tokenizer, END, eagerness=1.0).to(dtype)
+        written(tmp_path / name, spec, model, documents=documents)
+        counts[name] = summary(spec, tmp_path / name)
+    # Eight bits of a logit sometimes cannot tell two letters apart.
+    assert "near_ties" not in counts["exact"]
+    assert 0 < counts["rounded"]["near_ties"] < counts["rounded"]["supervised"] / 20
+    assert "are not what the target writes" not in caplog.text
 
-    rows = Rows.load(tmp_path / "exact")
-    row = rows.row(0)
+    row, model = Rows.load(tmp_path / "exact").row(0), talker(tokenizer, END)
     gaps, noise = second_best(model, row)
     assert not len(gaps)
-    tokens = row.tokens.copy()
+    tokens = row.tokens.copy()  # a token that the target would not write is found out
     at = int(np.flatnonzero(row.supervised)[1])
-    tokens[at] = tokenizer.convert_tokens_to_ids("q" if tokens[at] != 81 else "w")
+    q, w = tokenizer.convert_tokens_to_ids(["q", "w"])
+    tokens[at] = w if tokens[at] == q else q
     gaps, noise = second_best(model, replace(row, tokens=tokens))
     assert len(gaps) and float(gaps.max()) > 1e6 * noise
 
@@ -140,8 +148,6 @@ def test_near_ties_are_counted_and_nothing_else_differs(
 def test_the_drafter_is_used_where_it_is_faster_and_the_choice_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from headstart.train.data.writers.drafting import Drafting
-
     spec = replace(SPEC, drafter="lookup")
     written(tmp_path, spec)
     choice = json.loads((tmp_path / "drafting.json").read_text())
@@ -159,6 +165,14 @@ def test_the_drafter_is_used_where_it_is_faster_and_the_choice_is_kept(
     assert manifest["drafting"]["used"] is not choice["used"]
     assert manifest["counts"] == counts and counts["kept"] == 9
     assert manifest["template_hash"] and manifest["settings"]["distill"]["drafter"] == "lookup"
+
+
+def test_a_drafter_that_adapts_the_target_is_refused(tmp_path: Path) -> None:
+    manifest = {"family": "medusa2", "target": "t", "target_fingerprint": "f"}
+    manifest["adapter_sha256"] = "a" * 64
+    (tmp_path / "headstart.json").write_text(json.dumps(manifest))
+    with pytest.raises(DistillError, match="changes the target by an adapter"):
+        written(tmp_path / "rows", replace(SPEC, drafter=str(tmp_path)))
 
 
 def test_limits_cut_chats_at_a_turn_and_are_counted(
