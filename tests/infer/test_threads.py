@@ -50,13 +50,14 @@ class Pieces(BaseStreamer):
 
 
 class Once(StoppingCriteria):
-    """Calls a function when so many tokens are written, and stops nothing."""
+    """Calls a function once, when so many tokens are written, and stops nothing."""
 
     def __init__(self, function: Callable[[], Any], at: int = 12):
-        self.function, self.at = function, at
+        self.function, self.at, self.called = function, at, False
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
-        if input_ids.shape[1] == self.at:
+        if input_ids.shape[1] >= self.at and not self.called:
+            self.called = True
             self.function()
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
