@@ -215,14 +215,14 @@ def test_another_forward_in_the_middle_of_one(family: str, attention: str, place
     me, texts = threading.current_thread(), list[Tensor]()
 
     def between(*call: Any) -> None:
-        if threading.current_thread() is me and len(texts) < 6:
+        if threading.current_thread() is me and len(texts) < 3:
             texts.append(in_a_thread(plain))
 
     decoder = model.get_decoder()
     part = decoder.layers[0] if place == "within the layers" else decoder
     with part.register_forward_hook(between):
         out = text_of(ours.generate, **GREEDY)
-    assert torch.equal(out, expected) and len(texts) == 6
+    assert torch.equal(out, expected) and len(texts) == 3
     assert all(torch.equal(text, expected) for text in texts)
     assert (ours.stats.acceptance_by_depth, ours.stats.rounds) == acceptance
 
