@@ -59,8 +59,9 @@ class Estimate:
 
     Attributes:
         parameters: of `target`, `drafter`, and `adapter` where there is one.
-        memory: of each GPU while training, by what it holds, and `writing`, all of it while the
-            target writes; `peak`, the larger of both sums.
+        memory: of each GPU while training, by what it holds (`training state`: weights that learn,
+            their gradients, the optimizer), and `writing`, all of it while the target writes;
+            `peak`, the larger of both sums.
         disk: `model` (as downloaded), `rows`, `checkpoints`, `artifact`.
         hours: `writing` and `training` on all GPUs, and `all`; none for text that others write.
         fits: whether the peak fits the GPU's memory.
@@ -196,7 +197,7 @@ class _Arithmetic:
         state = 10 if train.optimizer == "adamw_8bit" else 16
         state += 4 if self.hardware.gpus > 1 else 0  # what is exchanged of the gradients
         learned = self.trained + self.adapter
-        found = {"target": weights, "drafter, gradients, optimizer": float(state * learned)}
+        found = {"target": weights, "training state": float(state * learned)}
         if learned:
             found["activations"] = self._activations(tokens) + GPU_BYTES  # and a chunk of logits
         training = sum(found.values()) if learned else 0.0

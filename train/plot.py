@@ -29,7 +29,7 @@ def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
+    left, middle, right = figure.subplots(1, 3, sharex=True)
     _draw_loss(left, trained)
     _draw_tau(middle, validated, best)
     _draw_acceptance(right, validated)
@@ -63,7 +63,9 @@ def _draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
 
 
 def _draw_acceptance(axes: Axes, lines: list[Line]) -> None:
-    """A line for each depth over the steps; of depths that were ever reached."""
+    """A line for each depth that was ever reached, over the steps."""
+    from matplotlib import colormaps
+
     depths = max((len(line.get("acceptance_by_depth") or ()) for line in lines), default=0)
     for depth in range(depths):
         points = [
@@ -73,9 +75,9 @@ def _draw_acceptance(axes: Axes, lines: list[Line]) -> None:
             and line["acceptance_by_depth"][depth] is not None
         ]
         if points:
-            color = (0.1 + 0.75 * depth / max(depths - 1, 1),) * 2 + (0.8,)
+            color = colormaps["viridis"](0.85 * depth / max(depths - 1, 1))
             axes.plot(*zip(*points, strict=True), "o-", ms=3, color=color, label=f"{depth + 1}")
-    axes.set(title="acceptance, given its parent's, by depth", xlabel="step", ylim=(0, 1.02))
+    axes.set(title="acceptance by depth", xlabel="step", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
         axes.legend(fontsize="small", ncols=2, title="depth", title_fontsize="small")

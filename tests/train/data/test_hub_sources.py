@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-import datasets
+import datasets.config
 import huggingface_hub
 import pytest
 
