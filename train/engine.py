@@ -249,6 +249,7 @@ def keep_whole(engine: Any, modules: Iterable[nn.Module]) -> None:
     weights: list[Any] = [w for m in modules for w in m.parameters() if hasattr(w, "ds_id")]
     for weight in weights:
         weight.ds_persist = True
+        weight.is_external_param = True  # or they are released while the first step is recorded
     zero.persistent_parameters += [w for w in weights if id(w) not in known]
     zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
 

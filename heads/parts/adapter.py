@@ -145,7 +145,11 @@ class Adapter:
                 f"{path} does not fit the drafter's config or this target: {wrong[0]} is missing, "
                 "unknown or of another shape; restore both files, and load the right target."
             )
-        peft.set_peft_model_state_dict(self._wrapped, weights)
+        # One by one: modules that are sharded do not take a dict of whole weights.
+        for name, factor in self._wrapped.named_parameters():
+            if "lora_" in name:
+                with torch.no_grad():
+                    factor.copy_(weights[name.replace(".default.", ".")])
 
     def merged_state(self) -> dict[str, Tensor]:
         """All weights of the target with the adapter's change added, under their own names."""

@@ -70,7 +70,8 @@ class Watched(DrafterTrainer):
 
     def create_optimizer(self, model: Any = None) -> Any:
         learnt = [weight for part in self.module.trained() for weight in part.parameters()]
-        SEEN.append({"learnt": sum(getattr(w, "ds_numel", w.numel()) for w in learnt)})
+        if self.optimizer is None:
+            SEEN.append({"learnt": sum(getattr(w, "ds_numel", w.numel()) for w in learnt)})
         return ORIGINAL["create_optimizer"](self, model)
 
     def end_step(self, control: Any) -> None:

@@ -74,10 +74,10 @@ def test_it_trains_what_one_process_does(root: Path, engine: Any) -> None:
 
 
 def test_no_checkpoint_holds_the_target(engine: Any) -> None:
-    """Weights, float32 copies of them and two moments of Adam; the target is larger than all."""
+    """At most the weights twice, a copy for the optimizer, and Adam's two moments."""
     _, (process_0, _) = engine
     for run in process_0:
-        assert run["learnt"] < run["saved"] < 4.5 * run["learnt"] + 100
+        assert run["learnt"] < run["saved"] < 5.1 * run["learnt"]
 
 
 def checkpoints(root: Path, name: str) -> list[str]:
