@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from headstart.heads.core.files import write_atomically
 
-from .arguments import training_arguments
-from .engine import loaded_whole
 from .estimate import model_config
-from .processes import on_process_0
+from .fit.arguments import training_arguments
+from .processes.agreement import on_process_0
+from .processes.engine import loaded_whole
 from .recipe import Corpus, Distill, DrafterSpec, Recipe, Scratch, TargetSpec, Train
 
 LAYERS = 4

@@ -139,7 +139,7 @@ def export_drafter(
         shutil.rmtree(new, ignore_errors=True)
     serve = FORMATS[form]
     depth = drafter.max_depth or getattr(drafter.config, "depths", 5)
-    return serve and serve(name, drafter.target.name_or_path, folder, depth)
+    return serve and serve(name, str(drafter.target.name_or_path), folder, depth)
 
 
 def _write(

@@ -22,7 +22,7 @@ from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.core.files import write_atomically
 from headstart.infer import Speculator, load
 
-from ...processes import from_process_0, is_process_0
+from ...processes.agreement import from_process_0, is_process_0
 from ...recipe import Distill
 from ..prefixes import DistillError
 from ..training_rows import Row, write_rows
