@@ -5,7 +5,7 @@ module loads it for each forward. So a layer must be called, not multiplied with
 reads a weight gets it by `weight_of`.
 """
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -78,11 +78,17 @@ def _gathered_fsdp2(modules: Sequence[nn.Module], write: bool) -> Iterator[None]
             full = nn.Parameter(weight.detach().full_tensor(), weight.requires_grad)
             whole[id(weight)] = full
         part._parameters[name] = whole[id(weight)]
+    # After loading, FSDP2's hooks would take these for the shards.
+    hooks = {id(part): (part, part._load_state_dict_post_hooks) for part, _, _ in owned}
+    for part, _ in hooks.values():
+        part._load_state_dict_post_hooks = OrderedDict()
     try:
         yield
     finally:
         for part, name, weight in owned:
             part._parameters[name] = weight
+        for part, kept in hooks.values():
+            part._load_state_dict_post_hooks = kept
     for _, _, weight in owned if write else ():
         found = whole[id(weight)].detach()
         own = distribute_tensor(found, weight.device_mesh, weight.placements)

@@ -7,6 +7,8 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +37,28 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module", params=ENGINES)
-def engine(request: pytest.FixtureRequest, root: Path) -> tuple[str, list[list[dict[str, Any]]]]:
-    """A launch file, and what two processes saw that trained all families by it."""
-    name = request.param
-    job = Job(root / name, [recipe(root, f"{name}-{f}", f, 2) for f in FAMILIES], name)
-    seen = job.run()
-    assert (job.folder / "out").read_text() == ""
-    told = (job.folder / "err").read_text(errors="replace")
-    assert told.count(f"distributed: {TOLD[name]}, 2 processes, cpu, float32") == len(FAMILIES)
-    return name, seen
+Seen = list[list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def trained(root: Path) -> Callable[[str], Seen]:
+    """What two processes saw that trained all families by a launch file, once."""
+
+    @cache
+    def train(name: str) -> Seen:
+        job = Job(root / name, [recipe(root, f"{name}-{f}", f, 2) for f in FAMILIES], name)
+        seen = job.run()
+        assert (job.folder / "out").read_text() == ""
+        told = (job.folder / "err").read_text(errors="replace")
+        assert told.count(f"distributed: {TOLD[name]}, 2 processes, cpu, float32") == len(FAMILIES)
+        return seen
+
+    return train
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest, trained: Callable[[str], Seen]) -> tuple[str, Seen]:
+    return request.param, trained(request.param)
 
 
 def test_the_engine_is_what_was_asked_for(root: Path, engine: Any) -> None:
@@ -93,7 +107,11 @@ def check_the_same(root: Path, one: str, other: str) -> None:
 
 
 @pytest.mark.parametrize("name", [None, *ENGINES])
-def test_a_killed_process_ends_the_others_and_loses_nothing(root: Path, name: str | None) -> None:
+def test_a_killed_process_ends_the_others_and_loses_nothing(
+    root: Path, trained: Callable[[str], Seen], name: str | None
+) -> None:
+    if name is not None:
+        trained(name)
     label = name or "one"
     run = recipe(root, f"killed-{label}", "medusa2", 2 if name else 4)
     killed = {"at": 6, "killed": 1 if name else 0, "wait": 60.0}
@@ -106,7 +124,10 @@ def test_a_killed_process_ends_the_others_and_loses_nothing(root: Path, name: st
     check_the_same(root, f"{label}-medusa2", run["name"])
 
 
-def test_a_signal_ends_all_processes_after_the_step(root: Path) -> None:
+def test_a_signal_ends_all_processes_after_the_step(
+    root: Path, trained: Callable[[str], Seen]
+) -> None:
+    trained("ddp_cpu")
     run = recipe(root, "stopped", "medusa2", 2)
     job = Job(root / "stopped", [run], "ddp_cpu", {"at": "loader", "wait": 1.0}).start()
     job.wait_until_ready()
@@ -119,7 +140,8 @@ def test_a_signal_ends_all_processes_after_the_step(root: Path) -> None:
     check_the_same(root, "ddp_cpu-medusa2", "stopped")
 
 
-def test_a_killed_launcher_ends_its_processes(root: Path) -> None:
+def test_a_killed_launcher_ends_its_processes(root: Path, trained: Callable[[str], Seen]) -> None:
+    trained("ddp_cpu")
     run = recipe(root, "orphaned", "medusa2", 2)
     job = Job(root / "orphaned", [run], "ddp_cpu", {"at": 6, "wait": 1.0}).start()
     job.wait_until_ready()

@@ -12,17 +12,12 @@ import os
 import select
 import sys
 import threading
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import torch
 
 from .agreement import beat, from_all, in_parallel, wait_for_all
-from .stopping import ask_to_stop
-
-GRACE = 4.0
-"""Seconds that a process without launcher has for the step that it is in, and a checkpoint."""
 
 _BEAT = 5.0  # seconds between signs of life
 
@@ -71,10 +66,6 @@ class Lifetime:
         rank = os.environ.get("RANK")
         message = f"{name} has ended, and so does process {rank}; a new start goes on from there"
         print(f"headstart: {message}", file=sys.stderr, flush=True)
-        if name == "the launcher" and ask_to_stop():
-            time.sleep(GRACE)
-            if self.closed:
-                return
         for child in multiprocessing.active_children():
             child.kill()
         os._exit(1)
@@ -86,7 +77,8 @@ _lifetime: Lifetime | None = None
 def watch_processes() -> None:
     """End this process with its launcher and its siblings, until `end_processes`."""
     global _lifetime
-    _lifetime = Lifetime()
+    if _lifetime is None:
+        _lifetime = Lifetime()
 
 
 def watch_no_longer() -> None:

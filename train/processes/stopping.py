@@ -31,20 +31,11 @@ class StopSignals:
             self._owner = os.getpid()
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._received)
-        global _active
-        _active = self
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        global _active
-        _active = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
-
-    def ask(self, number: int = signal.SIGTERM) -> None:
-        """Ask for an end as a signal does."""
-        if self.number is None:
-            self.number, self._since = number, time.monotonic()
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
@@ -57,15 +48,5 @@ class StopSignals:
             words = "stopping after this step, with a checkpoint; Ctrl-C again ends at once"
             with suppress(OSError):
                 os.write(2, f"\nheadstart: {words}\n".encode())  # print is not for handlers
-        self.ask(number)
-
-
-_active: StopSignals | None = None  # whose `with` block lasts
-
-
-def ask_to_stop() -> bool:
-    """Ask for an end as SIGTERM does; returns whether a training runs that will end so."""
-    if _active is None:
-        return False
-    _active.ask()
-    return True
+        if self.number is None:
+            self.number, self._since = number, time.monotonic()
