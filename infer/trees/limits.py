@@ -24,10 +24,11 @@ def check_size(text: str, nodes: int = 0, depth: int = 0, candidates: int = 0) -
     Raises:
         OptionError: the first of the numbers that is above its limit.
 
-    >>> check_size("chain:300", nodes=301, depth=300)
-    Traceback (most recent call last):
-        ...
-    headstart.heads.core.errors.OptionError: tree chain:300 has a depth of 300; expected at ...
+    >>> try:
+    ...     check_size("chain:300", nodes=301, depth=300)
+    ... except OptionError as error:
+    ...     print(error)
+    tree chain:300 has a depth of 300; expected at most 256: give a smaller tree.
     """
     for said, found, most in (
         ("a depth of {}", depth, DEPTH),
