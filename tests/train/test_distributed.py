@@ -156,7 +156,9 @@ def test_a_killed_launcher_ends_its_processes(root: Path, trained: Callable[[str
 def test_another_number_of_processes_is_refused(root: Path) -> None:
     run = recipe(root, "shrunk", "medusa", 2)
     job = Job(root / "shrunk", [run], "ddp_cpu", {"at": 6, "killed": 1}).start()
-    job.wait_until_gone(60)
+    job.wait_until_ready(rank=1)
+    job.wait_until_gone(10)
+    job.end()
     alone = Job(root / "alone", [run], None).start()
     assert alone.end() != 0
     assert "engine DDP, and this run has one process" in alone.errors()
