@@ -31,6 +31,9 @@ def read_config(source: DrafterSource) -> DrafterConfig:
         numbers = {name: getattr(config, name) for name in kind.OPTIONS}
         if not all(type(layer) is int for layer in config.feature_layers):
             raise TypeError("feature_layers is no list of whole numbers")
+        read, expected = len(config.feature_layers), len(kind.feature_layers)
+        if "feature_layers" not in kind.OPTIONS and read != expected:
+            raise ValueError(f"it names {read} feature_layers, expected {expected}")
     except (*MALFORMED, StrictDataclassError, OSError) as error:
         raise ArtifactError(
             f"{place} cannot be used ({brief(error)}); restore it or train again."
