@@ -58,7 +58,8 @@ def setting(args: argparse.Namespace) -> tuple[Any, Any, tuple[torch.Tensor, ...
         tie_word_embeddings=False,
     )  # fmt: skip
     dtype = getattr(torch, args.dtype)
-    target = LlamaForCausalLM(config).to(device, dtype).requires_grad_(False).eval()
+    made: Any = LlamaForCausalLM(config)
+    target = made.to(device, dtype).requires_grad_(False).eval()
     target.lm_head.weight.normal_(std=2 * args.hidden**-0.5)  # as sure of itself as a trained one
     named: dict[str, Any] = {"heads" if args.family == "medusa" else "depths": args.depths}
     if args.trimmed:

@@ -23,7 +23,7 @@ from headstart.infer.measure.greedy_text import Written, write_texts
 from headstart.infer.measure.ranks import measure_ranks, replay
 from headstart.train.data.prefixes import held_out_prompts, held_out_texts
 from headstart.train.data.reading import read_documents
-from headstart.train.joint import text_loss
+from headstart.train.fit.joint import text_loss
 
 CHAIN = StaticTree.chain(4).paths
 Rounds = tuple[np.ndarray, np.ndarray]

@@ -186,7 +186,8 @@ class Eagle(TokenConditioned):
         def depth(tokens: Tensor, hidden: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
             cache = DynamicCache()
             if before:
-                cache.update(*before, 0)
+                keys, values = before
+                cache.update(keys, values, 0)
             found = self._depth(cache, tokens, hidden, positions, mask)
             layer: Any = cache.layers[0]
             return found, layer.keys, layer.values

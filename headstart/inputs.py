@@ -6,16 +6,65 @@ Heavy imports stand inside the functions, so that parsing and mistakes answer at
 from __future__ import annotations
 
 import argparse
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.terminal import UsageError, one_line, quiet_stdout
+
+NEW_TOKENS = 128
+"""How many tokens a command writes where it is not told."""
+
+_MOST_CHARACTERS = 1000  # of a name or path; systems know none that are much longer
 
 if TYPE_CHECKING:
     import torch
 
     from headstart.heads.artifacts.source import DrafterSource
     from headstart.infer import Speculator
+
+
+def check_name(name: str, what: str = "drafter") -> None:
+    """Refuse what is neither a path nor a name that the Hub may have, before torch is imported."""
+    if len(name) > _MOST_CHARACTERS:
+        raise UsageError(f"no {what} has a name of {len(name)} characters; check the name")
+    there = Path(name).exists()
+    if there and not Path(name).is_dir():
+        raise UsageError(
+            f"{name!r} is a file; expected the folder of a {what}, or its name on the Hub"
+        )
+    if not there and not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?(@.+)?", name, re.ASCII):
+        raise UsageError(
+            f"no {what} at {name!r}: neither a folder nor the name of a Hub repository; check the "
+            "name"
+        )
+
+
+def check_length(speculator: Speculator, prompt: int, new_tokens: int | None) -> int:
+    """How many tokens to write after a prompt of so many; by default 128, or what the context has.
+
+    Raises:
+        UsageError: they do not fit into the target's context.
+    """
+    from headstart.heads.core import trained_context
+
+    context = trained_context(speculator.model)
+    if context is None:
+        return new_tokens or NEW_TOKENS
+    room = context - prompt
+    if room < (new_tokens or 1):
+        asked = "" if new_tokens is None else f" and {new_tokens} new ones are asked for"
+        remedy = f"ask for at most {room}" if room > 0 else "shorten the prompt"
+        raise UsageError(
+            f"the prompt has {prompt or 'some'} tokens{asked}, and the target was made for "
+            f"{context} in all; {remedy}"
+        )
+    return new_tokens or min(NEW_TOKENS, room)
+
+
+def check_new_tokens(speculator: Speculator, new_tokens: int) -> None:
+    """Refuse more new tokens for every prompt than the target was made for."""
+    check_length(speculator, 0, new_tokens)
 
 
 def load_speculator(options: argparse.Namespace) -> Speculator:
@@ -32,6 +81,7 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
     trust = getattr(options, "trust_remote_code", False)
     if trust and options.target is None:  # a drafter may name any model as its target
         raise UsageError("--trust-remote-code trusts the model of --target; name one")
+    _check_names(options)
     with quiet_stdout():
         drafters = drafter_sources(options)
         if not drafters and options.target is None:
@@ -47,6 +97,15 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
                 f"--target {options.target} cannot be loaded; expected a folder or the name of a "
                 f"model that can be downloaded ({one_line(error)[:200]})"
             ) from error
+
+
+def _check_names(options: argparse.Namespace) -> None:
+    named = options.drafter if isinstance(options.drafter, list) else [options.drafter]
+    for name in named:
+        if isinstance(name, str):
+            check_name(name)
+    if options.target is not None:
+        check_name(options.target, "model")
 
 
 def load_target(options: argparse.Namespace) -> Speculator:

@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from headstart.heads import Drafter, load_drafter
+from headstart.heads.artifacts.hub import target_options
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core import language_model_in, load_pretrained
 
@@ -53,13 +54,14 @@ def load(
             drafter's is never run.
 
     Raises:
-        ArtifactError: the drafter is damaged or was trained for another target.
+        ArtifactError: there is no such target; the drafter is damaged or was trained for another.
         UnsupportedTarget: the target cannot be driven by a token tree.
     """
     if isinstance(target, str | Path):
-        model = load_pretrained(AutoModelForCausalLM, target, **options).eval()
-        trust = options.get("trust_remote_code", False)
-        tokenizer = tokenizer or load_pretrained(AutoTokenizer, target, trust_remote_code=trust)
+        local = target_options(target, options.get("revision"))
+        model = load_pretrained(AutoModelForCausalLM, target, **{**local, **options}).eval()
+        local["trust_remote_code"] = options.get("trust_remote_code", False)
+        tokenizer = tokenizer or load_pretrained(AutoTokenizer, target, **local)
     else:
         model = language_model_in(target)
     single = drafter is None or isinstance(drafter, Drafter | NamedDrafter)

@@ -44,7 +44,7 @@ class Prompt:
 
     Attributes:
         key: the caller's own.
-        tokens: [P] ids, at least two.
+        tokens: [P] ids.
         new_tokens: at most so many are written.
         seed: of its noise, where the stream samples.
     """
@@ -74,7 +74,7 @@ def decode_stream(
         temperature: 0 writes greedily; others sample from the target's whole distribution.
 
     Raises:
-        OptionError: a prompt is shorter than two tokens, or too long.
+        OptionError: a prompt is empty, or too long.
     """
     while first := _take(next_prompt, batch):
         stream = _Stream(speculator, len(first), longest, temperature)
@@ -195,21 +195,26 @@ class _Stream:
         ids = [torch.tensor(prompt.tokens) for prompt in prompts]
         tokens = pad_sequence(ids, batch_first=True).to(target.device)  # [R, T]
         where = torch.tensor(rows, device=target.device)  # [R]
-        count = torch.tensor(roots, device=target.device)
-        cached, features = target.prefill_apart(tokens[:, :-1], roots)
+        position = torch.tensor(roots, device=target.device)
+        # A prompt of one token is run, too: as the root it is written to the same slot again, and
+        # drafters, which see it twice, only propose less well.
+        counts = [max(root, 1) for root in roots]
+        before = tokens[:, : max(counts)]
+        count = torch.tensor(counts, device=target.device)
+        cached, features = target.prefill_apart(before, counts)
         request.rows.refill(rows, roots, [prompt.new_tokens for prompt in prompts])
         request.make_space(request.rows.longest)
-        target.cache.adopt(cached, where, max(roots))
+        target.cache.adopt(cached, where, max(counts))
         if request.drafters.members:
             states = request.drafters.start(len(rows), request.capacity.most)
-            request.drafters.prefill(states, features, tokens[:, :-1], count)
-            adopt_rows(request.states, states, where, max(roots), len(self.prompts))
+            request.drafters.prefill(states, features, before, count)
+            adopt_rows(request.states, states, where, max(counts), len(self.prompts))
         if request.sampling.seeds is not None:
             seeds = torch.tensor([prompt.seed for prompt in prompts], device=target.device)
             request.sampling.seeds.index_copy_(0, where, seeds)
         last = features.gather(1, (count - 1).view(-1, 1, 1).expand(-1, 1, features.shape[-1]))
-        root = tokens.gather(1, count.unsqueeze(1))
-        self._commit(where, last, root, count)
+        root = tokens.gather(1, position.unsqueeze(1))
+        self._commit(where, last, root, position)
 
     def _commit(self, rows: Tensor, features: Tensor, root: Tensor, position: Tensor) -> None:
         """Let rows [R] begin the next round with a root [R, 1], after features [R, 1, F]."""
@@ -229,10 +234,10 @@ class _Stream:
     def _check(self, prompts: Sequence[Prompt]) -> None:
         for prompt in prompts:
             length = len(prompt.tokens)
-            if length < 2 or prompt.new_tokens < 1 or length + prompt.new_tokens > self.longest:
+            if length < 1 or prompt.new_tokens < 1 or length + prompt.new_tokens > self.longest:
                 raise OptionError(
                     f"found a prompt of {length} tokens and {prompt.new_tokens} new ones; expected "
-                    f"at least 2 and 1, and at most {self.longest} in all."
+                    f"at least 1 of each, and at most {self.longest} in all."
                 )
 
 

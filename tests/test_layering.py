@@ -210,7 +210,7 @@ def test_every_launch_file_parses(capsys: pytest.CaptureFixture[str]) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
 
     from headstart.cli import main
-    from headstart.train.engine import deepspeed_settings
+    from headstart.train.processes.engine import deepspeed_settings
 
     folder = ROOT / "recipes" / "launch"
     assert main(["launch-file"]) == 0

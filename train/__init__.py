@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_intermixed_args(argv)
     recipe = load_recipe(options.recipe, options.overrides)
     with contextlib.redirect_stdout(sys.stderr):  # some libraries print
-        from .lifetime import end_processes
         from .pipeline import train, write_text
-        from .stopping import Interrupted
+        from .processes.lifetime import end_processes
+        from .processes.stopping import Interrupted
 
         fresh = options.fresh or options.smoke  # what was done before would show nothing
         if options.smoke:

@@ -13,8 +13,8 @@ def run() -> int:
     except (ValueError, OSError) as error:
         if os.environ.get("HEADSTART_DEBUG") == "1":
             raise
-        from .lifetime import watch_no_longer
-        from .processes import first_to_say
+        from .processes.agreement import first_to_say
+        from .processes.lifetime import watch_no_longer
 
         watch_no_longer()  # the others are ending for the same reason
         message = " ".join(str(error).split()) or type(error).__name__

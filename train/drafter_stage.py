@@ -20,14 +20,20 @@ from headstart.heads.artifacts.saving import write_artifact
 from headstart.heads.core import gathered
 from headstart.heads.core.files import write_atomically
 
-from .card import training_card
 from .data.documents import Document
 from .data.prefixes import held_out_texts, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
-from .engine import ends_of, loaded_whole
 from .estimate import training_flops
-from .joint import adapter_loss_change, training_classes
-from .kept import (
+from .figures.card import training_card
+from .figures.plot import draw_metrics
+from .fit.joint import adapter_loss_change, training_classes
+from .fit.on_policy import StudentText
+from .fit.validate import Validation
+from .fit.warm_start import start_from
+from .processes.agreement import from_process_0, is_process_0, wait_for_all
+from .processes.engine import ends_of, loaded_whole
+from .recipe import Recipe
+from .stages.kept import (
     CHECKPOINTS,
     keep_weights_alone,
     kept_checkpoints,
@@ -35,12 +41,6 @@ from .kept import (
     load_weights,
     read_drafter,
 )
-from .on_policy import StudentText
-from .plot import draw_metrics
-from .processes import from_process_0, is_process_0, wait_for_all
-from .recipe import Recipe
-from .validate import Validation
-from .warm_start import start_from
 
 logger = logging.getLogger(__name__)
 

@@ -59,10 +59,11 @@ class Estimate:
 
     Attributes:
         parameters: of `target`, `drafter`, and `adapter` where there is one.
-        memory: of each GPU while training, by what it holds, and `writing`, all of it while the
-            target writes; `peak`, the larger of both sums.
+        memory: of each GPU while training, by what it holds (`training state`: weights that learn,
+            their gradients, the optimizer), and `writing`, all of it while the target writes;
+            `peak`, the larger of both sums.
         disk: `model` (as downloaded), `rows`, `checkpoints`, `artifact`.
-        hours: `writing` and `training` on all GPUs, and `all`.
+        hours: `writing` and `training` on all GPUs, and `all`; none for text that others write.
         fits: whether the peak fits the GPU's memory.
     """
 
@@ -151,7 +152,7 @@ class _Arithmetic:
         self.row = (  # tokens of a row as they are expected, and as they may be at most
             assumed.prompts * distill.prefix_tokens + assumed.answers * distill.new_tokens
         )
-        self.longest = distill.prefix_tokens + distill.new_tokens
+        self.longest = distill.row_tokens
 
     def estimate(self) -> Estimate:
         parameters = {"target": self.target, "drafter": self.trained}
@@ -196,7 +197,7 @@ class _Arithmetic:
         state = 10 if train.optimizer == "adamw_8bit" else 16
         state += 4 if self.hardware.gpus > 1 else 0  # what is exchanged of the gradients
         learned = self.trained + self.adapter
-        found = {"target": weights, "drafter, gradients, optimizer": float(state * learned)}
+        found = {"target": weights, "training state": float(state * learned)}
         if learned:
             found["activations"] = self._activations(tokens) + GPU_BYTES  # and a chunk of logits
         training = sum(found.values()) if learned else 0.0
@@ -257,7 +258,7 @@ class _Arithmetic:
         products = 2.0 * self.target * distill.batch_size
         step = max(read / (hardware.bandwidth * 1e9), products / peak) * slower / assumed.writing
         steps = distill.examples * assumed.answers * distill.new_tokens / distill.batch_size
-        writing = steps * step / hardware.gpus
+        writing = steps * step / hardware.gpus if distill.writer == "own" else 0.0
         frozen, learned = self.flops_per_token()
         each_step = train.gradient_accumulation * train.batch_size * hardware.gpus
         rows = float(train.max_steps * (train.rows_per_step or each_step))

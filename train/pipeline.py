@@ -21,7 +21,6 @@ from headstart.heads.artifacts.hub import split_revision
 from headstart.heads.core import load_pretrained
 from headstart.infer import RULES, load
 
-from .arguments import load_options, training_arguments
 from .checks.early import check_prompts, check_run
 from .data.corpus import build_corpus, load_documents
 from .data.distill import distill, write_manifest
@@ -36,21 +35,22 @@ from .drafter_stage import (
     train_drafter,
     write_drafter,
 )
-from .engine import join_deepspeed, loaded_as, loaded_whole, weights_are_sharded
-from .fingerprints import FileHashes, deciding, model_fingerprint
-from .kept import (
+from .fit.arguments import load_options, training_arguments
+from .processes.agreement import in_parallel, is_process_0, on_process_0, wait_for_all
+from .processes.engine import join_deepspeed, loaded_as, loaded_whole, weights_are_sharded
+from .processes.launched import check_engine, check_shared
+from .processes.lifetime import watch_processes
+from .recipe import Recipe
+from .scratch_target import train_target
+from .stages.fingerprints import FileHashes, deciding, model_fingerprint
+from .stages.kept import (
     CHECKPOINTS,
     check_time_left,
     continue_from,
     earlier_training,
     schedule,
 )
-from .launched import check_engine, check_shared
-from .lifetime import watch_processes
-from .processes import in_parallel, is_process_0, on_process_0, wait_for_all
-from .recipe import Recipe
-from .scratch_target import train_target
-from .stages import Stage, StageStore
+from .stages.store import Stage, StageStore
 
 
 def train(recipe: Recipe, fresh: bool = False) -> Path:

@@ -26,7 +26,7 @@ from headstart.heads.core.files import write_atomically
 from .data.corpus import load_documents
 from .data.documents import Document
 from .data.tokenising import tokenise
-from .progress import progress_bar
+from .figures.progress import progress_bar
 from .recipe import Scratch
 
 END_OF_TEXT = "<|endoftext|>"

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedToken
 
 from headstart.heads.core.files import write_atomically
 
-from .arguments import training_arguments
-from .engine import loaded_whole
 from .estimate import model_config
-from .processes import on_process_0
+from .fit.arguments import training_arguments
+from .processes.agreement import on_process_0
+from .processes.engine import loaded_whole
 from .recipe import Corpus, Distill, DrafterSpec, Recipe, Scratch, TargetSpec, Train
 
 LAYERS = 4
@@ -115,9 +115,10 @@ def smoke(recipe: Recipe) -> Recipe:
 
 def _distill(spec: Distill) -> Distill:
     tokens = 128 if spec.prefix == "prompt" else 16
+    writer = "given" if spec.writer == "given" else "own"
     return replace(
-        spec, examples=16, prefix_tokens=tokens, new_tokens=12, batch_size=16, shards=2,
-        max_seconds=None,
+        spec, writer=writer, openai=None, drafter=None, examples=16, prefix_tokens=tokens,
+        new_tokens=12, max_length=None, batch_size=16, shards=2, max_seconds=None,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
 from headstart.train.data.prefixes import held_out_prompts
 from headstart.train.recipe import DrafterSpec, Recipe, load_recipe
-from headstart.train.stages import RECORD
+from headstart.train.stages.store import RECORD
 
 from .job import Job
 

@@ -51,8 +51,7 @@ def _serve_sglang(name: str, target: str, folder: Path, tokens: int) -> str:
 
 
 def _serve_transformers(name: str, target: str, folder: Path, tokens: int) -> str:
-    load = f"AutoModelForCausalLM.from_pretrained({str(folder)!r})"
-    return f"model.generate(**inputs, assistant_model={load})"
+    return f"model.generate(**inputs, assistant_model=assistant)  # a causal LM from {folder}"
 
 
 FORMATS: dict[str, Callable[[str, str, Path, int], str] | None] = {
@@ -139,7 +138,7 @@ def export_drafter(
         shutil.rmtree(new, ignore_errors=True)
     serve = FORMATS[form]
     depth = drafter.max_depth or getattr(drafter.config, "depths", 5)
-    return serve and serve(name, drafter.target.name_or_path, folder, depth)
+    return serve and serve(name, str(drafter.target.name_or_path), folder, depth)
 
 
 def _write(

@@ -52,6 +52,16 @@ _UNSAFE = {
     "attribute_map",  # it gives any of these another name
 }  # fmt: skip
 
+_MOST_BYTES = 2**25
+"""Of a JSON file; the index of the largest models' tensors is a third of it."""
+
+MALFORMED = (
+    ArithmeticError, AttributeError, IndexError, KeyError, RecursionError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What torch, transformers and readers of formats raise where a file's values are of another kind
+or size than they expect. Only what is done with such values alone is guarded by it."""
+
 # What transformers reads of a language model and its tokenizer, beside the weights.
 _MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _SHARDS = "model-*.safetensors"
@@ -66,8 +76,10 @@ def read_json(path: Path) -> Any:
             "the file or download the drafter again."
         )
     try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ValueError(f"it is larger than {_MOST_BYTES // 2**20} MiB")
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise unreadable(path, error) from error
     if not isinstance(data, list if path.name == TREE else dict):
         raise unreadable(path, f"it holds a {type(data).__name__}")
@@ -110,7 +122,7 @@ def read_header(path: Path) -> dict[str, dict[str, Any]]:
 
 def unreadable(path: Path, reason: object) -> ArtifactError:
     """The error for a damaged file."""
-    text = brief(reason, None)
+    text = brief(reason)
     return ArtifactError(f"{path} cannot be read ({text}); restore the file or train again.")
 
 

@@ -28,6 +28,7 @@ from .files import (
     CONFIG,
     HEADS,
     INDEX,
+    MALFORMED,
     PICKLE,
     WEIGHTS,
     brief,
@@ -71,7 +72,17 @@ def load_checkpoint(
     kind, fields, tensors = found
     drafter_config = _config(kind, fields, target, source)
     _check_shapes(kind, drafter_config, tensors, source)
-    drafter: Any = kind.from_pretrained(None, config=drafter_config, state_dict=tensors, **options)
+    try:
+        drafter: Any = kind.from_pretrained(
+            None, config=drafter_config, state_dict=tensors, **options
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except (*MALFORMED, StrictDataclassError) as error:
+        raise ArtifactError(
+            f"{source} cannot be read as {kind.config_class.family_name()} ({brief(error)}); "
+            "download it again."
+        ) from error
     if target_is_known:
         return drafter
     base = config.get("base_model_name_or_path")
@@ -90,10 +101,11 @@ def _weights_files(source: DrafterSource, config: dict[str, Any]) -> list[Path]:
         index = read_json(source.folder / INDEX).get("weight_map")
         chosen = list(index.values()) if isinstance(index, dict) else [index]
         for file in chosen:
-            if file not in source.files or Path(file).suffix != ".safetensors" or "/" in file:
+            there = isinstance(file, str) and file in source.files and "/" not in file
+            if not there or Path(file).suffix != ".safetensors":
                 raise ArtifactError(
-                    f"{source} has a {INDEX} that names {file!r}, which is not there; download "
-                    "both again."
+                    f"{source} has a {INDEX} that names {brief(repr(file), 80)}, which is not "
+                    "there; download both again."
                 )
         chosen = sorted(set(chosen))
     if (pickles := pickled(chosen)) and not source.allow_pickle:
@@ -137,10 +149,12 @@ def _recognised(
             found = family(name).from_checkpoint(config, tensors)
         except ArtifactError as error:
             raise ArtifactError(f"{files[0]} is not read: {error}") from error
-        except RuntimeError as error:  # torch's, for tensors of shapes that do not go together
+        except torch.OutOfMemoryError:
+            raise
+        except MALFORMED as error:
             raise ArtifactError(
-                f"{files[0]} looks like one of {name}, and its tensors do not fit together "
-                f"({brief(error)}); download it again."
+                f"{files[0]} looks like one of {name}, and its tensors or its config do not fit "
+                f"together ({brief(error)}); download both again."
             ) from error
         if found is not None:
             return family(name), *found
@@ -165,10 +179,10 @@ def _config(
     for field in fields.keys() - options.keys():
         try:
             setattr(config, field, fields[field])
-        except StrictDataclassError as error:
+        except (*MALFORMED, StrictDataclassError) as error:
             raise ArtifactError(
-                f"{source} says {field} {fields[field]!r}, which is of another kind than expected; "
-                "correct its config.json."
+                f"{source} says {field} {brief(repr(fields[field]), 80)}, which is of another kind "
+                "than expected; correct its config.json."
             ) from error
     return config
 
@@ -177,8 +191,14 @@ def _check_shapes(
     kind: type[Drafter], config: DrafterConfig, tensors: dict[str, Tensor], source: DrafterSource
 ) -> None:
     """Refuse a tensor that is missing, unknown or of another shape, the first by name."""
-    with torch.device("meta"):
-        expected = {key: list(t.shape) for key, t in kind(config).state_dict().items()}
+    try:
+        with torch.device("meta"):
+            expected = {key: list(t.shape) for key, t in kind(config).state_dict().items()}
+    except (*MALFORMED, StrictDataclassError) as error:
+        raise ArtifactError(
+            f"{source} has a config that describes no {config.family_name()} ({brief(error)}); "
+            "download it again."
+        ) from error
     found = {key: list(tensor.shape) for key, tensor in tensors.items()}
     for key in sorted(expected.keys() | found.keys()):
         if found.get(key) != expected.get(key):
@@ -230,7 +250,7 @@ def _load_language_model(
         return DraftModel.from_pretrained(source.folder, use_safetensors=True, **options)
     except torch.OutOfMemoryError:
         raise
-    except (OSError, RuntimeError, ValueError) as error:
+    except (*MALFORMED, StrictDataclassError, OSError) as error:
         raise ArtifactError(
             f"{source} cannot be loaded as a causal language model ({brief(error)}); expected one "
             "with weights in safetensors."
@@ -242,5 +262,5 @@ def _load_tokenizer(place: Any, otherwise: str) -> Any:
         return load_pretrained(AutoTokenizer, place)
     except OptionError:  # it needs code of its own
         raise
-    except (OSError, ValueError) as error:
+    except (*MALFORMED, OSError) as error:
         raise ArtifactError(otherwise) from error

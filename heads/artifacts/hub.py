@@ -103,16 +103,56 @@ def model_commit(name: str, revision: str | None = None) -> str:
     Raises:
         ArtifactError: neither has it. Without network the answer comes at once.
     """
+    return _find(name, revision)[0]
+
+
+def target_options(name: str | Path, revision: str | None = None) -> dict[str, bool]:
+    """Check the name of a target before transformers tries it, which may take a minute to fail.
+
+    Returns:
+        Options for `from_pretrained`: to read the cache alone, where the Hub does not answer.
+
+    Raises:
+        ArtifactError: there is no such model, or the name is one of something else.
+    """
+    path = Path(name)
+    if path.is_dir():
+        _check_folder(path)
+        return {}
+    if path.exists() or not is_hub_name(str(name)):
+        found = "is a file" if path.exists() else "is no folder here"
+        raise ArtifactError(
+            f"the target {str(name)!r} {found}; expected the folder of a model, or its name on the "
+            "Hub: check the name."
+        )
+    return {} if _find(str(name), revision)[1] else {"local_files_only": True}
+
+
+def _check_folder(folder: Path) -> None:
+    if (folder / MANIFEST).is_file():
+        raise ArtifactError(
+            f"the target {str(folder)!r} is a drafter that headstart saved; give it as the drafter "
+            "(--drafter), and as the target the model that it was trained for."
+        )
+    if not any((folder / name).is_file() for name in (CONFIG, "adapter_config.json")):
+        raise ArtifactError(
+            f"the target {str(folder)!r} holds no {CONFIG}; expected the folder of a model, as "
+            "save_pretrained writes it."
+        )
+
+
+def _find(name: str, revision: str | None) -> tuple[str, bool]:
+    """The commit that a model's name stands for, and whether the Hub said so, not the cache."""
     with _one_line(f"{name} is no folder here, and not found on the Hub"):
         try:
-            return str(HfApi().model_info(name, revision=revision, timeout=10).sha)
+            return str(HfApi().model_info(name, revision=revision, timeout=10).sha), True
         except (errors.OfflineModeIsEnabled, _TRANSPORT) as error:
             cached = None
             if not isinstance(error, errors.HfHubHTTPError):
                 cached = try_to_load_from_cache(name, CONFIG, revision=revision)
             if not isinstance(cached, str):
                 raise
-            return Path(cached).parent.name
+            return Path(cached).parent.name, False
 
 
 def _present(api: HfApi, repository: str, branch: str | None) -> list[str] | None:

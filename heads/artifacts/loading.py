@@ -14,8 +14,9 @@ from ..core import ArtifactError, device_of, output_layer
 from ..drafter import Drafter
 from ..families import family
 from ..parts.adapter import Adapter
-from .files import CONFIG, WEIGHTS, brief
+from .files import CONFIG, MALFORMED, WEIGHTS, brief
 from .foreign_checkpoints import load_checkpoint
+from .shapes import check_declared
 from .source import DrafterSource, SourceKind
 
 
@@ -63,6 +64,7 @@ def load_drafter(
 def _load_artifact(source: DrafterSource, options: dict[str, Any]) -> Drafter:
     folder = source.folder
     weights = source.check_files()
+    check_declared(source, weights)
     kind = family(source.manifest.family)
     options |= {"local_files_only": True, "weights_only": True}
     options["use_safetensors"] = weights.name == WEIGHTS
@@ -75,7 +77,7 @@ def _load_artifact(source: DrafterSource, options: dict[str, Any]) -> Drafter:
             f"{weights} holds more than tensors, or is damaged, and is not read; ask for "
             "safetensors."
         ) from error
-    except (RuntimeError, ValueError, StrictDataclassError) as error:
+    except (*MALFORMED, StrictDataclassError) as error:
         # The weights are those that were saved, so it is the config that does not fit them.
         raise ArtifactError(
             f"{weights} cannot be read as {folder / CONFIG} describes it ({brief(error)}); restore "

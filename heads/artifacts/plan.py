@@ -88,8 +88,8 @@ def write_plan(folder: Path, plan: Plan) -> Path:
 
 def find_plan(folder: Path, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
     """The plan for a target's device and dtype and the artifact's weights; None without one."""
-    found = _read(folder).get(plan_key(machine(target), dtype_name(target), batch_size))
-    plan = None if found is None else _plan(found, folder)
+    plans = {key: _plan(found, folder) for key, found in _read(folder).items()}
+    plan = plans.get(plan_key(machine(target), dtype_name(target), batch_size))
     current = plan is not None and plan.weights_sha256 == read_manifest(folder).weights_sha256
     return plan if current else None
 

@@ -15,6 +15,14 @@ from .offload import (
     weight_of,
 )
 from .pretrained import language_model_in, load_pretrained
-from .probe import ATTENTION, PositionLimit, check_tree, choose_attention, probe_layers
+from .probe import (
+    ATTENTION,
+    PositionLimit,
+    check_tree,
+    choose_attention,
+    probe_layers,
+    trained_context,
+)
 from .sampling import STATEFUL, Sampling, Stream, argmax, draw, gumbel, place, row_seeds, uniform
+from .time_limit import within
 from .tree import TokenTree, Topology, ancestor_mask, parents_of_paths

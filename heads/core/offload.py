@@ -66,7 +66,7 @@ def _gathered_zero3(modules: Sequence[nn.Module], write: bool) -> Iterator[None]
 @contextmanager
 def _gathered_fsdp2(modules: Sequence[nn.Module], write: bool) -> Iterator[None]:
     parts = {id(part): part for module in modules for part in module.modules()}
-    owned = [
+    owned: list[tuple[nn.Module, str, Any]] = [
         (part, name, weight)
         for part in parts.values()
         for name, weight in part._parameters.items()

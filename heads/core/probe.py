@@ -202,6 +202,19 @@ class PositionLimit(NamedTuple):
         return None
 
 
+def trained_context(model: PreTrainedModel) -> int | None:
+    """How many tokens a model's config says that it was made for, rotary scaling counted in."""
+    config = model.config.get_text_config(decoder=True)
+    longest: Any = getattr(config, "max_position_embeddings", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    for entry in nested or [parameters]:
+        trained, factor = entry.get("original_max_position_embeddings"), entry.get("factor")
+        if longest and trained and factor:
+            longest = max(longest, int(trained * factor))
+    return longest or None
+
+
 def _has_position_table(model: PreTrainedModel, positions: int) -> bool:
     """Whether positions are looked up; some tables hold a few entries before position 0."""
     return any(

@@ -200,8 +200,10 @@ class _Forward(threading.local):
 _now, _own_interface = _Forward(), AttentionInterface.get_interface
 
 
-def _interface(self: AttentionInterface, name: str, default: Callable[..., Any]) -> Any:
-    return _now.attend or _own_interface(self, name, default)
+def _interface(
+    self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]
+) -> Any:
+    return _now.attend or _own_interface(self, attn_implementation, default)
 
 
 # Layers ask this in each forward. A name in the model's config instead would be read by every

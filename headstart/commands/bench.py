@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from headstart.inputs import encode, load_speculator, read_documents
+from headstart.inputs import check_new_tokens, encode, load_speculator, read_documents
 from headstart.terminal import UsageError, quiet_stdout
 
 from . import options as shared
@@ -28,6 +28,7 @@ def run(options: argparse.Namespace) -> int:
     """Measure every pair of a tree and a rule, and print one table."""
     documents = read_documents(options)
     loaded = load_speculator(options)
+    check_new_tokens(loaded, options.new_tokens)
     from headstart.infer.measure.bench import bench as measure
     from headstart.infer.rules.registry import find_rule
     from headstart.reports.comparison import print_comparison

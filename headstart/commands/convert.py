@@ -2,7 +2,7 @@
 
 import argparse
 
-from headstart.inputs import load_target
+from headstart.inputs import check_name, load_target
 from headstart.terminal import quiet_stdout
 
 from . import options as shared
@@ -19,6 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert, and print the artifact's folder."""
+    check_name(options.checkpoint)
     from headstart.heads.artifacts.conversion import convert
     from headstart.heads.artifacts.source import DrafterSource
 

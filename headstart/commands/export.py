@@ -23,12 +23,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the folder, and the line that starts the engine with it."""
+    from headstart.heads import Drafter
     from headstart.heads.artifacts.export import check_format, export_drafter
 
     check_format(options.to)
     speculator = load_speculator(options)
+    drafter = speculator.drafter
+    assert drafter is None or isinstance(drafter, Drafter), "one drafter is named"
     with quiet_stdout():
-        line = export_drafter(speculator.drafter, options.to, options.folder, speculator.tokenizer)
+        line = export_drafter(drafter, options.to, options.folder, speculator.tokenizer)
     print(options.folder)
     if line:
         print(line)

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headstart.inputs import load_speculator
+from headstart.inputs import check_length, load_speculator
 from headstart.terminal import UsageError
 
 from . import options as shared
@@ -17,6 +17,7 @@ _CHAT = (
     "the prompt is a user's message, and goes through the tokenizer's chat template; a .jsonl FILE "
     "holds one conversation (messages or turns)"
 )
+_LENGTH = "at most so many (default: 128, or what the target's context has room for)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: stdin)")
     text.add_argument("--file", metavar="FILE", type=Path, help="read the prompt from a file")
-    add("--max-new-tokens", metavar="N", type=shared.positive, default=128)
+    add("--max-new-tokens", metavar="N", type=shared.positive, help=_LENGTH)
     add("--chat", action="store_true", help=_CHAT)
     shared.add_sampling_arguments(parser)
     add("--top-p", metavar="P", type=shared.probability, help="nucleus sampling")
@@ -48,9 +49,10 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("the target's tokenizer has no chat template; leave out --chat")
     if messages:
         prompt = render_chat(tokenizer, messages)
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not messages)
+    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=not messages, verbose=False)
     if inputs.input_ids.shape[1] == 0:
         raise UsageError("the prompt has no token in this model's vocabulary; give another")
+    new_tokens = check_length(speculator, inputs.input_ids.shape[1], options.max_new_tokens)
     inputs = inputs.to(speculator.device)
     names = ("temperature", "top_p", "top_k", "seed") if options.temperature > 0 else ()
     given = {name: getattr(options, name) for name in names}
@@ -59,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
     speculator.generate(
         inputs.input_ids,
         attention_mask=inputs.attention_mask,
-        max_new_tokens=options.max_new_tokens,
+        max_new_tokens=new_tokens,
         do_sample=options.temperature > 0,
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         **sampling,
@@ -78,6 +80,8 @@ def _read_prompt(options: argparse.Namespace) -> str:
     source = "--prompt" if options.prompt is not None else str(options.file or "stdin")
     if options.prompt is options.file is None and sys.stdin.isatty():
         raise UsageError("no prompt; give --prompt or --file, or pipe the text in")
+    if options.file is not None and not options.file.exists():
+        raise UsageError(f"--file {options.file}: no such file; check the path, or give --prompt")
     try:
         if options.file is not None:
             text = options.file.read_text(encoding="utf-8")

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 
-from headstart.inputs import load_target
+from headstart.inputs import check_name, load_target
 from headstart.terminal import blank, quiet_stdout
 
 from . import options as shared
@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the description; the status is 1 where it is damaged or does not fit --target."""
+    check_name(options.artifact)
     from headstart.heads.artifacts.source import DrafterSource
     from headstart.reports.description import describe, fits, print_description
     from headstart.reports.tables import to_json

@@ -19,11 +19,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the folders of the model and of its drafter."""
+    from headstart.heads import Drafter
     from headstart.heads.artifacts.merging import save_merged
 
     speculator = load_speculator(options)
+    drafter = speculator.drafter
+    assert drafter is None or isinstance(drafter, Drafter), "one drafter is named"
     with quiet_stdout():
-        drafter = save_merged(speculator.drafter, options.folder, speculator.tokenizer)
+        heads = save_merged(drafter, options.folder, speculator.tokenizer)
     print(options.folder)
-    print(drafter)
+    print(heads)
     return 0

@@ -63,6 +63,14 @@ temperature = _number(float, lambda t: 0 <= t < math.inf, "a finite number from 
 probability = _number(float, lambda p: 0 < p <= 1, "a number above 0, at most 1")
 
 
+def dtype(text: str) -> str:
+    """The name of a type that models compute in."""
+    known = ("auto", "float64", "float32", "bfloat16", "float16")
+    if text not in known:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected one of: {', '.join(known)}")
+    return text
+
+
 def memory(text: str) -> dict[int | str, str]:
     """Sizes by device, as the `max_memory` of transformers.
 
@@ -101,7 +109,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) 
 def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
     """The models' dtype, and which devices hold them."""
     add = parser.add_argument
-    add("--dtype", metavar="DTYPE", help="float32, bfloat16, … (default: as saved)")
+    add("--dtype", metavar="DTYPE", type=dtype, help="float32, bfloat16, … (default: as saved)")
     add("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
     add("--max-memory", metavar="DEVICE=SIZE,…", type=memory, help=_MEMORY)
     add("--offload-folder", metavar="DIR", type=Path, help=_FOLDER)

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from headstart.inputs import encode, load_speculator, read_documents
+from headstart.inputs import check_new_tokens, encode, load_speculator, read_documents
 from headstart.terminal import UsageError, quiet_stdout
 
 from . import options as shared
@@ -50,6 +50,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"{folder} cannot be written, and the plan belongs there; copy it first")
     options.tree = "plain"  # the drafter is needed, whatever an earlier plan says
     speculator = load_speculator(options)
+    check_new_tokens(speculator, options.new_tokens)
     assert speculator.drafter is not None
     from headstart.heads.artifacts.plan import write_plan
     from headstart.infer.measure.planner import make_plan

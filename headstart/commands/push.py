@@ -4,6 +4,8 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from headstart.inputs import check_name
+from headstart.licenses import license_id
 from headstart.terminal import quiet_stdout, visible
 
 from . import options as shared
@@ -19,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("artifact", metavar="ARTIFACT", help=shared.ARTIFACT)
     add("repository", metavar="ORG/NAME", help="made where it is missing")
     add("--target-name", metavar="NAME", help=_TARGET_NAME)
-    add("--license", metavar="ID", help="for the model card, e.g. apache-2.0")
+    add("--license", metavar="ID", type=license_id, help="for the model card, e.g. apache-2.0")
     add("--private", action="store_true", help="if the repository is new")
     add("--revision", metavar="BRANCH", help="push to a branch (default: main)")
     add("--dry-run", action="store_true", help="list files, sizes and card; no network")
@@ -27,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the repository's address, or what a dry run would push."""
+    check_name(options.artifact)
     from headstart.heads.artifacts.hub import upload
     from headstart.heads.artifacts.publish import clean_copy
 

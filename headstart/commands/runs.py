@@ -58,13 +58,13 @@ def _folder(options: argparse.Namespace) -> Path:
 
 
 def _stages(folder: Path) -> list[Any]:
-    from headstart.train.stage_folders import stage_folders
+    from headstart.train.stages.folders import stage_folders
 
     return stage_folders(folder)
 
 
 def _run(folder: Path) -> dict[str, Any]:
-    from headstart.train.run_lock import holder_of
+    from headstart.train.stages.lock import holder_of
 
     stages = _stages(folder)
     finished = [stage.record.get("finished", "") for stage in stages if stage.record]
@@ -93,8 +93,8 @@ def _stage(stage: Any) -> dict[str, Any]:
 
 
 def _remove(folder: Path, patterns: list[str]) -> int:
-    from headstart.train.run_lock import RunLock
-    from headstart.train.stage_folders import removable, remove
+    from headstart.train.stages.folders import removable, remove
+    from headstart.train.stages.lock import RunLock
 
     with RunLock(folder):
         for stage in removable(folder, patterns):

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from headstart.inputs import encode, load_speculator, read_documents
+from headstart.inputs import check_new_tokens, encode, load_speculator, read_documents
 from headstart.terminal import quiet_stdout
 
 from . import options as shared
@@ -34,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
     """Compare greedy text and sampled text; the status is 1 where one of them does not hold."""
     documents = read_documents(options)
     speculator = load_speculator(options)
+    check_new_tokens(speculator, options.new_tokens)
     from headstart.infer.measure.lossless_greedy import compare_greedy
     from headstart.infer.measure.lossless_sampled import compare_sampled
     from headstart.reports.tables import to_json

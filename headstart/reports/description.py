@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from pathlib import Path
@@ -19,9 +18,11 @@ from headstart.heads.artifacts.files import (
     MANIFEST,
     WEIGHTS,
     read_header,
+    read_json,
 )
 from headstart.heads.artifacts.manifest import Manifest, sha256
 from headstart.heads.artifacts.plan import read_plans
+from headstart.heads.artifacts.shapes import check_declared, read_config
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core import FINAL, ArtifactError
 from headstart.heads.parts.adapter import ADAPTER, ADAPTER_WEIGHTS
@@ -62,7 +63,7 @@ def describe(name: str | Path | DrafterSource) -> Description:
         except (ValueError, OSError) as error:
             found["problem"] = found["problem"] or " ".join(str(error).split())
     try:
-        source.check_files()
+        check_declared(source, source.check_files())
     except ArtifactError as error:
         found["problem"] = str(error)
     paths = sorted((*folder.iterdir(), *(folder / ADAPTER).glob("*")))
@@ -85,7 +86,7 @@ def fits(source: DrafterSource, target: Any, tokenizer: Any) -> str | None:
 
 def _config(source: DrafterSource) -> Description:
     kind: Any = family(source.manifest.family).config_class
-    config = kind.from_pretrained(source.folder, local_files_only=True)
+    config = read_config(source)
     return {
         "options": {option: getattr(config, option) for option in kind.OPTIONS},
         "hidden_size": config.hidden_size,
@@ -129,9 +130,9 @@ def _file(path: Path, folder: Path, manifest: Manifest) -> Description:
             check = "damaged"
     elif name in FILES and name not in (CARD, *COPIED):
         try:
-            json.loads(path.read_text(encoding="utf-8"))
+            read_json(path)
             check = "ok"
-        except ValueError:
+        except ArtifactError:
             check = "damaged"
     return {"name": name, "bytes": path.stat().st_size, "sha256": digest, "check": check}
 
@@ -176,7 +177,7 @@ def _for_whom(found: Description) -> list[tuple[str, str]]:
 def _moved(metrics: Description) -> list[tuple[str, str]]:
     """How far an adapter moved the target, for a drafter that was trained with one."""
     loss = metrics.get("held_out_loss")
-    if not isinstance(loss, dict):
+    if not isinstance(loss, dict) or not all(map(_number, map(loss.get, ("base", "adapted")))):
         return []
     if loss["adapted"] == loss["base"]:
         return [("adapted", "not at all: it decoded best before its target began to learn")]
@@ -187,16 +188,21 @@ def _moved(metrics: Description) -> list[tuple[str, str]]:
 
 def _how(found: Description) -> list[tuple[str, str]]:
     metrics, recipe, tree = found["metrics"], found["recipe"], found.get("tree")
-    tau = metrics.get("tau")
-    known = isinstance(tau, int | float)
-    trained = "steps" in metrics and "seconds" in metrics
+    tau, depths = metrics.get("tau"), metrics.get("acceptance_by_depth")
+    shares = depths if isinstance(depths, list) else []
+    shares = [share if _number(share) else None for share in shares]
+    corpus = recipe.get("corpus")
+    trained = all(_number(metrics.get(name)) for name in ("steps", "seconds"))
     return [
-        ("tokens per round (τ)", f"{tau:.2f}, when it was trained" if known else "not measured"),
-        ("acceptance at depth 1, 2, …", percentages(metrics.get("acceptance_by_depth") or ())),
+        (
+            "tokens per round (τ)",
+            f"{tau:.2f}, when it was trained" if _number(tau) else "not measured",
+        ),
+        ("acceptance at depth 1, 2, …", percentages(shares)),
         ("tree", f"{tree['name']}, {tree['nodes']} nodes" if tree else ""),
         *(("plan", _planned(plan)) for plan in found.get("plans", [])),
         ("recipe", str(recipe.get("name") or "")),
-        ("corpus", str((recipe.get("corpus") or {}).get("source") or "")),
+        ("corpus", str(corpus.get("source") or "") if isinstance(corpus, dict) else ""),
         ("training", "{steps} steps, {seconds:.0f} s".format(**metrics) if trained else ""),
         ("versions", "  ".join(f"{k} {v}" for k, v in found["versions"].items())),
     ]
@@ -204,11 +210,18 @@ def _how(found: Description) -> list[tuple[str, str]]:
 
 def _planned(plan: Description) -> str:
     said = "plain decoding, nothing pays"
-    if plan["tree"]:
+    if not _number(plan["tau"]) or not _number(plan["speedup"]):
+        said = "its figures are no numbers"
+    elif plan["tree"]:
         said = f"{plan['policy']}, τ {plan['tau']:.2f}, {plan['speedup']:.2f} × plain"
     if not plan["current"]:
         said = f"for other weights, not used ({said})"
     return f"{said}: {plan['device']}, {plan['dtype']}, {at_once(plan['batch_size'])}"
+
+
+def _number(value: Any) -> bool:
+    """Whether a figure from a file is one that can be printed."""
+    return type(value) in (int, float) and abs(value) < 1e15  # nan is not
 
 
 def _files(found: Description) -> list[tuple[str, str]]:

@@ -91,14 +91,14 @@ def print_recipes(found: dict[str, Any], out: TextIO) -> None:
 
 
 def _print_one(name: str, of: dict[str, Any], out: TextIO) -> None:
-    console = titled(out, name)
+    console = titled(out, f"{name}: estimates by arithmetic, nothing was measured")
     millions = ", ".join(f"{what} {count / 1e6:,.0f} M" for what, count in of["parameters"].items())
     memory = {what: _gb(value) for what, value in of["memory"].items()}
     rows = [
         ("parameters", millions),
-        *((f"estimate, memory: {what}", value) for what, value in memory.items()),
-        *((f"estimate, disk: {what}", _gb(value)) for what, value in of["disk"].items()),
-        *((f"estimate, time: {what}", _hours(value)) for what, value in of["hours"].items()),
+        *((f"memory: {what}", value) for what, value in memory.items()),
+        *((f"disk: {what}", _gb(value)) for what, value in of["disk"].items()),
+        *((f"time: {what}", _hours(value)) for what, value in of["hours"].items()),
         ("assumed", ", ".join(f"{key} {value}" for key, value in of["assumed"].items())),
     ]
     print_apart(console, grid(rows))

@@ -15,6 +15,7 @@ from headstart.heads.artifacts.plan import Plan, dtype_name, machine
 from headstart.heads.core import device_of, offloaded
 
 from ..speculator import Speculator
+from ..trees.limits import check_size
 from .candidates import SMALL, Candidate, rank_trees, reach
 from .costs import STEPS, decode_times, measure_costs
 from .forward_costs import SECONDS
@@ -54,6 +55,7 @@ def make_plan(
     """
     if max_nodes is None:
         max_nodes = _HUGE if offloaded(target) else SMALL
+    check_size("of --max-nodes", max_nodes)
     if batch_size < 1 or max_nodes < 2 or measure < 0 or len(prompts) < batch_size:
         raise OptionError(
             f"found {len(prompts)} prompts, batch size {batch_size}, {max_nodes} nodes and "

@@ -8,6 +8,7 @@ from typing import Any
 
 from headstart.heads import Drafter, OptionError
 
+from .limits import check_size
 from .policy import Policy
 from .search import Beam, BestFirst
 from .static import StaticTree
@@ -18,6 +19,8 @@ TREES = (
     "beam:WIDTH,LENGTH[,NODES], a JSON list of rank paths such as [[0],[1],[0,0]], or the path of "
     "a .json file that holds one; with several drafters a tree for each, joined by +"
 )
+
+_MOST_BYTES = 2**24  # of a file; the longest list of paths within the limits is far shorter
 
 _NUMBERED: dict[str, Callable[..., Policy]] = {
     "chain": StaticTree.chain,
@@ -49,7 +52,7 @@ def parse_tree(text: str | Sequence[Sequence[int]] | Policy) -> Policy:
             f"tree {text!r} is chosen for a drafter by measuring it, which training does; expected "
             "the tree itself, such as the artifact's tree.json."
         )
-    raise OptionError(f"tree is {text!r}; expected {TREES}.")
+    raise OptionError(f"tree is {text[:60]!r}; expected {TREES}.")
 
 
 def default_tree(drafters: Sequence[Drafter], trees: Sequence[Any] = ()) -> Policy:
@@ -78,15 +81,16 @@ def sparse_nodes(text: object) -> int | None:
     """N of `sparse:N`, the best static tree of N nodes for ranks yet to be measured; else None.
 
     Raises:
-        OptionError: a number of nodes that makes no tree.
+        OptionError: a number of nodes that makes no tree, or one beyond the `limits`.
     """
     if not isinstance(text, str) or not text.startswith("sparse:"):
         return None
     number = text.partition(":")[2]
-    if not number.isdigit() or int(number) < 2:
+    if not number.isdecimal() or len(number) > 9 or int(number) < 2:
         raise OptionError(
             f"tree is {text!r}; expected sparse:N with N nodes, at least 2 with the root."
         )
+    check_size(text, int(number))
     return int(number)
 
 
@@ -102,11 +106,34 @@ def _parse_part(text: str) -> Policy | None:
                 return None
             return _NUMBERED[name](*numbers)
         if text.endswith(".json"):
-            return StaticTree(json.loads(Path(text).read_text(encoding="utf-8")))
+            return StaticTree(_read(Path(text)))
         if text.startswith("["):
             return StaticTree(json.loads(text))
     except OptionError:
         raise
-    except (ValueError, TypeError, OSError):
+    except (ValueError, TypeError, OSError, RecursionError):
         pass
     return None
+
+
+def _read(path: Path) -> list:
+    """The list in a file of rank paths.
+
+    Raises:
+        OptionError: there is no such file, or it holds something else.
+    """
+    if not path.is_file():
+        raise OptionError(f"tree {path} is no file; expected {TREES}.")
+    if path.stat().st_size > _MOST_BYTES:
+        raise OptionError(f"tree {path} is larger than any tree; expected a list of rank paths.")
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError, OSError) as error:
+        said = " ".join(str(error).split())
+        raise OptionError(f"tree {path} cannot be read ({said}); expected rank paths.") from error
+    if not isinstance(found, list):
+        raise OptionError(
+            f"tree {path} holds a {type(found).__name__}; expected a list of rank paths such as "
+            "[[0],[1],[0,0]]."
+        )
+    return found

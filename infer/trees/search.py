@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
 
 from .children import SAMPLED, Children, Expansion, rows_of
+from .limits import check_size
 from .policy import Committed, Policy
 
 NEVER = float("-inf")  # the score of what is no candidate
@@ -132,7 +133,7 @@ class BestFirst(SearchedTree):
         frontier: None for `width`, and for `nodes` - 1 with independent heads.
 
     Raises:
-        OptionError: numbers that make no tree, or leave nodes without a use.
+        OptionError: numbers that make no tree, leave nodes without a use, or exceed the `limits`.
     """
 
     def __init__(self, nodes: int, width: int, depth: int, frontier: int | None = None):
@@ -142,6 +143,9 @@ class BestFirst(SearchedTree):
                 f"tree {self} has no node beside the root; expected at least 2 nodes, and width, "
                 "depth and frontier from 1."
             )
+        check_size(str(self), nodes, depth)
+        narrowest = frontier or min(width, nodes - 1)  # with any drafter at least so many
+        check_size(str(self), candidates=self._candidates(narrowest))
         self._check_candidates(frontier or nodes - 1)
 
     def __str__(self) -> str:
@@ -151,16 +155,22 @@ class BestFirst(SearchedTree):
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
         super().check(drafter, expansion)
         assert drafter is not None
+        check_size(str(self), candidates=self._candidates(self.extended(drafter)))
         self._check_candidates(self.extended(drafter))
 
     def extended(self, drafter: Drafter) -> int:
         return self.frontier or (self.nodes - 1 if drafter.independent else self.width)
 
-    def _check_candidates(self, frontier: int) -> None:
+    def _candidates(self, frontier: int) -> int:
+        """How many nodes are ranked in a round when so many of a level are extended."""
         extended, candidates = 1, 0
         for _ in range(self.max_depth):
             candidates += extended * self.width
             extended = min(frontier, extended * self.width)
+        return candidates
+
+    def _check_candidates(self, frontier: int) -> None:
+        candidates = self._candidates(frontier)
         if candidates < self.nodes - 1:
             raise OptionError(
                 f"tree {self} never has more than {candidates + 1} nodes when {frontier} of a "
@@ -188,7 +198,7 @@ class Beam(SearchedTree):
         nodes: N, the root counted; the worst beams are cut first. None for 1 + width * length.
 
     Raises:
-        OptionError: numbers that make no tree, or leave nodes without a use.
+        OptionError: numbers that make no tree, leave nodes without a use, or exceed the `limits`.
     """
 
     def __init__(self, width: int, length: int, nodes: int | None = None):
@@ -200,6 +210,7 @@ class Beam(SearchedTree):
                 f"tree {self} makes no beams; expected width and length from 1, and from 2 to "
                 "1 + width * length nodes."
             )
+        check_size(str(self), self.nodes, length, width * width * length)
 
     def __str__(self) -> str:
         cut = "" if self._cut is None else f",{self._cut}"

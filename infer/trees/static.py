@@ -19,6 +19,7 @@ from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
 from headstart.heads.core import parents_of_paths
 
 from .children import Children, Expansion, rows_of
+from .limits import check_paths, check_size
 from .policy import Committed, Policy
 
 
@@ -47,7 +48,8 @@ class StaticTree(Policy):
         """Build from rank paths, see `parents_of_paths`; no path at all is plain decoding.
 
         Raises:
-            OptionError: not a list of non-empty lists of whole numbers from 0.
+            OptionError: not a list of non-empty lists of whole numbers from 0, or a tree beyond
+                the `limits`.
         """
         try:
             good = all(path and all(type(i) is int and i >= 0 for i in path) for path in paths)
@@ -58,6 +60,7 @@ class StaticTree(Policy):
                 "a tree is a list of non-empty paths of ranks from 0, such as [[0], [1], [0, 0]]; "
                 f"found {str(paths)[:60]}."
             )
+        check_paths(paths)
         self.parents, self.ranks, self.depths = parents_of_paths(paths)
         self.max_depth = max(self.depths)
         self.nodes = len(self.parents)
@@ -70,11 +73,18 @@ class StaticTree(Policy):
     @classmethod
     def chain(cls, length: int) -> Self:
         """One path of the best token at each depth."""
+        check_size(f"chain:{length}", length + 1, length)
         return cls.cartesian([1] * length)
 
     @classmethod
     def cartesian(cls, widths: Sequence[int]) -> Self:
         """Every node of depth d - 1 has widths[d - 1] children (SpecInfer's expansion)."""
+        nodes, level = 1, 1
+        for depth, width in enumerate(widths, start=1):
+            level *= width
+            nodes += level
+            text = f"cartesian:{','.join(map(str, widths[:9]))}{',…' if len(widths) > 9 else ''}"
+            check_size(text, nodes, depth)
         return cls(list(product(*map(range, widths))) if widths else [])
 
     @property

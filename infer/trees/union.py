@@ -32,6 +32,7 @@ from headstart.heads import Drafter, OptionError, TokenTree, Topology
 from headstart.heads.group import members
 
 from .children import Children, Expansion
+from .limits import check_size
 from .policy import Committed, Policy
 from .static import StaticTree, fixed_shape
 
@@ -43,7 +44,7 @@ class Union(Policy):
         parts: at least two, none of them plain.
 
     Raises:
-        OptionError: fewer parts, or one without a node.
+        OptionError: fewer parts, one without a node, or together more than the `limits` allow.
 
     >>> tree = Union([StaticTree.chain(2), StaticTree([[0], [1]])])
     >>> str(tree), tree.nodes, tree.max_depth
@@ -60,6 +61,7 @@ class Union(Policy):
                 "beside the root: leave out a drafter that is to propose nothing."
             )
         self.nodes = 1 + sum(part.nodes - 1 for part in self.parts)
+        check_size(self.label, self.nodes)
         self.max_depth = max(part.max_depth for part in self.parts)
         self._static = all(isinstance(part, StaticTree) for part in self.parts)
         self.shape = cache(self._shape)  # of static parts; kept as `StaticTree` keeps its own

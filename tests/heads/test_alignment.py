@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from headstart.heads import FAMILIES, FINAL, TrainableDrafter, family
 from headstart.heads.core import capture
-from headstart.train.joint import training_classes
+from headstart.train.fit.joint import training_classes
 from tests.support.tiny import VOCAB, tiny
 
 DEPTHS, PROMPT, LENGTH, BATCH = 3, 4, 14, 2

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from headstart.heads import Drafter, OptionError
 from headstart.heads.draft_model import DraftModel, DraftModelConfig
 from headstart.infer import StaticTree
+from headstart.train.fit.validate import measure_tau
 from headstart.train.recipe import Train
-from headstart.train.validate import measure_tau
 from tests.support.counting import counting_rows, counting_target
 from tests.support.tiny import one_line
 from tests.support.training import (

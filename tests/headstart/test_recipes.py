@@ -38,7 +38,8 @@ def test_parts_choose_and_a_single_recipe_is_shown_in_full(
     ((name, of),) = one.items()
     assert name == "eagle3+mistral-7b+8x80gb" and of["launch"] == "ddp" and of["fits"]
     text = said(capsys, name)
-    assert "estimate, memory: peak" in text and "estimate, time: training" in text
+    assert f"{name}: estimates by arithmetic" in text
+    assert "memory: peak" in text and "time: training" in text
     assert f"ddp) --num_processes 8 -m headstart.train {name} corpus.source=" in text
     text = said(capsys, "eagle3+mistral-7b+1x80gb")
     assert "headstart train eagle3+mistral-7b+1x80gb corpus.source=PROMPTS.jsonl" in text

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from headstart.cli import main
-from headstart.train.run_lock import RunLock
-from headstart.train.stages import StageStore
+from headstart.train.stages.lock import RunLock
+from headstart.train.stages.store import StageStore
 
 
 @pytest.fixture

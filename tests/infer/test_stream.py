@@ -18,7 +18,7 @@ NEW = 14
 def asked(count: int = 13) -> list[Prompt]:
     """Prompts of different lengths and budgets."""
     generator = torch.Generator().manual_seed(3)
-    lengths = torch.randint(2, 30, (count,), generator=generator).tolist()
+    lengths = torch.randint(1, 30, (count,), generator=generator).tolist()
     return [
         Prompt(
             number,
@@ -27,7 +27,7 @@ def asked(count: int = 13) -> list[Prompt]:
             seed=1000 + number,
         )
         for number, length in enumerate(lengths)
-    ]
+    ] + [Prompt("one", [7], 6, seed=5)]
 
 
 def alone(model: Any, prompt: Prompt, temperature: float, eos: list[int]) -> list[int]:
@@ -101,10 +101,10 @@ def test_graphs_serve_a_stream_and_then_a_request() -> None:
 
 
 def test_prompts_that_cannot_be_decoded_are_refused() -> None:
-    for prompt in (Prompt(0, [5], 4), Prompt(0, [5] * 9, 4)):
+    for prompt in (Prompt(0, [], 4), Prompt(0, [5] * 9, 4)):
         ready: list[Prompt | None] = [None, None, prompt]
         stream = decode_stream(Speculator(tiny("llama")), lambda: ready.pop(), 2, 12)  # noqa: B023
         with pytest.raises(OptionError) as error:
             next(stream)
-        assert "at most 12" in one_line(error.value)
+        assert "at most 12 in all" in one_line(error.value)
         ready.clear()

@@ -36,15 +36,14 @@ class Chats(ThreadingHTTPServer):
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}/v1"
 
-    def handle_error(self, *args: Any) -> None:
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that were killed are no news."""
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: Chats
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, format: str, *args: Any) -> None:
         pass
 
     def do_GET(self) -> None:
@@ -53,6 +52,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         server = self.server
+        assert isinstance(server, Chats)
         with server.lock:
             server.requests += 1
             server.bodies.append(body | {"key": self.headers.get("Authorization")})

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from headstart.heads import FAMILIES, TrainableDrafter, family
-from headstart.train.joint import training_classes
-from headstart.train.target_with_drafter import TargetWithDrafter
+from headstart.train.fit.joint import training_classes
+from headstart.train.fit.target_with_drafter import TargetWithDrafter
 from tests.support.tiny import VOCAB
 
 LENGTHS = [9, 6, 11]  # of the documents

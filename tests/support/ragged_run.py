@@ -15,8 +15,8 @@ from accelerate.state import PartialState
 
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train.data.training_rows import Row, Rows, write_shard
+from headstart.train.fit.trainer import DrafterTrainer
 from headstart.train.recipe import Train
-from headstart.train.trainer import DrafterTrainer
 from tests.support.counting import SIZE, counting_target
 from tests.support.training import IDLE, Validate, killed_and_resumed, trainer_of
 

@@ -21,12 +21,13 @@ import torch
 from accelerate.state import DistributedType, PartialState
 from torch.distributed.tensor import DTensor
 
-from headstart.train import arguments, pipeline
-from headstart.train.lifetime import end_processes
+from headstart.train import pipeline
+from headstart.train.fit import arguments
+from headstart.train.fit.trainer import DrafterTrainer
+from headstart.train.fit.validate import Validation
+from headstart.train.processes.lifetime import end_processes
+from headstart.train.processes.stopping import Interrupted
 from headstart.train.recipe import parse_recipe
-from headstart.train.stopping import Interrupted
-from headstart.train.trainer import DrafterTrainer
-from headstart.train.validate import Validation
 
 FILE = Path(sys.argv[1])
 JOB: dict[str, Any] = json.loads(FILE.read_text())
@@ -78,7 +79,7 @@ class Watched(DrafterTrainer):
         ORIGINAL["end_step"](self, control)
         arrive(self.state.global_step)
 
-    def get_batch_samples(self, *args: Any) -> Any:
+    def get_batch_samples(self, *args: Any) -> Any:  # type: ignore[override]
         if self.state.global_step == 5:
             arrive("loader")
         return ORIGINAL["get_batch_samples"](self, *args)

@@ -7,7 +7,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 
 def talker(
-    tokenizer: PreTrainedTokenizerFast, end: str, eagerness: float = 1.0, context: int = 512
+    tokenizer: PreTrainedTokenizerFast, end: str, eagerness: float = 2.5, context: int = 512
 ) -> Any:
     """A Llama in float64 that writes ASCII letters and spaces, and `end`, the more often the more
     eager it is."""

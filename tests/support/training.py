@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads import Drafter, TrainableDrafter
-from headstart.train.arguments import training_arguments
 from headstart.train.data.training_rows import Row, Rows
 from headstart.train.drafter_stage import make_drafter
-from headstart.train.joint import training_classes
-from headstart.train.processes import wait_for_all
+from headstart.train.fit.arguments import training_arguments
+from headstart.train.fit.joint import training_classes
+from headstart.train.fit.trainer import DrafterTrainer
+from headstart.train.processes.agreement import wait_for_all
 from headstart.train.recipe import Train, parse_recipe
-from headstart.train.trainer import DrafterTrainer
 from tests.support.counting import counting_rows
 
 IDLE = {"tau": 1.0, "acceptance_by_depth": [], "tree": []}

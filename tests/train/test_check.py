@@ -14,13 +14,13 @@ import torch
 from transformers import AutoTokenizer
 
 from headstart.heads.core import features
-from headstart.train import target_with_drafter
 from headstart.train.checks import inspect
 from headstart.train.checks.findings import Finding
 from headstart.train.checks.inspect import inspect_run
 from headstart.train.checks.overfit import learns_by_heart
 from headstart.train.data import rendering
 from headstart.train.data.documents import Document
+from headstart.train.fit import target_with_drafter
 from headstart.train.losses.draft_loss import head_labels
 from headstart.train.recipe import Recipe, Scratch, parse_recipe
 from headstart.train.scratch_target import train_target

@@ -166,7 +166,7 @@ def test_the_arithmetic_by_hand() -> None:
     heads = 5 * (size * size + size)
     assert found.parameters == {"target": 8_030_261_248, "drafter": heads}
     assert found.memory["target"] == pytest.approx(2 * 8_030_261_248 / 1e9)
-    assert found.memory["drafter, gradients, optimizer"] == pytest.approx(16 * heads / 1e9)
+    assert found.memory["training state"] == pytest.approx(16 * heads / 1e9)
     cache = 64 * 1024 * layers * 2 * 8 * 128 * 2  # rows, tokens, layers, K and V, heads, bfloat16
     assert found.memory["writing"] == pytest.approx(found.memory["target"] + cache / 1e9)
     training = sum(list(found.memory.values())[:3])
@@ -196,7 +196,7 @@ def test_what_changes_an_estimate() -> None:
     learned = plain.parameters["drafter"] + plain.parameters["adapter"]
     rank = 32 * 32 * (2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336))
     assert plain.parameters["adapter"] == rank
-    state = "drafter, gradients, optimizer"
+    state = "training state"
     assert plain.memory[state] - light.memory[state] == pytest.approx(6 * learned / 1e9)
     assert 1.5 < bigger.memory["activations"] / plain.memory["activations"] < 2
     _, again = by_hand("medusa2", "train.activation_checkpointing=true")

@@ -12,7 +12,7 @@ import yaml
 from headstart.heads.artifacts.manifest import read_manifest
 from headstart.train import pipeline
 from headstart.train.recipe import load_recipe
-from headstart.train.stage_folders import RECORD, stage_folders
+from headstart.train.stages.folders import RECORD, stage_folders
 from tests.support.recipes import TINY
 
 CHANGED = (

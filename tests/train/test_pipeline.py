@@ -23,9 +23,9 @@ from headstart.infer import StaticTree, parse_static
 from headstart.train import main, pipeline
 from headstart.train.data.corpus import load_documents
 from headstart.train.data.prefixes import held_out_prompts
+from headstart.train.fit.validate import measure_tau
 from headstart.train.recipe import load_recipe
-from headstart.train.stage_folders import StageError
-from headstart.train.validate import measure_tau
+from headstart.train.stages.folders import StageError
 from tests.support.paths import ROOT
 from tests.support.recipes import SAME, TINY, launch
 
@@ -259,7 +259,7 @@ def stop(*args, **how):
 module.evaluate = stop
 """
 IN_HEADS = """
-import headstart.train.trainer as module
+import headstart.train.fit.trainer as module
 save = module.DrafterTrainer._save_checkpoint
 def stop(self, *args):
     save(self, *args)

@@ -19,8 +19,8 @@ from headstart.heads.core import OptionError, decoder_layers
 from headstart.heads.core.features import OutputLayer
 from headstart.infer.measure.greedy_text import Written
 
+from ..fit.target_with_drafter import TargetWithDrafter
 from ..losses.comparisons import IGNORED
-from ..target_with_drafter import TargetWithDrafter
 from .findings import Finding
 
 _AGREE = 0.9  # of the labels; the target's own rounding turns near-ties around

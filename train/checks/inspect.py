@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from headstart.heads.core import load_pretrained
 from headstart.infer.measure.greedy_text import write_texts
 
-from ..arguments import load_options
 from ..data.corpus import build_corpus, load_documents
 from ..data.documents import Document
 from ..data.prefixes import (
@@ -29,7 +28,8 @@ from ..data.prefixes import (
 )
 from ..data.writers import make_writer
 from ..drafter_stage import make_drafter
-from ..joint import training_classes
+from ..fit.arguments import load_options
+from ..fit.joint import training_classes
 from ..recipe import Recipe
 from ..scratch_target import build_model, train_tokenizer
 from .alignment import features_fit, labels_fit

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ..recipe import Recipe
-from ..stage_folders import stage_folders
+from ..stages.folders import stage_folders
 from .plan import CheckError, Plan
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from headstart.heads.core import capture
 from headstart.infer.measure.greedy_text import Written
 from headstart.infer.measure.ranks import MISSED, measure_ranks, replay
 
-from ..target_with_drafter import TargetWithDrafter
+from ..fit.target_with_drafter import TargetWithDrafter
 from .alignment import batch_of
 from .findings import Finding
 

@@ -10,8 +10,8 @@ import torch
 
 from headstart.infer.measure.greedy_text import Written
 
+from ..fit.target_with_drafter import TargetWithDrafter
 from ..recipe import Recipe
-from ..target_with_drafter import TargetWithDrafter
 from .needs import total_memory
 
 

@@ -26,15 +26,15 @@ from headstart.heads.core import FeatureTap, load_pretrained
 from headstart.infer import parse_static
 from headstart.infer.trees.parse import sparse_nodes
 
-from ..arguments import load_options
 from ..data.prefixes import prompt_settings
 from ..data.training_rows import check_context
+from ..fit.arguments import load_options
+from ..fit.on_policy import check_on_policy
+from ..fit.target_with_drafter import checkpoint_activations
+from ..fit.warm_start import start_from
 from ..losses.draft_loss import DraftLoss
-from ..on_policy import check_on_policy
 from ..recipe import Recipe
 from ..scratch_target import model_config
-from ..target_with_drafter import checkpoint_activations
-from ..warm_start import start_from
 
 
 class CheckError(ValueError):

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.artifacts.manifest import fingerprint, library_versions, tokenizer_hash
 from headstart.heads.core.files import write_atomically
 
+from ..figures.progress import progress_bar
 from ..recipe import Chat, Distill
 from .documents import Document
 from .prefixes import chat_renderer
@@ -72,8 +72,10 @@ def distill(
     # By number, not by place among the missing shards: the processes look at different moments.
     numbers = range(rank, spec.shards, world)
     own = [k for k in numbers if not is_whole(shard_path(folder, k, spec.shards))]
+    for shard in set(numbers).difference(own):  # a kill may have come just before this
+        writer.done(shard_units(writer.units, spec.shards, shard))
     due = sum(len(shard_units(writer.units, spec.shards, shard)) for shard in own)
-    bar = tqdm(total=due, desc="distill", unit="text", disable=not progress)
+    bar = progress_bar(due, "distill", "text", disable=not progress)
     started, tokens = time.perf_counter(), 0
 
     def tick(units: int, count: int) -> None:
@@ -93,6 +95,7 @@ def distill(
         info |= {"skipped": writer.skipped} if writer.skipped else {}
         rows = _counted(writer, units, tick, info)
         write_shard(shard_path(folder, shard, spec.shards), rows, info)
+        writer.done(units)
     bar.close()
     return Pace(tokens, time.perf_counter() - started)
 

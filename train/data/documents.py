@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
+
+_SECONDS = 20  # for a chat template, which is a program of others; real ones take milliseconds
 
 Message = dict[str, Any]
 """One turn of a chat: `role` (system, user, assistant or tool) and `content`.
@@ -116,13 +119,23 @@ def render_chat(tokenizer: Any, messages: list[Message]) -> str:
     """A chat as the tokenizer's template writes it, special tokens included.
 
     After a user's turn the text ends where the answer begins. Raises ChatTemplateError where the
-    template refuses the roles.
+    template refuses the roles, or does not end.
     """
     from jinja2 import TemplateError
 
+    from headstart.heads.core import within
+
     due = messages[-1]["role"] != "assistant"
     try:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=due, tokenize=False)
+        apply = partial(
+            tokenizer.apply_chat_template, messages, add_generation_prompt=due, tokenize=False
+        )
+        text = within(_SECONDS, apply)
+    except TimeoutError as error:
+        raise ChatTemplateError(
+            f"the tokenizer's chat template does not end ({error}); use another tokenizer or "
+            "template"
+        ) from None
     except TemplateError:  # its message may quote the chat
         roles = ", ".join(message["role"] for message in messages)[:80]
         said = f"the tokenizer's chat template refuses the roles {roles}"

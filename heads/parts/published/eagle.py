@@ -253,7 +253,7 @@ def _speculators_config(drafter: Any, kind: str, layer: dict[str, Any]) -> dict[
     }
 
 
-def _all_forms(write: Callable[[Any, str], Checkpoint]) -> dict[str, Callable[[Any], Checkpoint]]:
+def _all_forms(write: Callable[..., Checkpoint]) -> dict[str, Callable[[Any], Checkpoint]]:
     forms = ("vllm", "sglang", "speculators", "original")
     return {form: partial(write, form=form) for form in forms}
 

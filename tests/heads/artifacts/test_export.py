@@ -307,7 +307,8 @@ SPECULATORS = os.environ.get(
 @pytest.mark.parametrize("options", [{}, TRIMMED, {"norm_before_residual": True, **TRIMMED}])
 @torch.no_grad()
 def test_speculators_computes_the_same(options: dict[str, Any], tmp_path: Path) -> None:
-    target = LlamaForCausalLM(LlamaConfig(**COMMON | {"num_hidden_layers": 4})).eval()
+    sizes: dict[str, Any] = COMMON | {"num_hidden_layers": 4}
+    target: Any = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     target.save_pretrained(tmp_path / "target")
     target.name_or_path = str(tmp_path / "target")
     drafter = made("eagle3", target, feature_layers=[0, 2, 3], **options)

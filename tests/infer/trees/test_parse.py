@@ -1,6 +1,7 @@
 """How trees are written: every text form is read, and every tree writes one that reads back."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from headstart.heads import OptionError
 from headstart.infer import Beam, BestFirst, Policy, StaticTree, Union, parse_static, parse_tree
 from headstart.infer.measure.ranks import best_tree
+from headstart.infer.trees.parse import sparse_nodes
 from tests.support.tiny import one_line
 
 SPARSE = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1], [1, 0, 0], [0, 0, 1, 0]]
@@ -184,6 +186,65 @@ def test_bad_forms_are_one_line(text: Any) -> None:
     with pytest.raises(OptionError, match=r"^(a )?tree") as caught:
         parse_tree(text)
     one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "chain:1000000",
+        "chain:257",
+        "cartesian:1000,1000,1000",
+        "cartesian:64,64",
+        "cartesian:" + "1," * 5000 + "1",
+        "best-first:1000000,5000,5",
+        "best-first:5000,5,5",
+        "best-first:9,3,1000000000",
+        "best-first:9,1000000,4",
+        "best-first:4096,4096,256,4096",
+        "beam:1000000,1000000",
+        "beam:2,1000000,3",
+        "beam:3000,2,9",
+        "sparse:1000000",
+        "+".join(["chain:200"] * 25),
+        json.dumps([[0] * 257]),
+        json.dumps([[5000]]),
+        json.dumps([[10**1000]]),
+        json.dumps([[0]] * 5000),
+        json.dumps([[rank] + [0] * 200 for rank in range(25)]),
+        "[" * 100_000,
+        "chain:" + "9" * 5000,
+    ],
+    ids=lambda text: text[:30],
+)
+def test_what_is_too_large_is_refused_at_once(text: str) -> None:
+    started = time.perf_counter()
+    with pytest.raises(OptionError, match=r"^(a )?tree") as caught:
+        parse_static(text) if not text.startswith("sparse") else sparse_nodes(text)
+    assert time.perf_counter() - started < 0.5
+    assert len(one_line(caught.value)) < 500
+
+
+def test_the_largest_trees() -> None:
+    assert parse_static("chain:256").nodes == 257
+    assert parse_static("cartesian:63,63").nodes == 1 + 63 + 63 * 63
+    assert parse_static([[4095]]).width == 1
+    assert parse_tree("best-first:4096,16,16").nodes == 4096
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{}", '{"a": \n [', "", "\x00", "5"])
+def test_a_file_that_holds_no_tree(text: str, tmp_path: Path) -> None:
+    (file := tmp_path / "x.json").write_text(text)
+    with pytest.raises(OptionError, match=r"x\.json") as caught:
+        parse_tree(str(file))
+    one_line(caught.value)
+
+
+def test_a_file_too_large_for_a_tree(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    with file.open("wb") as out:
+        out.truncate(2**33)  # takes no space on the disk
+    with pytest.raises(OptionError, match="larger than any tree"):
+        parse_tree(str(file))
 
 
 def test_an_unknown_form_lists_them_all() -> None:

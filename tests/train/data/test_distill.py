@@ -45,7 +45,7 @@ def tiny_target(vocab: int = 270, seed: int = 0) -> LlamaForCausalLM:
 
 
 def write(
-    folder: Path, tokenizer: PreTrainedTokenizerFast, spec: Distill = SPEC, **how: int
+    folder: Path, tokenizer: PreTrainedTokenizerFast, spec: Distill = SPEC, **how: Any
 ) -> Rows:
     distill(spec, tiny_target(), tokenizer, DOCUMENTS, folder, progress=False, **how)
     return Rows.load(folder)

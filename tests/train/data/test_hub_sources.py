@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-import datasets
+import datasets.config
 import huggingface_hub
 import pytest
 
@@ -71,6 +71,7 @@ def clients(hub: Hub, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "ENDPOINT", hub.url)
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", place)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.setattr(config, "HF_ENDPOINT", hub.url)
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", tmp_path / "datasets")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -123,7 +124,7 @@ def test_tables_of_text_stay_text() -> None:
     ("source", "keys", "said"),
     [
         ("hub:me/script", {}, "loading script, which is code and is not run"),
-        ("hub:me/nowhere", {}, "the name is wrong"),
+        ("hub:me/nowhere", {}, "no such repository"),
         ("hub:me/lines", {"revision": "v9"}, "no such revision"),
         ("hub:me/table", {"config": "other"}, r"corpus\.config: .*other.*default"),
         ("hub:../lines", {}, "check the name"),

@@ -13,10 +13,10 @@ from headstart.train.data.distill import distill, summary
 from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import DistillError, Prompts, Windows, encode, make_prefixes
 from headstart.train.data.training_rows import Rows
+from headstart.train.fit.target_with_drafter import TargetWithDrafter
 from headstart.train.losses.comparisons import IGNORED
 from headstart.train.recipe import Distill
 from headstart.train.scratch_target import train_tokenizer
-from headstart.train.target_with_drafter import TargetWithDrafter
 from tests.support.training import columns
 
 ASK, ANSWER, MORE = "why is the sky blue?", "it scatters.", "and at night?"

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import random
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -45,13 +46,17 @@ class _NoRedirects(urllib.request.HTTPRedirectHandler):
 class Client:
     """Talks to one server.
 
+    Args:
+        stop: when it is set, no request is repeated any more.
+
     Raises:
         DistillError: the variable that should hold the key is not set.
     """
 
-    def __init__(self, spec: OpenAI):
+    def __init__(self, spec: OpenAI, stop: threading.Event | None = None):
         self.spec, self.name = spec, spec.url.rstrip("/")
-        self.refusal = 0  # the status of the last refusal
+        self.refusal, self.answered = 0, 0  # the status of the last refusal; answers so far
+        self._stop = stop or threading.Event()
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if spec.api_key_env:
             key = os.environ.get(spec.api_key_env, "").strip()
@@ -94,7 +99,9 @@ class Client:
             try:
                 request = urllib.request.Request(url, data, self._headers)
                 with self._open(request, timeout=self.spec.timeout) as answer:
-                    return json.loads(answer.read().decode())
+                    found = json.loads(answer.read().decode())
+                self.answered += 1
+                return found
             except urllib.error.HTTPError as error:
                 status = error.code
                 asked = _retry_after(error.headers.get("Retry-After"))
@@ -115,7 +122,8 @@ class Client:
                 )
             pause = _pause(attempt) if asked is None else asked
             logger.info("%s: %s; next try in %.1f s", self.name, problem, pause)
-            time.sleep(pause)
+            if self._stop.wait(pause):
+                raise DistillError(f"{self.name}: {problem}, and the run is being ended.")
         raise AssertionError("every try returns or raises")
 
     def _said(self, problem: str, status: int) -> str:

@@ -18,11 +18,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.core.files import write_atomically
 from headstart.infer import Speculator, load
 
-from ...processes import from_process_0, is_process_0
+from ...processes.agreement import from_process_0, is_process_0
 from ...recipe import Distill
+from ..prefixes import DistillError
 from ..training_rows import Row, write_rows
 from .units import Counts, Written
 
@@ -40,6 +42,7 @@ class Drafting:
 
     Raises:
         ArtifactError: the drafter is damaged, or was trained for another target.
+        DistillError: it comes with an adapter of the target.
     """
 
     def __init__(
@@ -54,8 +57,14 @@ class Drafting:
         self.used = False
         self._drafted = None
         if spec.drafter is not None:
+            source = DrafterSource(spec.drafter)
+            if source.kind is SourceKind.ARTIFACT and source.manifest.adapter_sha256:
+                raise DistillError(
+                    f"distill.drafter {spec.drafter} changes the target by an adapter, and rows "
+                    "are the text of the target as it is; take another drafter, or null."
+                )
             rule = "coupled" if spec.temperature else "greedy"
-            self._drafted = load(model, spec.drafter, tokenizer=tokenizer, rule=rule)
+            self._drafted = load(model, source, tokenizer=tokenizer, rule=rule)
 
     def choose(self, prompts: Sequence[Tensor]) -> None:
         """Decide by a trial on these prompts [P], or as it was decided; all processes must call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from ..documents import ChatTemplateError, Document
 from ..prefixes import DistillError
@@ -36,6 +37,9 @@ class GivenWriter:
 
     def choose(self) -> None:
         """There is nothing to choose."""
+
+    def done(self, numbers: range) -> None:
+        """Nothing was kept for them."""
 
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         for first in range(numbers.start, numbers.stop, _AT_ONCE):
@@ -79,7 +83,7 @@ def _rendered(renderer: ChatRenderer, document: Document) -> list[Rendered]:
 
 def _text_row(renderer: ChatRenderer, document: Document) -> Rendered:
     """A text, all of which is taught but its first token; or a prompt whose answer is."""
-    tokenizer = renderer.tokenizer
+    tokenizer: Any = renderer.tokenizer
     tokens: list[int] = tokenizer(document.text, verbose=False)["input_ids"]
     if document.answer is None:
         return Rendered(tokens, [at > 0 for at in range(len(tokens))], [(1, len(tokens))])

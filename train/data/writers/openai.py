@@ -7,9 +7,9 @@ none of them again.
 from __future__ import annotations
 
 import json
+import queue
 import threading
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -50,7 +50,8 @@ class ServerWriter:
         self.documents, self.units, self.skipped = documents, examples, 0
         self.journal = journal
         self.model = spec.openai.model or model
-        self.client = Client(spec.openai)
+        self._stop = threading.Event()
+        self.client = Client(spec.openai, self._stop)
         self._order = order_of(len(documents), seed)
         self._seeds = row_seeds(seed, examples).tolist()
 
@@ -59,38 +60,65 @@ class ServerWriter:
         self.client.greet()
 
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
-        journal = Journal(self.journal / f"answers-{numbers.start}-{numbers.stop}.jsonl")
-        stop = threading.Event()
-
-        def one(number: int) -> Replay:
-            return self._answered(number, journal, tick, stop)
-
-        replays: dict[Future[Replay], int] = {}
-        with ThreadPoolExecutor(self.server.concurrency) as pool:
-            try:
-                replays = {pool.submit(one, number): number for number in numbers}
-                waiting = set(replays)
-                while waiting:
-                    done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                    for future in done:
-                        future.result()
-                        tick(1, 0)
-            except BaseException:
-                stop.set()
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
-        found = {number: future.result() for future, number in replays.items()}
-        if numbers and all(replay.counts.refused for replay in found.values()):
+        journal = Journal(self._journal_of(numbers))
+        todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+        events: queue.SimpleQueue[int | Replay | BaseException] = queue.SimpleQueue()
+        for number in numbers:
+            todo.put(number)
+        # Daemons, so that a request on its way keeps no interrupted run alive.
+        for _ in range(min(self.server.concurrency, len(numbers))):
+            worker = threading.Thread(target=self._work, args=(todo, journal, events), daemon=True)
+            worker.start()
+        found: dict[int, Replay] = {}
+        try:
+            while len(found) < len(numbers):
+                event = events.get()
+                if isinstance(event, BaseException):
+                    raise event
+                if isinstance(event, int):
+                    tick(0, event)
+                else:
+                    tick(1, 0)
+                    found[event.number] = event
+        except BaseException:
+            self._stop.set()
+            raise
+        journal.close()
+        if found and not self.client.answered and all(r.counts.refused for r in found.values()):
             raise DistillError(
                 f"the server refused all {len(numbers)} chats of a shard with status "
                 f"{self.client.refusal}; check distill.openai.model and the length of its context."
             )
         yield from (self._rows(found[number]) for number in numbers)
-        journal.remove()
 
-    def _answered(self, number: int, journal: Journal, tick: Tick, stop: threading.Event) -> Replay:
+    def done(self, numbers: range) -> None:
+        """Remove the journal of a shard that is whole."""
+        self._journal_of(numbers).unlink(missing_ok=True)
+
+    def _journal_of(self, numbers: range) -> Path:
+        return self.journal / f"answers-{numbers.start}-{numbers.stop}.jsonl"
+
+    def _work(
+        self,
+        todo: queue.SimpleQueue[int],
+        journal: Journal,
+        events: queue.SimpleQueue[int | Replay | BaseException],
+    ) -> None:
+        """Answer chats, until there is none left; what is done, and what goes wrong, are events."""
+        while not self._stop.is_set():
+            try:
+                number = todo.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                events.put(self._answered(number, journal, events.put))
+            except BaseException as error:
+                events.put(error)
+                return
+
+    def _answered(self, number: int, journal: Journal, count: Callable[[int], Any]) -> Replay:
         document = self.documents[self._order[number % len(self._order)]]
-        replay = Replay(document, self.renderer, self.spec, set())
+        replay = Replay(document, self.renderer, self.spec, set(), number)
         if not document.messages:
             raise DistillError(
                 f"{document.id}: not a chat, and distill.writer is openai; use distill.writer=own, "
@@ -99,18 +127,16 @@ class ServerWriter:
         for answer in journal.answers(number):
             if replay.ask() is not None:
                 _take(replay, answer)
-        while not stop.is_set() and (asked := replay.ask()) is not None:
+        while not self._stop.is_set() and (asked := replay.ask()) is not None:
             try:
                 answer = self._answer(asked, document, self._seeds[number] & (2**31 - 1))
             except RefusedError:
-                replay.counts.refused, replay.counts.cut = (
-                    int(not replay.answers),
-                    int(replay.answers > 0),
-                )
+                replay.counts.refused = int(not replay.answers)
+                replay.counts.cut = int(replay.answers > 0)
                 replay.history.pop()
                 break
             journal.add(number, answer)
-            tick(0, answer["tokens"])
+            count(answer["tokens"])
             _take(replay, answer)
         return replay
 
@@ -170,7 +196,7 @@ class ServerWriter:
             tools = replay.document.tools
             rows = self.renderer.rows(replay.history, not replay.finished, tools)
         except ChatTemplateError as error:
-            raise DistillError(f"{replay.document.id}: {error}.") from None
+            raise DistillError(f"{replay.document.id}: {error}; or drop the row.") from None
         limit = self.spec.row_tokens
         rows = [row.cut(limit) for row in rows]
         return written(replay.document.id, [row for row in rows if row.answers], replay.counts)
@@ -195,7 +221,7 @@ class Journal:
             entry = json.loads(line)
             self._known.setdefault(entry.pop("unit"), []).append(entry)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file: IO[bytes] = open(path, "ab")  # noqa: SIM115 (closed by `remove`)
+        self._file: IO[bytes] = open(path, "ab")  # noqa: SIM115 (see `close`)
         if lines and not lines[-1].endswith(b"\n"):
             self._file.truncate(sum(map(len, lines[:-1])))
 
@@ -210,7 +236,6 @@ class Journal:
             self._file.write(line)
             self._file.flush()
 
-    def remove(self) -> None:
-        """Remove the journal, whose answers are in a shard now."""
+    def close(self) -> None:
+        """No answer is coming any more."""
         self._file.close()
-        self.path.unlink(missing_ok=True)

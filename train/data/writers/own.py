@@ -43,6 +43,9 @@ class PrefixWriter:
         some = self._drawn[: self.spec.batch_size]
         self.drafting.choose([self.prefixes[number] for number in some])
 
+    def done(self, numbers: range) -> None:
+        """Nothing was kept for them."""
+
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         for first in range(numbers.start, numbers.stop, self.spec.batch_size):
             some = slice(first, min(first + self.spec.batch_size, numbers.stop))
@@ -83,10 +86,15 @@ class ReplayWriter:
 
     def choose(self) -> None:
         """Choose whether the drafter is used."""
+        if self.spec.drafter is None:
+            return
         asked = [self._replay(number).ask() for number in range(min(self.units, 256))]
         prompts = [torch.tensor(each.tokens) for each in asked if each is not None]
         if prompts:
             self.drafting.choose(prompts)
+
+    def done(self, numbers: range) -> None:
+        """Nothing was kept for them."""
 
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         replays = {number: self._replay(number) for number in numbers}

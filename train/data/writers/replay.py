@@ -29,10 +29,19 @@ class Replay:
 
     Args:
         ends: the ids that end a turn.
+        number: the unit's.
     """
 
-    def __init__(self, document: Document, renderer: ChatRenderer, spec: Distill, ends: set[int]):
+    def __init__(
+        self,
+        document: Document,
+        renderer: ChatRenderer,
+        spec: Distill,
+        ends: set[int],
+        number: int = 0,
+    ):
         self.document, self.renderer, self.spec, self.ends = document, renderer, spec, ends
+        self.number = number
         self.history: list[Message] = []
         self.answers, self.finished = 0, True  # whether the last answer came to its end
         self.rows: list[Rendered] = []
@@ -55,7 +64,7 @@ class Replay:
         self._coming = self._coming if self.document.messages else []
         first, limit = not self.answers, self.spec.row_tokens
         fits = len(tokens) < limit and (not first or len(tokens) <= self.spec.prefix_tokens)
-        if len(tokens) < 2 or not fits:  # one token is no prompt
+        if not tokens or not fits:
             self.counts.too_long, self.counts.cut = int(first and not fits), int(not first)
             self._coming = []
             return None

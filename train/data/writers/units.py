@@ -109,12 +109,15 @@ class Writer(Protocol):
     skipped: int
     """Documents that give no unit."""
 
+    def choose(self) -> None:
+        """Prepare; all processes call it once, before the first `write`."""
+
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
         """The rows of units, in the order of their numbers."""
         ...
 
-    def check(self) -> None:
-        """Raise a one-line error now where writing would fail for certain."""
+    def done(self, numbers: range) -> None:
+        """Called when the rows of these units are in a whole shard."""
 
 
 def order_of(documents: int, seed: int) -> list[int]:

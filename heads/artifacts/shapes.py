@@ -1,0 +1,74 @@
+"""Whether an artifact's weights are those that its config declares, from names and shapes alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+
+from ..core import ArtifactError
+from ..drafter import DrafterConfig
+from ..families import family
+from .files import CONFIG, MALFORMED, WEIGHTS, brief, read_header
+from .source import DrafterSource
+
+_MOST_PARTS = 4096
+"""Of heads, layers or depths; a module of more would take minutes to build without any weight."""
+
+
+def read_config(source: DrafterSource) -> DrafterConfig:
+    """The config of an artifact.
+
+    Raises:
+        ArtifactError: values of the wrong kind, or numbers that no drafter has.
+    """
+    kind: Any = family(source.manifest.family).config_class
+    place = source.folder / CONFIG
+    try:
+        config = kind.from_pretrained(source.folder, local_files_only=True)
+        numbers = {name: getattr(config, name) for name in kind.OPTIONS}
+        if not all(type(layer) is int for layer in config.feature_layers):
+            raise TypeError("feature_layers is no list of whole numbers")
+        read, expected = len(config.feature_layers), len(kind.feature_layers)
+        if "feature_layers" not in kind.OPTIONS and read != expected:
+            raise ValueError(f"it names {read} feature_layers, expected {expected}")
+    except (*MALFORMED, StrictDataclassError, OSError) as error:
+        raise ArtifactError(
+            f"{place} cannot be used ({brief(error)}); restore it or train again."
+        ) from error
+    for name, value in numbers.items():
+        if name in ("heads", "layers", "depths") and value > _MOST_PARTS:
+            raise ArtifactError(
+                f"{place} says {name} {brief(value, 20)}, expected at most {_MOST_PARTS}; restore "
+                "it or train again."
+            )
+    return config
+
+
+def check_declared(source: DrafterSource, weights: Path) -> None:
+    """An ArtifactError where safetensors differ from the config in a tensor's name or shape.
+
+    No tensor is read or made. A language model as drafter, and a pickle, are checked when loaded.
+    """
+    kind: Any = family(source.manifest.family)
+    if kind.saved_as_language_model or weights.name != WEIGHTS:
+        return
+    config = read_config(source)
+    found = {name: tensor["shape"] for name, tensor in read_header(weights).items()}
+    try:
+        with torch.device("meta"):
+            expected = {name: list(t.shape) for name, t in kind(config).state_dict().items()}
+    except MALFORMED as error:
+        raise ArtifactError(
+            f"{source.folder / CONFIG} describes no {source.manifest.family} ({brief(error)}); "
+            "restore it or train again."
+        ) from error
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise ArtifactError(
+                f"{weights} does not fit {source.folder / CONFIG}: {brief(name, 80)} is "
+                f"{found.get(name, 'missing')}, expected {expected.get(name, 'none')}; restore "
+                "both files."
+            )

@@ -1,0 +1,184 @@
+"""What a training says of itself: metrics.jsonl, its plot, and lines where there is no terminal."""
+
+import importlib.util
+import io
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headstart.train.figures.metrics import Metrics, real_tokens, scalars
+from headstart.train.figures.plot import draw_metrics
+from headstart.train.figures.progress import Lines, progress_bar
+from headstart.train.fit.arguments import training_arguments
+from headstart.train.fit.clock import Clock
+from headstart.train.recipe import Train
+from tests.support.tiny import tiny
+from tests.support.training import IDLE, Killed, drafter_of, trainer_of
+
+SPEC = Train(batch_size=2, max_steps=12, eval_every=4)
+MEASURED = IDLE | {"tau": 2.5, "acceptance_by_depth": [0.5, None], "simulated_tau": 2.25}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_training_writes_a_line_for_each_log_and_validation(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def validate(drafter: Any) -> dict[str, Any]:
+        calls.append(len(calls))
+        if len(calls) == 3:
+            raise Killed
+        return MEASURED
+
+    def trainer() -> Any:
+        drafter = drafter_of(tiny("llama"), "medusa", heads=2)
+        return trainer_of(drafter, tmp_path / "checkpoints", SPEC, validate, logging_steps=3)
+
+    with pytest.raises(Killed):
+        trainer().fit()
+    path = tmp_path / "metrics.jsonl"
+    assert [line["step"] for line in lines(path)] == [3, 4, 6, 8, 9, 12]
+    found = trainer()
+    report = found.fit()  # goes on from step 8
+    assert report["acceptance_by_depth"] == [0.5, None]  # as it was measured, not one by one
+    written = lines(path)
+    steps = [(line["step"], "tau" in line) for line in written]
+    assert steps == [(3, False), (4, True), (6, False), (8, True), (9, False), (12, False),
+                     (12, True)]  # fmt: skip
+    for line in written:
+        if "tau" in line:
+            kept = {name: value for name, value in MEASURED.items() if name != "tree"}
+            assert line.items() >= kept.items() and "tree" not in line
+        else:
+            assert line["loss"] > 0 and line["tokens_per_second"] > 0
+            assert line["memory_bytes"] > 1e6 and line["learning_rate"] >= 0
+            assert "share_of_peak" not in line  # a CPU's is not known
+    assert all(a["seconds"] <= b["seconds"] for a, b in itertools.pairwise(written))
+    best = [entry for entry in found.state.log_history if "eval_tau" in entry]
+    assert best[-1]["eval_acceptance_by_depth"] == [0.5, None] and best[-1]["step"] == 12
+
+
+def test_tokens_are_counted_without_padding() -> None:
+    lengths = np.array([3, 9, 5])
+    tokens = torch.zeros(2, 9, dtype=torch.long)
+    assert real_tokens({"rows": torch.tensor([2, 1]), "tokens": tokens}, lengths) == 14
+    assert real_tokens({"rows": None, "tokens": tokens}, lengths) == 18
+    segments = torch.tensor([[0, 0, 1, -1]])
+    packed = {"rows": torch.tensor([[2, 0]]), "tokens": tokens, "segments": segments}
+    assert real_tokens(packed, lengths) == 3
+
+
+def test_speed_memory_and_share_of_peak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two processes, of 100 tokens each; steps end after 0.7 s, and 0.5 s after a validation."""
+    times = iter([0.0, 0.0, 0.7, 1.7, 2.2])
+    monkeypatch.setattr("time.perf_counter", lambda: next(times))
+    clock = Clock(10, None, 0.0)
+    metrics = Metrics(tmp_path / "m.jsonl", clock, np.array([100]), processes=2, flops=4e12)
+    metrics.peak = 1e15
+    state = SimpleNamespace(global_step=0, is_world_process_zero=True)
+    metrics.on_step_end(None, state, None)
+    metrics.on_evaluate(None, state, None, metrics={"eval_tau": float("nan")})
+    metrics.on_step_end(None, state, None)
+    metrics.count([{"rows": torch.tensor([0]), "tokens": torch.zeros(1, 128)}])
+    state.global_step = 1
+    metrics.on_log(None, state, None, logs={"loss": float("inf"), "learning_rate": 1e-3})
+    monkeypatch.undo()
+    validated, trained = lines(tmp_path / "m.jsonl")
+    assert validated["tau"] is None and trained["loss"] is None  # JSON has neither
+    assert trained["tokens_per_second"] == pytest.approx(200 / 1.2)
+    assert trained["share_of_peak"] == pytest.approx(200 / 1.2 * 4e12 / 2e15)
+    assert metrics.tokens == 0 and metrics.active == 0
+
+
+def test_trackers_get_numbers_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert scalars({"eval_tau": 2.0, "eval_tau_by_source": {"a": 1}, "eval_x": [[0]]}) == {
+        "eval_tau": 2.0
+    }
+    names, found = ["tensorboard", "wandb"], importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: n if n in names else found(n))
+    args = training_arguments(Train(report_to=names), tmp_path / "run" / "checkpoints", seed=0)
+    assert args.report_to == names and args.run_name == "run"
+    assert training_arguments(Train(), tmp_path, seed=0).report_to == []
+
+
+@pytest.fixture
+def metrics_file(tmp_path: Path) -> Path:
+    path = tmp_path / "metrics.jsonl"
+    trained = [{"step": i, "seconds": i, "loss": 3 / (1 + i / 40)} for i in range(5, 105, 5)]
+    validated = [
+        {"step": i, "seconds": i, "tau": 1 + i / 60, "tau_se": 0.05, "simulated_tau": 1 + i / 55,
+         "acceptance_by_depth": [0.6 + i / 500, 0.4 + i / 500, None if i < 50 else 0.3, None]}
+        for i in (25, 50, 75, 100)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(line) + "\n" for line in trained + validated))
+    return path
+
+
+def test_the_plot_shows_what_was_measured(metrics_file: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    image = tmp_path / "metrics.png"
+    assert draw_metrics(metrics_file, image, best=75)
+    assert image.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n" and image.stat().st_size > 10_000
+    first = image.read_bytes()
+    assert draw_metrics(metrics_file, image, best=75) and image.read_bytes() == first
+    assert draw_metrics(metrics_file, image, best=50) and image.read_bytes() != first
+    metrics_file.write_text('{"step": 4, "tau": 1.5}\n')  # nothing else yet
+    assert draw_metrics(metrics_file, image)
+    metrics_file.write_text("")
+    assert not draw_metrics(metrics_file, image)
+    assert not draw_metrics(tmp_path / "missing", image)
+
+
+def test_there_is_no_plot_without_matplotlib(
+    metrics_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not draw_metrics(metrics_file, tmp_path / "metrics.png")
+
+
+def test_lines_come_now_and_then_and_at_the_end() -> None:
+    seconds, out = [0.0], io.StringIO()
+    bar = Lines(100, "distill", "row", out, now=lambda: seconds[0])
+    for done in range(1, 100):
+        seconds[0] = done * 1.0
+        bar.set_postfix_str(f"{done} tokens/s", refresh=False)
+        bar.update()
+    bar.close()
+    bar.close()
+    assert out.getvalue().splitlines() == [
+        "distill: 30% (30 rows), 00:30 elapsed, 01:10 left, 30 tokens/s",
+        "distill: 60% (60 rows), 01:00 elapsed, 00:40 left, 60 tokens/s",
+        "distill: 90% (90 rows), 01:30 elapsed, 00:10 left, 90 tokens/s",
+        "distill: 99% (99 rows), 01:39 elapsed, 00:01 left, 99 tokens/s",
+    ]
+    seconds[0], out = 0.0, io.StringIO()
+    share = Lines(1.0, "heads", file=out, now=lambda: seconds[0])
+    share.set_postfix({"step": 4, "loss": "2.100"})
+    share.update(1.0)
+    share.close()
+    assert out.getvalue() == "heads: 100%, 00:00 elapsed, step 4, loss 2.100\n"
+
+
+def test_a_terminal_gets_a_bar_and_a_log_gets_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bar = progress_bar(1.0, "heads")
+    assert isinstance(bar, Lines)
+    bar.close()
+    assert "\r" not in capsys.readouterr().err
+    silent = progress_bar(1.0, "heads", disable=True)
+    silent.update(1.0)
+    silent.close()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    drawn = progress_bar(3, "distill", "row")
+    assert not isinstance(drawn, Lines) and drawn.total == 3
+    drawn.close()

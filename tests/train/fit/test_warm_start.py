@@ -1,0 +1,90 @@
+"""Heads that start from another head of their family."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.heads import FAMILIES, Manifest, OptionError, TrainableDrafter, family, save_drafter
+from headstart.heads.artifacts.manifest import fingerprint
+from headstart.train.fit.warm_start import start_from
+from headstart.train.recipe import parse_recipe
+from tests.support.tiny import VOCAB, one_line, tiny
+
+
+def head(name: str, target: str = "llama", **options: Any) -> TrainableDrafter:
+    model, kind = tiny(target), family(name)
+    config: Any = kind.config_class
+    made = kind(config.for_target(model, **{**FAMILIES[name].small, **options})).double()
+    made.bind(model)
+    assert isinstance(made, TrainableDrafter)
+    made.init_from_target(torch.arange(VOCAB))
+    return made
+
+
+def saved(made: TrainableDrafter, folder: Path) -> str:
+    name = "draft_model" if made.saved_as_language_model else made.config.family_name()
+    manifest = Manifest(name, "tiny", fingerprint(made.target))
+    return str(save_drafter(made, folder / "head", manifest, "# card\n"))
+
+
+@torch.no_grad()
+def moved(made: TrainableDrafter) -> TrainableDrafter:
+    for parameter in made.parameters():
+        parameter.add_(torch.randn_like(parameter))
+    return made
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra", "redrafter", "eagle", "eagle3", "draft_model"])
+def test_the_first_weights_are_the_other_heads(name: str, tmp_path: Path) -> None:
+    """Also those of a head that was trained for another target."""
+    before = moved(head(name))
+    if name == "hydra":
+        before.config.embedding_scale = 3.5
+    place, made = saved(before, tmp_path), head(name)
+    assert start_from(place, made) == place
+    for key, tensor in before.state_dict().items():
+        assert torch.equal(made.state_dict()[key], tensor), key
+    if name == "hydra":
+        assert made.config.embedding_scale == 3.5
+    if name != "draft_model":
+        start_from(place, head(name, "qwen3"))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [("medusa", {"heads": 3}, r"at bias, expected \(1, 3, 32\)"),
+     ("hydra", {}, "is a medusa head, expected a hydra"),
+     ("medusa", {"heads": 2, "output": "shared"}, "at output, expected nothing")],
+)  # fmt: skip
+def test_anything_else_is_refused(
+    name: str, options: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    place = saved(moved(head("medusa", heads=2, output="own")), tmp_path)
+    other = head(name, **options)
+    before = {key: tensor.clone() for key, tensor in other.state_dict().items()}
+    with pytest.raises(OptionError, match=said) as caught:
+        start_from(place, other)
+    assert "train.from" in one_line(caught.value)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in other.state_dict().items())
+
+
+def test_other_features_are_refused(tmp_path: Path) -> None:
+    place = saved(head("eagle3", feature_layers=[0, 1, 1]), tmp_path)
+    with pytest.raises(OptionError, match=r"feature_layers \[0, 1, 1\], expected \[1, 0, 1\]"):
+        start_from(place, head("eagle3", feature_layers=[1, 0, 1]))
+
+
+def test_a_plain_language_model_is_no_head(tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(OptionError, match="is checkpoint, expected a medusa head"):
+        start_from(str(tmp_path / "model"), head("medusa"))
+
+
+def test_the_key_of_a_recipe_is_from() -> None:
+    data = {"name": "r", "target": {"model": "m"}, "drafter": {"family": "medusa"}}
+    recipe = parse_recipe(data | {"train": {"from": "some/head"}})
+    assert recipe.train.from_ == "some/head"
+    assert recipe.to_dict()["train"]["from"] == "some/head"
+    assert "from_" not in recipe.to_dict()["train"]

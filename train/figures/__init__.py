@@ -1,0 +1,1 @@
+"""What a training shows of itself: progress, metrics, their plot, and the model card."""

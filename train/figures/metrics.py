@@ -1,0 +1,165 @@
+"""What a training measures of itself, line by line in `metrics.jsonl`.
+
+A line is JSON, and is of a step: of training (`loss`), or of a validation (`tau`).
+
+    step, seconds          of training so far, and its time
+    loss, learning_rate, grad_norm
+                           the mean loss since the last such line, and the last step's others
+    tokens_per_second      of real tokens, no padding, over all processes; validation is not counted
+    memory_bytes           the most that this process has used: of the GPU, or of its own memory
+    share_of_peak          products of a step, by arithmetic, over what the GPU's data sheet allows;
+                           only where the device is known
+    tau, tau_se, simulated_tau, acceptance_by_depth
+                           of a validation, see `validate`
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from headstart.heads.core.files import write_atomically
+
+from ..fit.clock import Clock
+
+LEFT_OUT = ("tree", "tau_by_source")
+"""What a validation measures and a line does not tell: it is in the artifact's manifest."""
+
+# Dense products in bfloat16, 1e12 a second, by the makers' data sheets; the first name that is part
+# of the device's counts.
+_PEAKS = (
+    ("B200", 2250.0), ("H100 PCIe", 756.0), ("H100", 989.0), ("H200", 989.0), ("GH200", 989.0),
+    ("A100", 312.0), ("L40S", 362.0), ("RTX 4090", 165.0), ("RTX 3090", 71.0), ("A10G", 70.0),
+    ("L4", 121.0),
+)  # fmt: skip
+
+
+def peak_of(device: str) -> float | None:
+    """The peak of a GPU by its name, in products a second; None where it is not known.
+
+    >>> peak_of("NVIDIA A100-SXM4-80GB"), peak_of("a new one")
+    (312000000000000.0, None)
+    """
+    found = (peak for name, peak in _PEAKS if name in device)
+    return next((peak * 1e12 for peak in found), None)
+
+
+class Metrics(TrainerCallback):
+    """Writes `metrics.jsonl` on process 0.
+
+    Args:
+        path: the file; a resumed run keeps its lines up to the step that it goes on from.
+        lengths: [n], tokens of each training row.
+        processes: how many train, on about equally many tokens.
+        flops: products of a training step for each token; None where they are not known.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        clock: Clock,
+        lengths: np.ndarray,
+        processes: int = 1,
+        flops: float | None = None,
+    ):
+        self.path, self.clock, self.lengths = path, clock, lengths
+        self.processes, self.flops = processes, flops
+        gpu = torch.cuda.is_available()
+        self.peak = peak_of(torch.cuda.get_device_name()) if gpu else None
+        self.lines: list[str] = []
+        self.tokens, self.active = 0, 0.0  # since the last line of training
+        self.mark = time.perf_counter()
+
+    def count(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        """Note the batches of a step."""
+        self.tokens += sum(real_tokens(batch, self.lengths) for batch in batches)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.mark = time.perf_counter()
+        self.lines = read_lines(self.path, state.global_step) if state.global_step else []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now = time.perf_counter()
+        self.active, self.mark = self.active + now - self.mark, now
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" not in logs:
+            return
+        found = {name: logs.get(name) for name in ("loss", "learning_rate", "grad_norm")}
+        speed = self.tokens * self.processes / self.active if self.active else None
+        found |= {"tokens_per_second": speed, "memory_bytes": memory()}
+        if speed and self.flops and self.peak:
+            found["share_of_peak"] = speed * self.flops / (self.peak * self.processes)
+        self.tokens, self.active = 0, 0.0
+        self._write(state, found)
+
+    def on_evaluate(
+        self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        named = {name.removeprefix("eval_"): value for name, value in metrics.items()}
+        self._write(state, {n: value for n, value in named.items() if n not in LEFT_OUT})
+        self.mark = time.perf_counter()
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.mark = time.perf_counter()
+
+    def _write(self, state: Any, found: dict[str, Any]) -> None:
+        line = {"step": state.global_step, "seconds": round(self.clock.seconds, 3)} | found
+        known = {name: finite(value) for name, value in line.items() if value is not None}
+        self.lines.append(json.dumps(known, allow_nan=False) + "\n")
+        if state.is_world_process_zero:
+            write_atomically(self.path, "".join(self.lines))
+
+
+def finite(value: Any) -> Any:
+    """The value without what JSON has no word for: None for NaN and infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def real_tokens(batch: Mapping[str, Any], lengths: np.ndarray) -> int:
+    """Tokens of a batch without its padding."""
+    if batch.get("segments") is not None:
+        return int((batch["segments"] >= 0).sum())
+    rows: Tensor | None = batch["rows"]
+    return batch["tokens"].numel() if rows is None else int(lengths[rows.numpy()].sum())
+
+
+def read_lines(path: Path, step: int) -> list[str]:
+    """The lines of a file up to a step; none where there is no file."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if json.loads(line)["step"] <= step]
+
+
+def memory() -> int:
+    """The most bytes that this process has used, of its GPU if there is one."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """What trackers can draw of a validation: its numbers, and lists of them one by one.
+
+    >>> scalars({"eval_tau": 2.0, "eval_acceptance_by_depth": [0.5, None], "eval_tree": [[0]]})
+    {'eval_tau': 2.0, 'eval_acceptance_by_depth_1': 0.5}
+    """
+    found: dict[str, float] = {}
+    for name, value in metrics.items():
+        listed = enumerate(value, 1) if isinstance(value, list) else ()
+        each = {f"{name}_{i}": item for i, item in listed} | {name: value}
+        found |= {n: v for n, v in each.items() if isinstance(v, int | float)}
+    return found

@@ -1,0 +1,83 @@
+"""The plot of a training's `metrics.jsonl`: loss, τ, and acceptance by depth."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Line = dict[str, Any]
+
+
+def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
+    """Draw a file of metrics into an image; False without matplotlib, or with nothing to draw.
+
+    Args:
+        best: the step of the checkpoint that became the artifact.
+    """
+    if importlib.util.find_spec("matplotlib") is None or not metrics.is_file():
+        return False
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    trained = [line for line in lines if line.get("loss") is not None]
+    validated = [line for line in lines if line.get("tau") is not None]
+    if not trained and not validated:
+        return False
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 3.6), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, sharex=True)
+    _draw_loss(left, trained)
+    _draw_tau(middle, validated, best)
+    _draw_acceptance(right, validated)
+    figure.savefig(image, dpi=120, metadata={"Software": None})
+    return True
+
+
+def _draw_loss(axes: Axes, lines: list[Line]) -> None:
+    few = "." if len(lines) < 20 else ""
+    axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], marker=few)
+    axes.set(title="loss", xlabel="step")
+    axes.grid(alpha=0.3)
+
+
+def _draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
+    steps = [line["step"] for line in lines]
+    errors = [line.get("tau_se") or 0.0 for line in lines]
+    taus = [line["tau"] for line in lines]
+    if simulated := [line for line in lines if line.get("simulated_tau") is not None]:
+        axes.plot(
+            [line["step"] for line in simulated], [line["simulated_tau"] for line in simulated],
+            "s--", color="C1", ms=4, label="simulated from ranks",
+        )  # fmt: skip
+    axes.errorbar(steps, taus, errors, color="C0", marker="o", ms=4, capsize=2, label="decoded")
+    if best is not None and best in steps:
+        axes.axvline(best, color="gray", ls=":", zorder=0, label="kept")
+    axes.set(title="tokens a round, τ", xlabel="step")
+    axes.grid(alpha=0.3)
+    if lines:
+        axes.legend(fontsize="small", loc="best")
+
+
+def _draw_acceptance(axes: Axes, lines: list[Line]) -> None:
+    """A line for each depth that was ever reached, over the steps."""
+    from matplotlib import colormaps
+
+    depths = max((len(line.get("acceptance_by_depth") or ()) for line in lines), default=0)
+    for depth in range(depths):
+        points = [
+            (line["step"], line["acceptance_by_depth"][depth])
+            for line in lines
+            if len(line.get("acceptance_by_depth") or ()) > depth
+            and line["acceptance_by_depth"][depth] is not None
+        ]
+        if points:
+            color = colormaps["viridis"](0.85 * depth / max(depths - 1, 1))
+            axes.plot(*zip(*points, strict=True), "o-", ms=3, color=color, label=f"{depth + 1}")
+    axes.set(title="acceptance by depth", xlabel="step", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(fontsize="small", ncols=2, title="depth", title_fontsize="small")

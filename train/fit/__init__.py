@@ -1,0 +1,1 @@
+"""The trainer of drafters: the loss on a target, batches, checkpoints, validation by decoding."""

@@ -1,0 +1,132 @@
+"""A recipe's settings as the arguments of transformers' Trainer and `from_pretrained`."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import BitsAndBytesConfig, TrainingArguments
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+
+from headstart.heads import OptionError
+
+from ..processes.engine import deepspeed_settings, under_fsdp
+from ..recipe import TargetSpec, Train
+
+
+def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> TrainingArguments:
+    """The arguments of a training run whose checkpoints go to `folder`.
+
+    Making them also sets up the processes, which must happen before anything else asks for those.
+    Raises OptionError for an 8-bit optimizer without bitsandbytes or a tracker that is not
+    installed, and RecipeError where the rows of a step cannot be divided.
+    """
+    for tracker in spec.report_to:
+        if importlib.util.find_spec(tracker) is None:
+            raise OptionError(
+                f"train.report_to names {tracker}, which is not installed; pip install {tracker}, "
+                "or leave it out: metrics.jsonl is written always."
+            )
+    if spec.optimizer == "adamw_8bit":
+        _check_bitsandbytes("train.optimizer=adamw_8bit", "train.optimizer=adamw")
+        changes = {"optim": "adamw_bnb_8bit", **changes}
+    gpu = torch.cuda.is_available()
+    processes = int(os.environ.get("WORLD_SIZE", 1))  # as launchers set it
+    bf16 = multiplies_in_bf16()
+    deepspeed, fsdp = deepspeed_settings(os.environ, bf16), under_fsdp(os.environ)
+    if deepspeed is not None:
+        os.environ.pop("ACCELERATE_CONFIG_DS_FIELDS", None)  # they are in the settings now
+    if not torch.accelerator.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed would print that it found none
+    every = spec.eval_every or spec.max_steps
+    settings: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": spec.max_steps,
+        "learning_rate": spec.learning_rate,
+        "weight_decay": spec.weight_decay,
+        "max_grad_norm": spec.clip,
+        "per_device_train_batch_size": spec.batch_size,
+        "gradient_accumulation_steps": spec.accumulation(processes),
+        "seed": seed,
+        "use_cpu": not gpu,
+        # Autocast of products alone: weights, gradients and the optimizer's state stay float32.
+        "bf16": bf16 and deepspeed is None and not fsdp,
+        "deepspeed": deepspeed,
+        "dataloader_pin_memory": gpu,
+        "eval_strategy": "steps",
+        "eval_steps": every,
+        "save_steps": every,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "tau",
+        "logging_steps": max(min(25, spec.max_steps // 50), 1),
+        "logging_nan_inf_filter": False,  # it reads the loss from the device at every step
+        "remove_unused_columns": False,
+        "ddp_find_unused_parameters": False,
+        "ddp_timeout": 1800,  # what takes longer is waited for outside of collectives
+        "report_to": spec.report_to or "none",
+        "run_name": folder.parent.name,  # the recipe's
+        "log_level": "error",
+        "disable_tqdm": True,  # the bar of `Progress` knows about the time bound
+    }
+    args = TrainingArguments(**settings | changes)
+    args.own_autocast = bf16 and fsdp  # type: ignore[attr-defined]  # accelerate's casts weights
+    args._n_gpu = min(args.n_gpu, 1)  # without a launcher take one GPU, instead of DataParallel
+    return args
+
+
+def multiplies_in_bf16() -> bool:
+    """Whether training takes products in bfloat16: on GPUs that do."""
+    return torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+
+
+def load_options(spec: TargetSpec, device: torch.device, world: int = 1) -> dict[str, Any]:
+    """The options of `from_pretrained` for a recipe's target.
+
+    Weights are read straight to the device, where that is not the CPU. `4bit` is bitsandbytes' NF4
+    with products in bfloat16 (QLoRA, arXiv 2305.14314).
+
+    Args:
+        device: of this process, of `world` in all.
+
+    Raises:
+        OptionError: there is no bitsandbytes for 4bit; or a map of devices for several processes.
+    """
+    found: dict[str, Any] = {"dtype": spec.dtype}
+    for name in ("revision", "attn_implementation"):
+        if (value := getattr(spec, name)) is not None:
+            found[name] = value
+    if spec.device_map is not None:
+        if world > 1:
+            raise OptionError(
+                f"target.device_map is {spec.device_map!r} with {world} processes, each of which "
+                "would spread the target over the same devices; launch one process, or leave it "
+                "out."
+            )
+        found["device_map"] = spec.device_map
+    elif device.type != "cpu" and not is_deepspeed_zero3_enabled():
+        found["device_map"] = {"": device}
+    if spec.dtype != "4bit":
+        return found
+    _check_bitsandbytes("target.dtype=4bit", "target.dtype=bfloat16")
+    return {
+        "device_map": {"": device},  # a quantized model cannot be moved afterwards
+        **found,
+        "dtype": torch.bfloat16,
+        "quantization_config": BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=torch.bfloat16,
+        ),
+    }
+
+
+def _check_bitsandbytes(setting: str, alternative: str) -> None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise OptionError(
+            f"{setting} needs bitsandbytes, which is not installed; pip install bitsandbytes (for "
+            f"a GPU), or set {alternative}."
+        )

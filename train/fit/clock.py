@@ -1,0 +1,90 @@
+"""The share of the training that is done, the bounds that end it, and the progress bar."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from transformers import TrainerCallback
+
+from ..figures.progress import progress_bar
+
+
+class Clock(TrainerCallback):
+    """The share of the training that is done, by steps or by time, whichever is further.
+
+    It is `read` after every step, with the time of process 0. When time is up, training ends with a
+    last validation and checkpoint. `warmup` is the share in which the learning rate rises.
+    """
+
+    def __init__(self, max_steps: int, max_seconds: float | None, warmup: float):
+        self.max_steps, self.max_seconds, self.warmup = max_steps, max_seconds, warmup
+        self.share = 0.0
+        self.start(0.0)
+
+    def start(self, seconds: float) -> None:
+        """Start; a resumed run has trained for `seconds` before."""
+        self.seconds = seconds
+        self.started = time.perf_counter() - seconds
+
+    def elapsed(self) -> float:
+        """Seconds of training by this process's own time."""
+        return time.perf_counter() - self.started
+
+    def read(self, steps: int, seconds: float) -> None:
+        """Take note of the steps and seconds of training so far."""
+        self.seconds = seconds
+        self.share = steps / self.max_steps
+        if self.max_seconds is not None:
+            self.share = max(self.share, self.seconds / self.max_seconds)
+
+    def at(self, step: int) -> float:
+        """The share in the middle of the next step: none trains at a rate of zero."""
+        return min(max(self.share, (step + 0.5) / self.max_steps), 1.0)
+
+    def factor(self, step: int, since: float = 0.0) -> float:
+        """The learning rate's factor at the step that follows `step` steps.
+
+        It is zero up to the share `since`; then comes a linear rise, then a cosine down to zero.
+        """
+        share = (self.at(step) - since) / (1 - since)
+        if share < 0:
+            return 0.0
+        if share < self.warmup:
+            return share / self.warmup
+        return 0.5 * (1 + math.cos(math.pi * (share - self.warmup) / (1 - self.warmup)))
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step:  # resumed
+            self.read(state.global_step, self.seconds)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.share >= 1.0:
+            control.should_training_stop = True
+            control.should_evaluate = control.should_save = True
+
+
+class Progress(TrainerCallback):
+    """A bar or lines on stderr over the clock's share, with the step and the last loss and τ."""
+
+    def __init__(self, clock: Clock, enabled: bool):
+        self.clock, self.enabled = clock, enabled
+        self.seen: dict[str, str] = {}
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        off = not (self.enabled and state.is_world_process_zero)
+        self.bar = progress_bar(1.0, "heads", disable=off)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seen["step"] = str(state.global_step)
+        self.bar.update(min(self.clock.share, 1.0) - self.bar.n)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        for name, label in (("loss", "loss"), ("eval_tau", "τ")):
+            if name in logs:
+                self.seen[label] = f"{logs[name]:.3f}"
+        self.bar.set_postfix(self.seen)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.bar.close()

@@ -1,0 +1,82 @@
+"""Whether rows may hold several documents: a trial of the target and of the drafter.
+
+transformers finds the documents of a row by its positions, which start again with each, but not in
+every model and not for every attention. One that does not would let a document read the one before
+it, without an error, and its features would be wrong.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import torch
+from torch import Tensor
+
+from headstart.heads.core import device_of
+from headstart.heads.core.features import eval_mode
+from headstart.heads.core.probe import tolerance
+
+from ..processes.engine import weights_are_sharded
+from .target_with_drafter import TargetWithDrafter
+
+_LENGTHS = ((20, 13), (17, 16))  # of the documents in two rows
+
+
+@torch.no_grad()
+def packing_obstacle(module: TargetWithDrafter) -> str | None:
+    """Why rows that hold several documents would be trained wrongly; None where they are not.
+
+    Two rows of two documents each are run packed, and each document alone. The features, and the
+    drafter's states, must be the same to rounding.
+    """
+    if weights_are_sharded():
+        return "under DeepSpeed ZeRO-3 it cannot be tried whether the target keeps documents apart"
+    drafter, name = module.drafter, module.target.config.model_type
+    family = type(drafter).__name__
+    if "positions" not in inspect.signature(drafter.draft_hidden_states).parameters:
+        return f"{family} knows no documents within a row"
+    device = device_of(module.target)
+    positions = torch.stack([torch.cat([*map(torch.arange, pair)]) for pair in _LENGTHS])
+    positions = positions.to(device)  # [2, T]
+    vocab = module.target.config.get_text_config(decoder=True).vocab_size
+    # From the middle of the vocabulary, away from special tokens.
+    tokens = torch.arange(positions.numel(), device=device) * 7 + vocab // 2
+    tokens = (tokens % vocab).view_as(positions)
+    documents = [(row, slice(0, first)) for row, (first, _) in enumerate(_LENGTHS)]
+    documents += [(row, slice(first, None)) for row, (first, _) in enumerate(_LENGTHS)]
+    with eval_mode(module.target), eval_mode(module.drafter):
+        try:
+            packed, states = _run(module, tokens, positions)
+        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+            what = f"{type(error).__name__}: {error}".partition("\n")[0]
+            return f"{name} or {family} cannot run a row of two documents ({what})"
+        for row, part in documents:
+            features, alone = _run(module, tokens[row : row + 1, part])
+            if _differ(packed[row : row + 1, part], features):
+                return f"{name} with its attention reads across the documents of a row"
+            own = states[:, row : row + 1, part]
+            known = own.shape[2] - len(own)  # a state that needs a token past them may be anything
+            if _differ(own[:, :, :known], alone[:, :, :known]):
+                return f"{family} reads across the documents of a row"
+    return None
+
+
+def _run(
+    module: TargetWithDrafter, tokens: Tensor, positions: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The target's features of tokens [B, T], [B, T, C], and the drafter's states [K, B, T, D']."""
+    features, drafter = module.features(tokens, positions), module.drafter
+    how = {} if positions is None else {"positions": positions}
+    every = torch.ones_like(tokens, dtype=torch.bool)
+    states = drafter.draft_hidden_states(
+        features[..., : module.width], tokens, every, drafter.train_depths, **how
+    )
+    return features, states.unflatten(1, tokens.shape)
+
+
+def _differ(one: Tensor, two: Tensor) -> bool:
+    """Whether vectors [..., D] differ by more than rounding, most of them."""
+    if not one.numel() or not one.is_floating_point():
+        return False
+    error, size = ((x.float().std(-1)) for x in (one - two, two))
+    return bool((error / size.clamp(min=1e-6)).median() > tolerance(one.dtype))

@@ -1,0 +1,331 @@
+"""Trains a drafter on a frozen target: a thin subclass of transformers' Trainer.
+
+Only the drafter is trained, saved and loaded. The learning rate decays over the share of the steps
+or of the time that is used, so a slower machine sees fewer rows and still ends at a rate of zero.
+The best checkpoint is the one that decodes best.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_callback import PrinterCallback, TrainerControl
+
+from headstart.heads import Drafter
+from headstart.heads.artifacts.files import METRICS
+from headstart.heads.core import gathered, output_layer
+
+from ..data.batches import batch_loader
+from ..data.training_rows import Rows
+from ..figures.metrics import Metrics, scalars
+from ..processes.agreement import from_process_0, is_process_0, sum_over_processes, wait_for_all
+from ..processes.engine import (
+    check_kind,
+    describe,
+    ends_of,
+    in_shards,
+    keep_whole,
+    kind_of,
+    leave_out_frozen,
+    shard_layers,
+    size_buckets,
+)
+from ..processes.stopping import Interrupted, StopSignals
+from ..recipe import Train
+from .checkpoints import (
+    Reached,
+    Spread,
+    finish_checkpoint,
+    flush_folder,
+    keep_only,
+    last_checkpoint,
+    read_checkpoint,
+    whole_checkpoints,
+)
+from .clock import Clock, Progress
+from .epochs import NextEpoch, make_batches, steps_of
+from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
+from .on_policy import StudentText
+from .target_with_drafter import TargetWithDrafter
+
+
+class DrafterTrainer(Trainer):
+    """Trains the drafter of a `TargetWithDrafter`.
+
+    Args:
+        args: see `training_arguments`.
+        validation: measures the drafter; its `tau` chooses the checkpoint.
+        progress: whether to draw a bar on stderr.
+        student_text: the text that the drafter writes itself, for the steps that learn from it.
+        flops: products of a training step for each token, see `Metrics`.
+    """
+
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        module: TargetWithDrafter,
+        args: TrainingArguments,
+        rows: Rows,
+        spec: Train,
+        validation: Callable[[Drafter], dict[str, Any]],
+        progress: bool = True,
+        student_text: StudentText | None = None,
+        flops: float | None = None,
+    ):
+        self.module, self.rows, self.spec, self.validation = module, rows, spec, validation
+        self.student_text = student_text
+        self.folder = Path(args.output_dir or "")
+        self.batches = make_batches(module, args, rows, spec)
+        if spec.epochs is not None:
+            args.max_steps = steps_of(spec.epochs, self.batches.steps, args.max_steps)
+        self.clock = Clock(args.max_steps, spec.max_seconds, spec.warmup_ratio)
+        self.metrics = Metrics(
+            self.folder.parent / METRICS, self.clock, rows.lengths, args.world_size, flops
+        )
+        self.signals, self.stopped = StopSignals(), False
+        self.loss_total = 0.0  # of all steps so far
+        self.parts: list[Part] = []  # of the coming step, on this process
+        size_buckets(args, module.drafter.config.hidden_size)
+        super().__init__(
+            model=module,
+            args=args,
+            train_dataset=rows,
+            eval_dataset=rows,  # never read: `evaluate` decodes prompts
+            callbacks=[
+                _StepEnd(self),
+                self.clock,
+                self.metrics,
+                Progress(self.clock, progress),
+                NextEpoch(self.batches),
+            ],
+        )
+        self.remove_callback(PrinterCallback)  # it prints to stdout
+        self.kind = kind_of(args, os.environ)
+        check_kind(self.kind, self.accelerator.distributed_type)
+
+    def fit(self) -> dict[str, Any]:
+        """Train, going on from the last whole checkpoint, and load the best one.
+
+        Returns:
+            `steps`, `seconds`, `ran_on`, `features_cached`, `train_loss`, and of the best
+            checkpoint `best_step` and what the validation measured.
+
+        Raises:
+            Interrupted: a signal has stopped it, and a checkpoint holds all that was done.
+            NonFiniteLoss: earlier checkpoints are kept.
+            OptionError: the last checkpoint is of a run that was spread otherwise.
+        """
+        if is_process_0():  # what was not written whole
+            keep_only(self.folder, whole_checkpoints(self.folder))
+        resume = from_process_0(last_checkpoint(self.folder))
+        reached = read_checkpoint(resume, self.spread()) if resume else Reached(0.0, 0.0)
+        self.clock.start(reached.seconds)
+        self.loss_total = reached.loss
+        cached = self.module.fill_cache(self.rows, self.spec.feature_cache_mb)
+        with self.signals:
+            self.train(resume_from_checkpoint=str(resume) if resume else None)
+        self.module.release()
+        if self.stopped:
+            if is_process_0():
+                place = self.folder / f"checkpoint-{self.state.global_step}"
+                print(
+                    f"headstart: stopped, with {place}; the same command goes on", file=sys.stderr
+                )
+            raise Interrupted(128 + (self.signals.number or 0))
+        best = self.state.best_global_step
+        (entry,) = [e for e in self.state.log_history if e["step"] == best and "eval_tau" in e]
+        measured = {n.removeprefix("eval_"): v for n, v in entry.items() if n.startswith("eval_")}
+        return {
+            "steps": self.state.global_step,
+            "seconds": round(self.clock.seconds, 3),
+            "ran_on": describe(self.args, os.environ),
+            "features_cached": cached,
+            "train_loss": self.loss_total / self.state.global_step,
+            "best_step": best,
+            **measured,
+        }
+
+    def spread(self) -> Spread:
+        """How this run is spread over processes."""
+        args = self.args
+        batch = args.per_device_train_batch_size, args.gradient_accumulation_steps
+        return Spread(self.kind, args.world_size, *batch)
+
+    def agree(self, options: dict[str, Any]) -> None:
+        """Agree with the other processes on the coming step's loss, the time, and whether to stop.
+
+        `options` are those of the module's forward. A NonFiniteLoss names the rows to blame.
+        """
+        asked = float(self.signals.number is not None)
+        own = float(sum(loss for _, loss in self.parts))
+        seconds = self.clock.elapsed() if is_process_0() else 0.0
+        loss, seconds, asked = sum_over_processes([own, seconds, asked], self.args.device)
+        if not math.isfinite(loss):
+            when = f"step {self.state.global_step + 1}"
+            with gathered(*self.module.trained()):
+                check_weights(self.module.trained(), when, self._kept())
+            rows = rows_to_blame(self.module, self.parts, options)
+            raise NonFiniteLoss(f"{when}: the loss of {rows} is not finite. {self._kept()}")
+        self.parts.clear()
+        self.loss_total += loss
+        self.agreed = seconds, asked > 0
+
+    def end_step(self, control: TrainerControl) -> None:
+        """Act on what the processes have agreed on."""
+        seconds, asked = self.agreed
+        self.clock.read(self.state.global_step, seconds)
+        self.stopped = asked and self.may_stop()
+        if self.stopped:
+            control.should_training_stop = control.should_save = True
+
+    def _kept(self) -> str:
+        last = last_checkpoint(self.folder)
+        return f"{last} is kept." if last else "There is no checkpoint yet."
+
+    def may_stop(self) -> bool:
+        """Whether a run that goes on after this step does as this one would: a student's text that
+        is written for several steps is not saved."""
+        student = self.student_text
+        return student is None or self.state.global_step % student.spec.every == 0
+
+    def starts_at(self, group: dict[str, Any]) -> float:
+        """The share of the training at which an optimizer's parameter group begins to learn."""
+        return 0.0
+
+    def forward_options(self) -> dict[str, Any]:
+        """Further arguments of the module's forward in the coming step."""
+        return {}
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.is_fsdp_enabled and not in_shards(self.module):
+            shard_layers(self.module.target)
+        return super().create_optimizer(model)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        if self.is_deepspeed_enabled:  # its engine exists now, and its checkpoint is not yet read
+            engine = self.accelerator.deepspeed_engine_wrapped.engine  # type: ignore[union-attr]
+            leave_out_frozen(engine)
+            keep_whole(engine, [*self.module.trained(), output_layer(self.module.target)])
+        optimizer = optimizer or self.optimizer
+        starts = [self.starts_at(group) for group in optimizer.param_groups]
+        factors = [partial(self.clock.factor, since=start) for start in starts]
+        self.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factors)
+        self._created_lr_scheduler = True
+        return self.lr_scheduler
+
+    def get_train_dataloader(self) -> DataLoader:
+        """Not prepared by accelerate, which would divide among the processes what is divided."""
+        workers, pin = self.spec.dataloader_workers, self.args.dataloader_pin_memory
+        return batch_loader(self.rows, self.batches, workers, pin)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator, num_batches: int, device: torch.device
+    ) -> tuple[list, Tensor]:
+        batches = list(itertools.islice(epoch_iterator, num_batches))
+        if self.student_text is not None:
+            batches = self.student_text.in_place_of(batches, self.state.global_step)
+        self.metrics.count(batches)
+        return batches, self._get_num_items_in_batch(batches, device)
+
+    def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
+        """See `TargetWithDrafter.counts`: over one step's micro-batches of all processes."""
+        names = ("tokens", "supervised", "segments")
+        batches = [{n: b[n].to(device) for n in names if n in b} for b in batch_samples]
+        counts = sum(self.module.counts(**batch) for batch in batches)
+        return self.accelerator.reduce(counts, "sum") if self.args.world_size > 1 else counts  # type: ignore[return-value]
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        options = {"counts": num_items_in_batch, **self.forward_options()}
+        autocast = getattr(self.args, "own_autocast", False)
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=autocast):
+            outputs = model(**inputs, **options)
+        self.parts.append((inputs, outputs["loss"].detach()))
+        if self.accelerator.sync_gradients:  # before the gradients are used
+            self.agree(options)
+        # The counts are those of all processes, and their gradients are averaged, not summed.
+        loss = outputs["loss"] * self.accelerator.num_processes
+        return (loss, outputs) if return_outputs else loss
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Decode the validation prompts; every process does, and process 0's figures count."""
+        with gathered(self.module.drafter, *ends_of(self.module.target)):
+            measured = from_process_0(self.validation(self.module.drafter))
+        metrics = {f"eval_{name}": value for name, value in measured.items()}
+        self.log(scalars(metrics))
+        self.state.log_history[-1] = {"step": self.state.global_step} | metrics
+        handler = self.callback_handler
+        self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the drafter alone."""
+        with gathered(*self.module.trained()):
+            if self.args.should_save:
+                self.module.drafter.save_pretrained(output_dir or self.folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        with gathered(*self.module.trained()):
+            when = f"after step {self.state.global_step}"
+            check_weights(self.module.trained(), when, self._kept())
+        super()._save_checkpoint(model, trial)
+        folder = self.folder / f"checkpoint-{self.state.global_step}"
+        wait_for_all()  # every process has written its part
+        if self.args.local_process_index == 0:
+            flush_folder(folder)
+        wait_for_all()
+        if self.args.should_save:
+            reached = Reached(self.clock.seconds, self.loss_total)
+            finish_checkpoint(folder, self.spread(), reached)
+            keep_only(self.folder, [folder, Path(self.state.best_model_checkpoint or folder)])
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if not self.is_fsdp_enabled:
+            return super()._save_optimizer_and_scheduler(output_dir)
+        # transformers would save the target too.
+        torch.save(self.optimizer.state_dict(), self._shard_of_optimizer(output_dir))  # type: ignore[union-attr]
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if not self.is_fsdp_enabled or checkpoint is None:
+            return super()._load_optimizer_and_scheduler(checkpoint)
+        file = self._shard_of_optimizer(checkpoint)
+        self.optimizer.load_state_dict(torch.load(file, weights_only=False))  # type: ignore[union-attr]
+        self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt"))
+
+    def _shard_of_optimizer(self, checkpoint: str) -> Path:
+        return Path(checkpoint) / f"optimizer-{self.args.process_index}.pt"
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        with gathered(*self.module.trained(), write=True):
+            self.module.load(Path(resume_from_checkpoint))
+
+    def _load_best_model(self) -> None:
+        assert self.state.best_model_checkpoint is not None
+        if self.stopped:
+            return
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+
+class _StepEnd(TrainerCallback):
+    """Calls the trainer's `end_step`, before the other callbacks act on what it finds."""
+
+    def __init__(self, trainer: DrafterTrainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.trainer.end_step(control)

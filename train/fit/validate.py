@@ -1,0 +1,176 @@
+"""Validation by real decoding: τ on held-out prompts, and the tree that suits a drafter.
+
+Checkpoints are chosen by τ from the same loop that users decode with, not by a training proxy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
+
+from headstart.heads import Drafter
+from headstart.heads.core import row_seeds
+from headstart.infer import RULES, Speculator, StaticTree, Stats, parse_static
+from headstart.infer.measure.greedy_text import BATCH, Written, write_texts
+from headstart.infer.measure.ranks import best_tree, measure_ranks, replay
+from headstart.infer.trees.parse import sparse_nodes
+
+from ..data.prefixes import HeldOutPrompt
+
+Prompts = Sequence[HeldOutPrompt] | Sequence[Tensor]
+"""Prompts of any lengths; tensors [P] count as prompts of different documents."""
+
+
+def measure_tau(
+    target: PreTrainedModel,
+    drafter: Drafter,
+    tree: StaticTree,
+    rule: str,
+    prompts: Prompts,
+    new_tokens: int,
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Decode prompts: what `tau_of` says, and `acceptance_by_depth`, None where none came.
+
+    Prompts are decoded in batches, padded on the left. Rules that sample do so at temperature 1.
+    """
+    given = _held_out(prompts)
+    was_training = drafter.training
+    drafter.eval()
+    speculator = Speculator(target, drafter, tree=tree, rule=rule)
+    stats = Stats(tree.max_depth)
+    how: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
+    if RULES[rule].samples:  # without the top-k of 50 that `generate` defaults to
+        how |= {"do_sample": True, "temperature": 1.0, "top_k": 0}
+    seeds = row_seeds(seed, len(given)).tolist()
+    counts = np.zeros((len(given), 2), dtype=int)  # tokens and rounds of each prompt
+    # Prompts of about the same length go together, so that little is padding.
+    by_length = sorted(range(len(given)), key=lambda i: len(given[i].tokens))
+    for first in range(0, len(given), BATCH):
+        own = by_length[first : first + BATCH]
+        rows = [given[i].tokens for i in own]
+        ids, mask = (
+            pad_sequence(each, batch_first=True, padding_side="left").to(target.device)
+            for each in (rows, [torch.ones_like(row) for row in rows])
+        )
+        sampled = {"seed": [seeds[i] for i in own]} if RULES[rule].samples else {}
+        speculator.generate(ids, attention_mask=mask, **how, **sampled)
+        emitted = speculator.stats.counts.reshape(-1, len(own))  # [rounds, B]
+        counts[own] = np.stack([emitted.sum(0), (emitted > 0).sum(0)], 1)
+        stats.extend(speculator.stats)
+    if speculator.target.tap is not None:
+        speculator.target.tap.close()
+    drafter.train(was_training)
+    shares = [None if math.isnan(share) else share for share in stats.acceptance_by_depth]
+    return tau_of(given, counts) | {"acceptance_by_depth": shares}
+
+
+def tau_of(prompts: Sequence[HeldOutPrompt], counts: np.ndarray) -> dict[str, Any]:
+    """τ of decoded prompts, with its standard error, and by source.
+
+    Args:
+        counts: [n, 2], the tokens and the rounds of each prompt.
+
+    Returns:
+        `tau`, 1 where there was no round; `tau_se`, see `standard_error`; and, where the prompts
+        are of several sources, `tau_by_source`: for each `tau`, `tau_se` and `prompts`.
+    """
+    documents = [prompt.document for prompt in prompts]
+    found = {"tau": ratio(counts), "tau_se": standard_error(counts, documents)}
+    sources = [prompt.source for prompt in prompts]
+    if len(set(sources)) > 1:
+        found["tau_by_source"] = {}
+        for source in sorted(set(sources)):
+            own = [i for i, name in enumerate(sources) if name == source]
+            error = standard_error(counts[own], [documents[i] for i in own])
+            found["tau_by_source"][source] = {
+                "tau": ratio(counts[own]), "tau_se": error, "prompts": len(own),
+            }  # fmt: skip
+    return found
+
+
+def ratio(counts: np.ndarray) -> float:
+    """Tokens a round of [n, 2] tokens and rounds; 1 where there was no round."""
+    tokens, rounds = counts.sum(0).tolist()
+    return tokens / rounds if rounds else 1.0
+
+
+def standard_error(counts: np.ndarray, documents: Sequence[str]) -> float | None:
+    """The standard error of τ, a ratio estimate, over documents; None with fewer than two.
+
+    The prompts of one document are one cluster, of t tokens in r rounds. To first order τ moves by
+    the clusters' residuals t - τ r, so with m clusters its variance is m / (m - 1) · Σ (t - τ r)² /
+    (Σ r)² (Cochran, Sampling Techniques, chapter 6).
+
+    >>> standard_error(np.array([[30, 10], [20, 10]]), ["a", "b"])
+    0.5
+    """
+    clusters: dict[str, np.ndarray] = {}
+    for document, count in zip(documents, counts, strict=True):
+        clusters[document] = clusters.get(document, 0) + count
+    sums = np.array(list(clusters.values()), dtype=float)  # [m, 2]
+    if len(sums) < 2 or not sums[:, 1].sum():
+        return None
+    residuals = sums[:, 0] - ratio(counts) * sums[:, 1]
+    variance = len(sums) / (len(sums) - 1) * (residuals**2).sum() / sums[:, 1].sum() ** 2
+    return float(math.sqrt(variance))
+
+
+class Validation:
+    """Measures a drafter during training, always on the same prompts.
+
+    Args:
+        prompts: see `Prompts`.
+        tree: what `parse_static` reads, or `sparse:N`: the best tree of N nodes for each drafter
+            that is measured, see `sparse_nodes`.
+        rule: one that follows a static tree.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        prompts: Prompts,
+        new_tokens: int,
+        tree: str | Sequence[Sequence[int]],
+        rule: str,
+    ):
+        self.target, self.new_tokens, self.rule = target, new_tokens, rule
+        self.prompts = _held_out(prompts)
+        self.sparse = sparse_nodes(tree)
+        self.tree = StaticTree([]) if self.sparse else parse_static(tree)
+        self._texts: list[Written] | None = None
+
+    def __call__(self, drafter: Drafter) -> dict[str, Any]:
+        """What `measure_tau` returns, and `tree`, the rank paths it was measured with.
+
+        Under a greedy rule there is also `simulated_tau`, what the tree would accept of the
+        target's own text by the ranks of its tokens; see `replay`.
+        """
+        simulated = {}
+        if self.sparse or not RULES[self.rule].samples:
+            # A target that is trained with its drafter does not write what it wrote before.
+            if self._texts is None or drafter.adapter is not None:
+                tokens = [prompt.tokens for prompt in self.prompts]
+                self._texts = write_texts(self.target, drafter, tokens, self.new_tokens)
+            depth = None if self.sparse else max(self.tree.max_depth, 1)
+            ranks = measure_ranks(drafter, self._texts, depth)
+            if self.sparse:
+                self.tree = StaticTree(best_tree(ranks, self.sparse))
+            if not RULES[self.rule].samples:
+                simulated["simulated_tau"] = replay(ranks, self.tree.paths).tau
+        measured = measure_tau(
+            self.target, drafter, self.tree, self.rule, self.prompts, self.new_tokens
+        )
+        return measured | simulated | {"tree": [list(path) for path in self.tree.paths]}
+
+
+def _held_out(prompts: Prompts) -> list[HeldOutPrompt]:
+    given = enumerate(prompts)
+    return [HeldOutPrompt(p, str(i)) if isinstance(p, Tensor) else p for i, p in given]
