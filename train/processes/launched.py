@@ -80,7 +80,8 @@ def asked_of_launcher() -> int | None:
     """
     with suppress(OSError, ValueError, yaml.YAMLError, SystemExit):
         line = Path(f"/proc/{os.getppid()}/cmdline").read_bytes().decode().split("\0")
-        if "launch" not in line and not any(word.endswith("accelerate-launch") for word in line):
+        names = ("accelerate-launch", "accelerate.commands.launch")
+        if "launch" not in line and not any(word.endswith(names) for word in line):
             return None
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
         for name in ("num_processes", "config_file"):
