@@ -251,7 +251,7 @@ def test_time_already_trained_counts_after_a_resume(tmp_path: Path) -> None:
 KILLED = """
 import sys, time
 from pathlib import Path
-from tests.train import test_trainer
+from tests.train.fit import test_trainer
 from headstart.train.fit.trainer import DrafterTrainer
 save = DrafterTrainer._save_checkpoint
 def slow(self, *args):
