@@ -49,12 +49,12 @@ class Manifest:
     family: str
     target: str
     target_fingerprint: str
-    target_revision: str = ""
     tokenizer_hash: str = ""
     weights_sha256: str = ""
     adapter_sha256: str = ""
     adapter_base: str = ""
     origin: str = ""
+    target_revision: str = ""
     recipe: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=library_versions)

@@ -39,7 +39,8 @@ def read_config(source: DrafterSource) -> DrafterConfig:
             f"{place} cannot be used ({brief(error)}); restore it or train again."
         ) from error
     for name, value in numbers.items():
-        if name in ("heads", "layers", "depths") and value > _MOST_PARTS:
+        counted = name in ("heads", "layers", "depths") and type(value) is int
+        if counted and value > _MOST_PARTS:
             raise ArtifactError(
                 f"{place} says {name} {brief(value, 20)}, expected at most {_MOST_PARTS}; restore "
                 "it or train again."
