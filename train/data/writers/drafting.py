@@ -63,8 +63,7 @@ class Drafting:
                     f"distill.drafter {spec.drafter} changes the target by an adapter, and rows "
                     "are the text of the target as it is; take another drafter, or null."
                 )
-            rule = "coupled" if spec.temperature else "greedy"
-            self._drafted = load(model, source, tokenizer=tokenizer, rule=rule)
+            self._drafted = load(model, source, tokenizer=tokenizer)
 
     def choose(self, prompts: Sequence[Tensor]) -> None:
         """Decide by a trial on these prompts [P], or as it was decided; all processes must call."""
