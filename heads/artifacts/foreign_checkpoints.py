@@ -79,8 +79,9 @@ def load_checkpoint(
     except torch.OutOfMemoryError:
         raise
     except (*MALFORMED, StrictDataclassError) as error:
+        config_class: Any = kind.config_class
         raise ArtifactError(
-            f"{source} cannot be read as {kind.config_class.family_name()} ({brief(error)}); "
+            f"{source} cannot be read as {config_class.family_name()} ({brief(error)}); "
             "download it again."
         ) from error
     if target_is_known:

@@ -266,7 +266,8 @@ class DrafterTrainer(Trainer):
             measured = from_process_0(self.validation(self.module.drafter))
         metrics = {f"eval_{name}": value for name, value in measured.items()}
         self.log(scalars(metrics))
-        self.state.log_history[-1] = {"step": self.state.global_step} | metrics
+        entry: dict[str, Any] = {"step": self.state.global_step} | metrics
+        self.state.log_history[-1] = entry
         handler = self.callback_handler
         self.control = handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics

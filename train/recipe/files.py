@@ -198,8 +198,8 @@ def _read(path: Path, above: tuple[Path, ...] = (), whole: bool = True) -> dict[
         raise RecipeError("name: missing; a recipe with a base must give its own")
     above = (*above, path.resolve())
     beside = path.parent / str(base)
-    if listed or ("+" in base and not beside.is_file()):
-        names = base if listed else base.split("+")
+    if not isinstance(base, str) or ("+" in base and not beside.is_file()):
+        names = base.split("+") if isinstance(base, str) else base
         return merge(_compose(names, above, path.parent), data)
     found = beside if beside.is_file() else _find(base)
     if found.resolve() in above:

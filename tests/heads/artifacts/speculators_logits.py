@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import torch
-from speculators import SpeculatorModel
+from speculators import SpeculatorModel  # type: ignore[import-not-found]
 
 folder = Path(sys.argv[1])
 given = torch.load(folder / "in.pt")
