@@ -17,7 +17,7 @@ test: $(READY)
 
 # Runs of several processes: one at a time, after the others.
 distributed: $(READY)
-	$(IN_VENV) pytest -m distributed $(ARGS)
+	$(IN_VENV) pytest -m 'distributed and not proof' $(ARGS)
 
 check: $(READY)
 	$(IN_VENV) ruff check .

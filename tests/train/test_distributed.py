@@ -106,6 +106,7 @@ def check_the_same(root: Path, one: str, other: str) -> None:
     assert all(torch.equal(whole[key], again[key]) for key in whole)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("name", [None, *ENGINES])
 def test_a_killed_process_ends_the_others_and_loses_nothing(
     root: Path, trained: Callable[[str], Seen], name: str | None
@@ -124,6 +125,7 @@ def test_a_killed_process_ends_the_others_and_loses_nothing(
     check_the_same(root, f"{label}-medusa2", run["name"])
 
 
+@pytest.mark.proof
 def test_a_signal_ends_all_processes_after_the_step(
     root: Path, trained: Callable[[str], Seen]
 ) -> None:
@@ -140,6 +142,7 @@ def test_a_signal_ends_all_processes_after_the_step(
     check_the_same(root, "ddp_cpu-medusa2", "stopped")
 
 
+@pytest.mark.proof
 def test_a_killed_launcher_ends_its_processes(root: Path, trained: Callable[[str], Seen]) -> None:
     trained("ddp_cpu")
     run = recipe(root, "orphaned", "medusa2", 2)
