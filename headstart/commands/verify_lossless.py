@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
             speculator, prompts, options.new_tokens, options.draws, progress=True, **sampling
         )
     if options.json:
-        found = {"greedy": greedy, "sampled": sampled}
+        found = dict(greedy=greedy, sampled=sampled)
         print(to_json({k: {**dataclasses.asdict(v), "holds": v.holds} for k, v in found.items()}))
     else:
         _print(greedy, sampled)

@@ -109,8 +109,7 @@ def test_the_product_names_its_rules_in_their_package() -> None:
     named: dict[str, set[str]] = {name: set() for name in RULES}
     for path in {path.resolve() for folder in folders for path in folder.rglob("*.py")}:
         inside = path.relative_to(root).as_posix()
-        # Another project's format has words of its own, of which some are the same.
-        if not inside.startswith(("infer/rules/", "heads/parts/published/")):
+        if not inside.startswith("infer/rules/"):
             for name in strings_of(path) & set(RULES):
                 named[name].add(inside)
     assert {name: files for name, files in named.items() if len(files) > 2} == {}

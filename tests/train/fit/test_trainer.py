@@ -219,7 +219,7 @@ def test_time_ends_training_with_the_rate_at_zero(tmp_path: Path) -> None:
     spec = replace(SPEC, max_steps=10**6, max_seconds=1.0, eval_every=None)
     run = trainer(tmp_path, spec)
     report = run.fit()
-    assert 0 < report["steps"] < 10**6 and 1.0 <= report["seconds"] < 30.0
+    assert 5 < report["steps"] < 10**6 and 1.0 <= report["seconds"] < 3.0
     assert report["best_step"] == report["steps"]
     assert run.lr_scheduler.get_last_lr()[0] < 0.01 * SPEC.learning_rate
 
