@@ -15,7 +15,6 @@ a draft model is, can be read by all engines as it is.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,10 +24,10 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from ..core import ArtifactError
-from ..core.files import flush_to_disk
+from ..core.files import new_folder
 from ..drafter import Drafter
 from ..families import FAMILIES, family
-from .files import CONFIG
+from .files import CONFIG, check_is_free
 from .foreign_checkpoints import load_checkpoint
 from .source import DrafterSource
 
@@ -111,12 +110,8 @@ def export_drafter(
             f"{', '.join(able) or 'nothing known here'}; expected one of: "
             f"{', '.join(formats_of(name)) or 'none for this family'}."
         )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ArtifactError(f"{folder} holds something already; choose a new or an empty folder.")
-    new = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    try:
+    check_is_free(folder)
+    with new_folder(folder) as new:
         _write(drafter, form, new, tokenizer)
         options = {"dtype": drafter.dtype}
         again = load_checkpoint(
@@ -129,13 +124,6 @@ def export_drafter(
                 f"what was written as {form} gives other logits when it is read back (by "
                 f"{worst:.2g} of their size); nothing was exported: please report this."
             )
-        for path in (*new.iterdir(), new):
-            flush_to_disk(path)
-        if folder.is_dir():
-            folder.rmdir()
-        new.rename(folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
     serve = FORMATS[form]
     depth = drafter.max_depth or getattr(drafter.config, "depths", 5)
     return serve and serve(name, str(drafter.target.name_or_path), folder, depth)

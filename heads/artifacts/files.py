@@ -158,3 +158,9 @@ def pickled(names: Iterable[str]) -> list[str]:
 def retired_folder(folder: Path) -> Path:
     """Where the old folder stands while a save replaces it: hidden, beside its own place."""
     return folder.with_name(f".{folder.name}.retired")
+
+
+def check_is_free(folder: Path) -> None:
+    """An ArtifactError where something stands in a folder that is to be written."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ArtifactError(f"{folder} holds something already; choose a new or an empty folder.")

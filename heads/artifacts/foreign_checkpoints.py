@@ -38,6 +38,7 @@ from .files import (
     single_weights,
 )
 from .manifest import tokenizer_hash
+from .shapes import first_difference
 from .source import DrafterSource
 
 logger = logging.getLogger(__name__)
@@ -192,22 +193,20 @@ def _check_shapes(
     kind: type[Drafter], config: DrafterConfig, tensors: dict[str, Tensor], source: DrafterSource
 ) -> None:
     """Refuse a tensor that is missing, unknown or of another shape, the first by name."""
+    found = {key: list(tensor.shape) for key, tensor in tensors.items()}
     try:
-        with torch.device("meta"):
-            expected = {key: list(t.shape) for key, t in kind(config).state_dict().items()}
+        wrong = first_difference(kind, config, found)
     except (*MALFORMED, StrictDataclassError) as error:
         raise ArtifactError(
             f"{source} has a config that describes no {config.family_name()} ({brief(error)}); "
             "download it again."
         ) from error
-    found = {key: list(tensor.shape) for key, tensor in tensors.items()}
-    for key in sorted(expected.keys() | found.keys()):
-        if found.get(key) != expected.get(key):
-            raise ArtifactError(
-                f"{source} does not fit as {config.family_name()}: found "
-                f"{key} {found.get(key, 'missing')}, expected {expected.get(key, 'none')}; load "
-                "the target that it was trained for."
-            )
+    if wrong is not None:
+        name, has, wanted = wrong
+        raise ArtifactError(
+            f"{source} does not fit as {config.family_name()}: found {name} {has}, expected "
+            f"{wanted}; load the target that it was trained for."
+        )
 
 
 def _check_model(source: DrafterSource, config: dict[str, Any], files: list[Path]) -> None:

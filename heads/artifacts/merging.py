@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from ..core import ArtifactError
-from ..core.files import flush_to_disk
+from ..core.files import new_folder
 from ..drafter import Drafter
+from .files import check_is_free
 from .manifest import Manifest, fingerprint, tokenizer_hash
 from .saving import model_card, save_drafter
 
@@ -43,12 +43,9 @@ def save_merged(
             f"{what} changes nothing in its target, so there is nothing to merge; expected "
             "one that was trained together with its target (medusa2)."
         )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ArtifactError(f"{folder} holds something already; choose a new or an empty folder.")
-    new = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(new, ignore_errors=True)
+    check_is_free(folder)
     target: Any = drafter.target
-    try:
+    with new_folder(folder) as new:
         target.save_pretrained(new)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
@@ -62,11 +59,4 @@ def save_merged(
         title = f"A {manifest.family} drafter for `{folder.name}`"
         card = model_card(manifest, title, _BODY, "Nothing was measured after merging.")
         save_drafter(alone, new / DRAFTER, manifest, card)
-        for path in (*new.rglob("*"), new):
-            flush_to_disk(path)
-        if folder.is_dir():
-            folder.rmdir()
-        new.rename(folder)
-    finally:
-        shutil.rmtree(new, ignore_errors=True)
     return folder / DRAFTER

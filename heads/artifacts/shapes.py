@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,17 +60,31 @@ def check_declared(source: DrafterSource, weights: Path) -> None:
     config = read_config(source)
     found = {name: tensor["shape"] for name, tensor in read_header(weights).items()}
     try:
-        with torch.device("meta"):
-            expected = {name: list(t.shape) for name, t in kind(config).state_dict().items()}
+        wrong = first_difference(kind, config, found)
     except MALFORMED as error:
         raise ArtifactError(
             f"{source.folder / CONFIG} describes no {source.manifest.family} ({brief(error)}); "
             "restore it or train again."
         ) from error
+    if wrong is not None:
+        name, has, wanted = wrong
+        raise ArtifactError(
+            f"{weights} does not fit {source.folder / CONFIG}: {brief(name, 80)} is {has}, "
+            f"expected {wanted}; restore both files."
+        )
+
+
+def first_difference(
+    kind: Any, config: Any, found: Mapping[str, list[int]]
+) -> tuple[str, list[int] | str, list[int] | str] | None:
+    """The first tensor, by name, whose shape is not that of a drafter of this config.
+
+    Returns:
+        Its name, its shape or `missing`, and the shape expected or `none`; None where all fit.
+    """
+    with torch.device("meta"):
+        expected = {name: list(t.shape) for name, t in kind(config).state_dict().items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
-            raise ArtifactError(
-                f"{weights} does not fit {source.folder / CONFIG}: {brief(name, 80)} is "
-                f"{found.get(name, 'missing')}, expected {expected.get(name, 'none')}; restore "
-                "both files."
-            )
+            return name, found.get(name, "missing"), expected.get(name, "none")
+    return None

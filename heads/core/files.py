@@ -1,6 +1,9 @@
 """Writing files that survive a crash."""
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -29,3 +32,23 @@ def flush_to_disk(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to write into, which gets the name `folder` when all is written.
+
+    After an error there is nothing. `folder` is empty, or does not exist.
+    """
+    new = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    try:
+        yield new
+        for path in (*new.rglob("*"), new):
+            flush_to_disk(path)
+        if folder.is_dir():
+            folder.rmdir()
+        new.rename(folder)
+    finally:
+        shutil.rmtree(new, ignore_errors=True)
