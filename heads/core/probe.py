@@ -21,6 +21,7 @@ from .forward import tree_forward
 from .masks import AttentionWindows
 from .offload import device_of
 from .tree import Topology
+from .tree_attention import asks_for_attention
 
 _LAYOUT = "in the layout of transformers"
 _PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -148,7 +149,10 @@ def check_tree(
             raise
         except Exception as error:
             what = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise undrivable(config.model_type, f"cannot run a token tree ({what})") from error
+            reason = "cannot run a token tree"
+            if windows.tree and not asks_for_attention(model, paths.view(2 * _COMPARED, -1)):
+                reason = "has attention of its own and does not heed an explicit attention mask"
+            raise undrivable(config.model_type, f"{reason} ({what})") from error
     last = topology.depth[:, -_COMPARED:].reshape(-1, 1, 1).expand(-1, 1, plain.shape[-1])
     plain = plain.gather(1, last).view_as(tree)  # [2, 3, V]
     error, size = (logits.float().std(-1) for logits in (tree - plain, plain))  # over V: [2, 3]

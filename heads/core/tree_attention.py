@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 
 from .cache import SlabCache, no_kernel
 from .errors import UnsupportedTarget
@@ -211,6 +211,29 @@ def _interface(
 AttentionInterface.get_interface = _interface
 
 _cacheless = partial(_attention, cacheless=True)
+
+
+class _Asked(Exception):
+    """A layer has asked for its attention."""
+
+
+def asks_for_attention(model: PreTrainedModel, tokens: Tensor) -> bool:
+    """Whether a model's layers take their attention from transformers, on tokens [B, T].
+
+    One that has attention of its own gets the packed tree as if it were a mask.
+    """
+
+    def attend(*args: Any, **options: Any) -> Any:
+        raise _Asked
+
+    before, _now.attend = _now.attend, attend
+    try:
+        model(input_ids=tokens, use_cache=False)
+    except _Asked:
+        return True
+    finally:
+        _now.attend = before
+    return False
 
 
 @contextmanager
