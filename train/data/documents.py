@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 _SECONDS = 20  # for a chat template, which is a program of others; real ones take milliseconds
@@ -121,23 +120,26 @@ def render_chat(tokenizer: Any, messages: list[Message]) -> str:
     After a user's turn the text ends where the answer begins. Raises ChatTemplateError where the
     template refuses the roles, or does not end.
     """
-    from jinja2 import TemplateError
-
     from headstart.heads.core import within
 
     due = messages[-1]["role"] != "assistant"
+    how = {"add_generation_prompt": due, "tokenize": False}
     try:
-        apply = partial(
-            tokenizer.apply_chat_template, messages, add_generation_prompt=due, tokenize=False
-        )
-        text = within(_SECONDS, apply)
+        return str(within(_SECONDS, lambda: apply_template(tokenizer, messages, **how)))
     except TimeoutError as error:
         raise ChatTemplateError(
             f"the tokenizer's chat template does not end ({error}); use another tokenizer or "
             "template"
         ) from None
-    except TemplateError:  # its message may quote the chat
+
+
+def apply_template(tokenizer: Any, messages: list[Message], **how: Any) -> Any:
+    """What `apply_chat_template` returns; a ChatTemplateError where the template refuses roles."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(messages, **how)
+    except (TemplateError, TypeError):  # its message may quote the chat
         roles = ", ".join(message["role"] for message in messages)[:80]
         said = f"the tokenizer's chat template refuses the roles {roles}"
         raise ChatTemplateError(said) from None
-    return str(text)

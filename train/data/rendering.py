@@ -24,7 +24,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from ..recipe import Chat
-from .documents import ChatTemplateError, Message, plain_chat
+from .documents import ChatTemplateError, Message, apply_template, plain_chat
 
 Tools = list[Any] | None
 """What a template is told of tools: JSON schemas."""
@@ -172,21 +172,8 @@ class ChatRenderer:
         return [{"role": "system", "content": system}, *messages]
 
     def _apply(self, messages: list[Message], tools: Tools, **how: Any) -> Any:
-        from jinja2 import TemplateError
-
-        apply: Any = self.tokenizer.apply_chat_template
-        try:
-            return apply(
-                messages,
-                tools=tools or self.chat.tools or None,
-                chat_template=self.template,
-                **how,
-                **self._options,
-            )
-        except (TemplateError, TypeError):  # its message may quote the chat
-            roles = ", ".join(message["role"] for message in messages)[:80]
-            said = f"the tokenizer's chat template refuses the roles {roles}"
-            raise ChatTemplateError(said) from None
+        how |= {"tools": tools or self.chat.tools or None, "chat_template": self.template}
+        return apply_template(self.tokenizer, messages, **how, **self._options)
 
     def rows(
         self, messages: Sequence[Message], open_end: bool = False, tools: Tools = None
