@@ -12,7 +12,6 @@ from headstart.infer.measure.greedy_text import Written
 
 from ..fit.target_with_drafter import TargetWithDrafter
 from ..recipe import Recipe
-from .needs import total_memory
 
 
 @dataclass(frozen=True)
@@ -96,9 +95,3 @@ def texts_tokens(texts: Sequence[Written]) -> int:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def share_of_memory(peak: int) -> float | None:
-    """Of what there is; None where that is not known."""
-    whole = total_memory()
-    return peak / whole if whole else None
