@@ -126,8 +126,8 @@ def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
     recipe = load_recipe(tiny)
     artifact = pipeline.train(recipe)
     assert {path.name for path in artifact.iterdir()} == {
-        "README.md", "begun", "config.json", "headstart.json", "model.safetensors", "stage.json",
-        "tree.json",
+        "README.md", "begun", "config.json", "headstart.json", "metrics.jsonl", "metrics.png",
+        "model.safetensors", "stage.json", "tree.json",
     }  # fmt: skip
     manifest = read_manifest(artifact)
     target_folder = (artifact.parent / "target").resolve()
