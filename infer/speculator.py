@@ -34,7 +34,8 @@ from .graphs import RoundGraphs, captures_rounds
 from .loop import Decoding
 from .request import Request
 from .rules.registry import choose_rule, find_rule
-from .stats import Record, Stats
+from .stats import Drafted, Record, Stats
+from .streamer import RoundStreamer
 from .target import Target
 from .trees.children import Expansion
 from .trees.parse import default_tree, parse_tree
@@ -222,6 +223,7 @@ class Speculator:
     ) -> Any:
         self.stats = Stats(self.tree.max_depth)
         ids = ids.repeat_interleave(given.get("num_return_sequences") or 1, dim=0)
+        self.stats.drafted = Drafted.nothing(len(ids))
         if streamer is not None:
             streamer.put(ids.cpu())
             streamer.end()
@@ -297,11 +299,13 @@ class Speculator:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         for emitted in decoding.run(input_ids, mask, ending.limit - width):
-            if streamer is not None:
+            if isinstance(streamer, RoundStreamer):
+                streamer.put_round(emitted)
+            elif streamer is not None:
                 streamer.put(torch.from_numpy(emitted.tokens[0, : emitted.count[0]]))
         if streamer is not None:
             streamer.end()
-        sequences = decoding.sequences
+        sequences, self.stats.drafted = decoding.sequences, request.rows.drafted()
         ending.warn_of_length(sequences)
         if not config.return_dict_in_generate:
             return sequences
