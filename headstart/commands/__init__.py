@@ -6,7 +6,7 @@ is imported inside `run`, so that help and mistakes are answered at once.
 """
 
 COMMANDS = (
-    "quickstart", "recipes", "check", "distill", "train", "runs", "generate", "bench", "plan",
+    "quickstart", "recipes", "check", "distill", "train", "runs", "generate", "chat", "bench", "plan",
     "verify-lossless", "convert", "export", "merge", "inspect", "push",
     "launch-file",
 )  # fmt: skip
