@@ -261,39 +261,20 @@ class Speculator:
             OptionError: something was asked for that cannot be honoured, by name.
             DecodingError: the target's logits are NaN, or it has no further position.
         """
-        config = generation_config or model.generation_config
-        if model._modules is not self.model._modules:  # `without_stop_strings` may be in between
-            raise OptionError(
-                "this speculator was made for another model; make one with Speculator(model, …)."
-            )
-        check_config(config, self.model)
-        check_autocast(self.model)
-        if device_and_dtype(self.model) != self._place:
-            self.drafters.bind(self.model)  # which refuses one that was left on another device
-            self._set_up(self.model)
-        embedding: Any = self.model.get_input_embeddings()
-        vocab = max(embedding.num_embeddings, self.model.config.get_text_config().vocab_size)
-        mask = read_inputs(input_ids, model_kwargs, vocab)
-        batch, width = input_ids.shape
-        ending = Ending.of(stopping_criteria, config, width)
-        sampling = read_sampling(config, logits_processor, seed, input_ids)
-        if streamer is not None and batch > 1:
-            raise OptionError(f"a streamer takes one row, found {batch}; stream one prompt a call.")
-        rule = choose_rule(self.rule, bool(config.do_sample))
-        rule.check_sampling(sampling)
-        record = Record.asked(config)
-        request = Request(
-            self.target,
-            self.drafters,
-            self.tree,
-            sampling,
-            rule=rule,
-            expansion=self.expansion if rule.samples else rule.children,
-            eos=ending.eos,
-            criteria=ending.others,
-            pad=ending.pad,
-            record=record,
+        request, ending, mask = self._request(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            seed,
+            model_kwargs,
         )
+        if streamer is not None and len(input_ids) > 1:
+            raise OptionError(
+                f"a streamer takes one row, found {len(input_ids)}; stream one prompt a call."
+            )
+        width, record = input_ids.shape[1], request.record
         decoding = Decoding(request, self.graphs)
         self.stats = decoding.stats
         if streamer is not None:
@@ -307,7 +288,49 @@ class Speculator:
             streamer.end()
         sequences, self.stats.drafted = decoding.sequences, request.rows.drafted()
         ending.warn_of_length(sequences)
-        if not config.return_dict_in_generate:
+        if not (generation_config or model.generation_config).return_dict_in_generate:
             return sequences
         found: Any = {} if record is None else record.steps(sequences.shape[1] - width, ending.pad)
         return GenerateDecoderOnlyOutput(sequences=sequences, **found)  # type: ignore[arg-type]
+
+    def _request(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList | None,
+        stopping_criteria: StoppingCriteriaList | None,
+        generation_config: GenerationConfig | None,
+        seed: int | Sequence[int] | Tensor | None,
+        model_kwargs: dict[str, Any],
+    ) -> tuple[Request, Ending, Tensor]:
+        """The request that `generate` describes, how it ends, and the prompts' mask [B, P]."""
+        config = generation_config or model.generation_config
+        if model._modules is not self.model._modules:  # `without_stop_strings` may be in between
+            raise OptionError(
+                "this speculator was made for another model; make one with Speculator(model, …)."
+            )
+        check_config(config, self.model)
+        check_autocast(self.model)
+        if device_and_dtype(self.model) != self._place:
+            self.drafters.bind(self.model)  # which refuses one that was left on another device
+            self._set_up(self.model)
+        embedding: Any = self.model.get_input_embeddings()
+        vocab = max(embedding.num_embeddings, self.model.config.get_text_config().vocab_size)
+        mask = read_inputs(input_ids, model_kwargs, vocab)
+        ending = Ending.of(stopping_criteria, config, input_ids.shape[1])
+        sampling = read_sampling(config, logits_processor, seed, input_ids)
+        rule = choose_rule(self.rule, bool(config.do_sample))
+        rule.check_sampling(sampling)
+        request = Request(
+            self.target,
+            self.drafters,
+            self.tree,
+            sampling,
+            rule=rule,
+            expansion=self.expansion if rule.samples else rule.children,
+            eos=ending.eos,
+            criteria=ending.others,
+            pad=ending.pad,
+            record=Record.asked(config),
+        )
+        return request, ending, mask

@@ -22,8 +22,8 @@ HELP = '''\
 /reset       begin a new chat
 /save FILE   write the chat as one line of JSON, which bench and train read
 /help        this list
-Ctrl-C stops an answer, Ctrl-D ends the chat. A message of several lines: """ on the lines before
-and behind it, or \\ at the end of each line. A message that begins with / needs a space before it.'''
+Ctrl-C stops an answer, Ctrl-D ends the chat. Several lines: """ before and behind them, or a \\
+at the end of each. A message that begins with / needs a space before it.'''
 
 
 class Dialogue:
@@ -128,9 +128,9 @@ class Dialogue:
 
     def _stats(self, _: str) -> None:
         session = self.session
-        if not session.turns:
+        if not session.answered:
             raise UsageError("there is no answer yet; write a message")
-        last = session.turns[-1]
+        last = session.answered[-1]
         self._print(f"last answer:  {last.figures.line()}")
         if last.figures.acceptance:
             shares = "  ".join(
@@ -138,7 +138,7 @@ class Dialogue:
             )
             self._print(f"  accepted at depth:  {shares}")
         for plain, name in ((False, "with the drafter"), (True, "plain")):
-            turns = [turn for turn in session.turns if turn.plain == plain]
+            turns = [turn for turn in session.answered if turn.plain == plain]
             if turns:
                 self._print(f"{name}:  {_summed(turns)}")
         used, context = last.prompt + len(last.ids), session.context

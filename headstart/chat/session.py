@@ -51,7 +51,8 @@ class Session:
         sampling: options of `generate`.
 
     Attributes:
-        turns: all of them; first: the number of the oldest one that the target still reads.
+        turns: of the chat; first: the number of the oldest one that the target still reads.
+        answered: those, and what `again` and `reset` have taken back.
         plain: whether the next answer is decoded without the drafter.
         context: tokens that the target was made for, None without an end.
         templated: whether the tokenizer has a chat template; without one turns are written as
@@ -66,7 +67,7 @@ class Session:
         sampling: dict[str, Any] | None = None,
     ):
         self.speculator, self.tokenizer = speculator, speculator.tokenizer
-        self.turns: list[Turn] = []
+        self.turns, self.answered = list[Turn](), list[Turn]()
         self.first, self.plain = 0, speculator.drafter is None
         self.context = trained_context(speculator.model)
         self.templated = bool(getattr(self.tokenizer, "chat_template", None))
@@ -102,6 +103,7 @@ class Session:
         counts = ids.shape[1], streamer.figures, self.plain, stopped
         turn = Turn(message, answer, streamer.answer_ids, *counts)
         self.turns.append(turn)
+        self.answered.append(turn)
         return turn
 
     def again(self) -> str | None:

@@ -24,11 +24,11 @@ _TREE = (
     "rank paths; with several drafters one for each, joined by + (default: the artifact's plan or "
     "tree)"
 )
-_RULE = (
+RULE = (
     "how drafted tokens are accepted, e.g. coupled or rejection; an unknown name lists all of them "
     "(default: greedy, or coupled when sampling)"
 )
-_EXPANSION = (
+EXPANSION = (
     "how children are chosen, e.g. topk; an unknown name lists those that the rule takes (default: "
     "what the rule is best with)"
 )
@@ -110,8 +110,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) 
     add("--drafter", metavar="ARTIFACT", action="append", help=_DRAFTER)
     add("--allow-pickle", action="store_true", help=PICKLE)
     add("--tree", metavar="TREE", action=action, help=_TREE + more)
-    add("--rule", metavar="RULE", action=action, help=_RULE + more)
-    add("--expansion", metavar="EXPANSION", help=_EXPANSION)
+    add("--rule", metavar="RULE", action=action, help=RULE + more)
+    add("--expansion", metavar="EXPANSION", help=EXPANSION)
     add_placing_arguments(parser)
 
 
@@ -133,14 +133,14 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", metavar="N", type=positive, default=128)
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+def add_sampling_arguments(parser: argparse._ActionsContainer) -> None:
     """Temperature and seed."""
     add = parser.add_argument
     add("--temperature", metavar="T", type=temperature, default=0.0, help="0 is greedy (default)")
     add("--seed", metavar="S", type=int, help="makes sampling repeatable")
 
 
-def add_top_arguments(parser: argparse.ArgumentParser) -> None:
+def add_top_arguments(parser: argparse._ActionsContainer) -> None:
     """Among how many tokens sampling chooses."""
     parser.add_argument("--top-p", metavar="P", type=probability, help="nucleus sampling")
     parser.add_argument("--top-k", metavar="K", type=positive, help="sample from the K best")

@@ -67,6 +67,7 @@ class Figures:
             parts.append(f"{speed:,.0f} tokens/s" if speed >= 10 else f"{speed:.1f} tokens/s")
         if self.tau is not None:
             parts.append(f"τ {self.tau:.2f}")
+        if len(self._reached) > 1:
             parts.append(f"{self.drafted / self.tokens:.0%} drafted")
         return " · ".join(parts)
 

@@ -60,7 +60,7 @@ class PieceReader:
         )
 
     def _text(self, count: int) -> str:
-        """What the first waiting tokens add to those before; alone they may be written otherwise."""
+        """What the first waiting tokens add to those before; alone they may look otherwise."""
         whole = self._decode(self._before + self._waiting[:count])
         return whole[len(self._decode(self._before)) :]
 
