@@ -27,6 +27,7 @@ class Piece:
 class PieceReader:
     """Turns tokens into pieces as they come; joined, they are `tokenizer.decode` of all of them.
 
+    (But for bytes that are no text, which some tokenizers judge only once they know what follows.)
     Special tokens have no text. A character that several tokens spell is held back until it is
     whole, so that no replacement character is shown and taken back.
     """

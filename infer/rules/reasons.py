@@ -92,7 +92,7 @@ def _drew(probability: float, drawn: float) -> str:
 
 
 def _traversal(verified: Verified, path: list[int], scores: Sequence[Tensor], *_: Any) -> list[str]:
-    uniforms, (_, weights) = verdicts(verified), node_weights(verified)
+    uniforms, weights = verdicts(verified), node_weights(verified)[1]
     found = []
     for node, (weight, drawn) in enumerate(
         zip(weights[0].tolist(), uniforms[0, :-1].tolist(), strict=True)
