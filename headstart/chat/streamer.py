@@ -55,6 +55,11 @@ class ChatStreamer(ShowStreamer):
             self._held.append(piece)
             self._pass_on(self._end)
 
+    def _finish(self) -> None:
+        held, self._held = self._held, []
+        if not self.ended:
+            super()._show(held)
+
     def _pass_on(self, end: str) -> None:
         """Show what is held back, but for what may yet become the end."""
         text = "".join(piece.text for piece in self._held)

@@ -59,7 +59,11 @@ class ShowStreamer(RoundStreamer):
     def close(self) -> None:
         """Show what was held back, and leave the terminal in order; again has no effect."""
         self._show(self._reader.end())
+        self._finish()
         self._view.close(self.figures)
+
+    def _finish(self) -> None:
+        """Show what else was held back."""
 
     def _show(self, pieces: list[Piece]) -> None:
         self.text.pieces += pieces

@@ -155,7 +155,7 @@ def test_figures_are_those_of_the_statistics(tmp_path: Any) -> None:
     assert figures.drafted == (stats.drafted.depths > 0).sum() > 5
     known = [share for share in stats.acceptance_by_depth if share == share]
     assert figures.acceptance == pytest.approx(known)
-    assert out.getvalue() == tokenizer.decode(streamer.ids) + "\n"
+    assert out.getvalue() == f"{tokenizer.decode(streamer.ids)}\n"
     assert "τ" in figures.line() and "drafted" in figures.line()
 
 
