@@ -88,9 +88,13 @@ class Dialogue:
                 return ChatStreamer(tokenizer, pressed, end, out=self._out, coloured=self._show)
 
             turn = self.session.ask(message, show)
-        said = ("stopped · " if turn.stopped else "") + turn.figures.line()
-        if not self._coloured or turn.stopped:
-            self._say(f"({said}{' · plain' if turn.plain and self.session.drafts else ''})")
+        said = ["stopped"] if turn.stopped else []
+        said += [] if self._coloured else [turn.figures.line()]
+        said += ["plain"] if turn.plain and self.session.drafts else []
+        if said:
+            self._say(f"({' · '.join(said)})")
+        if self._out.isatty():
+            self._print("")
 
     @property
     def _coloured(self) -> bool:

@@ -64,7 +64,8 @@ def test_twenty_turns_are_those_of_plain_decoding(sampling: dict[str, Any]) -> N
         messages = fast.messages(fast.first)[:-1]
         model: Any = fast.speculator.model
         text = render_chat(fast.tokenizer, messages)
-        ids = fast.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+        tokenizer: Any = fast.tokenizer
+        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
         out = model.generate(ids, max_new_tokens=24, do_sample=False)
         assert out[0, ids.shape[1] :].tolist() == expected[-1]
 

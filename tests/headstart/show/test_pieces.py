@@ -81,7 +81,7 @@ def test_spaces_that_belong_to_words_and_bytes_among_words() -> None:
 def test_special_tokens_have_no_text() -> None:
     tokenizer = bytewise()
     tokenizer.add_special_tokens({"eos_token": "<end>"})
-    end = tokenizer.eos_token_id
+    end: Any = tokenizer.eos_token_id
     assert text_of(tokenizer, [*b"a", end, *b"b", end]) == ["a", "b"]
 
 
