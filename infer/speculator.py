@@ -111,9 +111,11 @@ class Speculator:
             the model's weights and hooks built in: after changing them, make a new speculator.
         attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
             see `heads/core/tree_attention.py`; `auto`, that on CUDA where it passes a trial.
-        compile: whether the target's forwards are compiled, or the mode of `torch.compile`. The
-            first round of each batch size then takes long, and types of 16 bits round otherwise,
-            so near-ties may fall otherwise than without.
+        compile: whether forwards are made faster at some cost beforehand, or how. True packs the
+            weights on a CPU, of drafters too, for which it needs their size in memory once more.
+            Elsewhere it compiles the target's forwards, also by a mode of `torch.compile`; the
+            first round of each batch size then takes long. Sums are rounded otherwise, so near-ties
+            may fall otherwise than without; in float64 nothing is packed.
 
     Attributes:
         stats: what the last call did.
@@ -153,6 +155,7 @@ class Speculator:
         # Autocast would give what a trial caches other types than requests find.
         with torch.autocast(place[0].type, enabled=False):
             self.target = Target(target, self.drafters.feature_layers, **self._runs)
+            self._drafters_run = self.target.drafters_to_run(self.drafters)
         if self._captures and offloaded(target):
             raise OptionError(
                 "graphs is True, and the target's weights are streamed in for each forward, which "
@@ -282,7 +285,7 @@ class Speculator:
         record = Record.asked(config)
         request = Request(
             self.target,
-            self.drafters,
+            self._drafters_run,
             self.tree,
             sampling,
             rule=rule,
