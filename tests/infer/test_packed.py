@@ -21,6 +21,11 @@ FAMILIES = [
 ]  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def small_layers_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(packing._LEAST, 0))
+
+
 def own(name: str | None, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     """A target and drafters that no other test shares."""
     model = copy.deepcopy(tiny("llama")).to(dtype)
@@ -113,6 +118,14 @@ def test_a_layer_that_errs_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(packed_in(Packing().copy(model))) == sum(
         type(part) is torch.nn.Linear for part in model.modules()
     )
+
+
+def test_a_layer_whose_call_costs_more_than_its_product_is_not_packed() -> None:
+    sizes = {torch.float32: 384, torch.bfloat16: 128}
+    for dtype, size in sizes.items():
+        packing._LEAST[dtype] = size * 128 * dtype.itemsize
+        assert packing.packable(torch.nn.Linear(128, size, dtype=dtype))
+        assert not packing.packable(torch.nn.Linear(128, size - 1, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
