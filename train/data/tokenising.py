@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import io
+import itertools
+import re
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, overload
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _TOGETHER = 1 << 20  # characters that are tokenised at once
 _IN_MEMORY = 1 << 24  # bytes of ids; more are kept in a file without a name
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 Text = tuple[str, bool]
 """A text, and whether the tokenizer adds its special tokens."""
@@ -55,6 +61,81 @@ class Ragged(Sequence[np.ndarray]):
         return [row.tolist() for row in self]
 
 
+class Encoder:
+    """The ids of texts as a tokenizer gives them, of many texts at once.
+
+    What stands between two tokens that the tokenizer has as a whole, such as `<|im_end|>`, it
+    tokenises apart from the rest. So a tokenizer of the `tokenizers` library is given such parts,
+    each with the whole token before it, and equal ones of a call once: the prompts of one chat
+    share all but their last turns.
+
+        <s>Hi<|end|>Ho<|end|>       three parts: `<s>Hi`, `<|end|>Ho` and `<|end|>`
+
+    Args:
+        special: whether the tokenizer adds its special tokens.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: bool):
+        self.tokenizer, self.special = tokenizer, special
+        own = getattr(type(tokenizer), "_encode_plus", None)
+        self.backend: Any = None  # of the `tokenizers` library, where it is called directly
+        self.whole = None
+        if own is PreTrainedTokenizerFast._encode_plus:
+            self.backend = tokenizer.backend_tokenizer
+            self.whole = None if special else _whole_tokens(self.backend)
+
+    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, [L] int32."""
+        if not texts:
+            return []
+        tokenizer: Any = self.tokenizer
+        if self.backend is None:
+            rows = tokenizer(list(texts), add_special_tokens=self.special, verbose=False)
+            return [np.array(row, np.int32) for row in rows["input_ids"]]
+        if self.whole is None:
+            return self._each(texts)
+        parts = [self._parts(text) for text in texts]
+        distinct = list(dict.fromkeys(part for each in parts for part in each))
+        ids = dict(zip(distinct, self._each(distinct), strict=True))
+        return [np.concatenate([ids[part] for part in each]) for each in parts]
+
+    def _each(self, texts: Sequence[str]) -> list[np.ndarray]:
+        self.tokenizer([""])  # turns truncation and padding off, as it does before each batch
+        found = self.backend.encode_batch_fast(texts, add_special_tokens=self.special)
+        return [np.array(encoding.ids, np.int32) for encoding in found]
+
+    def _parts(self, text: str) -> list[str]:
+        assert self.whole is not None
+        tokens, cuts = self.whole, [0]
+        cuts += [match.start() for match in tokens.pattern.finditer(text) if match[0] in tokens.cut]
+        return [text[a:b] for a, b in itertools.pairwise([*cuts, len(text)]) if b > a or not text]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """The tokens that are found in a text before all else, and those of them to cut before."""
+
+    pattern: re.Pattern[str]
+    cut: frozenset[str]
+
+
+def _whole_tokens(backend: Any) -> _Whole | None:
+    """None where a text is not cut.
+
+    Tokens that are looked for in normalized text, that want to be words of their own, or that take
+    the spaces before them depend on what stands there, and are not cut before.
+    """
+    known = [token for token in backend.get_added_tokens_decoder().values() if token.content]
+    known = [token for token in known if not token.normalized]
+    spaces = any(token.content[0].isspace() for token in known)
+    if backend.encode_special_tokens or (spaces and any(token.rstrip for token in known)):
+        return None
+    cut = frozenset(t.content for t in known if not (t.lstrip or t.single_word))
+    # Where several begin at a place, the tokenizer finds the longest.
+    contents = sorted((token.content for token in known), key=len, reverse=True)
+    return _Whole(re.compile("|".join(map(re.escape, contents))), cut) if cut else None
+
+
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Ragged:
     """The token ids of texts, which are read one by one.
 
@@ -64,7 +145,8 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Ragge
     """
     file: Any = io.BytesIO()
     lengths = []
-    for ids in _encoded(tokenizer, texts):
+    encoders = {special: Encoder(tokenizer, special) for special in (False, True)}
+    for ids in _encoded(encoders, texts):
         lengths.append(len(ids))
         file.write(ids.tobytes())
         if isinstance(file, io.BytesIO) and file.tell() > _IN_MEMORY:
@@ -79,15 +161,22 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Ragge
     return Ragged(all_ids, np.cumsum(sizes) - sizes, sizes)
 
 
-def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Iterator[np.ndarray]:
+def _encoded(encoders: dict[bool, Encoder], texts: Iterable[Text]) -> Iterator[np.ndarray]:
+    yield from itertools.chain.from_iterable(
+        made_ahead(lambda batch: _encode(encoders, batch), _together(texts))
+    )
+
+
+def made_ahead(make: Callable[[Given], Made], given: Iterable[Given]) -> Iterator[Made]:
+    """`make` of each item, in order, in a thread of its own while the next items are read."""
     with ThreadPoolExecutor(1) as pool:
-        due: deque[Future[list[np.ndarray]]] = deque()
-        for batch in _together(texts):
-            due.append(pool.submit(_encode, tokenizer, batch))
+        due: deque[Future[Made]] = deque()
+        for item in given:
+            due.append(pool.submit(make, item))
             if len(due) > 1:
-                yield from due.popleft().result()
-        for batch in due:
-            yield from batch.result()
+                yield due.popleft().result()
+        for made in due:
+            yield made.result()
 
 
 def _together(texts: Iterable[Text]) -> Iterator[list[Text]]:
@@ -103,22 +192,11 @@ def _together(texts: Iterable[Text]) -> Iterator[list[Text]]:
         yield batch
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, batch: list[Text]) -> list[np.ndarray]:
+def _encode(encoders: dict[bool, Encoder], batch: list[Text]) -> list[np.ndarray]:
     found: list[Any] = [None] * len(batch)
     for special in {special for _, special in batch}:
         places = [i for i, (_, kind) in enumerate(batch) if kind is special]
-        rows = _ids(tokenizer, [batch[i][0] for i in places], special)
+        rows = encoders[special]([batch[i][0] for i in places])
         for place, row in zip(places, rows, strict=True):
-            found[place] = np.array(row, np.int32)
+            found[place] = row
     return found
-
-
-def _ids(tokenizer: Any, texts: list[str], special: bool) -> Iterator[list[int]]:
-    """Each text's ids. Those of a whole batch, as lists of Python's integers, would be 28 bytes."""
-    own = getattr(type(tokenizer), "_encode_plus", None)
-    if own is not PreTrainedTokenizerFast._encode_plus:
-        yield from tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
-        return
-    tokenizer([""])  # turns truncation and padding off, as it does before each of its batches
-    for encoding in tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=special):
-        yield encoding.ids

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..documents import ChatTemplateError, Document
 from ..prefixes import DistillError
 from ..rendering import ChatRenderer, Rendered
@@ -86,14 +88,19 @@ def _text_row(renderer: ChatRenderer, document: Document) -> Rendered:
     tokenizer: Any = renderer.tokenizer
     tokens: list[int] = tokenizer(document.text, verbose=False)["input_ids"]
     if document.answer is None:
-        return Rendered(tokens, [at > 0 for at in range(len(tokens))], [(1, len(tokens))])
+        return _row(tokens, 1)
     whole: list[int] = tokenizer(document.whole(), verbose=False)["input_ids"]
     if whole[: len(tokens)] != tokens:
         whole = tokens + tokenizer(document.answer, add_special_tokens=False)["input_ids"]
     if tokenizer.eos_token_id is not None and whole[-1] != tokenizer.eos_token_id:
         whole = [*whole, tokenizer.eos_token_id]
-    first = len(tokens)
-    return Rendered(whole, [at >= first for at in range(len(whole))], [(first, len(whole))])
+    return _row(whole, len(tokens))
+
+
+def _row(tokens: list[int], first: int) -> Rendered:
+    """A row that is taught from token `first` on."""
+    ids = np.array(tokens, np.int32)
+    return Rendered(ids, np.arange(len(ids)) >= first, [(first, len(ids))])
 
 
 def _fitted(
