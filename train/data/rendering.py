@@ -16,7 +16,7 @@ from __future__ import annotations
 import datetime
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..recipe import Chat
 from .documents import ChatTemplateError, Message, apply_template, plain_chat
-from .tokenising import Encoder
+from .tokenising import Encoder, Text
 
 Tools = list[Any] | None
 """What a template is told of tools: JSON schemas."""
@@ -65,7 +65,7 @@ class Rendered:
 
 
 @dataclass(frozen=True)
-class _Turn:
+class Turn:
     """An answer before it is tokenised."""
 
     prompt: str
@@ -116,7 +116,7 @@ class ChatRenderer:
                 "distill.chat is template, but the tokenizer has none; set it to plain or auto."
             )
         self.plain = how == "plain" or not tokenizer.chat_template
-        self.encoder = Encoder(tokenizer, special=self.plain)
+        self.encoder = Encoder(tokenizer)
         date = datetime.date.fromisoformat(self.chat.date)
         self.template = None if self.plain else self._on(date)
         self._options = {"date_string": date.strftime("%d %b %Y")} | self.chat.template_kwargs
@@ -156,7 +156,7 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text; a template writes the special tokens itself."""
-        return self.encoder([text])[0].tolist()
+        return self.encoder([(text, self.plain)])[0].tolist()
 
     def text(self, messages: Sequence[Message], prompt: bool = False, tools: Tools = None) -> str:
         """A chat as text; with `prompt`, up to where the answer begins.
@@ -198,21 +198,25 @@ class ChatRenderer:
         Raises:
             ChatTemplateError: the template refuses a chat's roles, or drops what it is to teach.
         """
-        turns = [self._turns(messages, tools, open_end) for messages, tools in chats]
-        texts = [text for each in turns for turn in each for text in (turn.prompt, turn.whole)]
-        ids = iter(self.encoder(texts))
-        found = []
-        for each in turns:
-            rows: list[Rendered] = []
-            for turn in each:
-                prompt, whole = next(ids), next(ids)
-                if np.array_equal(whole[: len(prompt)], prompt):
-                    answer = whole[len(prompt) :]
-                else:  # a token would cross the prompt's end, where no model writes one
-                    answer = self._alone(turn.whole[len(turn.prompt) :])
-                add_answer(rows, prompt, answer, self._marked(turn, prompt, answer))
-            found.append(rows)
-        return found
+        turns = [self.turns(messages, tools, open_end) for messages, tools in chats]
+        ids = iter(self.encoder([text for each in turns for text in self.turn_texts(each)]))
+        return [self.rows_from(each, ids) for each in turns]
+
+    def turn_texts(self, turns: Iterable[Turn]) -> list[Text]:
+        """What `rows_from` needs the ids of; a template writes the special tokens itself."""
+        return [(text, self.plain) for turn in turns for text in (turn.prompt, turn.whole)]
+
+    def rows_from(self, turns: Sequence[Turn], ids: Iterator[np.ndarray]) -> list[Rendered]:
+        """The rows of a chat's `turns`, given the ids of their `turn_texts`."""
+        rows: list[Rendered] = []
+        for turn in turns:
+            prompt, whole = next(ids), next(ids)
+            if np.array_equal(whole[: len(prompt)], prompt):
+                answer = whole[len(prompt) :]
+            else:  # a token would cross the prompt's end, where no model writes one
+                answer = self._alone(turn.whole[len(turn.prompt) :])
+            add_answer(rows, prompt, answer, self._marked(turn, prompt, answer))
+        return rows
 
     def _alone(self, answer: str) -> Ids:
         """The ids of an answer that a token of a kind of its own stands before."""
@@ -221,15 +225,20 @@ class ChatRenderer:
             return self.tokenizer(answer, add_special_tokens=False)["input_ids"]
         return self.tokenizer(f"{before}{answer}", add_special_tokens=False)["input_ids"][1:]
 
-    def _turns(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> list[_Turn]:
-        """The answers, each with the prompt before it. Answers before any question are left out."""
+    def turns(
+        self, messages: Sequence[Message], tools: Tools = None, open_end: bool = False
+    ) -> list[Turn]:
+        """The answers, each with the prompt before it. Answers before any question are left out.
+
+        Raises ChatTemplateError as `rows_of` does.
+        """
         asked = next((at for at, m in enumerate(messages) if m["role"] == "user"), len(messages))
         places = [at for at, m in enumerate(messages) if m["role"] == "assistant" and at > asked]
         return [
             self._turn(messages[: at + 1], tools, open_end and at == places[-1]) for at in places
         ]
 
-    def _turn(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> _Turn:
+    def _turn(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> Turn:
         """The last answer of a chat, to the end of its end-of-turn token."""
         prompt, text = self.text(messages[:-1], True, tools), self.text(messages, False, tools)
         tail, end = self._tail
@@ -245,7 +254,7 @@ class ChatRenderer:
         end = "" if open_end else end
         text = text[: len(text) - len(tail)] + end
         if text.startswith(prompt):
-            return _Turn(prompt, text, self.whole(messages), tools)
+            return Turn(prompt, text, self.whole(messages), tools)
         rest = _after(prompt, messages[-1]["content"])
         if rest is None:
             raise ChatTemplateError(
@@ -253,9 +262,9 @@ class ChatRenderer:
                 "(thinking that this chat does not hold?); set chat.template_kwargs, such as "
                 "{enable_thinking: false}, or distill.chat=plain, or distill.writer=own"
             )
-        return _Turn(prompt, prompt + rest + end, None, tools)
+        return Turn(prompt, prompt + rest + end, None, tools)
 
-    def _marked(self, turn: _Turn, prompt: Ids, answer: Ids) -> list[bool] | None:
+    def _marked(self, turn: Turn, prompt: Ids, answer: Ids) -> list[bool] | None:
         """For each of the ids, whether a `{% generation %}` block holds it; None without one."""
         if self.template is None or turn.messages is None or not _MARKS.search(self.template):
             return None

@@ -71,44 +71,42 @@ class Encoder:
 
         <s>Hi<|end|>Ho<|end|>       three parts: `<s>Hi`, `<|end|>Ho` and `<|end|>`
 
-    Args:
-        special: whether the tokenizer adds its special tokens.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: bool):
-        self.tokenizer, self.special = tokenizer, special
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
         own = getattr(type(tokenizer), "_encode_plus", None)
         self.backend: Any = None  # of the `tokenizers` library, where it is called directly
-        self.whole = None
         if own is PreTrainedTokenizerFast._encode_plus:
             self.backend = tokenizer.backend_tokenizer
-            self.whole = None if special else _whole_tokens(self.backend)
+            self.whole = _whole_tokens(self.backend)
 
-    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def __call__(self, texts: Sequence[Text]) -> list[np.ndarray]:
         """The ids of each text, [L] int32."""
-        if not texts:
-            return []
+        found: list[Any] = [None] * len(texts)
+        for special in {special for _, special in texts}:
+            places = [at for at, (_, kind) in enumerate(texts) if kind is special]
+            rows = self._alike([texts[at][0] for at in places], special)
+            for place, row in zip(places, rows, strict=True):
+                found[place] = row
+        return found
+
+    def _alike(self, texts: list[str], special: bool) -> list[np.ndarray]:
         tokenizer: Any = self.tokenizer
         if self.backend is None:
-            rows = tokenizer(list(texts), add_special_tokens=self.special, verbose=False)
-            return [np.array(row, np.int32) for row in rows["input_ids"]]
-        if self.whole is None:
-            return self._each(texts)
-        parts = [self._parts(text) for text in texts]
+            rows = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+            return [np.array(row, np.int32) for row in rows]
+        if special or self.whole is None:
+            return self._each(texts, special)
+        parts = [self.whole.parts(text) for text in texts]
         distinct = list(dict.fromkeys(part for each in parts for part in each))
-        ids = dict(zip(distinct, self._each(distinct), strict=True))
+        ids = dict(zip(distinct, self._each(distinct, special), strict=True))
         return [np.concatenate([ids[part] for part in each]) for each in parts]
 
-    def _each(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def _each(self, texts: list[str], special: bool) -> list[np.ndarray]:
         self.tokenizer([""])  # turns truncation and padding off, as it does before each batch
-        found = self.backend.encode_batch_fast(texts, add_special_tokens=self.special)
+        found = self.backend.encode_batch_fast(texts, add_special_tokens=special)
         return [np.array(encoding.ids, np.int32) for encoding in found]
-
-    def _parts(self, text: str) -> list[str]:
-        assert self.whole is not None
-        tokens, cuts = self.whole, [0]
-        cuts += [match.start() for match in tokens.pattern.finditer(text) if match[0] in tokens.cut]
-        return [text[a:b] for a, b in itertools.pairwise([*cuts, len(text)]) if b > a or not text]
 
 
 @dataclass(frozen=True)
@@ -117,6 +115,12 @@ class _Whole:
 
     pattern: re.Pattern[str]
     cut: frozenset[str]
+
+    def parts(self, text: str) -> list[str]:
+        """A text's parts, each with the token before which it is cut; one of an empty text."""
+        found = [match.start() for match in self.pattern.finditer(text) if match[0] in self.cut]
+        places = itertools.pairwise([0, *found, len(text)])
+        return [text[start:end] for start, end in places if end > start or not text]
 
 
 def _whole_tokens(backend: Any) -> _Whole | None:
@@ -145,8 +149,7 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Ragge
     """
     file: Any = io.BytesIO()
     lengths = []
-    encoders = {special: Encoder(tokenizer, special) for special in (False, True)}
-    for ids in _encoded(encoders, texts):
+    for ids in _encoded(tokenizer, texts):
         lengths.append(len(ids))
         file.write(ids.tobytes())
         if isinstance(file, io.BytesIO) and file.tell() > _IN_MEMORY:
@@ -161,10 +164,9 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Ragge
     return Ragged(all_ids, np.cumsum(sizes) - sizes, sizes)
 
 
-def _encoded(encoders: dict[bool, Encoder], texts: Iterable[Text]) -> Iterator[np.ndarray]:
-    yield from itertools.chain.from_iterable(
-        made_ahead(lambda batch: _encode(encoders, batch), _together(texts))
-    )
+def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Iterator[np.ndarray]:
+    batches = made_ahead(Encoder(tokenizer), _together(texts))
+    return itertools.chain.from_iterable(batches)
 
 
 def made_ahead(make: Callable[[Given], Made], given: Iterable[Given]) -> Iterator[Made]:
@@ -190,13 +192,3 @@ def _together(texts: Iterable[Text]) -> Iterator[list[Text]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _encode(encoders: dict[bool, Encoder], batch: list[Text]) -> list[np.ndarray]:
-    found: list[Any] = [None] * len(batch)
-    for special in {special for _, special in batch}:
-        places = [i for i, (_, kind) in enumerate(batch) if kind is special]
-        rows = encoders[special]([batch[i][0] for i in places])
-        for place, row in zip(places, rows, strict=True):
-            found[place] = row
-    return found
