@@ -24,6 +24,7 @@ from ..core import ArtifactError, OptionError, load_pretrained
 from ..draft_model import DraftModel
 from ..drafter import Drafter, DrafterConfig
 from ..families import FAMILIES, family
+from ..parts.published.layer_ids import check_layer_ids
 from .files import (
     CONFIG,
     HEADS,
@@ -71,7 +72,15 @@ def load_checkpoint(
         check_settings(source.folder, config, allowed=("auto_map", "quantization_config"))
         return _load_language_model(source, target, tokenizer, options)
     kind, fields, tensors = found
-    drafter_config = _config(kind, fields, target, source)
+    text = target.config.get_text_config(decoder=True)
+    _check_sizes(fields, text, source)
+    try:
+        fields, tensors = kind.completed((fields, tensors), target)
+        drafter_config = _config(kind, fields, target, source)
+        check_layer_ids(drafter_config.feature_layers, text.num_hidden_layers)
+    except ArtifactError as error:
+        raise ArtifactError(f"{source} is not read: {error}") from error
+    tensors = _apart(tensors)
     _check_shapes(kind, drafter_config, tensors, source)
     try:
         drafter: Any = kind.from_pretrained(
@@ -163,11 +172,8 @@ def _recognised(
     return None
 
 
-def _config(
-    kind: type[Drafter], fields: dict[str, Any], target: PreTrainedModel, source: DrafterSource
-) -> DrafterConfig:
-    """The family's config for a target, with the fields that the checkpoint sets."""
-    text = target.config.get_text_config(decoder=True)
+def _check_sizes(fields: dict[str, Any], text: Any, source: DrafterSource) -> None:
+    """An ArtifactError where the target, by its text config, is of another size than expected."""
     for field, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
         found, expected = fields.get(field), getattr(text, field)
         if found is not None and found != expected:
@@ -175,6 +181,22 @@ def _config(
                 f"{source} was trained for a target of {what} {found}, and this one's is "
                 f"{expected}; load the target that it was trained for."
             )
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, each with memory of its own: pickles may hold one under several names."""
+    seen, found = set[int](), {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return found
+
+
+def _config(
+    kind: type[Drafter], fields: dict[str, Any], target: PreTrainedModel, source: DrafterSource
+) -> DrafterConfig:
+    """The family's config for a target, with the fields that the checkpoint sets."""
     config_class: Any = kind.config_class
     options = {field: fields[field] for field in fields if field in config_class.OPTIONS}
     config = config_class.for_target(target, **options)
@@ -183,7 +205,7 @@ def _config(
             setattr(config, field, fields[field])
         except (*MALFORMED, StrictDataclassError) as error:
             raise ArtifactError(
-                f"{source} says {field} {brief(repr(fields[field]), 80)}, which is of another kind "
+                f"it says {field} {brief(repr(fields[field]), 80)}, which is of another kind "
                 "than expected; correct its config.json."
             ) from error
     return config
@@ -203,9 +225,12 @@ def _check_shapes(
         ) from error
     if wrong is not None:
         name, has, wanted = wrong
+        remedy = "its tensors do not fit together: download it again"
+        if wanted == "none":
+            remedy = "it has a part that is not run here: look for a head without it"
         raise ArtifactError(
             f"{source} does not fit as {config.family_name()}: found {name} {has}, expected "
-            f"{wanted}; load the target that it was trained for."
+            f"{wanted}; {remedy}."
         )
 
 
