@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,27 @@ def test_a_block_that_all_layers_share(tmp_path: Path) -> None:
     torch.testing.assert_close(step.logits, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("own", [True, False])
+@torch.no_grad()
+def test_blocks_that_a_whole_model_holds_once(own: bool, tmp_path: Path) -> None:
+    """A format that keeps one of several names of a tensor, inside of the target."""
+    once = medusa(heads=2, layers=1, own=False, prefix="medusa_head.")
+    every = {name.removeprefix("medusa_head."): t for name, t in once.items()}
+    for k in range(2):
+        for part, layer in product(("weight", "bias"), (1, 2)):
+            every[f"{k}.{layer}.linear.{part}"] = every[f"{k}.0.linear.{part}"]
+        if own:
+            once[f"medusa_head.{k}.3.weight"] = every[f"{k}.3.weight"] = normal(VOCAB, SIZE)
+    count = {"medusa_num_heads": 2, "medusa_num_layers": 1 if own else 3}  # a config of another
+    write(tmp_path, LLAMA | count, once | {"model.norm.weight": normal(SIZE)}, MODEL)
+    drafter: Any = load_drafter(tmp_path, tiny("llama"))
+    assert (drafter.config.heads, drafter.config.layers) == (2, 3)
+    features = normal(1, 1, SIZE)
+    step = drafter.begin(None, features, torch.zeros(1, 1, dtype=torch.long), torch.ones(1).long())
+    expected = medusa_logits(every, features[:, 0], heads=2, layers=3)
+    torch.testing.assert_close(step.logits, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("file", ["m-2.safetensors", "../out.safetensors", "m-3.safetensors", 7])
 def test_heads_inside_of_a_model_in_several_files(file: Any, tmp_path: Path) -> None:
     heads = medusa(2, 1, True, "medusa_head.")
@@ -154,7 +176,7 @@ def test_heads_inside_of_a_model_in_several_files(file: Any, tmp_path: Path) -> 
 # ReDrafter.
 
 
-def redrafter(exit_dim: int = 2 * SIZE, layers: int = 2) -> Tensors:
+def redrafter(exit_dim: int = 2 * SIZE, layers: int = 2, rnn: bool = True) -> Tensors:
     tensors = {
         "rnn_w.weight": normal(SIZE, SIZE),
         "rnn_u.weight": normal(SIZE, SIZE),
@@ -167,7 +189,7 @@ def redrafter(exit_dim: int = 2 * SIZE, layers: int = 2) -> Tensors:
     if exit_dim != 2 * SIZE:
         tensors["input_proj.weight"] = normal(exit_dim, 2 * SIZE)
         tensors["input_proj.bias"] = normal(exit_dim)
-    return tensors
+    return tensors if rnn else {n: t for n, t in tensors.items() if not n.startswith("rnn_")}
 
 
 REDRAFTER = {"model_type": "recurrent_drafting_drafter", "rnn": True, "num_lookback_tokens": -1}
@@ -178,6 +200,9 @@ def redrafter_logits(tensors: Tensors, feature: Tensor, tokens: list[int], layer
     cell = torch.zeros(SIZE, dtype=torch.float64)
     for token in tokens:
         word = tiny("llama").get_input_embeddings().weight[token]
+        if "rnn_w.weight" not in tensors:
+            cell = cell + word
+            continue
         from_cell = F.linear(cell, tensors["rnn_u.weight"], tensors["rnn_u.bias"])
         cell = F.silu(F.linear(word, tensors["rnn_w.weight"]) + from_cell)
     states = torch.cat([feature, cell])
@@ -188,12 +213,15 @@ def redrafter_logits(tensors: Tensors, feature: Tensor, tokens: list[int], layer
     return F.linear(states, tensors[f"lm_head.{layers}.weight"])
 
 
-@pytest.mark.parametrize(("exit_dim", "layers"), [(2 * SIZE, 2), (48, 1)])
+@pytest.mark.parametrize(
+    ("exit_dim", "layers", "rnn"),
+    [(2 * SIZE, 2, True), (48, 1, True), (2 * SIZE, 0, False), (48, 2, False)],
+)
 @torch.no_grad()
-def test_redrafter(exit_dim: int, layers: int, tmp_path: Path) -> None:
-    tensors = redrafter(exit_dim, layers)
+def test_redrafter(exit_dim: int, layers: int, rnn: bool, tmp_path: Path) -> None:
+    tensors = redrafter(exit_dim, layers, rnn)
     sizes = {"hidden_size": SIZE, "vocab_size": VOCAB, "exit_dim": -1, "num_draft_layers": -1}
-    write(tmp_path, REDRAFTER | sizes, tensors, MODEL)
+    write(tmp_path, REDRAFTER | sizes | {"rnn": rnn}, tensors, MODEL)
     drafter: Any = load_drafter(tmp_path, tiny("llama"))
     feature, state = normal(1, 1, SIZE), drafter.start(1, 8)
     root, child = torch.tensor([[5]]), torch.tensor([[9]])
