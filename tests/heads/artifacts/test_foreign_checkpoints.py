@@ -267,6 +267,93 @@ def test_eagle(dialect: str, tmp_path: Path) -> None:
     reads(tmp_path, name, *found)
 
 
+def sharded(folder: Path, config: dict[str, Any], shards: list[Tensors]) -> Path:
+    places = {}
+    for number, tensors in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write(folder, config, tensors, file)
+        places |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def test_heads_in_several_files_and_under_model(tmp_path: Path) -> None:
+    version, prefix, config, trimmed = eagle.DIALECTS["EAGLE-3"]
+    tensors = eagle.published(version, prefix, trimmed)
+    found = family("eagle3").from_checkpoint(config, tensors)
+    assert found is not None
+    inside = {f"model.{name}": t for name, t in tensors.items() if name not in ("d2t", "t2d")}
+    inside |= {name: tensors[name] for name in ("d2t", "t2d")}
+    names = sorted(inside)
+    halves = [{n: inside[n] for n in names[::2]}, {n: inside[n] for n in names[1::2]}]
+    reads(sharded(tmp_path / "it", config, halves), "eagle3", *found)
+
+
+def test_of_a_target_in_several_files_the_heads_alone_are_read(tmp_path: Path) -> None:
+    """The other file is no safetensors at all."""
+    heads = medusa(2, 1, True, "medusa_head.")
+    folder = sharded(tmp_path / "it", LLAMA | {"medusa_num_heads": 2}, [heads, {"x": normal(2)}])
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"not read")
+    drafter: Any = load_drafter(folder, tiny("llama"))
+    assert torch.equal(drafter.output[1], heads["medusa_head.1.1.weight"])
+
+
+def test_embeddings_of_the_target_are_not_copied(tmp_path: Path) -> None:
+    """In whichever dtype they were saved; others are the drafter's own, and an output layer is."""
+    model, own = tiny("llama"), eagle.published(1, "layers.0.")
+    theirs = model.get_input_embeddings().weight.detach()
+    output = model.lm_head.weight.detach()
+    for number, (embedding, head, fields) in enumerate((
+        (theirs.bfloat16(), output.bfloat16(), ("shared", "shared")),
+        (theirs.clone(), normal(VOCAB, SIZE), ("shared", "own")),
+        (normal(VOCAB, SIZE), output.float(), ("own", "shared")),
+    )):  # fmt: skip
+        tensors = own | {"embed_tokens.weight": embedding, "lm_head.weight": head}
+        folder = write(tmp_path / str(number), eagle.SAID, tensors, MODEL)
+        drafter: Any = load_drafter(folder, model)
+        assert (drafter.config.embedding, drafter.config.output) == fields
+        assert ("embed_tokens.weight" in drafter.state_dict()) == (fields[0] == "own")
+        states = normal(3, SIZE)
+        wanted = head.double() if fields[1] == "own" else output
+        torch.testing.assert_close(drafter.draft_logits(1)(states), F.linear(states, wanted))
+        torch.testing.assert_close(drafter.draft_output(1)(states), F.linear(states, wanted))
+        decodes_exactly(drafter)
+
+
+@pytest.mark.parametrize(
+    ("ids", "layers", "read"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, 4, [0, 2, 3]),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}}, 4, [0, 2, 3]),
+        ({}, 5, [2, 2, 2]),  # what the published rule gives, and engines read
+        ({}, 4, [2, 2, 1]),
+        ({}, 8, [2, 4, 5]),
+        ({}, 2, "names no layers of the target, which are then [2, 1, -1], and this target has 2"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, 4,
+         "input of layer 4 of its target (the output of layer 3), and this target has the layers"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, 4,
+         "input of layer 4 of its target (the output of layer 3)"),
+        ({"eagle_aux_hidden_state_layer_ids": [-2, 1, 2]}, 4, "input of layer -2"),
+    ],
+)  # fmt: skip
+def test_the_layers_that_are_read(ids: dict, layers: int, read: Any, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = COMMON | {"num_hidden_layers": layers}
+    model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)).eval()
+    folder = write(tmp_path / "it", eagle.SAID | ids, eagle.published(3, "midlayer."), MODEL)
+    if isinstance(read, str):
+        with pytest.raises(ArtifactError) as caught:
+            load_drafter(folder, model)
+        assert read in one_line(caught.value)
+        return
+    assert list(load_drafter(folder, model).config.feature_layers) == read
+
+
+def latent(tensors: Tensors) -> Tensors:
+    name = "midlayer.self_attn.q_proj.weight"
+    others = {n: t for n, t in tensors.items() if n != name}
+    return others | {"midlayer.self_attn.kv_a_proj_with_mqa.weight": normal(8, SIZE)}
+
+
 # What is said, and what is refused.
 
 
@@ -330,6 +417,15 @@ def without(tensors: Tensors, name: str) -> Tensors:
         (REDRAFTER, lambda: redrafter() | {"more": normal(2)}, MODEL, "found more [2]"),
         ({"model_type": "x"}, lambda: {"x": normal(3)}, MODEL, "of another kind"),
         (LLAMA, lambda: {"model.norm.weight": normal(3)}, MODEL, "no tokenizer"),
+        (eagle.SAID, lambda: latent(eagle.published(3, "midlayer.")), MODEL, "multi-head latent"),
+        (LLAMA | {"speculators_model_type": "dflash"}, dict, MODEL, "calls it 'dflash'"),
+        (LLAMA | {"architectures": ["DFlashDraftModel"]}, dict, MODEL, "'DFlashDraftModel'"),
+        (eagle.SAID | {"target_hidden_size": 32}, lambda: {
+            **eagle.published(3, "midlayer."), "fc.weight": normal(SIZE, 3 * 48)}, MODEL,
+         "hidden size 48, and this one's is 32; load the target that it was trained for"),
+        (eagle.SAID | {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}, lambda: {
+            **eagle.published(3, "midlayer."), "gate.weight": normal(2)}, MODEL,
+         "found gate.weight [2], expected none; it has a part that is not run here"),
     ],
 )  # fmt: skip
 def test_refused(
