@@ -20,12 +20,12 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
 import transformers
-from packaging.version import Version
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation import logits_process as hf
@@ -73,7 +73,8 @@ def never_captured(target: PreTrainedModel) -> str | None:
 
 
 def _longrope_waits() -> bool:
-    return Version(transformers.__version__) < Version("5.23")
+    """Before 5.23 it did; later versions choose the frequencies on the device."""
+    return tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 
 
 def never_captured_with(sampling: Sampling) -> str | None:
@@ -231,6 +232,12 @@ def repeated(
     for work in calls.values():
         work()
     return {name: Captured.by(capture, work) for name, work in calls.items()}
+
+
+def as_now(states: Any) -> Callable[[], None]:
+    """What puts the tensors that states hold now back in their places; it keeps them, too."""
+    held = [leaf for leaf in _leaves(states) if isinstance(leaf[2], Tensor)]
+    return partial(_hold, held)
 
 
 def addresses(*owners: Any) -> Hashable:

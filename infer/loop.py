@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from headstart.heads import OptionError, TokenTree
+from headstart.heads.core import current
 
-from .graphs import RoundGraphs
+from .graphs import RoundGraphs, never_captured_with
 from .request import ROOT_ONLY, Capacity, Request
 from .round import accept_and_commit, unpack
 from .rows import Rows
@@ -32,10 +33,13 @@ class Decoding:
 
     def __init__(self, request: Request, graphs: RoundGraphs | None = None):
         self.request, self.stats = request, Stats(request.policy.max_depth)
+        self.runner: EagerRunner | CapturedRunner = EagerRunner(request)
         if graphs is None or request.reads_text or request.record is not None:
-            self.runner: EagerRunner | CapturedRunner = EagerRunner(request)
-        else:
-            self.runner = CapturedRunner(request, graphs)
+            return
+        if (reason := never_captured_with(request.sampling)) is not None:
+            graphs.refuse(reason)
+            return
+        self.runner = CapturedRunner(request, graphs)
 
     def prefill(self, ids: Tensor, mask: Tensor, new_tokens: int) -> Emitted:
         """Run the prompts and emit each row's first token.
@@ -47,6 +51,10 @@ class Decoding:
         Raises:
             OptionError: a prompt has more tokens than the target has positions.
         """
+        with current(self.request.target.device):
+            return self._prefill(ids, mask, new_tokens)
+
+    def _prefill(self, ids: Tensor, mask: Tensor, new_tokens: int) -> Emitted:
         request, target, (batch, width) = self.request, self.request.target, ids.shape
         count = mask.sum(1)  # [B]
         pads = width - count.cpu().numpy()
@@ -84,14 +92,16 @@ class Decoding:
 
     def round(self) -> Emitted:
         """Draft, verify, accept and commit once, for every row; finished rows emit nothing."""
-        emitted = self._take(*self.runner.next_report())
+        with current(self.request.target.device):
+            emitted = self._take(*self.runner.next_report())
         self.stats.add(emitted)
         return emitted
 
     def settle(self) -> Iterator[Emitted]:
         """End the rounds that have started, without starting another."""
         for report in self.runner.settle():
-            emitted = self._take(*report)
+            with current(self.request.target.device):
+                emitted = self._take(*report)
             self.stats.add(emitted)
             yield emitted
 

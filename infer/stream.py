@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads import OptionError, Sampling, SlabCache
-from headstart.heads.core import in_steps
+from headstart.heads.core import current, in_steps
 
 from .loop import Decoding
 from .request import Capacity, Request
@@ -172,6 +172,10 @@ class _Stream:
     @torch.no_grad()
     def fill(self, prompts: Sequence[Prompt]) -> None:
         """Give prompts to free rows."""
+        with current(self.request.target.device):
+            self._fill(prompts)
+
+    def _fill(self, prompts: Sequence[Prompt]) -> None:
         for emitted in self.decoding.settle():  # those rows have ended in it, too
             self._add(emitted)
         for first in range(0, len(prompts), _TOGETHER):

@@ -23,6 +23,8 @@ from headstart.heads.core import (
     tree_forward,
 )
 
+from .capture import unwatched
+
 MODES = ("default", "max-autotune-no-cudagraphs")
 """The modes of `torch.compile` that capture no graphs of their own."""
 
@@ -47,7 +49,13 @@ def _compiled(model: PreTrainedModel, mode: bool | str, attention: str) -> Calla
     # What is compiled is kept by code, and its guards overlook hooks: with code of its own, a
     # target never meets what was compiled for another one's features.
     own = FunctionType(run.__code__.replace(), globals(), closure=run.__closure__)
-    return torch.compile(own, dynamic=False, mode=mode)
+    compiled = torch.compile(own, dynamic=False, mode=mode)
+
+    def call(**inputs: Any) -> Any:
+        with unwatched():  # it reads the model's weights, and what the round has just made
+            return compiled(**inputs)
+
+    return call
 
 
 class Target:
@@ -167,5 +175,6 @@ class Target:
     def _run_tapped(self, tokens: Tensor, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """The logits of a forward over tokens [B, T], and its features [B, T, F]."""
         if self.tap is not None:
-            return self.tap.run(forward)
+            logits, features = self.tap.run(forward)
+            return logits, features.to(logits.device)  # layers may lie on several GPUs
         return forward(), torch.empty(*tokens.shape, 0, device=tokens.device)

@@ -6,6 +6,7 @@ from .features import FINAL, FeatureTap, OutputLayer, capture, decoder_layers, o
 from .forward import causal_run, prefill_forward, tree_forward, tree_run
 from .masks import AttentionWindows, tree_mask
 from .offload import (
+    current,
     device_and_dtype,
     device_of,
     gathered,
