@@ -126,10 +126,7 @@ class _Stream:
         request, target, runner = self.request, self.request.target, self.decoding.runner
         request.capacity = Capacity(1, self.longest, runner.slots_ahead + request.policy.nodes)
         capacity = in_steps(request.capacity.slots)
-        if target.cache.batch == batch and target.cache.capacity >= capacity:
-            target.cache.clear()
-        else:
-            target.cache = SlabCache(target.shapes, batch, capacity)
+        target.cache.resize(batch, capacity)
         embedding: Any = target.model.get_input_embeddings()
         config = target.model.config.get_text_config()
         vocabulary = max(embedding.weight.shape[0], config.vocab_size)

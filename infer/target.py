@@ -108,10 +108,7 @@ class Target:
             Logits [B, V] after each row's last token, and features [B, T, F].
         """
         capacity = in_steps(max(capacity, tokens.shape[1]))
-        if self.cache.batch == tokens.shape[0] and self.cache.capacity >= capacity:
-            self.cache.clear()  # what was captured on its addresses stays good
-        else:
-            self.cache = SlabCache(self.shapes, tokens.shape[0], capacity)
+        self.cache.resize(len(tokens), capacity)
         return self._run_tapped(
             tokens, partial(prefill_forward, self.model, self.cache, tokens, counts)
         )
