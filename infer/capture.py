@@ -100,13 +100,11 @@ class Captured(Generic[_Found]):
     Attributes:
         replay: repeats it on the same addresses.
         result: what it returned, whose tensors a replay writes again.
-        work: kept, since what it has closed over lies at those addresses, too.
         borrowed: see `Borrowed`.
     """
 
     replay: Callable[[], Any]
     result: _Found
-    work: Callable[[], _Found]
     borrowed: dict[int, torch.UntypedStorage]
 
     @classmethod
@@ -120,7 +118,7 @@ class Captured(Generic[_Found]):
                 found.append(work())
 
         replay = capture(watched)
-        return cls(replay, found[0], work, borrowed.held)
+        return cls(replay, found[0], borrowed.held)
 
     def __call__(self) -> _Found:
         self.replay()

@@ -231,7 +231,9 @@ def repeated(
         return dict(calls)
     for work in calls.values():
         work()
-    return {name: Captured.by(capture, work) for name, work in calls.items()}
+    # Each call stays with its graph, and all that it has closed over.
+    captured = {name: (Captured.by(capture, work), work) for name, work in calls.items()}
+    return {name: lambda pair=pair: pair[0]() for name, pair in captured.items()}
 
 
 def as_now(states: Any) -> Callable[[], None]:

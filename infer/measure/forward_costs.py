@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads import Drafter, TokenTree
+from headstart.heads import Drafter, Step, TokenTree
 from headstart.heads.core import current
 
 from ..graphs import as_now, captures_rounds, repeated
@@ -85,12 +85,11 @@ def draft_costs(
     drafter.reserve(state, length, depth + 1 + max(counts))
     restore = as_now(state)
 
-    def begin(*level: Tensor) -> None:
+    def begin(*level: Tensor) -> Step:
         restore()  # a graph reads what was there when it was captured, not what another one left
         drafter.reserve(state, length, depth + 1 + max(counts))
-        drafter.begin(state, columns[0], columns[1], none)
-        if level:
-            drafter.extend(state, *level)
+        step = drafter.begin(state, columns[0], columns[1], none)
+        return drafter.extend(state, *level) if level else step
 
     levels = [] if drafter.independent or depth < 2 else list(counts)
     work: dict[int, Call] = {0: begin}

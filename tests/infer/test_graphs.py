@@ -1,6 +1,7 @@
 """Captured rounds write the text of rounds that run as written; a tape stands in for graphs."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -8,14 +9,18 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
 
-from headstart.heads import FAMILIES, DecodingError, Drafter
+from headstart.heads import FAMILIES, DecodingError, Drafter, OptionError, Sampling
+from headstart.heads.core.sampling import ROWWISE
 from headstart.infer import Speculator, graphs, request, runners
 from headstart.infer.graphs import RoundGraphs, addresses
 from headstart.infer.runners import CapturedRunner
 from tests.support.families import LENGTHS, TREES, drafter, target
 from tests.support.tape import NEW, SAMPLED, Tape, decode, on_tape
-from tests.support.tiny import prompts
+from tests.support.tiny import COMMON, one_line, prompts
 
 STATIC = TREES[1]
 
@@ -232,6 +237,89 @@ def test_a_round_that_cannot_be_captured() -> None:
         text = decode(replayed)
     assert torch.equal(text, decode(written))
     assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+
+
+def test_a_kind_that_fails_is_the_only_one() -> None:
+    """Its rounds run as they are written from then on, and all others are captured."""
+    tape, tries = Tape(), list[Any]()
+
+    def capture(work: Callable[[], Any]) -> Callable[[], Any]:
+        tries.append(work)
+        if len(tries) == 1:
+            raise RuntimeError("out of memory")
+        return tape(work)
+
+    rounds = RoundGraphs(capture)
+    value = torch.zeros(1)
+    with pytest.warns(RuntimeWarning, match="out of memory"):
+        for kind in "aaaabbbb":
+            rounds.run(kind, lambda: value.add_(1))
+    assert value.item() == 8 and len(tries) == 2
+    assert rounds.captures and rounds.replayed == 2 and rounds.failed == ["out of memory"]
+
+
+PROCESSORS: dict[type, tuple] = {
+    hf.TemperatureLogitsWarper: (0.7,), hf.TopKLogitsWarper: (9,), hf.TopPLogitsWarper: (0.8,),
+    hf.MinPLogitsWarper: (0.1,), hf.TypicalLogitsWarper: (0.9,), hf.EpsilonLogitsWarper: (0.01,),
+    hf.EtaLogitsWarper: (0.01,), hf.TopHLogitsWarper: (0.5,),
+    hf.SuppressTokensLogitsProcessor: ([3, 4],), hf.InfNanRemoveLogitsProcessor: (),
+    hf.LogitNormalization: (),
+}  # fmt: skip
+
+
+def test_what_waits_for_the_device_is_known_beforehand() -> None:
+    """Of the processors of single rows; what is not known would show as a failed capture."""
+    assert PROCESSORS.keys() == set(ROWWISE)
+    for kind, given in PROCESSORS.items():
+        replayed, written, tape = both("medusa", "chain:2")
+        processors = LogitsProcessorList([kind(*given)])
+        options = {"logits_processor": processors, "max_new_tokens": 12} | SAMPLED
+        reason = graphs.never_captured_with(Sampling(None, processors))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                assert torch.equal(decode(replayed, **options), decode(written, **options))
+        assert replayed.graphs is not None
+        said = [reason] if reason else []
+        assert replayed.graphs.failed == said
+        assert sum("cannot be captured" in str(each.message) for each in told) == len(said)
+        assert (tape.replayed == 0) == bool(reason), kind
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic", "longrope"])
+def test_rotary_scaling_that_reads_positions_is_known_beforehand(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10_000.0}
+    if kind == "longrope":
+        factors = [1.0] * 4
+        rope |= {"short_factor": factors, "long_factor": factors, "factor": 2.0}
+        rope["original_max_position_embeddings"] = 128
+    elif kind == "dynamic":
+        rope["factor"] = 2.0
+    model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**COMMON, rope_parameters=rope))
+    model = model.double().eval()
+    reason = graphs.never_captured(model)
+    if reason is None:
+        replayed = Speculator(model)
+        tape = on_tape(replayed)
+        assert torch.equal(decode(replayed), decode(Speculator(model)))
+        assert tape.replayed
+    else:
+        assert f"{kind} rotary scaling" in reason
+        with pytest.raises(OptionError, match=f"graphs is True, and {kind}") as caught:
+            Speculator(model, graphs=True)
+        one_line(caught.value)
+    monkeypatch.setattr(graphs.transformers, "__version__", "5.17.0")
+    assert (graphs.never_captured(model) is None) == (kind == "default")
+
+
+def test_a_target_on_several_gpus_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(target("tiny"))
+    model.lm_head.to("meta")
+    assert "spread over cpu and meta" in str(graphs.never_captured(model))
+    monkeypatch.setattr(graphs, "device_of", lambda model: torch.device("cuda"))
+    assert not graphs.captures_rounds(model) and graphs.captures_rounds(target("tiny"))
 
 
 def test_broken_scores_are_found_a_round_later(monkeypatch: pytest.MonkeyPatch) -> None:
