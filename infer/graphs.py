@@ -165,7 +165,7 @@ class RoundGraphs:
         if kind in self._rounds:
             self._rounds.move_to_end(kind)
         if isinstance(known, _Round):
-            self.replayed += 1
+            self.count_replay()
             result = known.captured()
             _hold(known.held)
             return result
@@ -186,6 +186,10 @@ class RoundGraphs:
             return work()
         self._rounds[kind] = _Round(captured, self._held)
         return captured.result
+
+    def count_replay(self) -> None:
+        """One more round is replayed."""
+        self.replayed += 1
 
     def refuse(self, reason: str) -> None:
         """Say why rounds of a request are not captured, which is known beforehand."""
