@@ -121,8 +121,9 @@ class Decoding:
         request, rows = self.request, self.request.rows
         tokens, nodes, met, broken = unpack(request, packed, steps)
         emitted, cut = rows.take(nodes, tokens, met)
-        if cut:
+        if cut or (rows.ended and not self.runner.holds_ended_rows):
             self.runner.restore_ended_rows(emitted.count)
+        if cut:
             rows.check()
         if request.reads_text:
             request.text.lengths = request.lengths + request.offset[:, 0]

@@ -22,6 +22,7 @@ from .trees.policy import Committed
 class EagerRunner:
     """Runs rounds as they are written, and reads each one's report before the next one starts."""
 
+    holds_ended_rows = False  # whether rounds leave rows that have ended where they are
     slots_ahead = 0  # slots written by rounds that start before it is known where their row ends
 
     def __init__(self, request: Request):
@@ -63,6 +64,8 @@ class CapturedRunner:
 
     The calls are those of `EagerRunner`, for a request whose text nobody reads.
     """
+
+    holds_ended_rows = True
 
     def __init__(self, request: Request, graphs: RoundGraphs):
         self.request, self.graphs = request, graphs

@@ -170,6 +170,36 @@ def test_rows_end_while_the_next_round_runs(monkeypatch: pytest.MonkeyPatch) -> 
     assert max(ahead) == 2
 
 
+def test_rows_that_have_ended_hold_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first row has ended, rounds run ahead as before, and nothing is put back."""
+    restored, ahead = [], []
+    restore, start = CapturedRunner.restore_ended_rows, CapturedRunner._start_round
+
+    def noted(self: CapturedRunner, count: Any) -> None:
+        restored.append(count)
+        restore(self, count)
+
+    def counted(self: CapturedRunner) -> None:
+        start(self)
+        ahead.append(len(self._started))
+
+    monkeypatch.setattr(CapturedRunner, "restore_ended_rows", noted)
+    monkeypatch.setattr(CapturedRunner, "_start_round", counted)
+    replayed, written, _ = both("medusa")
+    options: dict[str, Any] = {"max_new_tokens": 60}
+    end = int(decode(written, 4, **options)[0, 9 + 1])  # of the first row, soon
+    options["eos_token_id"] = [end]
+    text = decode(written, 4, **options)
+    lasts = sorted(int((row != 0).nonzero().max()) for row in text)
+    assert lasts[0] < lasts[-1] - 20, "a row ends long before another"
+    restored.clear()
+    assert torch.equal(decode(replayed, 4, **options), text)
+    assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+    rounds = len(replayed.stats.counts)
+    # A row's end, and each round after the last free one, is looked at.
+    assert len(restored) <= 12 < rounds and ahead.count(2) > rounds / 2
+
+
 def test_caches_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "FIRST_TOKENS", 8)
     for name in ("medusa", "hydra", "draft_model", "lookup"):
