@@ -71,7 +71,6 @@ class Eagle(TokenConditioned):
 
     config_class = EagleConfig
     config: Any
-    needs_length_bound = True
     from_checkpoint = staticmethod(eagle1)
     exports = EAGLE1
     _checkpointed = False  # see `checkpoint_activations`
@@ -110,6 +109,10 @@ class Eagle(TokenConditioned):
         """The layer's input for tokens [...] and the hidden states before them [..., D]."""
         pairs = torch.cat([self.embed(tokens), hidden], -1)
         return self.fc(pairs).to(self.dtype)  # under autocast too: what is added to stays precise
+
+    @property
+    def needs_length_bound(self) -> bool:
+        return self._layers.needs_length_bound
 
     def start(self, batch: int, capacity: int) -> DraftCache:
         return self._layers.start(batch)

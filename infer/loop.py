@@ -68,7 +68,8 @@ class Decoding:
         columns = torch.arange(longest, device=ids.device) + (width - count).unsqueeze(1)
         tokens = ids.gather(1, columns.clamp(max=width - 1))  # [B, T], padded on the right
         behind = self.runner.slots_ahead + request.policy.nodes
-        request.capacity = Capacity(longest, new_tokens, behind)
+        first = self.runner.first_tokens(batch, longest, new_tokens)
+        request.capacity = Capacity(longest, new_tokens, behind, first)
         logits, features = target.prefill(tokens, (width - pads).tolist(), request.capacity.slots)
         vocabulary, context = logits.shape[-1], None if limit is None else limit.positions
         together = bool(request.criteria) and not request.eos and batch > 1

@@ -124,7 +124,9 @@ class _Stream:
     def _start(self, batch: int) -> None:
         """Make a request whose rows have all ended, at position 0."""
         request, target, runner = self.request, self.request.target, self.decoding.runner
-        request.capacity = Capacity(1, self.longest, runner.slots_ahead + request.policy.nodes)
+        first = runner.first_tokens(batch, 1, self.longest)
+        behind = runner.slots_ahead + request.policy.nodes
+        request.capacity = Capacity(1, self.longest, behind, first)
         capacity = in_steps(request.capacity.slots)
         target.cache.resize(batch, capacity)
         embedding: Any = target.model.get_input_embeddings()

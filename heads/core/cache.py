@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import math
+import operator
 from dataclasses import dataclass
 from functools import cache
 
@@ -59,6 +60,14 @@ def no_kernel(
     if size > _KERNEL_SIZE:
         return f"its kernel knows head dimensions to {_KERNEL_SIZE}, found {size}"
     return None
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU that nothing uses; None for other devices, of which it is not known."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 @dataclass(frozen=True)
@@ -199,6 +208,12 @@ class SlabCache(Cache):
         The memory's own address might be, once it has been given back.
         """
         return self.batch, self.capacity, self._made
+
+    def bytes_of(self, batch: int, capacity: int) -> int:
+        """How much memory so many rows of so many slots take."""
+        sizes = (math.prod(shape.key) + math.prod(shape.value) for shape in self.shapes)
+        items = (shape.dtype.itemsize for shape in self.shapes)
+        return batch * capacity * sum(map(operator.mul, sizes, items))
 
     def clear(self) -> None:
         """Overwrite all with zeros: masked slots count as zero times what they hold, a NaN too."""

@@ -14,7 +14,8 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from headstart.heads import FAMILIES, DecodingError, Drafter, OptionError, Sampling
-from headstart.heads.core.sampling import ROWWISE
+from headstart.heads.core.sampling import ROWWISE, Suppressed
+from headstart.heads.parts import cached_layers
 from headstart.infer import Speculator, graphs, request, runners
 from headstart.infer.graphs import RoundGraphs, addresses
 from headstart.infer.runners import CapturedRunner
@@ -127,6 +128,57 @@ def test_tree_attention_needs_one_graph() -> None:
         masked = Speculator(target("tiny"), drafter(name, "tiny"), tree=tree)
         assert torch.equal(text, decode(masked, turn=1, **options))
         assert tape.taped == buckets
+
+
+def test_a_drafter_that_attends_to_trees_needs_one_graph_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own lengths are read on the device as well."""
+    true = cached_layers.choose_attention
+    monkeypatch.setattr(cached_layers, "choose_attention", lambda *given: true(*given[:-1], "tree"))
+    student = copy.deepcopy(drafter("draft_model", "tiny"))
+    student._layers._forward_setup = None
+    student.bind(target("tiny"))
+    ours = [Speculator(target("tiny"), student, tree=STATIC, attention="tree") for _ in range(2)]
+    tape, options = on_tape(ours[0]), {"max_new_tokens": 90}
+    assert torch.equal(decode(ours[0], 1, **options), decode(ours[1], 1, **options))
+    assert not student.needs_length_bound and drafter("draft_model", "tiny").needs_length_bound
+    assert tape.taped == 1 and tape.replayed > 10
+
+
+def test_other_numbers_need_no_other_graph() -> None:
+    """Temperature, top-p, min-p, penalty and suppressed tokens are read on the device."""
+    replayed, written, tape = both("medusa")
+    taped = []
+    for turn, many in enumerate((60, 2, 40, 3)):
+        options: dict[str, Any] = SAMPLED | {
+            "temperature": 0.6 + turn / 10, "top_p": 0.9 - turn / 10, "min_p": 0.01 + turn / 100,
+            "repetition_penalty": 1.1 + turn / 10, "suppress_tokens": list(range(many)),
+        }  # fmt: skip
+        text = decode(replayed, **options)
+        assert torch.equal(text, decode(written, **options))
+        assert not torch.isin(text[:, -NEW:], torch.arange(many)).any()
+        taped.append(tape.taped)
+    assert taped[1] == taped[3] > 0 and not replayed.graphs.failed  # type: ignore[union-attr]
+    decode(replayed, **SAMPLED | {"top_k": 9})
+    decode(replayed, **SAMPLED | {"top_k": 9})
+    assert tape.taped > taped[3]  # how many, and which processors there are, is built in
+
+
+def test_a_gpu_with_the_memory_has_space_for_all_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that the cache is never copied, and no round captured anew for it."""
+    monkeypatch.setattr(request, "FIRST_TOKENS", 8)
+    taped = {}
+    for free in (10**9, 10**5):
+        monkeypatch.setattr(request, "free_bytes", lambda device, free=free: free)
+        replayed, written, tape = both("draft_model", attention="tree")
+        options: dict[str, Any] = {"max_new_tokens": 180}
+        assert torch.equal(decode(replayed, 1, **options), decode(written, 1, **options))
+        address = replayed.target.cache.address
+        taped[free] = tape.taped, address[1]
+    assert taped[10**9][0] < taped[10**5][0] and taped[10**9][1] >= 189
 
 
 def test_what_a_drafter_carries_over_matters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +351,7 @@ PROCESSORS: dict[type, tuple] = {
 
 def test_what_waits_for_the_device_is_known_beforehand() -> None:
     """Of the processors of single rows; what is not known would show as a failed capture."""
-    assert PROCESSORS.keys() == set(ROWWISE)
+    assert PROCESSORS.keys() | {Suppressed} == set(ROWWISE)
     for kind, given in PROCESSORS.items():
         replayed, written, tape = both("medusa", "chain:2")
         processors = LogitsProcessorList([kind(*given)])
