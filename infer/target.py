@@ -24,6 +24,8 @@ from headstart.heads.core import (
     tree_forward,
 )
 
+from .capture import unwatched
+
 PACKED = "packed"
 MODES = (PACKED, "default", "max-autotune-no-cudagraphs")
 """Ways to compile: packed weights, or the modes of `torch.compile` that capture no graphs."""
@@ -58,7 +60,13 @@ def _compiled(model: PreTrainedModel, mode: str, attention: str) -> Callable[...
     # What is compiled is kept by code, and its guards overlook hooks: with code of its own, a
     # target never meets what was compiled for another one's features.
     own = FunctionType(run.__code__.replace(), globals(), closure=run.__closure__)
-    return torch.compile(own, dynamic=False, mode=mode)
+    compiled = torch.compile(own, dynamic=False, mode=mode)
+
+    def call(**inputs: Any) -> Any:
+        with unwatched():  # it reads the model's weights, and what the round has just made
+            return compiled(**inputs)
+
+    return call
 
 
 class Target:
@@ -128,10 +136,7 @@ class Target:
             Logits [B, V] after each row's last token, and features [B, T, F].
         """
         capacity = in_steps(max(capacity, tokens.shape[1]))
-        if self.cache.batch == tokens.shape[0] and self.cache.capacity >= capacity:
-            self.cache.clear()  # what was captured on its addresses stays good
-        else:
-            self.cache = SlabCache(self.shapes, tokens.shape[0], capacity)
+        self.cache.resize(len(tokens), capacity)
         return self._run_tapped(
             tokens, partial(prefill_forward, self._runner, self.cache, tokens, counts)
         )
@@ -195,5 +200,6 @@ class Target:
     def _run_tapped(self, tokens: Tensor, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """The logits of a forward over tokens [B, T], and its features [B, T, F]."""
         if self.tap is not None:
-            return self.tap.run(forward)
+            logits, features = self.tap.run(forward)
+            return logits, features.to(logits.device)  # layers may lie on several GPUs
         return forward(), torch.empty(*tokens.shape, 0, device=tokens.device)
