@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import Drafter, DrafterGroup, OptionError, SlabCache
-from headstart.heads.core import device_and_dtype, language_model_in, offloaded
+from headstart.heads.core import current, device_and_dtype, language_model_in
 
 from .generate_options import (
     Ending,
@@ -30,7 +30,7 @@ from .generate_options import (
     read_sampling,
     without_stop_strings,
 )
-from .graphs import RoundGraphs, captures_rounds
+from .graphs import RoundGraphs, captures_rounds, never_captured
 from .loop import Decoding
 from .request import Request
 from .rules.registry import choose_rule, find_rule
@@ -112,9 +112,11 @@ class Speculator:
             the model's weights and hooks built in: after changing them, make a new speculator.
         attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
             see `heads/core/tree_attention.py`; `auto`, that on CUDA where it passes a trial.
-        compile: whether the target's forwards are compiled, or the mode of `torch.compile`. The
-            first round of each batch size then takes long, and types of 16 bits round otherwise,
-            so near-ties may fall otherwise than without.
+        compile: whether forwards are made faster at some cost beforehand, or how. True packs the
+            weights on a CPU, of drafters too, for which it needs their size in memory once more.
+            Elsewhere it compiles the target's forwards, also by a mode of `torch.compile`; the
+            first round of each batch size then takes long. Sums are rounded otherwise, so near-ties
+            may fall otherwise than without; in float64 nothing is packed.
 
     Attributes:
         stats: what the last call did.
@@ -152,13 +154,11 @@ class Speculator:
         """Find how the target is run, where it is and in its dtype."""
         place = device_and_dtype(target)
         # Autocast would give what a trial caches other types than requests find.
-        with torch.autocast(place[0].type, enabled=False):
+        with torch.autocast(place[0].type, enabled=False), current(place[0]):
             self.target = Target(target, self.drafters.feature_layers, **self._runs)
-        if self._captures and offloaded(target):
-            raise OptionError(
-                "graphs is True, and the target's weights are streamed in for each forward, which "
-                "no graph repeats; leave graphs out, or load the target whole."
-            )
+            self._drafters_run = self.target.drafters_to_run(self.drafters)
+        if self._captures and (reason := never_captured(target)) is not None:
+            raise OptionError(f"graphs is True, and {reason}; leave graphs out.")
         captured = captures_rounds(target) if self._captures is None else self._captures
         self.graphs = RoundGraphs.on(self.device) if captured else None
         self._place = place
@@ -323,7 +323,7 @@ class Speculator:
         rule.check_sampling(sampling)
         request = Request(
             self.target,
-            self.drafters,
+            self._drafters_run,
             self.tree,
             sampling,
             rule=rule,
