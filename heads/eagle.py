@@ -76,7 +76,6 @@ class Eagle(TokenConditioned):
 
     config_class = EagleConfig
     config: Any
-    needs_length_bound = True
     from_checkpoint = staticmethod(eagle1)
     exports = EAGLE1
     _checkpointed = False  # see `checkpoint_activations`
@@ -135,6 +134,10 @@ class Eagle(TokenConditioned):
     def draft_output(self, depth: int) -> DraftLogits:
         shared = self.config.output == "shared"
         return super().draft_output(depth) if shared else DraftLogits(weight=self.lm_head.weight)
+
+    @property
+    def needs_length_bound(self) -> bool:
+        return self._layers.needs_length_bound
 
     def start(self, batch: int, capacity: int) -> DraftCache:
         return self._layers.start(batch)

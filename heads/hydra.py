@@ -93,7 +93,6 @@ class Hydra(TokenConditioned):
         size, layers = config.hidden_size, config.layers
         self.prefix: Any = None
         self._cached: Any = None
-        self.needs_length_bound = config.prefix
         if config.prefix:
             assert config.layer is not None, "HydraConfig.for_target says which"
             self.prefix, shapes = own_layers(config.layer)
@@ -115,6 +114,10 @@ class Hydra(TokenConditioned):
         if isinstance(module, nn.Linear):
             (nn.init.eye_ if isinstance(module, _Narrowing) else nn.init.zeros_)(module.weight)
             nn.init.zeros_(module.bias)
+
+    @property
+    def needs_length_bound(self) -> bool:
+        return self._cached is not None and self._cached.needs_length_bound
 
     @property
     def max_depth(self) -> int:

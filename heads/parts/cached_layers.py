@@ -143,6 +143,8 @@ class CachedLayers:
         """Run the last W of G nodes after the committed text; depth [B, G] is 1 at the first."""
         setup, lengths = self.forward_setup, state.lengths
         live = state.reserve(state.longest + depth.shape[1])
+        if setup.windows.tree:
+            live = state.slab.capacity  # lengths are read on the device
         positions = lengths.unsqueeze(1) + depth - 1  # [B, G]
         if setup.limit is not None:
             # Drafts past the limit are of no use; their positions must only be valid ones.
@@ -150,6 +152,11 @@ class CachedLayers:
         return tree_run(
             self.model, state.slab, setup.windows, inputs, lengths, positions, ancestors, live
         )
+
+    @property
+    def needs_length_bound(self) -> bool:
+        """See `Drafter`: masks are as wide as the bound, and tree attention has none."""
+        return not self.forward_setup.windows.tree
 
     @property
     def forward_setup(self) -> ForwardSetup:
