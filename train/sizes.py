@@ -55,5 +55,5 @@ def weight_bytes(target: PreTrainedModel, dtype: str) -> float:
 
 
 def state_bytes(train: Train) -> int:
-    """Of a parameter that learns: float32 weight and gradient, and Adam's moments, of 8 bits or 32."""
+    """Of a parameter that learns: its float32 weight and gradient, and the optimizer's moments."""
     return 10 if train.optimizer == "adamw_8bit" else 16
