@@ -65,7 +65,7 @@ class Drafter(StoredDrafter):
     base_model_prefix = ""
     main_input_name = "features"
 
-    independent: ClassVar[bool] = False
+    independent: bool = False
     """True when `begin` answers for every depth at once: row d - 1 of its Step holds the proposals
     for depth d, whatever was chosen above (Medusa); `extend` is then never called."""
 

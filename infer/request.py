@@ -92,6 +92,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.reads_text = bool(self.criteria or self.sampling.readers)
+        self.first_nodes = self.policy.first_nodes
         self.set_sampling(self.sampling)
 
     def set_sampling(self, sampling: Sampling) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from headstart.heads import DecodingError
 
-from .stats import Emitted
+from .stats import Drafted, Emitted
 
 _NEVER = 1 << 60
 
@@ -88,12 +88,16 @@ class Rows:
         self._emitted.clear()
 
     def take(
-        self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None = None
+        self,
+        nodes: np.ndarray,
+        tokens: np.ndarray,
+        met: np.ndarray | None = None,
+        drafter: np.ndarray | None = None,
     ) -> tuple[Emitted, bool]:
         """Add what a round accepted to the rows, as far as they go.
 
         Args:
-            nodes: [B] of the accepted path; tokens, met: see `unpack`.
+            nodes: [B] of the accepted path; tokens, met, drafter: see `unpack`.
 
         Returns:
             What the round emitted, and whether a row may have been cut, or its token be none.
@@ -117,7 +121,7 @@ class Rows:
             positions = self.positions
             self.longest = int(positions.max())
             self.even = int(positions.min()) == self.longest
-        self._emitted.append(Emitted(count, nodes, tokens))
+        self._emitted.append(Emitted(count, nodes, tokens, drafter))
         return self._emitted[-1], cut
 
     def _cut(self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None) -> np.ndarray:
@@ -163,13 +167,22 @@ class Rows:
 
     def text(self, pad: int) -> np.ndarray:
         """[B, longest] what the rows have emitted, padded after each row's end."""
-        tokens = np.concatenate([emitted.tokens for emitted in self._emitted], 1)
+        return self._laid_out([emitted.tokens for emitted in self._emitted], pad)
+
+    def drafted(self) -> Drafted:
+        """Who wrote each token of that text."""
+        depths = [emitted.depths for emitted in self._emitted]
+        drafters = [emitted.drafters for emitted in self._emitted]
+        return Drafted(self._laid_out(depths, -1), self._laid_out(drafters, -1))
+
+    def _laid_out(self, values: Sequence[np.ndarray], pad: int) -> np.ndarray:
+        """[B, longest] of values [B, A] for each round's tokens, padded after each row's end."""
         true = np.concatenate(
             [np.arange(e.tokens.shape[1]) < e.count[:, None] for e in self._emitted], 1
         )
         new = self.lengths[:, None] - self._width
         text = np.full((len(new), int(new.max())), pad)
-        text[np.arange(text.shape[1]) < new] = tokens[true]
+        text[np.arange(text.shape[1]) < new] = np.concatenate(values, 1)[true]
         if self._met_at is not None:
             text = text[:, : max(int(self._met_at.max()) - self._width, 0)]
         return text

@@ -102,14 +102,23 @@ class CachedLayers:
         if length:
             causal_run(self.model, state.slab, inputs)
 
-    def begin(self, state: DraftCache, count: Tensor, **inputs: Tensor) -> Any:
+    def begin(self, state: DraftCache, count: Tensor, ahead: int = 0, **inputs: Tensor) -> Any:
         """Run what was just committed, [B, A], of which `count` [B] are true tokens of each row.
 
         Padding is cached after the text, where the nodes that are grown from here on overwrite it.
+
+        Args:
+            ahead: how many of the inputs, the last ones of A, follow the row's true tokens in a
+                chain without being committed.
         """
         steps = torch.arange(_length(inputs), device=count.device)
         ancestors = (steps.unsqueeze(1) >= steps).expand(len(count), -1, -1)  # a chain
         depth = (steps + 1).expand(len(count), -1)
+        if ahead:
+            later, rows = steps >= len(steps) - ahead, count.unsqueeze(1)
+            seen = later | (steps < rows)  # [B, A], what those ahead may see
+            ancestors = ancestors & (seen.unsqueeze(1) | ~later.unsqueeze(1))
+            depth = torch.where(later, depth - (len(steps) - ahead) + rows, depth)
         found = self._run(state, inputs, depth, ancestors)
         state.lengths = state.lengths + count
         state.ancestors, state.depth = ancestors[:, :0, :0], depth[:, :0]
