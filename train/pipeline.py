@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import transformers
@@ -36,10 +37,17 @@ from .drafter_stage import (
     write_drafter,
 )
 from .fit.arguments import load_options, training_arguments
-from .processes.agreement import in_parallel, is_process_0, on_process_0, wait_for_all
+from .processes.agreement import (
+    from_process_0,
+    in_parallel,
+    is_process_0,
+    on_process_0,
+    wait_for_all,
+)
 from .processes.engine import join_deepspeed, loaded_as, loaded_whole, weights_are_sharded
 from .processes.launched import check_engine, check_shared
 from .processes.lifetime import watch_processes
+from .processes.tensor_parallel import loading_options
 from .recipe import Recipe
 from .scratch_target import train_target
 from .stages.fingerprints import FileHashes, deciding, model_fingerprint
@@ -89,10 +97,13 @@ class _Run:
         self.recipe, self.parts = recipe, parts
         # Before anything asks for the processes: these arguments set them up. The folder of the
         # checkpoints is set when the stage that writes them begins.
-        self.args = training_arguments(recipe.train, recipe.folder / CHECKPOINTS, recipe.seed)
+        self.together = recipe.target.tp_plan is not None
+        self.args = training_arguments(
+            recipe.train, recipe.folder / CHECKPOINTS, recipe.seed, self.together
+        )
         join_deepspeed(self.args)
         watch_processes()
-        self.engine = check_engine(self.args, os.environ)
+        self.engine = check_engine(self.args, os.environ, self.together)
         other = recipe.folder.with_name(recipe.shares) if recipe.shares else None
         self.store = StageStore(recipe.folder, fresh, other)
         self.hashes = FileHashes(recipe.folder / "hashes.json")
@@ -189,11 +200,15 @@ class _Run:
                 )
             tokenizer = self._tokenizer(target)
             texts = load_documents(corpus.folder, "train")
-            rank, world = self.args.process_index, self.args.world_size
-            pace = distill(
-                spec, lambda: self._load(target)[0], tokenizer, texts, folder, seed, rank, world,
-                progress=rank == 0, chat=chat, name=name,
-            )  # fmt: skip
+            given = spec, lambda: self._load(target)[0], tokenizer, texts
+            how = {"progress": is_process_0(), "chat": chat, "name": name}
+            if self.together and spec.writer == "own":
+                with TemporaryDirectory(prefix="headstart-") as copy:
+                    own = folder if is_process_0() else Path(copy)
+                    pace = distill(*given, own, seed, agree=from_process_0, **how)
+            else:
+                share = self.args.process_index, self.args.world_size
+                pace = distill(*given, folder, seed, *share, **how)
             wait_for_all()
             model = self._loaded[0] if self._loaded else None  # a server may have written
             if not is_process_0():
@@ -289,18 +304,24 @@ class _Run:
 
     def _tokenizer(self, target: Stage) -> Any:
         """The target's tokenizer, without its weights."""
+        return load_pretrained(AutoTokenizer, self._target_name(target), **self._revision())
+
+    def _revision(self) -> dict[str, str]:
         revision = self.recipe.target.revision
-        kept = {"revision": revision} if revision else {}
-        return load_pretrained(AutoTokenizer, self._target_name(target), **kept)
+        return {"revision": revision} if revision else {}
 
     def _load(self, target: Stage) -> tuple[PreTrainedModel, Any]:
         """The target on this process's device, and its tokenizer; loaded once."""
         if self._loaded is None:
-            name = self._target_name(target)
-            how = load_options(self.recipe.target, self.args.device, self.args.world_size)
-            with loaded_as(self.recipe.target.dtype, name):
+            name, spec = self._target_name(target), self.recipe.target
+            world, kept = self.args.world_size, self._revision()
+            how = load_options(spec, self.args.device, world)
+            if spec.tp_plan is not None and world > 1:
+                how |= loading_options(name, spec.tp_plan, world, **kept)
+            with loaded_as(spec.dtype, name):
                 model = load_pretrained(AutoModelForCausalLM, name, **how)
-            if "device_map" not in how and not weights_are_sharded():
+            placed = "device_map" in how or "distributed_config" in how
+            if not placed and not weights_are_sharded():
                 model.to(self.args.device)  # type: ignore[arg-type]
             self._loaded = model.eval(), self._tokenizer(target)
         return self._loaded

@@ -23,12 +23,17 @@ from headstart.heads.core.files import write_atomically
 
 from .agreement import from_all, from_process_0, is_process_0, wait_for_all
 from .engine import check_kind, describe, kind_of
+from .tensor_parallel import check_together
 
 _TRUE = ("1", "true", "yes", "on", "y", "t")  # as accelerate reads it
 
 
-def check_engine(args: TrainingArguments, environment: Mapping[str, str]) -> str:
+def check_engine(
+    args: TrainingArguments, environment: Mapping[str, str], together: bool = False
+) -> str:
     """What the run is spread over, printed once: `DDP, 2 processes, cpu, float32`.
+
+    `together` says that its processes divide the target's layers, see `tensor_parallel`.
 
     Raises:
         OptionError: the launcher was asked for something else.
@@ -49,7 +54,9 @@ def check_engine(args: TrainingArguments, environment: Mapping[str, str]) -> str
             "ACCELERATE_USE_CPU=true and leave out --cpu (see recipes/launch/ddp_cpu.yaml), and "
             "with GPUs ask for no more processes than there are."
         )
-    told = describe(args, environment)
+    if together:
+        check_together(kind)
+    told = describe(args, environment, together)
     if is_process_0() and world > 1:
         print(f"headstart: distributed: {told}", file=sys.stderr)
     return told
