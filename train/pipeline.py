@@ -16,7 +16,7 @@ from typing import Any, Self
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from headstart.heads import Drafter, OptionError, family
+from headstart.heads import Drafter, OptionError, family, fingerprint
 from headstart.heads.artifacts.files import METRICS
 from headstart.heads.artifacts.hub import split_revision
 from headstart.heads.core import load_pretrained
@@ -45,7 +45,13 @@ from .processes.agreement import (
     wait_for_all,
 )
 from .processes.engine import join_deepspeed, loaded_as, loaded_whole, weights_are_sharded
-from .processes.launched import check_engine, check_shared
+from .processes.launched import (
+    check_engine,
+    check_same,
+    check_same_target,
+    check_shared,
+    several_nodes,
+)
 from .processes.lifetime import watch_processes
 from .processes.tensor_parallel import loading_options
 from .recipe import Recipe
@@ -139,6 +145,8 @@ class _Run:
     def _check(self) -> None:
         """What can be told before the first stage, by process 0 for all."""
         world = self.args.world_size
+        if in_parallel():
+            check_same(self.recipe.to_dict())
         with loaded_whole():
             on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
         if in_parallel():
@@ -323,5 +331,7 @@ class _Run:
             placed = "device_map" in how or "distributed_config" in how
             if not placed and not weights_are_sharded():
                 model.to(self.args.device)  # type: ignore[arg-type]
+            if several_nodes(os.environ) and not weights_are_sharded():
+                check_same_target(fingerprint(model))
             self._loaded = model.eval(), self._tokenizer(target)
         return self._loaded

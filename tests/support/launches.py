@@ -56,12 +56,14 @@ class Job:
     settings: dict[str, Any] = field(default_factory=dict)
     arguments: list[str] = field(default_factory=list)  # of the launcher, beside the file
     place: Path = ROOT  # the working directory
+    command: list[str] | None = None  # what is launched, by default `several.py`
     process: Any = None
 
     def start(self) -> Job:
         self.folder.mkdir(parents=True)
         self.file.write_text(json.dumps({"recipes": self.recipes, **self.settings}))
-        line = [sys.executable, str(ROOT / "tests" / "support" / "several.py"), str(self.file)]
+        several = [str(ROOT / "tests" / "support" / "several.py"), str(self.file)]
+        line = [sys.executable, *(self.command or several)]
         if self.launch is not None:
             config = str(ROOT / "recipes" / "launch" / f"{self.launch}.yaml")
             launcher = [
@@ -103,7 +105,10 @@ class Job:
         return [json.loads(file.read_text()) for file in files]
 
     def errors(self) -> str:
-        return (self.folder / "err").read_text(errors="replace")[-3000:]
+        return self.whole_errors()[-3000:]
+
+    def whole_errors(self) -> str:
+        return (self.folder / "err").read_text(errors="replace")
 
     def pids(self) -> list[int]:
         """The processes of the job that are alive, but for the launcher."""

@@ -7,6 +7,7 @@ training of the recipe `run`: after a step (a number), in the second `validation
 `loader`; then it waits for `wait` seconds, or kills itself if it is the rank `killed`. Recipes
 whose names are in `bf16` take products in bfloat16, of a target in it. Those in `poisoned` read
 features that are not finite, on process 1 from the sixth step on, and are expected to stop there.
+Where `apart` is set each launcher's processes take those of others to be on another machine.
 """
 
 import json
@@ -30,6 +31,7 @@ from headstart.train.fit.non_finite import NonFiniteLoss
 from headstart.train.fit.target_with_drafter import TargetWithDrafter
 from headstart.train.fit.trainer import DrafterTrainer
 from headstart.train.fit.validate import Validation
+from headstart.train.processes import lifetime
 from headstart.train.processes.lifetime import end_processes
 from headstart.train.processes.stopping import Interrupted
 from headstart.train.recipe import parse_recipe
@@ -150,6 +152,9 @@ Speculator.generate = counted  # type: ignore[method-assign]
 TargetWithDrafter.read = read  # type: ignore[method-assign]
 pipeline._Run._load = load  # type: ignore[method-assign]
 arguments.multiplies_in_bf16 = in_bf16
+if JOB.get("apart"):
+    lifetime._machine = lambda: os.environ["GROUP_RANK"]
+    lifetime._UNREACHED = 3.0
 if os.environ.get("ACCELERATE_USE_FSDP") == "true":
     # On a CPU accelerate makes DDP of FSDP, unless it takes the processes for those of GPUs.
     pipeline.training_arguments = relabelled  # type: ignore[assignment]

@@ -154,6 +154,11 @@ def beat() -> None:
     store().add(f"headstart/alive/{torch.distributed.get_rank()}", 1)
 
 
+def signs_of(rank: int) -> int:
+    """How many signs of life a process has given so far."""
+    return store().add(f"headstart/alive/{rank}", 0)
+
+
 def _world() -> int:
     return torch.distributed.get_world_size()
 
@@ -170,7 +175,7 @@ def _wait(done: Callable[[], bool], whom: str) -> None:
             continue
         looked = now
         for rank in others:
-            sign = store().add(f"headstart/alive/{rank}", 0)
+            sign = signs_of(rank)
             known, since = signs.get(rank, (None, now))
             signs[rank] = (sign, since if sign == known else now)
             if now - signs[rank][1] > SILENT:

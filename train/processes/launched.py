@@ -10,15 +10,17 @@ import argparse
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 from accelerate import DistributedType
 from transformers import TrainingArguments
 
 from headstart.heads import OptionError
+from headstart.heads.artifacts.manifest import library_versions
 from headstart.heads.core.files import write_atomically
 
 from .agreement import from_all, from_process_0, is_process_0, wait_for_all
@@ -60,6 +62,46 @@ def check_engine(
     if is_process_0() and world > 1:
         print(f"headstart: distributed: {told}", file=sys.stderr)
     return told
+
+
+def check_same(recipe: dict[str, Any]) -> None:
+    """Raise OptionError where processes were given other settings, or run other versions."""
+    own = dict(_leaves(recipe, "")) | {f"version of {k}": v for k, v in library_versions().items()}
+    first, *others = from_all(own)
+    for number, found in enumerate(others, start=1):
+        names = [n for n in {**first, **found} if first.get(n) != found.get(n)]
+        if names:
+            name = names[0]
+            raise OptionError(
+                f"process {number} was started with another recipe or environment: {name} is "
+                f"{found.get(name)!r}, and {first.get(name)!r} on process 0; all nodes need the "
+                "same command and the same versions."
+            )
+
+
+def check_same_target(digest: str) -> None:
+    """Raise OptionError where processes have loaded different targets, by their fingerprints."""
+    found = from_all(digest)
+    if wrong := [rank for rank, other in enumerate(found) if other != found[0]]:
+        raise OptionError(
+            f"process {wrong[0]} has loaded another target than process 0; the files of "
+            "target.model must be the same on all nodes."
+        )
+
+
+def _leaves(settings: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """The settings of a recipe by their paths."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def several_nodes(environment: Mapping[str, str]) -> bool:
+    """Whether other machines take part in the run."""
+    world = int(environment.get("WORLD_SIZE", 1))
+    return int(environment.get("LOCAL_WORLD_SIZE", world)) < world
 
 
 def check_shared(folder: Path) -> None:
