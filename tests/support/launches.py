@@ -123,7 +123,7 @@ class Job:
                 found.append(int(folder.name))
         return found
 
-    def wait_until_ready(self, rank: int = 0, timeout: float = 100) -> None:
+    def wait_until_ready(self, rank: int = 0, timeout: float = 300) -> None:
         """Return when a process has reached the job's place `at`."""
         end = time.monotonic() + timeout
         while not Path(f"{self.file}.ready-{rank}").exists():

@@ -88,7 +88,7 @@ def interrupt(
     killed = (1 if engine else 0) if act == "kill" else None
     how = {"at": at, "run": name, "killed": killed, "wait": 60.0 if act == "kill" else 1.0}
     job = Job(root / f"interrupted-{name}", [*before, run], engine, how).start()
-    job.wait_until_ready(killed or 0, 100 + 20 * len(before))
+    job.wait_until_ready(killed or 0)
     if act == "launcher":
         os.kill(job.process.pid, signal.SIGKILL)
     elif act != "kill":
@@ -256,6 +256,39 @@ def test_processes_that_divide_the_target_train_what_one_does(
         for run in ("tiny", "parts-medusa")
     ]
     assert len(written[0]) > 4 and written[0] == written[1]
+
+
+@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
+def test_offloading_changes_nothing(
+    root: Path, trained: Callable[[str | None], Trained], name: str
+) -> None:
+    """As far as a CPU can: its memory is where offloaded weights and optimizers' states go."""
+    trained(None)
+    kinds = ("eagle3", "medusa2")
+    runs = [recipe(root, f"{name}-{kind}", kind, 2) for kind in kinds]
+    for process in Job(root / name, runs, name).run():
+        assert {seen["type"] for seen in process} == {"DEEPSPEED"}
+    for kind in kinds:
+        told = "ZeRO-2" if name == "zero2_offload" else "ZeRO-3"
+        assert metrics(root, f"{name}-{kind}")["ran_on"] == f"{told}, 2 processes, cpu, float32"
+        check_close(root, f"one-{kind}", f"{name}-{kind}", kind)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ENGINES)
+def test_saving_memory_and_compiling_change_nothing(
+    root: Path, trained: Callable[[str | None], Trained], name: str
+) -> None:
+    trained(None)
+    again, compiled = {"activation_checkpointing": True}, {"compile": True}
+    options = {
+        "draft_model": again, "eagle3": again, "medusa2": again | compiled, "redrafter": compiled,
+        "medusa": compiled,
+    }  # fmt: skip
+    runs = [recipe(root, f"options-{name}-{kind}", kind, 2, **how) for kind, how in options.items()]
+    Job(root / f"options-{name}", runs, name).run()
+    for kind in options:
+        check_close(root, f"one-{kind}", f"options-{name}-{kind}", kind)
 
 
 def test_a_single_process_in_place_of_two_is_refused(root: Path) -> None:

@@ -31,6 +31,11 @@ def train(path: str, overrides: list[str], fresh: bool = False) -> None:
     pipeline.train(load_recipe(path, overrides), fresh)
 
 
+def train_in_child(*given: Any) -> None:
+    multiprocessing.set_start_method("fork", force=True)  # of its own workers, as in any run
+    train(*given)
+
+
 def finished(root: Path) -> dict[str, str]:
     """The sha256 of every file of the finished stages."""
     return {
@@ -61,7 +66,7 @@ def test_a_kill_leaves_every_finished_stage_whole(tmp_path: Path, kills: int) ->
     for number in range(kills):
         setting = draw.choice(CHANGED)
         fresh = number % 3 == 2
-        child = context.Process(target=train, args=(str(recipe), [setting], fresh))
+        child = context.Process(target=train_in_child, args=(str(recipe), [setting], fresh))
         child.start()
         while f'"pid": {child.pid}' not in (root / "run.lock").read_text() and child.is_alive():
             time.sleep(0.01)
@@ -131,7 +136,7 @@ def test_a_killed_run_ends_with_the_same_artifact(tmp_path: Path, kills: int) ->
     context, draw, done = forks(), random.Random(kills), 0
 
     def start(name: str) -> Any:
-        child = context.Process(target=train, args=(str(path), [f"name={name}"]))
+        child = context.Process(target=train_in_child, args=(str(path), [f"name={name}"]))
         child.start()
         return child
 

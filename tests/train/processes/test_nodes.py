@@ -36,7 +36,7 @@ def test_two_nodes_train_what_one_process_does(tmp_path: Path) -> None:
     pipeline.train(parse_recipe(tiny))
     run, lost = (recipe(tmp_path, name, "redrafter", 2) for name in ("two", "lost"))
     pipeline.train(parse_recipe(recipe(tmp_path, "one", "redrafter", 4)))
-    how: dict[str, Any] = {"at": 5, "run": "lost", "wait": 60.0, "apart": True}
+    how: dict[str, Any] = {"at": 5, "run": "lost", "wait": 120.0, "apart": True}
     first, second = nodes(
         tmp_path,
         lambda rank, arguments: Job(
