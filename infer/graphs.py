@@ -26,7 +26,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads import DrafterGroup
-from headstart.heads.core import SlabCache, device_of, offloaded
+from headstart.heads.core import SlabCache, device_of, in_shards, offloaded
 
 Capture = Callable[[Callable[[], Any]], Callable[[], Any]]  # does work; returns what repeats it
 
@@ -40,9 +40,11 @@ _KINDS = 64  # so many graphs are held; then the oldest goes
 def captures_rounds(target: PreTrainedModel) -> bool:
     """Whether a target's rounds are captured unless told otherwise: on a GPU, with weights there.
 
-    Weights that are streamed in for each forward lie at no fixed address.
+    Weights that are streamed in for each forward lie at no fixed address, and those in shards need
+    other processes.
     """
-    return device_of(target).type == "cuda" and not offloaded(target)
+    alone = not offloaded(target) and not in_shards(target)
+    return device_of(target).type == "cuda" and alone
 
 
 class CudaCapture:

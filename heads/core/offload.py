@@ -35,6 +35,11 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.empty(0, device=hook.execution_device).device  # with its index, as weights have it
 
 
+def in_shards(module: nn.Module) -> bool:
+    """Whether processes hold parts of a module's weights: by ZeRO-3, FSDP2 or a plan of parts."""
+    return any(hasattr(w, "ds_id") or isinstance(w, DTensor) for w in module.parameters())
+
+
 @contextmanager
 def gathered(*modules: nn.Module | None, write: bool = False) -> Iterator[None]:
     """While this lasts, weights that DeepSpeed ZeRO-3 or FSDP2 has sharded are whole; all call.

@@ -24,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerControl
 
 from headstart.heads import Drafter
 from headstart.heads.artifacts.files import METRICS
-from headstart.heads.core import gathered, output_layer
+from headstart.heads.core import gathered, in_shards, output_layer
 
 from ..data.batches import batch_loader
 from ..data.training_rows import Rows
@@ -35,7 +35,6 @@ from ..processes.engine import (
     check_kind,
     describe,
     ends_of,
-    in_shards,
     keep_whole,
     kind_of,
     leave_out_frozen,

@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter
-from headstart.heads.core import row_seeds
+from headstart.heads.core import in_shards, row_seeds
 from headstart.infer import RULES, Speculator, StaticTree, Stats, parse_static
 from headstart.infer.measure.greedy_text import BATCH, Written, write_texts
 from headstart.infer.measure.ranks import best_tree, measure_ranks, replay
@@ -25,7 +25,6 @@ from headstart.infer.trees.parse import sparse_nodes
 
 from ..data.prefixes import HeldOutPrompt
 from ..processes.agreement import from_each, in_parallel, in_turn, own_share
-from ..processes.engine import in_shards
 
 Prompts = Sequence[HeldOutPrompt] | Sequence[Tensor]
 """Prompts of any lengths; tensors [P] count as prompts of different documents."""

@@ -17,12 +17,17 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import deepspeed as integration
 
 from headstart.heads import OptionError
-from headstart.heads.core import decoder_layers, gathered, load_pretrained, output_layer
+from headstart.heads.core import (
+    decoder_layers,
+    gathered,
+    in_shards,
+    load_pretrained,
+    output_layer,
+)
 
 TOGETHER = "tensor parallelism"
 """What a run is spread by whose processes divide the target's layers, in words."""
@@ -171,11 +176,6 @@ def size_buckets(args: TrainingArguments, hidden_size: int) -> None:
 def weights_are_sharded() -> bool:
     """Whether models are loaded in parts, one a process, which ZeRO-3 does from the start."""
     return integration.is_deepspeed_zero3_enabled()
-
-
-def in_shards(module: nn.Module) -> bool:
-    """Whether processes hold parts of a module's weights, by ZeRO-3 or FSDP2."""
-    return any(hasattr(w, "ds_id") or isinstance(w, DTensor) for w in module.parameters())
 
 
 def ends_of(target: PreTrainedModel) -> list[Any]:
