@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Self
@@ -24,7 +25,7 @@ from headstart.infer import RULES, load
 
 from .checks.early import check_prompts, check_run
 from .data.corpus import build_corpus, load_documents
-from .data.distill import distill, write_manifest
+from .data.distill import Pace, distill, write_manifest
 from .data.fingerprints import source_fingerprint
 from .data.prefixes import Part, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
@@ -54,7 +55,8 @@ from .processes.launched import (
 )
 from .processes.lifetime import watch_processes
 from .processes.tensor_parallel import loading_options
-from .recipe import Recipe
+from .recipe import Distill, Recipe
+from .rounds import write_in_rounds
 from .scratch_target import train_target
 from .stages.fingerprints import FileHashes, deciding, model_fingerprint
 from .stages.kept import (
@@ -208,15 +210,26 @@ class _Run:
                 )
             tokenizer = self._tokenizer(target)
             texts = load_documents(corpus.folder, "train")
-            given = spec, lambda: self._load(target)[0], tokenizer, texts
-            how = {"progress": is_process_0(), "chat": chat, "name": name}
-            if self.together and spec.writer == "own":
+            together = self.together and spec.writer == "own"
+            share = (0, 1) if together else (self.args.process_index, self.args.world_size)
+
+            def write(
+                spec: Distill, shards: range | None = None, choice: Path | None = None
+            ) -> Pace:
+                # Processes that write the same rows keep those of process 0.
                 with TemporaryDirectory(prefix="headstart-") as copy:
-                    own = folder if is_process_0() else Path(copy)
-                    pace = distill(*given, own, seed, agree=from_process_0, **how)
+                    own = Path(copy) if together and not is_process_0() else folder
+                    return distill(
+                        spec, lambda: self._load(target)[0], tokenizer, texts, own, seed, *share,
+                        is_process_0(), chat, name, shards, choice or own,
+                        from_process_0 if together else lambda value: value,
+                    )  # fmt: skip
+
+            if spec.rounds > 1:
+                judged = partial(self._judged, corpus, target)
+                pace = write_in_rounds(self.recipe, self.args, judged, write, folder)
             else:
-                share = self.args.process_index, self.args.world_size
-                pace = distill(*given, folder, seed, *share, **how)
+                pace = write(spec)
             wait_for_all()
             model = self._loaded[0] if self._loaded else None  # a server may have written
             if not is_process_0():

@@ -90,6 +90,12 @@ def plan_run(recipe: Recipe, processes: int = 1) -> Plan:
             f"distill.chat is template, but the tokenizer of {recipe.target.model} has no chat "
             "template; set distill.chat to plain or auto"
         )
+    if recipe.distill.rounds > 1 and (drafter.adapter is not None or not drafter.trainable):
+        what = "changes the target's text" if drafter.adapter is not None else "does not learn"
+        raise CheckError(
+            f"distill.rounds is {recipe.distill.rounds}, but a {recipe.drafter.family} drafter, "
+            f"which would write the later ones, {what}; set distill.rounds=1"
+        )
     _check_tree(recipe, drafter)
     _check_lengths(recipe, target, drafter)
     return Plan(target, drafter, tokenizer)
@@ -160,10 +166,12 @@ def _check_parts(recipe: Recipe, drafter: Drafter) -> None:
             f"target.tp_plan divides the target's layers, and {recipe.drafter.family} trains an "
             "adapter of them; set it to null, and use the launch file ddp or zero3."
         )
-    if recipe.distill.writer == "own" and recipe.distill.drafter is not None:
+    spec = recipe.distill
+    if spec.writer == "own" and (spec.drafter is not None or spec.rounds > 1):
         raise OptionError(
             "target.tp_plan has all processes write each row together, without a drafter; set "
-            "distill.drafter to null, or write the rows with one process before."
+            "distill.drafter to null and distill.rounds to 1, or write the rows with one process "
+            "before."
         )
 
 

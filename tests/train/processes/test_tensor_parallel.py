@@ -84,8 +84,9 @@ def test_adapters_and_drafting_writers_are_refused_before_any_stage() -> None:
     plan_run(tiny(), 2)
     with pytest.raises(OptionError, match="and medusa2 trains an adapter of them"):
         plan_run(tiny(drafter={"family": "medusa2"}), 2)
-    with pytest.raises(OptionError, match="write each row together, without a drafter"):
-        plan_run(tiny(distill=TINY["distill"] | {"drafter": "lookup"}), 2)
+    for drafting in ({"drafter": "lookup"}, {"rounds": 2}):
+        with pytest.raises(OptionError, match="write each row together, without a drafter"):
+            plan_run(tiny(distill=TINY["distill"] | drafting), 2)
     with pytest.raises(OptionError, match="among 4 processes, and its num_attention_heads is 2"):
         plan_run(tiny(), 4)
 
