@@ -93,7 +93,8 @@ def interrupt(
         os.kill(job.process.pid, signal.SIGKILL)
     elif act != "kill":
         os.kill(job.process.pid, signal.Signals[act])
-    job.wait_until_gone(10)
+    # A signal leaves the time for a step, a validation and a checkpoint, as long as launchers wait.
+    job.wait_until_gone(30 if act.startswith("SIG") else 10)
     assert job.end() != 0
     assert last_checkpoint(root, name) in KEPT[act][at]
     return run
