@@ -33,8 +33,8 @@ TYPES = {"ddp_cpu": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fs
 KEPT: dict[Any, dict[Any, set[int]]] = {
     "kill": {5: {3}, "validation": {3}, "loader": {3}},
     "launcher": {5: {3}, "validation": {3}, "loader": {3}},
-    "SIGTERM": {5: {6}, "validation": {7}, "loader": {5}},
-    "SIGINT": {5: {6}, "validation": {7}, "loader": {5}},
+    "SIGTERM": {5: {6, 7}, "validation": {7}, "loader": {5, 6}},
+    "SIGINT": {5: {6, 7}, "validation": {7}, "loader": {5, 6}},
 }
 # The family that is killed, packed, and the one that is trained in bfloat16, by engine; proofs take
 # all. None is one process.
@@ -77,16 +77,16 @@ def batch(engine: str | None) -> int:
 def interrupt(
     root: Path, name: str, kind: str, engine: str | None, at: Any, act: str, before: Any = ()
 ) -> dict[str, Any]:
-    """End a packed run in an `act` of violence; returns its recipe.
+    """Interrupt a packed run; returns its recipe.
 
     Args:
         at: the place in its training, see `several.py`.
-        act: `kill` a process, or its `launcher`, or send a signal to that.
+        act: `kill`, of a process; `launcher`, of that; or the name of a signal to the launcher.
         before: recipes that go on to their end first.
     """
     run = recipe(root, name, kind, batch(engine), **PACKED)
     killed = (1 if engine else 0) if act == "kill" else None
-    how = {"at": at, "run": name, "killed": killed, "wait": 60.0 if act == "kill" else 1.0}
+    how = {"at": at, "run": name, "killed": killed, "wait": 60.0 if act == "kill" else 2.0}
     job = Job(root / f"interrupted-{name}", [*before, run], engine, how).start()
     job.wait_until_ready(killed or 0)
     if act == "launcher":
