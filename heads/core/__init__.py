@@ -11,6 +11,7 @@ from .offload import (
     device_and_dtype,
     device_of,
     gathered,
+    in_shards,
     keep_resident,
     offloaded,
     streamed_from,
