@@ -19,6 +19,7 @@ from tests.support.paths import ROOT
 # What sets up an environment or checks the repository: .ci/run does both.
 _SETUP = re.compile(r"(make|pip|pytest|export|source|eval|git|python3? -m venv|\.ci/run)\b")
 _CAPITALS = re.compile(r"(?<![\w$-])[A-Z][A-Z_]{2,}(?![\w=])")
+_HERE = re.compile(r"<<'(\w+)'")
 _NEEDS = re.compile(r"#\s*needs .+")
 
 
@@ -40,7 +41,8 @@ class Command:
 
     @property
     def words(self) -> list[str]:
-        return shlex.split(self.text, comments=True)
+        """The words of its first line, which is all of it but for a here-document."""
+        return shlex.split(_HERE.sub("", self.text.partition("\n")[0]), comments=True)
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,14 @@ def commands_of(text: str) -> list[Command]:
     [('a b', True), ('c', False)]
     """
     found, needs = [], ""
-    for line in re.sub(r"\\\n\s*", "", text).splitlines():
+    lines = iter(re.sub(r"\\\n\s*", "", text).splitlines())
+    for line in lines:
         said = _NEEDS.search(line)
         if line.lstrip().startswith("#"):
             needs = said[0] if said else needs
         elif line.strip():
+            if here := _HERE.search(line):
+                line = "\n".join([line, *iter(lines.__next__, here[1]), here[1]])
             found.append(Command(line.strip(), said[0] if said else needs))
     return found
 
