@@ -43,6 +43,11 @@ class Stats:
         self._rounds += other._rounds
 
     @property
+    def reports(self) -> list[Emitted]:
+        """Each round's report."""
+        return list(self._rounds)
+
+    @property
     def counts(self) -> np.ndarray:
         """[rounds, B] tokens that each round emitted in each row; 0 in rows that had ended."""
         return np.array([emitted.count for emitted in self._rounds], dtype=int)
