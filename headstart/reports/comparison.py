@@ -26,27 +26,45 @@ def print_comparison(
     if as_json:
         print(to_json({"runs": reports}), file=out)
         return
-    figures = ("nodes", "τ", "ms/round", "× plain", "× generate", "same")
-    table = column_table(("tree", "rule"), figures)
+    more = [key for key in _VARIED if len({report.get(key) for report in reports}) > 1]
+    others = [key for key in _OTHERS if f"speedup_vs_{key}" in reports[0]]
+    figures = ("nodes", "τ", "ms/round", "× plain", *(f"× {key}" for key in others), "same")
+    names = [*(_VARIED[key] for key in more), "tree", "rule"]
+    table = column_table(names, figures, gap=2 if len(names) + len(figures) < 9 else 1)
     for report in reports:
-        table.add_row(*_row(report))
+        values = (str(report.get(key)) for key in more)
+        table.add_row(*values, *_row(report, others))
     console = titled(out, title)
     print_apart(console, table)
+    if any(_unsure(report, "plain") for report in reports):
+        console.print("~: within noise, the 95% interval of the median holds 1", style="dim")
     _print_shared(reports, console)
 
 
-def _row(report: Report) -> list[str]:
-    """tree, rule, nodes, τ, ms per round, both median speedups, whether all outputs agree."""
-    speedups = [report.get(f"speedup_vs_{name}") for name in ("plain", "generate")]
+_VARIED = {"drafter": "drafter", "temperature": "T", "batch_size": "batch"}
+_OTHERS = ("generate", "assistant", "lookup")
+
+
+def _row(report: Report, others: Sequence[str] = ("generate",)) -> list[str]:
+    """tree, rule, nodes, τ, ms per round, median speedups, whether all outputs agree."""
     same = [report.get(f"identical_to_{name}") for name in ("plain", "generate")]
     return [
         tree_name(report),
         rule_name(report),
         str(report["nodes"]),
         *(shown(report, key, "{:.2f}") or "–" for key in ("tau", "ms_per_round")),
-        *(f"{of['median']:.2f}" if of else "–" for of in speedups),
+        *(_speedup(report, name) for name in ("plain", *others)),
         "NO" if False in same else "yes" if True in same else "–",
     ]
+
+
+def _speedup(report: Report, name: str) -> str:
+    of = report.get(f"speedup_vs_{name}")
+    return f"{'~' if _unsure(report, name) else ''}{of['median']:.2f}" if of else "–"
+
+
+def _unsure(report: Report, name: str) -> bool:
+    return bool((report.get(f"speedup_vs_{name}") or {}).get("within_noise"))
 
 
 def _print_shared(reports: Sequence[Report], console: Console) -> None:
