@@ -57,12 +57,14 @@ def run(options: argparse.Namespace) -> int:
         prepared = prepare(matrix, options, questions)
         measured = measure(prepared, matrix)
         page = folder and write_bench_report(measured, folder)
+    title, notes = "headstart bench", measured.notes
     if len(measured.reports) == 1:
-        print_report(measured.reports[0], sys.stdout, "headstart bench", options.json)
+        report = measured.reports[0] | {"notes": notes}
+        print_report(report, sys.stdout, title, options.json)
     else:
-        print_comparison(measured.reports, sys.stdout, "headstart bench", options.json)
+        print_comparison(measured.reports, sys.stdout, title, options.json, notes)
     if not options.json:
-        for line in measured.notes:
+        for line in notes:
             print(f"\n{line}")
         if page is not None:
             print(f"\nThe report is {page}")

@@ -20,11 +20,15 @@ if TYPE_CHECKING:
 
 
 def print_comparison(
-    reports: Sequence[Report], out: TextIO, title: str, as_json: bool = False
+    reports: Sequence[Report],
+    out: TextIO,
+    title: str,
+    as_json: bool = False,
+    notes: Sequence[str] = (),
 ) -> None:
     """Print the document, or a line for each report."""
     if as_json:
-        print(to_json({"runs": reports}), file=out)
+        print(to_json({"runs": reports, "notes": notes}), file=out)
         return
     more = [key for key in _VARIED if len({report.get(key) for report in reports}) > 1]
     others = [key for key in _OTHERS if f"speedup_vs_{key}" in reports[0]]
