@@ -1,10 +1,11 @@
 """Sequoia's claims on this machine: larger trees pay only when optimal, and sampling stays robust.
 
-    python benchmarks/sequoia.py TARGET DRAFTER PROMPTS OUT [--limit 48] [--part size,sampling]
+    python benchmarks/sequoia.py TARGET DRAFTER PROMPTS OUT [--limit 32] [--part size,sampling]
 
 Tree size: τ of optimal trees, of k chains from the root and of binary trees, to 512 nodes. It comes
 from ranks recorded on the target's greedy text (`infer/measure/ranks.py`): fitted on one half of the
-texts, replayed on the other, and the halves exchanged. Sampling: τ of one fixed tree, really decoded
+texts, replayed on the other, and the halves exchanged. Prompts are windows of 64 tokens, evenly
+spaced, continued by 64. Sampling: τ of one fixed tree, really decoded
 under the rule `rejection`, with children drawn without replacement, with replacement, and the top k.
 
 Writes OUT/sequoia.json and OUT/sequoia.png. τ depends on no clock, so a busy machine measures the
@@ -33,20 +34,23 @@ TEMPERATURES, TOP_P = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2), (0.8, 0.9, 1.0)
 EXPANSIONS = ("without_replacement", "with_replacement", "topk")
 SAMPLED_TREE = "cartesian:4,2,1,1"
 CHAINS = 4
+BATCH = 32
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     for name in ("target", "drafter", "prompts", "out"):
         parser.add_argument(name)
-    parser.add_argument("--limit", type=int, default=48)
-    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--limit", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--part", default="size,sampling")
     options = parser.parse_args()
     loaded = headstart.load(options.target, options.drafter, tree="plain")
     assert loaded.tokenizer is not None
     texts = [loaded.tokenizer(d.text)["input_ids"] for d in read_documents(options.prompts)]
-    prompts = [torch.tensor(text[:64]) for text in texts if len(text) >= 64][: options.limit]
+    windows = [text[at : at + 64] for text in texts for at in range(0, len(text) - 64, 64)]
+    every = max(len(windows) // options.limit, 1)
+    prompts = [torch.tensor(window) for window in windows[::every][: options.limit]]
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
     kept = out / "sequoia.json"
@@ -108,10 +112,10 @@ def by_sampling(loaded: Any, prompts: Sequence[torch.Tensor], new_tokens: int) -
             for top_p in TOP_P:
                 how: dict[str, Any] = {"temperature": temperature, "top_k": 0, "top_p": top_p}
                 tokens, rounds = torch.zeros(len(batch)), torch.zeros(len(batch))
-                for at in range(0, len(batch), 16):
-                    seeds = list(range(at, min(at + 16, len(batch))))
+                for at in range(0, len(batch), BATCH):
+                    seeds = list(range(at, min(at + BATCH, len(batch))))
                     speculator.generate(
-                        batch[at : at + 16], do_sample=True, max_new_tokens=new_tokens, seed=seeds,
+                        batch[at : at + BATCH], do_sample=True, max_new_tokens=new_tokens, seed=seeds,
                         eos_token_id=None, **how,
                     )  # fmt: skip
                     counts = torch.from_numpy(speculator.stats.counts)

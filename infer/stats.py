@@ -42,10 +42,10 @@ class Stats:
     def extend(self, other: Self) -> None:
         self._rounds += other._rounds
 
-    @property
-    def reports(self) -> list[Emitted]:
-        """Each round's report."""
-        return list(self._rounds)
+    def rounds_of(self, row: int) -> list[tuple[int, int]]:
+        """Of each round of a row: tokens emitted, and nodes of its path, the root counted."""
+        pairs = ((int(each.count[row]), int(each.nodes[row])) for each in self._rounds)
+        return [(count, nodes) for count, nodes in pairs if count]
 
     @property
     def counts(self) -> np.ndarray:

@@ -255,15 +255,9 @@ def _answers(
     for row, chat in enumerate(batch):
         new = run.text[row, width:].tolist()
         end = next((at + 1 for at, token in enumerate(new) if token in ends), len(new))
-        found.append(Answer(chat, turn, new[:end], _rounds(run.stats, row)))
+        rounds = run.stats.rounds_of(row) if run.stats else []
+        found.append(Answer(chat, turn, new[:end], rounds))
     return found
-
-
-def _rounds(stats: Stats | None, row: int) -> list[tuple[int, int]]:
-    if stats is None:
-        return []
-    pairs = ((int(each.count[row]), int(each.nodes[row])) for each in stats.reports)
-    return [(count, nodes) for count, nodes in pairs if count]
 
 
 def _ends(model: PreTrainedModel) -> set[int]:

@@ -19,32 +19,39 @@ def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
     Args:
         best: the step of the checkpoint that became the artifact.
     """
-    if importlib.util.find_spec("matplotlib") is None or not metrics.is_file():
-        return False
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    trained = [line for line in lines if line.get("loss") is not None]
-    validated = [line for line in lines if line.get("tau") is not None]
-    if not trained and not validated:
+    trained, validated = read_metrics(metrics)
+    if importlib.util.find_spec("matplotlib") is None or not (trained or validated):
         return False
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 3.6), layout="constrained")
     left, middle, right = figure.subplots(1, 3, sharex=True)
-    _draw_loss(left, trained)
-    _draw_tau(middle, validated, best)
-    _draw_acceptance(right, validated)
+    draw_loss(left, trained)
+    draw_tau(middle, validated, best)
+    draw_acceptance(right, validated)
     figure.savefig(image, dpi=120, metadata={"Software": None})
     return True
 
 
-def _draw_loss(axes: Axes, lines: list[Line]) -> None:
+def read_metrics(metrics: Path) -> tuple[list[Line], list[Line]]:
+    """The lines of training and those of validation; none where there is no file."""
+    if not metrics.is_file():
+        return [], []
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    trained = [line for line in lines if line.get("loss") is not None]
+    return trained, [line for line in lines if line.get("tau") is not None]
+
+
+def draw_loss(axes: Axes, lines: list[Line]) -> None:
+    """The loss over the steps."""
     few = "." if len(lines) < 20 else ""
     axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], marker=few)
     axes.set(title="loss", xlabel="step")
     axes.grid(alpha=0.3)
 
 
-def _draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
+def draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
+    """τ over the steps with its standard error, and which step was kept."""
     steps = [line["step"] for line in lines]
     errors = [line.get("tau_se") or 0.0 for line in lines]
     taus = [line["tau"] for line in lines]
@@ -62,7 +69,7 @@ def _draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
         axes.legend(fontsize="small", loc="best")
 
 
-def _draw_acceptance(axes: Axes, lines: list[Line]) -> None:
+def draw_acceptance(axes: Axes, lines: list[Line]) -> None:
     """A line for each depth that was ever reached, over the steps."""
     from matplotlib import colormaps
 
