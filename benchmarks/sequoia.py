@@ -2,20 +2,21 @@
 
     python benchmarks/sequoia.py TARGET DRAFTER PROMPTS OUT [--limit 32] [--part size,sampling]
 
-Tree size: τ of optimal trees, of k chains from the root and of binary trees, to 512 nodes. It comes
-from ranks recorded on the target's greedy text (`infer/measure/ranks.py`): fitted on one half of the
-texts, replayed on the other, and the halves exchanged. Prompts are windows of 64 tokens, evenly
-spaced, continued by 64. Sampling: τ of one fixed tree, really decoded
-under the rule `rejection`, with children drawn without replacement, with replacement, and the top k.
+Tree size: τ of optimal trees, of k chains from the root and of binary trees, to 512 nodes. It
+comes from ranks recorded on the target's greedy text (`infer/measure/ranks.py`): trees are fitted
+on one half of the texts and replayed on the other, and the halves exchanged. Sampling: τ of one
+fixed tree, really decoded under the rule `rejection`, with children drawn without replacement, with
+replacement, and the top k. Prompts are windows of 64 tokens, evenly spaced, continued by 64.
 
-Writes OUT/sequoia.json and OUT/sequoia.png. τ depends on no clock, so a busy machine measures the
-same. Source of the claims: Chen et al. 2024 (arXiv 2402.12374), figures 4 and 5.
+Writes OUT/sequoia.json, whose points of sampling a second run does not measure again, and
+OUT/sequoia.png. τ depends on no clock, so a busy machine measures the same. Source of the claims: Chen et al. 2024 (arXiv 2402.12374), figures 4 and 5.
 """
 
 import argparse
+import itertools
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +31,10 @@ from headstart.train.data.reading import read_documents
 
 SIZES = (2, 4, 8, 16, 32, 64, 128, 256, 512)
 DEPTH, WIDTH = 16, 64
-TEMPERATURES, TOP_P = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2), (0.8, 0.9, 1.0)
+TEMPERATURES, TOP_P = (0.2, 0.4, 0.6, 0.8, 1.0, 1.2), (1.0, 0.8, 0.9)
 EXPANSIONS = ("without_replacement", "with_replacement", "topk")
 SAMPLED_TREE = "cartesian:4,2,1,1"
 CHAINS = 4
-BATCH = 32
 
 
 def main() -> None:
@@ -55,9 +55,13 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     kept = out / "sequoia.json"
     found = json.loads(kept.read_text()) if kept.is_file() else {}
-    for part, measure in (("size", by_size), ("sampling", by_sampling)):
-        if part in options.part.split(","):
-            found[part] = measure(loaded, prompts, options.new_tokens)
+    parts = options.part.split(",")
+    if "size" in parts:
+        found["size"] = by_size(loaded, prompts, options.new_tokens)
+        kept.write_text(json.dumps(found, indent=1) + "\n")
+    if "sampling" in parts:
+        for done in by_sampling(loaded, prompts, options.new_tokens, found.get("sampling", {})):
+            found["sampling"] = done
             kept.write_text(json.dumps(found, indent=1) + "\n")
     draw(found, out / "sequoia.png")
 
@@ -100,32 +104,28 @@ def fixed(shape: str, size: int, depth: int) -> list[list[int]]:
     return [[k] + [0] * d for k, length in enumerate(lengths) for d in range(length)]
 
 
-def by_sampling(loaded: Any, prompts: Sequence[torch.Tensor], new_tokens: int) -> dict[str, Any]:
-    """τ by expansion, temperature and top-p."""
+def by_sampling(
+    loaded: Any, prompts: Sequence[torch.Tensor], new_tokens: int, found: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """τ by top-p, expansion and temperature, after each point; those in `found` are kept."""
     batch = torch.stack(list(prompts))
-    found: dict[str, Any] = {"tree": SAMPLED_TREE, "prompts": len(batch), "points": []}
-    for expansion in EXPANSIONS:
+    points = found.get("points", [])
+    known = {(p["expansion"], p["temperature"], p["top_p"]) for p in points}
+    for top_p, expansion, temperature in itertools.product(TOP_P, EXPANSIONS, TEMPERATURES):
+        if (expansion, temperature, top_p) in known:
+            continue
         speculator = Speculator(
             loaded.model, loaded.drafter, tree=SAMPLED_TREE, rule="rejection", expansion=expansion
         )
-        for temperature in TEMPERATURES:
-            for top_p in TOP_P:
-                how: dict[str, Any] = {"temperature": temperature, "top_k": 0, "top_p": top_p}
-                tokens, rounds = torch.zeros(len(batch)), torch.zeros(len(batch))
-                for at in range(0, len(batch), BATCH):
-                    seeds = list(range(at, min(at + BATCH, len(batch))))
-                    speculator.generate(
-                        batch[at : at + BATCH], do_sample=True, max_new_tokens=new_tokens, seed=seeds,
-                        eos_token_id=None, **how,
-                    )  # fmt: skip
-                    counts = torch.from_numpy(speculator.stats.counts)
-                    tokens[seeds] = counts.sum(0).float()
-                    rounds[seeds] = (counts > 0).sum(0).float()
-                pairs = list(zip(tokens.tolist(), rounds.tolist(), strict=True))
-                point = {"expansion": expansion, "temperature": temperature, "top_p": top_p}
-                found["points"].append(point | ratio(pairs))
-                print(found["points"][-1], flush=True)
-    return found
+        how: dict[str, Any] = {"temperature": temperature, "top_k": 0, "top_p": top_p}
+        how |= {"do_sample": True, "max_new_tokens": new_tokens, "eos_token_id": None}
+        speculator.generate(batch, seed=list(range(len(batch))), **how)
+        counts = speculator.stats.counts
+        pairs = list(zip(counts.sum(0).tolist(), (counts > 0).sum(0).tolist(), strict=True))
+        point = {"expansion": expansion, "temperature": temperature, "top_p": top_p}
+        points.append(point | ratio(pairs))
+        print(points[-1], flush=True)
+        yield {"tree": SAMPLED_TREE, "prompts": len(batch), "points": points}
 
 
 def ratio(counts: Sequence[tuple[float, float]]) -> dict[str, float]:
@@ -158,9 +158,10 @@ def draw(found: dict[str, Any], path: Path) -> None:
     if "sampling" in found:
         names = {e: e.replace("_", " ").replace("topk", "top k") for e in EXPANSIONS}
         for (expansion, label), color in zip(names.items(), colors, strict=True):
-            for top_p, style in zip(TOP_P, (":", "--", "-"), strict=True):
+            for top_p, style in zip(TOP_P, ("-", ":", "--"), strict=True):
                 own = [p for p in found["sampling"]["points"]
                        if p["expansion"] == expansion and p["top_p"] == top_p]  # fmt: skip
+                own.sort(key=lambda p: p["temperature"])
                 right.plot([p["temperature"] for p in own], [p["tau"] for p in own], style,
                            marker="o", ms=3, color=color, lw=1.4,
                            label=f"{label}" if top_p == 1.0 else None)  # fmt: skip

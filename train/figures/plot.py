@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .report.drawings import depth_color
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -71,8 +73,6 @@ def draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
 
 def draw_acceptance(axes: Axes, lines: list[Line]) -> None:
     """A line for each depth that was ever reached, over the steps."""
-    from matplotlib import colormaps
-
     depths = max((len(line.get("acceptance_by_depth") or ()) for line in lines), default=0)
     for depth in range(depths):
         points = [
@@ -82,7 +82,7 @@ def draw_acceptance(axes: Axes, lines: list[Line]) -> None:
             and line["acceptance_by_depth"][depth] is not None
         ]
         if points:
-            color = colormaps["viridis"](0.85 * depth / max(depths - 1, 1))
+            color = depth_color(depth + 1)
             axes.plot(*zip(*points, strict=True), "o-", ms=3, color=color, label=f"{depth + 1}")
     axes.set(title="acceptance by depth", xlabel="step", ylim=(0, 1.02))
     axes.grid(alpha=0.3)

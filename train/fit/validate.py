@@ -42,7 +42,9 @@ def measure_tau(
     """Decode prompts: what `tau_of` says, and `acceptance_by_depth`, None where none came.
 
     Also `samples`: of the first prompts of different documents what was written, `ids`, and of each
-    round the tokens that it emitted and the nodes of its accepted path, `rounds`. Prompts are decoded in batches, padded on the left. Rules that sample do so at temperature 1.
+    round the tokens that it emitted and the nodes of its accepted path, `rounds`.
+
+    Prompts are decoded in batches, padded on the left. Rules that sample do so at temperature 1.
     """
     given = _held_out(prompts)
     was_training = drafter.training
@@ -54,7 +56,7 @@ def measure_tau(
         how |= {"do_sample": True, "temperature": 1.0, "top_k": 0}
     seeds = row_seeds(seed, len(given)).tolist()
     firsts = {prompt.document: number for number, prompt in reversed([*enumerate(given)])}
-    shown: dict[int, dict[str, Any]] = dict.fromkeys(sorted(firsts.values())[:_SHOWN], {})
+    shown: dict[int, dict[str, Any]] = {key: {} for key in sorted(firsts.values())[:_SHOWN]}
     counts = np.zeros((len(given), 2), dtype=int)  # tokens and rounds of each prompt
     # Prompts of about the same length go together, so that little is padding.
     by_length = sorted(range(len(given)), key=lambda i: len(given[i].tokens))
@@ -90,8 +92,9 @@ def tau_of(prompts: Sequence[HeldOutPrompt], counts: np.ndarray) -> dict[str, An
         counts: [n, 2], the tokens and the rounds of each prompt.
 
     Returns:
-        `tau`, 1 where there was no round; `tau_se`, see `standard_error`; `tau_by_prompt`; and, where the prompts
-        are of several sources, `tau_by_source`: for each `tau`, `tau_se` and `prompts`.
+        `tau`, 1 where there was no round; `tau_se`, see `standard_error`; `tau_by_prompt`; and,
+        where the prompts are of several sources, `tau_by_source`: for each `tau`, `tau_se` and
+        `prompts`.
     """
     documents = [prompt.document for prompt in prompts]
     found = {"tau": ratio(counts), "tau_se": standard_error(counts, documents)}

@@ -43,7 +43,7 @@ def acceptance_by_depth(axes: Axes, shares: Mapping[str, Sequence[float | None]]
             color = COLORS[number % len(COLORS)]
             axes.plot(places, heights, "o-", color=color, ms=4, label=name)
     axes.set(xlabel="depth of the drafted token", ylim=(0, 112))
-    axes.set_ylabel("accepted, % of those whose parent was")
+    axes.set_ylabel("accepted, %")
     deepest = max((d for points in known.values() for d, _ in points), default=1)
     axes.set_xticks(range(1, deepest + 1, 1 if deepest <= 12 else 2))
     if len(known) > 1:

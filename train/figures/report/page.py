@@ -127,10 +127,12 @@ def draw(picture: Picture, ink: str) -> Figure:
     from matplotlib.figure import Figure
 
     names = ("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color")
-    with mpl.rc_context(_STYLE | dict.fromkeys(names, ink) | {"axes.facecolor": "none"}):
+    style: Any = _STYLE | dict.fromkeys(names, ink) | {"axes.facecolor": "none"}
+    with mpl.rc_context(style):
         figure = Figure(figsize=picture.size, layout="constrained", facecolor="none")
         axes = figure.subplots()
         picture.draw(axes)
+        axes.set_title("")  # the page has it as text
         axes.set_title("" if ink == _INK else picture.title, loc="left")
     return figure
 
@@ -140,7 +142,8 @@ def _svg(picture: Picture) -> str:
     import matplotlib as mpl
 
     out = io.StringIO()
-    with mpl.rc_context(_STYLE | {"svg.hashsalt": picture.name}):
+    style: Any = _STYLE | {"svg.hashsalt": picture.name}
+    with mpl.rc_context(style):
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         draw(picture, _INK).savefig(out, format="svg", metadata=nothing, transparent=True)
     text = out.getvalue()
@@ -151,7 +154,5 @@ def _svg(picture: Picture) -> str:
     # Names of parts are the picture's own, since the page holds several.
     text = re.sub(r'\bid="', f'id="{picture.name}-', text)
     text = re.sub(r'(xlink:href="#|url\(#)', rf"\g<1>{picture.name}-", text)
-    label = picture.title.replace("&", "&amp;").replace('"', "&quot;").replace("<", "&lt;")
-    return text.replace(_INK, "currentColor").replace(
-        "<svg ", f'<svg role="img" aria-label="{label}" ', 1
-    )
+    named = f'<svg role="img" aria-label="{html.escape(picture.title)}" '
+    return text.replace(_INK, "currentColor").replace("<svg ", named, 1)

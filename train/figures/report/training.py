@@ -89,7 +89,7 @@ def write_training_report(
         facts=facts,
         pictures=training_pictures(metrics, measured),
         samples=list(samples),
-        environment=environment(device, dtype) + [("recipe", recipe.name)],
+        environment=[*environment(device, dtype), ("recipe", recipe.name)],
         notes=[
             "The checkpoint and the tree were chosen by this τ, so expect slightly less on other "
             "text of the same kind, and less on other text.",
