@@ -44,8 +44,8 @@ def run(options: argparse.Namespace) -> int:
     """Measure every way in every cell, write the report, and print one table."""
     from headstart.matrix import read_matrix
     from headstart.measuring import check_matrix, measure, prepare
-    from headstart.reports.bench_report import check_folder, write_bench_report
     from headstart.reports.comparison import print_comparison
+    from headstart.reports.folders import check_folder
     from headstart.reports.measured import print_report
 
     if options.file and options.matrix and options.file != options.matrix:
@@ -53,6 +53,8 @@ def run(options: argparse.Namespace) -> int:
     matrix = read_matrix(options.file or options.matrix, _given(options))
     folder = None if options.report == "none" else check_folder(Path(options.report))
     questions = check_matrix(matrix, options)  # before torch and any model are loaded
+    from headstart.reports.bench_report import write_bench_report
+
     with quiet_stdout():
         prepared = prepare(matrix, options, questions)
         measured = measure(prepared, matrix)

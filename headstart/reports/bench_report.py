@@ -3,29 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from headstart.terminal import UsageError
-
+from .pages import write_bench_page
 from .tables import to_json
 
 if TYPE_CHECKING:
     from headstart.measuring import Measured
 
 RESULTS, EMITTED = "results.json", "emitted.jsonl"
-
-
-def check_folder(folder: Path) -> Path:
-    """Make the folder, or refuse it in one line, before anything is measured."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"--report {folder}: {error.strerror}; name another folder") from error
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"--report {folder} cannot be written; name another folder")
-    return folder
 
 
 def write_bench_report(measured: Measured, folder: Path) -> Path:
@@ -46,4 +33,4 @@ def write_bench_report(measured: Measured, folder: Path) -> Path:
                     "turn": answer.turn, "ids": answer.ids, "rounds": answer.rounds,
                 }  # fmt: skip
                 file.write(json.dumps(line) + "\n")
-    return folder / RESULTS
+    return write_bench_page(measured, folder)

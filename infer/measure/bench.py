@@ -18,12 +18,14 @@ from headstart.heads.artifacts.plan import dtype_name
 
 from ..rules.registry import choose_rule
 from ..speculator import Speculator
+from ..trees.static import StaticTree
 from .baselines import timed_bare_loop
 from .matrix import PLAIN, Answer, Cell, Chat, Settings, measure_cell
 from .noise import Ratio, compare
 from .round_parts import RoundParts
 
 _BARE = "bare"
+_SHOWN = 3  # texts kept to be looked at
 
 
 def bench(
@@ -70,7 +72,8 @@ def way_report(
         `Ratio`; min and max are the extreme prompts), milliseconds per token of each,
         `ms_per_round` (of all rows of a batch), `loop_overhead_ms` (a round minus its forwards
         replayed alone; NaN where rounds are captured whole, or attend as trees), `round_parts_ms`
-        (see `RoundParts`), the settings, `distinct_4grams` of the text, `by_prompt`, and
+        (see `RoundParts`), the settings, `distinct_4grams` of the text, `by_prompt`, `samples` with
+        ids and rounds (see `Answer`), `tree_paths` of a static tree, and
         `by_category` where there are categories.
     """
     ours, sampled = cell.found[name], cell.temperature > 0
@@ -118,7 +121,10 @@ def way_report(
         "distinct_4grams": distinct_4grams(texts),
         "threads": torch.get_num_threads(),
         "by_prompt": _by_prompt(cell, name, chats, answers),
+        "samples": _samples(chats, answers),
     }
+    if isinstance(speculator.tree, StaticTree):
+        report["tree_paths"] = [list(path) for path in speculator.tree.paths]
     if any(chat.category for chat in chats):
         report["by_category"] = _by_category(cell, name, chats, answers)
     return report
@@ -175,6 +181,19 @@ def _by_prompt(
         if len(batch) == 1:
             found[batch[0]]["speedup_vs_plain"] = slow / fast
     return found
+
+
+def _samples(chats: Sequence[Chat], answers: Sequence[Sequence[Answer]]) -> list[dict[str, Any]]:
+    """The first answers of chats of different categories, to be looked at, and one at least."""
+    firsts = {chat.category: number for number, chat in reversed([*enumerate(chats)])}
+    kept = sorted(firsts.values())[:_SHOWN] if len(firsts) > 1 else range(len(chats))[:_SHOWN]
+    return [
+        {
+            "id": chats[number].id, "category": chats[number].category,
+            "ids": answers[number][0].ids, "rounds": answers[number][0].rounds,
+        }
+        for number in kept
+    ]  # fmt: skip
 
 
 def _by_category(
