@@ -9,7 +9,9 @@ fixed tree, really decoded under the rule `rejection`, with children drawn witho
 replacement, and the top k. Prompts are windows of 64 tokens, evenly spaced, continued by 64.
 
 Writes OUT/sequoia.json, whose points of sampling a second run does not measure again, and
-OUT/sequoia.png. τ depends on no clock, so a busy machine measures the same. Source of the claims: Chen et al. 2024 (arXiv 2402.12374), figures 4 and 5.
+OUT/sequoia.png. τ depends on no clock, so a busy machine measures the same.
+
+Source of the claims: Chen et al. 2024 (arXiv 2402.12374), figures 4 and 5.
 """
 
 import argparse

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from headstart.infer.measure.matrix import Answer, Cell, Chat
     from headstart.train.data.questions import Question
 
+_RANKED = 8  # prompts whose ranks give the probabilities of a tree's nodes
 _NO_TEMPLATE = (
     "The tokenizer has no chat template: chats are given as plain text, each turn behind its "
     "role's name, which an instruction model was not trained on."
@@ -160,15 +161,17 @@ def measure(prepared: Prepared, matrix: Matrix) -> Measured:
     cells, reports, answers = [], [], []
     for temperature, batch_size in itertools.product(matrix.temperatures, matrix.batch_sizes):
         ways = prepared.ways[temperature]
-        speculators = {name: way.speculator for name, way in ways.items()}
+        # A drafter may be called what a baseline is, such as lookup.
+        speculators = {f"way {name}": way.speculator for name, way in ways.items()}
         model = prepared.target.model
         chats = prepared.chats
         cell = measure_cell(model, speculators, chats, settings, temperature, batch_size)
         cells.append(cell)
         for name, way in ways.items():
-            report = way_report(cell, name, way.speculator, chats)
+            report = way_report(cell, f"way {name}", way.speculator, chats)
             reports.append(report | {"way": name, "drafter": way.drafter})
-            answers.append(cell.found[name].answers)
+            answers.append(cell.found[f"way {name}"].answers)
+    _add_tree_shares(prepared, matrix, reports)
     notes = list(prepared.notes)
     if max(matrix.batch_sizes) > 1 and (left := [w for w in ONE_ROW if w in matrix.against]):
         notes.append(f"generate decodes one prompt at a time with {' or '.join(left)}.")
@@ -182,6 +185,23 @@ def measure(prepared: Prepared, matrix: Matrix) -> Measured:
     return Measured(
         matrix, name, tokenizer, prepared.chats, cells, reports, answers, notes + _noise(reports)
     )
+
+
+def _add_tree_shares(prepared: Prepared, matrix: Matrix, reports: Sequence[dict[str, Any]]) -> None:
+    """Tell the fastest way how often each node of its tree is right, from recorded ranks."""
+    from headstart.heads import Drafter
+    from headstart.infer.measure.greedy_text import write_texts
+    from headstart.infer.measure.ranks import measure_ranks, path_shares
+
+    best = max(reports, key=lambda report: report["speedup_vs_plain"]["median"])
+    ways = prepared.ways[best["temperature"]]
+    drafter = ways[best["way"]].speculator.drafter
+    if not best.get("tree_paths") or not isinstance(drafter, Drafter):
+        return
+    prompts = [chat.prompt([]) for chat in prepared.chats[:_RANKED]]
+    texts = write_texts(prepared.target.model, drafter, prompts, matrix.new_tokens)
+    depth = max(map(len, best["tree_paths"]))
+    best["tree_shares"] = path_shares(measure_ranks(drafter, texts, depth), best["tree_paths"])
 
 
 def _noise(reports: Sequence[dict[str, Any]]) -> list[str]:

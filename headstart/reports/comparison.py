@@ -32,12 +32,17 @@ def print_comparison(
         return
     more = [key for key in _VARIED if len({report.get(key) for report in reports}) > 1]
     others = [key for key in _OTHERS if f"speedup_vs_{key}" in reports[0]]
-    figures = ("nodes", "τ", "ms/round", "× plain", *(f"× {key}" for key in others), "same")
+    brief = len(more) + len(others) > 2  # what does not fit into 80 columns is left out
     names = [*(_VARIED[key] for key in more), "tree", "rule"]
-    table = column_table(names, figures, gap=2 if len(names) + len(figures) < 9 else 1)
+    figures = ["nodes", "τ", "ms/round", "× plain", *(f"× {key}" for key in others), "same"]
+    if brief:
+        names.remove("rule")
+        figures[:] = ["τ", "× plain", *(f"× {key[:4]}." for key in others), "same"]
+    table = column_table(names, figures, gap=1 if brief else 2)
     for report in reports:
-        values = (str(report.get(key)) for key in more)
-        table.add_row(*values, *_row(report, others))
+        tree, rule, nodes, tau, round_ms, *rest = _row(report, others)
+        figures = [tau, *rest] if brief else [rule, nodes, tau, round_ms, *rest]
+        table.add_row(*(str(report.get(key)) for key in more), tree, *figures)
     console = titled(out, title)
     print_apart(console, table)
     if any(_unsure(report, "plain") for report in reports):

@@ -67,8 +67,12 @@ def write_quickstart_page(report: Report, name: str, folder: Path) -> Path:
     manifest = read_manifest(artifact)
     tokenizer = load_pretrained(AutoTokenizer, own_target(DrafterSource(str(artifact))))
     against = report["speedup_vs_plain"]
+    known = manifest.metrics.get("tree_shares")
+    report = {**report} | ({"tree_shares": known} if known else {})
     training = training_pictures(artifact / "metrics.jsonl", manifest.metrics)
-    training = [each for each in training if each.name not in ("acceptance", "tau_by_prompt")]
+    training = [
+        each for each in training if each.name not in ("acceptance", "tree", "tau_by_prompt")
+    ]
     stages = report.get("stage_seconds") or {}
     page = Page(
         title=f"headstart {name}: a {manifest.family} drafter",
@@ -126,9 +130,12 @@ def write_plan_page(plan: Plan, folder: Path) -> Path:
         title="headstart plan",
         said=said_of_plan(plan),
         facts=[
-            ("chosen", plan.policy), ("× plain, expected", f"{plan.speedup:.2f}"),
-            ("tokens a round, τ", f"{plan.tau:.2f}"), ("trees considered", str(len(plan.candidates))),
-            ("prompts", str(plan.prompts)), ("batch", at_once(plan.batch_size)),
+            ("chosen", plan.policy),
+            ("× plain, expected", f"{plan.speedup:.2f}"),
+            ("tokens a round, τ", f"{plan.tau:.2f}"),
+            ("trees considered", str(len(plan.candidates))),
+            ("prompts", str(plan.prompts)),
+            ("decoded", at_once(plan.batch_size)),
         ],
         pictures=pictures,
         tables=[Table("The best trees", header, rows)],
@@ -193,7 +200,11 @@ def bench_pictures(reports: Mapping[str, Report]) -> list[Picture]:
         said = "Each prompt, or chat with all its turns: how far the mean stands for all of them."
         found.append(Picture("tau_by_prompt", "τ by prompt", said, lines))
     speeds = {
-        name: [one["speedup_vs_plain"] for one in of.get("by_prompt", ()) if "speedup_vs_plain" in one]
+        name: [
+            one["speedup_vs_plain"]
+            for one in of.get("by_prompt", ())
+            if "speedup_vs_plain" in one
+        ]
         for name, of in few.items()
     }  # fmt: skip
     if max(map(len, speeds.values())) > 2:
