@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from headstart.measuring import Measured
 
 PAGE = "report.html"
+_CHOSEN = "Shown are the texts that repeat themselves least."
 _WAYS = 6  # in a picture of several lines
 _NAMES = {"plain": "plain decoding", "generate": "generate", "assistant": "assistant_model",
           "lookup": "prompt lookup"}  # fmt: skip
@@ -44,6 +45,7 @@ def write_bench_page(measured: Measured, folder: Path) -> Path:
         pictures=bench_pictures(reports),
         tables=[_table(reports), *_categories(report)],
         samples=_samples(report, measured.tokenizer),
+        chosen=_CHOSEN,
         environment=[
             *environment(report["device"], report["dtype"]),
             ("measured", f"{measured.matrix.new_tokens} new tokens an answer, "
@@ -82,6 +84,7 @@ def write_quickstart_page(report: Report, name: str, folder: Path) -> Path:
         pictures=[*bench_pictures({manifest.family: report}), *training],
         tables=_categories(report),
         samples=_samples(report, tokenizer),
+        chosen=_CHOSEN,
         environment=[
             *environment(report["device"], report["dtype"]),
             ("seconds a stage", ", ".join(f"{stage} {s:.0f}" for stage, s in stages.items())),

@@ -184,9 +184,17 @@ def _by_prompt(
 
 
 def _samples(chats: Sequence[Chat], answers: Sequence[Sequence[Answer]]) -> list[dict[str, Any]]:
-    """The first answers of chats of different categories, to be looked at, and one at least."""
-    firsts = {chat.category: number for number, chat in reversed([*enumerate(chats)])}
-    kept = sorted(firsts.values())[:_SHOWN] if len(firsts) > 1 else range(len(chats))[:_SHOWN]
+    """The first answers that repeat themselves least, of different categories where there are some.
+
+    A text that repeats itself shows little; what all of them do is told by `distinct_4grams`.
+    """
+    varied = [distinct_4grams([each[0].ids]) if each else math.nan for each in answers]
+    order = sorted(
+        range(len(chats)), key=lambda i: (-varied[i] if varied[i] == varied[i] else 0, i)
+    )
+    firsts = {chats[i].category: i for i in reversed(order)}
+    several = len(firsts) > 1
+    kept = sorted(firsts.values(), key=order.index)[:_SHOWN] if several else order[:_SHOWN]
     return [
         {
             "id": chats[number].id, "category": chats[number].category,

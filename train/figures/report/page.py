@@ -78,6 +78,7 @@ class Page:
     Attributes:
         said: what was found, in a sentence.
         facts: labels with the main figures.
+        chosen: how the samples were chosen.
         notes: what the figures say and what they do not.
     """
 
@@ -87,6 +88,7 @@ class Page:
     pictures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    chosen: str = ""
     environment: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
