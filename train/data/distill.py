@@ -25,11 +25,13 @@ from .documents import Document
 from .prefixes import chat_renderer
 from .training_rows import Row, Rows, is_whole, write_shard
 from .writers import make_writer
+from .writers.drafting import CHOICE
 from .writers.units import Counts, Writer
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+ROUNDS = "rounds"  # a folder beside the shards, with one for each round
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,9 @@ def distill(
     progress: bool = True,
     chat: Chat | None = None,
     name: str = "",
+    shards: range | None = None,
+    choice: Path | None = None,
+    agree: Callable[[Any], Any] = lambda value: value,
 ) -> Pace:
     """Write those of the missing shards that are this process's into `folder`.
 
@@ -62,16 +67,20 @@ def distill(
     Args:
         target: the model, or what loads it, which is called only where the model is needed.
         name: the target's, which a server is asked for.
+        shards: the numbers of those that are written; all by default.
+        choice: the folder in which the choice of a drafter is kept; `folder` by default.
+        agree: gives the value of one process to all that run the target together, each of which
+            writes all shards, into a folder of its own.
 
     Raises:
         DistillError: no document gives a prompt, rows are longer than the target's context, the
             template refuses a chat, or the server does not answer.
     """
-    writer = make_writer(spec, target, tokenizer, documents, folder, seed, chat, name)
+    writer = make_writer(spec, target, tokenizer, documents, choice or folder, seed, chat, name)
     writer.choose()
     # By number, not by place among the missing shards: the processes look at different moments.
-    numbers = range(rank, spec.shards, world)
-    own = [k for k in numbers if not is_whole(shard_path(folder, k, spec.shards))]
+    numbers = [k for k in shards or range(spec.shards) if k % world == rank]
+    own = agree([k for k in numbers if not is_whole(shard_path(folder, k, spec.shards))])
     for shard in set(numbers).difference(own):  # a kill may have come just before this
         writer.done(shard_units(writer.units, spec.shards, shard))
     due = sum(len(shard_units(writer.units, spec.shards, shard)) for shard in own)
@@ -86,7 +95,7 @@ def distill(
         bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
 
     for done, shard in enumerate(own):
-        seconds = time.perf_counter() - started
+        seconds = agree(time.perf_counter() - started)
         # One shard more is expected to take the mean time of those done.
         if done and spec.max_seconds and seconds * (done + 1) / done > spec.max_seconds:
             break
@@ -160,11 +169,12 @@ def write_manifest(
     """
     counts = summary(spec, folder)
     speed = pace.tokens / pace.seconds if pace.tokens else 0.0
-    drafting = folder / "drafting.json"
+    choices = [folder / CHOICE, *sorted(folder.glob(f"{ROUNDS}/*/{CHOICE}"))]
+    drafting = [json.loads(path.read_text()) for path in choices if path.exists()]
     manifest = {
         "counts": counts,
         "writer": spec.writer,
-        "drafting": json.loads(drafting.read_text()) if drafting.exists() else None,
+        "drafting": drafting,  # of each round in which there was a drafter
         "target": name,
         "target_fingerprint": None if target is None else fingerprint(target),
         "tokenizer_hash": tokenizer_hash(tokenizer),

@@ -1,4 +1,4 @@
-"""The plot of a training's `metrics.jsonl`: loss, τ, and acceptance by depth."""
+"""The plot of a training's `metrics.jsonl`: loss, τ, acceptance by depth, and what it took."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ if TYPE_CHECKING:
 
 Line = dict[str, Any]
 
+# Of a line of training: the title, the name, and what it is divided by.
+_TOOK = (
+    ("tokens a second", "tokens_per_second", 1.0),
+    ("memory, GB", "memory_bytes", 1e9),
+    ("share of the GPU's peak", "share_of_peak", 1.0),
+)
+
 
 def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
     """Draw a file of metrics into an image; False without matplotlib, or with nothing to draw.
@@ -26,11 +33,21 @@ def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
         return False
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, sharex=True)
+    took = [each for each in _TOOK if any(line.get(each[1]) is not None for line in trained)]
+    rows = 2 if took else 1
+    figure = Figure(figsize=(11, 3.6 * rows), layout="constrained")
+    panels = figure.subplots(rows, 3, sharex=True, squeeze=False).flatten()
+    left, middle, right, *below = panels
     draw_loss(left, trained)
     draw_tau(middle, validated, best)
     draw_acceptance(right, validated)
+    for (title, name, unit), axes in zip(took, below, strict=False):
+        known = [line for line in trained if line.get(name) is not None]
+        axes.plot([line["step"] for line in known], [line[name] / unit for line in known])
+        axes.set(title=title, xlabel="step", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    for axes in below[len(took) :]:  # a CPU's peak is not known
+        axes.remove()
     figure.savefig(image, dpi=120, metadata={"Software": None})
     return True
 

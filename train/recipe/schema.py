@@ -18,6 +18,7 @@ from .fields import (
     date_field,
     number,
     one_of,
+    plan_field,
     positive,
     trackers_field,
     tree_field,
@@ -118,7 +119,18 @@ class TargetSpec:
     # where its layers go, as for from_pretrained: auto, balanced, …, or a mapping of modules to
     # devices; null: all on the process's own. A target over several GPUs takes one process.
     device_map: str | dict[str, Any] | None = None
+    # auto: the layers are divided among the processes of a launch by transformers' plan for the
+    # target, and all compute the same batch; or styles by the names of modules, to change that plan
+    tp_plan: str | dict[str, Any] | None = plan_field(default=None)  # noqa: RUF009
     attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, …; null: its own
+
+    def __post_init__(self) -> None:
+        if self.tp_plan is not None and (self.device_map is not None or self.dtype == "4bit"):
+            other = "dtype 4bit" if self.device_map is None else f"device_map {self.device_map}"
+            raise RecipeError(
+                f"target.tp_plan: found target.{other} too, with which a target cannot be divided "
+                "among processes; set one of them to null, or the dtype to bfloat16"
+            )
 
 
 @strict
@@ -173,10 +185,24 @@ class Distill:
     # Hub name, or lookup
     drafter: str | None = None
     use_drafter: str = one_of("where_faster", "always")  # than plain decoding, in a short trial
+    # writer own: between rounds, each of as many shards, a drafter learns from the rows so far, and
+    # the next round is sped up by it; the text is the same
+    rounds: int = positive(1)
+    round_steps: int | None = positive(None)  # null: train.max_steps ÷ rounds
     shards: int = positive(8)
     max_seconds: float | None = positive(None)
 
     def __post_init__(self) -> None:
+        if self.rounds > 1 and self.writer != "own":
+            raise RecipeError(
+                f"distill.rounds: found {self.rounds} with the writer {self.writer}, which no "
+                "drafter speeds up; expected 1, or distill.writer=own"
+            )
+        if self.rounds > self.shards:
+            raise RecipeError(
+                f"distill.rounds: found {self.rounds} and {self.shards} shards; expected a shard a "
+                "round at least: raise distill.shards"
+            )
         if self.writer == "openai" and self.openai is None:
             raise RecipeError(
                 "distill.openai: the writer is openai, and no server is named; set "
