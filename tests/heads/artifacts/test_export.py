@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import ArtifactError, TrainableDrafter, family, load_drafter
@@ -24,6 +25,7 @@ from headstart.heads.families import FAMILIES
 from headstart.heads.parts.published.layer_ids import ids_by_input, ids_by_output, read_layer_ids
 from headstart.infer import Speculator
 from tests.support.paths import ROOT
+from tests.support.published_eagle3 import VARIANTS
 from tests.support.tiny import COMMON, VOCAB, letters, one_line, prompts, tiny
 
 SIZE, KEPT = COMMON["hidden_size"], 20
@@ -303,6 +305,7 @@ def test_merging(tmp_path: Path) -> None:
         save_merged(alone, tmp_path / "again", None)
 
 
+VARIANT = {"variant": "of all"}
 SPECULATORS = os.environ.get(
     "HEADSTART_SPECULATORS_PYTHON", str(ROOT / ".venv-speculators/bin/python")
 )
@@ -313,10 +316,9 @@ SPECULATORS = os.environ.get(
     "options",
     [
         {},
-        TRIMMED,
+        VARIANT,
         {"norm_before_residual": True, **TRIMMED},
         {"norm_before_fc": True, "norm_output": True, **TRIMMED},
-        {"fc_norm": True},
     ],
 )
 @torch.no_grad()
@@ -325,7 +327,14 @@ def test_speculators_computes_the_same(options: dict[str, Any], tmp_path: Path) 
     target: Any = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     target.save_pretrained(tmp_path / "target")
     target.name_or_path = str(tmp_path / "target")
-    drafter = made("eagle3", target, feature_layers=[0, 2, 3], **options)
+    if options == VARIANT:
+        theirs, ids = VARIANTS["of all"], {"eagle_aux_hidden_state_layer_ids": [0, 2, 4]}
+        (tmp_path / "in").mkdir()
+        (tmp_path / "in" / "config.json").write_text(json.dumps(theirs.config | ids))
+        save_file(theirs.tensors(), tmp_path / "in" / "model.safetensors")
+        drafter: Any = load_drafter(tmp_path / "in", target)
+    else:
+        drafter = made("eagle3", target, feature_layers=[0, 2, 3], **options)
     export_drafter(drafter, "speculators", tmp_path / "out")
     torch.manual_seed(0)
     features, tokens = torch.randn(1, 9, 3 * SIZE), torch.randint(VOCAB, (1, 9))
