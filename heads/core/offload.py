@@ -7,7 +7,7 @@ reads a weight gets it by `weight_of`.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,16 @@ def device_of(module: nn.Module) -> torch.device:
         return weight.device
     hook: Any = first._hf_hook
     return torch.empty(0, device=hook.execution_device).device  # with its index, as weights have it
+
+
+def in_shards(module: nn.Module) -> bool:
+    """Whether processes hold parts of a module's weights: by ZeRO-3, FSDP2 or a plan of parts."""
+    return any(hasattr(w, "ds_id") or isinstance(w, DTensor) for w in module.parameters())
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """While this lasts, a GPU is the current one: streams, graphs and kernels go by that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Show what an artifact is, and check it."""
+"""Show what an artifact is, or somebody else's drafter, and check it."""
 
 import argparse
 import json
@@ -9,32 +9,56 @@ from headstart.terminal import blank, quiet_stdout
 
 from . import options as shared
 
+_TREE = "draw this tree, by default the artifact's own, with what a plan knows of its nodes"
+_PROMPT = "replay one round after this text: what was drafted, what was accepted, and why"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("artifact", metavar="ARTIFACT", help=shared.ARTIFACT)
     add("--target", metavar="MODEL", help="load this model: does it fit?")
     add("--trust-remote-code", action="store_true", help=shared.TRUST)
+    add("--allow-pickle", action="store_true", help=shared.PICKLE)
     shared.add_json_argument(parser)
+    look = parser.add_argument_group("look at a tree, or at a round of decoding")
+    add = look.add_argument
+    add("--tree", metavar="TREE", nargs="?", const="", help=_TREE)
+    add("--prompt", metavar="TEXT", help=_PROMPT)
+    add("--round", metavar="N", type=shared.positive, default=1, help="which one (default: 1)")
+    add("--rule", metavar="RULE", help=shared.RULE)
+    add("--expansion", metavar="EXPANSION", help=shared.EXPANSION)
+    shared.add_sampling_arguments(look)
+    shared.add_top_arguments(look)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the description; the status is 1 where it is damaged or does not fit --target."""
     check_name(options.artifact)
-    from headstart.heads.artifacts.source import DrafterSource
+    if options.prompt is not None:
+        from headstart.show.inspected import print_round
+
+        return print_round(options, shared.sampling(options))
+    if options.tree is not None:
+        from headstart.show.inspected import print_tree
+
+        return print_tree(options.artifact, options.tree)
+    from headstart.heads.artifacts.source import DrafterSource, SourceKind
     from headstart.reports.description import describe, fits, print_description
+    from headstart.reports.foreign import describe_foreign, fits_foreign, print_foreign
     from headstart.reports.tables import to_json
 
-    source = DrafterSource(options.artifact)
+    source = DrafterSource(options.artifact, options.allow_pickle)
+    foreign = source.kind is SourceKind.CHECKPOINT
     with quiet_stdout():
-        found = describe(source)
+        found = describe_foreign(source) if foreign else describe(source)
         if options.target is not None:
             target = load_target(options)
-            misfit = fits(source, target.model, target.tokenizer)
+            check = fits_foreign if foreign else fits
+            misfit = check(source, target.model, target.tokenizer)
             found |= {"fits": misfit is None, "misfit": misfit}
     found = blank(json.loads(to_json(found)))  # a recipe may hold an access token
     if options.json:
         print(to_json(found))
     else:
-        print_description(found, sys.stdout)
+        (print_foreign if foreign else print_description)(found, sys.stdout)
     return 0 if found["problem"] is None and found.get("fits", True) else 1

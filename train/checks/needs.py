@@ -82,7 +82,7 @@ def check_needs(recipe: Recipe, needs: Needs, processes: int = 1) -> None:
             raise CheckError(said)
         logger.warning("%s", said)  # some of it is there already
     whole = total_memory()
-    placed = getattr(recipe.target, "device_map", None) is not None
+    placed = recipe.target.device_map is not None or recipe.target.tp_plan is not None
     if processes == 1 and not placed and 0 < whole < needs.memory:
         raise CheckError(
             f"the run needs at least {size(needs.memory)} of memory, of which {size(needs.target)} "

@@ -61,6 +61,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("hydra", "original", {"heads": 2, "layers": 2, "prefix": True, "output": "own"}),
     ("redrafter", "original", {}),
     ("redrafter", "original", {"exit_dim": 48, "layers": 1}),
+    ("redrafter", "original", {"rnn": False, "layers": 0}),
     *(("eagle", form, {"bias": False}) for form in ("vllm", "sglang", "speculators", "original")),
     *(("eagle", form, {}) for form in ("sglang", "speculators", "original")),
     *(("eagle3", form, {}) for form in ("vllm", "sglang", "speculators", "original")),
@@ -70,6 +71,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("eagle3", "vllm", {"norm_before_residual": True}),
     ("eagle3", "speculators", {"norm_before_residual": True}),
+    ("eagle3", "vllm", {"norm_before_fc": True, "norm_output": True}),
+    ("eagle3", "speculators", {"fc_norm": True, "norm_output": True}),
     *(("draft_model", form, {"layers": 1}) for form in ("vllm", "sglang", "transformers")),
 ]
 
@@ -214,6 +217,8 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
     [
         ("eagle", "vllm", {}, "has a bias"),
         ("eagle3", "sglang", {"norm_before_residual": True}, "norm_before_residual"),
+        ("eagle3", "sglang", {"fc_norm": True}, "fc_norm); export it to vllm or speculators"),
+        ("eagle3", "original", {"norm_output": True}, "norm_output); export it to vllm"),
         ("eagle3", "vllm", {"feature_layers": [0, 1]}, "reads 2 layers"),
         ("medusa", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa", "sglang", {}, "expected one of: vllm, original"),
@@ -304,7 +309,16 @@ SPECULATORS = os.environ.get(
 
 
 @pytest.mark.skipif(not Path(SPECULATORS).exists(), reason="no environment with speculators")
-@pytest.mark.parametrize("options", [{}, TRIMMED, {"norm_before_residual": True, **TRIMMED}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        TRIMMED,
+        {"norm_before_residual": True, **TRIMMED},
+        {"norm_before_fc": True, "norm_output": True, **TRIMMED},
+        {"fc_norm": True},
+    ],
+)
 @torch.no_grad()
 def test_speculators_computes_the_same(options: dict[str, Any], tmp_path: Path) -> None:
     sizes: dict[str, Any] = COMMON | {"num_hidden_layers": 4}
