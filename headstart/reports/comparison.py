@@ -108,7 +108,7 @@ def print_drafters(reports: Mapping[str, Report], plot: Path | None, out: TextIO
     if plot is not None:
         print(f"\nThe plot is {plot}", file=out)
     elif measured:
-        print("\nNo plot: it needs matplotlib (pip install 'headstart[plot]')", file=out)
+        print("\nNo plot: it needs matplotlib (pip install matplotlib)", file=out)
     if measured:
         fastest = max(measured, key=lambda name: measured[name]["speedup_vs_plain"]["median"])
         print(f"\nThe fastest is {fastest}.", end="", file=out)
