@@ -31,7 +31,8 @@ from .fit.on_policy import StudentText
 from .fit.validate import Validation
 from .fit.warm_start import start_from
 from .processes.agreement import from_process_0, is_process_0, wait_for_all
-from .processes.engine import ends_of, loaded_whole
+from .processes.engine import ends_of, loaded_whole, weights_are_sharded
+from .provenance import training_conditions
 from .recipe import Recipe
 from .stages.kept import (
     CHECKPOINTS,
@@ -170,11 +171,13 @@ def write_drafter(
     measured: dict[str, Any],
     folder: Path,
     metrics: Path | None = None,
+    distilled: Path | None = None,
 ) -> dict[str, Any]:
     """Write the artifact of a drafter that was measured; returns what its manifest says of it.
 
     Args:
         metrics: the figures of its training, which are kept and drawn.
+        distilled: the folder of the rows that it was trained on.
     """
     target, tokenizer = loaded.target, loaded.tokenizer
     drafter.eval()
@@ -198,6 +201,10 @@ def write_drafter(
     )
     with gathered(*learnt_by(drafter)):
         if is_process_0():
+            manifest.trained = training_conditions(
+                recipe, target, tokenizer, drafter, loaded.held_out[:64], distilled,
+                runs=not weights_are_sharded(),
+            )  # fmt: skip
             plotted = _keep_metrics(metrics, folder, measured.get("best_step"))
             write_artifact(drafter, folder, manifest, training_card(recipe, manifest, plotted))
             write_atomically(folder / TREE, json.dumps(measured["tree"]).encode())
