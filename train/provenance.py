@@ -1,4 +1,4 @@
-"""What a drafter's training saw, for its manifest and card, and to compare with what decoding sees."""
+"""What a drafter's training saw, for its manifest, and to compare with what decoding sees."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
 RECIPE = "a path, a shipped name, or parts joined by +: FAMILY+MODEL+HARDWARE"
 TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
 TRUST = "run Python code that comes with the target; a drafter's is never run"
+PROMPTS = "text, one prompt a line, or JSONL with prompt, messages, turns or text"
 PICKLE = "read the tensors alone of a drafter's file that is a pickle"
 
 _DRAFTER = (
@@ -35,7 +36,6 @@ _MEMORY = (
     "is streamed in from CPU memory, then disk; e.g. 0=20GB,cpu=100GB, or cpu=8GB without a GPU"
 )
 OVERRIDES = "settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)"
-_PROMPTS = "text, one prompt a line, or JSONL with prompt, messages, turns or text"
 _FOLDER = (
     "where weights are written that --max-memory leaves to the disk and that are not read from the "
     "target's own safetensors"
@@ -118,7 +118,7 @@ def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
 def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     """A file of prompts, how many of them, and how much is written after each."""
     add = parser.add_argument
-    add("--prompts", metavar="FILE", type=Path, required=True, help=_PROMPTS)
+    add("--prompts", metavar="FILE", type=Path, required=True, help=PROMPTS)
     add("--limit", metavar="N", type=positive, help="use only N prompts")
     add("--prefix-tokens", metavar="N", type=positive, help="cut each prompt to its first N tokens")
     add("--new-tokens", metavar="N", type=positive, default=128)
