@@ -35,33 +35,44 @@ _VLLM = {"eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa", "draft_model"
 _SGLANG = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
 
 
-def _serve_vllm(name: str, target: str, folder: Path, tokens: int) -> str:
-    settings = {"method": _VLLM[name], "model": str(folder), "num_speculative_tokens": tokens}
+def _serve_vllm(name: str, target: str, drafter: str, tokens: int, revision: str | None) -> str:
+    settings = {"method": _VLLM[name], "model": drafter, "num_speculative_tokens": tokens}
+    settings |= {"revision": revision} if revision else {}
     return f"vllm serve {target} --speculative-config '{json.dumps(settings)}'"
 
 
-def _serve_sglang(name: str, target: str, folder: Path, tokens: int) -> str:
+def _serve_sglang(name: str, target: str, drafter: str, tokens: int, revision: str | None) -> str:
+    at = f"--speculative-draft-model-revision {revision} " if revision else ""
     return (
         f"python -m sglang.launch_server --model-path {target} "
-        f"--speculative-algorithm {_SGLANG[name]} --speculative-draft-model-path {folder} "
+        f"--speculative-algorithm {_SGLANG[name]} --speculative-draft-model-path {drafter} {at}"
         f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {tokens + 1}"
     )
 
 
-def _serve_transformers(name: str, target: str, folder: Path, tokens: int) -> str:
-    return f"model.generate(**inputs, assistant_model=assistant)  # a causal LM from {folder}"
+def _serve_speculators(
+    name: str, target: str, drafter: str, tokens: int, revision: str | None
+) -> str:
+    return f"vllm serve {drafter}{f' --revision {revision}' if revision else ''}"
 
 
-FORMATS: dict[str, Callable[[str, str, Path, int], str] | None] = {
+def _serve_transformers(
+    name: str, target: str, drafter: str, tokens: int, revision: str | None
+) -> str:
+    at = f" at revision {revision}" if revision else ""
+    return f"model.generate(**inputs, assistant_model=assistant)  # a causal LM from {drafter}{at}"
+
+
+FORMATS: dict[str, Callable[[str, str, str, int, str | None], str] | None] = {
     "vllm": _serve_vllm,
     "sglang": _serve_sglang,
-    "speculators": lambda name, target, folder, tokens: f"vllm serve {folder}",
+    "speculators": _serve_speculators,
     "transformers": _serve_transformers,
     "original": None,
 }
-"""Every format, and how its engine is told of family, target, folder and tokens a round; None where
-there is no engine."""
+"""Every format, and how its engine is told of family, target, drafter (a folder, or a repository
+with the revision), and tokens a round; None where there is no engine."""
 
 _AS_LANGUAGE_MODEL = ("vllm", "sglang", "transformers")
 
@@ -124,9 +135,20 @@ def export_drafter(
                 f"what was written as {form} gives other logits when it is read back (by "
                 f"{worst:.2g} of their size); nothing was exported: please report this."
             )
+    return serve_line(drafter, form, str(drafter.target.name_or_path), str(folder))
+
+
+def serve_line(
+    drafter: Drafter, form: str, target: str, place: str, revision: str | None = None
+) -> str | None:
+    """The line that starts a format's engine with target and drafter; None where there is none.
+
+    Args:
+        place: the folder of the export, or its repository, where it is the branch `revision`.
+    """
     serve = FORMATS[form]
     depth = drafter.max_depth or getattr(drafter.config, "depths", 5)
-    return serve and serve(name, str(drafter.target.name_or_path), folder, depth)
+    return serve and serve(drafter.config.family_name(), target, place, depth, revision)
 
 
 def _write(

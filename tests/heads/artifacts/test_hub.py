@@ -467,3 +467,30 @@ def test_without_a_network(hub: Hub, run: Path, tmp_path: Path) -> None:
     machine.stop()
     assert all("the Hub cannot be reached" in line for line in lines)
     assert not hub.requests
+
+
+def test_exports_are_branches_that_engines_load(hub: Hub, machine: Machine, run: Path) -> None:
+    """Each as the root of its branch, so that a repository's name and the revision suffice."""
+    dry, (status, out, err), again = machine(
+        push(run, "--export", "vllm", "--dry-run"),
+        push(run, "--export", "vllm", "--license", "mit"),
+        push(run, "--export", "vllm", "--license", "mit"),
+    )
+    assert dry[0] == status == again[0] == 0, (dry, err, again)
+    assert "config.json in the branch vllm" in dry[1]
+    repository = hub.repositories[PLACE]
+    assert out == f"{hub.url}/{PLACE}\n" and set(repository.branches) == {"main", "vllm"}
+    files = repository.files("vllm")
+    assert set(files) - {".gitattributes"} == {"config.json", "model.safetensors"}
+    assert json.loads(files["config.json"])["architectures"] == ["MedusaModel"]
+    card = repository.files()["README.md"].decode()
+    (line,) = re.findall(r"```bash\n(.*?)\n```", card, re.DOTALL)
+    assert line.startswith("vllm serve me/base --speculative-config '")
+    told = json.loads(line.split("'")[1])
+    assert (told["model"], told["revision"], told["method"]) == (PLACE, "vllm", "medusa")
+    assert not any(str(run).encode() in body for body in files.values())
+    # What is in the branch loads by name and gives what the artifact gives.
+    ours, branch = machine(generate(run, PLACE), generate(run, f"{PLACE}@vllm"))
+    assert ours[:2] == branch[:2] and ours[1]
+    (line,) = machine.errors(push(run, "--export", "sglang"))
+    assert "expected one of: vllm" in line
