@@ -11,10 +11,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads import OptionError
-from headstart.heads.core import trained_context
-from headstart.infer import Speculator
+from headstart.heads.core import row_seeds, trained_context
+from headstart.infer import Speculator, Stats
 from headstart.infer.measure.greedy_text import BATCH, continue_greedily, with_features
 from headstart.infer.measure.ranks import measure_ranks
 from headstart.train.data.documents import Document
@@ -144,29 +145,30 @@ class Decodes:
         """τ and acceptance by depth of real decoding at temperature 1, and the texts."""
         depth = min(self.depth, pair.drafter.max_depth or self.depth)
         speculator = Speculator(pair.target, pair.drafter, tree=f"chain:{depth}")
-        tokens = rounds = 0
-        reached, texts = np.zeros(depth + 1), []
-        for ids in self._prompts(pair)[1]:
-            text = speculator.generate(
-                ids[None], max_new_tokens=self.new_tokens, do_sample=True, temperature=1.0,
-                top_k=0, seed=seed,
-            )[0]  # fmt: skip
-            stats = speculator.stats
-            tokens, rounds = tokens + stats.tokens, rounds + stats.rounds
-            of, shares = float(stats.rounds), stats.acceptance_by_depth
-            reached[0] += of
-            for level, share in enumerate(shares, 1):
-                of = 0.0 if math.isnan(share) else of * share
-                reached[level] += of
-            texts.append((text, len(ids)))
+        stats, prompts = Stats(depth), self._prompts(pair)[1]
+        seeds = row_seeds(seed, len(prompts)).tolist()
+        texts: list[tuple[Tensor, int]] = []
+        for first in range(0, len(prompts), BATCH):
+            rows = prompts[first : first + BATCH]
+            ids, mask = (
+                pad_sequence(each, batch_first=True, padding_side="left")
+                for each in (rows, [torch.ones_like(row) for row in rows])
+            )
+            longest = ids.shape[1]
+            found = speculator.generate(
+                ids, attention_mask=mask, max_new_tokens=self.new_tokens, do_sample=True,
+                temperature=1.0, top_k=0, seed=seeds[first : first + BATCH],
+            )  # fmt: skip
+            counts = speculator.stats.counts
+            ends = longest + 1 + (counts.sum(0) if len(counts) else np.zeros(len(rows), int))
+            each = zip(found, rows, ends.tolist(), strict=True)
+            texts += [(text[longest - len(row) : end], len(row)) for text, row, end in each]
+            stats.extend(speculator.stats)
         if speculator.target.tap is not None:
             speculator.target.tap.close()
-        pairs = itertools.pairwise(reached)
-        return {
-            "tau": tokens / rounds if rounds else None,
-            "by_depth": [float(b / a) if a else None for a, b in pairs],
-            "texts": texts,
-        }
+        shares = [None if math.isnan(share) else share for share in stats.acceptance_by_depth]
+        tau = stats.tau if stats.rounds else None
+        return {"tau": tau, "by_depth": shares, "texts": texts}
 
     def _prompts(self, pair: Pair) -> tuple[list[int], list[Tensor]]:
         """The prompts that leave room for new tokens, and their documents' numbers."""

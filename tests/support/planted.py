@@ -1,8 +1,8 @@
 """A small chat model whose way of answering its template decides, and a drafter for one way.
 
-A chat names a topic k and a word, and an answer goes on from word x to word π[(x + k) mod 32]. There
-are four such permutations π: of the template's answers, of its thoughts, of another template's
-answers, and of another model's.
+A chat names a topic k and a word, and an answer goes on from word x to word π[(x + k) mod 32]. The
+permutation π is that of the template's answers, of its thoughts, of another template's answers, or
+of another model.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
         },
         "drafter": {
             "family": "eagle3", "output": "trimmed", "draft_vocab_size": WORDS + 1, "depths": 3,
-            "feature_layers": [1, 3, 5],
+            "feature_layers": [1, 3, 4],
         },
         "train": {"batch_size": 16, "max_steps": 120, "learning_rate": 3e-3,
                   "loss": "soft_cross_entropy"},
@@ -153,14 +153,31 @@ def recipe(folder: Path, **changes: Any) -> dict[str, Any]:
     } | changes  # fmt: skip
 
 
-def write(folder: Path, steps: int = 400) -> Path:
+def write_pair(folder: Path, steps: int = 300) -> Path:
     """Train target and drafter, and return the artifact's folder."""
-    from headstart.train import pipeline
-    from headstart.train.recipe import parse_recipe
-
     target = train(new_target(), steps)
     for part in (target, tokenizer()):
         part.save_pretrained(folder / "target")
-    rows = [{"messages": messages} for messages in chats(240, seed=2)]
+    return train_drafter(folder)
+
+
+def train_drafter(folder: Path, way: int = ANSWERS, **changes: Any) -> Path:
+    """Train a drafter of the folder's target on questions, or on a way's answers to them."""
+    from headstart.train import pipeline
+    from headstart.train.recipe import parse_recipe
+
+    rows = [{"messages": messages} for messages in chats(240, seed=2, way=way)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return pipeline.train(parse_recipe(recipe(folder)))
+    return pipeline.train(parse_recipe(recipe(folder, **changes)))
+
+
+def rounded(target: Any, bits: int = 3) -> Any:
+    """A target whose layers are rounded row by row, as a quantised checkpoint gives them back."""
+    target = copy.deepcopy(target)
+    with torch.no_grad():
+        for layer in target.model.layers.parameters():
+            if layer.dim() == 2:
+                unit = layer.abs().amax(1, keepdim=True) / (2 ** (bits - 1) - 1)
+                layer.copy_((layer / unit).round() * unit)
+    target.config.quantization_config = {"quant_method": "gptq", "bits": bits}
+    return target
