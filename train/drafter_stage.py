@@ -16,9 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from headstart.heads import Drafter, DrafterConfig, Manifest, TrainableDrafter, family, fingerprint
 from headstart.heads.artifacts.files import METRICS, PLOT, TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
+from headstart.heads.artifacts.plan import dtype_name, machine
 from headstart.heads.artifacts.saving import write_artifact
 from headstart.heads.core import gathered
 from headstart.heads.core.files import write_atomically
+from headstart.infer import StaticTree
 
 from .data.documents import Document
 from .data.prefixes import held_out_texts, prompt_settings, recipe_prompts
@@ -28,7 +30,7 @@ from .figures.card import training_card
 from .figures.plot import draw_metrics
 from .fit.joint import adapter_loss_change, training_classes
 from .fit.on_policy import StudentText
-from .fit.validate import Validation
+from .fit.validate import Validation, tau_table
 from .fit.warm_start import start_from
 from .processes.agreement import from_process_0, is_process_0, wait_for_all
 from .processes.engine import ends_of, loaded_whole, weights_are_sharded
@@ -199,11 +201,14 @@ def write_drafter(
         recipe=recipe.to_dict(),
         metrics=measured,
     )
+    runs = not weights_are_sharded()
     with gathered(*learnt_by(drafter)):
         if is_process_0():
+            if runs and isinstance(drafter, TrainableDrafter):
+                manifest.metrics = measured | _told(recipe, loaded, drafter, measured)
             manifest.trained = training_conditions(
                 recipe, target, tokenizer, drafter, loaded.held_out[:64], distilled,
-                runs=not weights_are_sharded(),
+                runs,
             )  # fmt: skip
             plotted = _keep_metrics(metrics, folder, measured.get("best_step"))
             write_artifact(drafter, folder, manifest, training_card(recipe, manifest, plotted))
@@ -211,6 +216,19 @@ def write_drafter(
     if adapter is not None:
         adapter.detach()  # later stages use the target without it
     return measured
+
+
+def _told(
+    recipe: Recipe, loaded: Loaded, drafter: Drafter, measured: dict[str, Any]
+) -> dict[str, Any]:
+    """τ of several trees at two temperatures, and where it was measured."""
+    prompts = recipe_prompts(recipe, loaded.tokenizer, loaded.held_out, "validation")
+    tree = StaticTree(measured["tree"])
+    return {
+        "taus": tau_table(loaded.target, drafter, tree, prompts, recipe.decode.new_tokens),
+        "machine": machine(loaded.target),
+        "dtype": dtype_name(loaded.target),
+    }
 
 
 def _keep_metrics(metrics: Path | None, folder: Path, best: int | None) -> bool:

@@ -494,3 +494,30 @@ def test_exports_are_branches_that_engines_load(hub: Hub, machine: Machine, run:
     assert ours[:2] == branch[:2] and ours[1]
     (line,) = machine.errors(push(run, "--export", "sglang"))
     assert "expected one of: vllm" in line
+
+
+_VALIDATE = "import sys, huggingface_hub as hub; hub.ModelCard(sys.stdin.read()).validate()"
+
+
+def test_the_cards_example_runs(hub: Hub, machine: Machine, run: Path) -> None:
+    """In a process of its own, which has the repositories' names alone; and the card is valid."""
+    ((status, _, err),) = machine(push(run, "--license", "mit"))
+    assert status == 0, err
+    hub.add("me/base", {path.name: path.read_bytes() for path in (run / "target").iterdir()})
+    card = hub.repositories[PLACE].files()["README.md"].decode()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+
+    def fresh(code: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code], input=text, capture_output=True, text=True, timeout=300,
+            env=machine.env | {"HF_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}, cwd=run,
+        )  # fmt: skip
+
+    done = fresh(code)
+    assert done.returncode == 0 and done.stdout.startswith("Once upon a time"), done.stderr[-2000:]
+    assert len(done.stdout.strip()) > len("Once upon a time")
+    assert any(request.path.startswith("/me/base/resolve") for request in hub.requests)
+    assert fresh(_VALIDATE, card).returncode == 0
+    # And the check can fail: tags are a list.
+    wrong = fresh(_VALIDATE, card.replace("library_name: headstart", "library_name: [headstart]"))
+    assert wrong.returncode != 0 and "library_name" in wrong.stderr
