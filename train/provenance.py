@@ -19,6 +19,7 @@ from headstart.heads.artifacts.conditions import (
     probe_losses,
     target_conditions,
 )
+from headstart.heads.core import device_of
 
 from .data.distill import MANIFEST
 from .data.documents import Document
@@ -125,12 +126,13 @@ def mean_loss(
     target: PreTrainedModel, texts: list[Tensor], counted: list[Tensor], batch: int = 8
 ) -> dict[str, float]:
     """The target's loss on texts [T] at the tokens that are `counted` [T]; see `target_loss`."""
-    device = target.get_input_embeddings().weight.device  # type: ignore[union-attr]
+    model: Any = target
+    device = device_of(target.get_input_embeddings())
     sums = []
     for first in range(0, len(texts), batch):
         ids = pad_sequence(texts[first : first + batch], batch_first=True).to(device)
         masks = pad_sequence(counted[first : first + batch], batch_first=True).to(device)
-        logits = target(input_ids=ids, use_cache=False).logits[:, :-1].float()  # type: ignore
+        logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
         wanted, mask = ids[:, 1:].to(logits.device), masks[:, 1:].to(logits.device)
         losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
         losses = losses.view_as(wanted) * mask

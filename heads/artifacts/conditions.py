@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..core import FINAL, trained_context
+from ..core import FINAL, device_of, trained_context
 from ..drafter import Drafter
 from .plan import dtype_name
 
@@ -56,7 +56,7 @@ def probe_losses(target: PreTrainedModel) -> list[float]:
     text: Any = target.config.get_text_config(decoder=True)
     length = min(_PROBED, trained_context(target) or _PROBED)
     drawn = torch.randint(text.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
-    ids = drawn.to(target.get_input_embeddings().weight.device)  # type: ignore[union-attr]
+    ids = drawn.to(device_of(target.get_input_embeddings()))
     logits = target(input_ids=ids, use_cache=False).logits[0, :-1].float()  # [T - 1, V]
     losses = F.cross_entropy(logits, ids[0, 1:].to(logits.device), reduction="none")
     return [round(loss, 4) for loss in losses.tolist()]

@@ -27,7 +27,8 @@ pytestmark = pytest.mark.speculators
 def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("target")
     torch.manual_seed(1)
-    model: Any = LlamaForCausalLM(LlamaConfig(**COMMON | {"num_hidden_layers": 4})).eval()
+    sizes: dict[str, Any] = COMMON | {"num_hidden_layers": 4}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
     model.save_pretrained(folder)
     model.name_or_path = str(folder)
     return model
