@@ -82,7 +82,7 @@ def _export(options: argparse.Namespace, scratch: Path, target: str) -> dict[str
     lines = {}
     for form in options.export:
         export_drafter(drafter, form, scratch / form, speculator.tokenizer)
-        lines[form] = serve_line(drafter, form, target, options.repository, form) or ""
+        lines[form] = serve_line(drafter, form, options.repository, form) or ""
     return {form: line for form, line in lines.items() if line}
 
 
