@@ -76,8 +76,8 @@ FORMATS: dict[str, Callable[[Drafter, str, int, str | None], str] | None] = {
     "transformers": _serve_transformers,
     "original": None,
 }
-"""Every format, and how its engine is told of a drafter, of its place (a folder, or a repository and
-the revision in it), and of tokens a round; None where there is no engine."""
+"""Every format, and how its engine is told of a drafter, its place (a folder, or a repository, then
+with the revision), and tokens a round; None where there is no engine."""
 
 _AS_LANGUAGE_MODEL = ("vllm", "sglang", "transformers")
 
