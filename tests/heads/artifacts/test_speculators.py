@@ -138,6 +138,8 @@ def test_eagle3(target: Any, tmp_path: Path) -> None:
         "own": own,
         "own-whole": own | {"draft_vocab_size": VOCAB},
         "own-norm-before-residual": own | {"norm_before_residual": True},
+        "own-norm-before-fc": own | {"norm_before_fc": True},
+        "own-fc-norm": own | {"fc_norm": True, "norm_output": True},
     }
     compared("eagle3", target, exported, written, tmp_path)
 
