@@ -179,7 +179,7 @@ def write_drafter(
 
     Args:
         metrics: the figures of its training, which are kept and drawn.
-        distilled: the folder of the rows that it was trained on.
+        distilled: the folder of the rows that it was trained on; None for one that learns nothing.
     """
     target, tokenizer = loaded.target, loaded.tokenizer
     drafter.eval()
@@ -204,12 +204,12 @@ def write_drafter(
     runs = not weights_are_sharded()
     with gathered(*learnt_by(drafter)):
         if is_process_0():
-            if runs and isinstance(drafter, TrainableDrafter):
-                manifest.metrics = measured | _told(recipe, loaded, drafter, measured)
-            manifest.trained = training_conditions(
-                recipe, target, tokenizer, drafter, loaded.held_out[:64], distilled,
-                runs,
-            )  # fmt: skip
+            if distilled is not None:
+                if runs:
+                    manifest.metrics = measured | _told(recipe, loaded, drafter, measured)
+                manifest.trained = training_conditions(
+                    recipe, target, tokenizer, drafter, loaded.held_out[:64], distilled, runs
+                )
             plotted = _keep_metrics(metrics, folder, measured.get("best_step"))
             write_artifact(drafter, folder, manifest, training_card(recipe, manifest, plotted))
             write_atomically(folder / TREE, json.dumps(measured["tree"]).encode())

@@ -37,14 +37,14 @@ def training_conditions(
     tokenizer: PreTrainedTokenizerBase,
     drafter: Drafter,
     held_out: list[Document],
-    distilled: Path | None,
+    distilled: Path,
     runs: bool = True,
 ) -> dict[str, Any]:
     """What training saw, as JSON.
 
     Args:
         held_out: some documents of the corpus.
-        distilled: the folder of the training rows; None for a drafter that learns nothing.
+        distilled: the folder of the training rows.
         runs: whether this process can run the target by itself.
 
     Returns:
@@ -60,8 +60,6 @@ def training_conditions(
     }
     if runs:
         found["target"]["probe_losses"] = probe_losses(target)
-    if distilled is None:
-        return found
     rows = Rows.load(distilled)
     written = json.loads((distilled / MANIFEST).read_text(encoding="utf-8"))
     spec = recipe.distill

@@ -43,20 +43,21 @@ def run(options: argparse.Namespace) -> int:
     documents = read_documents(options)
     from headstart.doctor.diagnosis import diagnose
     from headstart.doctor.pairs import Pair, Rendering
-    from headstart.heads import load_drafter
+    from headstart.heads import family, load_drafter
     from headstart.heads.artifacts.source import SourceKind
     from headstart.reports.diagnosis import print_diagnosis
     from headstart.reports.tables import to_json
 
     with quiet_stdout():
         (source,) = drafter_sources(options)
-        if source.kind is SourceKind.WEIGHTLESS:
+        weightless = source.kind is SourceKind.WEIGHTLESS
+        manifest = source.manifest if source.kind is SourceKind.ARTIFACT else None
+        if weightless or (manifest and not family(manifest.family).trainable):
             raise UsageError(f"--drafter {source} has learnt nothing that could be compared")
         plain = argparse.Namespace(**vars(options) | {"drafter": None})
         speculator = load_speculator(plain)
         tokenizer: Any = speculator.tokenizer
         drafter = load_drafter(source, speculator.model, tokenizer, other_target=True)
-        manifest = source.manifest if source.kind is SourceKind.ARTIFACT else None
         rendering = Rendering(template_kwargs=options.template_kwargs, system=options.system)
         found = diagnose(
             Pair(speculator.model, drafter, tokenizer, rendering),
