@@ -20,9 +20,9 @@ from transformers import MistralConfig, MistralForCausalLM, PreTrainedTokenizerF
 WORDS, TOPICS = 32, 8
 MARKS = ("<pad>", "<end>", "<user>", "<assistant>", "<think>", "</think>", "[INST]", "[/INST]")
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}"
-    "{% if add_generation_prompt %}<assistant> "
-    "{% if enable_thinking is defined and not enable_thinking %}<think> </think> {% endif %}"
+    "{% set unsaid = '<think> </think> ' if enable_thinking is defined and not enable_thinking %}"
+    "{% for m in messages %}<{{ m.role }}> {{ unsaid if m.role == 'assistant' else '' }}"
+    "{{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}<assistant> {{ unsaid }}"
     "{% endif %}"
 )
 OTHER_TEMPLATE = (
@@ -166,7 +166,7 @@ def train_drafter(folder: Path, way: int = ANSWERS, **changes: Any) -> Path:
     from headstart.train import pipeline
     from headstart.train.recipe import parse_recipe
 
-    rows = [{"messages": messages} for messages in chats(240, seed=2, way=way)]
+    rows = [{"messages": messages} for messages in chats(240, seed=2, way=way, length=36)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return pipeline.train(parse_recipe(recipe(folder, **changes)))
 
