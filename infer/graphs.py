@@ -31,7 +31,7 @@ from transformers import PreTrainedModel
 from transformers.generation import logits_process as hf
 
 from headstart.heads import DrafterGroup, Sampling
-from headstart.heads.core import SlabCache, device_of, offloaded
+from headstart.heads.core import SlabCache, device_of, in_shards, offloaded
 
 from .capture import Capture, Captured, capture_on
 
@@ -59,6 +59,8 @@ def never_captured(target: PreTrainedModel) -> str | None:
     """Why no round of a target can be captured, on whichever GPU; None where one may be."""
     if offloaded(target):  # weights that are streamed in lie at no fixed address
         return "the target's weights are streamed in for each forward, which no graph repeats"
+    if in_shards(target):
+        return "processes hold parts of the target, and each forward waits for the others"
     if len(devices := {weight.device for weight in target.parameters()}) > 1:
         names = " and ".join(sorted(map(str, devices)))
         return f"the target is spread over {names}, and a graph is of one device"

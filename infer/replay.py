@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import DrafterGroup, OptionError, Sampling, Step, TokenTree
+from headstart.heads.core import current
 from headstart.heads.group import proposer
 
 from .loop import Decoding
@@ -126,11 +127,12 @@ def replay_round(
                 )
             if done < number - 1:
                 emitted = decoding.round()
-        found.append(_look(request, text, name))
+        with current(request.target.device):
+            found.append(_look(request, text, name))
         return input_ids
 
     options.setdefault("max_new_tokens", 1 + number * (speculator.tree.max_depth + 1))
-    with torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad():
         generate: Any = speculator.model.generate
         generate(input_ids, custom_generate=replay, **options)
     return found[-1]

@@ -117,6 +117,8 @@ class Speculator:
             Elsewhere it compiles the target's forwards, also by a mode of `torch.compile`; the
             first round of each batch size then takes long. Sums are rounded otherwise, so near-ties
             may fall otherwise than without; in float64 nothing is packed.
+        fused: whether norms, rotary embedding, cache writes and gated products are one kernel each
+            in the target's forwards over trees, see `heads/core/fused.py`.
 
     Attributes:
         stats: what the last call did.
@@ -134,6 +136,7 @@ class Speculator:
         graphs: bool | None = None,
         attention: str = "auto",
         compile: bool | str = False,
+        fused: bool = False,
     ):
         target = language_model_in(target)
         self.drafters = DrafterGroup.of(drafter)
@@ -145,7 +148,7 @@ class Speculator:
         record.check_tree(self.tree)
         self.tree.check(self.drafter, self.expansion)  # type: ignore[arg-type]
         self.stats = Stats()
-        self._runs = {"attention": attention, "compile": compile}
+        self._runs = {"attention": attention, "compile": compile, "fused": fused}
         self._captures = graphs
         self._lock, self._decodes = threading.RLock(), False
         self._set_up(target)

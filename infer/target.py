@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -14,8 +15,10 @@ from headstart.heads import DrafterGroup, OptionError, SlabCache, TokenTree
 from headstart.heads.core import (
     AttentionWindows,
     FeatureTap,
+    FusedLayers,
     Packing,
     PositionLimit,
+    check_fused,
     choose_attention,
     device_of,
     in_steps,
@@ -79,12 +82,14 @@ class Target:
             CPU: linear layers run on packed weights, see `Packing`. Elsewhere forwards over trees
             are compiled by `torch.compile`, once for each shape, and attend by tree attention;
             prompts run as they are.
+        fused: whether forwards over trees run with `FusedLayers`.
 
     Attributes:
         model: the model that was given.
 
     Raises:
-        OptionError: a mode that captures graphs itself, or masked attention to be compiled.
+        OptionError: a mode that captures graphs itself, or masked attention to be compiled; or
+            fused beside compiled forwards.
         UnsupportedTarget: the model cannot be driven by a token tree; the message names why.
     """
 
@@ -94,9 +99,15 @@ class Target:
         feature_layers: Sequence[int] = (),
         attention: str = "auto",
         compile: bool | str = False,
+        fused: bool = False,
     ):
         self.model, self.compile = model, compile
         mode = _way_of(model, compile)
+        if fused and mode:
+            raise OptionError(
+                "fused and compile were both given, and each replaces the same layers; leave one "
+                "of them out."
+            )
         self._packing = Packing() if mode == PACKED else None
         inductor = mode if mode != PACKED else None
         self._run = _compiled(model, inductor, attention) if inductor else None
@@ -111,6 +122,9 @@ class Target:
         self.tap = FeatureTap(model, feature_layers, listens=False) if feature_layers else None
         if self.tap is not None:
             weakref.finalize(self, self.tap.close)
+        self.fused = FusedLayers(model) if fused else None
+        if self.fused is not None:
+            check_fused(model, self.fused)
         self.cache = SlabCache(self.shapes, 0, 0)
         self.limit = PositionLimit.of(model)  # no row may run past it; None without an end
 
@@ -184,7 +198,8 @@ class Target:
             shape if shape.children is not None else None,
             self._run,
         )
-        return self._run_tapped(tree.tokens, forward)
+        with self.fused or nullcontext():
+            return self._run_tapped(tree.tokens, forward)
 
     def reserve(self, slots: int) -> int:
         """Make room for so many slots a row; returns them rounded up to the step they grow in."""

@@ -14,9 +14,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from headstart.heads import Drafter, DrafterConfig, Manifest, TrainableDrafter, family, fingerprint
-from headstart.heads.artifacts.files import METRICS, PLOT, TREE
+from headstart.heads.artifacts.files import METRICS, PLOT, REPORT, TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
-from headstart.heads.artifacts.plan import dtype_name, machine
+from headstart.heads.artifacts.plan import device_name, dtype_name, machine
 from headstart.heads.artifacts.saving import write_artifact
 from headstart.heads.core import gathered
 from headstart.heads.core.files import write_atomically
@@ -28,6 +28,8 @@ from .data.training_rows import Rows
 from .estimate import training_flops
 from .figures.card import training_card
 from .figures.plot import draw_metrics
+from .figures.report.parts import sample
+from .figures.report.training import write_training_report
 from .fit.joint import adapter_loss_change, training_classes
 from .fit.on_policy import StudentText
 from .fit.validate import Validation, tau_table
@@ -191,6 +193,9 @@ def write_drafter(
             change = adapter_loss_change(target, drafter.adapter, texts)
         measured = measured | {"held_out_loss": change}
     adapter = drafter.adapter
+    # Texts are shown in the report, which stays in the run; the manifest is published.
+    samples = measured.get("samples", [])
+    measured = {name: value for name, value in measured.items() if name != "samples"}
     manifest = Manifest(  # by all processes, each of which may hold a part of the target
         family=recipe.drafter.family,
         target=loaded.name,
@@ -212,6 +217,14 @@ def write_drafter(
                 )
             plotted = _keep_metrics(metrics, folder, measured.get("best_step"))
             write_artifact(drafter, folder, manifest, training_card(recipe, manifest, plotted))
+            texts = [
+                sample(f"{number}. {each['source']}", tokenizer, each["ids"], each["rounds"])
+                for number, each in enumerate(samples, start=1)
+            ]
+            place = device_name(target.device), dtype_name(target)
+            write_training_report(
+                recipe, manifest, folder / METRICS, texts, *place, folder / REPORT
+            )
             write_atomically(folder / TREE, json.dumps(measured["tree"]).encode())
     if adapter is not None:
         adapter.detach()  # later stages use the target without it

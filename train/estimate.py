@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
 from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
 from headstart.heads.core import load_pretrained
@@ -28,6 +27,15 @@ from .losses import LOSSES
 from .losses.comparisons import GPU_BYTES
 from .recipe import Hardware, Recipe
 from .recipe.files import architectures
+from .sizes import (
+    ARTIFACT,
+    ROW_TOKEN,
+    STORED,
+    matrix_shape,
+    parameters_of,
+    state_bytes,
+    weight_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -141,11 +149,11 @@ class _Arithmetic:
         self.recipe, self.drafter, self.assumed = recipe, drafter, assumed
         self.hardware = recipe.hardware or Hardware()
         self.text: Any = target.config.get_text_config(decoder=True)
-        self.target = _count(target)
-        # By their sizes, since quantized weights are packed and sharded ones empty.
-        self.matrices = [size for m in target.get_decoder().modules() if (size := _matrix(m))]
+        self.target = parameters_of(target)
+        self.weight_bytes = weight_bytes(target, recipe.target.dtype)
+        self.matrices = [size for m in target.get_decoder().modules() if (size := matrix_shape(m))]
         self.layers = sum(inputs * outputs for inputs, outputs in self.matrices)
-        self.trained = _count(drafter) if drafter.trainable else 0
+        self.trained = parameters_of(drafter) if drafter.trainable else 0
         self.outputs = _outputs(drafter)  # parameters of the drafter's own output layers
         self.adapter = self._adapter()
         distill = recipe.distill
@@ -183,18 +191,10 @@ class _Arithmetic:
             sizes += self.text.hidden_size + self.text.vocab_size
         return config.rank * sizes
 
-    def _weight_bytes(self) -> float:
-        """Of the target: NF4 quantizes the layers' matrices and keeps the rest in bfloat16."""
-        size = {"float32": 4, "float64": 8}.get(self.recipe.target.dtype, 2)
-        if not self.four_bit:
-            return self.target * size
-        return self.layers * 4.127 / 8 + (self.target - self.layers) * 2
-
     def _memory(self) -> dict[str, float]:
-        train, weights = self.recipe.train, self._weight_bytes()
+        train, weights = self.recipe.train, self.weight_bytes
         tokens = train.batch_size * self.longest
-        # float32 weights and gradients, and Adam's two moments, each in 32 bits or in 8.
-        state = 10 if train.optimizer == "adamw_8bit" else 16
+        state = state_bytes(train)
         state += 4 if self.hardware.gpus > 1 else 0  # what is exchanged of the gradients
         learned = self.trained + self.adapter
         found = {"target": weights, "training state": float(state * learned)}
@@ -239,12 +239,12 @@ class _Arithmetic:
     def _disk(self) -> dict[str, float]:
         distill = self.recipe.distill
         learned = self.trained + self.adapter
-        rows = distill.examples * self.row * 5 if learned else 0.0  # a token and whether it counts
+        rows = distill.examples * self.row * ROW_TOKEN if learned else 0.0
         return {
             "model": 2.0 * self.target,
             "rows": rows,
-            "checkpoints": 3.0 * 12 * learned,  # best, last, and one being written: with optimizer
-            "artifact": 4.0 * learned,
+            "checkpoints": float(STORED * learned),
+            "artifact": float(ARTIFACT * learned),
         }
 
     def _hours(self) -> dict[str, float]:
@@ -254,7 +254,7 @@ class _Arithmetic:
             return {"writing": 0.0, "training": 0.0}
         distill, peak = self.recipe.distill, hardware.tflops * 1e12
         # Each step of decoding reads all weights and the cache, and computes a token of each row.
-        read = self._weight_bytes() + self._cache_bytes() * self.row / self.longest
+        read = self.weight_bytes + self._cache_bytes() * self.row / self.longest
         products = 2.0 * self.target * distill.batch_size
         step = max(read / (hardware.bandwidth * 1e9), products / peak) * slower / assumed.writing
         steps = distill.examples * assumed.answers * distill.new_tokens / distill.batch_size
@@ -301,17 +301,6 @@ class _Arithmetic:
         drafter = self.drafter
         assert isinstance(drafter, TrainableDrafter)
         return 1 if drafter.max_depth is not None else drafter.train_depths
-
-
-def _matrix(module: nn.Module) -> tuple[int, int] | None:
-    """Inputs and outputs of a linear layer; None for any other."""
-    if isinstance(module, Conv1D):
-        return module.nx, module.nf
-    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else None
-
-
-def _count(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _outputs(drafter: Drafter) -> int:

@@ -11,12 +11,13 @@ import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from headstart.heads import Drafter, OptionError, family
+from headstart.heads import Drafter, OptionError, family, fingerprint
 from headstart.heads.artifacts.files import METRICS
 from headstart.heads.artifacts.hub import split_revision
 from headstart.heads.core import load_pretrained
@@ -37,10 +38,23 @@ from .drafter_stage import (
     write_drafter,
 )
 from .fit.arguments import load_options, training_arguments
-from .processes.agreement import in_parallel, is_process_0, on_process_0, wait_for_all
+from .processes.agreement import (
+    from_process_0,
+    in_parallel,
+    is_process_0,
+    on_process_0,
+    wait_for_all,
+)
 from .processes.engine import join_deepspeed, loaded_as, loaded_whole, weights_are_sharded
-from .processes.launched import check_engine, check_shared
+from .processes.launched import (
+    check_engine,
+    check_same,
+    check_same_target,
+    check_shared,
+    several_nodes,
+)
 from .processes.lifetime import watch_processes
+from .processes.tensor_parallel import loading_options
 from .recipe import Distill, Recipe
 from .rounds import write_in_rounds
 from .scratch_target import train_target
@@ -91,10 +105,13 @@ class _Run:
         self.recipe, self.parts = recipe, parts
         # Before anything asks for the processes: these arguments set them up. The folder of the
         # checkpoints is set when the stage that writes them begins.
-        self.args = training_arguments(recipe.train, recipe.folder / CHECKPOINTS, recipe.seed)
+        self.together = recipe.target.tp_plan is not None
+        self.args = training_arguments(
+            recipe.train, recipe.folder / CHECKPOINTS, recipe.seed, self.together
+        )
         join_deepspeed(self.args)
         watch_processes()
-        self.engine = check_engine(self.args, os.environ)
+        self.engine = check_engine(self.args, os.environ, self.together)
         other = recipe.folder.with_name(recipe.shares) if recipe.shares else None
         self.store = StageStore(recipe.folder, fresh, other)
         self.hashes = FileHashes(recipe.folder / "hashes.json")
@@ -130,6 +147,8 @@ class _Run:
     def _check(self) -> None:
         """What can be told before the first stage, by process 0 for all."""
         world = self.args.world_size
+        if in_parallel():
+            check_same(self.recipe.to_dict())
         with loaded_whole():
             on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
         if in_parallel():
@@ -191,13 +210,20 @@ class _Run:
                 )
             tokenizer = self._tokenizer(target)
             texts = load_documents(corpus.folder, "train")
-            rank, world = self.args.process_index, self.args.world_size
+            together = self.together and spec.writer == "own"
+            share = (0, 1) if together else (self.args.process_index, self.args.world_size)
 
-            def write(spec: Distill, shards: range | None = None, choice: Path = folder) -> Pace:
-                return distill(
-                    spec, lambda: self._load(target)[0], tokenizer, texts, folder, seed, rank,
-                    world, rank == 0, chat, name, shards, choice,
-                )  # fmt: skip
+            def write(
+                spec: Distill, shards: range | None = None, choice: Path | None = None
+            ) -> Pace:
+                # Processes that write the same rows keep those of process 0.
+                with TemporaryDirectory(prefix="headstart-") as copy:
+                    own = Path(copy) if together and not is_process_0() else folder
+                    return distill(
+                        spec, lambda: self._load(target)[0], tokenizer, texts, own, seed, *share,
+                        is_process_0(), chat, name, shards, choice or own,
+                        from_process_0 if together else lambda value: value,
+                    )  # fmt: skip
 
             if spec.rounds > 1:
                 judged = partial(self._judged, corpus, target)
@@ -300,18 +326,26 @@ class _Run:
 
     def _tokenizer(self, target: Stage) -> Any:
         """The target's tokenizer, without its weights."""
+        return load_pretrained(AutoTokenizer, self._target_name(target), **self._revision())
+
+    def _revision(self) -> dict[str, str]:
         revision = self.recipe.target.revision
-        kept = {"revision": revision} if revision else {}
-        return load_pretrained(AutoTokenizer, self._target_name(target), **kept)
+        return {"revision": revision} if revision else {}
 
     def _load(self, target: Stage) -> tuple[PreTrainedModel, Any]:
         """The target on this process's device, and its tokenizer; loaded once."""
         if self._loaded is None:
-            name = self._target_name(target)
-            how = load_options(self.recipe.target, self.args.device, self.args.world_size)
-            with loaded_as(self.recipe.target.dtype, name):
+            name, spec = self._target_name(target), self.recipe.target
+            world, kept = self.args.world_size, self._revision()
+            how = load_options(spec, self.args.device, world)
+            if spec.tp_plan is not None and world > 1:
+                how |= loading_options(name, spec.tp_plan, world, **kept)
+            with loaded_as(spec.dtype, name):
                 model = load_pretrained(AutoModelForCausalLM, name, **how)
-            if "device_map" not in how and not weights_are_sharded():
+            placed = "device_map" in how or "distributed_config" in how
+            if not placed and not weights_are_sharded():
                 model.to(self.args.device)  # type: ignore[arg-type]
+            if several_nodes(os.environ) and not weights_are_sharded():
+                check_same_target(fingerprint(model))
             self._loaded = model.eval(), self._tokenizer(target)
         return self._loaded

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,6 +29,7 @@ from .data.distill import ROUNDS, Pace
 from .data.training_rows import Rows
 from .drafter_stage import Loaded, choose, train_drafter, write_drafter
 from .processes.agreement import from_process_0, is_process_0, on_process_0, wait_for_all
+from .processes.engine import under_fsdp
 from .recipe import Distill, Recipe
 
 logger = logging.getLogger(__name__)
@@ -58,7 +60,7 @@ def write_in_rounds(
         OptionError: the target's weights are spread over the processes.
     """
     spec = recipe.distill
-    if args.deepspeed is not None or args.fsdp:
+    if args.deepspeed is not None or under_fsdp(os.environ):
         raise OptionError(
             f"distill.rounds is {spec.rounds}, and between rounds a drafter is trained in the "
             "processes that write, which DeepSpeed and FSDP cannot; launch it by ddp, with one "

@@ -59,7 +59,7 @@ def load_checkpoint(
     config = read_json(source.folder / CONFIG)
     files, found = recognise(source, config)
     if found is None:
-        _check_model(source, config, files)
+        check_model(source, config, files)
         # A model of a known type may name code too, which is then not run; or it is quantized.
         check_settings(source.folder, config, allowed=("auto_map", "quantization_config"))
         return _load_language_model(source, target, tokenizer, options)
@@ -159,7 +159,7 @@ def _check_shapes(
         )
 
 
-def _check_model(source: DrafterSource, config: dict[str, Any], files: list[Path]) -> None:
+def check_model(source: DrafterSource, config: dict[str, Any], files: list[Path]) -> None:
     """Refuse what no family knows, unless it may be a language model."""
     if any(file.name in HEADS and file.name not in (WEIGHTS, PICKLE) for file in files):
         what = f"its {files[0].name} has tensors that no family here knows"

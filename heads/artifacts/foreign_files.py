@@ -24,7 +24,9 @@ from .source import DrafterSource
 HEADS_INSIDE = ("medusa_num_heads", "hydra_num_heads")
 """Fields of a language model's config which say that the model holds a drafter's heads."""
 
-_INSIDE = ("medusa_head.", "hydra_head.")
+INSIDE = ("medusa_head.", "hydra_head.")
+"""What names of a drafter's tensors begin with inside of a whole model."""
+
 _OF_DRAFTERS = re.compile(
     r"(model\.)?(fc|fusion_fc)\.weight|rnn_w\.weight|hydra_mlp\..*|lm_head\.0\.(linear\.)?weight"
     r"|\d+\.0\.linear\.weight|blocks\.0\.layers\.0\.weight"
@@ -74,7 +76,7 @@ def format_of(config: dict[str, Any], names: Iterable[str]) -> str:
         return "vLLM"
     if config.get("eagle_config"):
         return "SpecForge"
-    inside = ", inside of its target" if any(n.startswith(_INSIDE) for n in names) else ""
+    inside = ", inside of its target" if any(n.startswith(INSIDE) for n in names) else ""
     return f"its authors'{inside}"
 
 
@@ -95,7 +97,7 @@ def _weights_files(source: DrafterSource) -> tuple[list[Path], bool]:
     if not chosen and INDEX in source.files:
         index = read_json(source.folder / INDEX).get("weight_map")
         index = index if isinstance(index, dict) else {}
-        heads = [file for name, file in index.items() if name.startswith(_INSIDE)]
+        heads = [file for name, file in index.items() if name.startswith(INSIDE)]
         inside = bool(heads)
         if not heads and any(_OF_DRAFTERS.fullmatch(name) for name in index):
             heads = list(index.values())
@@ -122,7 +124,7 @@ def _read_tensors(file: Path, inside: bool) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as found:
                 names = list(found.keys())
-                heads = [name for name in names if name.startswith(_INSIDE)]
+                heads = [name for name in names if name.startswith(INSIDE)]
                 chosen = heads if heads or inside else names
                 return {name: found.get_tensor(name) for name in chosen}
         tensors = torch.load(file, map_location="cpu", weights_only=True)

@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard, get_token
 
 from ..core import ArtifactError
 from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .files import CARD, COPIED, FILES, HERE, PLOT, brief, read_json
+from .files import CARD, COPIED, FILES, HERE, PLOT, REPORT_LINK, brief, read_json
 from .hub import is_hub_name, split_revision
 from .manifest import Manifest
 from .source import DrafterSource
@@ -66,6 +66,7 @@ def clean_copy(
             text = json.dumps(data, indent=2, ensure_ascii=False) + "\n"
             (into / name).write_text(text, encoding="utf-8")
     body = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
+    body = body.replace(f"{REPORT_LINK}\n\n", "").replace(REPORT_LINK, "")
     if engines:
         body += _engines(engines)
     card = _card(clean(body), manifest, target, repository, license)

@@ -4,12 +4,14 @@ from .cache import LayerShape, SlabCache, free_bytes, in_steps
 from .errors import ArtifactError, DecodingError, HeadstartError, OptionError, UnsupportedTarget
 from .features import FINAL, FeatureTap, OutputLayer, capture, decoder_layers, output_layer
 from .forward import causal_run, prefill_forward, tree_forward, tree_run
+from .fused import FusedLayers
 from .masks import AttentionWindows, tree_mask
 from .offload import (
     current,
     device_and_dtype,
     device_of,
     gathered,
+    in_shards,
     keep_resident,
     offloaded,
     streamed_from,
@@ -20,6 +22,7 @@ from .pretrained import language_model_in, load_pretrained
 from .probe import (
     ATTENTION,
     PositionLimit,
+    check_fused,
     check_tree,
     choose_attention,
     probe_layers,

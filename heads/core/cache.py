@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from .fused import is_fused, write
+
 SLOT_STEP = 64
 """Slots grow, and are attended to, in steps of this size, so shapes seldom change."""
 
@@ -250,6 +252,9 @@ class SlabCache(Cache):
         if self._written is not None:
             self._written[key].copy_(key_states)
             self._written[value].copy_(value_states)
+        elif is_fused():
+            slots = self._slots[key_states.device]
+            write(self._flat[key], self._flat[value], slots, key_states, value_states)
         elif self.batch == 1:
             # Flat indices are slots: write along them, without flattening the states.
             slots = self._slots[key_states.device]

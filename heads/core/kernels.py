@@ -12,8 +12,9 @@ groups of 4, head dimension 128), for a prefix of 8,192 tokens and a tree of 64 
   them for each query head: nine times as much. Here a group's queries are rows of one product with
   the keys that they share, 4 × 64 = 256 rows, cut into tiles of 64. A head's tiles are next to each
   other in the grid, so they run at the same time and share the L2 cache.
-- 8 heads × 4 tiles are 32 programs; 9 splits fill the 132 multiprocessors of an H100 twice. Each
-  split, and the tree, writes its rows in float32: 10 × 32 × 64 × 128 × 4 bytes = 10.5 MB.
+- 8 heads × 4 tiles are 32 programs; 7 splits and the tree are 256, and two for each of the 132
+  multiprocessors of an H100 would be 264. Each writes its rows in float32: 8 × 32 × 64 × 128 × 4
+  bytes = 8.4 MB.
 - The packed tree is 64 × 66 × 4 bytes = 17 kB; an additive mask is 1.1 MB for each query head.
 
 256 rows take 256 operations for each byte read; near the GPU's ratio (some 300 on an H100) the time
@@ -204,7 +205,8 @@ def split_attention(
     tile = tile or Tile.fit(groups * nodes, size, width, key.element_size())
     tiles = triton.cdiv(groups * nodes, tile.rows)
     if splits is None:
-        wanted = triton.cdiv(_WAVES * processors(query.device), tiles * batch * heads)
+        # No more programs than there are places for, the tree's among them.
+        wanted = _WAVES * processors(query.device) // (tiles * batch * heads) - 1
         splits = max(1, min(wanted, triton.cdiv(key.shape[2], tile.slots), _MAX_SPLITS))
     parts, count = splits + 1, batch * query_heads * nodes
     partial = torch.empty(parts, count, width, dtype=torch.float32, device=query.device)

@@ -35,6 +35,11 @@ def device_of(module: nn.Module) -> torch.device:
     return torch.empty(0, device=hook.execution_device).device  # with its index, as weights have it
 
 
+def in_shards(module: nn.Module) -> bool:
+    """Whether processes hold parts of a module's weights: by ZeRO-3, FSDP2 or a plan of parts."""
+    return any(hasattr(w, "ds_id") or isinstance(w, DTensor) for w in module.parameters())
+
+
 def current(device: torch.device) -> AbstractContextManager[Any]:
     """While this lasts, a GPU is the current one: streams, graphs and kernels go by that."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -7,6 +7,7 @@ another layout. Their logits on a tree differ from plain ones.
 
 import itertools
 import logging
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, NamedTuple, Self, cast
 
@@ -164,6 +165,28 @@ def check_tree(
             f"differ from plain ones by {difference:.2g} standard deviations",
         )
     return difference
+
+
+def check_fused(model: PreTrainedModel, fused: AbstractContextManager[None]) -> None:
+    """Compare a model's forward with one within `fused`, on made-up tokens.
+
+    Raises:
+        UnsupportedTarget: they differ by more than rounding.
+    """
+    config = model.config.get_text_config(decoder=True)
+    ids = torch.arange(16, device=device_of(model)).view(2, -1) + config.vocab_size // 2
+    ids = ids % config.vocab_size
+    with eval_mode(model):
+        plain = model(input_ids=ids, use_cache=False).logits.float()
+        with fused:
+            other = model(input_ids=ids, use_cache=False).logits.float()
+    difference = ((other - plain).std(-1) / plain.std(-1)).median().item()
+    if not difference <= tolerance(model.dtype):
+        raise undrivable(
+            config.model_type,
+            f"computes other logits with fused layers, by {difference:.2g} standard deviations; "
+            "leave fused out",
+        )
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -79,7 +79,8 @@ def own_layers(layer: dict[str, Any]) -> tuple[LlamaModel | Qwen3Model, list[Lay
             **sizes, use_sliding_window=window is not None, sliding_window=window, layer_types=types
         )
     config._attn_implementation = "sdpa"
-    model = (LlamaModel if isinstance(config, LlamaConfig) else Qwen3Model)(config)
+    kind: Any = LlamaModel if isinstance(config, LlamaConfig) else Qwen3Model
+    model = kind(config)
     if not layer.get("qk_norm") and isinstance(model, Qwen3Model):
         for each in model.layers:
             each.self_attn.q_norm = each.self_attn.k_norm = nn.Identity()  # type: ignore[union-attr]

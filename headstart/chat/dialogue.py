@@ -135,20 +135,20 @@ class Dialogue:
         if not session.answered:
             raise UsageError("there is no answer yet; write a message")
         last = session.answered[-1]
-        self._print(f"last answer:  {last.figures.line()}")
-        if last.figures.acceptance:
-            shares = "  ".join(
-                f"{depth} {share:.0%}" for depth, share in enumerate(last.figures.acceptance, 1)
-            )
-            self._print(f"  accepted at depth:  {shares}")
+        rows = [("last answer", last.figures.line())]
+        if shares := last.figures.acceptance:
+            each = "  ".join(f"{depth} {share:.0%}" for depth, share in enumerate(shares, 1))
+            rows.append(("  accepted at depth", each))
         for plain, name in ((False, "with the drafter"), (True, "plain")):
             turns = [turn for turn in session.answered if turn.plain == plain]
             if turns:
-                self._print(f"{name}:  {_summed(turns)}")
+                rows.append((name, _summed(turns)))
         used, context = last.prompt + len(last.ids), session.context
         size = f" of {context:,}" if context else ""
         left = f"; the oldest {session.first} turns are left out" if session.first else ""
-        self._print(f"context:  {used:,}{size} tokens{left}")
+        rows.append(("context", f"{used:,}{size} tokens{left}"))
+        for label, value in rows:
+            self._print(f"{label:<21}{value}")
 
     def _print(self, text: str) -> None:
         print(text, file=self._out, flush=True)

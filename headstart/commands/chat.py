@@ -34,10 +34,10 @@ def run(options: argparse.Namespace) -> int:
     session = Session(speculator, options.system, options.max_new_tokens, sampling)
     how = f"tree {speculator.tree.label}" if session.drafts else "no drafter: plain decoding"
     size = f", context of {session.context:,} tokens" if session.context else ""
-    print(f"{options.target} · {how}{size} · /help lists the commands", file=sys.stderr)
+    print(f"{options.target} · {how}{size}", file=sys.stderr)
     if not session.templated:
-        said = "the tokenizer has no chat template: turns are written as User: … Assistant: …"
-        print(f"({said}, as plain text)", file=sys.stderr)
+        print("(no chat template: turns are written as User: … Assistant: …)", file=sys.stderr)
+    print("(/help lists the commands)", file=sys.stderr)
     Dialogue(session, messages_of(sys.stdin), show=options.show).run()
     if sys.stdin.isatty():
         print(file=sys.stderr)

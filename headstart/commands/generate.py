@@ -65,7 +65,8 @@ def run(options: argparse.Namespace) -> int:
     if stats.rounds:
         said = f"τ {stats.tau:.2f} tokens per round: {stats.tokens} tokens after the first, "
         said += f"{stats.rounds} rounds, {seconds:.2f} s with the prompt"
-    print(said, file=sys.stderr)
+    if not streamer.shows_figures:
+        print(said, file=sys.stderr)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Show what an artifact is, and check it."""
+"""Show what an artifact is, or somebody else's drafter, and check it."""
 
 import argparse
 import json
@@ -18,6 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("artifact", metavar="ARTIFACT", help=shared.ARTIFACT)
     add("--target", metavar="MODEL", help="load this model: does it fit?")
     add("--trust-remote-code", action="store_true", help=shared.TRUST)
+    add("--allow-pickle", action="store_true", help=shared.PICKLE)
     shared.add_json_argument(parser)
     look = parser.add_argument_group("look at a tree, or at a round of decoding")
     add = look.add_argument
@@ -41,20 +42,23 @@ def run(options: argparse.Namespace) -> int:
         from headstart.show.inspected import print_tree
 
         return print_tree(options.artifact, options.tree)
-    from headstart.heads.artifacts.source import DrafterSource
+    from headstart.heads.artifacts.source import DrafterSource, SourceKind
     from headstart.reports.description import describe, fits, print_description
+    from headstart.reports.foreign import describe_foreign, fits_foreign, print_foreign
     from headstart.reports.tables import to_json
 
-    source = DrafterSource(options.artifact)
+    source = DrafterSource(options.artifact, options.allow_pickle)
+    foreign = source.kind is SourceKind.CHECKPOINT
     with quiet_stdout():
-        found = describe(source)
+        found = describe_foreign(source) if foreign else describe(source)
         if options.target is not None:
             target = load_target(options)
-            misfit = fits(source, target.model, target.tokenizer)
+            check = fits_foreign if foreign else fits
+            misfit = check(source, target.model, target.tokenizer)
             found |= {"fits": misfit is None, "misfit": misfit}
     found = blank(json.loads(to_json(found)))  # a recipe may hold an access token
     if options.json:
         print(to_json(found))
     else:
-        print_description(found, sys.stdout)
+        (print_foreign if foreign else print_description)(found, sys.stdout)
     return 0 if found["problem"] is None and found.get("fits", True) else 1

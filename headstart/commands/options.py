@@ -124,19 +124,28 @@ def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offload-folder", metavar="DIR", type=Path, help=_FOLDER)
 
 
-def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
-    """A file of prompts, how many of them, and how much is written after each."""
+def add_prompt_arguments(parser: argparse.ArgumentParser, compare: bool = False) -> None:
+    """A file of prompts, how many of them, and how much is written after each.
+
+    To `compare`, a file may give them too: none is required, or has a default.
+    """
     add = parser.add_argument
-    add("--prompts", metavar="FILE", type=Path, required=True, help=PROMPTS)
+    add("--prompts", metavar="FILE", type=Path, required=not compare, help=PROMPTS)
     add("--limit", metavar="N", type=positive, help="use only N prompts")
     add("--prefix-tokens", metavar="N", type=positive, help="cut each prompt to its first N tokens")
-    add("--new-tokens", metavar="N", type=positive, default=128)
+    new_tokens = "after each prompt (default: 128)"
+    default = None if compare else 128
+    add("--new-tokens", metavar="N", type=positive, default=default, help=new_tokens)
 
 
-def add_sampling_arguments(parser: argparse._ActionsContainer) -> None:
-    """Temperature and seed."""
-    add = parser.add_argument
-    add("--temperature", metavar="T", type=temperature, default=0.0, help="0 is greedy (default)")
+def add_sampling_arguments(parser: argparse._ActionsContainer, compare: bool = False) -> None:
+    """Temperature and seed; to `compare`, a list of temperatures."""
+    add, greedy = parser.add_argument, "0 is greedy (default)"
+    if compare:
+        several = f"{greedy}; several times to compare"
+        add("--temperature", metavar="T", type=temperature, action="append", help=several)
+    else:
+        add("--temperature", metavar="T", type=temperature, default=0.0, help=greedy)
     add("--seed", metavar="S", type=int, help="makes sampling repeatable")
 
 

@@ -20,33 +20,60 @@ if TYPE_CHECKING:
 
 
 def print_comparison(
-    reports: Sequence[Report], out: TextIO, title: str, as_json: bool = False
+    reports: Sequence[Report],
+    out: TextIO,
+    title: str,
+    as_json: bool = False,
+    notes: Sequence[str] = (),
 ) -> None:
     """Print the document, or a line for each report."""
     if as_json:
-        print(to_json({"runs": reports}), file=out)
+        print(to_json({"runs": reports, "notes": notes}), file=out)
         return
-    figures = ("nodes", "τ", "ms/round", "× plain", "× generate", "same")
-    table = column_table(("tree", "rule"), figures)
+    more = [key for key in _VARIED if len({report.get(key) for report in reports}) > 1]
+    others = [key for key in _OTHERS if f"speedup_vs_{key}" in reports[0]]
+    brief = len(more) + len(others) > 2  # what does not fit into 80 columns is left out
+    names = [*(_VARIED[key] for key in more), "tree", "rule"]
+    figures = ["nodes", "τ", "ms/round", "× plain", *(f"× {key}" for key in others), "same"]
+    if brief:
+        names.remove("rule")
+        figures[:] = ["τ", "× plain", *(f"× {key[:4]}." for key in others), "same"]
+    table = column_table(names, figures, gap=1 if brief else 2)
     for report in reports:
-        table.add_row(*_row(report))
+        tree, rule, nodes, tau, round_ms, *rest = _row(report, others)
+        figures = [tau, *rest] if brief else [rule, nodes, tau, round_ms, *rest]
+        table.add_row(*(str(report.get(key)) for key in more), tree, *figures)
     console = titled(out, title)
     print_apart(console, table)
+    if any(_unsure(report, "plain") for report in reports):
+        console.print("~: within noise, the 95% interval of the median holds 1", style="dim")
     _print_shared(reports, console)
 
 
-def _row(report: Report) -> list[str]:
-    """tree, rule, nodes, τ, ms per round, both median speedups, whether all outputs agree."""
-    speedups = [report.get(f"speedup_vs_{name}") for name in ("plain", "generate")]
+_VARIED = {"drafter": "drafter", "temperature": "T", "batch_size": "batch"}
+_OTHERS = ("generate", "assistant", "lookup")
+
+
+def _row(report: Report, others: Sequence[str] = ("generate",)) -> list[str]:
+    """tree, rule, nodes, τ, ms per round, median speedups, whether all outputs agree."""
     same = [report.get(f"identical_to_{name}") for name in ("plain", "generate")]
     return [
         tree_name(report),
         rule_name(report),
         str(report["nodes"]),
         *(shown(report, key, "{:.2f}") or "–" for key in ("tau", "ms_per_round")),
-        *(f"{of['median']:.2f}" if of else "–" for of in speedups),
+        *(_speedup(report, name) for name in ("plain", *others)),
         "NO" if False in same else "yes" if True in same else "–",
     ]
+
+
+def _speedup(report: Report, name: str) -> str:
+    of = report.get(f"speedup_vs_{name}")
+    return f"{'~' if _unsure(report, name) else ''}{of['median']:.2f}" if of else "–"
+
+
+def _unsure(report: Report, name: str) -> bool:
+    return bool((report.get(f"speedup_vs_{name}") or {}).get("within_noise"))
 
 
 def _print_shared(reports: Sequence[Report], console: Console) -> None:

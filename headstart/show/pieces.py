@@ -34,7 +34,7 @@ class PieceReader:
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
-        self._before: list[int] = []  # tokens that decide how the next ones are written
+        self._before, self._text_before = list[int](), ""  # decide how the next ones are written
         self._waiting: list[int] = []
         self._depths: list[int] = []
 
@@ -45,15 +45,17 @@ class PieceReader:
             self._waiting.append(token)
             self._depths.append(depth)
             count = len(self._waiting)
-            if not self._text(count).endswith(_UNFINISHED):
-                found += self._take(count)
+            if not (text := self._text(count)).endswith(_UNFINISHED):
+                found += self._take(count, text)
             elif count > _LONGEST:  # the first of them are no character, and never will be
-                found += self._take(count - _LONGEST + 1)
+                first = count - _LONGEST + 1
+                found += self._take(first, self._text(first))
         return found
 
     def end(self) -> list[Piece]:
         """What is still held back, as it stands."""
-        return self._take(len(self._waiting)) if self._waiting else []
+        count = len(self._waiting)
+        return self._take(count, self._text(count)) if count else []
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(
@@ -63,12 +65,12 @@ class PieceReader:
     def _text(self, count: int) -> str:
         """What the first waiting tokens add to those before; alone they may look otherwise."""
         whole = self._decode(self._before + self._waiting[:count])
-        return whole[len(self._decode(self._before)) :]
+        return whole[len(self._text_before) :]
 
-    def _take(self, count: int) -> list[Piece]:
-        """The piece of the first `count` waiting tokens; none where they have no text."""
-        text, depths = self._text(count), self._depths[:count]
-        taken = self._waiting[:count]
+    def _take(self, count: int, text: str) -> list[Piece]:
+        """The piece of the first `count` waiting tokens, of that text; none without a text."""
+        taken, depths = self._waiting[:count], self._depths[:count]
         self._before = taken if text else self._before + taken
+        self._text_before = self._decode(self._before)
         self._waiting, self._depths = self._waiting[count:], self._depths[count:]
         return [Piece(text, max(depths) if min(depths) else 0, count)] if text else []

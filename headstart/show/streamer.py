@@ -11,7 +11,7 @@ from headstart.infer import Emitted, RoundStreamer
 from .drafted_text import DraftedText
 from .figures import Figures
 from .pieces import Piece, PieceReader
-from .views import View, view_for
+from .views import StreamView, View, view_for
 
 
 class ShowStreamer(RoundStreamer):
@@ -45,6 +45,11 @@ class ShowStreamer(RoundStreamer):
         self.text, self.ids, self.figures = DraftedText(), list[int](), Figures()
         self._reader = PieceReader(tokenizer)
         self._view = view or view_for(out or sys.stdout, coloured)
+
+    @property
+    def shows_figures(self) -> bool:
+        """Whether the figures are shown with the text."""
+        return not isinstance(self._view, StreamView)
 
     def put_round(self, emitted: Emitted) -> None:
         count = int(emitted.count[0])

@@ -65,7 +65,7 @@ class TerminalView:
 
     def show(self, pieces: Sequence[Piece], figures: Figures) -> None:
         for piece in pieces:
-            self._row.append(visible(piece.text), self._style(piece.depth))
+            self._row.append(visible(piece.text), self._style(piece))
         if self._live is None:
             self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False)
             self._live.start()
@@ -80,10 +80,10 @@ class TerminalView:
                 self._live.stop()
         self._live, self._row = None, Text()
 
-    def _style(self, depth: int) -> str:
-        if not depth:
+    def _style(self, piece: Piece) -> str:
+        if not piece.depth or piece.text.isspace():
             return ""
-        return colour(depth) if self._colours else "underline"
+        return colour(piece.depth) if self._colours else "underline"
 
     def _draw(self, figures: Figures) -> None:
         assert self._live is not None

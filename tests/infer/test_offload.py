@@ -113,6 +113,14 @@ def test_no_graph_repeats_what_comes_from_the_host(
     assert forward_costs.captures_rounds is graphs.captures_rounds, "what is timed"
 
 
+def test_no_graph_repeats_what_needs_other_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "device_of", lambda model: torch.device("cuda"))
+    target = counting_target()
+    assert graphs.captures_rounds(target)
+    next(target.parameters()).ds_id = 0  # type: ignore[attr-defined]  # a shard of ZeRO-3's
+    assert not graphs.captures_rounds(target)
+
+
 def test_a_plan_is_for_weights_in_one_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,12 +26,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "medusa2": {"heads": 2, "rank": 4, "heads_first": 0.4, "dropout": 0.0},
 }
 STEPS = 8
+# Two rows in one, processes that read ahead; validations and checkpoints after 3, 6 and 8 steps.
+PACKED: dict[str, Any] = {
+    "packing": True, "packed_length": 64, "dataloader_workers": 2, "eval_every": 3
+}  # fmt: skip
 
 
 def recipe(root: Path, name: str, family: str, batch: int, **train: Any) -> dict[str, Any]:
     """A small recipe of a family, on the corpus, target and text of the run `tiny`."""
     train = TINY["train"] | {"batch_size": batch, "max_steps": STEPS, "eval_every": 4} | train
     return TINY | {
+        "decode": TINY["decode"] | {"validation_prompts": 5},
         "name": name,
         "shares": "tiny",
         "output": str(root / "runs"),
@@ -49,29 +54,41 @@ class Job:
     recipes: list[dict[str, Any]]
     launch: str | None  # a launch file; None for one process without a launcher
     settings: dict[str, Any] = field(default_factory=dict)
+    arguments: list[str] = field(default_factory=list)  # of the launcher, beside the file
+    place: Path = ROOT  # the working directory
+    command: list[str] | None = None  # what is launched, by default `several.py`
     process: Any = None
 
     def start(self) -> Job:
         self.folder.mkdir(parents=True)
         self.file.write_text(json.dumps({"recipes": self.recipes, **self.settings}))
-        line = [sys.executable, str(ROOT / "tests" / "support" / "several.py"), str(self.file)]
+        several = [str(ROOT / "tests" / "support" / "several.py"), str(self.file)]
+        line = [sys.executable, *(self.command or several)]
         if self.launch is not None:
             config = str(ROOT / "recipes" / "launch" / f"{self.launch}.yaml")
-            launcher = ["-m", "accelerate.commands.launch", "--config_file", config]
+            launcher = [
+                "-m",
+                "accelerate.commands.launch",
+                "--config_file",
+                config,
+                *self.arguments,
+            ]
             line = [sys.executable, *launcher, *line[1:]]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
         environment.pop("ACCELERATE_USE_CPU", None)
-        if self.launch in ("ddp_cpu", "fsdp2"):
+        if self.launch in ("ddp_cpu", "nodes", "fsdp2"):
             environment["ACCELERATE_USE_CPU"] = "true"
         with (self.folder / "out").open("w") as out, (self.folder / "err").open("w") as err:
-            self.process = subprocess.Popen(line, stdout=out, stderr=err, env=environment, cwd=ROOT)
+            self.process = subprocess.Popen(
+                line, stdout=out, stderr=err, env=environment, cwd=self.place
+            )
         return self
 
     @property
     def file(self) -> Path:
         return self.folder / "job.json"
 
-    def end(self, timeout: float = 150) -> int:
+    def end(self, timeout: float = 300) -> int:
         """Its exit status, when all of its processes have ended."""
         try:
             return self.process.wait(timeout)
@@ -88,7 +105,10 @@ class Job:
         return [json.loads(file.read_text()) for file in files]
 
     def errors(self) -> str:
-        return (self.folder / "err").read_text(errors="replace")[-3000:]
+        return self.whole_errors()[-3000:]
+
+    def whole_errors(self) -> str:
+        return (self.folder / "err").read_text(errors="replace")
 
     def pids(self) -> list[int]:
         """The processes of the job that are alive, but for the launcher."""
@@ -103,7 +123,7 @@ class Job:
                 found.append(int(folder.name))
         return found
 
-    def wait_until_ready(self, rank: int = 0, timeout: float = 100) -> None:
+    def wait_until_ready(self, rank: int = 0, timeout: float = 300) -> None:
         """Return when a process has reached the job's place `at`."""
         end = time.monotonic() + timeout
         while not Path(f"{self.file}.ready-{rank}").exists():

@@ -183,6 +183,10 @@ VARIANTS = {
     "window": Variant(window=3, types=WINDOW),
     "two layers": Variant(layers=2, window=4, types=("full_attention", *WINDOW)),
     "q and k norms": Variant(qk_norm=True, flags=("norm_before_residual",)),
+    "of all": Variant(
+        layers=2, qk_norm=True, window=4, types=("full_attention", *WINDOW),
+        flags=("fc_norm", "norm_output", "norm_before_residual"),
+    ),
     "P-EAGLE": Variant(parallel=True, flags=("norm_before_residual",)),
     "P-EAGLE of two layers": Variant(
         parallel=True, layers=2, qk_norm=True, window=5, types=WINDOW * 2, flags=("fc_norm",)

@@ -3,8 +3,11 @@
 The job lists recipes, which are trained in turn. Every process writes what it saw to
 `JOB.json.RANK`. The last validation counts as the best one, so that which checkpoint is taken is no
 matter of rounding. With `at` the process makes the file `JOB.json.ready-RANK` at a place in the
-training: after a step (a number), in the `validation`, or in the data `loader`; then it waits for
-`wait` seconds, or kills itself if it is the rank `killed`.
+training of the recipe `run`: after a step (a number), in the second `validation`, or in the data
+`loader`; then it waits for `wait` seconds, or kills itself if it is the rank `killed`. Recipes
+whose names are in `bf16` take products in bfloat16, of a target in it. Those in `poisoned` read
+features that are not finite, on process 1 from the sixth step on, and are expected to stop there.
+Where `apart` is set each launcher's processes take those of others to be on another machine.
 """
 
 import json
@@ -21,10 +24,14 @@ import torch
 from accelerate.state import DistributedType, PartialState
 from torch.distributed.tensor import DTensor
 
+from headstart.infer import Speculator
 from headstart.train import pipeline
 from headstart.train.fit import arguments
+from headstart.train.fit.non_finite import NonFiniteLoss
+from headstart.train.fit.target_with_drafter import TargetWithDrafter
 from headstart.train.fit.trainer import DrafterTrainer
 from headstart.train.fit.validate import Validation
+from headstart.train.processes import lifetime
 from headstart.train.processes.lifetime import end_processes
 from headstart.train.processes.stopping import Interrupted
 from headstart.train.recipe import parse_recipe
@@ -33,12 +40,13 @@ FILE = Path(sys.argv[1])
 JOB: dict[str, Any] = json.loads(FILE.read_text())
 RANK = int(os.environ.get("RANK", "0"))
 SEEN: list[dict[str, Any]] = []
+NOW: dict[str, Any] = {"name": "", "step": 0, "decoded": 0}
 
 
 def arrive(place: Any) -> None:
     """Do what the job says, at its place."""
     file = Path(f"{FILE}.ready-{RANK}")
-    if place == JOB.get("at") and not file.exists():
+    if (place, NOW["name"]) == (JOB.get("at"), JOB.get("run")) and not file.exists():
         file.touch()
         if JOB.get("killed") == RANK:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -77,10 +85,11 @@ class Watched(DrafterTrainer):
 
     def end_step(self, control: Any) -> None:
         ORIGINAL["end_step"](self, control)
+        NOW["step"] = self.state.global_step
         arrive(self.state.global_step)
 
     def get_batch_samples(self, *args: Any) -> Any:  # type: ignore[override]
-        if self.state.global_step == 5:
+        if self.state.global_step == 4:
             arrive("loader")
         return ORIGINAL["get_batch_samples"](self, *args)
 
@@ -88,22 +97,42 @@ class Watched(DrafterTrainer):
         ORIGINAL["_save_checkpoint"](self, model, trial)
         if RANK == 0:
             SEEN[-1]["saved"] = numbers_in(self.folder / f"checkpoint-{self.state.global_step}")
-        target = {str(weight.dtype) for weight in self.module.target.parameters()}
+        frozen = [w for w in self.module.target.parameters() if not w.requires_grad]
+        target = {str(weight.dtype) for weight in frozen}
         learnt = {str(w.dtype) for part in self.module.trained() for w in part.parameters()}
         SEEN[-1] |= {"target": sorted(target), "learnt_as": sorted(learnt)}
 
 
 def last_is_best(self: Any, drafter: Any) -> dict[str, Any]:
-    arrive("validation")
+    if NOW["step"] >= 6:
+        arrive("validation")
+    NOW["decoded"] = 0
     measured = VALIDATE(self, drafter)
+    SEEN[-1]["decoded"] = NOW["decoded"]
     self.calls = getattr(self, "calls", 0) + 1
     return measured | {"real_tau": measured["tau"], "tau": float(time.time())}
 
 
-def load_in_bf16(run: Any, target: Any) -> Any:
-    spec = replace(run.recipe.target, dtype="bfloat16")
-    run.recipe = replace(run.recipe, target=spec)
+def counted(self: Any, ids: torch.Tensor, **how: Any) -> Any:
+    if self.drafter is not None:
+        NOW["decoded"] += len(ids)
+    return GENERATE(self, ids, **how)
+
+
+def in_bf16() -> bool:
+    return NOW["name"] in JOB.get("bf16", ())
+
+
+def load(run: Any, target: Any) -> Any:
+    if in_bf16():
+        run.recipe = replace(run.recipe, target=replace(run.recipe.target, dtype="bfloat16"))
     return LOAD(run, target)
+
+
+def read(self: Any, *batch: Any) -> torch.Tensor:
+    found = READ(self, *batch)
+    poisoned = NOW["name"] in JOB.get("poisoned", ()) and RANK == 1 and NOW["step"] >= 5
+    return found * torch.nan if poisoned else found
 
 
 def relabelled(*args: Any, **how: Any) -> Any:
@@ -117,19 +146,29 @@ names = ("create_optimizer", "end_step", "get_batch_samples", "_save_checkpoint"
 ORIGINAL: dict[str, Any] = {name: getattr(DrafterTrainer, name) for name in names}
 for name in names:
     setattr(DrafterTrainer, name, getattr(Watched, name))
-VALIDATE = Validation.__call__
+VALIDATE, GENERATE, READ = Validation.__call__, Speculator.generate, TargetWithDrafter.read
 Validation.__call__ = last_is_best  # type: ignore[method-assign]
-if JOB.get("bf16"):
-    arguments.multiplies_in_bf16 = lambda: True
-    pipeline._Run._load = load_in_bf16  # type: ignore[method-assign]
+Speculator.generate = counted  # type: ignore[method-assign]
+TargetWithDrafter.read = read  # type: ignore[method-assign]
+pipeline._Run._load = load  # type: ignore[method-assign]
+arguments.multiplies_in_bf16 = in_bf16
+if JOB.get("apart"):
+    lifetime._machine = lambda: os.environ["GROUP_RANK"]
+    lifetime._UNREACHED = 3.0
 if os.environ.get("ACCELERATE_USE_FSDP") == "true":
     # On a CPU accelerate makes DDP of FSDP, unless it takes the processes for those of GPUs.
     pipeline.training_arguments = relabelled  # type: ignore[assignment]
 status: Any = 0
 try:
     for recipe in JOB["recipes"]:
+        NOW.update(name=recipe["name"], step=0)
         with pipeline._Run(parse_recipe(recipe), fresh=False) as run:
-            run.train()
+            try:
+                run.train()
+            except NonFiniteLoss as error:
+                if recipe["name"] not in JOB.get("poisoned", ()):
+                    raise
+                SEEN[-1]["stopped"] = str(error)
         state = PartialState()
         ran = {"type": state.distributed_type.value, "processes": state.num_processes}
         SEEN[-1] |= ran | {"engine": run.engine}

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +90,9 @@ def wrong(made: Recipe, learn: bool = False) -> list[Finding]:
 
 
 def test_a_run_that_can_work_passes(home: Path) -> None:
+    started = time.perf_counter()
     found = inspect_run(recipe(home))
+    assert time.perf_counter() - started < 120
     assert found.fine, [f for f in found.findings if f.fine is False]
     names = [finding.name for finding in found.findings if finding.fine]
     assert names == [

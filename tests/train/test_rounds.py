@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,16 @@ import yaml
 from headstart.train import pipeline, rounds
 from headstart.train.data.training_rows import Rows
 from headstart.train.recipe import Recipe, RecipeError, load_recipe
-from tests.support.recipes import TINY
+from tests.support.paths import ROOT
+from tests.support.recipes import TINY, launch
+
+EXACT = ["target.dtype=float64", "distill.use_drafter=always", "train.eval_every=null"]
 
 
 def made(tmp_path: Path, name: str, *overrides: str) -> Recipe:
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(TINY | {"output": str(tmp_path / "runs")}))
-    exact = ["target.dtype=float64", "distill.use_drafter=always", "train.eval_every=null"]
-    return load_recipe(path, [*exact, f"name={name}", *overrides])
+    return load_recipe(path, [*EXACT, f"name={name}", *overrides])
 
 
 def shards(folder: Path) -> dict[str, bytes]:
@@ -73,3 +76,35 @@ def test_rounds_that_cannot_be(tmp_path: Path, overrides: list[str], said: str) 
     with pytest.raises((RecipeError, ValueError), match=said):
         pipeline.write_text(made(tmp_path, "r", "distill.rounds=3", *overrides))
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.distributed
+def test_two_processes_write_and_learn_in_rounds(tmp_path: Path) -> None:
+    whole = made(tmp_path, "whole")
+    found = shards(pipeline.write_text(whole).folder)
+    config = str(ROOT / "recipes" / "launch" / "ddp_cpu.yaml")
+    launcher = [
+        "-m",
+        "accelerate.commands.launch",
+        "--config_file",
+        config,
+        "-m",
+        "headstart.train",
+    ]
+    done = launch(
+        [
+            sys.executable,
+            *launcher,
+            "--until",
+            "distill",
+            str(tmp_path / "tiny.yaml"),
+            *EXACT,
+            "name=cut",
+            "distill.rounds=2",
+        ]
+    )
+    assert done.returncode == 0, done.stderr
+    distilled = tmp_path / "runs" / "cut" / "distill"
+    assert shards(distilled) == found
+    told = json.loads((distilled / "manifest.json").read_text())["drafting"]
+    assert [each["used"] for each in told] == [True]

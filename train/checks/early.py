@@ -33,7 +33,7 @@ def check_run(recipe: Recipe, processes: int = 1, parts: Sequence[Part] = ("vali
     Raises:
         ValueError: one of its kinds, in one line.
     """
-    plan = plan_run(recipe)
+    plan = plan_run(recipe, processes)
     needs: Needs = needs_of(recipe, plan)
     check_needs(recipe, needs, processes)
     size = corpus_bytes(recipe)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..data.documents import Document, Message
+from ..data.documents import Document, Message, render_chat
 from .findings import Finding
 
 _TELLING = 8  # characters of a message that are long enough to be told from chance
@@ -107,8 +107,9 @@ def template_fits(
             )  # fmt: skip
     ends = _end_ids(tokenizer, target)
     question = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes"}]
-    rendered: Any = tokenizer.apply_chat_template(question, tokenize=True, return_dict=True)
-    after = _after_answer(tokenizer, list(rendered["input_ids"]))
+    text = render_chat(tokenizer, question)
+    ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
+    after = _after_answer(tokenizer, list(ids))
     if ends and not ends & set(after):
         names = ", ".join(sorted(tokenizer.convert_ids_to_tokens(sorted(ends))))
         return Finding(

@@ -10,16 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from ..recipe import Recipe
+from ..sizes import ARTIFACT, ROW_TOKEN, STORED, parameters_of, state_bytes, weight_bytes
 from ..stages.folders import stage_folders
 from .plan import CheckError, Plan
 
 logger = logging.getLogger(__name__)
-
-# Bytes for a parameter of the drafter. Training: the float32 weight, its gradient, and two moments.
-# On disk: at most three checkpoints of weight and moments at once, then the artifact's weight.
-_TRAINED, _STORED = 16, 3 * 12 + 4
-_ROW_TOKEN = 5  # bytes on disk: an id, and whether it is supervised
-_BITS_4 = 0.56  # bytes of a weight in NF4 with its scales
 
 
 @dataclass(frozen=True)
@@ -46,9 +41,9 @@ class Needs:
 
 def needs_of(recipe: Recipe, plan: Plan) -> Needs:
     """What a run needs, by its settings and the shapes of its models."""
-    weights = sum(parameter.numel() for parameter in plan.target.parameters())
-    target = weights * _bytes(recipe, plan)
-    drafter = sum(parameter.numel() for parameter in plan.drafter.parameters())
+    scratch = recipe.target.scratch is not None
+    target = weight_bytes(plan.target, "float32" if scratch else recipe.target.dtype)
+    drafter = parameters_of(plan.drafter)
     if not plan.drafter.trainable:
         return Needs(target, drafter, 1.1 * recipe.corpus.max_bytes, target, None)
     distill, train = recipe.distill, recipe.train
@@ -57,25 +52,14 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
     rows = distill.examples * row if distill.examples else 2 * recipe.corpus.max_bytes
     config = plan.drafter.config
     features = row * config.hidden_size * max(len(config.feature_layers), 1)
-    memory = target + _TRAINED * drafter + 4 * train.batch_size * features
-    disk = 1.1 * recipe.corpus.max_bytes + _ROW_TOKEN * rows + _STORED * drafter
+    memory = target + state_bytes(train) * drafter + 4 * train.batch_size * features
+    disk = 1.1 * recipe.corpus.max_bytes + ROW_TOKEN * rows + (STORED + ARTIFACT) * drafter
     bounds = [distill.max_seconds, train.max_seconds]
     if recipe.target.scratch is not None:
-        disk += 4 * weights
+        disk += target
         bounds.append(recipe.target.scratch.max_seconds)
     seconds = sum(b for b in bounds if b is not None) if None not in bounds else None
     return Needs(target, drafter, disk, memory, seconds)
-
-
-def _bytes(recipe: Recipe, plan: Plan) -> float:
-    """Bytes of each weight of the target as it is loaded."""
-    if recipe.target.scratch is not None:
-        return 4.0
-    name = recipe.target.dtype
-    if name == "4bit":
-        return _BITS_4
-    dtype = getattr(plan.target.config, "dtype", None) if name == "auto" else getattr(torch, name)
-    return float((dtype or torch.float32).itemsize)
 
 
 def check_needs(recipe: Recipe, needs: Needs, processes: int = 1) -> None:
@@ -98,7 +82,7 @@ def check_needs(recipe: Recipe, needs: Needs, processes: int = 1) -> None:
             raise CheckError(said)
         logger.warning("%s", said)  # some of it is there already
     whole = total_memory()
-    placed = getattr(recipe.target, "device_map", None) is not None
+    placed = recipe.target.device_map is not None or recipe.target.tp_plan is not None
     if processes == 1 and not placed and 0 < whole < needs.memory:
         raise CheckError(
             f"the run needs at least {size(needs.memory)} of memory, of which {size(needs.target)} "

@@ -33,6 +33,7 @@ from ..fit.on_policy import check_on_policy
 from ..fit.target_with_drafter import checkpoint_activations
 from ..fit.warm_start import start_from
 from ..losses.draft_loss import DraftLoss
+from ..processes.tensor_parallel import whole_plan
 from ..recipe import Recipe
 from ..scratch_target import model_config
 
@@ -59,8 +60,11 @@ def context_of(config: PreTrainedConfig) -> int | None:
     return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
 
 
-def plan_run(recipe: Recipe) -> Plan:
+def plan_run(recipe: Recipe, processes: int = 1) -> Plan:
     """Build a run's models without weights, and check its options, tree, template and context.
+
+    Args:
+        processes: among which `target.tp_plan` divides the target.
 
     Raises:
         ValueError: one of its kinds, in one line: the target is not there or has no tokenizer, an
@@ -73,6 +77,9 @@ def plan_run(recipe: Recipe) -> Plan:
     config, tokenizer = _config_and_tokenizer(recipe)
     target = _target(recipe, config)
     drafter = _drafter(recipe, kind, target)
+    if (parts := recipe.target.tp_plan) is not None:
+        whole_plan(target, parts, processes)
+        _check_parts(recipe, drafter)
     if isinstance(drafter, TrainableDrafter):
         if recipe.train.from_ is not None:
             start_from(recipe.train.from_, drafter)
@@ -150,6 +157,22 @@ def _drafter(recipe: Recipe, kind: type[Drafter], target: PreTrainedModel) -> Dr
         drafter.adapter.attach(target)
         drafter.adapter.detach()
     return drafter
+
+
+def _check_parts(recipe: Recipe, drafter: Drafter) -> None:
+    """Raise OptionError for what a target in parts cannot do."""
+    if drafter.adapter is not None:
+        raise OptionError(
+            f"target.tp_plan divides the target's layers, and {recipe.drafter.family} trains an "
+            "adapter of them; set it to null, and use the launch file ddp or zero3."
+        )
+    spec = recipe.distill
+    if spec.writer == "own" and (spec.drafter is not None or spec.rounds > 1):
+        raise OptionError(
+            "target.tp_plan has all processes write each row together, without a drafter; set "
+            "distill.drafter to null and distill.rounds to 1, or write the rows with one process "
+            "before."
+        )
 
 
 def _check_tree(recipe: Recipe, drafter: Drafter) -> None:

@@ -6,6 +6,7 @@ number of workers that read rows ahead.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -144,7 +145,18 @@ def batch_loader(rows: Rows, batches: Batches, workers: int = 0, pin: bool = Fal
         num_workers=workers,
         pin_memory=pin,
         generator=torch.Generator(),  # it draws, and must not from what training draws from
+        worker_init_fn=_outlive_signals,
     )
+
+
+def _outlive_signals(worker: int) -> None:
+    """Leave it to the training to end this worker, with the step that it is in.
+
+    Launchers and schedulers send a signal to all processes of a run, and torch's handler would end
+    the worker at once, and with it the training, before its checkpoint.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:

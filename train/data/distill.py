@@ -56,6 +56,7 @@ def distill(
     name: str = "",
     shards: range | None = None,
     choice: Path | None = None,
+    agree: Callable[[Any], Any] = lambda value: value,
 ) -> Pace:
     """Write those of the missing shards that are this process's into `folder`.
 
@@ -68,6 +69,8 @@ def distill(
         name: the target's, which a server is asked for.
         shards: the numbers of those that are written; all by default.
         choice: the folder in which the choice of a drafter is kept; `folder` by default.
+        agree: gives the value of one process to all that run the target together, each of which
+            writes all shards, into a folder of its own.
 
     Raises:
         DistillError: no document gives a prompt, rows are longer than the target's context, the
@@ -77,7 +80,7 @@ def distill(
     writer.choose()
     # By number, not by place among the missing shards: the processes look at different moments.
     numbers = [k for k in shards or range(spec.shards) if k % world == rank]
-    own = [k for k in numbers if not is_whole(shard_path(folder, k, spec.shards))]
+    own = agree([k for k in numbers if not is_whole(shard_path(folder, k, spec.shards))])
     for shard in set(numbers).difference(own):  # a kill may have come just before this
         writer.done(shard_units(writer.units, spec.shards, shard))
     due = sum(len(shard_units(writer.units, spec.shards, shard)) for shard in own)
@@ -92,7 +95,7 @@ def distill(
         bar.set_postfix_str(f"{speed:.0f} tokens/s", refresh=False)
 
     for done, shard in enumerate(own):
-        seconds = time.perf_counter() - started
+        seconds = agree(time.perf_counter() - started)
         # One shard more is expected to take the mean time of those done.
         if done and spec.max_seconds and seconds * (done + 1) / done > spec.max_seconds:
             break

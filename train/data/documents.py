@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 _SECONDS = 20  # for a chat template, which is a program of others; real ones take milliseconds
 
@@ -121,12 +123,17 @@ def render_chat(tokenizer: Any, messages: list[Message]) -> str:
     After a user's turn the text ends where the answer begins. Raises ChatTemplateError where the
     template refuses the roles, or does not end.
     """
-    from headstart.heads.core import within
-
     due = messages[-1]["role"] != "assistant"
     how = {"add_generation_prompt": due, "tokenize": False}
+    return str(in_time(lambda: apply_template(tokenizer, messages, **how)))
+
+
+def in_time(call: Callable[[], Result]) -> Result:
+    """What `call()` returns, which applies a chat template; a ChatTemplateError past a limit."""
+    from headstart.heads.core import within
+
     try:
-        return str(within(_SECONDS, lambda: apply_template(tokenizer, messages, **how)))
+        return within(_SECONDS, call)
     except TimeoutError as error:
         raise ChatTemplateError(
             f"the tokenizer's chat template does not end ({error}); use another tokenizer or "
@@ -135,7 +142,10 @@ def render_chat(tokenizer: Any, messages: list[Message]) -> str:
 
 
 def apply_template(tokenizer: Any, messages: list[Message], **how: Any) -> Any:
-    """What `apply_chat_template` returns; a ChatTemplateError where the template refuses roles."""
+    """What `apply_chat_template` returns; a ChatTemplateError where the template refuses roles.
+
+    The template may take any time, see `in_time`.
+    """
     from jinja2 import TemplateError
 
     try:

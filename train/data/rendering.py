@@ -25,7 +25,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..recipe import Chat
-from .documents import ChatTemplateError, Message, apply_template, plain_chat
+from .documents import ChatTemplateError, Message, apply_template, in_time, plain_chat
 from .tokenising import Encoder, Text
 
 Tools = list[Any] | None
@@ -163,7 +163,13 @@ class ChatRenderer:
 
         Args:
             tools: the chat's own; those of the recipe when None.
+
+        Raises:
+            ChatTemplateError: the template refuses the chat's roles, or does not end.
         """
+        return in_time(lambda: self._text(messages, prompt, tools))
+
+    def _text(self, messages: Sequence[Message], prompt: bool = False, tools: Tools = None) -> str:
         messages = self.whole(messages)
         if self.template is None:
             return plain_chat(messages)
@@ -230,8 +236,11 @@ class ChatRenderer:
     ) -> list[Turn]:
         """The answers, each with the prompt before it. Answers before any question are left out.
 
-        Raises ChatTemplateError as `rows_of` does.
+        Raises ChatTemplateError as `rows_of` does, or where the template does not end.
         """
+        return in_time(lambda: self._turns(messages, tools, open_end))
+
+    def _turns(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> list[Turn]:
         asked = next((at for at, m in enumerate(messages) if m["role"] == "user"), len(messages))
         places = [at for at, m in enumerate(messages) if m["role"] == "assistant" and at > asked]
         return [
@@ -240,7 +249,7 @@ class ChatRenderer:
 
     def _turn(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> Turn:
         """The last answer of a chat, to the end of its end-of-turn token."""
-        prompt, text = self.text(messages[:-1], True, tools), self.text(messages, False, tools)
+        prompt, text = self._text(messages[:-1], True, tools), self._text(messages, False, tools)
         tail, end = self._tail
         if not text.endswith(tail):  # calls of tools may have an end of their own
             tail, end = text[len(text.rstrip()) :], ""
@@ -280,7 +289,7 @@ class ChatRenderer:
         That ends with the first token that the tokenizer has as a whole, such as `<|im_end|>`.
         """
         question = {"role": "user", "content": "?"}
-        text = self.text([question, {"role": "assistant", "content": _ANSWER}])
+        text = self._text([question, {"role": "assistant", "content": _ANSWER}])
         _, found, tail = text.rpartition(_ANSWER)
         if not found:
             raise ChatTemplateError(

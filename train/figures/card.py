@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.heads import Manifest, family
-from headstart.heads.artifacts.files import PLOT
+from headstart.heads.artifacts.files import PLOT, REPORT_LINK
 from headstart.heads.artifacts.saving import model_card
 from headstart.infer import StaticTree
 
@@ -61,6 +61,7 @@ The {chosen} chosen by this τ, so expect slightly less on other text of the
 same kind, and less on text unlike {other_text}.{_taus(measured)}{_trained(manifest)}"""
     if plotted:
         body += f"\n\n![Loss, tokens a round and acceptance over the steps]({PLOT})"
+    body += f"\n\n{REPORT_LINK}"
     return model_card(
         manifest,
         f"{recipe.name}: a {manifest.family} drafter for `{manifest.target}`",

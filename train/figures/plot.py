@@ -1,4 +1,4 @@
-"""The plot of a training's `metrics.jsonl`: loss, τ, and acceptance by depth."""
+"""The plot of a training's `metrics.jsonl`: loss, τ, acceptance by depth, and what it took."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .report.drawings import depth_color
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Line = dict[str, Any]
+
+# Of a line of training: the title, the name, and what it is divided by.
+_TOOK = (
+    ("tokens a second", "tokens_per_second", 1.0),
+    ("memory, GB", "memory_bytes", 1e9),
+    ("share of the GPU's peak", "share_of_peak", 1.0),
+)
 
 
 def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
@@ -19,32 +28,49 @@ def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
     Args:
         best: the step of the checkpoint that became the artifact.
     """
-    if importlib.util.find_spec("matplotlib") is None or not metrics.is_file():
-        return False
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    trained = [line for line in lines if line.get("loss") is not None]
-    validated = [line for line in lines if line.get("tau") is not None]
-    if not trained and not validated:
+    trained, validated = read_metrics(metrics)
+    if importlib.util.find_spec("matplotlib") is None or not (trained or validated):
         return False
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(11, 3.6), layout="constrained")
-    left, middle, right = figure.subplots(1, 3, sharex=True)
-    _draw_loss(left, trained)
-    _draw_tau(middle, validated, best)
-    _draw_acceptance(right, validated)
+    took = [each for each in _TOOK if any(line.get(each[1]) is not None for line in trained)]
+    rows = 2 if took else 1
+    figure = Figure(figsize=(11, 3.6 * rows), layout="constrained")
+    panels = figure.subplots(rows, 3, sharex=True, squeeze=False).flatten()
+    left, middle, right, *below = panels
+    draw_loss(left, trained)
+    draw_tau(middle, validated, best)
+    draw_acceptance(right, validated)
+    for (title, name, unit), axes in zip(took, below, strict=False):
+        known = [line for line in trained if line.get(name) is not None]
+        axes.plot([line["step"] for line in known], [line[name] / unit for line in known])
+        axes.set(title=title, xlabel="step", ylim=(0, None))
+        axes.grid(alpha=0.3)
+    for axes in below[len(took) :]:  # a CPU's peak is not known
+        axes.remove()
     figure.savefig(image, dpi=120, metadata={"Software": None})
     return True
 
 
-def _draw_loss(axes: Axes, lines: list[Line]) -> None:
+def read_metrics(metrics: Path) -> tuple[list[Line], list[Line]]:
+    """The lines of training and those of validation; none where there is no file."""
+    if not metrics.is_file():
+        return [], []
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    trained = [line for line in lines if line.get("loss") is not None]
+    return trained, [line for line in lines if line.get("tau") is not None]
+
+
+def draw_loss(axes: Axes, lines: list[Line]) -> None:
+    """The loss over the steps."""
     few = "." if len(lines) < 20 else ""
     axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], marker=few)
     axes.set(title="loss", xlabel="step")
     axes.grid(alpha=0.3)
 
 
-def _draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
+def draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
+    """τ over the steps with its standard error, and which step was kept."""
     steps = [line["step"] for line in lines]
     errors = [line.get("tau_se") or 0.0 for line in lines]
     taus = [line["tau"] for line in lines]
@@ -62,10 +88,8 @@ def _draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
         axes.legend(fontsize="small", loc="best")
 
 
-def _draw_acceptance(axes: Axes, lines: list[Line]) -> None:
+def draw_acceptance(axes: Axes, lines: list[Line]) -> None:
     """A line for each depth that was ever reached, over the steps."""
-    from matplotlib import colormaps
-
     depths = max((len(line.get("acceptance_by_depth") or ()) for line in lines), default=0)
     for depth in range(depths):
         points = [
@@ -75,7 +99,7 @@ def _draw_acceptance(axes: Axes, lines: list[Line]) -> None:
             and line["acceptance_by_depth"][depth] is not None
         ]
         if points:
-            color = colormaps["viridis"](0.85 * depth / max(depths - 1, 1))
+            color = depth_color(depth + 1)
             axes.plot(*zip(*points, strict=True), "o-", ms=3, color=color, label=f"{depth + 1}")
     axes.set(title="acceptance by depth", xlabel="step", ylim=(0, 1.02))
     axes.grid(alpha=0.3)

@@ -17,8 +17,12 @@ from ..processes.engine import deepspeed_settings, under_fsdp
 from ..recipe import TargetSpec, Train
 
 
-def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> TrainingArguments:
+def training_arguments(
+    spec: Train, folder: Path, seed: int, together: bool = False, **changes: Any
+) -> TrainingArguments:
     """The arguments of a training run whose checkpoints go to `folder`.
+
+    `together` says that all processes compute the same batches, see `tensor_parallel`.
 
     Making them also sets up the processes, which must happen before anything else asks for those.
     Raises OptionError for an 8-bit optimizer without bitsandbytes or a tracker that is not
@@ -34,7 +38,7 @@ def training_arguments(spec: Train, folder: Path, seed: int, **changes: Any) -> 
         _check_bitsandbytes("train.optimizer=adamw_8bit", "train.optimizer=adamw")
         changes = {"optim": "adamw_bnb_8bit", **changes}
     gpu = torch.cuda.is_available()
-    processes = int(os.environ.get("WORLD_SIZE", 1))  # as launchers set it
+    processes = 1 if together else int(os.environ.get("WORLD_SIZE", 1))  # as launchers set it
     bf16 = multiplies_in_bf16()
     deepspeed, fsdp = deepspeed_settings(os.environ, bf16), under_fsdp(os.environ)
     if deepspeed is not None:
@@ -85,8 +89,9 @@ def multiplies_in_bf16() -> bool:
 def load_options(spec: TargetSpec, device: torch.device, world: int = 1) -> dict[str, Any]:
     """The options of `from_pretrained` for a recipe's target.
 
-    Weights are read straight to the device, where that is not the CPU. `4bit` is bitsandbytes' NF4
-    with products in bfloat16 (QLoRA, arXiv 2305.14314).
+    Weights are read straight to the device, where that is not the CPU. With `target.tp_plan` a
+    single process spreads them over its GPUs; of several see `tensor_parallel`. `4bit` is
+    bitsandbytes' NF4 with products in bfloat16 (QLoRA, arXiv 2305.14314).
 
     Args:
         device: of this process, of `world` in all.
@@ -106,6 +111,9 @@ def load_options(spec: TargetSpec, device: torch.device, world: int = 1) -> dict
                 "out."
             )
         found["device_map"] = spec.device_map
+    elif spec.tp_plan is not None and device.type != "cpu":
+        if world == 1:  # what comes nearest
+            found["device_map"] = "auto"
     elif device.type != "cpu" and not is_deepspeed_zero3_enabled():
         found["device_map"] = {"": device}
     if spec.dtype != "4bit":

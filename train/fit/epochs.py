@@ -13,6 +13,7 @@ from headstart.heads import OptionError
 from ..data.batches import Batches
 from ..data.packing import Packs
 from ..data.training_rows import Rows
+from ..processes.tensor_parallel import data_share
 from ..recipe import Train
 from .packing_trial import packing_obstacle
 from .target_with_drafter import TargetWithDrafter
@@ -48,7 +49,7 @@ def make_batches(
             logger.warning("rows are not packed: %s", obstacle)
     return Batches(
         rows.lengths, args.train_batch_size, args.gradient_accumulation_steps, args.seed,
-        args.process_index, args.world_size, spec.group_by_length, packs,
+        *data_share(module.target, args), spec.group_by_length, packs,
     )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import TrainerControl
 
 from headstart.heads import Drafter, TrainableDrafter
-from headstart.heads.core import decoder_layers, gathered, output_layer
+from headstart.heads.core import decoder_layers, gathered, in_shards, output_layer
 from headstart.heads.parts.adapter import Adapter
 from headstart.heads.parts.recompute import compute_again
 from headstart.heads.trainable import DraftLogits
@@ -30,7 +30,7 @@ from ..losses.draft_loss import zero_with_gradient
 from ..losses.fused import summed_loss
 from ..losses.teacher import Teacher
 from ..processes.agreement import in_parallel
-from ..processes.engine import forget_steps, in_shards
+from ..processes.engine import forget_steps
 from .target_with_drafter import TargetWithDrafter
 from .trainer import DrafterTrainer
 

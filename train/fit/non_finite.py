@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from headstart.heads import OptionError
+from headstart.heads.core import in_shards
 
 from ..processes.agreement import from_all
-from ..processes.engine import in_shards
 
 _NAMED = 8  # rows at most
 

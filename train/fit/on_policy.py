@@ -23,6 +23,7 @@ from headstart.infer import Speculator
 
 from ..data.batches import collate_texts
 from ..data.training_rows import Row, Rows, check_context, ragged, write_rows
+from ..processes.tensor_parallel import data_share
 from ..recipe import Distill, OnPolicy, Recipe
 
 
@@ -70,6 +71,7 @@ class StudentText:
         self.distill = replace(distill, temperature=spec.temperature)
         # This process's rows a step.
         self.count = args.train_batch_size * args.gradient_accumulation_steps
+        self.share = data_share(drafter.target, args)
         self.student = drafter.language_model
         check_context(distill, self.student, "draft model")
         self.speculator = Speculator(self.student)
@@ -126,7 +128,7 @@ class StudentText:
         """The prompts [P] that this process continues at a step, each with its noise's seed."""
         draw = self._draw(step)
         draw.random()  # whether the step is due
-        total, first = self.args.world_size * self.count, self.args.process_index * self.count
+        total, first = self.share[1] * self.count, self.share[0] * self.count
         own = slice(first, first + self.count)
         chosen = draw.choices(range(len(self.rows)), k=total)[own]
         seeds = row_seeds(draw.getrandbits(62), total)[own].tolist()

@@ -16,7 +16,7 @@ from headstart.heads.core import device_of
 from headstart.heads.core.features import eval_mode
 from headstart.heads.core.probe import tolerance
 
-from ..processes.engine import weights_are_sharded
+from ..processes.engine import layer_by_layer
 from .target_with_drafter import TargetWithDrafter
 
 _LENGTHS = ((20, 13), (17, 16))  # of the documents in two rows
@@ -29,8 +29,6 @@ def packing_obstacle(module: TargetWithDrafter) -> str | None:
     Two rows of two documents each are run packed, and each document alone. The features, and the
     drafter's states, must be the same to rounding.
     """
-    if weights_are_sharded():
-        return "under DeepSpeed ZeRO-3 it cannot be tried whether the target keeps documents apart"
     drafter, name = module.drafter, module.target.config.model_type
     family = type(drafter).__name__
     if "positions" not in inspect.signature(drafter.draft_hidden_states).parameters:
@@ -44,7 +42,7 @@ def packing_obstacle(module: TargetWithDrafter) -> str | None:
     tokens = (tokens % vocab).view_as(positions)
     documents = [(row, slice(0, first)) for row, (first, _) in enumerate(_LENGTHS)]
     documents += [(row, slice(first, None)) for row, (first, _) in enumerate(_LENGTHS)]
-    with eval_mode(module.target), eval_mode(module.drafter):
+    with layer_by_layer(module.target), eval_mode(module.target), eval_mode(module.drafter):
         try:
             packed, states = _run(module, tokens, positions)
         except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:

@@ -20,6 +20,7 @@ from ..data.batches import collate
 from ..data.training_rows import Rows
 from ..losses.draft_loss import DraftLoss, head_labels, label_counts
 from ..processes.engine import weights_are_sharded
+from ..processes.tensor_parallel import in_parts
 
 logger = logging.getLogger(__name__)
 
@@ -50,7 +51,11 @@ class TargetWithDrafter(nn.Module):
             raise OptionError(
                 f"{type(drafter).__name__} has nothing to train; decode with it as it is."
             )
-        self.target = target.requires_grad_(False).eval()
+        target.requires_grad_(False).eval()
+        if in_parts(target):  # wrappers of the module must not take the parts for whole weights
+            object.__setattr__(self, "target", target)
+        else:
+            self.target = target
         self.drafter = drafter
         self.loss = DraftLoss(drafter, head_decay, loss, feature_weight)
         size, layers = drafter.config.hidden_size, list(drafter.config.feature_layers)  # D

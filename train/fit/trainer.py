@@ -24,17 +24,17 @@ from transformers.trainer_callback import PrinterCallback, TrainerControl
 
 from headstart.heads import Drafter
 from headstart.heads.artifacts.files import METRICS
-from headstart.heads.core import gathered, output_layer
+from headstart.heads.core import gathered, in_shards, output_layer
 
 from ..data.batches import batch_loader
 from ..data.training_rows import Rows
 from ..figures.metrics import Metrics, scalars
 from ..processes.agreement import from_process_0, is_process_0, sum_over_processes, wait_for_all
 from ..processes.engine import (
+    TOGETHER,
     check_kind,
     describe,
     ends_of,
-    in_shards,
     keep_whole,
     kind_of,
     leave_out_frozen,
@@ -42,6 +42,7 @@ from ..processes.engine import (
     size_buckets,
 )
 from ..processes.stopping import Interrupted, StopSignals
+from ..processes.tensor_parallel import in_parts
 from ..recipe import Train
 from .checkpoints import (
     Reached,
@@ -92,8 +93,9 @@ class DrafterTrainer(Trainer):
             args.max_steps = steps_of(spec.epochs, self.batches.steps, args.max_steps)
         self.clock = Clock(args.max_steps, spec.max_seconds, spec.warmup_ratio)
         self.metrics = Metrics(
-            self.folder.parent / METRICS, self.clock, rows.lengths, args.world_size, flops
-        )
+            self.folder.parent / METRICS, self.clock, rows.lengths, self.batches.world,
+            flops and flops * self.batches.world / args.world_size,
+        )  # fmt: skip
         self.signals, self.stopped = StopSignals(), False
         self.loss_total = 0.0  # of all steps so far
         self.parts: list[Part] = []  # of the coming step, on this process
@@ -150,7 +152,7 @@ class DrafterTrainer(Trainer):
         return {
             "steps": self.state.global_step,
             "seconds": round(self.clock.seconds, 3),
-            "ran_on": describe(self.args, os.environ),
+            "ran_on": describe(self.args, os.environ, in_parts(self.module.target)),
             "features_cached": cached,
             "train_loss": self.loss_total / self.state.global_step,
             "best_step": best,
@@ -161,7 +163,8 @@ class DrafterTrainer(Trainer):
         """How this run is spread over processes."""
         args = self.args
         batch = args.per_device_train_batch_size, args.gradient_accumulation_steps
-        return Spread(self.kind, args.world_size, *batch)
+        kind = TOGETHER if in_parts(self.module.target) else self.kind
+        return Spread(kind, args.world_size, *batch)
 
     def agree(self, options: dict[str, Any]) -> None:
         """Agree with the other processes on the coming step's loss, the time, and whether to stop.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,16 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter
-from headstart.heads.core import row_seeds
+from headstart.heads.core import in_shards, row_seeds
 from headstart.infer import RULES, Speculator, StaticTree, Stats, parse_static
 from headstart.infer.measure.greedy_text import BATCH, Written, write_texts
-from headstart.infer.measure.ranks import best_tree, measure_ranks, replay
+from headstart.infer.measure.ranks import best_tree, measure_ranks, path_shares, replay
 from headstart.infer.trees.parse import sparse_nodes
 
 from ..data.prefixes import HeldOutPrompt
+from ..processes.agreement import from_each, in_parallel, in_turn, own_share
+
+_SHOWN = 3  # texts kept to be looked at
 
 Prompts = Sequence[HeldOutPrompt] | Sequence[Tensor]
 """Prompts of any lengths; tensors [P] count as prompts of different documents."""
@@ -36,40 +40,62 @@ def measure_tau(
     prompts: Prompts,
     new_tokens: int,
     seed: int = 0,
+    divided: bool = False,
 ) -> dict[str, Any]:
     """Decode prompts: what `tau_of` says, and `acceptance_by_depth`, None where none came.
 
+    Also `samples`: of the first prompts of different documents what was written, `ids`, and of each
+    round the tokens that it emitted and the nodes of its accepted path, `rounds`.
+
     Prompts are decoded in batches, padded on the left. Rules that sample do so at temperature 1.
+
+    Args:
+        divided: each process decodes its share of the prompts, and all return the same; else each
+            decodes all of them.
     """
     given = _held_out(prompts)
     was_training = drafter.training
     drafter.eval()
     speculator = Speculator(target, drafter, tree=tree, rule=rule)
-    stats = Stats(tree.max_depth)
+    own_stats = Stats(tree.max_depth)
     how: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     if RULES[rule].samples:  # without the top-k of 50 that `generate` defaults to
         how |= {"do_sample": True, "temperature": 1.0, "top_k": 0}
     seeds = row_seeds(seed, len(given)).tolist()
+    firsts = {prompt.document: number for number, prompt in reversed([*enumerate(given)])}
+    shown: dict[int, dict[str, Any]] = {key: {} for key in sorted(firsts.values())[:_SHOWN]}
     counts = np.zeros((len(given), 2), dtype=int)  # tokens and rounds of each prompt
     # Prompts of about the same length go together, so that little is padding.
     by_length = sorted(range(len(given)), key=lambda i: len(given[i].tokens))
-    for first in range(0, len(given), BATCH):
-        own = by_length[first : first + BATCH]
+    decoded = own_share(by_length) if divided else by_length
+    for first in range(0, len(decoded), BATCH):
+        own = decoded[first : first + BATCH]
         rows = [given[i].tokens for i in own]
         ids, mask = (
             pad_sequence(each, batch_first=True, padding_side="left").to(target.device)
             for each in (rows, [torch.ones_like(row) for row in rows])
         )
         sampled = {"seed": [seeds[i] for i in own]} if RULES[rule].samples else {}
-        speculator.generate(ids, attention_mask=mask, **how, **sampled)
+        text = speculator.generate(ids, attention_mask=mask, **how, **sampled)
         emitted = speculator.stats.counts.reshape(-1, len(own))  # [rounds, B]
         counts[own] = np.stack([emitted.sum(0), (emitted > 0).sum(0)], 1)
-        stats.extend(speculator.stats)
+        for row, number in enumerate(own):
+            if number in shown:
+                rounds = speculator.stats.rounds_of(row)
+                new = text[row, ids.shape[1] :].tolist()[: 1 + sum(count for count, _ in rounds)]
+                shown[number] = {"source": given[number].source, "ids": new, "rounds": rounds}
+        own_stats.extend(speculator.stats)
+    stats, found = Stats(tree.max_depth), (decoded, counts[decoded], own_stats, shown)
+    for theirs, counted, rounds, texts in from_each(found) if divided else [found]:
+        counts[theirs] = counted
+        stats.extend(rounds)
+        shown |= {number: text for number, text in texts.items() if text}
     if speculator.target.tap is not None:
         speculator.target.tap.close()
     drafter.train(was_training)
     shares = [None if math.isnan(share) else share for share in stats.acceptance_by_depth]
-    return tau_of(given, counts) | {"acceptance_by_depth": shares}
+    more = {"acceptance_by_depth": shares, "samples": list(shown.values())}
+    return tau_of(given, counts) | more
 
 
 def tau_table(
@@ -118,11 +144,13 @@ def tau_of(prompts: Sequence[HeldOutPrompt], counts: np.ndarray) -> dict[str, An
         counts: [n, 2], the tokens and the rounds of each prompt.
 
     Returns:
-        `tau`, 1 where there was no round; `tau_se`, see `standard_error`; and, where the prompts
-        are of several sources, `tau_by_source`: for each `tau`, `tau_se` and `prompts`.
+        `tau`, 1 where there was no round; `tau_se`, see `standard_error`; `tau_by_prompt`; and,
+        where the prompts are of several sources, `tau_by_source`: for each `tau`, `tau_se` and
+        `prompts`.
     """
     documents = [prompt.document for prompt in prompts]
     found = {"tau": ratio(counts), "tau_se": standard_error(counts, documents)}
+    found["tau_by_prompt"] = [ratio(counts[i : i + 1]) for i in range(len(counts))]
     sources = [prompt.source for prompt in prompts]
     if len(set(sources)) > 1:
         found["tau_by_source"] = {}
@@ -184,29 +212,41 @@ class Validation:
         self.prompts = _held_out(prompts)
         self.sparse = sparse_nodes(tree)
         self.tree = StaticTree([]) if self.sparse else parse_static(tree)
-        self._texts: list[Written] | None = None
+        self._texts: list[Written] | None = None  # of the prompts that fall to this process
 
     def __call__(self, drafter: Drafter) -> dict[str, Any]:
         """What `measure_tau` returns, and `tree`, the rank paths it was measured with.
 
+        Where ranks are recorded there is also `tree_shares`, see `path_shares`.
+
+        Several processes divide the prompts, and return the same; but where they hold parts of the
+        target, so that each forward needs all of them, all decode every prompt.
+
         Under a greedy rule there is also `simulated_tau`, what the tree would accept of the
         target's own text by the ranks of its tokens; see `replay`.
         """
-        simulated = {}
+        simulated: dict[str, Any] = {}
+        divided = in_parallel() and not in_shards(self.target)
         if self.sparse or not RULES[self.rule].samples:
+            own = own_share(self.prompts) if divided else self.prompts
             # A target that is trained with its drafter does not write what it wrote before.
             if self._texts is None or drafter.adapter is not None:
-                tokens = [prompt.tokens for prompt in self.prompts]
-                self._texts = write_texts(self.target, drafter, tokens, self.new_tokens)
+                tokens = [prompt.tokens for prompt in own]
+                write = partial(write_texts, self.target, drafter, tokens, self.new_tokens)
+                self._texts = write() if own or not divided else []
             depth = None if self.sparse else max(self.tree.max_depth, 1)
             ranks = measure_ranks(drafter, self._texts, depth)
+            if divided:
+                ranks = in_turn(from_each(ranks))
             if self.sparse:
                 self.tree = StaticTree(best_tree(ranks, self.sparse))
             if not RULES[self.rule].samples:
                 simulated["simulated_tau"] = replay(ranks, self.tree.paths).tau
+            simulated["tree_shares"] = path_shares(ranks, self.tree.paths)
         measured = measure_tau(
-            self.target, drafter, self.tree, self.rule, self.prompts, self.new_tokens
-        )
+            self.target, drafter, self.tree, self.rule, self.prompts, self.new_tokens,
+            divided=divided,
+        )  # fmt: skip
         return measured | simulated | {"tree": [list(path) for path in self.tree.paths]}
 
 

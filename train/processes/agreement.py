@@ -11,8 +11,8 @@ import hashlib
 import os
 import pickle
 import time
-from collections.abc import Callable
-from itertools import count
+from collections.abc import Callable, Sequence
+from itertools import count, zip_longest
 from typing import Any, TypeVar
 
 import torch
@@ -90,6 +90,34 @@ def wait_for_all() -> None:
         _wait(lambda: found.add(key, 0) >= world, "the other processes")
 
 
+def from_each(value: Value) -> list[Value]:
+    """What each process passes, in their order; all must call, as late as they like."""
+    if not in_parallel():
+        return [value]
+    key, found = f"headstart/each/{next(_numbers)}", store()
+    keys = [f"{key}/{rank}" for rank in range(_world())]
+    found.set(keys[torch.distributed.get_rank()], pickle.dumps(value))
+    _wait(lambda: found.check(keys), "the other processes")
+    return [pickle.loads(found.get(each)) for each in keys]
+
+
+def own_share(items: Sequence[Value]) -> list[Value]:
+    """The items that fall to this process, which are dealt out in turn; all of them where alone."""
+    if not in_parallel():
+        return list(items)
+    return list(items[torch.distributed.get_rank() :: _world()])
+
+
+def in_turn(shares: Sequence[Sequence[Value]]) -> list[Value]:
+    """The items whose `own_share` each process had.
+
+    >>> in_turn([[0, 3], [1, 4], [2]])
+    [0, 1, 2, 3, 4]
+    """
+    rounds = zip_longest(*([(item,) for item in share] for share in shares), fillvalue=())
+    return [item for dealt in rounds for some in dealt for item in some]
+
+
 def from_all(value: Value) -> list[Value]:
     """What each process passes, in their order; all must call at about the same time."""
     if not in_parallel():
@@ -126,6 +154,11 @@ def beat() -> None:
     store().add(f"headstart/alive/{torch.distributed.get_rank()}", 1)
 
 
+def signs_of(rank: int) -> int:
+    """How many signs of life a process has given so far."""
+    return store().add(f"headstart/alive/{rank}", 0)
+
+
 def _world() -> int:
     return torch.distributed.get_world_size()
 
@@ -142,7 +175,7 @@ def _wait(done: Callable[[], bool], whom: str) -> None:
             continue
         looked = now
         for rank in others:
-            sign = store().add(f"headstart/alive/{rank}", 0)
+            sign = signs_of(rank)
             known, since = signs.get(rank, (None, now))
             signs[rank] = (sign, since if sign == known else now)
             if now - signs[rank][1] > SILENT:

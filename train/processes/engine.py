@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,20 @@ import torch
 from accelerate import DistributedType
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import deepspeed as integration
 
 from headstart.heads import OptionError
-from headstart.heads.core import decoder_layers, load_pretrained, output_layer
+from headstart.heads.core import (
+    decoder_layers,
+    gathered,
+    in_shards,
+    load_pretrained,
+    output_layer,
+)
+
+TOGETHER = "tensor parallelism"
+"""What a run is spread by whose processes divide the target's layers, in words."""
 
 
 def deepspeed_settings(environment: Mapping[str, str], bf16: bool) -> dict[str, Any] | None:
@@ -118,14 +126,20 @@ def kind_of(args: TrainingArguments, environment: Mapping[str, str]) -> str:
     return "DDP" if args.world_size > 1 else "one process"
 
 
-def describe(args: TrainingArguments, environment: Mapping[str, str]) -> str:
-    """What a run is spread over, such as `ZeRO-2, 8 processes, cuda, bfloat16 products`."""
+def describe(
+    args: TrainingArguments, environment: Mapping[str, str], together: bool = False
+) -> str:
+    """What a run is spread over, such as `ZeRO-2, 8 processes, cuda, bfloat16 products`.
+
+    `together` says that its processes divide the target's layers, see `tensor_parallel`.
+    """
     plugin, world = args.deepspeed_plugin, args.world_size
     bf16 = args.bf16 or getattr(args, "own_autocast", False)
     bf16 |= plugin is not None and "torch_autocast" in plugin.deepspeed_config
     processes = [f"{world} processes"] if world > 1 else []
     dtype = "bfloat16 products" if bf16 else "float32"
-    return ", ".join([kind_of(args, environment), *processes, args.device.type, dtype])
+    kind = TOGETHER if together and world > 1 else kind_of(args, environment)
+    return ", ".join([kind, *processes, args.device.type, dtype])
 
 
 def join_deepspeed(args: TrainingArguments) -> None:
@@ -164,11 +178,6 @@ def weights_are_sharded() -> bool:
     return integration.is_deepspeed_zero3_enabled()
 
 
-def in_shards(module: nn.Module) -> bool:
-    """Whether processes hold parts of a module's weights, by ZeRO-3 or FSDP2."""
-    return any(hasattr(w, "ds_id") or isinstance(w, DTensor) for w in module.parameters())
-
-
 def ends_of(target: PreTrainedModel) -> list[Any]:
     """A target's modules outside of its layers: embedding, output layer and last norm."""
     norm = getattr(target.get_decoder(), "norm", None)
@@ -179,6 +188,37 @@ def shard_layers(target: PreTrainedModel) -> None:
     """Let FSDP2 shard each layer of a target for itself; the rest, and the drafter, go together."""
     for layer in decoder_layers(target):
         fully_shard(layer)
+
+
+@contextmanager
+def layer_by_layer(target: PreTrainedModel) -> Iterator[None]:
+    """While this lasts a target in shards runs before there is an engine; all processes in step.
+
+    Each layer is whole while it runs, and all else the whole time, as under ZeRO-3 while training.
+    """
+    layers, handles, held = decoder_layers(target), [], ExitStack()
+    inside = {id(weight) for weight in layers.parameters()}
+    others = [
+        part
+        for part in target.modules()
+        if any(id(weight) not in inside for weight in part.parameters(recurse=False))
+    ]
+
+    def fetch(*given: Any) -> None:
+        held.enter_context(gathered(given[0]))
+
+    def release(*given: Any) -> None:
+        held.pop_all().close()
+
+    if in_shards(target):
+        handles += [layer.register_forward_pre_hook(fetch) for layer in layers]
+        handles += [layer.register_forward_hook(release) for layer in layers]
+    try:
+        with gathered(*others), held:
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

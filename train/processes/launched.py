@@ -10,25 +10,32 @@ import argparse
 import os
 import secrets
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import yaml
 from accelerate import DistributedType
 from transformers import TrainingArguments
 
 from headstart.heads import OptionError
+from headstart.heads.artifacts.manifest import library_versions
 from headstart.heads.core.files import write_atomically
 
 from .agreement import from_all, from_process_0, is_process_0, wait_for_all
 from .engine import check_kind, describe, kind_of
+from .tensor_parallel import check_together
 
 _TRUE = ("1", "true", "yes", "on", "y", "t")  # as accelerate reads it
 
 
-def check_engine(args: TrainingArguments, environment: Mapping[str, str]) -> str:
+def check_engine(
+    args: TrainingArguments, environment: Mapping[str, str], together: bool = False
+) -> str:
     """What the run is spread over, printed once: `DDP, 2 processes, cpu, float32`.
+
+    `together` says that its processes divide the target's layers, see `tensor_parallel`.
 
     Raises:
         OptionError: the launcher was asked for something else.
@@ -49,10 +56,52 @@ def check_engine(args: TrainingArguments, environment: Mapping[str, str]) -> str
             "ACCELERATE_USE_CPU=true and leave out --cpu (see recipes/launch/ddp_cpu.yaml), and "
             "with GPUs ask for no more processes than there are."
         )
-    told = describe(args, environment)
+    if together:
+        check_together(kind)
+    told = describe(args, environment, together)
     if is_process_0() and world > 1:
         print(f"headstart: distributed: {told}", file=sys.stderr)
     return told
+
+
+def check_same(recipe: dict[str, Any]) -> None:
+    """Raise OptionError where processes were given other settings, or run other versions."""
+    own = dict(_leaves(recipe, "")) | {f"version of {k}": v for k, v in library_versions().items()}
+    first, *others = from_all(own)
+    for number, found in enumerate(others, start=1):
+        names = [n for n in {**first, **found} if first.get(n) != found.get(n)]
+        if names:
+            name = names[0]
+            raise OptionError(
+                f"process {number} was started with another recipe or environment: {name} is "
+                f"{found.get(name)!r}, and {first.get(name)!r} on process 0; all nodes need the "
+                "same command and the same versions."
+            )
+
+
+def check_same_target(digest: str) -> None:
+    """Raise OptionError where processes have loaded different targets, by their fingerprints."""
+    found = from_all(digest)
+    if wrong := [rank for rank, other in enumerate(found) if other != found[0]]:
+        raise OptionError(
+            f"process {wrong[0]} has loaded another target than process 0; the files of "
+            "target.model must be the same on all nodes."
+        )
+
+
+def _leaves(settings: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
+    """The settings of a recipe by their paths."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{path}{key}.")
+        else:
+            yield f"{path}{key}", value
+
+
+def several_nodes(environment: Mapping[str, str]) -> bool:
+    """Whether other machines take part in the run."""
+    world = int(environment.get("WORLD_SIZE", 1))
+    return int(environment.get("LOCAL_WORLD_SIZE", world)) < world
 
 
 def check_shared(folder: Path) -> None:

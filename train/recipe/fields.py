@@ -65,6 +65,15 @@ def tree_field(tree: str | list[Any]) -> None:
 
 
 @as_validated_field
+def plan_field(plan: str | dict[str, Any] | None) -> None:
+    if isinstance(plan, str) and plan != "auto":
+        raise ValueError(f"found {plan!r}, expected auto, or styles by the names of modules")
+    for name, style in (plan if isinstance(plan, dict) else {}).items():
+        if not isinstance(style, str):
+            raise ValueError(f"found {style!r} for {name}, expected a style such as colwise")
+
+
+@as_validated_field
 def trackers_field(names: list[str]) -> None:
     for name in names:
         if name not in TRACKERS:

@@ -18,6 +18,7 @@ from .fields import (
     date_field,
     number,
     one_of,
+    plan_field,
     positive,
     trackers_field,
     tree_field,
@@ -118,7 +119,18 @@ class TargetSpec:
     # where its layers go, as for from_pretrained: auto, balanced, …, or a mapping of modules to
     # devices; null: all on the process's own. A target over several GPUs takes one process.
     device_map: str | dict[str, Any] | None = None
+    # auto: the layers are divided among the processes of a launch by transformers' plan for the
+    # target, and all compute the same batch; or styles by the names of modules, to change that plan
+    tp_plan: str | dict[str, Any] | None = plan_field(default=None)  # noqa: RUF009
     attn_implementation: str | None = None  # eager, sdpa, flash_attention_2, …; null: its own
+
+    def __post_init__(self) -> None:
+        if self.tp_plan is not None and (self.device_map is not None or self.dtype == "4bit"):
+            other = "dtype 4bit" if self.device_map is None else f"device_map {self.device_map}"
+            raise RecipeError(
+                f"target.tp_plan: found target.{other} too, with which a target cannot be divided "
+                "among processes; set one of them to null, or the dtype to bfloat16"
+            )
 
 
 @strict

@@ -65,7 +65,8 @@ def _heads(inner: dict[str, Any], found: dict[str, Tensor], size: int) -> dict[s
     """How many heads of queries and of keys there are, and how large they are."""
     queries = len(found[f"{_PREFIX}0.self_attn.q_proj.weight"])
     keys = len(found[f"{_PREFIX}0.self_attn.k_proj.weight"])
-    heads, width = inner.get("num_attention_heads"), inner.get("head_dim")
+    heads: Any = inner.get("num_attention_heads")
+    width: Any = inner.get("head_dim")
     if (norm := found.get(f"{_PREFIX}0.self_attn.q_norm.weight")) is not None:
         width = len(norm)
     if not heads and not width:
@@ -119,8 +120,9 @@ def _windows(inner: dict[str, Any], count: int) -> dict[str, Any]:
     if not types:
         types = ["sliding_attention" if inner.get("model_type") == "mistral" else "full_attention"]
         types = types * count
-    if len(types) < count or (odd := {*types[:count]} - {"full_attention", "sliding_attention"}):
-        found = f"{len(types)} layer_types" if len(types) < count else f"layers of {min(odd)!r}"
+    odd = [kind for kind in types[:count] if kind not in ("full_attention", "sliding_attention")]
+    if odd or len(types) < count:
+        found = f"layers of {odd[0]!r}" if odd else f"{len(types)} layer_types"
         raise ArtifactError(
             f"its config names {found} for {count} layers; expected full_attention or "
             "sliding_attention for each."

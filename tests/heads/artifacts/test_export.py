@@ -68,6 +68,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("eagle3", "vllm", {"norm_before_residual": True}),
     ("eagle3", "speculators", {"norm_before_residual": True}),
+    ("eagle3", "vllm", {"norm_before_fc": True, "norm_output": True}),
+    ("eagle3", "speculators", {"fc_norm": True, "norm_output": True}),
     *(("draft_model", form, {"layers": 1}) for form in ("vllm", "sglang", "transformers")),
 ]
 
@@ -212,6 +214,8 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
     [
         ("eagle", "vllm", {}, "has a bias"),
         ("eagle3", "sglang", {"norm_before_residual": True}, "norm_before_residual"),
+        ("eagle3", "sglang", {"fc_norm": True}, "fc_norm); export it to vllm or speculators"),
+        ("eagle3", "original", {"norm_output": True}, "norm_output); export it to vllm"),
         ("eagle3", "vllm", {"feature_layers": [0, 1]}, "reads 2 layers"),
         ("medusa", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa", "sglang", {}, "expected one of: vllm, original"),

@@ -6,16 +6,19 @@ Its pins exclude ours, so it runs in an environment of its own, which `.ci/specu
 import json
 import os
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import family, load_drafter
 from headstart.heads.artifacts.export import export_drafter
 from tests.support.paths import ROOT, SPECULATORS
+from tests.support.published_eagle3 import VARIANTS
 from tests.support.tiny import COMMON, VOCAB
 
 SIZE, KEPT = COMMON["hidden_size"], 20
@@ -32,6 +35,21 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
     model.save_pretrained(folder)
     model.name_or_path = str(folder)
     return model
+
+
+@dataclass(frozen=True)
+class Published:
+    """A variant of published heads, by its name, and the layers that it reads."""
+
+    name: str
+    layers: list[int]
+
+    def write(self, folder: Path) -> None:
+        theirs = VARIANTS[self.name]
+        folder.mkdir()
+        named = {"eagle_aux_hidden_state_layer_ids": self.layers}
+        (folder / "config.json").write_text(json.dumps(theirs.config | named))
+        save_file(theirs.tensors(), folder / "model.safetensors")
 
 
 def drafter_of(target: Any, name: str, options: dict[str, Any]) -> Any:
@@ -87,7 +105,7 @@ def speculators_config(target: Any, kind: str) -> dict[str, Any]:
 def compared(
     kind: str,
     target: Any,
-    exported: dict[str, dict[str, Any]],
+    exported: dict[str, Any],
     written: dict[str, dict[str, Any]],
     folder: Path,
     path: str = "",
@@ -95,14 +113,20 @@ def compared(
     """Both ways: our exports in the library, and its heads here, with the same logits each.
 
     Args:
-        exported: options of our drafters; written: fields of the library's configs.
+        exported: options of our drafters, or what others published.
+        written: fields of the library's configs.
     """
     drafters = {}
     generator = torch.Generator().manual_seed(0)
     for name, options in exported.items():
-        drafter = drafters[name] = drafter_of(target, kind, options)
         case = folder / "read" / name
         case.mkdir(parents=True)
+        if isinstance(options, Published):
+            options.write(case / "given")
+            drafter: Any = load_drafter(case / "given", target)
+        else:
+            drafter = drafter_of(target, kind, options)
+        drafters[name] = drafter
         export_drafter(drafter, "speculators", case / "out")
         width = len(drafter.config.feature_layers) * SIZE
         features = torch.randn(1, 9, width, generator=generator)
@@ -133,6 +157,8 @@ def test_eagle3(target: Any, tmp_path: Path) -> None:
         "plain": read,
         "trimmed": read | trimmed,
         "norm-before-residual": read | trimmed | {"norm_before_residual": True},
+        "norm-before-fc": read | trimmed | {"norm_before_fc": True, "norm_output": True},
+        "published": Published("of all", [0, 2, 4]),
     }
     written = {
         "own": own,

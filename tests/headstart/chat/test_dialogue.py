@@ -54,11 +54,14 @@ def test_commands(tmp_path: Path) -> None:
     typed = f"who?\n/plain\n/again\n/fast\nwhy?\n/stats\n/save {file}\n/save {file}\n/nix\n/help\n"
     session, out, said = dialogue(typed)
     first, second = session.turns
-    assert out.startswith(f"{first.answer}\n{first.answer}\n{second.answer}\nlast answer:")
+    assert out.startswith(f"{first.answer}\n{first.answer}\n{second.answer}\nlast answer ")
     assert [turn.plain for turn in session.answered] == [False, True, False]
     assert json.loads(file.read_text()) == {"messages": session.messages()}
-    assert "with the drafter:  2 answers" in out and "plain:  1 answer," in out
-    assert f"context:  {second.prompt + len(second.ids)} of 512 tokens" in out
+    rows = {row[:21].strip(): row[21:] for row in out.splitlines()}
+    assert rows["with the drafter"].startswith("2 answers, ") and rows["plain"].startswith(
+        "1 answer,"
+    )
+    assert rows["context"] == (f"{second.prompt + len(second.ids)} of 512 tokens")
     assert "/save FILE" in out and "is there already" in said and "no command /nix" in said
     assert "decoded without the drafter" in said and "2 turns written" in said
     assert "error: " in said and "Traceback" not in said
@@ -111,6 +114,6 @@ def test_the_command_reads_turns_from_stdin(
     command = ["chat", "--target", str(tmp_path / "target"), "--drafter", "lookup", "--show"]
     assert main([*command, "--tree", "chain:3", "--max-new-tokens", "9"]) == 0
     printed = capsys.readouterr()
-    assert "last answer:  9 tokens" in printed.out and "\x1b[" not in printed.out
+    assert "last answer          9 tokens" in printed.out and "\x1b[" not in printed.out
     assert "no chat template" in printed.err and "tree chain:3" in printed.err
     assert main([*command, "--top-k", "3"]) == 2

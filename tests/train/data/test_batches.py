@@ -1,5 +1,8 @@
 """Batches: each row once an epoch, equal work for processes, little padding, exact tensors."""
 
+import multiprocessing
+import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -152,6 +155,22 @@ def test_workers_load_what_the_process_loads_itself(tmp_path: Path, packed: bool
 
     alone, helped = load(0), load(2)
     assert len(alone) == len(helped) and all(map(same, alone, helped))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_workers_outlive_the_signal_that_asks_training_to_end(number: signal.Signals) -> None:
+    """Which launchers send to all processes; the training ends its workers itself."""
+    stored = Rows.of(drawn(40))
+    alone = list(batch_loader(stored, Batches(stored.lengths, 4)))
+    batches = iter(batch_loader(stored, Batches(stored.lengths, 4), workers=2))
+    helped = [next(batches)]
+    workers = multiprocessing.active_children()
+    for worker in workers:
+        os.kill(worker.pid or 0, number)
+    helped += batches
+    assert len(workers) == 2 and len(alone) == len(helped) and all(map(same, alone, helped))
+    del batches
+    assert not any(worker.is_alive() for worker in workers)
 
 
 def test_loading_draws_nothing_that_training_draws_from() -> None:

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from tokenizers import decoders
 
+from headstart.train.data import documents
+from headstart.train.data.documents import ChatTemplateError
 from headstart.train.data.rendering import ChatRenderer, Rendered
 from headstart.train.recipe import Chat
 from tests.support import chats
@@ -138,3 +140,17 @@ def test_masks_equal_hand_made_ones(name: str, pieces: bool) -> None:
     for at, (row, first, end) in zip(answers[-len(found) :], found, strict=True):
         assert row.tokens[:first].tolist() == renderer.prompt(messages[:at])
         assert row.supervised[first] and row.supervised[end - 1] and not row.supervised[first - 1]
+
+
+def test_a_template_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents, "_SECONDS", 0.2)
+    loop = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
+    tokenizer = chat_tokenizer(
+        chats.CHATML + "{% if messages | length > 1 %}" + loop + "{% endif %}"
+    )
+    renderer = ChatRenderer(tokenizer)
+    assert renderer.prompt([ASK])
+    with pytest.raises(ChatTemplateError, match="does not end"):
+        renderer.prompt([SYSTEM, ASK])
+    with pytest.raises(ChatTemplateError, match="does not end"):
+        renderer.rows(CHAT)

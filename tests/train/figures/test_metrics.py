@@ -137,6 +137,24 @@ def test_the_plot_shows_what_was_measured(metrics_file: Path, tmp_path: Path) ->
     assert not draw_metrics(tmp_path / "missing", image)
 
 
+@pytest.mark.parametrize("gpu", [False, True])
+def test_the_plot_shows_what_the_training_took(
+    metrics_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, gpu: bool
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure
+    drawn: list[Any] = []
+    monkeypatch.setattr(figure, "savefig", lambda self, *args, **how: drawn.append(self))
+    took = {"tokens_per_second": 900.0, "memory_bytes": 3e9}
+    took |= {"share_of_peak": 0.25} if gpu else {}
+    found = [line | (took if "loss" in line else {}) for line in lines(metrics_file)]
+    metrics_file.write_text("".join(json.dumps(line) + "\n" for line in found))
+    assert draw_metrics(metrics_file, tmp_path / "metrics.png")
+    panels = {axes.get_title(): axes for axes in drawn[0].axes}
+    assert [name for name in panels if "peak" in name] == ["share of the GPU's peak"] * gpu
+    (line,) = panels["memory, GB"].lines
+    assert set(line.get_ydata()) == {3.0} and len(panels) == 5 + gpu
+
+
 def test_there_is_no_plot_without_matplotlib(
     metrics_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,97 @@
+"""Whether everything works on a GPU, within minutes: `python -m benchmarks.gpu.smoke`.
+
+    python -m benchmarks.gpu.smoke [--device cuda] [--size full] [--group NAME …] [--output FILE]
+
+Each group runs in a process of its own, so that an error which ends one process's work on the GPU
+costs the others nothing. Each item is one line of JSON, written as soon as it is known: `group`,
+`item`, `ok`, `seconds`, what was found, and `error` where it is not ok. The status is 1 where an
+item is not ok. On the CPU it runs at toy size, uncaptured, which shows that everything runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headstart.terminal import one_line
+
+from .smoke_items import GROUPS, Place
+
+_LIMIT = 240  # seconds that a group may take
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the groups; the status is 0 where every item is ok."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gpu.smoke", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--size", choices=("toy", "full"), help="(default: full on a GPU alone)")
+    parser.add_argument("--group", choices=list(GROUPS), action="append", help="(default: all)")
+    parser.add_argument("--output", type=Path, help="where the lines go as well")
+    parser.add_argument("--here", action="store_true", help="in this process")
+    chosen = parser.parse_args(arguments)
+    size = chosen.size or ("full" if chosen.device.startswith("cuda") else "toy")
+    groups = chosen.group or list(GROUPS)
+    if chosen.here:
+        return max(run_group(name, Place(torch.device(chosen.device), size)) for name in groups)
+    whole, lines = True, []
+    for name in groups:
+        line = [sys.executable, "-m", "benchmarks.gpu.smoke", "--here", "--group", name]
+        line += ["--device", chosen.device, "--size", size]
+        found, error = _apart(line)
+        if error:
+            found.append({"group": name, "item": "process", "ok": False, "error": error})
+            print(json.dumps(found[-1]), flush=True)
+        lines += [json.dumps(each) + "\n" for each in found]
+        whole = whole and all(each["ok"] for each in found)
+        if chosen.output:  # after every group, so that what is known outlives the machine
+            chosen.output.write_text("".join(lines), encoding="utf-8")
+    return 0 if whole else 1
+
+
+def _apart(line: list[str]) -> tuple[list[dict[str, Any]], str]:
+    """Run a group in another process, showing its lines as they come; and how it failed, if so."""
+    found: list[dict[str, Any]] = []
+    end = time.monotonic() + _LIMIT
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
+        assert process.stdout is not None
+        for text in process.stdout:
+            if text.startswith("{"):
+                print(text, end="", flush=True)
+                found.append(json.loads(text))
+            if time.monotonic() > end:
+                process.kill()
+                return found, f"it took more than {_LIMIT} seconds"
+        status = process.wait()
+    # Status 1 says that an item was not ok, which its line has said.
+    bad = status not in (0, 1) or (status == 1 and all(each["ok"] for each in found))
+    return found, f"its process ended with status {status}" if bad else ""
+
+
+def run_group(name: str, place: Place) -> int:
+    """Run a group's items here, one after another; 1 where one was not ok."""
+    status = 0
+    for item, work in GROUPS[name](place):
+        begun, line = time.perf_counter(), {"group": name, "item": item, "ok": True}
+        try:
+            line |= work()
+        except Exception as error:  # the others go on
+            line |= {"ok": False, "error": f"{type(error).__name__}: {one_line(error)}"}
+            status = 1
+        line["seconds"] = round(time.perf_counter() - begun, 2)
+        print(json.dumps(line), flush=True)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,325 @@
+"""The items of `smoke`, by group: each is a name and a function that returns what it found."""
+
+from __future__ import annotations
+
+import gc
+import math
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import cache, partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from headstart.heads import FAMILIES, Drafter
+from headstart.heads.core.cache import no_kernel
+from headstart.infer.capture import CudaCapture
+from headstart.infer.graphs import RoundGraphs
+from headstart.infer.measure.costs import measure_costs
+from headstart.infer.measure.greedy_text import write_texts
+from headstart.infer.measure.timing import Stopwatch
+from headstart.infer.speculator import Speculator
+
+from .attention_ways import Layer, kernel, plain
+from .attention_ways import Shape as LayerShape
+from .bandwidth import copy_bandwidth
+from .costs import usual_tree
+from .machine import machine
+from .paths import watched_paths
+from .shapes import SHAPES, random_drafter, random_target
+
+Items = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
+
+_TREES = {"static": "[[0],[1],[2],[0,0],[0,1]]", "dynamic": "best-first:6,2,3"}
+_NEW = 24
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where it runs, and at which size: `full` or `toy`."""
+
+    device: torch.device
+    size: str
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def full(self) -> bool:
+        return self.size == "full"
+
+
+@cache
+def _small(device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return random_target(SHAPES["toy"], device, dtype)
+
+
+@cache
+def _drafter(name: str, device: torch.device) -> Drafter:
+    return random_drafter(name, _small(device))
+
+
+def _prompts(device: torch.device, batch: int, turn: int) -> Tensor:
+    generator = torch.Generator().manual_seed(turn)
+    return torch.randint(1, 500, (batch, 9 + turn), generator=generator).to(device)
+
+
+def _texts(
+    place: Place, name: str | None, batches: list[int], captured: bool = True, **options: Any
+) -> list[Tensor]:
+    """Requests one after another, by a speculator of its own."""
+    sampled = options.pop("sampled", False)
+    drafter = None if name is None else _drafter(name, place.device)
+    speculator = Speculator(_small(place.device), drafter, graphs=True, **options)
+    if not captured:  # the same rounds, run as they are written
+        speculator.graphs = RoundGraphs()
+    texts = []
+    for turn, batch in enumerate(batches):
+        ids = _prompts(place.device, batch, turn)
+        given: dict[str, Any] = {"max_new_tokens": _NEW, "pad_token_id": 0, "do_sample": sampled}
+        if sampled:
+            given |= {"temperature": 0.8, "top_k": 20, "seed": list(range(batch))}
+        else:
+            given |= {"suppress_tokens": [3, 4]}
+        texts.append(speculator.generate(ids, attention_mask=torch.ones_like(ids), **given))
+    return texts
+
+
+def _compared(place: Place, name: str | None, batches: list[int], **options: Any) -> dict[str, Any]:
+    """Captured rounds against rounds as written; the former must have been captured."""
+    with watched_paths() as paths:
+        captured = _texts(place, name, batches, **options)
+    paths.check()
+    written = _texts(place, name, batches, captured=False, **options)
+    same = [torch.equal(*pair) for pair in zip(captured, written, strict=True)]
+    if not all(same):
+        raise AssertionError(f"request {same.index(False) + 1} wrote another text when captured")
+    return {"requests": len(same), **paths.to_dict()}
+
+
+def about_machine(place: Place) -> Items:
+    yield "versions", lambda: {**machine(place.device), "triton": _version("triton")}
+    if place.on_gpu:
+        yield "clocks", _clocks
+    copies = [64, 1024] if place.full else [1, 4]
+    yield "copies", lambda: copy_bandwidth(place.device, copies, 5)
+    yield "products", lambda: _products(place)
+
+
+def _version(name: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _clocks() -> dict[str, Any]:
+    asked = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,temperature.gpu"
+    line = ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=20, check=True)
+    return dict(zip(asked.split(","), done.stdout.strip().split(", "), strict=False))
+
+
+def _products(place: Place) -> dict[str, Any]:
+    """How fast matrix products are, and reading a matrix for one row."""
+    size, dtype = (8192, torch.bfloat16) if place.full else (128, torch.float32)
+    square = torch.randn(size, size, dtype=dtype, device=place.device)
+    row, watch = square[:1].clone(), Stopwatch(place.device)
+    found = {}
+    for name, work in (("square", lambda: square @ square), ("row", lambda: row @ square)):
+        watch.time(work, 2)
+        found[name] = min(watch.time(work, 5) for _ in range(3))
+    return {
+        "tflops": 2 * size**3 / found["square"] / 1e9,
+        "row_gb_per_s": square.numel() * square.element_size() / found["row"] / 1e6,
+    }
+
+
+def kernels(place: Place) -> Items:
+    for context in (2048, 32_768) if place.full else (70, 300):
+        for tile in (None, (64, 64, 4), (128, 64, 8)):
+            name = f"{context} tokens, {'its own tile' if tile is None else tile}"
+            yield name, partial(_kernel, place, context, tile)
+
+
+def _kernel(place: Place, context: int, tile: tuple[int, int, int] | None) -> dict[str, Any]:
+    dtype = torch.bfloat16 if place.full else torch.float32
+    shape = LayerShape(1, 8 if place.full else 2, 4, 128 if place.full else 16, 64, context)
+    torch.manual_seed(0)
+    layer = Layer.draw(shape, dtype, place.device)
+    expected = plain(layer)().float()
+    if (reason := no_kernel(place.device, dtype, shape.size)) is not None:
+        return {"kernel": reason, "size": list(expected.shape)}
+    from headstart.heads.core.kernels import Tile
+
+    run = kernel(layer, **({} if tile is None else {"tile": Tile(*tile)}))
+    difference = (run().float() - expected).abs().max().item()
+    if not difference <= 2e-2:
+        raise AssertionError(f"it differs from the definition by {difference:.2g}")
+    watch = Stopwatch(place.device)
+    watch.time(run, 5)
+    milliseconds = min(watch.time(run, 10) for _ in range(3))
+    return {
+        "difference": difference,
+        "ms": milliseconds,
+        "gb_per_s": layer.floor / milliseconds / 1e6,
+    }
+
+
+def families(place: Place) -> Items:
+    for name, kind, sampled, batch in product(FAMILIES, _TREES, (False, True), (1, 3)):
+        if not place.full and (batch == 1) != (kind == "static"):
+            continue
+        title = f"{name}, {kind}, {'coupled' if sampled else 'greedy'}, batch {batch}"
+        given = {"tree": _TREES[kind], "sampled": sampled}
+        yield title, partial(_compared, place, name, [batch] * 3, **given)
+
+
+def lifetimes(place: Place) -> Items:
+    """What requests make and take with them, while their graphs stay."""
+    yield "batches", partial(_compared, place, "medusa", [1, 2, 3, 4, 5, 4, 3, 2, 1])
+    yield "plain", partial(_compared, place, None, [1, 3, 1], tree="plain")
+    yield "nine speculators in turn", partial(_nine, place)
+    yield "a failed capture", partial(_failed_capture, place)
+
+
+def _nine(place: Place) -> dict[str, Any]:
+    model, drafter = _small(place.device), _drafter("medusa", place.device)
+    trees = [f"chain:{n}" for n in (1, 2, 3)] + [f"[[0],[{n}]]" for n in range(1, 7)]
+    ours = [Speculator(model, drafter, tree=tree, graphs=True) for tree in trees]
+    ids = _prompts(place.device, 1, 0)
+    texts = []
+    for _ in range(3):
+        for speculator in ours:
+            texts.append(speculator.generate(ids, max_new_tokens=_NEW, do_sample=False))
+        gc.collect()
+    if not all(torch.equal(text, texts[0]) for text in texts):
+        raise AssertionError("a speculator writes another text")
+    return {"replayed_rounds": [s.graphs.replayed for s in ours if s.graphs is not None]}
+
+
+def _failed_capture(place: Place) -> dict[str, Any]:
+    """A read of the device within a capture; decoding must go on as if nothing had been."""
+    failed = "not captured on the CPU"
+    if place.on_gpu:
+        value, stream = torch.ones(4, device=place.device), torch.cuda.current_stream()
+        try:
+            CudaCapture(value.device)(lambda: value.sum().item())
+            raise AssertionError("a read of the device was captured")
+        except RuntimeError as error:
+            failed = one_line_of(error)
+        if torch.cuda.current_stream() != stream:
+            raise AssertionError("the thread is left on the capture's stream")
+        torch.rand(9, device=place.device).sum().item()
+    return {"failed": failed, **_compared(place, "medusa", [2, 2, 2])}
+
+
+def one_line_of(error: BaseException) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip().splitlines() or [""])[0][:200]
+
+
+def compiled(place: Place) -> Items:
+    yield "the same text", partial(_compiled, place)
+
+
+def _compiled(place: Place) -> dict[str, Any]:
+    """In float32, where rounding seldom matters."""
+    ids = _prompts(place.device, 1, 0)
+    speculator = Speculator(_small(place.device), compile=True)
+    options: dict[str, Any] = {"max_new_tokens": _NEW, "do_sample": False}
+    text = speculator.generate(ids, **options)
+    seconds = speculator.stats.decode_seconds
+    again = speculator.generate(ids, **options)
+    expected = Speculator(_small(place.device)).generate(ids, **options)
+    if not (torch.equal(text, expected) and torch.equal(again, expected)):
+        raise AssertionError("compiled forwards write another text")
+    graphs = speculator.graphs
+    return {
+        "compile_seconds": seconds,
+        "replayed_rounds": 0 if graphs is None else graphs.replayed,
+    }
+
+
+def costs(place: Place) -> Items:
+    for name in FAMILIES:
+        yield name, partial(_costs, place, name)
+
+
+def _costs(place: Place, name: str) -> dict[str, Any]:
+    """What the planner measures is a time, and none is of memory that was gone."""
+    model, drafter = _small(place.device), _drafter(name, place.device)
+    with watched_paths() as paths:
+        texts = write_texts(model, drafter, list(_prompts(place.device, 2, 3)), 12)
+        found = measure_costs(model, drafter, texts, 8, min(3, drafter.max_depth or 3))
+    paths.check()
+    times = [found.plain, found.begin, *found.verify.values(), *found.extend.values()]
+    if not all(math.isfinite(time) and time >= 0 for time in times) or found.plain <= 0:
+        raise AssertionError(f"found times {times}")
+    return {"costs": asdict(found), **paths.to_dict()}
+
+
+def profile(place: Place) -> Items:
+    """An 8 B shape's round of one token, and of 64 nodes."""
+    for nodes in (1, 64):
+        yield f"{nodes} nodes", partial(_profile, place, nodes)
+
+
+@cache
+def _large(place: Place) -> PreTrainedModel:
+    shape, dtype = ("8b", torch.bfloat16) if place.full else ("toy", torch.float32)
+    return random_target(SHAPES[shape], place.device, dtype)
+
+
+def _profile(place: Place, nodes: int) -> dict[str, Any]:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    model = _large(place)
+    medusa = random_drafter("medusa", model) if nodes > 1 else None
+    tree = usual_tree(nodes, 4) if medusa is not None else "plain"
+    speculator = Speculator(model, medusa, tree=tree)
+    ids = torch.randint(1, 500, (1, 2048 if place.full else 20)).to(place.device)
+    options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
+    with watched_paths() as paths:
+        for _ in range(2):
+            speculator.generate(ids, **options)
+    paths.check()
+    found = speculator.stats
+    rounds = len(found.counts)
+    round_ms = 1e3 * found.decode_seconds / rounds
+    activity = ProfilerActivity.CUDA if place.on_gpu else ProfilerActivity.CPU
+    with profiled(activities=[activity]) as record:
+        speculator.generate(ids, **options)
+    times: dict[str, list[float]] = {}
+    for event in record.events() or ():
+        took = event.device_time_total if place.on_gpu else event.self_cpu_time_total
+        times.setdefault(event.name[:80], []).append(took / 1e3)
+    most = sorted(times, key=lambda name: -sum(times[name]))[:12]
+    return {
+        "round_ms": round_ms,
+        "rounds": rounds,
+        "launches_a_round": sum(map(len, times.values())) / rounds,
+        "longest": {name: [sum(times[name]) / rounds, len(times[name]) / rounds] for name in most},
+        **paths.to_dict(),
+    }
+
+
+GROUPS: dict[str, Callable[[Place], Items]] = {
+    "machine": about_machine,
+    "kernels": kernels,
+    "families": families,
+    "lifetimes": lifetimes,
+    "compile": compiled,
+    "costs": costs,
+    "profile": profile,
+}
+"""In the order in which they run: what takes least and tells most comes first."""

@@ -1,0 +1,192 @@
+"""A target's small operators as one launch each, while one thread runs one forward.
+
+A plain token of a Llama launches some forty kernels a layer, most of which do little more than read
+what the last one wrote. Norms, the rotary embedding, the write to the cache and the gated product
+are one operator each here; matrix products and attention stay what they are. No model code is
+changed: modules and functions are found by what they look like, and each is replaced only where a
+trial on random numbers shows that it does the same. On CUDA they are the kernels of
+`fused_kernels`, elsewhere torch's own operators in the order in which transformers applies them.
+"""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from .offload import device_of
+
+_ROTARY = "apply_rotary_pos_emb"  # as transformers' models name it
+
+
+class _Forward(threading.local):
+    """How many forwards with fused operators a thread is in."""
+
+    depth: int = 0
+
+
+_now = _Forward()
+
+
+def is_fused() -> bool:
+    """Whether the forward that this thread runs now is to fuse."""
+    return _now.depth > 0
+
+
+def _kernels(tensor: Tensor) -> Any:
+    """The kernels for a tensor; None where torch's own operators are used."""
+    if not tensor.is_cuda or tensor.dtype == torch.float64:
+        return None
+    from . import fused_kernels
+
+    return fused_kernels
+
+
+@torch.library.custom_op("headstart::rms_norm", mutates_args=())
+def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """States [..., D] over their root mean square, times weight [D]; in float32, as Llama's."""
+    if (kernels := _kernels(states)) is not None:
+        return kernels.rms_norm(states, weight, eps)
+    wide = states.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * wide.to(states.dtype)
+
+
+@torch.library.custom_op("headstart::gated", mutates_args=())
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) · up, elementwise, of tensors of one shape."""
+    kernels = _kernels(gate)
+    return F.silu(gate) * up if kernels is None else kernels.gated(gate, up)
+
+
+@torch.library.custom_op("headstart::rotate", mutates_args=())
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The rotary embedding of query [B, Hq, N, D] and key [B, H, N, D] by cos and sin [B, N, D]."""
+    if (kernels := _kernels(query)) is not None:
+        return kernels.rotate(query, key, cos, sin)
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def turned(states: Tensor) -> Tensor:
+        first, second = states.chunk(2, -1)
+        return states * cos + torch.cat((-second, first), -1) * sin
+
+    return turned(query), turned(key)
+
+
+@torch.library.custom_op("headstart::write", mutates_args=("keys", "values"))
+def write(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """Write key and value [B, H, N, D] to rows `slots` [B * N] of keys and values [B * S, H, D]."""
+    if (kernels := _kernels(key)) is not None:
+        kernels.write(keys, values, slots, key, value)
+        return
+    keys.index_copy_(0, slots, key.transpose(1, 2).flatten(0, 1))
+    values.index_copy_(0, slots, value.transpose(1, 2).flatten(0, 1))
+
+
+class FusedLayers:
+    """What of a model is fused in forwards of the thread that runs them `with` this.
+
+    Args:
+        model: its modules get a `forward` that does the same as before elsewhere.
+
+    Attributes:
+        found: how many modules, or functions, of each kind are fused.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.found = {"norms": 0, "gated layers": 0, "rotary": 0}
+        with torch.no_grad():
+            for module in model.modules():
+                self._take(module)
+            self._take_rotary(model)
+
+    def __enter__(self) -> None:
+        _now.depth += 1
+
+    def __exit__(self, *exception: Any) -> None:
+        _now.depth -= 1
+
+    def _take(self, module: nn.Module) -> None:
+        own = vars(module).get("forward")
+        if own is not None and getattr(own, "func", None) is not _either:
+            return  # a hook of accelerate, say, comes before it
+        fused, kind = _fused_form(module)
+        if fused is None:
+            return
+        if own is None:
+            weight = next(module.parameters())
+            width = weight.shape[-1]
+            states = torch.randn(3, 2, width, dtype=weight.dtype, device=device_of(module))
+            if not _alike(module(states), fused(module, states)):
+                return
+            module.forward = functools.partial(_either, module, fused)
+        self.found[kind] += 1
+
+    def _take_rotary(self, model: PreTrainedModel) -> None:
+        for name in {type(module).__module__ for module in model.modules()}:
+            home = sys.modules[name]
+            true = getattr(home, _ROTARY, None)
+            if true is None:
+                continue
+            if not hasattr(true, "fuses"):
+                device = device_of(model)
+                query, key = (torch.randn(2, heads, 3, 8, device=device) for heads in (4, 2))
+                cos, sin = (torch.randn(2, 3, 8, device=device) for _ in range(2))
+                try:
+                    found = true(query, key, cos, sin)
+                except Exception:  # it has other arguments
+                    continue
+                pairs = zip(found, rotate(query, key, cos, sin), strict=True)
+                if not all(_alike(*pair) for pair in pairs):
+                    continue
+                setattr(home, _ROTARY, _rotary_of(true))
+            self.found["rotary"] += 1
+
+
+def _fused_form(module: nn.Module) -> tuple[Callable[..., Tensor] | None, str]:
+    """What may do the same as a module in one launch, and what kind of module it is."""
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    weight = getattr(module, "weight", None)
+    if eps is not None and isinstance(weight, nn.Parameter) and weight.dim() == 1:
+        return _norm, "norms"
+    if isinstance(getattr(module, "gate_proj", None), nn.Linear) and hasattr(module, "act_fn"):
+        return _gated_layer, "gated layers"
+    return None, ""
+
+
+def _norm(module: Any, states: Tensor) -> Tensor:
+    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    return rms_norm(states, module.weight, eps)
+
+
+def _gated_layer(module: Any, states: Tensor) -> Tensor:
+    return module.down_proj(gated(module.gate_proj(states), module.up_proj(states)))
+
+
+def _either(module: nn.Module, fused: Callable[..., Tensor], *args: Any, **options: Any) -> Any:
+    if _now.depth and len(args) == 1 and not options:
+        return fused(module, args[0])
+    return type(module).forward(module, *args, **options)
+
+
+def _rotary_of(true: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(true)
+    def either(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
+        if _now.depth and not rest and not options:
+            return rotate(q, k, cos, sin)
+        return true(q, k, cos, sin, *rest, **options)
+
+    either.fuses = True  # type: ignore[attr-defined]
+    return either
+
+
+def _alike(one: Any, other: Tensor) -> bool:
+    if not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    close = 4 * torch.finfo(one.dtype).eps if one.dtype.itemsize < 4 else 1e-5
+    return bool((one - other).abs().max() <= close * one.abs().max())

@@ -1,0 +1,133 @@
+"""The Triton kernels of `fused`, one launch each; that module defines what they compute.
+
+All of them compute in float32 and round once. Last dimensions are contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton  # type: ignore[import-not-found]
+import triton.language as tl  # type: ignore[import-not-found]
+from torch import Tensor
+
+_ELEMENTS = 1024  # that a program of an elementwise kernel takes
+
+
+@triton.jit
+def _norm(states, weight, out, eps, width, BLOCK: tl.constexpr):
+    row, along = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    ok = along < width
+    value = tl.load(states + row * width + along, mask=ok, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    factor = tl.load(weight + along, mask=ok, other=0.0).to(tl.float32)
+    found = (value * scale).to(out.dtype.element_ty).to(tl.float32) * factor
+    tl.store(out + row * width + along, found.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _gated(gate, up, out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    ok = at < count
+    left = tl.load(gate + at, mask=ok, other=0.0).to(tl.float32)
+    right = tl.load(up + at, mask=ok, other=0.0).to(tl.float32)
+    found = left * tl.sigmoid(left) * right
+    tl.store(out + at, found.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _turn(
+    q, k, q_out, k_out, cos, sin, nodes, query_heads, half,
+    q_row, q_head, q_node, k_row, k_head, k_node, c_row, c_node, s_row, s_node,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: the query's heads come first, then the key's."""
+    token, head, along = tl.program_id(0), tl.program_id(1), tl.arange(0, HALF)
+    row, node = (token // nodes).to(tl.int64), (token % nodes).to(tl.int64)
+    ok = along < half
+    at = row * q_row + head * q_head + node * q_node
+    read, there = q + at, q_out + at
+    if head >= query_heads:
+        at = row * k_row + (head - query_heads) * k_head + node * k_node
+        read, there = k + at, k_out + at
+    angle, other = cos + row * c_row + node * c_node, sin + row * s_row + node * s_node
+    first = tl.load(read + along, mask=ok, other=0.0).to(tl.float32)
+    second = tl.load(read + half + along, mask=ok, other=0.0).to(tl.float32)
+    cos_one = tl.load(angle + along, mask=ok, other=0.0).to(tl.float32)
+    cos_two = tl.load(angle + half + along, mask=ok, other=0.0).to(tl.float32)
+    sin_one = tl.load(other + along, mask=ok, other=0.0).to(tl.float32)
+    sin_two = tl.load(other + half + along, mask=ok, other=0.0).to(tl.float32)
+    kind = q_out.dtype.element_ty
+    tl.store(there + along, (first * cos_one - second * sin_one).to(kind), mask=ok)
+    tl.store(there + half + along, (second * cos_two + first * sin_two).to(kind), mask=ok)
+
+
+@triton.jit
+def _write(
+    keys, values, slots, k, v, nodes, heads, width, width_v,
+    k_row, k_head, k_node, v_row, v_head, v_node, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Key and value of one head of one token."""
+    token, head, along = tl.program_id(0), tl.program_id(1), tl.arange(0, BLOCK)
+    row, node = (token // nodes).to(tl.int64), (token % nodes).to(tl.int64)
+    slot = tl.load(slots + token)
+    ok, ok_v = along < width, along < width_v
+    key = tl.load(k + row * k_row + head * k_head + node * k_node + along, mask=ok, other=0.0)
+    value = tl.load(v + row * v_row + head * v_head + node * v_node + along, mask=ok_v, other=0.0)
+    tl.store(keys + (slot * heads + head) * width + along, key, mask=ok)
+    tl.store(values + (slot * heads + head) * width_v + along, value, mask=ok_v)
+
+
+def _on(tensor: Tensor) -> Any:
+    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+
+
+def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `fused.rms_norm`."""
+    kernel: Any = _norm
+    states, width = states.contiguous(), states.shape[-1]
+    out = torch.empty_like(states)
+    with _on(states):
+        block = triton.next_power_of_2(width)
+        kernel[(states.numel() // width,)](states, weight, out, eps, width, BLOCK=block)
+    return out
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """See `fused.gated`."""
+    kernel: Any = _gated
+    gate, up = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gate)
+    with _on(gate):
+        programs = triton.cdiv(gate.numel(), _ELEMENTS)
+        kernel[(programs,)](gate, up, out, gate.numel(), BLOCK=_ELEMENTS)
+    return out
+
+
+def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """See `fused.rotate`; what is returned is laid out as what is given."""
+    kernel: Any = _turn
+    (batch, heads, nodes), half = query.shape[:3], query.shape[-1] // 2
+    cos, sin = (angle.expand(batch, -1, -1) for angle in (cos, sin))
+    found = torch.empty_like(query), torch.empty_like(key)
+    assert found[0].stride() == query.stride() and found[1].stride() == key.stride()
+    with _on(query):
+        kernel[(batch * nodes, heads + key.shape[1])](
+            query, key, *found, cos, sin, nodes, heads, half,
+            *query.stride()[:3], *key.stride()[:3], *cos.stride()[:2], *sin.stride()[:2],
+            HALF=triton.next_power_of_2(half),
+        )  # fmt: skip
+    return found
+
+
+def write(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """See `fused.write`; keys and values are contiguous."""
+    kernel: Any = _write
+    (batch, heads, nodes, width), wide = key.shape, value.shape[-1]
+    with _on(key):
+        kernel[(batch * nodes, heads)](
+            keys, values, slots, key, value, nodes, heads, width, wide,
+            *key.stride()[:3], *value.stride()[:3],
+            BLOCK=triton.next_power_of_2(max(width, wide)),
+        )  # fmt: skip

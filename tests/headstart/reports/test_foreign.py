@@ -1,0 +1,96 @@
+"""`headstart inspect` of somebody else's drafter: what it is, what it needs, and what is wrong."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+from torch import ones
+
+from headstart.commands import inspect
+from headstart.heads.artifacts.source import DrafterSource
+from headstart.reports.foreign import describe_foreign, fits_foreign, print_foreign
+from tests.support import published_eagle as eagle
+from tests.support import published_hydra as hydra
+from tests.support.published_eagle3 import VARIANTS
+from tests.support.tiny import tiny
+
+
+def write(folder: Path, config: dict[str, Any], tensors: Any, file: str) -> DrafterSource:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / file)
+    return DrafterSource(folder)
+
+
+def test_what_it_is_and_what_it_needs(tmp_path: Path) -> None:
+    variant = VARIANTS["P-EAGLE of two layers"]
+    verifier = {"speculators_config": {"verifier": {"name_or_path": "them/target"}}}
+    config = variant.config | verifier | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    source = write(tmp_path / "head", config, variant.tensors(), "model.safetensors")
+    found = describe_foreign(source)
+    assert (found["format"], found["family"], found["target"], found["problem"]) == (
+        "speculators", "eagle3", "them/target", None,
+    )  # fmt: skip
+    assert found["options"]["mask_token_id"] == 7 and found["options"]["fc_norm"]
+    assert found["layer"]["num_hidden_layers"] == 2 and found["layer"]["sliding_window"] == 5
+    assert found["tensors"]["fc.weight"] == {"shape": [32, 96], "dtype": "F64"}
+    assert found["needs"] == [
+        "a target of hidden size 32 and vocabulary 64",
+        "the inputs of its layers 0, 1, 2 (the outputs of -1, 0, 1)",
+        "nothing of its embeddings, unless those in the file are the same",
+    ]
+    assert fits_foreign(source, tiny("llama"), None) is None
+    assert "reads the input of layer 2" in str(fits_foreign(source, _one_layer(), None))
+    out = io.StringIO()
+    print_foreign(found, out)
+    shown = out.getvalue()
+    for part in ("speculators", "eagle3", "layer: sliding_window", "fc.weight", "0, 1, 2"):
+        assert part in shown
+
+
+def _one_layer() -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.support.tiny import COMMON
+
+    return LlamaForCausalLM(LlamaConfig(**COMMON | {"num_hidden_layers": 1})).eval()
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "file", "expected"),
+    [
+        (*hydra.public("mlp", 1), "hydra_lm_head.safetensors", ("its authors'", "hydra")),
+        (eagle.DIALECTS["SpecForge"][2], eagle.published(3, "midlayer."), "model.safetensors",
+         ("SpecForge", "eagle3")),
+        ({"medusa_num_heads": 1}, {"medusa_head.0.0.linear.weight": ones(4, 4),
+         "medusa_head.0.0.linear.bias": ones(4)}, "model.safetensors",
+         ("its authors', inside of its target", "medusa")),
+        ({}, {"blocks.0.layers.0.weight": ones(4, 4)}, "model.safetensors", ("vLLM", "medusa")),
+        ({"model_type": "llama", "hidden_size": 8}, {"model.norm.weight": ones(8)},
+         "model.safetensors", ("a language model of transformers", "draft_model")),
+    ],
+)  # fmt: skip
+def test_formats(config: Any, tensors: Any, file: str, expected: Any, tmp_path: Path) -> None:
+    found = describe_foreign(write(tmp_path / "it", config, tensors, file))
+    assert (found["format"], found["family"], found["problem"]) == (*expected, None)
+    assert found["files"] and print_foreign(found, io.StringIO()) is None
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import argparse
+
+    def run(folder: Path) -> tuple[int, dict[str, Any]]:
+        parser = argparse.ArgumentParser()
+        inspect.add_arguments(parser)
+        status = inspect.run(parser.parse_args([str(folder), "--json"]))
+        return status, json.loads(capsys.readouterr().out)
+
+    write(tmp_path / "it", eagle.SAID, eagle.published(1, "layers.0."), "model.safetensors")
+    status, found = run(tmp_path / "it")
+    assert (status, found["family"], found["options"]["bias"]) == (0, "eagle", True)
+    write(tmp_path / "no", {"speculators_model_type": "mtp"}, {}, "model.safetensors")
+    status, found = run(tmp_path / "no")
+    assert status == 1 and "calls it 'mtp'" in found["problem"]

@@ -1,0 +1,59 @@
+"""Bytes of what a run holds, on a device and on disk; by arithmetic, from shapes alone.
+
+`headstart check` and the checks before the first stage ask for what is needed at least, the
+estimates of recipes for what is expected: both count by these.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from .recipe import Train
+
+ROW_TOKEN = 5
+"""Of a token of a training row on disk: an id, and whether it is supervised."""
+
+STORED = 3 * 12
+"""Of a parameter that learns, on disk at most: weight and Adam's two moments of three checkpoints,
+the best, the last, and one that is being written."""
+
+ARTIFACT = 4
+"""Of a parameter of the drafter in its artifact."""
+
+_NF4 = 4.127 / 8
+"""Of a weight in NF4, with its scales, which are quantized themselves (QLoRA, arXiv 2305.14314)."""
+
+
+def matrix_shape(module: nn.Module) -> tuple[int, int] | None:
+    """Inputs and outputs of a linear layer; None for any other."""
+    if isinstance(module, Conv1D):
+        return module.nx, module.nf
+    return (module.in_features, module.out_features) if isinstance(module, nn.Linear) else None
+
+
+def parameters_of(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def weight_bytes(target: PreTrainedModel, dtype: str) -> float:
+    """A target's weights as they are loaded; NF4 quantizes the layers' matrices alone.
+
+    Args:
+        dtype: `target.dtype` of a recipe; `auto` is that of the target's config.
+    """
+    weights = parameters_of(target)
+    if dtype == "4bit":
+        # By their sizes, since quantized weights are packed and sharded ones empty.
+        shapes = filter(None, map(matrix_shape, target.get_decoder().modules()))
+        layers = sum(inputs * outputs for inputs, outputs in shapes)
+        return layers * _NF4 + (weights - layers) * 2
+    kind = getattr(target.config, "dtype", None) if dtype == "auto" else getattr(torch, dtype)
+    return float(weights * (kind or torch.float32).itemsize)
+
+
+def state_bytes(train: Train) -> int:
+    """Of a parameter that learns: its float32 weight and gradient, and the optimizer's moments."""
+    return 10 if train.optimizer == "adamw_8bit" else 16
