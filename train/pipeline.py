@@ -292,7 +292,8 @@ class _Run:
                 found = trained.folder, trained.info
                 drafter, measured = choose(self.recipe, loaded, self._drafter, *found)
             metrics = trained.folder / METRICS if trained else None
-            return write_drafter(self.recipe, loaded, drafter, measured, folder, metrics)
+            rows = self.store.finished["distill"].folder if trained else None
+            return write_drafter(self.recipe, loaded, drafter, measured, folder, metrics, rows)
 
         settings = self._settings("drafter", decode=evaluation_settings(self.recipe))
         reads = [corpus, target, *([trained] if trained else [])]

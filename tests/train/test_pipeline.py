@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headstart
 from headstart.heads import load_drafter
+from headstart.heads.artifacts.conditions import probe_losses
 from headstart.heads.artifacts.manifest import read_manifest
 from headstart.heads.lookup import Lookup
 from headstart.infer import StaticTree, parse_static
@@ -148,6 +149,19 @@ def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
     assert measured["tau"] == manifest.metrics["tau"]
     card = (artifact / "README.md").read_text()
     assert f"{measured['tau']:.2f}" in card and "headstart.load(" in card
+
+    # τ of several trees, at two temperatures; that of the tree is what decoding gave.
+    taus = {(each["tree"], each["temperature"]): each for each in manifest.metrics["taus"]}
+    assert {("chain:1", 0), ("chain:2", 0), ("chain:2", 1)} < set(taus)
+    assert taus[tree.label, 0]["tau"] == measured["tau"] and taus[tree.label, 1]["tau"] >= 1
+    assert f"| {tree.label} | {measured['tau']:.2f}" in card and manifest.metrics["dtype"] in card
+
+    trained = manifest.trained
+    assert trained["rows"]["rows"] == 24 and trained["data"]["writer"] == "own"
+    assert trained["data"]["written_by"] == manifest.target_fingerprint
+    assert trained["drafter"]["layers"] == {"by_input": [-1], "by_output": [-1]}
+    assert trained["target"]["probe_losses"] == probe_losses(target)
+    assert trained["chat"] == {"how": "text"} and "the longest of 32 tokens" in card
 
     speculator = headstart.load(manifest.target, artifact, tree=str(artifact / "tree.json"))
     prompt = prompts[0].tokens[None]
