@@ -87,6 +87,11 @@ class Stats:
     def extend(self, other: Self) -> None:
         self._rounds += other._rounds
 
+    def rounds_of(self, row: int) -> list[tuple[int, int]]:
+        """Of each round of a row: tokens emitted, and nodes of its path, the root counted."""
+        pairs = ((int(each.count[row]), int(each.nodes[row])) for each in self._rounds)
+        return [(count, nodes) for count, nodes in pairs if count]
+
     @property
     def counts(self) -> np.ndarray:
         """[rounds, B] tokens that each round emitted in each row; 0 in rows that had ended."""

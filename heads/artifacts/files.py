@@ -28,6 +28,12 @@ from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "headstart.json"
 TREE, PLAN, CARD = "tree.json", "plan.json", "README.md"
 METRICS, PLOT = "metrics.jsonl", "metrics.png"
+REPORT = "report.html"
+"""Beside the artifact's files, and not one of them: it quotes held-out text, and is not pushed."""
+
+REPORT_LINK = f"[Report of the training]({REPORT}), with pictures and a text in colours."
+"""The card's line about it, which a pushed card has not."""
+
 COPIED = (METRICS, PLOT)
 """Figures and an image, which are neither checked nor read again."""
 

@@ -7,61 +7,92 @@ headstart bench --target ORG/MODEL --drafter lookup --prompts prompts.jsonl --tr
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from headstart.inputs import check_new_tokens, encode, load_speculator, read_documents
 from headstart.terminal import UsageError, quiet_stdout
 
 from . import options as shared
+from .options import positive
 
-if TYPE_CHECKING:
-    from headstart.infer import Speculator
+_MATRIX = "a YAML file with what is measured; options given beside it take its keys' place"
+_SEPARATELY = "measure each --drafter alone, rather than all of them decoding together"
+_SIZE = "chats decoded at once (default: 1); several times to compare"
+_AGAINST = (
+    "transformers' own ways in the same run, joined by commas: generate (default), assistant "
+    "(generate with assistant_model), lookup (with prompt_lookup_num_tokens), or none"
+)
+_ASSISTANT = "the assistant's model (default: that of a draft model among --drafter)"
+_REPEATS = "how often each prompt is decoded in each way (default: 3)"
+_REPORT = "where report.html, its pictures and results are written (default: runs/bench; or none)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("file", metavar="MATRIX", type=Path, nargs="?", help=_MATRIX)
+    add("--matrix", metavar="MATRIX", type=Path, help="the same")
     shared.add_model_arguments(parser, compare=True)
-    shared.add_prompt_arguments(parser)
-    shared.add_sampling_arguments(parser)
+    add("--separately", action="store_true", help=_SEPARATELY)
+    shared.add_prompt_arguments(parser, compare=True)
+    shared.add_sampling_arguments(parser, compare=True)
+    add("--batch-size", metavar="N", type=positive, action="append", help=_SIZE)
+    add("--against", metavar="WAYS", help=_AGAINST)
+    add("--assistant", metavar="MODEL", help=_ASSISTANT)
+    add("--repeats", metavar="N", type=positive, help=_REPEATS)
+    add("--report", metavar="DIR", default="runs/bench", help=_REPORT)
     shared.add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure every pair of a tree and a rule, and print one table."""
-    documents = read_documents(options)
-    loaded = load_speculator(options)
-    check_new_tokens(loaded, options.new_tokens)
-    from headstart.infer.measure.bench import bench as measure
-    from headstart.infer.rules.registry import find_rule
+    """Measure every way in every cell, write the report, and print one table."""
+    from headstart.matrix import read_matrix
+    from headstart.measuring import check_matrix, measure, prepare
     from headstart.reports.comparison import print_comparison
+    from headstart.reports.folders import check_folder
     from headstart.reports.measured import print_report
 
-    for speculator in _speculators(loaded, options):  # mistakes show before any measurement
-        if options.temperature > 0 and not find_rule(speculator.rule).samples:
-            raise UsageError(
-                f"--rule {speculator.rule} with --temperature above 0; use one that samples, such "
-                "as coupled"
-            )
-    prompts = [encode(document, loaded, options.prefix_tokens) for document in documents]
-    sampling = {"temperature": options.temperature, "seed": options.seed or 0}
+    if options.file and options.matrix and options.file != options.matrix:
+        raise UsageError(f"found two files, {options.file} and {options.matrix}; give one")
+    matrix = read_matrix(options.file or options.matrix, _given(options))
+    folder = None if options.report == "none" else check_folder(Path(options.report))
+    questions = check_matrix(matrix, options)  # before torch and any model are loaded
+    from headstart.reports.bench_report import write_bench_report
+
     with quiet_stdout():
-        reports = [
-            measure(speculator, prompts, new_tokens=options.new_tokens, **sampling)
-            for speculator in _speculators(loaded, options)
-        ]
-    if len(reports) == 1:
-        print_report(reports[0], sys.stdout, "headstart bench", options.json)
+        prepared = prepare(matrix, options, questions)
+        measured = measure(prepared, matrix)
+        page = folder and write_bench_report(measured, folder)
+    title, notes = "headstart bench", measured.notes
+    if len(measured.reports) == 1:
+        report = measured.reports[0] | {"notes": notes}
+        print_report(report, sys.stdout, title, options.json)
     else:
-        print_comparison(reports, sys.stdout, "headstart bench", options.json)
+        print_comparison(measured.reports, sys.stdout, title, options.json, notes)
+    if not options.json:
+        for line in notes:
+            print(f"\n{line}")
+        if page is not None:
+            print(f"\nThe report is {page}")
     return 0
 
 
-def _speculators(loaded: Speculator, options: argparse.Namespace) -> Iterator[Speculator]:
-    """The loaded models with each pair of --tree and --rule, tree by tree."""
-    from headstart.infer import Speculator
-
-    for tree, rule in itertools.product(options.tree or [loaded.tree], options.rule or [None]):
-        ways: dict[str, Any] = {"tree": tree, "rule": rule, "expansion": options.expansion}
-        yield Speculator(loaded.model, loaded.drafter, tokenizer=loaded.tokenizer, **ways)
+def _given(options: argparse.Namespace) -> dict[str, Any]:
+    """The matrix's keys that the command line gives."""
+    names = {
+        "target": "target", "tree": "trees", "rule": "rules", "expansion": "expansion",
+        "temperature": "temperatures", "batch_size": "batch_sizes", "assistant": "assistant",
+        "limit": "limit", "prefix_tokens": "prefix_tokens", "new_tokens": "new_tokens",
+        "repeats": "repeats", "seed": "seed",
+    }  # fmt: skip
+    found = {key: getattr(options, name) for name, key in names.items()}
+    if options.prompts is not None:
+        found["prompts"] = str(options.prompts)
+    if options.drafter:
+        found["drafters"] = options.drafter if options.separately else [options.drafter]
+    elif options.separately:
+        raise UsageError("--separately without --drafter; name the drafters")
+    if options.against is not None:
+        each = [name.strip() for name in options.against.split(",")]
+        found["against"] = [] if each == ["none"] else each
+    return {key: value for key, value in found.items() if value is not None}

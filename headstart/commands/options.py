@@ -16,6 +16,7 @@ RECIPE = (
 )
 TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
 TRUST = "run Python code that comes with the target; a drafter's is never run"
+PROMPTS = "text, one prompt a line, or JSONL with prompt, messages, turns or text"
 PICKLE = "read the tensors alone of a drafter's file that is a pickle"
 
 _DRAFTER = (
@@ -40,7 +41,6 @@ _MEMORY = (
     "is streamed in from CPU memory, then disk; e.g. 0=20GB,cpu=100GB, or cpu=8GB without a GPU"
 )
 OVERRIDES = "settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)"
-_PROMPTS = "text, one prompt a line, or JSONL with prompt, messages, turns or text"
 _FOLDER = (
     "where weights are written that --max-memory leaves to the disk and that are not read from the "
     "target's own safetensors"
@@ -127,19 +127,28 @@ def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offload-folder", metavar="DIR", type=Path, help=_FOLDER)
 
 
-def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
-    """A file of prompts, how many of them, and how much is written after each."""
+def add_prompt_arguments(parser: argparse.ArgumentParser, compare: bool = False) -> None:
+    """A file of prompts, how many of them, and how much is written after each.
+
+    To `compare`, a file may give them too: none is required, or has a default.
+    """
     add = parser.add_argument
-    add("--prompts", metavar="FILE", type=Path, required=True, help=_PROMPTS)
+    add("--prompts", metavar="FILE", type=Path, required=not compare, help=PROMPTS)
     add("--limit", metavar="N", type=positive, help="use only N prompts")
     add("--prefix-tokens", metavar="N", type=positive, help="cut each prompt to its first N tokens")
-    add("--new-tokens", metavar="N", type=positive, default=128)
+    new_tokens = "after each prompt (default: 128)"
+    default = None if compare else 128
+    add("--new-tokens", metavar="N", type=positive, default=default, help=new_tokens)
 
 
-def add_sampling_arguments(parser: argparse._ActionsContainer) -> None:
-    """Temperature and seed."""
-    add = parser.add_argument
-    add("--temperature", metavar="T", type=temperature, default=0.0, help="0 is greedy (default)")
+def add_sampling_arguments(parser: argparse._ActionsContainer, compare: bool = False) -> None:
+    """Temperature and seed; to `compare`, a list of temperatures."""
+    add, greedy = parser.add_argument, "0 is greedy (default)"
+    if compare:
+        several = f"{greedy}; several times to compare"
+        add("--temperature", metavar="T", type=temperature, action="append", help=several)
+    else:
+        add("--temperature", metavar="T", type=temperature, default=0.0, help=greedy)
     add("--seed", metavar="S", type=int, help="makes sampling repeatable")
 
 

@@ -17,6 +17,7 @@ from . import options as shared
 from .options import positive, whole
 
 _NODES = "the largest tree considered (default: 64, or 768 with --max-memory)"
+_REPORT = "where report.html and its pictures are written (default: runs/plan; or none)"
 _MEASURE = "decode with the K best, and let that decide (default: 4)"
 
 
@@ -31,15 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-nodes", metavar="N", type=positive, help=_NODES)
     add("--measure", metavar="K", type=whole, default=4, help=_MEASURE)
     add("--plot", metavar="FILE", type=Path, help="draw speedup against tree size (.png, .svg, …)")
+    add("--report", metavar="DIR", default="runs/plan", help=_REPORT)
     shared.add_json_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Measure, choose, write the plan, and print what it is expected to be worth."""
+    from headstart.reports.folders import check_folder
     from headstart.reports.plans import check_plot, draw_plan
 
     if options.plot is not None:
         check_plot(options.plot)
+    page = None if options.report == "none" else check_folder(Path(options.report))
     documents = read_documents(options)
     from headstart.heads.artifacts.source import DrafterSource, SourceKind
 
@@ -58,6 +62,7 @@ def run(options: argparse.Namespace) -> int:
     assert speculator.drafter is not None
     from headstart.heads.artifacts.plan import write_plan
     from headstart.infer.measure.planner import make_plan
+    from headstart.reports.pages import write_plan_page
     from headstart.reports.plans import print_plan
     from headstart.reports.tables import to_json
 
@@ -76,9 +81,12 @@ def run(options: argparse.Namespace) -> int:
         written = write_plan(folder, found)
         if options.plot is not None:
             draw_plan(found, options.plot)
+        page = page and write_plan_page(found, page)
     if options.json:
         print(to_json(dataclasses.asdict(found)))
     else:
         print_plan(found, sys.stdout)
         print(f"\nThe plan is in {written}")
+        if page is not None:
+            print(f"The report is {page}")
     return 0

@@ -45,11 +45,15 @@ def run(options: argparse.Namespace) -> int:
         options.recipe = quickstart_of(options.drafter)
     recipe = load_recipe(options.recipe or _BASE, options.overrides)
     from headstart.reports.measured import print_report
+    from headstart.reports.pages import write_quickstart_page
     from headstart.train import pipeline
 
     with quiet_stdout():
         report = pipeline.run(recipe, fresh=options.fresh)
+        page = write_quickstart_page(report, recipe.name, recipe.folder)
     print_report(report, sys.stdout, f"headstart quickstart: {recipe.name}", options.json)
+    if not options.json:
+        print(f"\nThe report is {page}")
     return 0
 
 
@@ -115,6 +119,7 @@ def load_all(overrides: Sequence[str]) -> dict[str, Recipe]:
 def _run_all(recipes: Mapping[str, Recipe], fresh: bool) -> dict[str, dict[str, Any]]:
     """The report of every family's run with `parameters` and `train_seconds`, or its `error`."""
     from headstart.reports.description import describe
+    from headstart.reports.pages import write_quickstart_page
     from headstart.train import pipeline
 
     reports: dict[str, dict[str, Any]] = {}
@@ -122,6 +127,7 @@ def _run_all(recipes: Mapping[str, Recipe], fresh: bool) -> dict[str, dict[str, 
         print(f"{drafter} ({number} of {len(recipes)}), in {recipe.folder}", file=sys.stderr)
         try:
             report = pipeline.run(recipe, fresh=fresh)
+            write_quickstart_page(report, recipe.name, recipe.folder)
             found = describe(report["artifact"])
             size, seconds = found["parameters"], found["metrics"]["seconds"]
             reports[drafter] = report | {"parameters": size, "train_seconds": seconds}

@@ -10,6 +10,8 @@ from .measured import shown
 from .tables import column_table, grid, print_apart, titled
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
     from headstart.heads.artifacts.plan import Plan
 
 _SHOWN = 12  # candidates in the table
@@ -30,23 +32,26 @@ def print_plan(plan: Plan, out: TextIO) -> None:
     print_apart(console, grid(_cost_rows(plan)), *_sentences(plan))
 
 
-def _sentences(plan: Plan) -> list[str]:
-    """What the plan expects, and what that holds for."""
+def said_of_plan(plan: Plan) -> str:
+    """What the plan expects, in a sentence or two."""
     where = f"On this machine ({plan.device}, {plan.dtype}, {at_once(plan.batch_size)})"
     best = plan.candidates[0]
     fast = _times(best)
     if plan.tree:
-        said = (
+        return (
             f"{where}, {plan.policy} decodes fastest: it is expected to write {plan.tau:.2f} "
             f"tokens a round and to decode {fast} as fast as plain decoding."
         )
-    else:
-        said = (
-            f"{where}, nothing pays: the best tree, {best['name']}, decodes {fast} as fast as "
-            "plain decoding. The plan is to decode plainly."
-        )
+    return (
+        f"{where}, nothing pays: the best tree, {best['name']}, decodes {fast} as fast as "
+        "plain decoding. The plan is to decode plainly."
+    )
+
+
+def _sentences(plan: Plan) -> list[str]:
+    """What the plan expects, and what that holds for."""
     return [
-        said,
+        said_of_plan(plan),
         f"It holds for text like these {plan.prompts} prompts, written greedily: the ranks were "
         "recorded on greedy text, and at a temperature above 0 fewer drafted tokens are right.",
     ]
@@ -100,9 +105,7 @@ def check_plot(path: Path) -> None:
             f"{', '.join(_FORMATS)}"
         )
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed: pip install 'headstart[plot]'"
-        )
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
@@ -111,6 +114,13 @@ def draw_plan(plan: Plan, path: Path) -> None:
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
+    draw_candidates(axes, plan)
+    axes.set_title(f"{plan.device}, {plan.dtype}, {at_once(plan.batch_size)}")
+    figure.savefig(path, dpi=150)
+
+
+def draw_candidates(axes: Axes, plan: Plan) -> None:
+    """Speedup against tree size: a line for each kind of tree, crosses where it was measured."""
     families: dict[str, list[dict[str, Any]]] = {}
     for candidate in sorted(plan.candidates, key=lambda each: each["nodes"]):
         families.setdefault(candidate["name"].partition(":")[0], []).append(candidate)
@@ -123,14 +133,16 @@ def draw_plan(plan: Plan, path: Path) -> None:
         axes.plot(nodes, speedup, style, color=f"C{number}", label=f"{family}, expected", ms=4)
     if measured := [c for c in plan.candidates if c["measured_speedup"] is not None]:
         nodes, speedup = zip(*((c["nodes"], c["measured_speedup"]) for c in measured), strict=True)
-        axes.plot(nodes, speedup, "kx", label="measured", ms=7, zorder=3)
+        ink = axes.xaxis.label.get_color()  # the page's own, dark or light
+        axes.plot(nodes, speedup, "x", color=ink, label="measured", ms=7, zorder=3)
     axes.axhline(1, color="gray", linestyle=":", label="plain decoding")
     best = plan.candidates[0]
     if plan.tree:
         height = best["speedup"] if best["measured_speedup"] is None else best["measured_speedup"]
         axes.annotate(
             f"chosen: {plan.policy}", (best["nodes"], height), (0, 18), va="bottom", ha="left",
-            textcoords="offset points", arrowprops={"arrowstyle": "->"},
+            textcoords="offset points",
+            arrowprops={"arrowstyle": "->", "color": axes.xaxis.label.get_color()},
         )  # fmt: skip
     sizes = sorted({c["nodes"] for c in plan.candidates})
     axes.set_xscale("log", base=2)
@@ -139,7 +151,5 @@ def draw_plan(plan: Plan, path: Path) -> None:
     axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
     axes.set_xlabel("nodes of the tree, the root counted")
     axes.set_ylabel("speedup against plain decoding")
-    axes.set_title(f"{plan.device}, {plan.dtype}, {at_once(plan.batch_size)}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="lower center", ncols=2)
-    figure.savefig(path, dpi=150)

@@ -18,20 +18,25 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ..speculator import Speculator
+from ..stats import Stats
 from .timing import Stopwatch, take_turns
 
 
 class Timed(NamedTuple):
-    """One decoded prompt."""
+    """One decoded prompt, or a batch of them."""
 
-    text: Tensor  # [1, P + new]
+    text: Tensor  # [B, P + new]
     prefill_ms: float  # until its first tokens
     decode_ms: float  # after them
-    first: int = 1  # how many new tokens the first were
+    first: int = 1  # how many new tokens the first were, of all rows together
+    stats: Stats | None = None  # of our own loop
 
 
-TimedDecode = Callable[[Tensor], Timed]
-"""Decodes one prompt [1, P]."""
+TimedDecode = Callable[..., Timed]
+"""Decodes a prompt [1, P]; or a batch [B, P], padded on the left, with its mask, and seeds by row.
+
+`generate` takes no seeds, and draws from torch's default generator.
+"""
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,13 @@ class Runs:
 def timed_speculator(speculator: Speculator, **options: Any) -> TimedDecode:
     """Our loop, with the options of its `generate`."""
 
-    def decode(ids: Tensor) -> Timed:
-        text, stats = speculator.generate(ids, **options), speculator.stats
-        return Timed(text, 1e3 * stats.prefill_seconds, 1e3 * stats.decode_seconds)
+    def decode(ids: Tensor, mask: Tensor | None = None, seeds: Any = None) -> Timed:
+        masked = {} if mask is None else {"attention_mask": mask}
+        seeded = {"seed": seeds} if seeds and options.get("do_sample") else {}
+        text = speculator.generate(ids, **masked, **options, **seeded)
+        stats = speculator.stats
+        times = 1e3 * stats.prefill_seconds, 1e3 * stats.decode_seconds
+        return Timed(text, *times, first=len(ids), stats=stats)
 
     return decode
 
@@ -69,10 +78,11 @@ def timed_speculator(speculator: Speculator, **options: Any) -> TimedDecode:
 def timed_generate(model: PreTrainedModel, **options: Any) -> TimedDecode:
     """`generate` of transformers, with these options."""
 
-    def decode(ids: Tensor) -> Timed:
+    def decode(ids: Tensor, mask: Tensor | None = None, seeds: Any = None) -> Timed:
         watch = Stopwatch(ids.device)
         first, begin = _FirstTokens(watch), watch.mark()
-        text = model.generate(ids, streamer=first, **options)  # type: ignore[operator]
+        masked = {} if mask is None else {"attention_mask": mask}
+        text = model.generate(ids, streamer=first, **masked, **options)  # type: ignore[operator]
         prefill = watch.between(begin, first.at)
         return Timed(text, prefill, watch.between(first.at, watch.mark()), first.count)
 
@@ -83,7 +93,8 @@ def timed_bare_loop(model: PreTrainedModel, new_tokens: int) -> TimedDecode:
     """The least that greedy decoding with transformers can be: a DynamicCache and an argmax."""
 
     @torch.no_grad()
-    def decode(ids: Tensor) -> Timed:
+    def decode(ids: Tensor, mask: Tensor | None = None, seeds: Any = None) -> Timed:
+        assert mask is None or bool(mask.all()), "one prompt, without padding"
         watch = Stopwatch(ids.device)
         begin, cache = watch.mark(), DynamicCache(config=model.config)
         token = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)

@@ -1,37 +1,32 @@
 """Measures a speculator against plain decoding in the same runtime and `generate` of transformers.
 
-Every figure is a median over runs that took turns (see `baselines`).
+Every figure is a median over runs that took turns (see `matrix`).
 """
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from headstart.heads import OptionError
 from headstart.heads.artifacts.plan import dtype_name
-from headstart.heads.group import members
 
 from ..rules.registry import choose_rule
 from ..speculator import Speculator
-from ..stats import Stats
-from .baselines import (
-    Runs,
-    TimedDecode,
-    decode_in_turns,
-    timed_bare_loop,
-    timed_generate,
-    timed_speculator,
-)
-from .timing import Stopwatch
+from ..trees.static import StaticTree
+from .baselines import timed_bare_loop
+from .matrix import PLAIN, Answer, Cell, Chat, Settings, measure_cell
+from .noise import Ratio, compare
+from .round_parts import RoundParts
 
-_REPLAYED_PROMPTS = 8  # whose forwards are replayed alone to find the loop's own cost
+_BARE = "bare"
+_BASELINES = ("generate", _BARE)
+_SHOWN = 3  # texts kept to be looked at
 
 
 def bench(
@@ -42,6 +37,7 @@ def bench(
     repeats: int = 3,
     temperature: float = 0.0,
     seed: int = 0,
+    baselines: Sequence[str] = _BASELINES,
 ) -> dict[str, Any]:
     """Decode every prompt with the speculator and its baselines in turn, one prompt at a time.
 
@@ -49,147 +45,192 @@ def bench(
         prompts: token ids, each [P] or [1, P].
         repeats: how often each prompt is decoded in each way, once all have been warmed up.
         temperature: 0 decodes greedily; otherwise text is sampled with a seed per prompt.
+        baselines: what is measured beside plain decoding, `generate` and `bare`, a bare loop.
 
     Returns:
-        The report: `tau`, `tau_by_prompt`, `acceptance_by_depth`, `identical_to_plain`,
-        `identical_to_generate` (None when sampling: generate draws from another generator),
-        `speedup_vs_plain` and `speedup_vs_generate` (median, min, max over prompts), milliseconds
-        per token of each, `ms_per_round`, `loop_overhead_ms` (a round minus its forwards
-        replayed alone; NaN where rounds are captured whole, or attend as trees), the settings, and
-        `distinct_4grams` of the text.
+        The report of `way_report`, with `bare_loop_ms_per_token` where that was measured.
 
     Raises:
         OptionError: no prompt, or fewer than two new tokens.
     """
-    if not prompts or new_tokens < 2 or repeats < 1:
-        raise OptionError(
-            f"found {len(prompts)} prompts, {new_tokens} new tokens and {repeats} repeats; a "
-            "measurement needs at least 1, 2 and 1."
-        )
-    sampled = temperature > 0
-    options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": sampled}
-    if sampled:
-        options |= {"temperature": temperature, "top_k": 0}
-    seeded = options | ({"seed": seed} if sampled else {})
-    model, captured = speculator.model, speculator.graphs is not None
-    plain = Speculator(model, graphs=captured, compile=speculator.target.compile)
-    decoders: dict[str, TimedDecode] = {
-        "plain": timed_speculator(plain, **seeded),
-        "speculator": timed_speculator(speculator, **seeded),
-        "generate": timed_generate(model, **options),
-        "bare": timed_bare_loop(model, new_tokens),
-    }
-    runs: dict[str, list[Runs]] = {name: [] for name in decoders}
-    rounds, loops = [], []
-    for prompt, found in decode_in_turns(decoders, prompts, speculator.device, repeats):
-        for name, each in found.items():
-            runs[name].append(each)
-        rounds.append(speculator.stats)
-        if len(rounds) <= _REPLAYED_PROMPTS:
-            took = found["speculator"].decode_ms
-            loops.append(_overhead(speculator, decoders["speculator"], prompt, took, repeats))
-    return _report(speculator, runs, rounds, [ms for ms in loops if ms is not None], sampled)
+    rows = [prompt.flatten().to(speculator.device) for prompt in prompts]
+    chats = [Chat(str(i), "", 1, lambda _, row=row: row) for i, row in enumerate(rows)]
+    settings = Settings(
+        new_tokens, repeats, seed, {"generate": {}} if "generate" in baselines else {}
+    )
+    more = {_BARE: timed_bare_loop(speculator.model, new_tokens)} if _BARE in baselines else {}
+    ours = {"speculator": speculator}
+    cell = measure_cell(speculator.model, ours, chats, settings, temperature, more=more)
+    report = way_report(cell, "speculator", speculator, chats)
+    if _BARE in cell.found:
+        report["bare_loop_ms_per_token"] = median(cell.found[_BARE].per_token)
+    return report
 
 
-def _report(
-    speculator: Speculator,
-    runs: dict[str, list[Runs]],
-    rounds: list[Stats],
-    loops: list[float],
-    sampled: bool,
+def way_report(
+    cell: Cell, name: str, speculator: Speculator, chats: Sequence[Chat]
 ) -> dict[str, Any]:
-    """The report of `bench`, from each prompt's runs and rounds."""
-    ours, stats = runs["speculator"], Stats(speculator.tree.max_depth)
-    for each in rounds:
-        stats.extend(each)
-    texts = [each.tokens for each in ours]
-    grams = [tuple(text[i : i + 4]) for text in texts for i in range(len(text) - 3)]
-    per_token = {name: [each.per_token for each in of] for name, of in runs.items()}
-    pairs = zip(ours, rounds, strict=True)
-    per_round = [each.decode_ms / max(done.rounds, 1) for each, done in pairs]
+    """What one way did in a cell, as plain data.
 
-    def speedup(name: str) -> dict[str, float]:
-        pairs = zip(per_token[name], per_token["speculator"], strict=True)
-        ratios = [theirs / drafted for theirs, drafted in pairs]
-        return {"median": median(ratios), "min": min(ratios), "max": max(ratios)}
-
-    def identical(name: str) -> bool:
-        return [each.tokens for each in runs[name]] == texts
-
+    Returns:
+        `tau`, `tau_by_prompt`, `acceptance_by_depth`, `identical_to_plain` (None where the rule
+        draws otherwise), `identical_to_generate` (None when sampling: generate draws from another
+        generator), `speedup_vs_NAME` for plain decoding and each of transformers' own ways (of
+        `Ratio`; min and max are the extreme prompts), milliseconds per token of each,
+        `ms_per_round` (of all rows of a batch), `loop_overhead_ms` (a round minus its forwards
+        replayed alone; NaN where rounds are captured whole, or attend as trees), `round_parts_ms`
+        (see `RoundParts`), the settings, `distinct_4grams` of the text, `by_prompt`, `samples` with
+        ids and rounds (see `Answer`), `tree_paths` of a static tree, and
+        `by_category` where there are categories.
+    """
+    ours, sampled = cell.found[name], cell.temperature > 0
     rule = choose_rule(speculator.rule, sampled)
-    return {
-        "tau": stats.tau,
-        "tau_by_prompt": [each.tau for each in rounds],
-        "acceptance_by_depth": stats.acceptance_by_depth,
-        "identical_to_plain": identical("plain") if rule.same_text else None,
-        "identical_to_generate": None if sampled else identical("generate"),
-        "speedup_vs_plain": speedup("plain"),
-        "speedup_vs_generate": speedup("generate"),
-        "plain_ms_per_token": median(per_token["plain"]),
-        "generate_ms_per_token": median(per_token["generate"]),
-        "bare_loop_ms_per_token": median(per_token["bare"]),
-        "ms_per_round": median(per_round),
-        "loop_overhead_ms": median(loops) if loops else math.nan,
-        "prefill_ms": median(ms for each in ours for ms in each.prefill_ms),
+    parts = RoundParts.middle(ours.parts)
+    answers: list[list[Answer]] = [[] for _ in chats]
+    for answer in ours.answers:
+        answers[answer.chat].append(answer)
+    texts = [answer.ids for answer in ours.answers]
+
+    def identical(other: str) -> bool:
+        return [answer.ids for answer in cell.found[other].answers] == texts
+
+    report: dict[str, Any] = {
+        "tau": ours.stats.tau,
+        "tau_by_prompt": [tau_of_answers(each) for each in answers],
+        "acceptance_by_depth": ours.stats.acceptance_by_depth,
+        "identical_to_plain": identical(PLAIN) if rule.same_text else None,
+        "identical_to_generate": None,
+    }
+    if not sampled and "generate" in cell.found:
+        report["identical_to_generate"] = identical("generate")
+    for other in cell.baselines:
+        report[f"speedup_vs_{other}"] = _ratio(compare(cell.found[other].per_token, ours.per_token))
+        report[f"{other}_ms_per_token"] = median(cell.found[other].per_token)
+    report |= {
+        "ms_per_round": median(_per_round(cell, name)),
+        "ms_per_token": median(ours.per_token),
+        "slowest_over_fastest_repeat": median(ours.spread),
+        "loop_overhead_ms": parts.get("loop", math.nan),
+        "round_parts_ms": parts,
+        "prefill_ms": median(ours.prefill_ms),
         "nodes": speculator.tree.nodes,
         "tree": str(speculator.tree),
         "tree_label": speculator.tree.label,
         "rule": rule.name,
         "exact": rule.exact,
+        "temperature": cell.temperature,
+        "batch_size": cell.batch_size,
         "dtype": dtype_name(speculator.model),
         "device": speculator.device.type,
-        "prompts": len(ours),
+        "prompts": len(chats),
+        "answers": len(texts),
         "tokens": sum(map(len, texts)),
-        "distinct_4grams": len(set(grams)) / len(grams) if grams else math.nan,
+        "distinct_4grams": distinct_4grams(texts),
         "threads": torch.get_num_threads(),
+        "by_prompt": _by_prompt(cell, name, chats, answers),
+        "samples": _samples(chats, answers),
     }
+    if isinstance(speculator.tree, StaticTree):
+        report["tree_paths"] = [list(path) for path in speculator.tree.paths]
+    if any(chat.category for chat in chats):
+        report["by_category"] = _by_category(cell, name, chats, answers)
+    return report
 
 
-def _overhead(
-    speculator: Speculator, decode: TimedDecode, prompt: Tensor, decode_ms: float, repeats: int
-) -> float | None:
-    """Milliseconds a round of a prompt that was just decoded, less its forwards replayed alone.
+def tau_of_answers(answers: Sequence[Answer]) -> float:
+    """Tokens per round; NaN where there was no round."""
+    counts = [count for answer in answers for count, _ in answer.rounds]
+    return sum(counts) / len(counts) if counts else math.nan
 
-    None where rounds are captured whole, or attend as trees, and where there was none.
+
+def distinct_4grams(texts: Sequence[Sequence[int]]) -> float:
+    """The share of 4-grams that no earlier one equals; NaN without any.
+
+    >>> distinct_4grams([[1, 2, 1, 2, 1, 2]])
+    0.6666666666666666
     """
-    rounds = speculator.stats.rounds
-    if speculator.graphs is not None or speculator.target.windows.tree or not rounds:
-        return None
-    replayed = median(_replay(speculator, lambda: decode(prompt)) for _ in range(repeats))
-    return (decode_ms - replayed) / rounds
+    grams = [tuple(text[i : i + 4]) for text in texts for i in range(len(text) - 3)]
+    return len(set(grams)) / len(grams) if grams else math.nan
 
 
-def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:
-    """Milliseconds that the forwards of one decoded prompt take alone, the prefill's left out."""
-    target, drafters = speculator.target, members(speculator.drafter)
-    calls: list[tuple[Callable, tuple, dict]] = []
+def _ratio(found: Ratio) -> dict[str, Any]:
+    named = asdict(found) | {"within_noise": found.within_noise}
+    return named | {"min": named.pop("least"), "max": named.pop("most")}
 
-    def recorded(function: Callable) -> Callable:
-        def record(*args, **kwargs):
-            # A count of 0, in place of `begin`'s own: the drafter's cache does not grow in replays.
-            still = [torch.zeros_like(args[3])] if function.__name__ == "begin" else args[3:]
-            calls.append((function, (*args[:3], *still), kwargs))
-            return function(*args, **kwargs)
 
-        return record
+def _per_round(cell: Cell, name: str) -> list[float]:
+    """Milliseconds of a round of the loop, for each batch: it runs until its last row has ended."""
+    rounds: dict[tuple[int, int], int] = {}
+    for answer in cell.found[name].answers:
+        place = answer.chat, answer.turn
+        rounds[place] = len(answer.rounds)
+    found = []
+    for (ms, _), batch in zip(cell.found[name].times, cell.batches, strict=True):
+        turns = {turn for chat, turn in rounds if chat == batch[0]}
+        loops = sum(max(rounds[chat, turn] for chat in batch) for turn in turns)
+        found.append(ms / max(loops, 1))
+    return found
 
-    patches = [(target.model, "forward")]
-    patches += [(drafter, name) for drafter in drafters for name in ("begin", "extend")]
-    for owner, name in patches:
-        object.__setattr__(owner, name, recorded(getattr(owner, name)))
-    try:
-        decode()
-    finally:
-        for owner, name in patches:
-            object.__delattr__(owner, name)
-    milliseconds, watch = 0.0, Stopwatch(target.device)
-    with torch.no_grad():
-        for function, args, kwargs in calls[1:]:
-            if (slab := kwargs.get("past_key_values")) is not None:
-                root, nodes = int(kwargs["position_ids"].min()), kwargs["input_ids"].shape[1]
-                masks = kwargs["attention_mask"]
-                mask = next(iter(masks.values())) if isinstance(masks, dict) else masks
-                live = root + 1 if mask is None else mask.shape[3]
-                slab.set_slots(range(root, root + nodes), live, root if mask is None else 0)
-            milliseconds += watch.time(functools.partial(function, *args, **kwargs))
-    return milliseconds
+
+def _by_prompt(
+    cell: Cell, name: str, chats: Sequence[Chat], answers: Sequence[Sequence[Answer]]
+) -> list[dict[str, Any]]:
+    """Each chat's id, category, τ, tokens and, where it was decoded alone, speedup."""
+    found = [
+        {
+            "id": chat.id, "category": chat.category, "tau": tau_of_answers(own),
+            "tokens": sum(len(answer.ids) for answer in own),
+        }
+        for chat, own in zip(chats, answers, strict=True)
+    ]  # fmt: skip
+    plain, ours = cell.found[PLAIN].per_token, cell.found[name].per_token
+    for batch, slow, fast in zip(cell.batches, plain, ours, strict=True):
+        if len(batch) == 1:
+            found[batch[0]]["speedup_vs_plain"] = slow / fast
+    return found
+
+
+def _samples(chats: Sequence[Chat], answers: Sequence[Sequence[Answer]]) -> list[dict[str, Any]]:
+    """The first answers that repeat themselves least, of different categories where there are some.
+
+    A text that repeats itself shows little; what all of them do is told by `distinct_4grams`.
+    """
+    varied = [distinct_4grams([each[0].ids]) if each else math.nan for each in answers]
+    order = sorted(
+        range(len(chats)), key=lambda i: (-varied[i] if varied[i] == varied[i] else 0, i)
+    )
+    firsts = {chats[i].category: i for i in reversed(order)}
+    several = len(firsts) > 1
+    kept = sorted(firsts.values(), key=order.index)[:_SHOWN] if several else order[:_SHOWN]
+    return [
+        {
+            "id": chats[number].id, "category": chats[number].category,
+            "ids": answers[number][0].ids, "rounds": answers[number][0].rounds,
+        }
+        for number in kept
+    ]  # fmt: skip
+
+
+def _by_category(
+    cell: Cell, name: str, chats: Sequence[Chat], answers: Sequence[Sequence[Answer]]
+) -> dict[str, dict[str, Any]]:
+    """τ, distinct 4-grams and speedups of the chats of each category."""
+    found: dict[str, dict[str, Any]] = {}
+    for category in sorted({chat.category for chat in chats}):
+        own = [each for chat, each in zip(chats, answers, strict=True) if chat.category == category]
+        flat = [answer for each in own for answer in each]
+        # Chats that are decoded together are of one category.
+        places = [i for i, batch in enumerate(cell.batches) if chats[batch[0]].category == category]
+        fast = [cell.found[name].per_token[place] for place in places]
+        found[category] = {
+            "prompts": len(own),
+            "tokens": sum(len(answer.ids) for answer in flat),
+            "tau": tau_of_answers(flat),
+            "distinct_4grams": distinct_4grams([answer.ids for answer in flat]),
+        } | {
+            f"speedup_vs_{other}": _ratio(
+                compare([cell.found[other].per_token[place] for place in places], fast)
+            )
+            for other in cell.baselines
+        }
+    return found

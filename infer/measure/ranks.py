@@ -156,6 +156,18 @@ def replay(ranks: Sequence[Tensor], paths: Sequence[Sequence[int]]) -> Replayed:
     return Replayed([len(each) for each in ranks], rounds)
 
 
+def path_shares(ranks: Sequence[Tensor], paths: Sequence[Sequence[int]]) -> list[float]:
+    """How often each path is what the target wrote, over all positions that it may begin at.
+
+    >>> path_shares([torch.tensor([[0, 1], [0, 0], [1, 0]])], [[0], [0, 0], [1]])
+    [0.6666666666666666, 0.3333333333333333, 0.3333333333333333]
+    """
+    rows = [position for each in ranks for position in _rows(each)]
+    counts = Counter(row[: len(path)] for path in {tuple(p) for p in paths} for row in rows
+                     if row[: len(path)] == path)  # fmt: skip
+    return [counts[tuple(path)] / max(len(rows), 1) for path in paths]
+
+
 def _rows(ranks: Tensor) -> list[tuple[int, ...]]:
     return [tuple(position) for position in ranks.tolist()]
 

@@ -103,20 +103,16 @@ def test_train_is_the_module_s_main(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_bench_loads_and_measures(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    door = Door({"tau": 1.0, "artifact": None})
-    monkeypatch.setattr("headstart.infer.measure.bench.bench", door)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("abcdef\nghijkl\nmnopqr\n")
     arguments = ["bench", "--target", target, "--prompts", str(prompts), "--dtype", "float64"]
     arguments += ["--limit", "2", "--prefix-tokens", "3", "--new-tokens", "9", "--json"]
-    assert main(arguments) == 0
-    (((speculator, given), named),) = door.calls
-    assert str(speculator.model.dtype) == "torch.float64"
-    assert [tuple(ids.shape) for ids in given] == [(1, 3), (1, 3)]
-    decoded = {speculator.tokenizer.decode(ids[0]) for ids in given}
-    assert decoded < {"abc", "ghi", "mno"}
-    assert named == {"new_tokens": 9, "temperature": 0.0, "seed": 0}
-    assert json.loads(capsys.readouterr().out)["tau"] == 1.0
+    assert main([*arguments, "--report", str(tmp_path / "out")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["dtype"], report["tau"], report["prompts"]) == ("float64", 1.0, 2)
+    assert report["identical_to_plain"] is report["identical_to_generate"] is True
+    written = (tmp_path / "out" / "emitted.jsonl").read_text().splitlines()
+    assert [len(json.loads(line)["ids"]) for line in written] == [9, 9]
 
 
 def test_bench_compares_trees_and_rules(
@@ -126,10 +122,11 @@ def test_bench_compares_trees_and_rules(
     heads, prompts = artifact(target, tmp_path / "heads"), tmp_path / "prompts.txt"
     prompts.write_text("abcdef\n")
     command = ["bench", "--drafter", heads, "--prompts", str(prompts), "--new-tokens", "6"]
+    command += ["--report", "none"]
     pairs = ["--tree", "chain:1", "--tree", "cartesian:2,2", "--rule", "match", "--rule", "coupled"]
     assert main([*command, *pairs, "--temperature", "1", "--seed", "3", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert list(document) == ["runs"]
+    assert list(document) == ["runs", "notes"]
     found = [(run["tree"], run["rule"], run["nodes"]) for run in document["runs"]]
     assert found == [
         ("chain:1", "match", 2), ("chain:1", "coupled", 2),
@@ -146,7 +143,7 @@ def test_bench_compares_trees_and_rules(
     ]  # fmt: skip
 
     door = Door()
-    monkeypatch.setattr("headstart.infer.measure.bench.bench", door)
+    monkeypatch.setattr("headstart.infer.measure.matrix.measure_cell", door)
     for wrong in (["--tree", "chain:9"], ["--tree", "chian:2"], ["--rule", "greedier"]):
         assert main([*command, *pairs[:6], *wrong]) == 2
         assert wrong[1].partition(":")[0] in last_line(capsys)
@@ -400,6 +397,7 @@ def test_several_drafters_decode_together(
     options = Namespace(target=None, drafter=both[1::2], tree=None, rule=None)
     assert str(inputs.load_speculator(options).tree) == "chain:4+[[1],[0,0]]"
     command = ["bench", *both, "--prompts", str(prompts), "--new-tokens", "6", "--json"]
+    command += ["--report", "none"]
     trees = ["chain:3+chain:1", "cartesian:2,1+chain:2"]
     assert main([*command, "--tree", trees[0], "--tree", trees[1]]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]

@@ -33,8 +33,9 @@ from headstart.heads.core.files import write_atomically
 
 from ..fit.clock import Clock
 
-LEFT_OUT = ("tree", "tau_by_source")
-"""What a validation measures and a line does not tell: it is in the artifact's manifest."""
+LEFT_OUT = ("tree", "tree_shares", "tau_by_source", "tau_by_prompt", "samples")
+"""What a validation measures and a line does not tell: it is in the artifact's manifest or
+its report."""
 
 # Dense products in bfloat16, 1e12 a second, by the makers' data sheets; the first name that is part
 # of the device's counts.

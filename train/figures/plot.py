@@ -7,6 +7,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .report.drawings import depth_color
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -26,12 +28,8 @@ def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
     Args:
         best: the step of the checkpoint that became the artifact.
     """
-    if importlib.util.find_spec("matplotlib") is None or not metrics.is_file():
-        return False
-    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    trained = [line for line in lines if line.get("loss") is not None]
-    validated = [line for line in lines if line.get("tau") is not None]
-    if not trained and not validated:
+    trained, validated = read_metrics(metrics)
+    if importlib.util.find_spec("matplotlib") is None or not (trained or validated):
         return False
     from matplotlib.figure import Figure
 
@@ -40,9 +38,9 @@ def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
     figure = Figure(figsize=(11, 3.6 * rows), layout="constrained")
     panels = figure.subplots(rows, 3, sharex=True, squeeze=False).flatten()
     left, middle, right, *below = panels
-    _draw_loss(left, trained)
-    _draw_tau(middle, validated, best)
-    _draw_acceptance(right, validated)
+    draw_loss(left, trained)
+    draw_tau(middle, validated, best)
+    draw_acceptance(right, validated)
     for (title, name, unit), axes in zip(took, below, strict=False):
         known = [line for line in trained if line.get(name) is not None]
         axes.plot([line["step"] for line in known], [line[name] / unit for line in known])
@@ -54,14 +52,25 @@ def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
     return True
 
 
-def _draw_loss(axes: Axes, lines: list[Line]) -> None:
+def read_metrics(metrics: Path) -> tuple[list[Line], list[Line]]:
+    """The lines of training and those of validation; none where there is no file."""
+    if not metrics.is_file():
+        return [], []
+    lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
+    trained = [line for line in lines if line.get("loss") is not None]
+    return trained, [line for line in lines if line.get("tau") is not None]
+
+
+def draw_loss(axes: Axes, lines: list[Line]) -> None:
+    """The loss over the steps."""
     few = "." if len(lines) < 20 else ""
     axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], marker=few)
     axes.set(title="loss", xlabel="step")
     axes.grid(alpha=0.3)
 
 
-def _draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
+def draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
+    """τ over the steps with its standard error, and which step was kept."""
     steps = [line["step"] for line in lines]
     errors = [line.get("tau_se") or 0.0 for line in lines]
     taus = [line["tau"] for line in lines]
@@ -79,10 +88,8 @@ def _draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
         axes.legend(fontsize="small", loc="best")
 
 
-def _draw_acceptance(axes: Axes, lines: list[Line]) -> None:
+def draw_acceptance(axes: Axes, lines: list[Line]) -> None:
     """A line for each depth that was ever reached, over the steps."""
-    from matplotlib import colormaps
-
     depths = max((len(line.get("acceptance_by_depth") or ()) for line in lines), default=0)
     for depth in range(depths):
         points = [
@@ -92,7 +99,7 @@ def _draw_acceptance(axes: Axes, lines: list[Line]) -> None:
             and line["acceptance_by_depth"][depth] is not None
         ]
         if points:
-            color = colormaps["viridis"](0.85 * depth / max(depths - 1, 1))
+            color = depth_color(depth + 1)
             axes.plot(*zip(*points, strict=True), "o-", ms=3, color=color, label=f"{depth + 1}")
     axes.set(title="acceptance by depth", xlabel="step", ylim=(0, 1.02))
     axes.grid(alpha=0.3)

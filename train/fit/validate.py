@@ -20,11 +20,13 @@ from headstart.heads import Drafter
 from headstart.heads.core import in_shards, row_seeds
 from headstart.infer import RULES, Speculator, StaticTree, Stats, parse_static
 from headstart.infer.measure.greedy_text import BATCH, Written, write_texts
-from headstart.infer.measure.ranks import best_tree, measure_ranks, replay
+from headstart.infer.measure.ranks import best_tree, measure_ranks, path_shares, replay
 from headstart.infer.trees.parse import sparse_nodes
 
 from ..data.prefixes import HeldOutPrompt
 from ..processes.agreement import from_each, in_parallel, in_turn, own_share
+
+_SHOWN = 3  # texts kept to be looked at
 
 Prompts = Sequence[HeldOutPrompt] | Sequence[Tensor]
 """Prompts of any lengths; tensors [P] count as prompts of different documents."""
@@ -42,6 +44,9 @@ def measure_tau(
 ) -> dict[str, Any]:
     """Decode prompts: what `tau_of` says, and `acceptance_by_depth`, None where none came.
 
+    Also `samples`: of the first prompts of different documents what was written, `ids`, and of each
+    round the tokens that it emitted and the nodes of its accepted path, `rounds`.
+
     Prompts are decoded in batches, padded on the left. Rules that sample do so at temperature 1.
 
     Args:
@@ -57,6 +62,8 @@ def measure_tau(
     if RULES[rule].samples:  # without the top-k of 50 that `generate` defaults to
         how |= {"do_sample": True, "temperature": 1.0, "top_k": 0}
     seeds = row_seeds(seed, len(given)).tolist()
+    firsts = {prompt.document: number for number, prompt in reversed([*enumerate(given)])}
+    shown: dict[int, dict[str, Any]] = {key: {} for key in sorted(firsts.values())[:_SHOWN]}
     counts = np.zeros((len(given), 2), dtype=int)  # tokens and rounds of each prompt
     # Prompts of about the same length go together, so that little is padding.
     by_length = sorted(range(len(given)), key=lambda i: len(given[i].tokens))
@@ -69,19 +76,65 @@ def measure_tau(
             for each in (rows, [torch.ones_like(row) for row in rows])
         )
         sampled = {"seed": [seeds[i] for i in own]} if RULES[rule].samples else {}
-        speculator.generate(ids, attention_mask=mask, **how, **sampled)
+        text = speculator.generate(ids, attention_mask=mask, **how, **sampled)
         emitted = speculator.stats.counts.reshape(-1, len(own))  # [rounds, B]
         counts[own] = np.stack([emitted.sum(0), (emitted > 0).sum(0)], 1)
+        for row, number in enumerate(own):
+            if number in shown:
+                rounds = speculator.stats.rounds_of(row)
+                new = text[row, ids.shape[1] :].tolist()[: 1 + sum(count for count, _ in rounds)]
+                shown[number] = {"source": given[number].source, "ids": new, "rounds": rounds}
         own_stats.extend(speculator.stats)
-    stats, found = Stats(tree.max_depth), (decoded, counts[decoded], own_stats)
-    for theirs, counted, rounds in from_each(found) if divided else [found]:
+    stats, found = Stats(tree.max_depth), (decoded, counts[decoded], own_stats, shown)
+    for theirs, counted, rounds, texts in from_each(found) if divided else [found]:
         counts[theirs] = counted
         stats.extend(rounds)
+        shown |= {number: text for number, text in texts.items() if text}
     if speculator.target.tap is not None:
         speculator.target.tap.close()
     drafter.train(was_training)
     shares = [None if math.isnan(share) else share for share in stats.acceptance_by_depth]
-    return tau_of(given, counts) | {"acceptance_by_depth": shares}
+    more = {"acceptance_by_depth": shares, "samples": list(shown.values())}
+    return tau_of(given, counts) | more
+
+
+def tau_table(
+    target: PreTrainedModel,
+    drafter: Drafter,
+    tree: StaticTree,
+    prompts: Prompts,
+    new_tokens: int,
+    chains: Sequence[int] = (1, 2, 4, 8),
+) -> list[dict[str, Any]]:
+    """τ with chains of several lengths and with a tree, at temperature 0 and 1.
+
+    At temperature 0 the target's greedy text is written once, and each tree's rounds are counted
+    along it (see `replay`). At 1 the longest chain and the tree decode, by the rule `coupled`.
+
+    Returns:
+        For each `tree`, `nodes`, `temperature`, and what `tau_of` says.
+    """
+    given, most = _held_out(prompts), drafter.max_depth or max(chains)
+    texts = write_texts(target, drafter, [prompt.tokens for prompt in given], new_tokens)
+    ranks = measure_ranks(drafter, texts, max(min(most, max(chains)), tree.max_depth, 1))
+    lengths = [length for length in chains if length <= most] or [most]
+    trees = [parse_static(f"chain:{length}") for length in lengths]
+    if tree.nodes > 1 and str(tree) not in map(str, trees):
+        trees.append(tree)
+    found = []
+    for each in trees:
+        done = replay(ranks, each.paths)
+        counts = np.array([done.tokens, done.rounds]).T
+        found.append(_named(each, 0, tau_of(given, counts)))
+    for each in dict.fromkeys((trees[len(lengths) - 1], trees[-1])):
+        measured = measure_tau(target, drafter, each, "coupled", given, new_tokens)
+        measured.pop("acceptance_by_depth")
+        found.append(_named(each, 1, measured))
+    return found
+
+
+def _named(tree: StaticTree, temperature: int, measured: dict[str, Any]) -> dict[str, Any]:
+    return {"tree": tree.label, "nodes": tree.nodes, "temperature": temperature, **measured}
 
 
 def tau_of(prompts: Sequence[HeldOutPrompt], counts: np.ndarray) -> dict[str, Any]:
@@ -91,11 +144,13 @@ def tau_of(prompts: Sequence[HeldOutPrompt], counts: np.ndarray) -> dict[str, An
         counts: [n, 2], the tokens and the rounds of each prompt.
 
     Returns:
-        `tau`, 1 where there was no round; `tau_se`, see `standard_error`; and, where the prompts
-        are of several sources, `tau_by_source`: for each `tau`, `tau_se` and `prompts`.
+        `tau`, 1 where there was no round; `tau_se`, see `standard_error`; `tau_by_prompt`; and,
+        where the prompts are of several sources, `tau_by_source`: for each `tau`, `tau_se` and
+        `prompts`.
     """
     documents = [prompt.document for prompt in prompts]
     found = {"tau": ratio(counts), "tau_se": standard_error(counts, documents)}
+    found["tau_by_prompt"] = [ratio(counts[i : i + 1]) for i in range(len(counts))]
     sources = [prompt.source for prompt in prompts]
     if len(set(sources)) > 1:
         found["tau_by_source"] = {}
@@ -162,13 +217,16 @@ class Validation:
     def __call__(self, drafter: Drafter) -> dict[str, Any]:
         """What `measure_tau` returns, and `tree`, the rank paths it was measured with.
 
+        Where ranks are recorded there is also `tree_shares`, see `path_shares`.
+
         Several processes divide the prompts, and return the same; but where they hold parts of the
         target, so that each forward needs all of them, all decode every prompt.
 
         Under a greedy rule there is also `simulated_tau`, what the tree would accept of the
         target's own text by the ranks of its tokens; see `replay`.
         """
-        simulated, divided = {}, in_parallel() and not in_shards(self.target)
+        simulated: dict[str, Any] = {}
+        divided = in_parallel() and not in_shards(self.target)
         if self.sparse or not RULES[self.rule].samples:
             own = own_share(self.prompts) if divided else self.prompts
             # A target that is trained with its drafter does not write what it wrote before.
@@ -184,6 +242,7 @@ class Validation:
                 self.tree = StaticTree(best_tree(ranks, self.sparse))
             if not RULES[self.rule].samples:
                 simulated["simulated_tau"] = replay(ranks, self.tree.paths).tau
+            simulated["tree_shares"] = path_shares(ranks, self.tree.paths)
         measured = measure_tau(
             self.target, drafter, self.tree, self.rule, self.prompts, self.new_tokens,
             divided=divided,

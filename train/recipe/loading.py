@@ -34,7 +34,7 @@ def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Reci
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:
     """Check a nested dict against the schema and build the Recipe. Raises RecipeError."""
-    return _section(Recipe, data, "")
+    return parse_section(Recipe, data)
 
 
 def _override(data: dict[str, Any], override: str) -> None:
@@ -54,8 +54,11 @@ def _override(data: dict[str, Any], override: str) -> None:
     data[last] = value
 
 
-def _section(cls: type, data: Any, path: str) -> Any:
-    """The dataclass `cls` of the mapping at key path `path`.
+def parse_section(cls: type, data: Any, path: str = "", whole: str = "a recipe") -> Any:
+    """The strict dataclass `cls` of the mapping at key path `path`. Raises RecipeError.
+
+    Args:
+        whole: what a mapping without a path is called in errors.
 
     Done here is what `@strict` does not do: key paths, unknown and missing keys, sections in
     sections, and an integer where a float is expected.
@@ -64,7 +67,8 @@ def _section(cls: type, data: Any, path: str) -> Any:
     fields = {field.name.removesuffix("_"): field for field in dataclasses.fields(cls)}
     takes = ", ".join(fields) if cls is not DrafterSpec else "family and that family's options"
     if not isinstance(data, dict):
-        raise RecipeError(f"{path}: found {kind_of(data)}, expected a mapping of {takes}")
+        found = f"{path or whole}: found {kind_of(data)}"
+        raise RecipeError(f"{found}, expected a mapping of {takes}")
     if cls is DrafterSpec:  # all other keys belong to the family's config class
         options = {str(key): value for key, value in data.items() if key != "family"}
         data = {key: data[key] for key in data if key == "family"} | {"options": options}
@@ -73,16 +77,16 @@ def _section(cls: type, data: Any, path: str) -> Any:
         where = f"{prefix}{key}"
         if key not in fields:
             near = nearest(str(key), fields)
-            raise RecipeError(f"{where}: unknown key{near}; {path or 'a recipe'} takes {takes}")
+            raise RecipeError(f"{where}: unknown key{near}; {path or whole} takes {takes}")
         hint = fields[key].type
         members = {*typing.get_args(hint), hint}  # of a union, or of no interest
         section: Any = next(filter(dataclasses.is_dataclass, members), None)
         if section and typing.get_origin(hint) is list:
             if isinstance(value, list):
                 items = enumerate(value)
-                value = [_section(section, item, f"{where}[{i}]") for i, item in items]
+                value = [parse_section(section, item, f"{where}[{i}]") for i, item in items]
         elif section and (value is not None or types.NoneType not in members):
-            value = _section(section, value, where)
+            value = parse_section(section, value, where)
         elif float in members and type(value) is int:
             value = float(value)
         try:  # one field at a time: the error of a whole section does not say which field it was
@@ -98,7 +102,7 @@ def _section(cls: type, data: Any, path: str) -> Any:
             field.name not in values
             and field.default is field.default_factory is dataclasses.MISSING
         ):
-            raise RecipeError(f"{prefix}{name}: missing; a recipe must give it")
+            raise RecipeError(f"{prefix}{name}: missing; {whole} must give it")
     return cls(**values)
 
 

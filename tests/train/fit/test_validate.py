@@ -35,7 +35,13 @@ def test_ranks_fit_the_decode_loop() -> None:
     tree = StaticTree(best_tree(ranks, nodes=4))
     assert tree.paths == ((0,), (0, 1), (0, 1, 0))
     measured = measure_tau(target, drafter, tree, "greedy", prompts, 13)
-    assert measured == {"tau": 4.0, "tau_se": 0.0, "acceptance_by_depth": [1.0, 1.0, 1.0]}
+    samples = measured.pop("samples")
+    assert measured == {
+        "tau": 4.0, "tau_se": 0.0, "tau_by_prompt": [4.0, 4.0],
+        "acceptance_by_depth": [1.0, 1.0, 1.0],
+    }  # fmt: skip
+    for each in samples:  # the first token came with the prefill
+        assert each["rounds"] == [(4, 4)] * 3 and len(each["ids"]) == 13
     chain = measure_tau(target, drafter, StaticTree.chain(3), "greedy", prompts, 13)
     assert chain["tau"] == 2.0
 

@@ -1,0 +1,316 @@
+"""Runs a bench matrix: what is checked before models are loaded, the ways, and the measurement."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headstart.inputs import check_name, check_new_tokens, encode, load_speculator
+from headstart.matrix import Matrix
+from headstart.terminal import UsageError
+
+if TYPE_CHECKING:
+    from headstart.infer import Speculator
+    from headstart.infer.measure.matrix import Answer, Cell, Chat
+    from headstart.train.data.questions import Question
+
+_RANKED = 8  # prompts whose ranks give the probabilities of a tree's nodes
+_NO_TEMPLATE = (
+    "The tokenizer has no chat template: chats are given as plain text, each turn behind its "
+    "role's name, which an instruction model was not trained on."
+)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A speculator to measure, and how it is called."""
+
+    drafter: str
+    speculator: Speculator
+
+
+@dataclass
+class Prepared:
+    """Everything that a measurement needs, loaded and checked.
+
+    Attributes:
+        ways: of a temperature, by name.
+        cut: ids of the chats whose prompts lost their beginning to fit into the context.
+    """
+
+    target: Speculator
+    ways: dict[float, dict[str, Way]]
+    chats: list[Chat]
+    against: dict[str, dict[str, Any]]
+    notes: list[str]
+    cut: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Measured:
+    """The result: a report for each way in each cell, and what the ways wrote."""
+
+    matrix: Matrix
+    target: str
+    tokenizer: Any
+    chats: list[Chat]
+    cells: list[Cell]
+    reports: list[dict[str, Any]]
+    answers: list[list[Answer]]  # of each report
+    notes: list[str]
+
+
+def check_matrix(matrix: Matrix, options: argparse.Namespace) -> list[Question]:
+    """Read the questions, and refuse what can be told to be wrong before a model is loaded.
+
+    Raises:
+        UsageError, OptionError, CorpusError: a mistake, on one line.
+    """
+    from headstart.train.data.questions import read_questions
+
+    questions = read_questions(Path(matrix.prompts))[: matrix.limit]
+    if not questions:
+        raise UsageError(f"{matrix.prompts}: no prompts found")
+    for name in itertools.chain(*matrix.sets):
+        check_name(name)
+    for name in (matrix.target, matrix.assistant):
+        if name is not None:
+            check_name(name, "model")
+    if matrix.new_tokens < 2:
+        raise UsageError("found 1 new token; a measurement needs at least 2")
+    if not matrix.sets and matrix.target is None:
+        raise UsageError("neither --target nor --drafter given; name at least one")
+    from headstart.infer import parse_tree
+    from headstart.infer.rules.registry import find_rule
+
+    for tree in matrix.trees:
+        parse_tree(tree)
+    for name in matrix.rules or [None]:
+        rule = find_rule(name)
+        rule.check_expansion(matrix.expansion)
+        if max(matrix.temperatures) > 0 and not rule.samples:
+            raise UsageError(
+                f"--rule {name} with --temperature above 0; use one that samples, such as coupled"
+            )
+    if "assistant" in matrix.against and matrix.assistant is None:
+        sources = [_source(name, options) for name in itertools.chain(*matrix.sets)]
+        if not any(map(_is_draft_model, sources)):
+            raise UsageError(
+                "--against assistant has no assistant; name a smaller model with --assistant, or "
+                "a draft model with --drafter"
+            )
+    return questions
+
+
+def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Question]) -> Prepared:
+    """Load the models and make every speculator, so that mistakes show before a measurement."""
+    import headstart
+    from headstart.infer import Speculator
+
+    given = argparse.Namespace(**vars(options) | {"target": matrix.target, "rule": None})
+    sets = matrix.sets or [[]]
+    given.drafter, given.tree = sets[0] or None, matrix.trees or None
+    given.expansion = matrix.expansion
+    first = load_speculator(given)
+    check_new_tokens(first, matrix.new_tokens)
+    loaded = [first]
+    sources = [[_source(name, options) for name in names] for names in sets]
+    if len(sets) > 1:
+        _check_adapters(sources)
+    for names in sources[1:]:
+        tree = "plain" if matrix.trees else None
+        more = headstart.load(first.model, names, tokenizer=first.tokenizer, tree=tree)
+        loaded.append(more)
+    names = _names([[source for source in each] for each in sources])
+    ways: dict[float, dict[str, Way]] = {}
+    for temperature in matrix.temperatures:
+        rules = matrix.rules or [None]
+        own = ways[temperature] = {}
+        for (name, each), tree, rule in itertools.product(
+            zip(names, loaded, strict=True),
+            matrix.trees or [None],
+            rules if temperature > 0 else rules[:1],
+        ):
+            how: dict[str, Any] = {"tree": each.tree if tree is None else tree, "rule": rule}
+            how["expansion"] = matrix.expansion
+            made = Speculator(each.model, each.drafter, tokenizer=each.tokenizer, **how)
+            label = ", ".join(filter(None, (name, tree, rule if temperature > 0 else None)))
+            own[label] = Way(name, made)
+    notes: list[str] = []
+    chats, cut = _chats(first, questions, matrix, notes)
+    against: dict[str, dict[str, Any]] = {name: {} for name in matrix.against}
+    if "lookup" in against:
+        from headstart.infer.measure.matrix import LOOKUP_TOKENS
+
+        against["lookup"] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
+    if "assistant" in against:
+        against["assistant"] = {"assistant_model": _assistant(matrix, first, loaded)}
+    return Prepared(first, ways, chats, against, notes, cut)
+
+
+def measure(prepared: Prepared, matrix: Matrix) -> Measured:
+    """Measure every cell of the matrix."""
+    from headstart.infer.measure.bench import way_report
+    from headstart.infer.measure.matrix import ONE_ROW, Settings, measure_cell
+
+    settings = Settings(matrix.new_tokens, matrix.repeats, matrix.seed, prepared.against)
+    cells, reports, answers = [], [], []
+    for temperature, batch_size in itertools.product(matrix.temperatures, matrix.batch_sizes):
+        ways = prepared.ways[temperature]
+        # A drafter may be called what a baseline is, such as lookup.
+        speculators = {f"way {name}": way.speculator for name, way in ways.items()}
+        model = prepared.target.model
+        chats = prepared.chats
+        cell = measure_cell(model, speculators, chats, settings, temperature, batch_size)
+        cells.append(cell)
+        for name, way in ways.items():
+            report = way_report(cell, f"way {name}", way.speculator, chats)
+            reports.append(report | {"way": name, "drafter": way.drafter})
+            answers.append(cell.found[f"way {name}"].answers)
+    _add_tree_shares(prepared, matrix, reports)
+    notes = list(prepared.notes)
+    if max(matrix.batch_sizes) > 1 and (left := [w for w in ONE_ROW if w in matrix.against]):
+        notes.append(f"generate decodes one prompt at a time with {' or '.join(left)}.")
+    if prepared.cut:
+        notes.append(
+            f"{len(prepared.cut)} of {len(prepared.chats)} prompts lost their beginning, so that "
+            f"they and {matrix.new_tokens} new tokens fit into the target's context."
+        )
+    name = str(prepared.target.model.config._name_or_path)
+    tokenizer = prepared.target.tokenizer
+    return Measured(
+        matrix, name, tokenizer, prepared.chats, cells, reports, answers, notes + _noise(reports)
+    )
+
+
+def _add_tree_shares(prepared: Prepared, matrix: Matrix, reports: Sequence[dict[str, Any]]) -> None:
+    """Tell the fastest way how often each node of its tree is right, from recorded ranks."""
+    from headstart.heads import Drafter
+    from headstart.infer.measure.greedy_text import write_texts
+    from headstart.infer.measure.ranks import measure_ranks, path_shares
+
+    best = max(reports, key=lambda report: report["speedup_vs_plain"]["median"])
+    ways = prepared.ways[best["temperature"]]
+    drafter = ways[best["way"]].speculator.drafter
+    if not best.get("tree_paths") or not isinstance(drafter, Drafter):
+        return
+    prompts = [chat.prompt([]) for chat in prepared.chats[:_RANKED]]
+    texts = write_texts(prepared.target.model, drafter, prompts, matrix.new_tokens)
+    depth = max(map(len, best["tree_paths"]))
+    best["tree_shares"] = path_shares(measure_ranks(drafter, texts, depth), best["tree_paths"])
+
+
+def _noise(reports: Sequence[dict[str, Any]]) -> list[str]:
+    """Which speedups are no more than noise."""
+    names = [key for key in reports[0] if key.startswith("speedup_vs_")]
+    pairs = [(report, key) for report in reports for key in names if key in report]
+    judged = [(report, key, report[key]["within_noise"]) for report, key in pairs]
+    said = []
+    if any(unsure is None for *_, unsure in judged):
+        said.append("Fewer than 6 prompts: too few to tell a speedup from noise.")
+    same = [
+        f"{report['way']} and {key.removeprefix('speedup_vs_')}"
+        for report, key, unsure in judged
+        if unsure
+    ]
+    if same:
+        said.append(
+            "Within noise, the 95% interval of the median speedup holds 1: no difference is shown "
+            f"between {_listed(same)}."
+        )
+    return said
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = "; ".join(dict.fromkeys(names[:4]))
+    return shown if len(names) <= 4 else f"{shown}; and {len(names) - 4} more"
+
+
+def _source(name: str, options: argparse.Namespace) -> Any:
+    from headstart.heads.artifacts.source import DrafterSource
+
+    return DrafterSource.of(name, options.allow_pickle)
+
+
+def _is_draft_model(source: Any) -> bool:
+    from headstart.heads.artifacts.source import SourceKind
+
+    if source.kind is SourceKind.ARTIFACT:
+        return source.manifest.family == "draft_model"
+    return source.kind is SourceKind.CHECKPOINT  # perhaps; what it is, is known once it is loaded
+
+
+def _check_adapters(sets: Sequence[Sequence[Any]]) -> None:
+    from headstart.heads.artifacts.source import SourceKind
+
+    for source in itertools.chain(*sets):
+        if source.kind is SourceKind.ARTIFACT and source.manifest.adapter_sha256:
+            raise UsageError(
+                f"{source} adapts its target, and the other drafters would be measured on the "
+                "adapted one; measure it alone"
+            )
+
+
+def _names(sets: Sequence[Sequence[Any]]) -> list[str]:
+    """Short names: families of artifacts, with the path where two are of one family."""
+    from headstart.heads.artifacts.source import SourceKind
+
+    def brief(source: Any) -> str:
+        known = source.kind is SourceKind.ARTIFACT
+        return source.manifest.family if known else Path(str(source)).name
+
+    short = [" + ".join(map(brief, each)) or "plain" for each in sets]
+    whole = [" + ".join(map(str, each)) or "plain" for each in sets]
+    pairs = zip(short, whole, strict=True)
+    return [f"{name} ({path})" if short.count(name) > 1 else name for name, path in pairs]
+
+
+def _assistant(matrix: Matrix, target: Speculator, loaded: Sequence[Speculator]) -> Any:
+    """The assistant's model: the one named, or the student of a draft model."""
+    from headstart.heads.group import members
+
+    if matrix.assistant is not None:
+        from transformers import AutoModelForCausalLM
+
+        from headstart.heads.core import load_pretrained
+
+        model = load_pretrained(AutoModelForCausalLM, matrix.assistant, dtype=target.model.dtype)
+        return model.eval().to(target.device)
+    for each in loaded:
+        for drafter in members(each.drafter):
+            if (student := getattr(drafter, "language_model", None)) is not None:
+                return student
+    raise UsageError("--against assistant: no --drafter is a draft model; name --assistant MODEL")
+
+
+def _chats(
+    speculator: Speculator, questions: Sequence[Question], matrix: Matrix, notes: list[str]
+) -> tuple[list[Chat], set[str]]:
+    """The questions as the target is asked them; the first prompts are encoded at once."""
+    from headstart.heads.core import trained_context
+    from headstart.infer.measure.matrix import Chat
+
+    tokenizer: Any = speculator.tokenizer
+    context, cut = trained_context(speculator.model), set[str]()
+    room = None if context is None else context - matrix.new_tokens
+
+    def chat(question: Question) -> Chat:
+        def prompt(answers: Sequence[list[int]]) -> Any:
+            said = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
+            limit = matrix.prefix_tokens if not answers else None
+            ids = encode(question.after(said), speculator, limit)[0]
+            if room is not None and len(ids) > room:
+                cut.add(question.id)
+                ids = ids[-room:]
+            return ids.to(speculator.device)
+
+        prompt([])
+        return Chat(question.id, question.category, question.turns, prompt)
+
+    if any(question.document.messages for question in questions) and not tokenizer.chat_template:
+        notes.append(_NO_TEMPLATE)
+    return [chat(question) for question in questions], cut

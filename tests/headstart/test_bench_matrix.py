@@ -1,0 +1,123 @@
+"""`headstart bench` with several drafters, question files and transformers' own ways."""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.cli import main
+from headstart.train.data.questions import read_questions
+from tests.headstart.test_cli import artifact
+from tests.support.bytewise import save_target
+
+ROWS = [
+    {"question_id": 1, "category": "writing", "turns": ["abc", "again"]},
+    {"question_id": 2, "category": "math", "turns": ["1 + 1"], "reference": ["2"]},
+    {"question_id": 3, "category": "writing", "turns": ["xyz", "more"]},
+]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("target")
+    save_target(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    path = tmp_path / "question.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def test_questions_are_read_as_they_are(questions: Path) -> None:
+    found = {question.id: question for question in read_questions(questions)}
+    assert {id: (q.category, q.turns) for id, q in found.items()} == {
+        "1": ("writing", 2), "2": ("math", 1), "3": ("writing", 2),
+    }  # fmt: skip
+    messages = found["1"].after(["ABC"]).messages
+    assert messages == [
+        {"role": "user", "content": "abc"}, {"role": "assistant", "content": "ABC"},
+        {"role": "user", "content": "again"},
+    ]  # fmt: skip
+
+
+def test_a_matrix_is_measured_and_its_counts_are_those_of_the_ids(
+    target: str, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = artifact(target, tmp_path / "heads")
+    matrix = tmp_path / "matrix.yaml"
+    matrix.write_text(
+        f"target: {target}\nprompts: {questions}\ndrafters: [{heads}, lookup]\n"
+        "trees: [chain:1]\ntemperatures: [0, 1.0]\nbatch_sizes: [1, 2]\nnew_tokens: 5\n"
+        f"repeats: 1\nagainst: [generate, assistant, lookup]\nassistant: {target}\n"
+    )
+    out = tmp_path / "out"
+    assert main(["bench", str(matrix), "--json", "--report", str(out)]) == 0
+    document = json.loads(capsys.readouterr().out)
+    runs = document["runs"]
+    places = [(run["drafter"], run["temperature"], run["batch_size"]) for run in runs]
+    assert places == [
+        (name, temperature, size)
+        for temperature in (0, 1.0) for size in (1, 2) for name in ("medusa", "lookup")
+    ]  # fmt: skip
+    emitted: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    for line in map(json.loads, (out / "emitted.jsonl").read_text().splitlines()):
+        emitted[line["way"], line["temperature"], line["batch_size"]].append(line)
+    for run in runs:
+        own = emitted[run["way"], run["temperature"], run["batch_size"]]
+        assert len(own) == run["answers"] == 5  # two chats of two turns, one of one
+        for line in own:
+            assert sum(count for count, _ in line["rounds"]) + 1 == len(line["ids"])
+        counts = [count for line in own for count, _ in line["rounds"]]
+        assert run["tau"] == sum(counts) / len(counts)
+        assert run["tokens"] == sum(len(line["ids"]) for line in own)
+        assert run["identical_to_plain"] is True
+        assert run["identical_to_generate"] is (True if run["temperature"] == 0 else None)
+        assert set(run["by_category"]) == {"math", "writing"}
+        assert ("speedup_vs_assistant" in run) == (run["batch_size"] == 1)
+        assert run["speedup_vs_plain"]["within_noise"] is None  # three chats cannot tell
+    assert any("no chat template" in note for note in document["notes"])
+    assert any("one prompt at a time" in note for note in document["notes"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prompts: q.jsonl\ntemprature: [1]\n", "did you mean 'temperatures'"),
+        ("prompts: q.jsonl\ntemperatures: 1\n", "temperatures: found the integer 1"),
+        ("prompts: q.jsonl\ntemperatures: [-1]\n", "found -1, expected finite numbers from 0"),
+        ("prompts: q.jsonl\nagainst: [generat]\n", "did you mean 'generate'"),
+        ("prompts: q.jsonl\nbatch_sizes: [0]\n", "expected whole numbers from 1"),
+        ("prompts: q.jsonl\nbatch_sizes: []\n", "batch_sizes: an empty list"),
+        ("prompts: q.jsonl\ndrafters: [[]]\n", "expected drafters that decode together"),
+        ("target: t\n", "no prompts to measure on"),
+        ("prompts: none.jsonl\ntarget: t\n", "none.jsonl: no such file"),
+        ("prompts: q.jsonl\n", "neither --target nor --drafter given"),
+        ("prompts: q.jsonl\ntarget: ./none\n", "no model at './none'"),
+        ("prompts: q.jsonl\ntarget: t\ntrees: [chian:2]\n", "tree is 'chian:2'"),
+        ("prompts: q.jsonl\ntarget: t\nrules: [best]\n", "rule is 'best'"),
+        ("prompts: q.jsonl\ntarget: t\nagainst: [assistant]\n", "has no assistant"),
+        ("prompts: bad.jsonl\ntarget: t\n", "bad.jsonl line 1: turns[1] is not a string"),
+        ("[]\n", "found the list []"),
+    ],
+)
+def test_a_mistake_shows_before_a_model_is_loaded(
+    text: str,
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("headstart.measuring.prepare", lambda *_: pytest.fail("it loaded"))
+    (tmp_path / "q.jsonl").write_text(json.dumps(ROWS[0]) + "\n")
+    (tmp_path / "bad.jsonl").write_text('{"turns": ["a", 3]}\n')
+    (tmp_path / "t").mkdir()
+    (tmp_path / "matrix.yaml").write_text(text)
+    assert main(["bench", "--matrix", "matrix.yaml"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("headstart: error: ") and said in error

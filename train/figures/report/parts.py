@@ -1,0 +1,88 @@
+"""Parts that every report has: the environment, texts in pieces, and sentences on the figures."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from .page import Sample
+
+_UNFINISHED = "\ufffd"  # what a tokenizer writes for bytes that are no character yet
+NOTES = [
+    "τ is tokens per round of the decode loop, the target's own token of each round counted; 1 is "
+    "plain decoding. It depends on the text and on no clock.",
+    "A speedup holds for this machine, this dtype and this batch size alone; the target's forward "
+    "costs more on a larger model, which changes what drafting is worth.",
+    "Text that repeats itself flatters every drafter: compare speedups only beside the share of "
+    "distinct 4-grams.",
+]
+
+
+def environment(device: str, dtype: str) -> list[tuple[str, str]]:
+    """What the run was measured on, without names of the machine or of its user."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    rows = [
+        ("device, dtype", f"{device}, {dtype}"),
+        ("processor", f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads used"),
+        ("system", f"{platform.system()} {platform.machine()}, Python {sys.version.split()[0]}"),
+    ]
+    if torch.cuda.is_available():
+        rows.append(("GPU", torch.cuda.get_device_name()))
+    return [*rows, ("packages", ", ".join(_versions(("torch", "transformers", "headstart"))))]
+
+
+def _versions(names: Iterable[str]) -> Iterable[str]:
+    for name in names:
+        try:
+            yield f"{name} {version(name)}"
+        except PackageNotFoundError:  # run from a checkout
+            continue
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model n")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or "unknown processor"
+
+
+def depths_of(rounds: Iterable[Sequence[int]]) -> list[int]:
+    """The depth of each new token; 0 for the first, which the prefill gives, and the target's own.
+
+    Args:
+        rounds: of each round, the tokens it emitted, and the nodes of its accepted path, the root
+            counted: a path of n nodes is n - 1 drafted tokens, then one of the target's own.
+
+    >>> depths_of([(3, 3), (1, 1)])
+    [0, 1, 2, 0, 0]
+    """
+    found = [0]
+    for count, nodes in rounds:
+        found += [step if step < nodes else 0 for step in range(1, count + 1)]
+    return found
+
+
+def sample(
+    title: str, tokenizer: Any, ids: Sequence[int], rounds: Iterable[Sequence[int]]
+) -> Sample:
+    """New tokens as a text with the depth of each piece; whole characters alone are pieces."""
+    pieces: list[tuple[str, int]] = []
+    begun, shown = 0, ""
+    depths = depths_of(rounds)
+    for end in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:end], skip_special_tokens=True)
+        if text.endswith(_UNFINISHED) and end < len(ids):
+            continue
+        if text.startswith(shown) and len(text) > len(shown):
+            own = depths[begun:end]
+            pieces.append((text[len(shown) :], max(own, default=0) if all(own) else 0))
+        begun, shown = end, text
+    return Sample(title, pieces)

@@ -1,0 +1,100 @@
+"""The report of a training: what was learnt, what it accepts, and how its text is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from headstart.heads import Manifest
+
+from ...recipe import Recipe
+from .. import plot
+from . import drawings
+from .page import Page, Picture, Sample, write_page
+from .parts import NOTES, environment
+
+
+def training_pictures(metrics: Path | None, measured: dict[str, Any]) -> list[Picture]:
+    """Loss, τ and acceptance by step, acceptance by depth, the tree, and τ by prompt.
+
+    Args:
+        metrics: the figures by step, where there are any.
+        measured: what validation measured of the checkpoint that was kept.
+    """
+    trained, validated = plot.read_metrics(metrics) if metrics else ([], [])
+    found = []
+    if trained:
+        said = "Mean loss of the steps since the point before, on the drafter's training rows."
+        found.append(Picture("loss", "Loss by step", said, partial(plot.draw_loss, lines=trained)))
+    if len(validated) > 1:
+        said = "Decoded from held-out prompts, with the standard error over documents."
+        draw = partial(plot.draw_tau, lines=validated, best=measured.get("best_step"))
+        found.append(Picture("tau", "Tokens a round, τ, by step", said, draw))
+        said = "Of drafted tokens whose parent was accepted, by the depth they were drafted at."
+        draw = partial(plot.draw_acceptance, lines=validated)
+        found.append(Picture("acceptance_by_step", "Acceptance by step", said, draw))
+    if any(measured.get("acceptance_by_depth") or ()):
+        draw = partial(drawings.acceptance_by_depth, shares={"": measured["acceptance_by_depth"]})
+        said = "Of the checkpoint that was kept. The colours are those of the text below."
+        found.append(Picture("acceptance", "Acceptance by depth", said, draw))
+    if measured.get("tree"):
+        found.append(tree_picture(measured["tree"], measured.get("tree_shares")))
+    if len(measured.get("tau_by_prompt") or ()) > 2:
+        draw = partial(
+            drawings.by_prompt, each={"": measured["tau_by_prompt"]}, label="tokens a round, τ"
+        )
+        said = "Each held-out prompt of the validation: how far the mean stands for all of them."
+        found.append(Picture("tau_by_prompt", "Tokens a round, τ, by prompt", said, draw))
+    return found
+
+
+def tree_picture(paths: Sequence[Sequence[int]], shares: Sequence[float] | None) -> Picture:
+    """The tree with each node's probability, where it is known."""
+    leaves = {tuple(path) for path in paths} - {tuple(path[:-1]) for path in paths}
+    said = "A node is a drafted token; siblings stand in the drafter's order, its best on top."
+    if shares:
+        said += " The share of positions at which the target wrote just this path; the likeliest."
+    draw = partial(drawings.token_tree, paths=paths, shares=shares)
+    return Picture("tree", "The token tree", said, draw, rows=min(len(leaves), 26))
+
+
+def write_training_report(
+    recipe: Recipe,
+    manifest: Manifest,
+    metrics: Path | None,
+    samples: Sequence[Sample],
+    device: str,
+    dtype: str,
+    path: Path,
+) -> Path:
+    """Write the page of a training from the measurements in its manifest."""
+    measured = manifest.metrics
+    error = measured.get("tau_se")
+    facts = [
+        ("tokens a round, τ", f"{measured['tau']:.2f}" + (f" ± {error:.2f}" if error else "")),
+        ("family", manifest.family),
+        ("steps", f"{measured.get('steps', 0):,}"),
+        ("training", f"{measured.get('seconds', 0):.0f} s"),
+        ("tree, nodes", str(1 + len(measured["tree"]))),
+        ("rule", recipe.decode.rule),
+    ]
+    prompts = recipe.decode.validation_prompts
+    sources = ", ".join(part.source for part in recipe.corpus.parts())
+    page = Page(
+        title=f"{recipe.name}: a {manifest.family} drafter for {Path(manifest.target).name}",
+        said=f"On {prompts} held-out prompts of {sources} the target with this drafter writes "
+        f"{measured['tau']:.2f} tokens a round, where plain decoding writes one.",
+        facts=facts,
+        pictures=training_pictures(metrics, measured),
+        samples=list(samples),
+        environment=[*environment(device, dtype), ("recipe", recipe.name)],
+        notes=[
+            "The checkpoint and the tree were chosen by this τ, so expect slightly less on other "
+            "text of the same kind, and less on other text.",
+            *NOTES[:1],
+            "No speedup is given here: training measures none. headstart bench does.",
+        ],
+    )  # fmt: skip
+    return write_page(page, path)
