@@ -27,7 +27,7 @@ check: $(READY)
 # The documentation as a site, in build/site.
 docs: $(READY)
 	$(IN_VENV) python -m pip install --quiet -c constraints.txt -e '.[docs]'
-	$(IN_VENV) python -m mkdocs build $(ARGS)
+	$(IN_VENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build $(ARGS)
 
 # Made anew whenever what it is made from changes.
 $(READY): pyproject.toml constraints.txt

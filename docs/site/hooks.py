@@ -22,7 +22,20 @@ OUTSIDE = {
     "CHANGELOG.md": "changelog.md",
 }
 """Files of the repository that are pages, and what they are called there."""
-GENERATED = {"recipe": reference.recipe_page, "commands": reference.commands_page}
+
+
+def results() -> str:
+    """The README's table of measured figures."""
+    _, _, below = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Results\n")
+    lines = below.partition("\n## ")[0].splitlines()
+    return "\n".join(line for line in lines if line.startswith("|"))
+
+
+GENERATED = {
+    "recipe": reference.recipe_page,
+    "commands": reference.commands_page,
+    "results": results,
+}
 """What stands in the place of `<!-- generated: NAME -->`."""
 
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)]*)?\)")
