@@ -194,3 +194,19 @@ def test_what_documents_show_runs(block: Block, scratch: Path) -> None:
     for command in block.commands:
         if command.runs:
             run(small(command), scratch)
+
+
+@pytest.mark.docs
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_is_quick(name: str) -> None:
+    """Below 0.3 s of processor time, which does not depend on what else runs."""
+    program = (
+        "import resource, subprocess, sys\n"
+        "subprocess.run(sys.argv[1:], stdout=subprocess.DEVNULL, check=True)\n"
+        "used = resource.getrusage(resource.RUSAGE_CHILDREN)\n"
+        "print(used.ru_utime + used.ru_stime)\n"
+    )
+    command = [sys.executable, "-c", program, sys.executable, "-m", "headstart"]
+    command += [*name.split(), "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert float(done.stdout) < 0.3, done.stderr
