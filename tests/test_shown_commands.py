@@ -5,6 +5,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -163,6 +164,11 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     mine += "target: {model: runs/quickstart/target, dtype: float32}\n"
     mine += "distill: {prefix: window, prefix_tokens: 32}\n"
     (folder / "my-model.yaml").write_text(mine)
+    (matrix,) = re.findall(
+        r"```yaml\n(.*?)```", (ROOT / "docs/measuring.md").read_text(), re.DOTALL
+    )
+    (folder / "matrix.yaml").write_text(matrix)
+    shutil.copy(folder / "prompts.jsonl", folder / "question.jsonl")
     run(f"headstart train my-model.yaml {OWN}", folder)
     return folder
 
@@ -194,6 +200,12 @@ def test_what_documents_show_runs(block: Block, scratch: Path) -> None:
     for command in block.commands:
         if command.runs:
             run(small(command), scratch)
+
+
+@pytest.mark.docs
+def test_the_readmes_python_runs(scratch: Path) -> None:
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    run(f"{shlex.quote(sys.executable)} -c {shlex.quote(program)}", scratch)
 
 
 @pytest.mark.docs
