@@ -223,7 +223,7 @@ def _allowed(call: ast.Call | None) -> str:
     """What a field's function allows: a range, or one of several words."""
     if call is None or not isinstance(call.func, ast.Name):
         return ""
-    values = vars(schema)
+    values = dict(vars(schema))
     if call.func.id == "one_of":
         choices = eval(f"({', '.join(map(ast.unparse, call.args))},)", values)
         return "one of " + ", ".join(f"`{choice}`" for choice in choices)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from typing import Any
 
 _SHELL = "bash, zsh or tcsh"
 _FILES, _FOLDERS = {"FILE", "JSON"}, {"DIR", "FOLDER", "ARTIFACT", "MODEL", "CHECKPOINT"}
@@ -36,7 +37,8 @@ def run(options: argparse.Namespace) -> int:
                 "zsh": "_headstart_recipes",
                 "tcsh": "f",
             }
-    print(shtab.complete(parser, options.shell, preamble=_preamble()))
+    preamble: Any = _preamble()  # shtab's annotation says a string alone
+    print(shtab.complete(parser, options.shell, preamble=preamble))
     return 0
 
 
