@@ -7,8 +7,10 @@ are also plotted.
 from __future__ import annotations
 
 import importlib.util
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import stdev
 from typing import TYPE_CHECKING, TextIO
 
 from .measured import print_next_steps, print_remarks, rule_name, setting_rows, shown, tree_name
@@ -106,7 +108,7 @@ def print_drafters(reports: Mapping[str, Report], plot: Path | None, out: TextIO
     if plot is not None:
         print(f"\nThe plot is {plot}", file=out)
     elif measured:
-        print("\nNo plot: it needs matplotlib (pip install 'headstart[plot]')", file=out)
+        print("\nNo plot: it needs matplotlib (pip install matplotlib)", file=out)
     if measured:
         fastest = max(measured, key=lambda name: measured[name]["speedup_vs_plain"]["median"])
         print(f"\nThe fastest is {fastest}.", end="", file=out)
@@ -136,48 +138,76 @@ def draw_drafters(reports: Mapping[str, Report], folder: Path) -> Path | None:
         return None
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    _draw_speedups(left, measured)
-    _draw_rounds(right, measured)
+    names = sorted(measured, key=lambda name: -measured[name]["speedup_vs_plain"]["median"])
+    rows = [measured[name] for name in names]
+    figure = Figure(figsize=(11, 1.9 + 0.55 * len(rows)), layout="constrained")
+    left, middle, right = figure.subplots(1, 3, sharey=True, width_ratios=(1.6, 1, 1))
+    _draw_speedups(left, rows)
+    errors = [_tau_error(report) for report in rows]
+    _draw_bars(middle, [report["tau"] for report in rows], errors, "C0")
+    middle.set_title("tokens a round, τ", loc="left", fontsize="medium")
+    costs = [report["ms_per_round"] / report["plain_ms_per_token"] for report in rows]
+    _draw_bars(right, costs, None, "C7")
+    right.set_title("cost of a round, in plain tokens", loc="left", fontsize="medium")
+    shares = [shown(report, "distinct_4grams", "{:.0%}") or "–" for report in rows]
+    labels = [f"{name}\n{share} distinct" for name, share in zip(names, shares, strict=True)]
+    left.set_yticks(range(len(rows)), labels)
+    left.set_ylim(len(rows) - 0.4, -0.6)
+    for axes in (left, middle, right):
+        axes.grid(axis="x", alpha=0.25)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    first = rows[0]
+    figure.suptitle(
+        f"Drafters on one target. Prompts: {first['prompts']}; {first['dtype']}; threads: "
+        f"{first['threads']}. Distinct: share of the text's 4-grams.",
+        x=0.01, ha="left", fontsize="large",
+    )  # fmt: skip
     path = folder / "drafters.png"
     figure.savefig(path, dpi=150)
     return path
 
 
-def _draw_speedups(axes: Axes, reports: Mapping[str, Report]) -> None:
-    """Bars of the median speedups, whiskers from the slowest prompt to the fastest."""
-    for side, baseline in enumerate(("plain", "generate")):
-        each = [report.get(f"speedup_vs_{baseline}") for report in reports.values()]
-        known = {place + 0.38 * side: of for place, of in enumerate(each) if of}
-        middle = [of["median"] for of in known.values()]
-        spans = [
-            [of["median"] - of["min"] for of in known.values()],
-            [of["max"] - of["median"] for of in known.values()],
-        ]
-        axes.bar(list(known), middle, 0.36, yerr=spans, capsize=3, label=f"against {baseline}")
-        for place, height in zip(known, middle, strict=True):
-            axes.annotate(f"{height:.2f}", (place, 0), (0, 3), textcoords="offset points",
-                          ha="center", color="white", fontsize="small")  # fmt: skip
-    axes.axhline(1, color="gray", linestyle=":")
-    axes.set_xticks([place + 0.19 for place in range(len(reports))], list(reports))
-    axes.set_ylabel("times as fast (median prompt, slowest to fastest)")
-    axes.legend(fontsize="small")
+def _draw_speedups(axes: Axes, rows: Sequence[Report]) -> None:
+    """The median speedups with their 95% intervals, or from the slowest prompt to the fastest."""
+    sure = all(of.get("low") is not None for row in rows for of in [row["speedup_vs_plain"]])
+    most = 1.0
+    for side, (baseline, color) in enumerate((("plain", "C0"), ("generate", "C1"))):
+        known = [(n, row.get(f"speedup_vs_{baseline}")) for n, row in enumerate(rows)]
+        for n, of in known:
+            if of is None:
+                continue
+            place = n + 0.36 * side - 0.18
+            low, high = (of["low"], of["high"]) if sure else (of["min"], of["max"])
+            spans = [[of["median"] - low], [high - of["median"]]]
+            axes.errorbar(of["median"], place, xerr=spans, fmt="o", ms=6, color=color, capsize=3,
+                          label=f"against {baseline}" if n == 0 else None)  # fmt: skip
+            axes.annotate(f"{of['median']:.2f}", (high, place), (6, 0), va="center",
+                          textcoords="offset points", fontsize="small")  # fmt: skip
+            most = max(most, high)
+    axes.axvline(1, color="gray", ls=":", lw=1)
+    axes.set_xlim(0, 1.15 * most)
+    spread = "95% interval" if sure else "slowest to fastest prompt"
+    axes.set_title(f"times as fast: median, {spread}", loc="left", fontsize="medium")
+    axes.legend(fontsize="small", loc="lower right", frameon=False)
 
 
-def _draw_rounds(axes: Axes, reports: Mapping[str, Report]) -> None:
-    """A point for each drafter; on a line through the origin the speedup is the same."""
-    costs = [report["ms_per_round"] / report["plain_ms_per_token"] for report in reports.values()]
-    taus = [report["tau"] for report in reports.values()]
-    wide, high = 1.4 * max(costs), 1.2 * max(taus)
-    for speedup in (1, 2, 3, 4, 6, 8):
-        end = min(wide, high / speedup)
-        axes.plot([0, end], [0, speedup * end], color="lightgray", lw=1, zorder=0)
-        axes.annotate(f"{speedup}×", (end, speedup * end), color="gray", fontsize="small",
-                      ha="right", va="top")  # fmt: skip
-    for number, (name, cost, tau) in enumerate(zip(reports, costs, taus, strict=True)):
-        axes.plot(cost, tau, "o", color=f"C{number}")
-        axes.annotate(name, (cost, tau), (6, 4), textcoords="offset points")
-    axes.set_title("gray lines: the same speedup against plain", fontsize="small")
-    axes.set(xlim=(0, wide), ylim=(0, high), ylabel="tokens a round, τ")
-    axes.set_xlabel("cost of a round, in tokens of plain decoding")
+def _draw_bars(
+    axes: Axes, values: Sequence[float], errors: Sequence[float] | None, color: str
+) -> None:
+    """A bar for each drafter with its figure behind it, clear of its error."""
+    axes.barh(range(len(values)), values, xerr=errors, height=0.55, color=color, alpha=0.8,
+              error_kw={"capsize": 3, "lw": 1})  # fmt: skip
+    for n, value in enumerate(values):
+        end = value + (errors[n] if errors else 0.0)
+        axes.annotate(f"{value:.2f}", (end, n), (5, 0), va="center", textcoords="offset points",
+                      fontsize="small")  # fmt: skip
+    most = max(v + (errors[n] if errors else 0.0) for n, v in enumerate(values))
+    axes.set_xlim(0, 1.25 * most)
+
+
+def _tau_error(report: Report) -> float:
+    """The standard error of the mean of the prompts' τ; 0 for a single prompt."""
+    each = [tau for tau in report.get("tau_by_prompt") or () if tau is not None]
+    return stdev(each) / math.sqrt(len(each)) if len(each) > 1 else 0.0

@@ -106,7 +106,7 @@ def check_plot(path: Path) -> None:
         )
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError(
-            "--plot needs matplotlib, which is not installed: pip install 'headstart[plot]'"
+            "--plot needs matplotlib, which is not installed: pip install matplotlib"
         )
 
 

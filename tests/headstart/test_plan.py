@@ -186,4 +186,4 @@ def test_without_matplotlib_the_extra_is_named(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert main(command("heads", tmp_path, "--plot", str(tmp_path / "plan.png"))) == 2
-    assert "pip install 'headstart[plot]'" in capsys.readouterr().err.splitlines()[-1]
+    assert "pip install matplotlib" in capsys.readouterr().err.splitlines()[-1]

@@ -97,6 +97,7 @@ class Variant:
     def logits(self, tensors: Tensors, features: Tensor, tokens: list[int]) -> Tensor:
         """[Vd] after true features [T, F] and as many tokens or more, each after the one before."""
         hidden, end = self._mixed(tensors, features), len(features)
+        out = hidden
         if self.parallel:
             ahead = len(tokens) - end
             mask = self._mixed(tensors, tensors["mask_hidden"].flatten()).expand(ahead, -1)

@@ -186,8 +186,14 @@ def test_run_adds_the_benchmark(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert report["identical_to_plain"] and report["tau"] >= 1.0
     json.dumps(report, allow_nan=False)
     assert pipeline.run(recipe) == report and len(calls) == 1
-    pipeline.run(load_recipe(tiny, ["decode.prompts=2"]))
-    assert len(calls) == 2
+    more = ["decode.prompts=2", "decode.sampled=0.7", "target.scratch.expected_loss=1"]
+    recipe = load_recipe(tiny, more[:2])
+    first, sampled = ids(recipe.folder), pipeline.run(recipe)["sampled"]
+    assert len(calls) == 3 and ids(recipe.folder) == first
+    assert sampled["temperature"] == 0.7 and sampled["rule"] == "coupled"
+    assert sampled["identical_to_plain"] and "generate_ms_per_token" not in sampled
+    report = pipeline.run(load_recipe(tiny, more))
+    assert report["target_loss"] > report["expected_loss"] == 1.0
 
 
 def test_a_drafter_without_training_is_measured_all_the_same(tiny: Path, tmp_path: Path) -> None:

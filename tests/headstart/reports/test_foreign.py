@@ -56,7 +56,8 @@ def _one_layer() -> Any:
 
     from tests.support.tiny import COMMON
 
-    return LlamaForCausalLM(LlamaConfig(**COMMON | {"num_hidden_layers": 1})).eval()
+    sizes: dict[str, Any] = COMMON | {"num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
 
 
 @pytest.mark.parametrize(
