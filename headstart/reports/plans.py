@@ -105,9 +105,7 @@ def check_plot(path: Path) -> None:
             f"{', '.join(_FORMATS)}"
         )
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed: pip install matplotlib"
-        )
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
