@@ -33,5 +33,5 @@ $(READY): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf .venv .venv-speculators build dist *.egg-info .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,4 +1,4 @@
-"""What all tests share: no network, one seed, and `gpu` tests only where there is a GPU."""
+"""What all tests share: no network, one seed, and no test that this machine lacks something for."""
 
 import os
 
@@ -14,9 +14,15 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.paths import SPECULATORS
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip `gpu` tests without CUDA; torch is asked only if there is such a test."""
+    """Skip `gpu` tests without CUDA; torch is asked only if there is such a test. Skip those of
+    speculators without its environment."""
+    for item in items:
+        if item.get_closest_marker("speculators") and not SPECULATORS.exists():
+            item.add_marker(pytest.mark.skip(reason="needs the environment of .ci/speculators"))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

@@ -16,10 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArgum
 from headstart.heads import Drafter, DrafterConfig, Manifest, TrainableDrafter, family, fingerprint
 from headstart.heads.artifacts.files import METRICS, PLOT, REPORT, TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
-from headstart.heads.artifacts.plan import device_name, dtype_name
+from headstart.heads.artifacts.plan import device_name, dtype_name, machine
 from headstart.heads.artifacts.saving import write_artifact
 from headstart.heads.core import gathered
 from headstart.heads.core.files import write_atomically
+from headstart.infer import StaticTree
 
 from .data.documents import Document
 from .data.prefixes import held_out_texts, prompt_settings, recipe_prompts
@@ -31,10 +32,11 @@ from .figures.report.parts import sample
 from .figures.report.training import write_training_report
 from .fit.joint import adapter_loss_change, training_classes
 from .fit.on_policy import StudentText
-from .fit.validate import Validation
+from .fit.validate import Validation, tau_table
 from .fit.warm_start import start_from
 from .processes.agreement import from_process_0, is_process_0, wait_for_all
-from .processes.engine import ends_of, loaded_whole
+from .processes.engine import ends_of, loaded_whole, weights_are_sharded
+from .provenance import training_conditions
 from .recipe import Recipe
 from .stages.kept import (
     CHECKPOINTS,
@@ -173,11 +175,13 @@ def write_drafter(
     measured: dict[str, Any],
     folder: Path,
     metrics: Path | None = None,
+    distilled: Path | None = None,
 ) -> dict[str, Any]:
     """Write the artifact of a drafter that was measured; returns what its manifest says of it.
 
     Args:
         metrics: the figures of its training, which are kept and drawn.
+        distilled: the folder of the rows that it was trained on; None for one that learns nothing.
     """
     target, tokenizer = loaded.target, loaded.tokenizer
     drafter.eval()
@@ -202,8 +206,15 @@ def write_drafter(
         recipe=recipe.to_dict(),
         metrics=measured,
     )
+    runs = not weights_are_sharded()
     with gathered(*learnt_by(drafter)):
         if is_process_0():
+            if distilled is not None:
+                if runs:
+                    manifest.metrics = measured | _told(recipe, loaded, drafter, measured)
+                manifest.trained = training_conditions(
+                    recipe, target, tokenizer, drafter, loaded.held_out[:64], distilled, runs
+                )
             plotted = _keep_metrics(metrics, folder, measured.get("best_step"))
             write_artifact(drafter, folder, manifest, training_card(recipe, manifest, plotted))
             texts = [
@@ -218,6 +229,19 @@ def write_drafter(
     if adapter is not None:
         adapter.detach()  # later stages use the target without it
     return measured
+
+
+def _told(
+    recipe: Recipe, loaded: Loaded, drafter: Drafter, measured: dict[str, Any]
+) -> dict[str, Any]:
+    """τ of several trees at two temperatures, and where it was measured."""
+    prompts = recipe_prompts(recipe, loaded.tokenizer, loaded.held_out, "validation")
+    tree = StaticTree(measured["tree"])
+    return {
+        "taus": tau_table(loaded.target, drafter, tree, prompts, recipe.decode.new_tokens),
+        "machine": machine(loaded.target),
+        "dtype": dtype_name(loaded.target),
+    }
 
 
 def _keep_metrics(metrics: Path | None, folder: Path, best: int | None) -> bool:

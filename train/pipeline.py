@@ -89,7 +89,10 @@ def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
     """
     with _Run(recipe, fresh, ("validation", "bench")) as this:
         artifact = this.train()
+        scratch = recipe.target.scratch
         return this.bench(artifact).info | {
+            "target_loss": this.store.finished["target"].info.get("train_loss"),
+            "expected_loss": scratch and scratch.expected_loss,
             "stage_seconds": this.store.seconds(),
             "artifact": str(artifact.plain),
             "held_out": str(this.store.finished["corpus"].plain / "held_out.jsonl"),
@@ -289,7 +292,8 @@ class _Run:
                 found = trained.folder, trained.info
                 drafter, measured = choose(self.recipe, loaded, self._drafter, *found)
             metrics = trained.folder / METRICS if trained else None
-            return write_drafter(self.recipe, loaded, drafter, measured, folder, metrics)
+            rows = self.store.finished["distill"].folder if trained else None
+            return write_drafter(self.recipe, loaded, drafter, measured, folder, metrics, rows)
 
         settings = self._settings("drafter", decode=evaluation_settings(self.recipe))
         reads = [corpus, target, *([trained] if trained else [])]
@@ -309,6 +313,12 @@ class _Run:
             tokens = [prompt.tokens.to(model.device) for prompt in prompts]
             temperature = 1.0 if RULES[decode.rule].samples else 0.0
             report = bench(speculator, tokens, decode.new_tokens, temperature=temperature)
+            if decode.sampled is not None:
+                speculator = load(model, artifact.folder, tokenizer=tokenizer)
+                report["sampled"] = bench(
+                    speculator, tokens, decode.new_tokens, repeats=2, temperature=decode.sampled,
+                    baselines=(),
+                )  # fmt: skip
             # JSON has neither NaN nor infinity.
             return json.loads(json.dumps(report), parse_constant=lambda _: None)
 

@@ -43,7 +43,8 @@ def train_target(
 
     Writes what `save_pretrained` of model (float32) and tokenizer write, and `metrics.json`:
     tokens, steps, seconds, train_loss and held_out_loss (nats a token), held_out_top1. Stops at
-    whichever comes first of `max_seconds` (of training steps, not of tokenizing) and `max_tokens`.
+    whichever comes first of `max_seconds` (of training steps, not of tokenizing) and `max_tokens`;
+    until `min_tokens` are learnt it goes on, up to twice `max_seconds`.
     With `max_seconds: null` and `max_tokens` given, a seed fixes the weights on one machine.
     Raises TargetError.
     """
@@ -171,7 +172,10 @@ def fit(
     )
     rates = [(group, group["lr"]) for each in optimizers for group in each.param_groups]
     rows = Rows(tokens, length, seed)
-    clock = Clock(spec.max_seconds, spec.max_tokens, spec.batch_size * length, time.perf_counter())
+    clock = Clock(
+        spec.max_seconds, spec.max_tokens, spec.batch_size * length, time.perf_counter(),
+        spec.min_tokens,
+    )  # fmt: skip
     losses, recent = [], 0.0
     model.train()
     bar = progress_bar(1.0, "target", disable=not progress)
@@ -211,17 +215,22 @@ class Clock:
     max_tokens: int | None
     step_tokens: int
     started: float
+    min_tokens: int | None = None
     steps: int = 0
 
     def share(self, steps_ahead: float = 0.0) -> float:
         """Elapsed share of the budget, `steps_ahead` steps of average length from now."""
         shares = [0.0]
+        tokens = (self.steps + steps_ahead) * self.step_tokens
         if self.max_seconds is not None:
             elapsed = time.perf_counter() - self.started
             ahead = steps_ahead * elapsed / max(self.steps, 1)
-            shares.append((elapsed + ahead) / self.max_seconds)
+            time_share = (elapsed + ahead) / self.max_seconds
+            if self.min_tokens is not None:
+                time_share = max(min(time_share, tokens / self.min_tokens), time_share / 2)
+            shares.append(time_share)
         if self.max_tokens is not None:
-            shares.append((self.steps + steps_ahead) * self.step_tokens / self.max_tokens)
+            shares.append(tokens / self.max_tokens)
         return max(shares)
 
 

@@ -300,7 +300,7 @@ def _profile(place: Place, nodes: int) -> dict[str, Any]:
     with profiled(activities=[activity]) as record:
         speculator.generate(ids, **options)
     times: dict[str, list[float]] = {}
-    for event in record.events():
+    for event in record.events() or ():
         took = event.device_time_total if place.on_gpu else event.self_cpu_time_total
         times.setdefault(event.name[:80], []).append(took / 1e3)
     most = sorted(times, key=lambda name: -sum(times[name]))[:12]

@@ -35,42 +35,49 @@ _VLLM = {"eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa", "draft_model"
 _SGLANG = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
 
 
-def _target(drafter: Drafter) -> str:
-    return str(drafter.target.name_or_path)
-
-
-def _serve_vllm(drafter: Drafter, folder: Path, tokens: int) -> str:
+def _serve_vllm(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
     name, target = drafter.config.family_name(), _target(drafter)
-    settings: dict[str, Any] = {"method": _VLLM[name], "model": str(folder)}
+    settings: dict[str, Any] = {"method": _VLLM[name], "model": place}
     settings["num_speculative_tokens"] = tokens
     if name == "eagle3" and drafter.independent:
         settings["parallel_drafting"] = True
+    settings |= {"revision": revision} if revision else {}
     return f"vllm serve {target} --speculative-config '{json.dumps(settings)}'"
 
 
-def _serve_sglang(drafter: Drafter, folder: Path, tokens: int) -> str:
+def _serve_sglang(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
+    at = f"--speculative-draft-model-revision {revision} " if revision else ""
     return (
         f"python -m sglang.launch_server --model-path {_target(drafter)} "
         f"--speculative-algorithm {_SGLANG[drafter.config.family_name()]} "
-        f"--speculative-draft-model-path {folder} "
+        f"--speculative-draft-model-path {place} {at}"
         f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {tokens + 1}"
     )
 
 
-def _serve_transformers(drafter: Drafter, folder: Path, tokens: int) -> str:
-    return f"model.generate(**inputs, assistant_model=assistant)  # a causal LM from {folder}"
+def _serve_speculators(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
+    return f"vllm serve {place}{f' --revision {revision}' if revision else ''}"
 
 
-FORMATS: dict[str, Callable[[Drafter, Path, int], str] | None] = {
+def _serve_transformers(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
+    at = f" at revision {revision}" if revision else ""
+    return f"model.generate(**inputs, assistant_model=assistant)  # a causal LM from {place}{at}"
+
+
+def _target(drafter: Drafter) -> str:
+    return str(drafter.target.name_or_path)
+
+
+FORMATS: dict[str, Callable[[Drafter, str, int, str | None], str] | None] = {
     "vllm": _serve_vllm,
     "sglang": _serve_sglang,
-    "speculators": lambda drafter, folder, tokens: f"vllm serve {folder}",
+    "speculators": _serve_speculators,
     "transformers": _serve_transformers,
     "original": None,
 }
-"""Every format, and how its engine is told of a drafter, its folder and tokens a round; None where
-there is no engine."""
+"""Every format, and how its engine is told of a drafter, its place (a folder, or a repository, then
+with the revision), and tokens a round; None where there is no engine."""
 
 _AS_LANGUAGE_MODEL = ("vllm", "sglang", "transformers")
 
@@ -133,9 +140,18 @@ def export_drafter(
                 f"what was written as {form} gives other logits when it is read back (by "
                 f"{worst:.2g} of their size); nothing was exported: please report this."
             )
+    return serve_line(drafter, form, str(folder))
+
+
+def serve_line(drafter: Drafter, form: str, place: str, revision: str | None = None) -> str | None:
+    """The line that starts a format's engine with a drafter and its target; None without one.
+
+    Args:
+        place: the folder of the export, or its repository, where it is the branch `revision`.
+    """
     serve = FORMATS[form]
     depth = drafter.max_depth or getattr(drafter.config, "depths", 5)
-    return serve and serve(drafter, folder, depth)
+    return serve and serve(drafter, place, depth, revision)
 
 
 def _write(

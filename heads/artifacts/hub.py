@@ -97,6 +97,27 @@ def upload(folder: Path, name: str, private: bool = False) -> str:
     return f"{api.endpoint}/{repository}"
 
 
+def upload_export(folder: Path, name: str, form: str) -> None:
+    """Make a repository's branch `form` what `folder` holds, in one commit.
+
+    The repository is one that `upload` wrote to. Engines load such a branch by the repository's
+    name and this revision: nothing of the artifact is in it.
+
+    Raises:
+        ArtifactError: as `upload`.
+    """
+    repository, api = split_revision(name)[0], HfApi()
+    with _one_line(f"{repository} cannot be written to"):
+        api.create_branch(repository, branch=form, exist_ok=True)
+        api.upload_folder(
+            repo_id=repository,
+            folder_path=folder,
+            revision=form,
+            commit_message=f"Upload the drafter as {form} reads it",
+            delete_patterns=["*"],
+        )
+
+
 def model_commit(name: str, revision: str | None = None) -> str:
     """The commit that a model's name stands for: the Hub's, or else that in the cache.
 

@@ -26,6 +26,7 @@ def load_drafter(
     tokenizer: PreTrainedTokenizerBase | None = None,
     *,
     allow_pickle: bool = False,
+    other_target: bool = False,
     **options: Any,
 ) -> Drafter:
     """Load a drafter and bind it to its target, on the device of the target's output layer.
@@ -40,6 +41,8 @@ def load_drafter(
         tokenizer: checked against the one that the drafter was trained with, if given. A language
             model needs one to compare with its own: the target's is loaded where it is not given.
         allow_pickle: see `DrafterSource`; a source that is passed has its own.
+        other_target: load an artifact for a target or tokenizer that it was not trained with, to
+            measure how much that costs.
         options: passed to `from_pretrained`, such as `dtype`, by default the target's.
 
     Raises:
@@ -53,7 +56,8 @@ def load_drafter(
     if source.kind is SourceKind.CHECKPOINT:
         drafter = load_checkpoint(source, target, tokenizer, options)
     else:
-        source.check_target(target, tokenizer)
+        if not other_target:
+            source.check_target(target, tokenizer)
         drafter = _load_artifact(source, options)
     drafter = drafter.to(device).eval().bind(target)  # type: ignore[arg-type]
     if source.kind is SourceKind.ARTIFACT and drafter.adapter is not None:

@@ -44,6 +44,7 @@ class Manifest:
             a drafter trained by headstart.
         recipe: the recipe that trained it, as plain data.
         metrics: measured results, such as tau.
+        trained: what training saw, see `headstart.train.provenance`; empty where nobody noted it.
     """
 
     family: str
@@ -58,6 +59,7 @@ class Manifest:
     recipe: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=library_versions)
+    trained: dict[str, Any] = field(default_factory=dict)
 
 
 def read_manifest(folder: Path) -> Manifest:

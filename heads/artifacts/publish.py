@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path, PureWindowsPath
 from typing import Any
 
@@ -26,6 +26,7 @@ def clean_copy(
     repository: str,
     target_name: str | None = None,
     license: str | None = None,
+    engines: Mapping[str, str] | None = None,
 ) -> list[Path]:
     """Write the files to push into an empty folder, and return them, the card last.
 
@@ -36,6 +37,7 @@ def clean_copy(
         repository: `ORG/NAME` or `ORG/NAME@BRANCH`, for the card's example.
         target_name: the target's name on the Hub, or any label for a model that is not there.
         license: an identifier that the Hub knows, such as `apache-2.0`.
+        engines: the lines that start other engines, by their formats, for the card.
 
     Raises:
         ArtifactError: a damaged artifact, a target without a public name, an access token in a
@@ -48,7 +50,9 @@ def clean_copy(
     manifest, folder = source.manifest, source.folder
     source.check_files()
     target = _public_name(manifest, target_name)
-    paths = _local_paths([manifest.recipe, manifest.metrics, manifest.origin])
+    paths = _local_paths(
+        [manifest.recipe, manifest.metrics, manifest.origin, manifest.trained.get("data")]
+    )
     clean = cleaner(paths | {manifest.target: target})
     for name in FILES:
         unused = name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS) and not manifest.adapter_sha256
@@ -63,6 +67,8 @@ def clean_copy(
             (into / name).write_text(text, encoding="utf-8")
     body = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).is_file() else ""
     body = body.replace(f"{REPORT_LINK}\n\n", "").replace(REPORT_LINK, "")
+    if engines:
+        body += _engines(engines)
     card = _card(clean(body), manifest, target, repository, license)
     (into / CARD).write_text(card, encoding="utf-8")
     files = [into / name for name in FILES if (into / name).is_file()]
@@ -76,6 +82,11 @@ def clean_copy(
                 "before pushing."
             )
     return files
+
+
+def public_target(artifact: str | Path | DrafterSource, given: str | None = None) -> str:
+    """The name that an artifact's target has for others; an ArtifactError where there is none."""
+    return _public_name(DrafterSource.of(artifact).manifest, given)
 
 
 def _public_name(manifest: Manifest, given: str | None) -> str:
@@ -115,6 +126,13 @@ def _card(body: str, manifest: Manifest, target: str, repository: str, license: 
     if license is not None:
         data["license"] = license
     return str(card)
+
+
+def _engines(lines: Mapping[str, str]) -> str:
+    """The card's part on other engines, each of which reads a branch of its own."""
+    parts = [f"\n`{form}`:\n\n```bash\n{line}\n```\n" for form, line in lines.items()]
+    told = "Branches of this repository hold the same drafter as other engines read it.\n"
+    return f"\n## In other engines\n\n{told}{''.join(parts)}"
 
 
 def is_local(text: str) -> bool:

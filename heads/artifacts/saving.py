@@ -91,6 +91,16 @@ def _remove(old: Path, new: Path) -> None:
     shutil.rmtree(new)
 
 
+_PROMPT = {
+    False: 'ids = speculator.tokenizer("Once upon a time", return_tensors="pt").input_ids',
+    True: """chat = [{"role": "user", "content": "Why is the sky blue?"}]
+ids = speculator.tokenizer.apply_chat_template(
+    chat, add_generation_prompt=True, return_tensors="pt", return_dict=True
+).input_ids""",
+}
+"""In a card's example: a text, or for a drafter that was trained through a chat template a chat."""
+
+
 def model_card(manifest: Manifest, title: str, body: str, note: str) -> str:
     """The README.md of an artifact, with the front matter that the Hub reads.
 
@@ -98,6 +108,10 @@ def model_card(manifest: Manifest, title: str, body: str, note: str) -> str:
         body: whose output it is, and what was measured.
         note: a last sentence.
     """
+    chat: dict = manifest.trained.get("chat") or {}
+    prompt = _PROMPT[chat.get("how") == "template"]
+    if settings := chat.get("template_kwargs"):
+        prompt = prompt.replace('"pt", ', f'"pt", **{settings!r}, ')
     return f"""---
 library_name: headstart
 tags: [speculative-decoding, {manifest.family}]
@@ -111,6 +125,9 @@ It drafts several tokens a round, which the target verifies in one forward. {bod
 import headstart
 
 speculator = headstart.load({manifest.target!r}, {HERE})
+{prompt}
+text = speculator.generate(ids, max_new_tokens=64)
+print(speculator.tokenizer.decode(text[0], skip_special_tokens=True))
 ```
 
 It works with this target alone (fingerprint `{manifest.target_fingerprint[:12]}`), and loading

@@ -37,9 +37,10 @@ class _Captured(threading.local):
 class FeatureTap(AbstractContextManager):
     """Captures hidden states of a model by hooks, in the thread's forwards that it is meant for.
 
-    Layer i ≥ 0 means the hidden state that enters decoder layer i; `FINAL` the one after the last
-    norm. Hooks do not depend on the order of `output_hidden_states`, which differs by release. They
-    stay until `close`, or until a `with` block ends, and pass over other threads' forwards.
+    Layer i ≥ 0 means the hidden state that enters decoder layer i or, for i = L of L layers, that
+    leaves the last one; `FINAL` the one after the last norm. Hooks do not depend on the order of
+    `output_hidden_states`, which differs by release. They stay until `close`, or until a `with`
+    block ends, and pass over other threads' forwards.
 
     Args:
         listens: whether each forward of the thread that makes it is captured, for `take`; if not,
@@ -60,9 +61,11 @@ class FeatureTap(AbstractContextManager):
             elif 0 <= layer < len(stack):
                 keep = partial(self._keep_input, layer)
                 hook = stack[layer].register_forward_pre_hook(keep, with_kwargs=True)
+            elif layer == len(stack):
+                hook = stack[-1].register_forward_hook(partial(self._keep_last, layer))
             else:
                 raise OptionError(
-                    f"feature layer {layer} does not exist; expected 0 … {len(stack) - 1}, or "
+                    f"feature layer {layer} does not exist; expected 0 … {len(stack)}, or "
                     f"{FINAL} for the final hidden state."
                 )
             self._handles.append(hook)
@@ -73,6 +76,10 @@ class FeatureTap(AbstractContextManager):
     def _keep_output(self, module: nn.Module, args: tuple, output: Any) -> None:
         if (states := self._captured.states) is not None:
             states[FINAL] = output[0]
+
+    def _keep_last(self, layer: int, module: nn.Module, args: tuple, output: Any) -> None:
+        if (states := self._captured.states) is not None:
+            states[layer] = output[0] if isinstance(output, tuple) else output
 
     def _keep_input(self, layer: int, module: nn.Module, args: tuple, kwargs: dict) -> None:
         if (states := self._captured.states) is not None:

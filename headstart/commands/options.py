@@ -13,6 +13,7 @@ ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
 RECIPE = "a path, a shipped name, or parts joined by +: FAMILY+MODEL+HARDWARE"
 TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
 TRUST = "run Python code that comes with the target; a drafter's is never run"
+PROMPTS = "text, one prompt a line, or JSONL with prompt, messages, turns or text"
 PICKLE = "read the tensors alone of a drafter's file that is a pickle"
 
 _DRAFTER = (
@@ -37,7 +38,6 @@ _MEMORY = (
     "is streamed in from CPU memory, then disk; e.g. 0=20GB,cpu=100GB, or cpu=8GB without a GPU"
 )
 OVERRIDES = "settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)"
-_PROMPTS = "text, one prompt a line, or JSONL with prompt, messages, turns or text"
 _FOLDER = (
     "where weights are written that --max-memory leaves to the disk and that are not read from the "
     "target's own safetensors"
@@ -130,7 +130,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, compare: bool = False)
     To `compare`, a file may give them too: none is required, or has a default.
     """
     add = parser.add_argument
-    add("--prompts", metavar="FILE", type=Path, required=not compare, help=_PROMPTS)
+    add("--prompts", metavar="FILE", type=Path, required=not compare, help=PROMPTS)
     add("--limit", metavar="N", type=positive, help="use only N prompts")
     add("--prefix-tokens", metavar="N", type=positive, help="cut each prompt to its first N tokens")
     new_tokens = "after each prompt (default: 128)"

@@ -3,8 +3,9 @@
 import argparse
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from headstart.inputs import check_name
+from headstart.inputs import check_name, load_speculator
 from headstart.licenses import license_id
 from headstart.terminal import quiet_stdout, visible
 
@@ -13,6 +14,11 @@ from . import options as shared
 _TARGET_NAME = (
     "what to call the target: its Hub name, or a label where it has none (needed when it was "
     "trained from a folder)"
+)
+
+_EXPORT = (
+    "also as other engines read it, each in a branch of its own: vllm, sglang, speculators, "
+    "transformers"
 )
 
 
@@ -24,28 +30,67 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--license", metavar="ID", type=license_id, help="for the model card, e.g. apache-2.0")
     add("--private", action="store_true", help="if the repository is new")
     add("--revision", metavar="BRANCH", help="push to a branch (default: main)")
+    add("--export", metavar="FORMAT,…", type=_formats, default=[], help=_EXPORT)
+    add("--target", metavar="MODEL", help=f"for --export: {shared.TARGET}")
     add("--dry-run", action="store_true", help="list files, sizes and card; no network")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the repository's address, or what a dry run would push."""
     check_name(options.artifact)
-    from headstart.heads.artifacts.hub import upload
-    from headstart.heads.artifacts.publish import clean_copy
+    from headstart.heads.artifacts.hub import upload, upload_export
+    from headstart.heads.artifacts.publish import clean_copy, public_target
 
     at = f"@{options.revision}" if options.revision else ""
     repository = options.repository + at
-    with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
+    with tempfile.TemporaryDirectory(prefix="headstart-") as scratch:
+        folder, lines = Path(scratch) / "artifact", {}
+        folder.mkdir()
+        if options.export:
+            target = public_target(options.artifact, options.target_name)
+            with quiet_stdout():
+                lines = _export(options, Path(scratch), target)
         files = clean_copy(
-            options.artifact, Path(folder), repository, options.target_name, options.license
+            options.artifact, folder, repository, options.target_name, options.license, lines
         )
         if options.dry_run:
             print(f"{repository} would hold\n")
             for path in files:
                 print(f"{path.stat().st_size:>14,}  {path.name}")
+            for form in options.export:
+                for path in sorted((Path(scratch) / form).iterdir()):
+                    print(f"{path.stat().st_size:>14,}  {path.name} in the branch {form}")
             print(f"\nREADME.md\n\n{visible(files[-1].read_text(encoding='utf-8'))}")
             return 0
         with quiet_stdout():
-            address = upload(Path(folder), repository, options.private)
+            address = upload(folder, repository, options.private)
+            for form in options.export:
+                upload_export(Path(scratch) / form, repository, form)
     print(address)
     return 0
+
+
+def _export(options: argparse.Namespace, scratch: Path, target: str) -> dict[str, str]:
+    """Write the exports below `scratch`; returns the lines that start their engines."""
+    from headstart.heads.artifacts.export import export_drafter, serve_line
+
+    told = argparse.Namespace(target=options.target, drafter=options.artifact)
+    speculator = load_speculator(told)
+    drafter: Any = speculator.drafter
+    # What an export says of its target is what others can load.
+    drafter.target.name_or_path = target
+    lines = {}
+    for form in options.export:
+        export_drafter(drafter, form, scratch / form, speculator.tokenizer)
+        lines[form] = serve_line(drafter, form, options.repository, form) or ""
+    return {form: line for form, line in lines.items() if line}
+
+
+def _formats(text: str) -> list[str]:
+    """Formats of `headstart export`, but `original`, which no engine reads."""
+    known = ("vllm", "sglang", "speculators", "transformers")
+    found = list(dict.fromkeys(part.strip() for part in text.split(",")))
+    for each in found:
+        if each not in known:
+            raise argparse.ArgumentTypeError(f"found {each!r}, expected some of {','.join(known)}")
+    return found

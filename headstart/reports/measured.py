@@ -28,7 +28,9 @@ def print_report(report: Report, out: TextIO, title: str, as_json: bool = False)
 def print_table(report: Report, out: TextIO, title: str) -> None:
     """Print the table to `out`: colours on a terminal, plain text anywhere else."""
     console = titled(out, title)
-    for rows in (_speed_rows(report), _output_rows(report), setting_rows(report)):
+    print_apart(console, *gained(report), style="bold")
+    blocks = _speed_rows, _output_rows, _sampled_rows, setting_rows
+    for rows in (block(report) for block in blocks):
         if any(value for _, value in rows):
             print_apart(console, grid(rows))
     print_remarks([report], console)
@@ -50,20 +52,41 @@ def print_next_steps(report: Report, out: TextIO) -> None:
 def next_commands(report: Report) -> list[str]:
     """Shell lines that use the artifact; empty where the run wrote none.
 
-    >>> next_commands({"artifact": "runs/quickstart/heads"})[0]
-    "headstart generate --drafter runs/quickstart/heads --prompt 'import os'"
+    >>> next_commands({"artifact": "runs/quickstart/heads"})[1]
+    "headstart generate --drafter runs/quickstart/heads --prompt 'def read(self'"
     """
     if not report.get("artifact"):
         return []
     artifact = Path(report["artifact"])
     drafter = f"--drafter {shlex.quote(str(artifact))}"
-    generate = f"headstart generate {drafter} --prompt 'import os'"
-    commands = [generate, f"{generate} --temperature 0.8 --seed 1"]
+    generate = f"headstart generate {drafter} --prompt 'def read(self'"
+    commands = [f"{generate} --temperature 0.6 --seed 1 --show", generate]
     held_out = Path(report.get("held_out") or artifact.parent / "corpus" / "held_out.jsonl")
     if held_out.is_file():
         prompts = f"--prompts {shlex.quote(str(held_out))}"
         commands.append(f"headstart bench {drafter} {prompts} --tree chain:4")
     return commands
+
+
+def gained(report: Report) -> list[str]:
+    """What the drafter was worth, in a sentence; none where that was not measured.
+
+    >>> gained({"speedup_vs_plain": {"median": 2.9}, "identical_to_plain": True})
+    ['The same text, 2.9 times as fast as plain decoding.']
+    """
+    times = {
+        said: report[f"speedup_vs_{name}"]["median"]
+        for name, said in (("plain", "plain decoding"), ("generate", "generate of transformers"))
+        if report.get(f"speedup_vs_{name}")
+    }
+    if not times or False in (
+        report.get("identical_to_plain"),
+        report.get("identical_to_generate"),
+    ):
+        return []
+    what = "The same text" if report.get("identical_to_plain") else "Text of the same distribution"
+    each = " and ".join(f"{of:.1f} times as fast as {said}" for said, of in times.items())
+    return [f"{what}, {each}."]
 
 
 def remarks(report: Report) -> list[str]:
@@ -73,6 +96,13 @@ def remarks(report: Report) -> list[str]:
         said.append(
             f"Only {distinct:.0%} of the 4-grams are distinct: the target repeats "
             "itself, and repeating text flatters every drafter."
+        )
+    loss, expected = report.get("target_loss"), report.get("expected_loss")
+    if loss is not None and expected is not None and loss > expected:
+        said.append(
+            f"The target hardly learnt: its training loss is {loss:.2f}, expected at most "
+            f"{expected:.2f}, since the machine is slow or was busy. These figures mean "
+            "little; run it again with --fresh when nothing else runs."
         )
     if False in (report.get("identical_to_plain"), report.get("identical_to_generate")):
         said.append("The outputs differ, so the speedup does not count until it is known why.")
@@ -104,6 +134,24 @@ def _output_rows(report: Report) -> list[tuple[str, str]]:
         ("identical to plain", said[report.get("identical_to_plain")]),
         ("identical to generate", said[report.get("identical_to_generate")]),
         ("distinct 4-grams", shown(report, "distinct_4grams", "{:.0%}")),
+    ]
+
+
+def _sampled_rows(report: Report) -> list[tuple[str, str]]:
+    """The same of text that was sampled, which repeats itself less."""
+    of = report.get("sampled")
+    if not of:
+        return []
+    speed = of["speedup_vs_plain"]
+    same = {True: "identical to plain", False: "NOT as plain", None: "of the same distribution"}
+    return [
+        (
+            f"sampled at temperature {of['temperature']:g}",
+            f"τ {of['tau']:.2f}, {speed['median']:.2f}× plain  "
+            f"({speed['min']:.2f}–{speed['max']:.2f})",
+        ),
+        ("its text", same[of["identical_to_plain"]]),
+        ("its distinct 4-grams", f"{of['distinct_4grams']:.0%}"),
     ]
 
 

@@ -25,6 +25,7 @@ from .noise import Ratio, compare
 from .round_parts import RoundParts
 
 _BARE = "bare"
+_BASELINES = ("generate", _BARE)
 _SHOWN = 3  # texts kept to be looked at
 
 
@@ -36,6 +37,7 @@ def bench(
     repeats: int = 3,
     temperature: float = 0.0,
     seed: int = 0,
+    baselines: Sequence[str] = _BASELINES,
 ) -> dict[str, Any]:
     """Decode every prompt with the speculator and its baselines in turn, one prompt at a time.
 
@@ -43,21 +45,26 @@ def bench(
         prompts: token ids, each [P] or [1, P].
         repeats: how often each prompt is decoded in each way, once all have been warmed up.
         temperature: 0 decodes greedily; otherwise text is sampled with a seed per prompt.
+        baselines: what is measured beside plain decoding, `generate` and `bare`, a bare loop.
 
     Returns:
-        The report of `way_report`, with `bare_loop_ms_per_token`.
+        The report of `way_report`, with `bare_loop_ms_per_token` where that was measured.
 
     Raises:
         OptionError: no prompt, or fewer than two new tokens.
     """
     rows = [prompt.flatten().to(speculator.device) for prompt in prompts]
     chats = [Chat(str(i), "", 1, lambda _, row=row: row) for i, row in enumerate(rows)]
-    settings = Settings(new_tokens, repeats, seed, {"generate": {}})
-    more = {_BARE: timed_bare_loop(speculator.model, new_tokens)}
+    settings = Settings(
+        new_tokens, repeats, seed, {"generate": {}} if "generate" in baselines else {}
+    )
+    more = {_BARE: timed_bare_loop(speculator.model, new_tokens)} if _BARE in baselines else {}
     ours = {"speculator": speculator}
     cell = measure_cell(speculator.model, ours, chats, settings, temperature, more=more)
     report = way_report(cell, "speculator", speculator, chats)
-    return report | {"bare_loop_ms_per_token": median(cell.found[_BARE].per_token)}
+    if _BARE in cell.found:
+        report["bare_loop_ms_per_token"] = median(cell.found[_BARE].per_token)
+    return report
 
 
 def way_report(

@@ -52,20 +52,35 @@ def write_texts(
             f"found {len(prompts)} prompts and {new_tokens} new tokens; recording ranks needs at "
             "least 1 and 2."
         )
-    plain = Speculator(target)
-    layers = tuple(drafter.config.feature_layers)
     found: list[Written] = []
     for start in range(0, len(prompts), BATCH):
-        rows = [prompt.flatten() for prompt in prompts[start : start + BATCH]]
-        ids, longest = decode_greedily(plain, rows, new_tokens), max(map(len, rows))
-        ends = np.broadcast_to(longest + 1 + plain.stats.counts.sum(0), len(rows)).tolist()
-        each = zip(ids, rows, ends, strict=True)
-        texts = [text[longest - len(row) : end] for text, row, end in each]
-        features = capture(target, layers, pad_sequence(texts, batch_first=True))  # [B, T, F]
-        each = zip(texts, features, rows, strict=True)
-        found += [Written(text, f[: len(text)].clone(), len(row)) for text, f, row in each]
+        texts = continue_greedily(target, prompts[start : start + BATCH], new_tokens)
+        found += with_features(target, tuple(drafter.config.feature_layers), texts)
         tick()
     return found
+
+
+def continue_greedily(
+    target: PreTrainedModel, prompts: Sequence[Tensor], new_tokens: int
+) -> list[tuple[Tensor, int]]:
+    """One batch of prompts with the target's greedy continuation [T], and the prompts' lengths."""
+    plain = Speculator(target)
+    rows = [prompt.flatten() for prompt in prompts]
+    ids, longest = decode_greedily(plain, rows, new_tokens), max(map(len, rows))
+    ends = np.broadcast_to(longest + 1 + plain.stats.counts.sum(0), len(rows)).tolist()
+    each = zip(ids, rows, ends, strict=True)
+    return [(text[longest - len(row) : end], len(row)) for text, row, end in each]
+
+
+@torch.no_grad()
+def with_features(
+    target: PreTrainedModel, layers: Sequence[int], texts: Sequence[tuple[Tensor, int]]
+) -> list[Written]:
+    """One batch of texts with the features of some layers, see `capture`."""
+    rows = [text for text, _ in texts]
+    features = capture(target, layers, pad_sequence(rows, batch_first=True))  # [B, T, F]
+    each = zip(texts, features, strict=True)
+    return [Written(text, f[: len(text)].clone(), prompt) for (text, prompt), f in each]
 
 
 def decode_greedily(speculator: Speculator, prompts: Sequence[Tensor], new_tokens: int) -> Tensor:

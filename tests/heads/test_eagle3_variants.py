@@ -23,6 +23,7 @@ EXPORTS = {
     "window": {"vllm", "speculators"},
     "two layers": {"vllm", "speculators"},
     "q and k norms": {"speculators"},
+    "of all": {"speculators"},
     "P-EAGLE": {"vllm", "speculators"},
     "P-EAGLE of two layers": {"speculators"},
 }

@@ -16,9 +16,9 @@ def test_small_memory_from_outside_is_held() -> None:
     with borrowed:
         made = small + 1
         made += large[:4]
-        made.view(2, 2).t().contiguous()
+        made = made.view(2, 2).t().contiguous()
         with unwatched():
-            torch.ones(4) + torch.zeros(4)
+            made = made.flatten() + torch.zeros(4)
     assert set(borrowed.held) == {small.untyped_storage().data_ptr()}
 
 

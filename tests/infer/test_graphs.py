@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -135,7 +135,9 @@ def test_a_drafter_that_attends_to_trees_needs_one_graph_too(
 ) -> None:
     """Its own lengths are read on the device as well."""
     true = cached_layers.choose_attention
-    monkeypatch.setattr(cached_layers, "choose_attention", lambda *given: true(*given[:-1], "tree"))
+    monkeypatch.setattr(
+        cached_layers, "choose_attention", lambda *given: cast(Any, true)(*given[:-1], "tree")
+    )
     student = copy.deepcopy(drafter("draft_model", "tiny"))
     student._layers._forward_setup = None
     student.bind(target("tiny"))

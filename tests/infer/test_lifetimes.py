@@ -13,11 +13,11 @@ from torch import Tensor
 
 from headstart.heads import FAMILIES, OptionError
 from headstart.heads.core import SlabCache
-from headstart.infer import Speculator, capture, graphs, request
+from headstart.infer import Speculator, graphs, request
 from headstart.infer.graphs import RoundGraphs
 from headstart.infer.rules.registry import RULES
 from tests.support.families import TREES, drafter, target
-from tests.support.tape import DeadMemory, Tape, on_tape
+from tests.support.tape import Tape, on_tape
 from tests.support.tiny import prompts
 
 LENGTHS = [9, 4, 7, 6, 5]
@@ -94,16 +94,6 @@ def test_batches_of_all_sizes_keep_their_graphs() -> None:
         taped.append(tape.taped)
     # Of each size the first round, after the prefill, and the others.
     assert taped[3] == taped[5] == 4
-
-
-def test_the_tape_sees_what_a_request_took_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A control: with nothing borrowed, a second request's replay reads the first's processor."""
-    monkeypatch.setattr(capture, "_SMALL", -1)
-    speculator = Speculator(target("tiny"), drafter("medusa", "tiny"), tree=TREES[1])
-    on_tape(speculator)
-    with pytest.raises(DeadMemory):
-        for turn in range(3):
-            write(speculator, 4, turn, "greedy")
 
 
 def test_a_cache_elsewhere_is_another_cache() -> None:

@@ -97,6 +97,7 @@ class Variant:
     def logits(self, tensors: Tensors, features: Tensor, tokens: list[int]) -> Tensor:
         """[Vd] after true features [T, F] and as many tokens or more, each after the one before."""
         hidden, end = self._mixed(tensors, features), len(features)
+        out = hidden
         if self.parallel:
             ahead = len(tokens) - end
             mask = self._mixed(tensors, tensors["mask_hidden"].flatten()).expand(ahead, -1)
@@ -183,6 +184,10 @@ VARIANTS = {
     "window": Variant(window=3, types=WINDOW),
     "two layers": Variant(layers=2, window=4, types=("full_attention", *WINDOW)),
     "q and k norms": Variant(qk_norm=True, flags=("norm_before_residual",)),
+    "of all": Variant(
+        layers=2, qk_norm=True, window=4, types=("full_attention", *WINDOW),
+        flags=("fc_norm", "norm_output", "norm_before_residual"),
+    ),
     "P-EAGLE": Variant(parallel=True, flags=("norm_before_residual",)),
     "P-EAGLE of two layers": Variant(
         parallel=True, layers=2, qk_norm=True, window=5, types=WINDOW * 2, flags=("fc_norm",)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import headstart
 from headstart.heads import load_drafter
+from headstart.heads.artifacts.conditions import probe_losses
 from headstart.heads.artifacts.manifest import read_manifest
 from headstart.heads.lookup import Lookup
 from headstart.infer import StaticTree, parse_static
@@ -149,6 +150,19 @@ def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
     card = (artifact / "README.md").read_text()
     assert f"{measured['tau']:.2f}" in card and "headstart.load(" in card
 
+    # τ of several trees, at two temperatures; that of the tree is what decoding gave.
+    taus = {(each["tree"], each["temperature"]): each for each in manifest.metrics["taus"]}
+    assert {("chain:1", 0), ("chain:2", 0), ("chain:2", 1)} < set(taus)
+    assert taus[tree.label, 0]["tau"] == measured["tau"] and taus[tree.label, 1]["tau"] >= 1
+    assert f"| {tree.label} | {measured['tau']:.2f}" in card and manifest.metrics["dtype"] in card
+
+    trained = manifest.trained
+    assert trained["rows"]["rows"] == 24 and trained["data"]["writer"] == "own"
+    assert trained["data"]["written_by"] == manifest.target_fingerprint
+    assert trained["drafter"]["layers"] == {"by_input": [-1], "by_output": [-1]}
+    assert trained["target"]["probe_losses"] == probe_losses(target)
+    assert trained["chat"] == {"how": "text"} and "the longest of 32 tokens" in card
+
     speculator = headstart.load(manifest.target, artifact, tree=str(artifact / "tree.json"))
     prompt = prompts[0].tokens[None]
     found = speculator.generate(prompt, max_new_tokens=12, do_sample=False)
@@ -172,8 +186,14 @@ def test_run_adds_the_benchmark(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert report["identical_to_plain"] and report["tau"] >= 1.0
     json.dumps(report, allow_nan=False)
     assert pipeline.run(recipe) == report and len(calls) == 1
-    pipeline.run(load_recipe(tiny, ["decode.prompts=2"]))
-    assert len(calls) == 2
+    more = ["decode.prompts=2", "decode.sampled=0.7", "target.scratch.expected_loss=1"]
+    recipe = load_recipe(tiny, more[:2])
+    first, sampled = ids(recipe.folder), pipeline.run(recipe)["sampled"]
+    assert len(calls) == 3 and ids(recipe.folder) == first
+    assert sampled["temperature"] == 0.7 and sampled["rule"] == "coupled"
+    assert sampled["identical_to_plain"] and "generate_ms_per_token" not in sampled
+    report = pipeline.run(load_recipe(tiny, more))
+    assert report["target_loss"] > report["expected_loss"] == 1.0
 
 
 def test_a_drafter_without_training_is_measured_all_the_same(tiny: Path, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ class Document:
     answer: str | None = None  # what came with a prompt, to be read as `text + answer`
     source: str = ""  # the name of the source in the corpus
     tools: list[Any] | None = None  # of a chat: what its template is told of tools, JSON
+    category: str = ""  # of a prompt, such as MT-bench's; only reports read it
 
     @classmethod
     def chat(

@@ -13,7 +13,7 @@ import os
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +188,9 @@ def _documents(
         try:
             if isinstance(row, CorpusError):
                 raise row
-            yield parse_row(row, id, called, source.columns, skipped.counts)
+            document = parse_row(row, id, called, source.columns, skipped.counts)
+            category = row.get("category")
+            yield replace(document, category=category) if isinstance(category, str) else document
         except CorpusError as error:
             said = f"{place} {unit} {number}: {error}"
             if skipped.on_error == "raise":

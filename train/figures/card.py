@@ -48,6 +48,8 @@ def training_card(recipe: Recipe, manifest: Manifest, plotted: bool = False) -> 
             f"target's loss on {loss['tokens']} held-out tokens, base to adapted",
             f"{loss['base']:.4f} to {loss['adapted']:.4f} ({change})",
         ))  # fmt: skip
+    if "machine" in measured:
+        rows.append(("measured on", f"{measured['machine']}, {measured['dtype']}"))
     table = "\n".join(f"| {name} | {value} |" for name, value in rows)
     body = f"""{output}
 
@@ -56,7 +58,7 @@ def training_card(recipe: Recipe, manifest: Manifest, plotted: bool = False) -> 
 {table}
 
 The {chosen} chosen by this τ, so expect slightly less on other text of the
-same kind, and less on text unlike {other_text}."""
+same kind, and less on text unlike {other_text}.{_taus(measured)}{_trained(manifest)}"""
     if plotted:
         body += f"\n\n![Loss, tokens a round and acceptance over the steps]({PLOT})"
     body += f"\n\n{REPORT_LINK}"
@@ -66,6 +68,50 @@ same kind, and less on text unlike {other_text}."""
         body,
         "How it was trained is in `headstart.json`, the tree\nin `tree.json`.",
     )
+
+
+def _taus(measured: dict[str, Any]) -> str:
+    """τ by tree and temperature, as a table."""
+    found = measured.get("taus") or []
+    cells = {(each["tree"], each["temperature"]): _tau(each) for each in found}
+    warm = sorted({temperature for _, temperature in cells})
+    if not cells:
+        return ""
+    lines = [f"| τ by tree | {' | '.join(f'temperature {t}' for t in warm)} |"]
+    lines.append("|---|" + "---|" * len(warm))
+    for tree in dict.fromkeys(tree for tree, _ in cells):
+        lines.append(f"| {tree} | {' | '.join(cells.get((tree, t), '') for t in warm)} |")
+    return "\n\n" + "\n".join(lines)
+
+
+def _trained(manifest: Manifest) -> str:
+    """What the drafter was trained on and reads, as a table."""
+    found, chat = manifest.trained, manifest.trained.get("chat") or {}
+    if not found:
+        return ""
+    rows = [("target's revision", manifest.target_revision)]
+    if chat.get("how") == "template":
+        thinking = {None: "as the template has it", True: "on", False: "off"}[chat["thinking"]]
+        rows += [
+            ("chat template", f"sha256 `{chat['template_hash'][:12]}` with its settings"),
+            ("thinking", thinking), ("system prompt", chat["system"] or "none"),
+        ]  # fmt: skip
+    else:
+        rows.append(("chats", {"plain": "as plain text", "text": "none"}[chat.get("how", "text")]))
+    if (layers := found["drafter"]["layers"]["by_input"]) and min(layers) >= 0:
+        outputs = found["drafter"]["layers"]["by_output"]
+        rows.append(("layers read, by their input", ", ".join(map(str, layers))))
+        rows.append(("the same by their output", ", ".join(map(str, outputs))))
+    if data := found.get("data"):
+        told, loss = found["rows"], data["target_loss"]
+        counts = f"{told['rows']:,} rows, {told['supervised']:,} tokens supervised"
+        rows += [
+            ("rows", f"{counts}, the longest of {told['longest']:,} tokens"),
+            ("written by", "the target" if data["writer"] == "own" else data["writer"]),
+            ("target's loss on them", f"{loss['nats']:.3f} nats a token" if loss else ""),
+        ]  # fmt: skip
+    lines = [f"| {name} | {value} |" for name, value in rows if value]
+    return "\n\n| trained with | |\n|---|---|\n" + "\n".join(lines)
 
 
 def _tau(measured: dict[str, Any]) -> str:

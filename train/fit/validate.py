@@ -98,6 +98,45 @@ def measure_tau(
     return tau_of(given, counts) | more
 
 
+def tau_table(
+    target: PreTrainedModel,
+    drafter: Drafter,
+    tree: StaticTree,
+    prompts: Prompts,
+    new_tokens: int,
+    chains: Sequence[int] = (1, 2, 4, 8),
+) -> list[dict[str, Any]]:
+    """τ with chains of several lengths and with a tree, at temperature 0 and 1.
+
+    At temperature 0 the target's greedy text is written once, and each tree's rounds are counted
+    along it (see `replay`). At 1 the longest chain and the tree decode, by the rule `coupled`.
+
+    Returns:
+        For each `tree`, `nodes`, `temperature`, and what `tau_of` says.
+    """
+    given, most = _held_out(prompts), drafter.max_depth or max(chains)
+    texts = write_texts(target, drafter, [prompt.tokens for prompt in given], new_tokens)
+    ranks = measure_ranks(drafter, texts, max(min(most, max(chains)), tree.max_depth, 1))
+    lengths = [length for length in chains if length <= most] or [most]
+    trees = [parse_static(f"chain:{length}") for length in lengths]
+    if tree.nodes > 1 and str(tree) not in map(str, trees):
+        trees.append(tree)
+    found = []
+    for each in trees:
+        done = replay(ranks, each.paths)
+        counts = np.array([done.tokens, done.rounds]).T
+        found.append(_named(each, 0, tau_of(given, counts)))
+    for each in dict.fromkeys((trees[len(lengths) - 1], trees[-1])):
+        measured = measure_tau(target, drafter, each, "coupled", given, new_tokens)
+        measured.pop("acceptance_by_depth")
+        found.append(_named(each, 1, measured))
+    return found
+
+
+def _named(tree: StaticTree, temperature: int, measured: dict[str, Any]) -> dict[str, Any]:
+    return {"tree": tree.label, "nodes": tree.nodes, "temperature": temperature, **measured}
+
+
 def tau_of(prompts: Sequence[HeldOutPrompt], counts: np.ndarray) -> dict[str, Any]:
     """τ of decoded prompts, with its standard error, and by source.
 

@@ -104,6 +104,9 @@ class Scratch:
     warmup_ratio: float = number(0.05, ge=0, lt=1)
     max_seconds: float | None = positive(80.0)
     max_tokens: int | None = positive(None)
+    min_tokens: int | None = positive(None)  # learnt past max_seconds too, up to twice as long
+    # the training loss, nats a token, that is expected of it; a run that ends above says so
+    expected_loss: float | None = positive(None)
 
 
 @strict
@@ -310,6 +313,7 @@ class Decode:
     prompts: int = positive(24)
     prefix_tokens: int = positive(64)  # of a window or a start
     new_tokens: int = positive(128)
+    sampled: float | None = positive(None)  # measure text of this temperature, too
     validation_prompts: int = positive(8)
 
 

@@ -48,9 +48,12 @@ def published_layers(count: int) -> list[int]:
 
 
 def check_layer_ids(layers: Sequence[int], count: int) -> None:
-    """An ArtifactError where a layer whose input is read is none of a target of so many layers."""
+    """An ArtifactError where a layer whose input is read is none of a target of so many layers.
+
+    What would enter one more layer is what leaves the last, which can be read too.
+    """
     for layer in layers:
-        if layer != FINAL and not 0 <= layer < count:
+        if layer != FINAL and not 0 <= layer <= count:
             raise ArtifactError(
                 f"it reads the input of layer {layer} of its target (the output of layer "
                 f"{layer - 1}), and this target has the layers 0 … {count - 1}; load the target "

@@ -1,15 +1,13 @@
 """Exports: what other engines ask of names, shapes and settings, and the same logits on return."""
 
 import json
-import os
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from headstart.heads import ArtifactError, TrainableDrafter, family, load_drafter
 from headstart.heads.artifacts.export import (
@@ -23,7 +21,6 @@ from headstart.heads.core import FeatureTap
 from headstart.heads.families import FAMILIES
 from headstart.heads.parts.published.layer_ids import ids_by_input, ids_by_output, read_layer_ids
 from headstart.infer import Speculator
-from tests.support.paths import ROOT
 from tests.support.tiny import COMMON, VOCAB, letters, one_line, prompts, tiny
 
 SIZE, KEPT = COMMON["hidden_size"], 20
@@ -301,48 +298,3 @@ def test_merging(tmp_path: Path) -> None:
     assert torch.equal(speculator.generate(ids, **options), expected)
     with pytest.raises(ArtifactError, match="nothing to merge"):
         save_merged(alone, tmp_path / "again", None)
-
-
-SPECULATORS = os.environ.get(
-    "HEADSTART_SPECULATORS_PYTHON", str(ROOT / ".venv-speculators/bin/python")
-)
-
-
-@pytest.mark.skipif(not Path(SPECULATORS).exists(), reason="no environment with speculators")
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        TRIMMED,
-        {"norm_before_residual": True, **TRIMMED},
-        {"norm_before_fc": True, "norm_output": True, **TRIMMED},
-        {"fc_norm": True},
-    ],
-)
-@torch.no_grad()
-def test_speculators_computes_the_same(options: dict[str, Any], tmp_path: Path) -> None:
-    sizes: dict[str, Any] = COMMON | {"num_hidden_layers": 4}
-    target: Any = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
-    target.save_pretrained(tmp_path / "target")
-    target.name_or_path = str(tmp_path / "target")
-    drafter = made("eagle3", target, feature_layers=[0, 2, 3], **options)
-    export_drafter(drafter, "speculators", tmp_path / "out")
-    torch.manual_seed(0)
-    features, tokens = torch.randn(1, 9, 3 * SIZE), torch.randint(VOCAB, (1, 9))
-    torch.save({"features": features, "tokens": tokens}, tmp_path / "in.pt")
-    script = Path(__file__).with_name("speculators_logits.py")
-    command = [SPECULATORS, str(script), str(tmp_path)]
-    subprocess.run(
-        command,
-        check=True,
-        timeout=300,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": ""},
-    )
-    theirs = torch.load(tmp_path / "logits.pt")  # [T, Vd]
-    # Pair t is (feature t, token t + 1) here; theirs are given side by side.
-    where = torch.ones(1, 9, dtype=torch.bool)
-    shifted = torch.cat([tokens[:, :1], tokens], 1)[:, :9]
-    states = drafter.draft_hidden_states(features, shifted, where, 1)[0]
-    ours = drafter.draft_logits(1)(states)
-    worst = (ours[:-1] - theirs[:-1]).abs().max() / ours.abs().max()
-    assert worst <= 1e-5, worst

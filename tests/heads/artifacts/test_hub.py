@@ -467,3 +467,57 @@ def test_without_a_network(hub: Hub, run: Path, tmp_path: Path) -> None:
     machine.stop()
     assert all("the Hub cannot be reached" in line for line in lines)
     assert not hub.requests
+
+
+def test_exports_are_branches_that_engines_load(hub: Hub, machine: Machine, run: Path) -> None:
+    """Each as the root of its branch, so that a repository's name and the revision suffice."""
+    dry, (status, out, err), again = machine(
+        push(run, "--export", "vllm", "--dry-run"),
+        push(run, "--export", "vllm", "--license", "mit"),
+        push(run, "--export", "vllm", "--license", "mit"),
+    )
+    assert dry[0] == status == again[0] == 0, (dry, err, again)
+    assert "config.json in the branch vllm" in dry[1]
+    repository = hub.repositories[PLACE]
+    assert out == f"{hub.url}/{PLACE}\n" and set(repository.branches) == {"main", "vllm"}
+    files = repository.files("vllm")
+    assert set(files) - {".gitattributes"} == {"config.json", "model.safetensors"}
+    assert json.loads(files["config.json"])["architectures"] == ["MedusaModel"]
+    card = repository.files()["README.md"].decode()
+    (line,) = re.findall(r"```bash\n(.*?)\n```", card, re.DOTALL)
+    assert line.startswith("vllm serve me/base --speculative-config '")
+    told = json.loads(line.split("'")[1])
+    assert (told["model"], told["revision"], told["method"]) == (PLACE, "vllm", "medusa")
+    assert not any(str(run).encode() in body for body in files.values())
+    # What is in the branch loads by name and gives what the artifact gives.
+    ours, branch = machine(generate(run, PLACE), generate(run, f"{PLACE}@vllm"))
+    assert ours[:2] == branch[:2] and ours[1]
+    (line,) = machine.errors(push(run, "--export", "sglang"))
+    assert "expected one of: vllm" in line
+
+
+_VALIDATE = "import sys, huggingface_hub as hub; hub.ModelCard(sys.stdin.read()).validate()"
+
+
+def test_the_cards_example_runs(hub: Hub, machine: Machine, run: Path) -> None:
+    """In a process of its own, which has the repositories' names alone; and the card is valid."""
+    ((status, _, err),) = machine(push(run, "--license", "mit"))
+    assert status == 0, err
+    hub.add("me/base", {path.name: path.read_bytes() for path in (run / "target").iterdir()})
+    card = hub.repositories[PLACE].files()["README.md"].decode()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+
+    def fresh(code: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code], input=text, capture_output=True, text=True, timeout=300,
+            env=machine.env | {"HF_TOKEN": TOKEN, "PYTHONPATH": str(ROOT)}, cwd=run,
+        )  # fmt: skip
+
+    done = fresh(code)
+    assert done.returncode == 0 and done.stdout.startswith("Once upon a time"), done.stderr[-2000:]
+    assert len(done.stdout.strip()) > len("Once upon a time")
+    assert any(request.path.startswith("/me/base/resolve") for request in hub.requests)
+    assert fresh(_VALIDATE, card).returncode == 0
+    # And the check can fail: tags are a list.
+    wrong = fresh(_VALIDATE, card.replace("library_name: headstart", "library_name: [headstart]"))
+    assert wrong.returncode != 0 and "library_name" in wrong.stderr

@@ -248,8 +248,19 @@ def test_features_are_the_hidden_states(name: str, layers: list[int]) -> None:
     assert torch.equal(tap.take(), features)  # closed: nothing is captured any more
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3"])
+def test_what_leaves_the_last_layer_can_be_read(name: str) -> None:
+    """Some heads name one layer more than there are; the last norm makes the final state of it."""
+    model = tiny(name)
+    count = model.config.num_hidden_layers
+    with torch.no_grad(), FeatureTap(model, [count, FINAL]) as tap:
+        model(torch.randint(VOCAB, (2, 6)), use_cache=False)
+        left, final = tap.take().chunk(2, -1)
+        assert torch.equal(model.get_decoder().norm(left), final)
+
+
 def test_a_missing_feature_layer_is_refused() -> None:
-    with pytest.raises(OptionError, match=r"feature layer 7.*0 … 1") as caught:
+    with pytest.raises(OptionError, match=r"feature layer 7.*0 … 2") as caught:
         FeatureTap(tiny("llama"), [7])
     one_line(caught.value)
 

@@ -28,7 +28,7 @@ def write(folder: Path, config: dict[str, Any], tensors: Any, file: str) -> Draf
 def test_what_it_is_and_what_it_needs(tmp_path: Path) -> None:
     variant = VARIANTS["P-EAGLE of two layers"]
     verifier = {"speculators_config": {"verifier": {"name_or_path": "them/target"}}}
-    config = variant.config | verifier
+    config = variant.config | verifier | {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
     source = write(tmp_path / "head", config, variant.tensors(), "model.safetensors")
     found = describe_foreign(source)
     assert (found["format"], found["family"], found["target"], found["problem"]) == (
@@ -39,15 +39,15 @@ def test_what_it_is_and_what_it_needs(tmp_path: Path) -> None:
     assert found["tensors"]["fc.weight"] == {"shape": [32, 96], "dtype": "F64"}
     assert found["needs"] == [
         "a target of hidden size 32 and vocabulary 64",
-        "the inputs of its layers 1, 1, 0 (the outputs of 0, 0, -1)",
+        "the inputs of its layers 0, 1, 2 (the outputs of -1, 0, 1)",
         "nothing of its embeddings, unless those in the file are the same",
     ]
     assert fits_foreign(source, tiny("llama"), None) is None
-    assert "reads the input of layer 1" in str(fits_foreign(source, _one_layer(), None))
+    assert "reads the input of layer 2" in str(fits_foreign(source, _one_layer(), None))
     out = io.StringIO()
     print_foreign(found, out)
     shown = out.getvalue()
-    for part in ("speculators", "eagle3", "layer: sliding_window", "fc.weight", "1, 1, 0"):
+    for part in ("speculators", "eagle3", "layer: sliding_window", "fc.weight", "0, 1, 2"):
         assert part in shown
 
 
@@ -56,7 +56,8 @@ def _one_layer() -> Any:
 
     from tests.support.tiny import COMMON
 
-    return LlamaForCausalLM(LlamaConfig(**COMMON | {"num_hidden_layers": 1})).eval()
+    sizes: dict[str, Any] = COMMON | {"num_hidden_layers": 1}
+    return LlamaForCausalLM(LlamaConfig(**sizes)).eval()
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,35 @@ def test_the_table_says_what_was_measured() -> None:
     assert line(text, "prompts") == "24, 3,072 tokens"
     assert line(text, "threads") == "2"
     assert "target 80" in text and "(sum 181)" in text
+    said = "The same text, 1.5 times as fast as plain decoding and 1.8 times as fast as generate of"
+    assert said in " ".join(text.split())
+
+
+SAMPLED = {
+    "temperature": 0.6, "tau": 1.5, "speedup_vs_plain": {"median": 1.25, "min": 1.0, "max": 1.5},
+    "identical_to_plain": True, "distinct_4grams": 0.93,
+}  # fmt: skip
+
+
+def test_sampled_text_stands_beside_the_other() -> None:
+    text = table(REPORT | {"sampled": SAMPLED})
+    assert line(text, "sampled at temperature 0.6") == "τ 1.50, 1.25× plain (1.00–1.50)"
+    assert line(text, "its text") == "identical to plain"
+    assert line(text, "its distinct 4-grams") == "93%"
+    wrong = table(REPORT | {"sampled": SAMPLED | {"identical_to_plain": False}})
+    assert line(wrong, "its text") == "NOT as plain"
+    before_commands = text.split("To try next:")[0]
+    assert max(map(len, before_commands.splitlines())) <= 80
+
+
+def test_a_target_that_hardly_learnt_is_told() -> None:
+    for loss, expected, told in ((5.0, 4.2, True), (4.2, 4.2, False), (5.0, None, False)):
+        said = remarks(REPORT | {"target_loss": loss, "expected_loss": expected})
+        assert any("hardly learnt: its training loss is 5.00" in each for each in said) == told
+
+
+def test_no_gain_is_told_where_texts_differ() -> None:
+    assert "times as fast" not in table(REPORT | {"identical_to_generate": False})
 
 
 def test_the_table_fits_and_has_no_escapes(monkeypatch: pytest.MonkeyPatch) -> None:

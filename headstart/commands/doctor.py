@@ -1,0 +1,100 @@
+"""Find out why acceptance is low."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from headstart.inputs import drafter_sources, load_speculator, read_documents
+from headstart.terminal import UsageError, quiet_stdout
+
+from . import options as shared
+
+_KWARGS = (
+    "settings of the chat template that your prompts are rendered with, as JSON, e.g. "
+    "'{\"enable_thinking\": false}' (default: none)"
+)
+_PROMPTS = f"{shared.PROMPTS}; a row's category is told apart"
+_ORIGINAL = "do not load the target that the drafter was trained for, where that is another one"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--target", metavar="MODEL", help=shared.TARGET)
+    add("--trust-remote-code", action="store_true", help=shared.TRUST)
+    add("--drafter", metavar="ARTIFACT", required=True, help=f"{shared.ARTIFACT}; or another's")
+    add("--allow-pickle", action="store_true", help=shared.PICKLE)
+    shared.add_placing_arguments(parser)
+    add("--prompts", metavar="FILE", type=Path, required=True, help=_PROMPTS)
+    add("--limit", metavar="N", type=shared.positive, default=32, help="use only N (default: 32)")
+    add("--new-tokens", metavar="N", type=shared.positive, default=64)
+    add("--depth", metavar="K", type=shared.positive, default=4, help="of the chain (default: 4)")
+    add("--template-kwargs", metavar="JSON", type=_settings, default={}, help=_KWARGS)
+    add("--system", metavar="TEXT", help="the system prompt of your chats (default: none)")
+    add("--no-original", action="store_true", help=_ORIGINAL)
+    shared.add_json_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the diagnosis; the status is 1 where there is a cause."""
+    documents = read_documents(options)
+    from headstart.doctor.diagnosis import diagnose
+    from headstart.doctor.pairs import Pair, Rendering
+    from headstart.heads import family, load_drafter
+    from headstart.heads.artifacts.source import SourceKind
+    from headstart.reports.diagnosis import print_diagnosis
+    from headstart.reports.tables import to_json
+
+    with quiet_stdout():
+        (source,) = drafter_sources(options)
+        weightless = source.kind is SourceKind.WEIGHTLESS
+        manifest = source.manifest if source.kind is SourceKind.ARTIFACT else None
+        if weightless or (manifest and not family(manifest.family).trainable):
+            raise UsageError(f"--drafter {source} has learnt nothing that could be compared")
+        plain = argparse.Namespace(**vars(options) | {"drafter": None})
+        speculator = load_speculator(plain)
+        tokenizer: Any = speculator.tokenizer
+        drafter = load_drafter(source, speculator.model, tokenizer, other_target=True)
+        rendering = Rendering(template_kwargs=options.template_kwargs, system=options.system)
+        found = diagnose(
+            Pair(speculator.model, drafter, tokenizer, rendering),
+            documents,
+            manifest,
+            None if manifest is None or options.no_original else _original(options, source),
+            options.new_tokens,
+            options.depth,
+        )
+    if options.json:
+        print(to_json(found.to_dict()))
+    else:
+        print_diagnosis(found, sys.stdout, f"headstart doctor: {source}")
+    return 1 if found.causes else 0
+
+
+def _original(options: argparse.Namespace, source: Any) -> Any:
+    """What loads the target that the manifest names, in the type of training."""
+    from headstart.inputs import own_target
+
+    try:
+        name = own_target(source)
+    except UsageError:
+        return None
+    dtype = (source.manifest.trained.get("target") or {}).get("dtype")
+    told = vars(options) | {"target": name, "drafter": None, "dtype": dtype or options.dtype}
+    # Code that comes with a model is trusted for the one that --target names alone.
+    told["trust_remote_code"] = options.trust_remote_code and name == options.target
+    return lambda: load_speculator(argparse.Namespace(**told)).model
+
+
+def _settings(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected a JSON object")
+    return found

@@ -1,0 +1,148 @@
+"""The doctor on a target that counts: its measurements, and the command."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from headstart.cli import main
+from headstart.doctor.acceptance import Accepted, gain
+from headstart.heads import Manifest, fingerprint, save_drafter
+from headstart.heads.artifacts.conditions import (
+    drafter_conditions,
+    probe_losses,
+    target_conditions,
+)
+from tests.support.counting import SIZE, counting_drafter, counting_target
+
+KEPT = 26  # the letters
+
+
+def accepted(counts: list[list[int]], documents: list[int] | None = None) -> Accepted:
+    numbers = documents or list(range(len(counts)))
+    texts = [torch.arange(9)] * len(counts)
+    return Accepted([np.array(c) for c in counts], [3] * len(counts), numbers, 2, texts)
+
+
+def test_gains_are_paired_by_prompts() -> None:
+    before, after = [[0, 1], [2, 2], [1, 1]], [[1, 2], [2, 3], [2, 2]]
+    found = gain(accepted(before), accepted(after))
+    # Each prompt gains 1, 0.5 and 1 a round: the mean, and its standard error.
+    assert found.tau == pytest.approx(2.5 / 3)
+    assert found.se == pytest.approx(np.std([1, 0.5, 1], ddof=1) / 3**0.5)
+    assert found.beyond(2) and not gain(accepted(after), accepted(before)).beyond(0)
+    # A prompt that one of the two left out does not count.
+    assert gain(accepted(before), accepted(after[1:], [1, 2])).tau == pytest.approx(0.75)
+
+
+def test_acceptance_by_depth_and_position() -> None:
+    found = accepted([[2, 0, 1, 2], [0, 0, 2, 2]])
+    assert found.by_depth == [5 / 8, 4 / 5] and found.tau == 1 + 9 / 8
+    assert sum(part["rounds"] for part in found.by_position()) == 8
+    assert found.by_position()[0]["from"] == 3 and found.first_round() == 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target that counts, with a token for each letter."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    letters = {chr(ord("a") + i) if i < KEPT else f"<{i}>": i for i in range(SIZE)}
+    tokenizer = Tokenizer(models.BPE(letters, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    counting_target().save_pretrained(folder)
+    return folder
+
+
+def save(model: Path, folder: Path, shift: int = 0, noted: bool = True) -> str:
+    """Heads over 26 of the 32 tokens, whose map is `shift` off what the manifest notes."""
+    from headstart.heads.medusa import Medusa, MedusaConfig
+
+    target: Any = counting_target()
+    whole = counting_drafter(target, heads=3)
+    config = MedusaConfig.for_target(target, heads=3, output="trimmed", draft_vocab_size=KEPT)
+    drafter = Medusa(config).bind(target)
+    drafter.vocabulary.copy_(torch.arange(KEPT) + 2)
+    with torch.no_grad():
+        assert drafter.output is not None and whole.output is not None
+        drafter.output.copy_(whole.output[:, drafter.vocabulary])
+    trained: dict[str, Any] = {
+        "target": target_conditions(target) | {"probe_losses": probe_losses(target)},
+        "drafter": drafter_conditions(drafter), "chat": {"how": "text"},
+        "rows": {"longest": 200},
+    }  # fmt: skip
+    drafter.vocabulary.add_(shift)
+    manifest = Manifest(
+        "medusa", str(model), fingerprint(target), metrics={"tau": 3.5},
+        trained=trained if noted else {},
+    )  # fmt: skip
+    save_drafter(drafter, folder, manifest)
+    return str(folder)
+
+
+def command(heads: str, folder: Path, *more: str) -> list[str]:
+    letters = "abcdefghij"
+    rows = [
+        {"text": " ".join(letters[i:]), "category": "odd" if i % 2 else "even"} for i in range(6)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    prompts = ["--prompts", str(folder / "prompts.jsonl"), "--new-tokens", "10"]
+    return ["doctor", "--drafter", heads, *prompts, *more]
+
+
+def test_a_sound_pair(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heads = save(model, tmp_path / "heads")
+    assert main(command(heads, tmp_path)) == 0
+    printed = capsys.readouterr().out
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "No cause was found" in printed and "τ of even" in printed
+    assert "after training, validation" in printed and "here, temperature 1" in printed
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_shifted_vocabulary(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], noted: bool
+) -> None:
+    """With a manifest that notes the map, and by trial without one."""
+    heads = save(model, tmp_path / "heads", shift=1, noted=noted)
+    assert main(command(heads, tmp_path, "--json")) == 1
+    found = json.loads(capsys.readouterr().out)
+    (cause,) = found["causes"]
+    assert cause["cause"] == "draft vocabulary" and cause["by"] == "ids one less"
+    assert bool(cause["said"]) == noted and cause["gain"]["tau"] > 1.5
+    assert set(found["measured"]["by_category"]) == {"even", "odd"}
+    assert found["measured"]["greedy"]["tau"] == 1
+
+
+def test_another_target_is_measured_and_not_refused(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    heads, other = save(model, tmp_path / "heads"), tmp_path / "other"
+    changed = counting_target()
+    with torch.no_grad():  # it counts in twos
+        changed.lm_head.weight.copy_(torch.eye(SIZE).roll(2, 0))
+    changed.save_pretrained(other)
+    AutoTokenizer.from_pretrained(model).save_pretrained(other)
+    assert main(command(heads, tmp_path, "--target", str(other))) == 1
+    printed = capsys.readouterr().out
+    assert "1. target's weights: +" in printed and "the target of training" in printed
+    assert main(command(heads, tmp_path, "--target", str(other), "--no-original")) == 0
+    assert "only a training could tell" in capsys.readouterr().out
+
+
+def test_mistakes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heads = save(model, tmp_path / "heads")
+    assert main(command(heads, tmp_path, "--limit", "2")) == 2
+    assert "found 2 prompts to decode" in capsys.readouterr().err
+    assert main(command(heads, tmp_path, "--template-kwargs", "[1]")) == 2
+    assert "expected a JSON object" in capsys.readouterr().err
+    assert main(command("lookup", tmp_path, "--target", str(model))) == 2
+    assert "has learnt nothing" in capsys.readouterr().err
