@@ -105,9 +105,7 @@ def check_plot(path: Path) -> None:
             f"{', '.join(_FORMATS)}"
         )
     if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed: pip install matplotlib"
-        )
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib")
 
 
 def draw_plan(plan: Plan, path: Path) -> None:
@@ -142,7 +140,7 @@ def draw_candidates(axes: Axes, plan: Plan) -> None:
     if plan.tree:
         height = best["speedup"] if best["measured_speedup"] is None else best["measured_speedup"]
         axes.annotate(
-            f"chosen: {plan.policy}", (best["nodes"], height), (0, 18), va="bottom", ha="left",
+            f"chosen: {plan.policy}", (best["nodes"], height), (-14, 16), va="bottom", ha="right",
             textcoords="offset points",
             arrowprops={"arrowstyle": "->", "color": axes.xaxis.label.get_color()},
         )  # fmt: skip
