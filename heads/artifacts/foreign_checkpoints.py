@@ -38,6 +38,7 @@ from .files import (
     single_weights,
 )
 from .manifest import tokenizer_hash
+from .settings import language_model_config
 from .shapes import first_difference
 from .source import DrafterSource
 
@@ -246,8 +247,15 @@ def _load_language_model(
             f"{source} has another tokenizer than the target ({len(own)} tokens, expected those of "
             f"the target's {len(expected)}); use a smaller model of the target's own family."
         )
+    config, left_out = language_model_config(source.folder)
+    if left_out:
+        logger.warning(
+            f"{source}: settings of its config that a {config.model_type} does not have are left "
+            f"out: {brief(', '.join(left_out))}."
+        )
+    options |= {"use_safetensors": True, "config": config}
     try:
-        return DraftModel.from_pretrained(source.folder, use_safetensors=True, **options)
+        return DraftModel.from_pretrained(source.folder, **options)
     except torch.OutOfMemoryError:
         raise
     except (*MALFORMED, StrictDataclassError, OSError) as error:

@@ -12,7 +12,8 @@ from huggingface_hub.errors import StrictDataclassError
 from ..core import ArtifactError
 from ..drafter import DrafterConfig
 from ..families import family
-from .files import CONFIG, MALFORMED, WEIGHTS, brief, read_header
+from .files import CONFIG, MALFORMED, WEIGHTS, brief, read_header, read_json
+from .settings import check_known
 from .source import DrafterSource
 
 _MOST_PARTS = 4096
@@ -23,10 +24,14 @@ def read_config(source: DrafterSource) -> DrafterConfig:
     """The config of an artifact.
 
     Raises:
-        ArtifactError: values of the wrong kind, or numbers that no drafter has.
+        ArtifactError: settings that the family does not have, values of the wrong kind, or numbers
+            that no drafter has.
     """
-    kind: Any = family(source.manifest.family).config_class
+    drafter = family(source.manifest.family)
+    kind: Any = drafter.config_class
     place = source.folder / CONFIG
+    if not drafter.saved_as_language_model:
+        check_known(place, read_json(place), kind)
     try:
         config = kind.from_pretrained(source.folder, local_files_only=True)
         numbers = {name: getattr(config, name) for name in kind.OPTIONS}

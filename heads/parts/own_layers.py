@@ -1,6 +1,7 @@
 """Layers of a drafter's own: Llama's, in the target's sizes, or some of the target's, copied."""
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,8 +33,17 @@ def own_layers(layer: dict[str, Any], count: int = 1) -> tuple[LlamaModel, list[
     """Decoder layers, read by `inputs_embeds` alone and without a final norm, and what they cache.
 
     `layer` is as of `layer_like`; it may say more of what `LlamaConfig` knows, and `rope_scaling`.
+    Raises ValueError for what neither knows.
     """
-    sizes = {name: value for name, value in layer.items() if not name.startswith("rope_")}
+    known = {
+        "rope_theta",
+        "rope_scaling",
+        *(field.name for field in dataclasses.fields(LlamaConfig)),
+    }
+    given = {name: value for name, value in layer.items() if value is not None}
+    if unknown := sorted(given.keys() - known):
+        raise ValueError(f"layer sets {unknown[0]}, which no Llama layer has")
+    sizes = {name: value for name, value in given.items() if not name.startswith("rope_")}
     rope = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
     rope["rope_theta"] = layer["rope_theta"]
     config = LlamaConfig(
