@@ -1,4 +1,4 @@
-"""Which settings of a `config.json` are known to the class that reads them; others go no further."""
+"""Which settings of a `config.json` the class that reads them knows; others go no further."""
 
 from __future__ import annotations
 

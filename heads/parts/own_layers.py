@@ -35,12 +35,8 @@ def own_layers(layer: dict[str, Any], count: int = 1) -> tuple[LlamaModel, list[
     `layer` is as of `layer_like`; it may say more of what `LlamaConfig` knows, and `rope_scaling`.
     Raises ValueError for what neither knows.
     """
-    known = {
-        "rope_theta",
-        "rope_scaling",
-        *(field.name for field in dataclasses.fields(LlamaConfig)),
-    }
-    given = {name: value for name, value in layer.items() if value is not None}
+    known = {"rope_theta", "rope_scaling", *(each.name for each in dataclasses.fields(LlamaConfig))}
+    given = {name: value for name, value in layer.items() if name in known or value is not None}
     if unknown := sorted(given.keys() - known):
         raise ValueError(f"layer sets {unknown[0]}, which no Llama layer has")
     sizes = {name: value for name, value in given.items() if not name.startswith("rope_")}
