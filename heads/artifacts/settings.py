@@ -14,8 +14,9 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, modeling_rope_utils
 
-from ..core import ArtifactError
-from .files import CONFIG, MALFORMED, brief, read_json
+from ..checkpoint import MOST_PARTS
+from ..core import ArtifactError, brief
+from .files import CONFIG, MALFORMED, read_json
 
 # Of every config: what names its class, a type's old name, and what `check_settings` decides about.
 _GENERAL = {"model_type", "torch_dtype", "quantization_config"}
@@ -47,7 +48,10 @@ def language_model_config(folder: Path) -> tuple[PreTrainedConfig, list[str]]:
     try:
         kind = CONFIG_MAPPING[config.get("model_type")]  # type: ignore[index]
         kept, left_out = _split(kind, config, "")
-        return kind.from_dict(kept), sorted(left_out)  # type: ignore[return-value]
+        made: Any = kind.from_dict(kept)
+        if (layers := made.get_text_config(decoder=True).num_hidden_layers) > MOST_PARTS:
+            raise ValueError(f"it has {brief(layers, 20)} layers, expected at most {MOST_PARTS}")
+        return made, sorted(left_out)
     except (*MALFORMED, StrictDataclassError) as error:
         raise ArtifactError(
             f"{folder / CONFIG} cannot be used ({brief(error)}); expected that of a causal "
@@ -61,7 +65,7 @@ def _split(kind: Any, config: dict[str, Any], path: str) -> tuple[dict[str, Any]
     for key, value in config.items():
         inner = kind.sub_configs.get(key)
         if isinstance(value, dict) and inner is not None:
-            inner = CONFIG_MAPPING.get(value.get("model_type"), inner)
+            inner = CONFIG_MAPPING.get(str(value.get("model_type")), inner)
             if hasattr(inner, "sub_configs"):
                 value, more = _split(inner, value, f"{path}{key}.")
                 left_out += more
