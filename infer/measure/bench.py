@@ -187,7 +187,7 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> float:
         for function, args, kwargs in calls[1:]:
             if (slab := kwargs.get("past_key_values")) is not None:
                 root, nodes = int(kwargs["position_ids"].min()), kwargs["input_ids"].shape[1]
-                masks = kwargs["attention_mask"]
+                masks = kwargs.get("attention_mask")
                 mask = next(iter(masks.values())) if isinstance(masks, dict) else masks
                 live = root + 1 if mask is None else mask.shape[3]
                 slab.set_slots(range(root, root + nodes), live, root if mask is None else 0)

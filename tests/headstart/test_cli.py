@@ -637,7 +637,10 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
     monkeypatch.setattr("headstart.train.recipe.load_recipe", interrupted)
     assert main(["quickstart"]) == 130
-    assert capsys.readouterr().err == "headstart: interrupted; finished stages are kept\n"
+    assert (
+        capsys.readouterr().err
+        == "headstart: interrupted; finished stages are kept, and the same command goes on\n"
+    )
 
 
 def test_tokens_and_passwords_are_blanked() -> None:

@@ -56,10 +56,10 @@ def test_a_damaged_recipe_is_refused_or_can_run(cases: int, tmp_path: Path) -> N
                 mutate(document, draw)
         text = yaml.safe_dump(document, sort_keys=False).encode()
         path.write_bytes(text if case < 0 or as_yaml else mutate_bytes(text, draw))
-        started = time.perf_counter()
+        started = time.process_time()
         try:
             found = begin() if case < 0 else tried(begin)
-            assert time.perf_counter() - started < 20, "it takes too long"
+            assert time.process_time() - started < 20, "it takes too long"
         except BaseException:
             print(f"case {case}: {json.dumps(document)[:2000]}")
             raise

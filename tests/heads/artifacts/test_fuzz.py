@@ -114,10 +114,10 @@ def test_a_damaged_file_is_refused_or_harmless(
             shutil.copytree(whole, folder)
             path = folder / names[case % len(names)]
             damage(path, draw)
-            started = time.perf_counter()
+            started = time.process_time()
             try:
                 loaded += check(folder, foreign, out)
-                assert time.perf_counter() - started < 20, "it takes too long"
+                assert time.process_time() - started < 20, "it takes too long"
             except BaseException:
                 print(f"case {case}: {path.name}, {path.read_bytes()[:400]!r}")
                 raise
