@@ -126,7 +126,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
         if file.suffix == ".safetensors":
             return load_file(file)
         tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except MemoryError:
+    except (MemoryError, OSError):
         raise
     except Exception as error:  # torch raises many kinds for a damaged pickle
         raise ArtifactError(

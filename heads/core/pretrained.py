@@ -37,7 +37,10 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
         ) from error
     except HeadstartError:
         raise
-    except (*MALFORMED, ImportError, StrictDataclassError) as error:
+    except Exception as error:
+        expected = (*MALFORMED, ImportError, StrictDataclassError)
+        if not isinstance(error, expected) and type(error) is not Exception:  # of `tokenizers`
+            raise
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
             raise _needs_code(name) from error
         kind_of = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

@@ -32,13 +32,16 @@ def run(options: argparse.Namespace) -> int:
     check_name(options.artifact)
     from headstart.heads.artifacts.hub import upload
     from headstart.heads.artifacts.publish import clean_copy
+    from headstart.heads.core.files import writing
 
     at = f"@{options.revision}" if options.revision else ""
     repository = options.repository + at
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
-        files = clean_copy(
-            options.artifact, Path(folder), repository, options.target_name, options.license
-        )
+        remedy = "make room there, or set TMPDIR to another folder"
+        with writing("the copy to push", Path(folder), remedy):
+            files = clean_copy(
+                options.artifact, Path(folder), repository, options.target_name, options.license
+            )
         if options.dry_run:
             print(f"{repository} would hold\n")
             for path in files:
