@@ -48,7 +48,13 @@ def setting(args: argparse.Namespace) -> tuple[Any, Any, tuple[torch.Tensor, ...
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from headstart.heads import family
-    from headstart.train.losses.draft_loss import DraftLoss, head_labels, label_counts
+
+    try:
+        from headstart.train.losses.draft_loss import DraftLoss, head_labels, label_counts
+    except ImportError:  # the loss of checkouts before it had a package
+        from headstart.train.losses import head_labels, label_counts  # type: ignore
+
+        DraftLoss = earlier_loss  # type: ignore
 
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -68,7 +74,9 @@ def setting(args: argparse.Namespace) -> tuple[Any, Any, tuple[torch.Tensor, ...
         named["output"] = args.output
     kind: Any = family(args.family)
     drafter = kind(kind.config_class.for_target(target, **named)).to(device, dtype).bind(target)
-    drafter.init_from_target(torch.arange(args.width))
+    older = not hasattr(drafter, "init_from_target")
+    begin = drafter.start_from_target if older else drafter.init_from_target
+    begin(torch.arange(args.width))
     tokens = torch.randint(args.width, (args.rows, args.length), device=device)
     vocabulary = drafter.draft_vocabulary
     if vocabulary is not None:
@@ -80,6 +88,16 @@ def setting(args: argparse.Namespace) -> tuple[Any, Any, tuple[torch.Tensor, ...
     labels = head_labels(tokens, torch.ones_like(tokens, dtype=torch.bool), args.depths, vocabulary)
     batch = (features, tokens, labels, label_counts(labels), final)
     return DraftLoss(drafter, 0.8, args.loss), drafter, batch
+
+
+def earlier_loss(drafter: Any, decay: float, loss: str) -> Any:
+    """`DraftLoss` by the functions that did its work before."""
+    from headstart.train.losses import Teacher, draft_loss  # type: ignore
+
+    teacher = Teacher(drafter.target, drafter.draft_vocabulary)
+    return lambda features, tokens, labels, counts, final: draft_loss(
+        drafter, features, tokens, labels, counts, decay, loss, teacher, final
+    )
 
 
 def work(args: argparse.Namespace) -> None:

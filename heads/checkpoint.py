@@ -115,6 +115,15 @@ class StoredDrafter(PreTrainedModel):
         """
         return None
 
+    @classmethod
+    def completed(cls, found: Found, target: PreTrainedModel) -> Found:
+        """What `from_checkpoint` read, completed with what only the target tells.
+
+        Raises:
+            ArtifactError: the checkpoint leaves something open that this target does not decide.
+        """
+        return found
+
     exports: ClassVar[Mapping[str, Callable[[Any], Checkpoint]]] = {}
     """What writes a bound drafter for another project, by the names of `headstart export`. It
     raises ArtifactError where that project would run it wrongly."""

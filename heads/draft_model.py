@@ -108,7 +108,6 @@ class DraftModel(TrainableDrafter):
     config: DraftModelConfig
     saved_as_language_model = True
     writes_text = True
-    needs_length_bound = True
 
     def __init__(self, config: DraftModelConfig, model: PreTrainedModel | None = None):
         super().__init__(config)
@@ -190,6 +189,10 @@ class DraftModel(TrainableDrafter):
         if self._lora is None or not self._lora.attached:
             return super().load_checkpoint(folder)
         return self._lora.load(folder)  # its base is as it was at first
+
+    @property
+    def needs_length_bound(self) -> bool:
+        return self._layers.needs_length_bound
 
     def start(self, batch: int, capacity: int) -> DraftCache:
         return self._layers.start(batch)

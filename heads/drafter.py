@@ -65,12 +65,9 @@ class Drafter(StoredDrafter):
     base_model_prefix = ""
     main_input_name = "features"
 
-    independent: ClassVar[bool] = False
+    independent: bool = False
     """True when `begin` answers for every depth at once: row d - 1 of its Step holds the proposals
     for depth d, whatever was chosen above (Medusa); `extend` is then never called."""
-
-    needs_length_bound: bool = False
-    """Whether `reserve` must give a true bound; if not, one captured round serves all lengths."""
 
     trainable: ClassVar[bool] = False
     """Whether it learns, see `TrainableDrafter`."""
@@ -84,6 +81,12 @@ class Drafter(StoredDrafter):
     def max_depth(self) -> int | None:
         """The deepest level that the drafter can propose for; None when there is no bound."""
         return None
+
+    @property
+    def needs_length_bound(self) -> bool:
+        """Whether `reserve` must give a close bound; if not, one captured round serves all
+        lengths."""
+        return False
 
     @property
     def draft_vocabulary(self) -> Tensor | None:

@@ -14,6 +14,7 @@ next one, as well as it can predict it: the target's own output layer reads it. 
 is in `eagle3`.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
 import torch
@@ -22,12 +23,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
+from .core import AttentionWindows
 from .drafter import Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.draft_attention import Mask, attention_for, depth_mask
 from .parts.own_layers import layer_like, own_layers, unit_scale_init
-from .parts.published.eagle import EAGLE1, eagle1
+from .parts.published.eagle import eagle1
+from .parts.published.eagle_files import EAGLE1
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
+from .trainable import DraftLogits
 
 
 @strict
@@ -35,11 +39,12 @@ class EagleConfig(VocabularyConfig):
     """EAGLE-1's shape.
 
     Attributes:
-        layer: the decoder layer's sizes, see `layer_like`; by default the target's own.
+        layer: the decoder layers' sizes, see `own_layers`; by default one of the target's own.
         depths: K, how many tokens in a row a training loss covers: 1 as published. With more it
             learns from its own hidden states, as it drafts (HASS, arXiv 2408.15766).
         bias: whether what mixes a feature and a token has a bias, as published; vLLM runs heads
             without one alone.
+        output: `own` in published heads whose output layer is not the target's.
     """
 
     model_type = "headstart_eagle"
@@ -71,7 +76,6 @@ class Eagle(TokenConditioned):
 
     config_class = EagleConfig
     config: Any
-    needs_length_bound = True
     from_checkpoint = staticmethod(eagle1)
     exports = EAGLE1
     _checkpointed = False  # see `checkpoint_activations`
@@ -80,12 +84,21 @@ class Eagle(TokenConditioned):
         super().__init__(config)
         self.model, shapes = own_layers(config.layer or {})
         self._make(config)
-        self._layers = CachedLayers(self.model, shapes)
+        self._layers, self._windows = (
+            CachedLayers(self.model, shapes),
+            AttentionWindows.of(self.model),
+        )
         self.post_init()
 
     def _make(self, config: Any) -> None:
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.model.layers[0].input_layernorm = nn.Identity()
+        if config.output == "own":
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @property
+    def _embedding_size(self) -> int:
+        return (self.config.layer or {}).get("hidden_size", self.config.hidden_size)
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
@@ -111,6 +124,21 @@ class Eagle(TokenConditioned):
         pairs = torch.cat([self.embed(tokens), hidden], -1)
         return self.fc(pairs).to(self.dtype)  # under autocast too: what is added to stays precise
 
+    def _left(self, found: Any) -> Tensor:
+        """The hidden states that the layers leave, which the next pairs and the output read."""
+        return found.last_hidden_state
+
+    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
+        return self.target_logits if self.config.output == "shared" else self.lm_head
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        shared = self.config.output == "shared"
+        return super().draft_output(depth) if shared else DraftLogits(weight=self.lm_head.weight)
+
+    @property
+    def needs_length_bound(self) -> bool:
+        return self._layers.needs_length_bound
+
     def start(self, batch: int, capacity: int) -> DraftCache:
         return self._layers.start(batch)
 
@@ -125,13 +153,13 @@ class Eagle(TokenConditioned):
     def begin(self, state: DraftCache, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         pairs = self._pairs(tokens, self._first(features))
         found = self._layers.begin(state, count, inputs_embeds=pairs)
-        state.hidden = last_true(found.last_hidden_state, count).unsqueeze(1)  # [B, 1, D]
+        state.hidden = last_true(self._left(found), count).unsqueeze(1)  # [B, 1, D]
         return self.propose(state.hidden)
 
     def extend(self, state: DraftCache, tokens: Tensor, parent: Tensor) -> Step:
         above = entries_at(state.hidden, parent + 1)  # [B, W, D]
         pairs = self._pairs(tokens, above)
-        hidden = self._layers.extend(state, parent, inputs_embeds=pairs).last_hidden_state
+        hidden = self._left(self._layers.extend(state, parent, inputs_embeds=pairs))
         state.hidden = torch.cat([state.hidden, hidden], 1)
         return self.propose(hidden)
 
@@ -157,7 +185,7 @@ class Eagle(TokenConditioned):
         if positions is None:
             positions = every
         else:
-            mask = depth_mask(every, every - positions, length, 0)
+            mask = self._mask(every, every - positions, length, 1)
         start = (every - positions).gather(1, at)  # [B, W], of each position's document
         # The last pair lacks its token: any will do, since no chosen state depends on it.
         first = self._first(features)
@@ -167,17 +195,34 @@ class Eagle(TokenConditioned):
         own = positions.gather(1, at)  # [B, W]
         for depth in range(2, depths + 1):
             token = tokens.gather(1, (at + depth).clamp(max=length - 1))
-            mask = depth_mask(at, start, length, depth - 1)
+            mask = self._mask(at, start, length, depth)
+            token, hidden = self._continued(token, hidden)
             hidden = self._run(past, token, hidden, own + depth - 1, mask)
             found.append(hidden[chosen])
         return torch.stack(found)  # [K, M, D]
+
+    def _continued(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """What a deeper pair is made of, here its true token and the hidden state above it."""
+        return tokens, hidden
+
+    def _mask(
+        self, at: Tensor, start: Tensor, length: int, depth: int
+    ) -> Mask | dict[str | None, Mask]:
+        """See `depth_mask`; with one for each type of layer where some have a window."""
+        windows, found = self._windows, dict[str | None, Mask]()
+        for kind, window in (windows.by_type or {None: windows.single}).items():
+            first, past = start, 0
+            if window is not None:
+                first, past = start.clamp(min=at + depth - window), max(depth - window - 1, 0)
+            found[kind] = depth_mask(at, first, length, depth - 1, past=past)
+        return found if windows.by_type else found[None]
 
     def checkpoint_activations(self) -> bool:
         self._checkpointed = True
         return True
 
     def _run(
-        self, past: _Past, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Mask | None
+        self, past: _Past, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Any
     ) -> Tensor:
         """Run a depth after the others, whose keys and values are `past`: [B, W, D]."""
         if not self._checkpointed:
@@ -185,12 +230,11 @@ class Eagle(TokenConditioned):
 
         def depth(tokens: Tensor, hidden: Tensor, *before: Tensor) -> tuple[Tensor, ...]:
             cache = DynamicCache()
-            if before:
-                keys, values = before
-                cache.update(keys, values, 0)
+            for number in range(len(before) // 2):
+                cache.update(before[2 * number], before[2 * number + 1], number)
             found = self._depth(cache, tokens, hidden, positions, mask)
-            layer: Any = cache.layers[0]
-            return found, layer.keys, layer.values
+            layers: Any = cache.layers
+            return found, *(kept for layer in layers for kept in (layer.keys, layer.values))
 
         found, *past.states = checkpoint(depth, tokens, hidden, *past.states, use_reentrant=False)
         return found
@@ -201,14 +245,14 @@ class Eagle(TokenConditioned):
         tokens: Tensor,
         hidden: Tensor,
         positions: Tensor,
-        mask: Mask | None,
+        mask: Any,
     ) -> Tensor:
         with attention_for(self.model, mask):
             found = self.model(
                 inputs_embeds=self._pairs(tokens, hidden), past_key_values=cache, use_cache=True,
                 position_ids=positions, attention_mask=mask,
             )  # fmt: skip
-        return found.last_hidden_state
+        return self._left(found)
 
     def predicted_features(self, states: Tensor) -> Tensor | None:
         return states

@@ -4,6 +4,11 @@ As in EAGLE-1 one decoder layer reads pairs of a hidden state and a token. It mi
 features of three depths, has an output layer of its own, and may put into its hidden state whatever
 helps it: it is trained as it drafts, several tokens in a row on hidden states of its own, and no
 loss compares these with features.
+
+What published heads have besides, each by a field of the config: a size and embeddings of their
+own, several layers, norms of the features before they are mixed (EAGLE-3.1), a normed state that
+feeds the next step, and drafts that are made all at once (P-EAGLE, arXiv 2602.01469): there every
+pair after the first holds a learned state and a mask token in the place of what is not known yet.
 """
 
 from collections.abc import Callable
@@ -12,12 +17,19 @@ from typing import Any, Literal, Self
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaModel, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
+from .checkpoint import Found
+from .core import OptionError, output_layer, weight_of
+from .drafter import Step, last_true
 from .eagle import Eagle, EagleConfig
+from .parts.cached_layers import DraftCache
 from .parts.own_layers import unit_scale_init
-from .parts.published.eagle import EAGLE3, eagle3
+from .parts.published.eagle import eagle3
+from .parts.published.eagle_files import EAGLE3
+from .parts.published.layer_ids import published_layers
 from .trainable import DraftLogits
 
 
@@ -29,6 +41,12 @@ class Eagle3Config(EagleConfig):
         feature_layers: whose input it reads; () for the published three, see `mixed_layers`.
         norm_before_residual: whether the layer adds to its normalised input, as heads of
             speculators do, or to the input itself.
+        norm_before_fc: whether one norm reads the features of all layers together, before `fc`.
+        fc_norm: whether a norm reads the features of each layer, before `fc`.
+        norm_output: whether the normed state, which the output layer reads, is also the hidden
+            state of the next pair.
+        mask_token_id: the token of the pairs of drafts that are made all at once, `depths` of them;
+            None for a head that drafts one after another.
     """
 
     model_type = "headstart_eagle3"
@@ -36,8 +54,22 @@ class Eagle3Config(EagleConfig):
     depths: int = 7
     output: Literal["own", "trimmed"] = "own"
     norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    mask_token_id: int | None = None
 
-    OPTIONS = ("feature_layers", "depths", "output", "draft_vocab_size", "norm_before_residual")
+    OPTIONS = (
+        *("feature_layers", "depths", "output", "draft_vocab_size"),
+        *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    )
+
+    def validate_norms(self) -> None:
+        """Part of the config's own validation."""
+        if self.norm_before_fc and self.fc_norm:
+            raise OptionError(
+                "drafter.norm_before_fc and drafter.fc_norm are both true; expected one of them."
+            )
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
@@ -55,11 +87,16 @@ def mixed_layers(target: PreTrainedModel) -> list[int]:
     return [2, count // 2, count - 3] if count > 6 else [count // 4, count // 2, count - 1]
 
 
-class _MixedLayer(LlamaDecoderLayer):
+class _Mixed:
     """A decoder layer whose attention reads embeddings beside hidden states: [..., 2 D] -> D."""
 
-    def __init__(self, config: LlamaConfig, norm_before_residual: bool):
-        super().__init__(config, 0)
+    self_attn: Any
+    input_layernorm: Any
+    post_attention_layernorm: Any
+    mlp: Any
+
+    def __init__(self, config: Any, norm_before_residual: bool):
+        super().__init__(config, 0)  # type: ignore[call-arg]
         self.norm_before_residual = norm_before_residual
         self.hidden_norm = LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -76,6 +113,14 @@ class _MixedLayer(LlamaDecoderLayer):
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
 
+class _MixedLlama(_Mixed, LlamaDecoderLayer):  # type: ignore[misc]
+    pass
+
+
+class _MixedQwen3(_Mixed, Qwen3DecoderLayer):  # type: ignore[misc]
+    pass
+
+
 class Eagle3(Eagle):
     """EAGLE-3."""
 
@@ -84,11 +129,43 @@ class Eagle3(Eagle):
     exports = EAGLE3
 
     def _make(self, config: Eagle3Config) -> None:
-        size, inner = config.hidden_size, self.model.config
-        self.fc = nn.Linear((len(config.feature_layers) or 3) * size, size, bias=False)
-        self.model.layers[0] = _MixedLayer(inner, config.norm_before_residual)
+        inner: Any = self.model.config
+        size, wide, count = inner.hidden_size, config.hidden_size, len(config.feature_layers) or 3
+        self.fc = nn.Linear(count * wide, size, bias=False)
+        kind = type(self.model)
+        mixed = _MixedLlama if kind is LlamaModel else _MixedQwen3
+        self.model.layers[0] = mixed(inner, config.norm_before_residual)
+        if not (config.layer or {}).get("qk_norm") and kind is not LlamaModel:
+            attention: Any = self.model.layers[0].self_attn
+            attention.q_norm = attention.k_norm = nn.Identity()
+        if config.norm_before_fc:
+            self.input_norm = LlamaRMSNorm(count * wide, eps=inner.rms_norm_eps)
+        if config.fc_norm:
+            norms = (LlamaRMSNorm(wide, eps=inner.rms_norm_eps) for _ in range(count))
+            self.fc_norm = nn.ModuleList(norms)
         self.norm = LlamaRMSNorm(size, eps=inner.rms_norm_eps)
         self.lm_head = nn.Linear(size, config.output_size, bias=False)
+        self.independent = config.mask_token_id is not None
+        if self.independent:
+            self.mask_hidden = nn.Parameter(torch.zeros(count * wide))
+
+    @property
+    def max_depth(self) -> int | None:
+        return self.config.depths if self.independent else None
+
+    @classmethod
+    def completed(cls, found: Found, target: PreTrainedModel) -> Found:
+        """Name the layers that a checkpoint leaves to the published rule, and fill in the target's
+        output layer where it has none."""
+        known, tensors = super().completed(found, target)
+        if "feature_layers" not in known:
+            count = target.config.get_text_config(decoder=True).num_hidden_layers
+            known = known | {"feature_layers": published_layers(count)}
+        if "lm_head.weight" not in tensors:
+            rows = weight_of(output_layer(target)).to("cpu", tensors["norm.weight"].dtype)
+            ids = tensors.get("vocabulary")
+            tensors = tensors | {"lm_head.weight": (rows if ids is None else rows[ids]).clone()}
+        return known, tensors
 
     def bind(self, target: PreTrainedModel) -> Self:
         self.config.feature_layers = self.config.feature_layers or mixed_layers(target)
@@ -127,15 +204,55 @@ class Eagle3(Eagle):
         self.lm_head.weight.copy_(self.rows_to_start_from(token_counts))
 
     def _first(self, features: Tensor) -> Tensor:
-        return self.fc(super()._first(features)).to(self.dtype)
+        features = super()._first(features)
+        if self.config.norm_before_fc:
+            features = self.input_norm(features)
+        if self.config.fc_norm:
+            each = features.chunk(len(self.fc_norm), -1)
+            normed = [norm(one) for norm, one in zip(self.fc_norm, each, strict=True)]
+            features = torch.cat(normed, -1)
+        return self.fc(features).to(self.dtype)
 
     def _pairs(self, tokens: Tensor, hidden: Tensor) -> Tensor:
         return torch.cat([self.embed(tokens), hidden], -1)
 
+    def _left(self, found: Any) -> Tensor:
+        left = super()._left(found)
+        return self.norm(left) if self.config.norm_output else left
+
+    def _continued(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        if not self.independent:
+            return tokens, hidden
+        return torch.full_like(tokens, self.config.mask_token_id), self._masked(hidden)
+
+    def _masked(self, like: Tensor) -> Tensor:
+        """The learned state that stands for one which is not known yet, for each of [..., D]."""
+        return self._first(self.mask_hidden).expand(*like.shape[:-1], -1)
+
+    def reserve(self, state: DraftCache, longest: int, room: int) -> None:
+        ahead = self.config.depths - 1 if self.independent else 0
+        super().reserve(state, longest, room + ahead)
+
+    def begin(self, state: DraftCache, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        if not self.independent:
+            return super().begin(state, features, tokens, count)
+        ahead, known = self.config.depths - 1, tokens.shape[1]
+        first = self._first(features)
+        masked = self._masked(first[:, :1]).expand(-1, ahead, -1)
+        masks = tokens.new_full((len(tokens), ahead), self.config.mask_token_id)
+        pairs = self._pairs(torch.cat([tokens, masks], 1), torch.cat([first, masked], 1))
+        left = self._left(self._layers.begin(state, count, ahead, inputs_embeds=pairs))
+        root = last_true(left[:, :known], count).unsqueeze(1)
+        return self.propose(torch.cat([root, left[:, known:]], 1))  # [B, K, D]
+
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
+        if self.config.norm_output:
+            return self.lm_head
         return lambda hidden: self.lm_head(self.norm(hidden))
 
     def draft_output(self, depth: int) -> DraftLogits:
+        if self.config.norm_output:
+            return DraftLogits(weight=self.lm_head.weight)
         return DraftLogits(self.norm, (self.norm,), self.lm_head.weight)
 
     def predicted_features(self, states: Tensor) -> Tensor | None:

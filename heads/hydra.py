@@ -24,7 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from .core import FINAL, capture, device_of
 from .drafter import Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
-from .parts.own_layers import layer_like, own_layers
+from .parts.own_layers import like_published, own_layers
 from .parts.published.hydra import HYDRA, hydra
 from .parts.recompute import compute_again
 from .parts.vocabulary import TokenConditioned, VocabularyConfig
@@ -41,7 +41,7 @@ class HydraConfig(VocabularyConfig):
     prefix: bool = False  # whether a layer with its own cache reads the features first (Hydra++)
     output: Literal["shared", "own", "trimmed"] = "shared"
     dropout: float = 0.0  # of what every block and output layer reads, while training
-    layer: dict[str, Any] | None = None  # the prefix's, see `layer_like`; taken from the target
+    layer: dict[str, Any] | None = None  # the prefix's, see `own_layers`; taken from the target
     embedding_scale: float = 1.0  # of embeddings; found when training starts, 1 in published heads
 
     OPTIONS = ("heads", "layers", "prefix", "output", "draft_vocab_size", "dropout")
@@ -51,7 +51,7 @@ class HydraConfig(VocabularyConfig):
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
         config = super().for_target(target, **options)
         if config.prefix:
-            config.layer = layer_like(target)
+            config.layer = like_published(target)
         return config
 
 
@@ -93,7 +93,6 @@ class Hydra(TokenConditioned):
         size, layers = config.hidden_size, config.layers
         self.prefix: Any = None
         self._cached: Any = None
-        self.needs_length_bound = config.prefix
         if config.prefix:
             assert config.layer is not None, "HydraConfig.for_target says which"
             self.prefix, shapes = own_layers(config.layer)
@@ -115,6 +114,10 @@ class Hydra(TokenConditioned):
         if isinstance(module, nn.Linear):
             (nn.init.eye_ if isinstance(module, _Narrowing) else nn.init.zeros_)(module.weight)
             nn.init.zeros_(module.bias)
+
+    @property
+    def needs_length_bound(self) -> bool:
+        return self._cached is not None and self._cached.needs_length_bound
 
     @property
     def max_depth(self) -> int:

@@ -4,7 +4,8 @@
     s_k = SiLU(W E(x_t+k) + U s_k-1 + b)        E is the target's own embedding
     logits of x_t+k+1 = head([f_t ; s_k])       f_t stays the same during a round
 
-The head is L residual blocks x + SiLU(Ax + a) and an output layer without bias. One cell and one
+The head is L residual blocks x + SiLU(Ax + a) and an output layer without bias. Without the cell
+(`rnn=false`, as the authors' code has it by default) s_k = E(x_t+k) + s_k-1. One cell and one
 head serve all depths, so drafts may be deeper than what was trained. It is trained from every
 position of text that the target wrote (`distill`); the paper's distillation instead lets the target
 write a new continuation from each position of a corpus.
@@ -31,11 +32,12 @@ class ReDrafterConfig(VocabularyConfig):
     model_type = "headstart_redrafter"
     depths: int = 5  # K, how many steps of the cell a training loss covers
     layers: int = 2  # L residual blocks of the head
+    rnn: bool = True  # whether there is a cell; without it embeddings are summed
     exit_dim: int = 0  # their width; 0 for 2 D, the width of [f ; s]
     output: Literal["own", "trimmed"] = "own"
 
-    OPTIONS = ("depths", "layers", "exit_dim", "output", "draft_vocab_size")
-    RANGES: ClassVar = {"at least 1": ("depths", "layers"), "at least 0": ("exit_dim",)}
+    OPTIONS = ("depths", "layers", "rnn", "exit_dim", "output", "draft_vocab_size")
+    RANGES: ClassVar = {"at least 1": ("depths",), "at least 0": ("exit_dim", "layers")}
 
 
 class ReDrafterState:
@@ -70,8 +72,9 @@ class ReDrafter(TokenConditioned):
         super().__init__(config)
         size = config.hidden_size
         exit_dim = config.exit_dim or 2 * size
-        self.rnn_w = nn.Linear(size, size, bias=False)
-        self.rnn_u = nn.Linear(size, size)
+        if config.rnn:
+            self.rnn_w = nn.Linear(size, size, bias=False)
+            self.rnn_u = nn.Linear(size, size)
         alike = exit_dim == 2 * size
         self.input_proj = nn.Identity() if alike else nn.Linear(2 * size, exit_dim)
         blocks = [_Block(exit_dim) for _ in range(config.layers)]
@@ -95,7 +98,8 @@ class ReDrafter(TokenConditioned):
         if isinstance(self.input_proj, nn.Identity):
             output = cast(nn.Linear, self.lm_head[-1])
             output.weight.copy_(torch.cat([rows, torch.zeros_like(rows)], dim=1))
-        self.rnn_w.weight.div_(self.size_of_embeddings())  # so the cell's input is of size 1
+        if self.config.rnn:
+            self.rnn_w.weight.div_(self.size_of_embeddings())  # so the cell's input is of size 1
 
     def draft_hidden_states(
         self,
@@ -126,7 +130,7 @@ class ReDrafter(TokenConditioned):
         return ReDrafterState()
 
     def begin(self, state: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
-        state.feature = last_true(features, count).to(self.rnn_w.weight.dtype).unsqueeze(1)
+        state.feature = last_true(features, count).to(self.dtype).unsqueeze(1)
         root = last_true(tokens.unsqueeze(-1), count)  # [B, 1]
         state.cells = self._step(root, torch.zeros_like(state.feature))  # [B, 1, D]
         return self._propose(state.feature, state.cells)
@@ -138,6 +142,8 @@ class ReDrafter(TokenConditioned):
 
     def _step(self, tokens: Tensor, cell: Tensor) -> Tensor:
         """Tokens [...] and the states s before them [..., D] -> the states after them [..., D]."""
+        if not self.config.rnn:
+            return self.embed(tokens) + cell
         return F.silu(self.rnn_w(self.embed(tokens)) + self.rnn_u(cell))
 
     def _propose(self, feature: Tensor, cell: Tensor) -> Step:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
@@ -40,8 +41,19 @@ def blank(text: Any) -> Any:
 
 
 def visible(text: str) -> str:
-    """A text whose control characters, but for line ends and tabs, are written as escapes."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    """A text whose control characters, but for line ends and tabs, are written as escapes.
+
+    So are those that turn the direction of writing. Spaces of any width, and what joins the parts
+    of an emoji, stay.
+
+    >>> visible("\x1b[2Jab\u3000c")
+    '\\x1b[2Jab\u3000c'
+    """
+    return "".join(c if c.isprintable() or _harmless(c) else repr(c)[1:-1] for c in text)
+
+
+def _harmless(character: str) -> bool:
+    return character in "\n\t\u200c\u200d" or unicodedata.category(character) == "Zs"
 
 
 @contextlib.contextmanager

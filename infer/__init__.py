@@ -9,7 +9,10 @@ from .request import Request as Request
 from .rules.registry import RULES as RULES
 from .rules.registry import Rule as Rule
 from .speculator import Speculator as Speculator
+from .stats import Drafted as Drafted
+from .stats import Emitted as Emitted
 from .stats import Stats as Stats
+from .streamer import RoundStreamer as RoundStreamer
 from .target import Target as Target
 from .trees.parse import parse_static as parse_static
 from .trees.parse import parse_tree as parse_tree

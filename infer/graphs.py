@@ -15,48 +15,86 @@ Example: lengths that grow by one a round, repeated at the address where they li
 [6, 8]
 """
 
+import logging
 import warnings
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.generation import logits_process as hf
 
-from headstart.heads import DrafterGroup
+from headstart.heads import DrafterGroup, Sampling
 from headstart.heads.core import SlabCache, device_of, offloaded
 
-Capture = Callable[[Callable[[], Any]], Callable[[], Any]]  # does work; returns what repeats it
+from .capture import Capture, Captured, capture_on
+
+logger = logging.getLogger(__name__)
 
 _Found = TypeVar("_Found")
 _Leaf = tuple[Any, str, Any]  # an object, an attribute of it, and the tensor that it holds
-_Captured = tuple[Callable[[], Any], Any, list[_Leaf]]  # what repeats a round, what it returned
 
-_KINDS = 64  # so many graphs are held; then the oldest goes
+_KINDS = 64  # so many graphs are held; then the one that was used longest ago goes
+
+_WAITING = (hf.EtaLogitsWarper, hf.TopHLogitsWarper)
+"""Processors of single rows that read the device: their distributions check their arguments."""
 
 
 def captures_rounds(target: PreTrainedModel) -> bool:
-    """Whether a target's rounds are captured unless told otherwise: on a GPU, with weights there.
+    """Whether a target's rounds are captured unless told otherwise: on a GPU, where they can be."""
+    if device_of(target).type != "cuda":
+        return False
+    if (reason := never_captured(target)) is not None:
+        logger.info("No CUDA graphs: %s.", reason)
+    return reason is None
 
-    Weights that are streamed in for each forward lie at no fixed address.
-    """
-    return device_of(target).type == "cuda" and not offloaded(target)
+
+def never_captured(target: PreTrainedModel) -> str | None:
+    """Why no round of a target can be captured, on whichever GPU; None where one may be."""
+    if offloaded(target):  # weights that are streamed in lie at no fixed address
+        return "the target's weights are streamed in for each forward, which no graph repeats"
+    if len(devices := {weight.device for weight in target.parameters()}) > 1:
+        names = " and ".join(sorted(map(str, devices)))
+        return f"the target is spread over {names}, and a graph is of one device"
+    config = target.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    waiting = {"dynamic"} | ({"longrope"} if _longrope_waits() else set())
+    for entry in nested or [rope]:
+        if (kind := entry.get("rope_type")) in waiting:
+            return f"{kind} rotary scaling compares positions on the host in every forward"
+    return None
 
 
-class CudaCapture:
-    """Captures work as CUDA graphs that share one pool of memory, as they run one by one."""
+def _longrope_waits() -> bool:
+    """Before 5.23 it did; later versions choose the frequencies on the device."""
+    return tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23)
 
-    def __init__(self) -> None:
-        self._pool = torch.cuda.graph_pool_handle()
 
-    def __call__(self, work: Callable[[], Any]) -> Callable[[], Any]:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            work()
-        graph.replay()
-        return graph.replay
+def never_captured_with(sampling: Sampling) -> str | None:
+    """Why no round can be captured that chooses tokens so; None where one may be."""
+    for item in sampling.processors or ():
+        if isinstance(item, _WAITING):
+            return f"{type(item).__name__} waits for the GPU to check what it is given"
+    return None
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A captured round, and where it leaves what the drafters' states hold."""
+
+    captured: Captured
+    held: list[_Leaf]
+
+
+class _Failed:
+    """In the place of a round that could not be captured."""
 
 
 class RoundGraphs:
@@ -64,24 +102,30 @@ class RoundGraphs:
 
     Args:
         capture: how; None where a device has no graphs: the same path, run as it is written.
+
+    Attributes:
+        replayed: how many rounds were.
+        failed: why rounds could not be captured, a line for each kind of them.
     """
 
     def __init__(self, capture: Capture | None = None):
         self._capture = capture
         self._kept: dict[Hashable, Tensor] = {}
-        self._captured: dict[Hashable, _Captured | None] = {}  # None: seen once
+        # None: seen once.
+        self._rounds: OrderedDict[Hashable, _Round | type[_Failed] | None] = OrderedDict()
         self._states: dict[Hashable, list[Any]] = {}
         self._held: list[_Leaf] = []
         self._hosts: dict[torch.Size, deque[Tensor]] = {}
+        self.replayed, self.failed = 0, list[str]()
 
     @classmethod
     def on(cls, device: torch.device) -> Self:
         """As the device allows: CUDA graphs, or the same path uncaptured."""
-        return cls(CudaCapture() if device.type == "cuda" else None)
+        return cls(capture_on(device))
 
     @property
     def captures(self) -> bool:
-        """Whether rounds are captured, as they are until one cannot be."""
+        """Whether rounds are captured, all that can be."""
         return self._capture is not None
 
     def keep(self, name: Hashable, value: Tensor) -> Tensor:
@@ -117,36 +161,49 @@ class RoundGraphs:
         Args:
             kind: everything that the host decides about the round.
         """
-        known = self._captured.get(kind)
-        if known is not None:
-            replay, result, held = known
-            replay()
-            _hold(held)
+        known = self._rounds.get(kind)
+        if kind in self._rounds:
+            self._rounds.move_to_end(kind)
+        if isinstance(known, _Round):
+            self.count_replay()
+            result = known.captured()
+            _hold(known.held)
             return result
-        if self._capture is None:
+        if self._capture is None or known is _Failed:
             return work()
-        if kind not in self._captured:
-            self._captured[kind] = None
-            while len(self._captured) > _KINDS:
-                del self._captured[next(iter(self._captured))]
+        if kind not in self._rounds:
+            self._rounds[kind] = None
+            while len(self._rounds) > _KINDS:
+                self._rounds.popitem(last=False)
             return work()
-        found: list[_Found] = []
         held = self._held
         try:
-            replay = self._capture(lambda: found.append(work()))
+            captured = Captured.by(self._capture, work)
         except RuntimeError as error:
-            self._capture = None
+            self._rounds[kind] = _Failed
             _hold(held)  # what the capture would have written was never there
-            reason = (str(error).strip().splitlines() or ["no reason given"])[0]
-            warnings.warn(
-                f"this round cannot be captured as a CUDA graph ({reason}); decoding goes on "
-                "without graphs, more slowly: pass graphs=False to do so from the start.",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            self._tell((str(error).strip().splitlines() or ["no reason given"])[0])
             return work()
-        self._captured[kind] = replay, found[0], self._held
-        return found[0]
+        self._rounds[kind] = _Round(captured, self._held)
+        return captured.result
+
+    def count_replay(self) -> None:
+        """One more round is replayed."""
+        self.replayed += 1
+
+    def refuse(self, reason: str) -> None:
+        """Say why rounds of a request are not captured, which is known beforehand."""
+        if reason not in self.failed and self.captures:
+            self._tell(reason)
+
+    def _tell(self, reason: str) -> None:
+        self.failed.append(reason)
+        warnings.warn(
+            f"this round cannot be captured as a CUDA graph ({reason}); such rounds run without "
+            "one, more slowly: pass graphs=False to have all of them do so from the start.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
 
     def send(self, report: Tensor) -> Callable[[], np.ndarray]:
         """Start copying a report to the host; what is returned waits for it, and nothing later."""
@@ -159,7 +216,7 @@ class RoundGraphs:
         host.copy_(report, non_blocking=True)
         arrived = torch.cuda.Event() if report.is_cuda else None
         if arrived is not None:
-            arrived.record()
+            arrived.record(torch.cuda.current_stream(report.device))
 
         def read() -> np.ndarray:
             if arrived is not None:
@@ -173,12 +230,20 @@ def repeated(
     device: torch.device, calls: Mapping[Any, Callable[[], Any]]
 ) -> dict[Any, Callable[[], Any]]:
     """What repeats each call as rounds would: captured where the device has graphs."""
-    if device.type != "cuda":
+    capture = capture_on(device)
+    if capture is None:
         return dict(calls)
-    capture = CudaCapture()
     for work in calls.values():
         work()
-    return {name: capture(work) for name, work in calls.items()}
+    # Each call stays with its graph, and all that it has closed over.
+    captured = {name: (Captured.by(capture, work), work) for name, work in calls.items()}
+    return {name: lambda pair=pair: pair[0]() for name, pair in captured.items()}
+
+
+def as_now(states: Any) -> Callable[[], None]:
+    """What puts the tensors that states hold now back in their places; it keeps them, too."""
+    held = [leaf for leaf in _leaves(states) if isinstance(leaf[2], Tensor)]
+    return partial(_hold, held)
 
 
 def addresses(*owners: Any) -> Hashable:

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from headstart.heads import OptionError, TokenTree
+from headstart.heads.core import current
 
-from .graphs import RoundGraphs
+from .graphs import RoundGraphs, never_captured_with
 from .request import ROOT_ONLY, Capacity, Request
 from .round import accept_and_commit, unpack
 from .rows import Rows
@@ -32,10 +33,13 @@ class Decoding:
 
     def __init__(self, request: Request, graphs: RoundGraphs | None = None):
         self.request, self.stats = request, Stats(request.policy.max_depth)
+        self.runner: EagerRunner | CapturedRunner = EagerRunner(request)
         if graphs is None or request.reads_text or request.record is not None:
-            self.runner: EagerRunner | CapturedRunner = EagerRunner(request)
-        else:
-            self.runner = CapturedRunner(request, graphs)
+            return
+        if (reason := never_captured_with(request.sampling)) is not None:
+            graphs.refuse(reason)
+            return
+        self.runner = CapturedRunner(request, graphs)
 
     def prefill(self, ids: Tensor, mask: Tensor, new_tokens: int) -> Emitted:
         """Run the prompts and emit each row's first token.
@@ -47,6 +51,10 @@ class Decoding:
         Raises:
             OptionError: a prompt has more tokens than the target has positions.
         """
+        with current(self.request.target.device):
+            return self._prefill(ids, mask, new_tokens)
+
+    def _prefill(self, ids: Tensor, mask: Tensor, new_tokens: int) -> Emitted:
         request, target, (batch, width) = self.request, self.request.target, ids.shape
         count = mask.sum(1)  # [B]
         pads = width - count.cpu().numpy()
@@ -60,7 +68,8 @@ class Decoding:
         columns = torch.arange(longest, device=ids.device) + (width - count).unsqueeze(1)
         tokens = ids.gather(1, columns.clamp(max=width - 1))  # [B, T], padded on the right
         behind = self.runner.slots_ahead + request.policy.nodes
-        request.capacity = Capacity(longest, new_tokens, behind)
+        first = self.runner.first_tokens(batch, longest, new_tokens)
+        request.capacity = Capacity(longest, new_tokens, behind, first)
         logits, features = target.prefill(tokens, (width - pads).tolist(), request.capacity.slots)
         vocabulary, context = logits.shape[-1], None if limit is None else limit.positions
         together = bool(request.criteria) and not request.eos and batch > 1
@@ -84,14 +93,16 @@ class Decoding:
 
     def round(self) -> Emitted:
         """Draft, verify, accept and commit once, for every row; finished rows emit nothing."""
-        emitted = self._take(*self.runner.next_report())
+        with current(self.request.target.device):
+            emitted = self._take(*self.runner.next_report())
         self.stats.add(emitted)
         return emitted
 
     def settle(self) -> Iterator[Emitted]:
         """End the rounds that have started, without starting another."""
         for report in self.runner.settle():
-            emitted = self._take(*report)
+            with current(self.request.target.device):
+                emitted = self._take(*report)
             self.stats.add(emitted)
             yield emitted
 
@@ -109,10 +120,11 @@ class Decoding:
     def _take(self, packed: np.ndarray, steps: int) -> Emitted:
         """Cut what a round accepted, a report of `steps` tokens a row, where the rows end."""
         request, rows = self.request, self.request.rows
-        tokens, nodes, met, broken = unpack(request, packed, steps)
-        emitted, cut = rows.take(nodes, tokens, met)
-        if cut:
+        tokens, nodes, met, drafter, broken = unpack(request, packed, steps)
+        emitted, cut = rows.take(nodes, tokens, met, drafter)
+        if cut or (rows.ended and not self.runner.holds_ended_rows):
             self.runner.restore_ended_rows(emitted.count)
+        if cut:
             rows.check()
         if request.reads_text:
             request.text.lengths = request.lengths + request.offset[:, 0]

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import StoppingCriteriaList
 
-from headstart.heads import DrafterGroup, Sampling
+from headstart.heads import DrafterGroup, Sampling, SlabCache
+from headstart.heads.core import free_bytes
 
 from .rows import Rows
 from .rules.registry import GREEDY, Rule
@@ -33,17 +34,28 @@ class Capacity:
     Args:
         prompt: tokens of the longest prompt; new_tokens: at most so many follow.
         behind: slots that rounds may write behind the position of a root.
+        first: tokens that there is space for at first.
     """
 
-    def __init__(self, prompt: int, new_tokens: int, behind: int):
+    def __init__(self, prompt: int, new_tokens: int, behind: int, first: int | None = None):
         self.behind, self.most = behind, prompt + new_tokens + behind
         # The largest root position that there is space for.
-        self.longest = prompt + min(new_tokens, FIRST_TOKENS) - 1
+        self.longest = prompt + min(new_tokens, first or FIRST_TOKENS) - 1
 
     @property
     def slots(self) -> int:
         """Slots for roots up to position `longest`."""
         return min(self.longest + 1 + self.behind, self.most)
+
+
+def first_tokens(cache: SlabCache, batch: int, prompt: int, new_tokens: int) -> int:
+    """How many tokens a captured request first has space for.
+
+    All of them where they take at most half of the memory that is free: a cache that grows is
+    copied, and its rounds are captured anew.
+    """
+    needed, free = cache.bytes_of(batch, prompt + new_tokens), free_bytes(cache.shapes[0].device)
+    return new_tokens if free is not None and 2 * needed <= free else FIRST_TOKENS
 
 
 @dataclass
@@ -80,6 +92,7 @@ class Request:
 
     def __post_init__(self) -> None:
         self.reads_text = bool(self.criteria or self.sampling.readers)
+        self.first_nodes = self.policy.first_nodes
         self.set_sampling(self.sampling)
 
     def set_sampling(self, sampling: Sampling) -> None:

@@ -5,7 +5,7 @@ replayed. It ends in one report, a tensor of whole numbers, which is all that th
 `pack` makes it and `unpack` takes it apart.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,18 @@ from headstart.heads import DrafterGroup, Step, TokenTree
 from headstart.heads.group import GroupMember, proposer
 
 from .request import Request
-from .rules.rule_api import Verified
+from .rules.rule_api import Accepted, Verified
 from .trees.policy import Committed
+
+
+class Report(NamedTuple):
+    """What the host reads of a round."""
+
+    tokens: np.ndarray  # [B, A]
+    nodes: np.ndarray  # [B] of the accepted path
+    met: np.ndarray | None  # [B, A] after which tokens the stopping criteria held; None without any
+    drafter: np.ndarray | None  # [B] whose part holds the path; None but of several drafters
+    broken: np.ndarray | None  # [B] whose proposals were NaN or infinite; None: nobody looked
 
 
 class ProposalCheck:
@@ -89,7 +99,7 @@ def accept_and_commit(
     if record is not None and scores:
         record.note(accepted.path, scores=scores[0], logits=logits)
     tokens, count = accepted.tokens, accepted.count  # [B, A], [B]
-    report = pack(request, tokens, count, check)
+    report = pack(request, accepted, check)
     if text.seen is not None:
         text.seen.scatter_(1, tokens.clamp(min=0), True)
     # Past a path's end its last token stands again.
@@ -100,10 +110,12 @@ def accept_and_commit(
     return Committed(features, tokens, count, root, lengths + count), report
 
 
-def pack(request: Request, tokens: Tensor, count: Tensor, check: ProposalCheck | None) -> Tensor:
+def pack(request: Request, accepted: Accepted, check: ProposalCheck | None) -> Tensor:
     """A round's report, on the device, see `unpack`; text that is read takes the tokens too."""
-    steps = tokens.shape[1]
-    parts = [tokens, count] if steps > 1 else [tokens]  # a tree of its root alone accepts it
+    tokens, steps = accepted.tokens, accepted.tokens.shape[1]
+    parts = [tokens, accepted.count] if steps > 1 else [tokens]  # a tree's root is accepted
+    if steps > 1 and len(request.first_nodes) > 1:
+        parts.append(accepted.path[:, 1])
     if request.reads_text:
         # What is cut is overwritten, or padding at the end. Nobody is shown an id below 0.
         columns = request.lengths.unsqueeze(1) + request.offset[:, :steps]
@@ -115,24 +127,19 @@ def pack(request: Request, tokens: Tensor, count: Tensor, check: ProposalCheck |
     return torch.cat([part.flatten() for part in parts]) if len(parts) > 1 else tokens
 
 
-def unpack(
-    request: Request, packed: np.ndarray, steps: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
-    """A report as `pack` made it, of A = `steps` tokens a row.
-
-    Returns:
-        Tokens [B, A]; nodes [B] of the accepted path; after which tokens [B, A] the stopping
-        criteria held, None without any; and in which rows [B] proposals were NaN or infinite, None
-        where nobody looked.
-    """
+def unpack(request: Request, packed: np.ndarray, steps: int) -> Report:
+    """A report as `pack` made it, of A = `steps` tokens a row."""
     batch = len(request.rows.remaining)
-    size, nodes, met = batch * steps, request.rows.one_node, None
+    size, nodes, met, drafter = batch * steps, request.rows.one_node, None, None
     tokens, rest = packed[:size].reshape(batch, steps), packed[size:]
     if steps > 1:
         nodes, rest = rest[:batch], rest[batch:]
+        if len(request.first_nodes) > 1:
+            first, rest = rest[:batch], rest[batch:]
+            drafter = np.searchsorted(request.first_nodes, first, side="right") - 1
     if request.criteria:
         met, rest = rest[:size].reshape(batch, steps) > 0, rest[size:]
-    return tokens, nodes, met, rest > 0 if rest.size else None
+    return Report(tokens, nodes, met, drafter, rest > 0 if rest.size else None)
 
 
 def _criteria_met(request: Request, steps: int) -> Tensor:

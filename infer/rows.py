@@ -6,7 +6,7 @@ import numpy as np
 
 from headstart.heads import DecodingError
 
-from .stats import Emitted
+from .stats import Drafted, Emitted
 
 _NEVER = 1 << 60
 
@@ -27,7 +27,8 @@ class Rows:
         lengths: [B] columns of each row's text, padding included; they always count the root.
         remaining: [B] tokens that each row may still emit. Both arrays change in place.
         longest: the largest position of a root; even: whether all roots stand there.
-        free: so many tokens every row may emit before a bound cuts it, or more.
+        free: so many tokens every row that goes on may emit before a bound cuts it, or more.
+        ended: whether a row has ended, while others go on.
         special: [V + 1] bool, the tokens that need a second look: end tokens, and -1, the last.
         one_node: [B] ones, the path in a tree of its root alone.
     """
@@ -47,6 +48,7 @@ class Rows:
         self.lengths, self.remaining = np.full(batch, width), np.full(batch, new_tokens)
         # Until the prefill has emitted a token, the last one of the prompt is the root.
         self.longest, self.even, self.free = width - int(pads.min()) - 1, True, 0
+        self.ended, self._going = False, np.ones(batch, dtype=bool)
         self.special = np.zeros(vocabulary + 1, dtype=bool)
         self.special[[-1, *(token for token in eos if 0 <= token < vocabulary)]] = True
         self._roots, self._emitted = np.zeros(batch, dtype=int), []
@@ -69,6 +71,11 @@ class Rows:
         """Whether every row has ended."""
         return self.free <= 0 and not self.remaining.any()
 
+    def _note_ends(self) -> None:
+        """Find which rows go on, once any has been cut or filled anew."""
+        self._going = self.remaining > 0  # [B]
+        self.ended = not self._going.all()
+
     def refill(self, rows: Sequence[int], roots: Sequence[int], new_tokens: Sequence[int]) -> None:
         """Let rows begin anew with a root at these positions, and so many tokens to emit."""
         where = list(rows)
@@ -77,21 +84,29 @@ class Rows:
         positions = self.positions
         self.longest = int(positions.max())
         self.even, self.free = int(positions.min()) == self.longest, 0
+        self._note_ends()
         self._emitted.clear()
 
     def take(
-        self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None = None
+        self,
+        nodes: np.ndarray,
+        tokens: np.ndarray,
+        met: np.ndarray | None = None,
+        drafter: np.ndarray | None = None,
     ) -> tuple[Emitted, bool]:
         """Add what a round accepted to the rows, as far as they go.
 
         Args:
-            nodes: [B] of the accepted path; tokens, met: see `unpack`.
+            nodes: [B] of the accepted path; tokens, met, drafter: see `unpack`.
 
         Returns:
             What the round emitted, and whether a row may have been cut, or its token be none.
         """
         count, steps = nodes, tokens.shape[1]
-        cut = met is not None or self.free <= steps or bool(self.special[tokens].any())
+        special = self.special[tokens]
+        if self.ended:  # what those rows draw is nobody's
+            count, special = np.where(self._going, nodes, 0), special & self._going[:, None]
+        cut = met is not None or self.free <= steps or bool(special.any())
         if cut:
             count = self._cut(nodes, tokens, met)
             last = tokens[np.arange(len(count)), count - 1]
@@ -106,7 +121,7 @@ class Rows:
             positions = self.positions
             self.longest = int(positions.max())
             self.even = int(positions.min()) == self.longest
-        self._emitted.append(Emitted(count, nodes, tokens))
+        self._emitted.append(Emitted(count, nodes, tokens, drafter))
         return self._emitted[-1], cut
 
     def _cut(self, nodes: np.ndarray, tokens: np.ndarray, met: np.ndarray | None) -> np.ndarray:
@@ -130,7 +145,9 @@ class Rows:
         if self._met_at is not None:
             remaining = np.minimum(remaining, (self._met_at.max() - self.lengths).clip(0))
         self.remaining[:] = remaining
-        self.free = int(np.minimum(remaining, space - count).min())
+        self._note_ends()
+        left = np.minimum(remaining, space - count)
+        self.free = int(left.min(where=self._going, initial=_NEVER)) if self._going.any() else 0
         return count
 
     def check(self) -> None:
@@ -150,13 +167,22 @@ class Rows:
 
     def text(self, pad: int) -> np.ndarray:
         """[B, longest] what the rows have emitted, padded after each row's end."""
-        tokens = np.concatenate([emitted.tokens for emitted in self._emitted], 1)
+        return self._laid_out([emitted.tokens for emitted in self._emitted], pad)
+
+    def drafted(self) -> Drafted:
+        """Who wrote each token of that text."""
+        depths = [emitted.depths for emitted in self._emitted]
+        drafters = [emitted.drafters for emitted in self._emitted]
+        return Drafted(self._laid_out(depths, -1), self._laid_out(drafters, -1))
+
+    def _laid_out(self, values: Sequence[np.ndarray], pad: int) -> np.ndarray:
+        """[B, longest] of values [B, A] for each round's tokens, padded after each row's end."""
         true = np.concatenate(
             [np.arange(e.tokens.shape[1]) < e.count[:, None] for e in self._emitted], 1
         )
         new = self.lengths[:, None] - self._width
         text = np.full((len(new), int(new.max())), pad)
-        text[np.arange(text.shape[1]) < new] = tokens[true]
+        text[np.arange(text.shape[1]) < new] = np.concatenate(values, 1)[true]
         if self._met_at is not None:
             text = text[:, : max(int(self._met_at.max()) - self._width, 0)]
         return text

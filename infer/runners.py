@@ -9,12 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessor
+from transformers.generation import logits_process as hf
 
 from headstart.heads import Sampling
 from headstart.heads.core import in_steps
+from headstart.heads.core.sampling import NUMBERS, Suppressed, read_on_device
 
 from .graphs import RoundGraphs, addresses
-from .request import Request
+from .request import FIRST_TOKENS, Request, first_tokens
 from .round import ProposalCheck, run_round
 from .trees.policy import Committed
 
@@ -22,6 +24,7 @@ from .trees.policy import Committed
 class EagerRunner:
     """Runs rounds as they are written, and reads each one's report before the next one starts."""
 
+    holds_ended_rows = False  # whether rounds leave rows that have ended where they are
     slots_ahead = 0  # slots written by rounds that start before it is known where their row ends
 
     def __init__(self, request: Request):
@@ -30,6 +33,10 @@ class EagerRunner:
     def start(self, batch: int, capacity: int) -> list[Any]:
         """The drafters' states for prompts that are about to be run, of at most so many slots."""
         return self.request.drafters.start(batch, capacity)
+
+    def first_tokens(self, batch: int, prompt: int, new_tokens: int) -> int:
+        """How many tokens there is space for at first, of at most so many."""
+        return FIRST_TOKENS
 
     def begin(self) -> None:
         """Take over after the prefill."""
@@ -64,6 +71,8 @@ class CapturedRunner:
     The calls are those of `EagerRunner`, for a request whose text nobody reads.
     """
 
+    holds_ended_rows = True
+
     def __init__(self, request: Request, graphs: RoundGraphs):
         self.request, self.graphs = request, graphs
         self.slots_ahead = 2 * (request.policy.max_depth + 1)
@@ -73,11 +82,20 @@ class CapturedRunner:
     def start(self, batch: int, capacity: int) -> list[Any]:
         return self.graphs.states(self.request.drafters, batch, capacity)
 
+    def first_tokens(self, batch: int, prompt: int, new_tokens: int) -> int:
+        return first_tokens(self.request.target.cache, batch, prompt, new_tokens)
+
     def begin(self) -> None:
         # All that rounds read is put where it stays.
         request, keep = self.request, self.graphs.keep
-        if (seeds := request.sampling.seeds) is not None:
-            request.set_sampling(replace(request.sampling, seeds=keep("seeds", seeds)))
+        seeds = request.sampling.seeds
+        seeds = None if seeds is None else keep("seeds", seeds)
+        device, vocabulary = request.lengths.device, len(request.rows.special) - 1
+        processors = read_on_device(request.sampling.processors, vocabulary, device, keep)
+        request.set_sampling(replace(request.sampling, seeds=seeds, processors=processors))
+        # As much as the target's cache has, so that both grow together.
+        most = request.target.cache.capacity - request.policy.nodes
+        request.drafters.reserve(request.states, most, request.capacity.behind)
         for name in ("ends", "seen"):
             if (value := getattr(request.text, name)) is not None:
                 setattr(request.text, name, keep(name, value))
@@ -178,9 +196,13 @@ def built_in(sampling: Sampling) -> Hashable:
         return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else repr(value)
 
     def options(item: LogitsProcessor) -> Hashable:
+        if type(item) is Suppressed or type(item) is hf.SuppressTokensLogitsProcessor:
+            return Suppressed
         if (penalty := sampling.penalty) is not None and item is penalty:
-            return type(item), penalty.penalty  # what it ignores is on the device
-        return type(item), *((name, plain(value)) for name, value in sorted(vars(item).items()))
+            return type(item)  # what it ignores is on the device, and so is what it is
+        there = NUMBERS.get(type(item))
+        rest = {name: value for name, value in vars(item).items() if name != there}
+        return type(item), *((name, plain(value)) for name, value in sorted(rest.items()))
 
     processors = tuple(map(options, sampling.processors or ()))
     return sampling.seeds is None, sampling.dtype, processors

@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import Drafter, DrafterGroup, OptionError, SlabCache
-from headstart.heads.core import device_and_dtype, language_model_in, offloaded
+from headstart.heads.core import current, device_and_dtype, language_model_in
 
 from .generate_options import (
     Ending,
@@ -30,11 +30,12 @@ from .generate_options import (
     read_sampling,
     without_stop_strings,
 )
-from .graphs import RoundGraphs, captures_rounds
+from .graphs import RoundGraphs, captures_rounds, never_captured
 from .loop import Decoding
 from .request import Request
 from .rules.registry import choose_rule, find_rule
-from .stats import Record, Stats
+from .stats import Drafted, Record, Stats
+from .streamer import RoundStreamer
 from .target import Target
 from .trees.children import Expansion
 from .trees.parse import default_tree, parse_tree
@@ -111,9 +112,11 @@ class Speculator:
             the model's weights and hooks built in: after changing them, make a new speculator.
         attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
             see `heads/core/tree_attention.py`; `auto`, that on CUDA where it passes a trial.
-        compile: whether the target's forwards are compiled, or the mode of `torch.compile`. The
-            first round of each batch size then takes long, and types of 16 bits round otherwise,
-            so near-ties may fall otherwise than without.
+        compile: whether forwards are made faster at some cost beforehand, or how. True packs the
+            weights on a CPU, of drafters too, for which it needs their size in memory once more.
+            Elsewhere it compiles the target's forwards, also by a mode of `torch.compile`; the
+            first round of each batch size then takes long. Sums are rounded otherwise, so near-ties
+            may fall otherwise than without; in float64 nothing is packed.
 
     Attributes:
         stats: what the last call did.
@@ -151,13 +154,11 @@ class Speculator:
         """Find how the target is run, where it is and in its dtype."""
         place = device_and_dtype(target)
         # Autocast would give what a trial caches other types than requests find.
-        with torch.autocast(place[0].type, enabled=False):
+        with torch.autocast(place[0].type, enabled=False), current(place[0]):
             self.target = Target(target, self.drafters.feature_layers, **self._runs)
-        if self._captures and offloaded(target):
-            raise OptionError(
-                "graphs is True, and the target's weights are streamed in for each forward, which "
-                "no graph repeats; leave graphs out, or load the target whole."
-            )
+            self._drafters_run = self.target.drafters_to_run(self.drafters)
+        if self._captures and (reason := never_captured(target)) is not None:
+            raise OptionError(f"graphs is True, and {reason}; leave graphs out.")
         captured = captures_rounds(target) if self._captures is None else self._captures
         self.graphs = RoundGraphs.on(self.device) if captured else None
         self._place = place
@@ -222,6 +223,7 @@ class Speculator:
     ) -> Any:
         self.stats = Stats(self.tree.max_depth)
         ids = ids.repeat_interleave(given.get("num_return_sequences") or 1, dim=0)
+        self.stats.drafted = Drafted.nothing(len(ids))
         if streamer is not None:
             streamer.put(ids.cpu())
             streamer.end()
@@ -259,6 +261,49 @@ class Speculator:
             OptionError: something was asked for that cannot be honoured, by name.
             DecodingError: the target's logits are NaN, or it has no further position.
         """
+        request, ending, mask = self._request(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            seed,
+            model_kwargs,
+        )
+        if streamer is not None and len(input_ids) > 1:
+            raise OptionError(
+                f"a streamer takes one row, found {len(input_ids)}; stream one prompt a call."
+            )
+        width, record = input_ids.shape[1], request.record
+        decoding = Decoding(request, self.graphs)
+        self.stats = decoding.stats
+        if streamer is not None:
+            streamer.put(input_ids.cpu())
+        for emitted in decoding.run(input_ids, mask, ending.limit - width):
+            if isinstance(streamer, RoundStreamer):
+                streamer.put_round(emitted)
+            elif streamer is not None:
+                streamer.put(torch.from_numpy(emitted.tokens[0, : emitted.count[0]]))
+        if streamer is not None:
+            streamer.end()
+        sequences, self.stats.drafted = decoding.sequences, request.rows.drafted()
+        ending.warn_of_length(sequences)
+        if not (generation_config or model.generation_config).return_dict_in_generate:
+            return sequences
+        found: Any = {} if record is None else record.steps(sequences.shape[1] - width, ending.pad)
+        return GenerateDecoderOnlyOutput(sequences=sequences, **found)  # type: ignore[arg-type]
+
+    def _request(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList | None,
+        stopping_criteria: StoppingCriteriaList | None,
+        generation_config: GenerationConfig | None,
+        seed: int | Sequence[int] | Tensor | None,
+        model_kwargs: dict[str, Any],
+    ) -> tuple[Request, Ending, Tensor]:
+        """The request that `generate` describes, how it ends, and the prompts' mask [B, P]."""
         config = generation_config or model.generation_config
         if model._modules is not self.model._modules:  # `without_stop_strings` may be in between
             raise OptionError(
@@ -272,17 +317,13 @@ class Speculator:
         embedding: Any = self.model.get_input_embeddings()
         vocab = max(embedding.num_embeddings, self.model.config.get_text_config().vocab_size)
         mask = read_inputs(input_ids, model_kwargs, vocab)
-        batch, width = input_ids.shape
-        ending = Ending.of(stopping_criteria, config, width)
+        ending = Ending.of(stopping_criteria, config, input_ids.shape[1])
         sampling = read_sampling(config, logits_processor, seed, input_ids)
-        if streamer is not None and batch > 1:
-            raise OptionError(f"a streamer takes one row, found {batch}; stream one prompt a call.")
         rule = choose_rule(self.rule, bool(config.do_sample))
         rule.check_sampling(sampling)
-        record = Record.asked(config)
         request = Request(
             self.target,
-            self.drafters,
+            self._drafters_run,
             self.tree,
             sampling,
             rule=rule,
@@ -290,20 +331,6 @@ class Speculator:
             eos=ending.eos,
             criteria=ending.others,
             pad=ending.pad,
-            record=record,
+            record=Record.asked(config),
         )
-        decoding = Decoding(request, self.graphs)
-        self.stats = decoding.stats
-        if streamer is not None:
-            streamer.put(input_ids.cpu())
-        for emitted in decoding.run(input_ids, mask, ending.limit - width):
-            if streamer is not None:
-                streamer.put(torch.from_numpy(emitted.tokens[0, : emitted.count[0]]))
-        if streamer is not None:
-            streamer.end()
-        sequences = decoding.sequences
-        ending.warn_of_length(sequences)
-        if not config.return_dict_in_generate:
-            return sequences
-        found: Any = {} if record is None else record.steps(sequences.shape[1] - width, ending.pad)
-        return GenerateDecoderOnlyOutput(sequences=sequences, **found)  # type: ignore[arg-type]
+        return request, ending, mask

@@ -18,6 +18,49 @@ class Emitted:
     count: np.ndarray  # [B] how many of each row's tokens are new
     nodes: np.ndarray  # [B] nodes on the accepted path before any cut, the root counted
     tokens: np.ndarray  # [B, A] the tokens, the new ones first
+    drafter: np.ndarray | None = None  # [B] of several drafters, whose part holds the path
+
+    @property
+    def depths(self) -> np.ndarray:
+        """[B, A] the depth at which each token was drafted; 0 for the target's own.
+
+        A path of three nodes: two drafted tokens, then the target's own, and no more.
+
+        >>> path = np.array([3]), np.array([3]), np.array([[7, 8, 9, 9]])
+        >>> Emitted(*path).depths.tolist()
+        [[1, 2, 0, 0]]
+        """
+        steps = np.arange(1, self.tokens.shape[1] + 1)
+        return np.where(steps < self.nodes[:, None], steps, 0)
+
+    @property
+    def drafters(self) -> np.ndarray:
+        """[B, A] the number of the drafter that drafted each token; -1 for the target's own."""
+        number = 0 if self.drafter is None else self.drafter[:, None]
+        return np.where(self.depths > 0, number, -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """Who wrote each new token of a request, in the layout of its text behind the prompts.
+
+    With several drafters, a token that more than one proposed counts for the one whose nodes the
+    rule walked, which under `greedy`, `match` and `coupled` is the first that was right longest.
+
+    Attributes:
+        depths: [B, new] at which depth of its round's tree the token was drafted; 0 for one of the
+            target's own; -1 for padding behind a row's end.
+        drafters: [B, new] the number of its drafter, in the order in which they were given; -1 for
+            the target's own and padding.
+    """
+
+    depths: np.ndarray
+    drafters: np.ndarray
+
+    @classmethod
+    def nothing(cls, batch: int = 0) -> Self:
+        """Of a request that wrote no token."""
+        return cls(*np.zeros((2, batch, 0), dtype=int))
 
 
 class Stats:
@@ -29,11 +72,13 @@ class Stats:
     Attributes:
         prefill_seconds: until the first token was there.
         decode_seconds: from the first token to the last; what a streamer did with them counts too.
+        drafted: who wrote each new token, once a call of the Speculator has ended.
     """
 
     def __init__(self, depth: int = 0) -> None:
         self.depth = depth
         self.prefill_seconds = self.decode_seconds = 0.0
+        self.drafted = Drafted.nothing()
         self._rounds: list[Emitted] = []
 
     def add(self, emitted: Emitted) -> None:

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 from headstart.heads import OptionError, Sampling, SlabCache
-from headstart.heads.core import in_steps
+from headstart.heads.core import current, in_steps
 
 from .loop import Decoding
 from .request import Capacity, Request
@@ -124,12 +124,11 @@ class _Stream:
     def _start(self, batch: int) -> None:
         """Make a request whose rows have all ended, at position 0."""
         request, target, runner = self.request, self.request.target, self.decoding.runner
-        request.capacity = Capacity(1, self.longest, runner.slots_ahead + request.policy.nodes)
+        first = runner.first_tokens(batch, 1, self.longest)
+        behind = runner.slots_ahead + request.policy.nodes
+        request.capacity = Capacity(1, self.longest, behind, first)
         capacity = in_steps(request.capacity.slots)
-        if target.cache.batch == batch and target.cache.capacity >= capacity:
-            target.cache.clear()
-        else:
-            target.cache = SlabCache(target.shapes, batch, capacity)
+        target.cache.resize(batch, capacity)
         embedding: Any = target.model.get_input_embeddings()
         config = target.model.config.get_text_config()
         vocabulary = max(embedding.weight.shape[0], config.vocab_size)
@@ -172,6 +171,10 @@ class _Stream:
     @torch.no_grad()
     def fill(self, prompts: Sequence[Prompt]) -> None:
         """Give prompts to free rows."""
+        with current(self.request.target.device):
+            self._fill(prompts)
+
+    def _fill(self, prompts: Sequence[Prompt]) -> None:
         for emitted in self.decoding.settle():  # those rows have ended in it, too
             self._add(emitted)
         for first in range(0, len(prompts), _TOGETHER):

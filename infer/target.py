@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads import OptionError, SlabCache, TokenTree
+from headstart.heads import DrafterGroup, OptionError, SlabCache, TokenTree
 from headstart.heads.core import (
     AttentionWindows,
     FeatureTap,
+    Packing,
     PositionLimit,
     choose_attention,
     device_of,
@@ -23,18 +24,30 @@ from headstart.heads.core import (
     tree_forward,
 )
 
-MODES = ("default", "max-autotune-no-cudagraphs")
-"""The modes of `torch.compile` that capture no graphs of their own."""
+from .capture import unwatched
+
+PACKED = "packed"
+MODES = (PACKED, "default", "max-autotune-no-cudagraphs")
+"""Ways to compile: packed weights, or the modes of `torch.compile` that capture no graphs."""
 
 
-def _compiled(model: PreTrainedModel, mode: bool | str, attention: str) -> Callable[..., Any]:
-    """A model's forward, compiled for the shapes that it meets; hooks of its parts run in it."""
-    mode = "default" if mode is True else mode
+def _way_of(model: PreTrainedModel, compile: bool | str) -> str | None:
+    """The one of `MODES` that is asked for, by name or by what suits the device; None for none."""
+    if compile is False:
+        return None
+    mode = compile
+    if mode is True:
+        mode = PACKED if device_of(model).type == "cpu" else "default"
     if mode not in MODES:
         raise OptionError(
             f"compile is {mode!r}; expected True, False or one of {', '.join(MODES)}: rounds are "
             "captured as graphs whole."
         )
+    return mode
+
+
+def _compiled(model: PreTrainedModel, mode: str, attention: str) -> Callable[..., Any]:
+    """A model's forward, compiled for the shapes that it meets; hooks of its parts run in it."""
     if attention == "masked":
         raise OptionError(
             "compile with attention='masked': its masks grow with the text, and each would be "
@@ -47,7 +60,13 @@ def _compiled(model: PreTrainedModel, mode: bool | str, attention: str) -> Calla
     # What is compiled is kept by code, and its guards overlook hooks: with code of its own, a
     # target never meets what was compiled for another one's features.
     own = FunctionType(run.__code__.replace(), globals(), closure=run.__closure__)
-    return torch.compile(own, dynamic=False, mode=mode)
+    compiled = torch.compile(own, dynamic=False, mode=mode)
+
+    def call(**inputs: Any) -> Any:
+        with unwatched():  # it reads the model's weights, and what the round has just made
+            return compiled(**inputs)
+
+    return call
 
 
 class Target:
@@ -56,8 +75,13 @@ class Target:
     Args:
         feature_layers: the hidden states to capture, see `FeatureTap`; empty for none.
         attention: how trees attend, see `choose_attention`.
-        compile: whether forwards over trees are compiled by `torch.compile`, once for each shape,
-            or the mode in which; they attend by tree attention then. Prompts run as they are.
+        compile: whether forwards are made faster, or how, one of `MODES`. True is `packed` on a
+            CPU: linear layers run on packed weights, see `Packing`. Elsewhere forwards over trees
+            are compiled by `torch.compile`, once for each shape, and attend by tree attention;
+            prompts run as they are.
+
+    Attributes:
+        model: the model that was given.
 
     Raises:
         OptionError: a mode that captures graphs itself, or masked attention to be compiled.
@@ -72,11 +96,17 @@ class Target:
         compile: bool | str = False,
     ):
         self.model, self.compile = model, compile
-        self._run = _compiled(model, compile, attention) if compile else None
+        mode = _way_of(model, compile)
+        self._packing = Packing() if mode == PACKED else None
+        inductor = mode if mode != PACKED else None
+        self._run = _compiled(model, inductor, attention) if inductor else None
+        if self._packing is not None:
+            model = self._packing.copy(model)
+        self._runner = model  # the model that forwards run
         windows = AttentionWindows.of(model)
         self.shapes = probe_layers(model)
         self.windows = choose_attention(
-            model, windows, self.shapes, "tree" if compile else attention, bool(compile)
+            model, windows, self.shapes, "tree" if inductor else attention, bool(inductor)
         )
         self.tap = FeatureTap(model, feature_layers, listens=False) if feature_layers else None
         if self.tap is not None:
@@ -87,6 +117,12 @@ class Target:
     @property
     def device(self) -> torch.device:
         return device_of(self.model)
+
+    def drafters_to_run(self, drafters: DrafterGroup) -> DrafterGroup:
+        """The drafters themselves, or copies of them that run packed as the target does."""
+        if self._packing is None:
+            return drafters
+        return DrafterGroup([self._packing.copy(each) for each in drafters.drafters])
 
     def prefill(
         self, tokens: Tensor, counts: Sequence[int], capacity: int
@@ -100,12 +136,9 @@ class Target:
             Logits [B, V] after each row's last token, and features [B, T, F].
         """
         capacity = in_steps(max(capacity, tokens.shape[1]))
-        if self.cache.batch == tokens.shape[0] and self.cache.capacity >= capacity:
-            self.cache.clear()  # what was captured on its addresses stays good
-        else:
-            self.cache = SlabCache(self.shapes, tokens.shape[0], capacity)
+        self.cache.resize(len(tokens), capacity)
         return self._run_tapped(
-            tokens, partial(prefill_forward, self.model, self.cache, tokens, counts)
+            tokens, partial(prefill_forward, self._runner, self.cache, tokens, counts)
         )
 
     def prefill_apart(self, tokens: Tensor, counts: Sequence[int]) -> tuple[SlabCache, Tensor]:
@@ -115,7 +148,7 @@ class Target:
             That cache, and features [B, T, F].
         """
         apart = SlabCache(self.shapes, len(tokens), in_steps(tokens.shape[1]))
-        forward = partial(prefill_forward, self.model, apart, tokens, counts)
+        forward = partial(prefill_forward, self._runner, apart, tokens, counts)
         return apart, self._run_tapped(tokens, forward)[1]
 
     def verify(
@@ -139,7 +172,7 @@ class Target:
             positions = positions.clamp(max=self.limit.positions - 1)
         forward = partial(
             tree_forward,
-            self.model,
+            self._runner,
             self.cache,
             self.windows,
             tree.tokens,
@@ -167,5 +200,6 @@ class Target:
     def _run_tapped(self, tokens: Tensor, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """The logits of a forward over tokens [B, T], and its features [B, T, F]."""
         if self.tap is not None:
-            return self.tap.run(forward)
+            logits, features = self.tap.run(forward)
+            return logits, features.to(logits.device)  # layers may lie on several GPUs
         return forward(), torch.empty(*tokens.shape, 0, device=tokens.device)

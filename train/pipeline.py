@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,7 +24,7 @@ from headstart.infer import RULES, load
 
 from .checks.early import check_prompts, check_run
 from .data.corpus import build_corpus, load_documents
-from .data.distill import distill, write_manifest
+from .data.distill import Pace, distill, write_manifest
 from .data.fingerprints import source_fingerprint
 from .data.prefixes import Part, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
@@ -40,7 +41,8 @@ from .processes.agreement import in_parallel, is_process_0, on_process_0, wait_f
 from .processes.engine import join_deepspeed, loaded_as, loaded_whole, weights_are_sharded
 from .processes.launched import check_engine, check_shared
 from .processes.lifetime import watch_processes
-from .recipe import Recipe
+from .recipe import Distill, Recipe
+from .rounds import write_in_rounds
 from .scratch_target import train_target
 from .stages.fingerprints import FileHashes, deciding, model_fingerprint
 from .stages.kept import (
@@ -190,10 +192,18 @@ class _Run:
             tokenizer = self._tokenizer(target)
             texts = load_documents(corpus.folder, "train")
             rank, world = self.args.process_index, self.args.world_size
-            pace = distill(
-                spec, lambda: self._load(target)[0], tokenizer, texts, folder, seed, rank, world,
-                progress=rank == 0, chat=chat, name=name,
-            )  # fmt: skip
+
+            def write(spec: Distill, shards: range | None = None, choice: Path = folder) -> Pace:
+                return distill(
+                    spec, lambda: self._load(target)[0], tokenizer, texts, folder, seed, rank,
+                    world, rank == 0, chat, name, shards, choice,
+                )  # fmt: skip
+
+            if spec.rounds > 1:
+                judged = partial(self._judged, corpus, target)
+                pace = write_in_rounds(self.recipe, self.args, judged, write, folder)
+            else:
+                pace = write(spec)
             wait_for_all()
             model = self._loaded[0] if self._loaded else None  # a server may have written
             if not is_process_0():

@@ -188,6 +188,9 @@ def shrunk(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> PreT
             setattr(text, name, value[:LAYERS])
     if getattr(text, "sliding_window", None):
         text.sliding_window = min(text.sliding_window, 64)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if "original_max_position_embeddings" in rope:  # must stay below the extended context
+        rope["original_max_position_embeddings"] = _CONTEXT // 2
     text.bos_token_id, text.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     text.pad_token_id = tokenizer.pad_token_id
     return small

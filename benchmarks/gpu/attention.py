@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from headstart.infer.capture import Capture, Captured, capture_on
 from headstart.infer.measure.timing import Stopwatch, medians, take_turns
 
 from .attention_ways import WAYS, Layer, Run, Shape, plain, tiles
@@ -67,7 +68,7 @@ def measure(
     Args:
         bandwidth: bytes a second, see `measured_bandwidth`.
     """
-    layer = Layer.draw(shape, dtype, device)
+    layer, capture = Layer.draw(shape, dtype, device), capture_on(device)
     expected = plain(layer)().float()
     found, ready = [], {}
     for name, way in (WAYS if ways is None else ways).items():
@@ -79,7 +80,7 @@ def measure(
                 run()  # compiles
             out = run()
             one.difference = (out.float() - expected).abs().max().item()
-            captured = _capture(run) if device.type == "cuda" else None
+            captured = None if capture is None else _captured(capture, run)
         except Exception as error:  # compilers and kernels raise what they like
             one.reason = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
             continue
@@ -100,16 +101,12 @@ def measure(
     return found
 
 
-def _capture(run: Run) -> Callable[[], Any] | None:
-    """The way as a CUDA graph; None where it cannot be one."""
-    graph = torch.cuda.CUDAGraph()
+def _captured(capture: Capture, run: Run) -> Callable[[], Any] | None:
+    """The way as a graph, with all that it reads; None where it cannot be one."""
     try:
-        with torch.cuda.graph(graph):
-            run()
+        return Captured.by(capture, run)
     except RuntimeError:
-        torch.cuda.synchronize()
         return None
-    return graph.replay
 
 
 def measured_bandwidth(device: torch.device) -> float:

@@ -127,6 +127,7 @@ def flex(layer: Layer) -> Run:
     attend: Any = flex_attention
     options: dict[str, Any] = {}
     if device.type == "cuda":
+        torch.compiler.reset()  # after eight shapes it would no longer compile, but run it slowly
         attend = torch.compile(flex_attention, dynamic=False)
         # Without it, groups that fill no power of two of rows are refused.
         options = {"kernel_options": {"BLOCK_M": 64, "BLOCK_N": 64}}

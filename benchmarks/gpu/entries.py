@@ -18,18 +18,23 @@ from headstart.heads.core.files import write_atomically
 from headstart.reports.tables import to_json
 from headstart.terminal import one_line
 
+from .paths import watched_paths
+
 
 class Entries:
     """One part's entries, on disk as soon as they are known.
 
     Args:
-        conditions: what an entry must have been measured with to count.
+        conditions: what an entry must have been measured with to count. Each entry says by itself
+            which driver it was measured with, since machines that are lent differ in it.
     """
 
     def __init__(self, path: Path, part: str, conditions: dict[str, Any], fresh: bool):
         self.path = path
         found = None if fresh else read_part(path)
-        if found is None or found["conditions"] != conditions:
+        if found is not None and _alike(found["conditions"], conditions):
+            found["conditions"] = conditions
+        else:
             found = {"part": part, "conditions": conditions, "commands": [], "entries": {}}
         self.file: dict[str, Any] = found
         self.errors: dict[str, str] = {}
@@ -46,7 +51,10 @@ class Entries:
         print(f"  {name}", file=sys.stderr)
         begun = time.perf_counter()
         try:
-            entry = work()
+            with watched_paths() as paths:
+                entry = work()
+            paths.check()
+            entry = {**entry, **paths.to_dict()}
         except Exception as error:
             if os.environ.get("HEADSTART_DEBUG") == "1":
                 traceback.print_exc()
@@ -56,11 +64,18 @@ class Entries:
         gc.collect()  # a model of the last entry must not stand beside the next one's
         seconds = round(time.perf_counter() - begun, 1)
         when = datetime.now(UTC).isoformat(timespec="seconds")
+        if driver := self.file["conditions"].get("driver"):
+            entry = {**entry, "driver": driver}
         self.file["entries"][name] = {**entry, "seconds": seconds, "at": when}
         command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
         if command not in self.file["commands"]:
             self.file["commands"].append(command)
         write_json(self.path, self.file)
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether conditions differ in nothing but the driver."""
+    return {**one, "driver": None} == {**other, "driver": None}
 
 
 def read_part(path: Path) -> dict[str, Any] | None:

@@ -54,6 +54,14 @@ class Job:
     fresh: bool = False
 
     @property
+    def apart(self) -> bool:
+        """Whether each family is measured by a process of its own.
+
+        An error on a GPU that ends one process's work there then costs the other families nothing.
+        """
+        return self.device == "cuda" and len(self.families) > 1
+
+    @property
     def scale(self) -> Scale:
         """How large everything is."""
         return SCALES[self.size]

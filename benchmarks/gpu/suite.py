@@ -8,9 +8,10 @@ files alone, and puts together what is there.
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,28 @@ MEASURE: dict[str, Callable[[Job, Entries], None]] = {
 """The function of each part except `report`, which measures nothing."""
 
 
+def run_apart(job: Job) -> bool:
+    """Measure the parts by a process for each family; whether all of them could be.
+
+    What is of no family is measured by the first one. Progress and errors are theirs.
+    """
+    measured = [part for part in job.parts if part != "report"]
+    if job.fresh:  # the files are shared, so none of the processes may begin them anew
+        for part in measured:
+            (job.folder / f"{part}.json").unlink(missing_ok=True)
+    line = [sys.executable, "-m", "benchmarks.gpu", "--device", job.device, "--size", job.size]
+    line += ["--output", str(job.folder), "--trained", str(job.trained)]
+    line += [] if job.corpus is None else ["--corpus", job.corpus]
+    for part in measured:
+        line += ["--part", part]
+    whole = True
+    for family in job.families if measured else ():
+        print(f"{family}:", file=sys.stderr)
+        done = subprocess.run([*line, "--family", family], stdout=subprocess.DEVNULL, check=False)
+        whole = whole and done.returncode == 0
+    return whole
+
+
 def run_suite(job: Job) -> tuple[dict[str, Any], bool]:
     """Measure the parts of a job, one after another.
 
@@ -41,12 +64,14 @@ def run_suite(job: Job) -> tuple[dict[str, Any], bool]:
         The report of all parts that are there (see `report`), and whether every entry
         of this run could be measured.
     """
-    whole = True
+    if job.apart:
+        whole, job = run_apart(job), replace(job, parts=tuple({*job.parts} & {"report"}))
+    else:
+        whole = True
     scale = json.loads(json.dumps(asdict(job.scale)))  # as it is read back from a file
-    conditions = {"size": job.size, "scale": scale, **machine(job.on)}
-    for part in job.parts:
-        if part == "report":
-            continue
+    measured = [part for part in job.parts if part != "report"]
+    conditions = {"size": job.size, "scale": scale, **machine(job.on)} if measured else {}
+    for part in measured:
         print(f"{part}: {PARTS[part]}", file=sys.stderr)
         own = conditions | ({"corpus": job.corpus} if job.corpus else {})
         entries = Entries(job.folder / f"{part}.json", part, own, job.fresh)

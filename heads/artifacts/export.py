@@ -35,32 +35,41 @@ _VLLM = {"eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa", "draft_model"
 _SGLANG = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
 
 
-def _serve_vllm(name: str, target: str, folder: Path, tokens: int) -> str:
-    settings = {"method": _VLLM[name], "model": str(folder), "num_speculative_tokens": tokens}
+def _target(drafter: Drafter) -> str:
+    return str(drafter.target.name_or_path)
+
+
+def _serve_vllm(drafter: Drafter, folder: Path, tokens: int) -> str:
+    name, target = drafter.config.family_name(), _target(drafter)
+    settings: dict[str, Any] = {"method": _VLLM[name], "model": str(folder)}
+    settings["num_speculative_tokens"] = tokens
+    if name == "eagle3" and drafter.independent:
+        settings["parallel_drafting"] = True
     return f"vllm serve {target} --speculative-config '{json.dumps(settings)}'"
 
 
-def _serve_sglang(name: str, target: str, folder: Path, tokens: int) -> str:
+def _serve_sglang(drafter: Drafter, folder: Path, tokens: int) -> str:
     return (
-        f"python -m sglang.launch_server --model-path {target} "
-        f"--speculative-algorithm {_SGLANG[name]} --speculative-draft-model-path {folder} "
+        f"python -m sglang.launch_server --model-path {_target(drafter)} "
+        f"--speculative-algorithm {_SGLANG[drafter.config.family_name()]} "
+        f"--speculative-draft-model-path {folder} "
         f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {tokens + 1}"
     )
 
 
-def _serve_transformers(name: str, target: str, folder: Path, tokens: int) -> str:
+def _serve_transformers(drafter: Drafter, folder: Path, tokens: int) -> str:
     return f"model.generate(**inputs, assistant_model=assistant)  # a causal LM from {folder}"
 
 
-FORMATS: dict[str, Callable[[str, str, Path, int], str] | None] = {
+FORMATS: dict[str, Callable[[Drafter, Path, int], str] | None] = {
     "vllm": _serve_vllm,
     "sglang": _serve_sglang,
-    "speculators": lambda name, target, folder, tokens: f"vllm serve {folder}",
+    "speculators": lambda drafter, folder, tokens: f"vllm serve {folder}",
     "transformers": _serve_transformers,
     "original": None,
 }
-"""Every format, and how its engine is told of family, target, folder and tokens a round; None where
+"""Every format, and how its engine is told of a drafter, its folder and tokens a round; None where
 there is no engine."""
 
 _AS_LANGUAGE_MODEL = ("vllm", "sglang", "transformers")
@@ -126,7 +135,7 @@ def export_drafter(
             )
     serve = FORMATS[form]
     depth = drafter.max_depth or getattr(drafter.config, "depths", 5)
-    return serve and serve(name, str(drafter.target.name_or_path), folder, depth)
+    return serve and serve(drafter, folder, depth)
 
 
 def _write(

@@ -16,36 +16,30 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors.torch import load_file
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError, OptionError, load_pretrained
 from ..draft_model import DraftModel
 from ..drafter import Drafter, DrafterConfig
-from ..families import FAMILIES, family
+from ..parts.published.layer_ids import check_layer_ids
 from .files import (
     CONFIG,
     HEADS,
-    INDEX,
     MALFORMED,
     PICKLE,
     WEIGHTS,
     brief,
     check_settings,
-    pickled,
     read_json,
-    single_weights,
 )
+from .foreign_files import HEADS_INSIDE, known_families, recognise
 from .manifest import tokenizer_hash
 from .settings import language_model_config
 from .shapes import first_difference
 from .source import DrafterSource
 
 logger = logging.getLogger(__name__)
-
-# Fields of a language model's config which say that the model holds a drafter's heads.
-_HEADS_INSIDE = ("medusa_num_heads", "hydra_num_heads")
 
 
 def load_checkpoint(
@@ -64,15 +58,22 @@ def load_checkpoint(
         ArtifactError: it is neither, does not fit the target, or is pickled and not allowed.
     """
     config = read_json(source.folder / CONFIG)
-    files = _weights_files(source, config)
-    found = _recognised(config, files) if files else None
+    files, found = recognise(source, config)
     if found is None:
         _check_model(source, config, files)
         # A model of a known type may name code too, which is then not run; or it is quantized.
         check_settings(source.folder, config, allowed=("auto_map", "quantization_config"))
         return _load_language_model(source, target, tokenizer, options)
     kind, fields, tensors = found
-    drafter_config = _config(kind, fields, target, source)
+    text = target.config.get_text_config(decoder=True)
+    _check_sizes(fields, text, source)
+    try:
+        fields, tensors = kind.completed((fields, tensors), target)
+        drafter_config = _config(kind, fields, target, source)
+        check_layer_ids(drafter_config.feature_layers, text.num_hidden_layers)
+    except ArtifactError as error:
+        raise ArtifactError(f"{source} is not read: {error}") from error
+    tensors = _apart(tensors)
     _check_shapes(kind, drafter_config, tensors, source)
     try:
         drafter: Any = kind.from_pretrained(
@@ -97,78 +98,8 @@ def load_checkpoint(
     return drafter
 
 
-def _weights_files(source: DrafterSource, config: dict[str, Any]) -> list[Path]:
-    """The files of a checkpoint that may hold a drafter; none for a model in several files."""
-    chosen = single_weights(source.files)
-    if not chosen and INDEX in source.files and any(key in config for key in _HEADS_INSIDE):
-        index = read_json(source.folder / INDEX).get("weight_map")
-        chosen = list(index.values()) if isinstance(index, dict) else [index]
-        for file in chosen:
-            there = isinstance(file, str) and file in source.files and "/" not in file
-            if not there or Path(file).suffix != ".safetensors":
-                raise ArtifactError(
-                    f"{source} has a {INDEX} that names {brief(repr(file), 80)}, which is not "
-                    "there; download both again."
-                )
-        chosen = sorted(set(chosen))
-    if (pickles := pickled(chosen)) and not source.allow_pickle:
-        raise ArtifactError(
-            f"{source} holds its weights in {pickles[0]}, a pickle, which can run any code; ask "
-            "for safetensors, or have its tensors alone read with allow_pickle=True "
-            "(--allow-pickle)."
-        )
-    return [source.folder / file for file in chosen]
-
-
-def _read_tensors(file: Path) -> dict[str, Tensor]:
-    """The tensors of a file by name, on the CPU."""
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except (MemoryError, OSError):
-        raise
-    except Exception as error:  # torch raises many kinds for a damaged pickle
-        raise ArtifactError(
-            f"{file} holds more than tensors, or is damaged, and is not read; ask for "
-            "safetensors, or download it again."
-        ) from error
-    named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
-    if not named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
-        raise ArtifactError(
-            f"{file} holds a {type(tensors).__name__}, expected tensors by name; export the "
-            "state dict of the heads alone."
-        )
-    return tensors
-
-
-def _recognised(
-    config: dict[str, Any], files: list[Path]
-) -> tuple[type[Drafter], dict[str, Any], dict[str, Tensor]] | None:
-    """The family that knows these tensors, and what its `from_checkpoint` returns."""
-    tensors = {key: tensor for file in files for key, tensor in _read_tensors(file).items()}
-    for name in FAMILIES:
-        try:
-            found = family(name).from_checkpoint(config, tensors)
-        except ArtifactError as error:
-            raise ArtifactError(f"{files[0]} is not read: {error}") from error
-        except torch.OutOfMemoryError:
-            raise
-        except MALFORMED as error:
-            raise ArtifactError(
-                f"{files[0]} looks like one of {name}, and its tensors or its config do not fit "
-                f"together ({brief(error)}); download both again."
-            ) from error
-        if found is not None:
-            return family(name), *found
-    return None
-
-
-def _config(
-    kind: type[Drafter], fields: dict[str, Any], target: PreTrainedModel, source: DrafterSource
-) -> DrafterConfig:
-    """The family's config for a target, with the fields that the checkpoint sets."""
-    text = target.config.get_text_config(decoder=True)
+def _check_sizes(fields: dict[str, Any], text: Any, source: DrafterSource) -> None:
+    """An ArtifactError where the target, by its text config, is of another size than expected."""
     for field, what in (("hidden_size", "hidden size"), ("vocab_size", "vocabulary")):
         found, expected = fields.get(field), getattr(text, field)
         if found is not None and found != expected:
@@ -176,6 +107,22 @@ def _config(
                 f"{source} was trained for a target of {what} {found}, and this one's is "
                 f"{expected}; load the target that it was trained for."
             )
+
+
+def _apart(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, each with memory of its own: pickles may hold one under several names."""
+    seen, found = set[int](), {}
+    for name, tensor in tensors.items():
+        place = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if place in seen else tensor
+        seen.add(place)
+    return found
+
+
+def _config(
+    kind: type[Drafter], fields: dict[str, Any], target: PreTrainedModel, source: DrafterSource
+) -> DrafterConfig:
+    """The family's config for a target, with the fields that the checkpoint sets."""
     config_class: Any = kind.config_class
     options = {field: fields[field] for field in fields if field in config_class.OPTIONS}
     config = config_class.for_target(target, **options)
@@ -184,7 +131,7 @@ def _config(
             setattr(config, field, fields[field])
         except (*MALFORMED, StrictDataclassError) as error:
             raise ArtifactError(
-                f"{source} says {field} {brief(repr(fields[field]), 80)}, which is of another kind "
+                f"it says {field} {brief(repr(fields[field]), 80)}, which is of another kind "
                 "than expected; correct its config.json."
             ) from error
     return config
@@ -204,9 +151,12 @@ def _check_shapes(
         ) from error
     if wrong is not None:
         name, has, wanted = wrong
+        remedy = "its tensors do not fit together: download it again"
+        if wanted == "none":
+            remedy = "it has a part that is not run here: look for a head without it"
         raise ArtifactError(
             f"{source} does not fit as {config.family_name()}: found {name} {has}, expected "
-            f"{wanted}; load the target that it was trained for."
+            f"{wanted}; {remedy}."
         )
 
 
@@ -214,17 +164,16 @@ def _check_model(source: DrafterSource, config: dict[str, Any], files: list[Path
     """Refuse what no family knows, unless it may be a language model."""
     if any(file.name in HEADS and file.name not in (WEIGHTS, PICKLE) for file in files):
         what = f"its {files[0].name} has tensors that no family here knows"
-    elif inside := [key for key in _HEADS_INSIDE if key in config]:
+    elif inside := [key for key in HEADS_INSIDE if key in config]:
         what = f"its config has {inside[0]}, and no weights of such heads were found in safetensors"
-    elif config.get("model_type") not in CONFIG_MAPPING:
+    elif str(config.get("model_type")) not in CONFIG_MAPPING:
         found = f"a {files[0].name} of another kind" if files else "no file of weights"
         what = f"its model type is {config.get('model_type')!r}, with {found}"
     else:
         return
-    known = ", ".join(name for name in FAMILIES if not family(name).weightless)
     raise ArtifactError(
         f"{source} is no drafter that can be read: {what}; expected an artifact of headstart, a "
-        f"language model, or another's checkpoint of one of: {known}."
+        f"language model, or another's checkpoint of one of: {known_families()}."
     )
 
 

@@ -1,6 +1,6 @@
 """What drafters and runtime share: the token tree, the slab cache, one tree forward, sampling."""
 
-from .cache import LayerShape, SlabCache, in_steps
+from .cache import LayerShape, SlabCache, free_bytes, in_steps
 from .errors import (
     ArtifactError,
     DecodingError,
@@ -13,6 +13,7 @@ from .features import FINAL, FeatureTap, OutputLayer, capture, decoder_layers, o
 from .forward import causal_run, prefill_forward, tree_forward, tree_run
 from .masks import AttentionWindows, tree_mask
 from .offload import (
+    current,
     device_and_dtype,
     device_of,
     gathered,
@@ -21,6 +22,7 @@ from .offload import (
     streamed_from,
     weight_of,
 )
+from .packing import PackedLinear, Packing
 from .pretrained import language_model_in, load_pretrained
 from .probe import (
     ATTENTION,

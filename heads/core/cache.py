@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import math
+import operator
 from dataclasses import dataclass
 from functools import cache
 
@@ -20,6 +22,7 @@ SLOT_STEP = 64
 
 _KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 _KERNEL_SIZE = 256
+_made = itertools.count()  # memories of caches, so far
 
 
 def in_steps(slots: int) -> int:
@@ -57,6 +60,14 @@ def no_kernel(
     if size > _KERNEL_SIZE:
         return f"its kernel knows head dimensions to {_KERNEL_SIZE}, found {size}"
     return None
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Memory of a GPU that nothing uses; None for other devices, of which it is not known."""
+    if device.type != "cuda":
+        return None
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused
 
 
 @dataclass(frozen=True)
@@ -128,28 +139,63 @@ class SlabCache(Cache):
         self._slots: dict[torch.device, Tensor] = {}  # the same flattened, for each device
         self._written: list[Tensor] | None = None  # views of the slots, where they are a range
         self._slabs: list[Tensor] = []
+        self._memory: list[Tensor] = []  # of each slab, flat
+        self._made = next(_made)
+        self._capacities: dict[int, int] = {}  # by batch, of the last request of so many rows
         self.reserve(capacity)
 
     def reserve(self, capacity: int) -> None:
         """Grow to at least `capacity` slots a row, keeping what is cached. Never shrinks."""
-        if capacity <= self.capacity:
-            return
-        slabs = []
-        for number, ((device, dtype, (heads, size)), members) in enumerate(self._members.items()):
-            # Zeros, not empty: masked slots are multiplied by zero, and a stray NaN would survive.
-            sizes = len(members), self.batch, capacity, heads, size
-            slab = torch.zeros(sizes, dtype=dtype, device=device)
-            if self._slabs:
-                slab[:, :, : self.capacity] = self._slabs[number]
-            slabs.append(slab)  # [entries, B, S, H, D]
-        self._slabs, self.capacity = slabs, capacity
-        self._rows = [slab.flatten(1, 2) for slab in slabs]  # [entries, B*S, H, D]
-        self._heads = [slab.transpose(2, 3) for slab in slabs]  # [entries, B, H, S, D]
+        if capacity > self.capacity:
+            self._shape(capacity, [slab.clone() for slab in self._slabs])
+
+    def resize(self, batch: int, capacity: int) -> None:
+        """Hold nothing, in `batch` rows of at least `capacity` slots.
+
+        All sizes share one memory, as large as the largest of them, and `batch` rows have the slots
+        that so many rows had before, so that what was captured with them stays good.
+        """
+        if batch != self.batch or capacity > self.capacity:
+            self.batch, self.live = batch, 0
+            self._shape(max(capacity, self._capacities.get(batch, 0)), [])
+        else:
+            self.clear()
+
+    def _shape(self, capacity: int, kept: list[Tensor]) -> None:
+        """Have B rows of `capacity` slots, zeros but for the first slots, which are `kept`."""
+        sizes = [
+            (len(members), self.batch, capacity, heads, size)
+            for (_, _, (heads, size)), members in self._members.items()
+        ]
+        counts = [math.prod(size) for size in sizes]
+        have = [len(memory) for memory in self._memory] or [0] * len(counts)
+        if any(count > had for count, had in zip(counts, have, strict=True)):
+            self._slabs, self._memory = [], []  # given back before more is taken
+            self._views_gone()
+            self._memory = [
+                torch.empty(max(count, had), dtype=dtype, device=device)
+                for count, had, (device, dtype, _) in zip(counts, have, self._members, strict=True)
+            ]
+            self._made = next(_made)
+        self._slabs = [
+            memory[:count].view(size)  # [entries, B, S, H, D]
+            for memory, count, size in zip(self._memory, counts, sizes, strict=True)
+        ]
+        self.clear()
+        for slab, old in zip(self._slabs, kept, strict=False):
+            slab[:, :, : old.shape[2]] = old
+        self.capacity = self._capacities[self.batch] = capacity
+        self._rows = [slab.flatten(1, 2) for slab in self._slabs]  # [entries, B*S, H, D]
+        self._heads = [slab.transpose(2, 3) for slab in self._slabs]  # [entries, B, H, S, D]
         self._flat = [view for slab in self._rows for view in slab.unbind(0)]
         self._full = self._views(0, capacity)
-        numbers = torch.arange(self.batch * capacity, device=self.shapes[0].device)
-        self._numbers = numbers.view(self.batch, capacity)  # [B, S], the flat indices
+        firsts = torch.arange(self.batch, device=self.shapes[0].device) * capacity
+        self._firsts = firsts.unsqueeze(1)  # [B, 1], the flat index of each row's first slot
         self._seen = self._views(0, self.live)
+
+    def _views_gone(self) -> None:
+        self._rows, self._heads, self._flat, self._full, self._seen = [], [], [], [], []
+        self._written = None
 
     def _views(self, first: int, count: int) -> list[Tensor]:
         """Views of slots first … first + count - 1 of every entry, [B, H, count, D] each."""
@@ -157,11 +203,20 @@ class SlabCache(Cache):
 
     @property
     def address(self) -> tuple[int, ...]:
-        """The slabs' shape and memory addresses, which change when they grow."""
-        return self.batch, self.capacity, *(slab.data_ptr() for slab in self._slabs)
+        """The slabs' shape and a number of their memory, which is never another memory's.
+
+        The memory's own address might be, once it has been given back.
+        """
+        return self.batch, self.capacity, self._made
+
+    def bytes_of(self, batch: int, capacity: int) -> int:
+        """How much memory so many rows of so many slots take."""
+        sizes = (math.prod(shape.key) + math.prod(shape.value) for shape in self.shapes)
+        items = (shape.dtype.itemsize for shape in self.shapes)
+        return batch * capacity * sum(map(operator.mul, sizes, items))
 
     def clear(self) -> None:
-        """Overwrite all with zeros; see `reserve` for the reason."""
+        """Overwrite all with zeros: masked slots count as zero times what they hold, a NaN too."""
         for slab in self._slabs:
             slab.zero_()
 
@@ -183,7 +238,7 @@ class SlabCache(Cache):
         if isinstance(slots, range):
             self._flat_slots, self._written = slots, self._views(slots.start, len(slots))
             return
-        self._flat_slots = slots + self._numbers[:, :1] if self.batch > 1 else slots  # [B, N]
+        self._flat_slots = slots + self._firsts if self.batch > 1 else slots  # [B, N]
         flat = self._flat_slots.flatten()
         self._slots = {device: flat.to(device) for device in self._devices}
 
@@ -214,7 +269,8 @@ class SlabCache(Cache):
         """
         slots = self._flat_slots
         if isinstance(slots, range):
-            slots = self._numbers[:, slots.start : slots.stop]
+            numbers = torch.arange(slots.start, slots.stop, device=self._firsts.device)
+            slots = self._firsts + numbers
         for rows in self._rows:  # [entries, B*S, H, D]
             move = plain_move
             if no_kernel(rows.device) is None:

@@ -160,8 +160,14 @@ class OutputLayer:
         return logits if self.vocabulary is None else logits.index_select(-1, self.vocabulary)
 
     def raw(self, hidden: Tensor) -> Tensor:
-        """What the layer alone makes of states [..., D] of any dtype, as in training: [..., V]."""
-        return self.layer(hidden.to(self.layer.weight.dtype))
+        """What the layer alone makes of states [..., D] of any dtype, as in training: [..., V].
+
+        A quantised layer, whose weights are in whole numbers or 8 bits, reads the model's dtype.
+        """
+        dtype = self.layer.weight.dtype
+        if not dtype.is_floating_point or dtype.itemsize < 2:
+            dtype = self.model.dtype
+        return self.layer(hidden.to(dtype))
 
     @cached_property
     def finish(self) -> Callable[[Tensor], Tensor]:

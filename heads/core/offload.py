@@ -7,7 +7,7 @@ reads a weight gets it by `weight_of`.
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -33,6 +33,11 @@ def device_of(module: nn.Module) -> torch.device:
         return weight.device
     hook: Any = first._hf_hook
     return torch.empty(0, device=hook.execution_device).device  # with its index, as weights have it
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """While this lasts, a GPU is the current one: streams, graphs and kernels go by that."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @contextmanager

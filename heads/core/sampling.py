@@ -4,7 +4,8 @@ Random numbers come from a counter: the same (seed, position, token) always give
 There is no generator and so no state: a row decodes alike alone, in any batch, and with any tree.
 """
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -22,12 +23,32 @@ WARPERS = (
 A class is meant by its exact type, here and in `ROWWISE`: what a subclass reads is not known.
 """
 
+
+class Suppressed(LogitsProcessor):
+    """`SuppressTokensLogitsProcessor` by a mask [V], at the same cost for any number of tokens.
+
+    Its list is sorted for every row once it is longer than some fifty tokens.
+    """
+
+    def __init__(self, mask: Tensor):
+        self.mask = mask
+
+    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:  # type: ignore[override]
+        return scores.masked_fill(self.mask, -torch.inf)
+
+
 ROWWISE = (
     *WARPERS, hf.TypicalLogitsWarper, hf.EpsilonLogitsWarper, hf.EtaLogitsWarper,
     hf.TopHLogitsWarper, hf.SuppressTokensLogitsProcessor, hf.InfNanRemoveLogitsProcessor,
-    hf.LogitNormalization,
+    hf.LogitNormalization, Suppressed,
 )  # fmt: skip
 """All processors of transformers that are functions of one row of logits alone."""
+
+NUMBERS: dict[type, str] = {
+    hf.TemperatureLogitsWarper: "temperature", hf.TopPLogitsWarper: "top_p",
+    hf.MinPLogitsWarper: "min_p", hf.RepetitionPenaltyLogitsProcessor: "penalty",
+}  # fmt: skip
+"""The numbers of processors that may as well lie on the device, by the class."""
 
 STATEFUL = (
     hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor,
@@ -97,6 +118,36 @@ def in_stream(numbers: Tensor, stream: Stream) -> Tensor:
     return numbers + (stream << 40) if stream else numbers
 
 
+def read_on_device(
+    processors: LogitsProcessorList | None,
+    vocabulary: int,
+    device: torch.device,
+    keep: Callable[[Hashable, Tensor], Tensor],
+) -> LogitsProcessorList | None:
+    """The same processors with their numbers in tensors, so that a graph serves all of them.
+
+    Args:
+        vocabulary: V.
+        keep: puts a tensor where it stays, by a name.
+    """
+    if processors is None:
+        return None
+    found = LogitsProcessorList()
+    for place, item in enumerate(processors):
+        name = NUMBERS.get(type(item))
+        if name is not None:
+            item = copy.copy(item)
+            number = torch.tensor(float(getattr(item, name)), dtype=torch.float64, device=device)
+            setattr(item, name, keep((place, name), number))
+        elif type(item) is hf.SuppressTokensLogitsProcessor:
+            tokens = item.suppress_tokens.to(device)
+            mask = torch.zeros(vocabulary, dtype=torch.bool, device=device)
+            known = tokens[(tokens >= 0) & (tokens < vocabulary)]
+            item = Suppressed(keep((place, "suppressed"), mask.index_fill_(0, known, True)))
+        found.append(item)
+    return found
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are chosen from the target's logits.
@@ -137,7 +188,7 @@ class Sampling:
         """
         kept = (*STATEFUL, hf.PrefixConstrainedLogitsProcessor)
         return any(
-            type(item).__module__ != hf.__name__ or isinstance(item, kept)
+            type(item).__module__ not in (hf.__name__, __name__) or isinstance(item, kept)
             for item in self.processors or ()
         )
 
@@ -253,7 +304,7 @@ def argmax(scores: Tensor) -> Tensor:
     return token.masked_fill_(best.isnan(), -1)
 
 
-def penalise(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def penalise(scores: Tensor, seen: Tensor, penalty: float | Tensor) -> Tensor:
     """What the repetition penalty (Keskar et al. 2019, arXiv 1909.05858) makes of scores [..., V].
 
     >>> scores, seen = torch.tensor([[3.0, -2.0, 1.0]]), torch.tensor([[True, True, False]])

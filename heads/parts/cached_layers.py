@@ -102,14 +102,23 @@ class CachedLayers:
         if length:
             causal_run(self.model, state.slab, inputs)
 
-    def begin(self, state: DraftCache, count: Tensor, **inputs: Tensor) -> Any:
+    def begin(self, state: DraftCache, count: Tensor, ahead: int = 0, **inputs: Tensor) -> Any:
         """Run what was just committed, [B, A], of which `count` [B] are true tokens of each row.
 
         Padding is cached after the text, where the nodes that are grown from here on overwrite it.
+
+        Args:
+            ahead: how many of the inputs, the last ones of A, follow the row's true tokens in a
+                chain without being committed.
         """
         steps = torch.arange(_length(inputs), device=count.device)
         ancestors = (steps.unsqueeze(1) >= steps).expand(len(count), -1, -1)  # a chain
         depth = (steps + 1).expand(len(count), -1)
+        if ahead:
+            later, rows = steps >= len(steps) - ahead, count.unsqueeze(1)
+            seen = later | (steps < rows)  # [B, A], what those ahead may see
+            ancestors = ancestors & (seen.unsqueeze(1) | ~later.unsqueeze(1))
+            depth = torch.where(later, depth - (len(steps) - ahead) + rows, depth)
         found = self._run(state, inputs, depth, ancestors)
         state.lengths = state.lengths + count
         state.ancestors, state.depth = ancestors[:, :0, :0], depth[:, :0]
@@ -134,6 +143,8 @@ class CachedLayers:
         """Run the last W of G nodes after the committed text; depth [B, G] is 1 at the first."""
         setup, lengths = self.forward_setup, state.lengths
         live = state.reserve(state.longest + depth.shape[1])
+        if setup.windows.tree:
+            live = state.slab.capacity  # lengths are read on the device
         positions = lengths.unsqueeze(1) + depth - 1  # [B, G]
         if setup.limit is not None:
             # Drafts past the limit are of no use; their positions must only be valid ones.
@@ -141,6 +152,11 @@ class CachedLayers:
         return tree_run(
             self.model, state.slab, setup.windows, inputs, lengths, positions, ancestors, live
         )
+
+    @property
+    def needs_length_bound(self) -> bool:
+        """See `Drafter`: masks are as wide as the bound, and tree attention has none."""
+        return not self.forward_setup.windows.tree
 
     @property
     def forward_setup(self) -> ForwardSetup:

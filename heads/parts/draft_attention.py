@@ -31,7 +31,12 @@ Mask = Tensor | BlockMask
 
 
 def depth_mask(
-    at: Tensor, start: Tensor, length: int, added: int, flex: bool | None = None
+    at: Tensor,
+    start: Tensor,
+    length: int,
+    added: int,
+    flex: bool | None = None,
+    past: int = 0,
 ) -> Mask:
     """What W queries a row see of T text keys and of the keys that `added` depths gave each.
 
@@ -40,6 +45,7 @@ def depth_mask(
         start: [B, W], the first one.
         length: T.
         flex: whether as blocks; on a GPU when None.
+        past: how many of the added depths, the first ones, no query sees.
 
     Returns:
         A `BlockMask`, or [B, 1, W, T + added · W] bool.
@@ -51,7 +57,7 @@ def depth_mask(
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         text = (key >= start[row, query]) & (key <= at[row, query])
-        own = (key >= length) & ((key - length) % width == query)
+        own = (key >= length + past * width) & ((key - length) % width == query)
         return text | own
 
     keys = length + added * width
@@ -88,11 +94,14 @@ def _blocks(
 
 
 @contextmanager
-def attention_for(model: PreTrainedModel, mask: Mask | None) -> Iterator[None]:
-    """For one forward, a model's layers attend in the way that the mask is made for."""
+def attention_for(model: PreTrainedModel, mask: Mask | dict[str, Mask] | None) -> Iterator[None]:
+    """For one forward, a model's layers attend in the way that the mask is made for.
+
+    Masks may be given for each type of layer.
+    """
     config: Any = model.config
     own = config._attn_implementation
-    if isinstance(mask, BlockMask):
+    if any(isinstance(m, BlockMask) for m in (mask.values() if isinstance(mask, dict) else [mask])):
         config._attn_implementation = NAME
     try:
         yield

@@ -1,4 +1,8 @@
-"""Layers of a drafter's own: Llama's, in the target's sizes, or some of the target's, copied."""
+"""Layers of a drafter's own: Llama's, in the target's sizes, or some of the target's, copied.
+
+A published head may also have norms of queries and keys, or layers that see a window of the text
+alone: these are Qwen3's layers, with the same names.
+"""
 
 import copy
 import dataclasses
@@ -7,8 +11,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaModel, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    LlamaConfig,
+    LlamaModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3Model,
+)
 
+from ..checkpoint import MOST_PARTS
 from ..core import LayerShape, OptionError, decoder_layers, weight_of
 
 
@@ -29,25 +41,60 @@ def layer_like(target: PreTrainedModel) -> dict[str, Any]:
     }
 
 
-def own_layers(layer: dict[str, Any], count: int = 1) -> tuple[LlamaModel, list[LayerShape]]:
+def like_published(target: PreTrainedModel) -> dict[str, Any]:
+    """The target's own layer, for checkpoints whose layer has the target's config.
+
+    It says what `layer_like` leaves at Llama's defaults: the activation, scaled rotary positions.
+    """
+    text = target.config.get_text_config(decoder=True)
+    rope = dict(getattr(text, "rope_parameters", None) or {})
+    rope.pop("rope_theta", None)
+    layer = layer_like(target)
+    if rope.get("rope_type", "default") != "default":
+        layer |= {"rope_scaling": rope, "max_position_embeddings": text.max_position_embeddings}
+    if (activation := getattr(text, "hidden_act", "silu")) != "silu":
+        layer["hidden_act"] = activation
+    return layer
+
+
+def own_layers(layer: dict[str, Any]) -> tuple[LlamaModel | Qwen3Model, list[LayerShape]]:
     """Decoder layers, read by `inputs_embeds` alone and without a final norm, and what they cache.
 
-    `layer` is as of `layer_like`; it may say more of what `LlamaConfig` knows, and `rope_scaling`.
-    Raises ValueError for what neither knows.
+    `layer` is as of `layer_like`; it may say more of what `LlamaConfig` knows, as the number of
+    layers, `rope_scaling`, `qk_norm` (whether queries and keys are normed in each head), and
+    `sliding_window` with `layer_types`, which say which layers see so many positions alone.
+
+    Raises:
+        ValueError: `layer` has what none of them knows, or far too many layers.
     """
-    known = {"rope_theta", "rope_scaling", *(each.name for each in dataclasses.fields(LlamaConfig))}
-    given = {name: value for name, value in layer.items() if name in known or value is not None}
-    if unknown := sorted(given.keys() - known):
+    known = {"rope_theta", "rope_scaling", "qk_norm", "sliding_window", "layer_types"}
+    known |= {field.name for field in dataclasses.fields(LlamaConfig)}
+    layer = {name: value for name, value in layer.items() if name in known or value is not None}
+    if unknown := sorted(layer.keys() - known):
         raise ValueError(f"layer sets {unknown[0]}, which no Llama layer has")
-    sizes = {name: value for name, value in given.items() if not name.startswith("rope_")}
+    apart = ("qk_norm", "sliding_window", "layer_types", "num_hidden_layers")
+    sizes = {n: v for n, v in layer.items() if not n.startswith("rope_") and n not in apart}
     rope = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
     rope["rope_theta"] = layer["rope_theta"]
-    config = LlamaConfig(
-        **sizes, vocab_size=1, num_hidden_layers=count, rope_parameters=rope,
-        bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    count, window = layer.get("num_hidden_layers", 1), layer.get("sliding_window")
+    if count > MOST_PARTS:
+        raise ValueError(f"layer says {count} layers, expected at most {MOST_PARTS}")
+    sizes |= {
+        "vocab_size": 1, "num_hidden_layers": count, "rope_parameters": rope,
+        "bos_token_id": None, "eos_token_id": None,
+    }  # fmt: skip
+    if window is None and not layer.get("qk_norm"):
+        config: Any = LlamaConfig(**sizes)
+    else:
+        types = layer.get("layer_types") or ["full_attention"] * count
+        config = Qwen3Config(
+            **sizes, use_sliding_window=window is not None, sliding_window=window, layer_types=types
+        )
     config._attn_implementation = "sdpa"
-    model = LlamaModel(config)
+    model = (LlamaModel if isinstance(config, LlamaConfig) else Qwen3Model)(config)
+    if not layer.get("qk_norm") and isinstance(model, Qwen3Model):
+        for each in model.layers:
+            each.self_attn.q_norm = each.self_attn.k_norm = nn.Identity()  # type: ignore[union-attr]
     del model.embed_tokens
     model.norm = nn.Identity()  # type: ignore[assignment]
     cached = layer["num_key_value_heads"], layer["head_dim"]

@@ -1,13 +1,14 @@
 """Bases of drafters: with a trimmed vocabulary, and with the target's embedding as an input."""
 
 from collections.abc import Callable
-from typing import Any, Self, cast
+from typing import Any, Literal, Self, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from ..checkpoint import Found
 from ..core import OptionError, OutputLayer, device_of, offloaded, output_layer, weight_of
 from ..drafter import DrafterConfig, Step
 from ..trainable import DraftLogits, TrainableDrafter
@@ -21,10 +22,13 @@ class VocabularyConfig(DrafterConfig):
         output: `shared` borrows the target's, `own` knows every token, `trimmed` the
             `draft_vocab_size` most frequent ones of the corpus.
         draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
+        embedding: whose embeddings a drafter reads that reads tokens: the target's (`shared`), or
+            `own` ones, which published heads may have and which are not trained here.
     """
 
     output: Any = "shared"
     draft_vocab_size: int = 0
+    embedding: Literal["shared", "own"] = "shared"
 
     @property
     def output_size(self) -> int:
@@ -106,31 +110,75 @@ class TrimmedVocabulary(TrainableDrafter):
         return rows[self.vocabulary.to(rows.device)]
 
 
+def _alike(one: Tensor | None, other: Tensor) -> bool:
+    """Whether two weights are the same, one of them perhaps rounded to the other's dtype."""
+    if one is None or one.shape != other.shape:
+        return False
+    other = other.to(one.device)
+    return torch.equal(one.to(other.dtype), other) or torch.equal(one, other.to(one.dtype))
+
+
 class TokenConditioned(TrimmedVocabulary):
-    """A drafter that reads the drafted tokens, by the target's embedding, beside its feature."""
+    """A drafter that reads the drafted tokens, by the target's embedding, beside its feature.
+
+    Attributes:
+        embed_tokens: embeddings of its own; there only where the config says so.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__(config)
+        if self._own_embedding:
+            rows = self.config.vocab_size
+            self.embed_tokens = nn.Embedding(rows, self._embedding_size).requires_grad_(False)
+
+    @classmethod
+    def completed(cls, found: Found, target: PreTrainedModel) -> Found:
+        """Leave out embeddings, and an output layer, that are the target's own."""
+        known, tensors = super().completed(found, target)
+        for field, name, layer in (
+            ("embedding", "embed_tokens.weight", target.get_input_embeddings()),
+            ("output", "lm_head.weight", output_layer(target)),
+        ):
+            if known.get(field) == "own" and _alike(tensors.get(name), weight_of(layer)):
+                known = {key: value for key, value in known.items() if key != field}
+                tensors = {key: value for key, value in tensors.items() if key != name}
+        return known, tensors
+
+    @property
+    def _own_embedding(self) -> bool:
+        return getattr(self.config, "embedding", "shared") == "own"
+
+    @property
+    def _embedding(self) -> Any:
+        return self.embed_tokens if self._own_embedding else self.target.get_input_embeddings()
+
+    @property
+    def _embedding_size(self) -> int:
+        """D, the width that the drafter needs of embeddings."""
+        return self.config.hidden_size
 
     def bind(self, target: PreTrainedModel) -> Self:
         width = cast(nn.Embedding, target.get_input_embeddings()).embedding_dim
-        if width != self.config.hidden_size:
+        if not self._own_embedding and width != self._embedding_size:
             family = self.config.family_name()
             raise OptionError(
                 f"the target's embedding is {width} wide and its hidden state "
-                f"{self.config.hidden_size}; {family} needs them alike: use another drafter."
+                f"{self._embedding_size}; {family} needs them alike: use another drafter."
             )
         return super().bind(target)
 
     def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
-        return [target.get_input_embeddings(), *super().shared_modules(target)]
+        shared = super().shared_modules(target)
+        return shared if self._own_embedding else [target.get_input_embeddings(), *shared]
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """The target's embeddings of tokens [...], which are never trained: [..., D]."""
-        embedding = self.target.get_input_embeddings()
+        """The embeddings of tokens [...], which are never trained: [..., D]."""
         with torch.no_grad():
-            return embedding(tokens).to(next(self.parameters()))  # its device and dtype
+            return self._embedding(tokens).to(next(self.parameters()))  # its device and dtype
 
     @torch.no_grad()
     def size_of_embeddings(self) -> Tensor:
         """The root mean square of their entries, a scalar: targets differ widely in it."""
-        place = device_of(self.target.get_input_embeddings())
+        place = device_of(self._embedding)
         some = torch.arange(min(4096, self.config.vocab_size), device=place)
         return self.embed(some).square().mean().sqrt().clamp(min=1e-6)

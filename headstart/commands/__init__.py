@@ -6,8 +6,8 @@ is imported inside `run`, so that help and mistakes are answered at once.
 """
 
 COMMANDS = (
-    "quickstart", "recipes", "check", "distill", "train", "runs", "generate", "bench", "plan",
-    "verify-lossless", "convert", "export", "merge", "inspect", "push",
+    "quickstart", "recipes", "check", "distill", "train", "runs", "generate", "chat", "bench",
+    "plan", "verify-lossless", "convert", "export", "merge", "inspect", "push",
     "launch-file",
 )  # fmt: skip
 """Every command in the order of the help; `verify-lossless` is in verify_lossless.py."""

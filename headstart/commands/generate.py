@@ -17,7 +17,6 @@ _CHAT = (
     "the prompt is a user's message, and goes through the tokenizer's chat template; a .jsonl FILE "
     "holds one conversation (messages or turns)"
 )
-_LENGTH = "at most so many (default: 128, or what the target's context has room for)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,22 +25,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: stdin)")
     text.add_argument("--file", metavar="FILE", type=Path, help="read the prompt from a file")
-    add("--max-new-tokens", metavar="N", type=shared.positive, help=_LENGTH)
+    add("--max-new-tokens", metavar="N", type=shared.positive, help=shared.LENGTH)
     add("--chat", action="store_true", help=_CHAT)
     shared.add_sampling_arguments(parser)
-    add("--top-p", metavar="P", type=shared.probability, help="nucleus sampling")
-    add("--top-k", metavar="K", type=shared.positive, help="sample from the K best")
+    shared.add_top_arguments(parser)
+    add("--show", action="store_true", help=shared.SHOW)
 
 
 def run(options: argparse.Namespace) -> int:
     """Read the prompt, load the models and stream what they write."""
-    if options.temperature == 0 and (options.top_p or options.top_k):
-        raise UsageError("--top-p and --top-k choose among samples; give --temperature as well")
+    sampling = shared.sampling(options)
     messages = _read_chat(options) if options.chat else None
     prompt = "" if messages else _read_prompt(options)
     speculator = load_speculator(options)
-    from transformers import TextStreamer
-
+    from headstart.show import ShowStreamer
     from headstart.train.data.documents import render_chat
 
     tokenizer: Any = speculator.tokenizer
@@ -54,18 +51,15 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("the prompt has no token in this model's vocabulary; give another")
     new_tokens = check_length(speculator, inputs.input_ids.shape[1], options.max_new_tokens)
     inputs = inputs.to(speculator.device)
-    names = ("temperature", "top_p", "top_k", "seed") if options.temperature > 0 else ()
-    given = {name: getattr(options, name) for name in names}
-    sampling = {name: value for name, value in given.items() if value is not None}
     started = time.perf_counter()
-    speculator.generate(
-        inputs.input_ids,
-        attention_mask=inputs.attention_mask,
-        max_new_tokens=new_tokens,
-        do_sample=options.temperature > 0,
-        streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
-        **sampling,
-    )
+    with ShowStreamer(tokenizer, coloured=options.show) as streamer:
+        speculator.generate(
+            inputs.input_ids,
+            attention_mask=inputs.attention_mask,
+            max_new_tokens=new_tokens,
+            streamer=streamer,
+            **sampling,
+        )
     stats, seconds = speculator.stats, time.perf_counter() - started
     said = f"no round was needed, {seconds:.2f} s"
     if stats.rounds:

@@ -9,6 +9,9 @@ from headstart.terminal import blank, quiet_stdout
 
 from . import options as shared
 
+_TREE = "draw this tree, by default the artifact's own, with what a plan knows of its nodes"
+_PROMPT = "replay one round after this text: what was drafted, what was accepted, and why"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -16,11 +19,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", metavar="MODEL", help="load this model: does it fit?")
     add("--trust-remote-code", action="store_true", help=shared.TRUST)
     shared.add_json_argument(parser)
+    look = parser.add_argument_group("look at a tree, or at a round of decoding")
+    add = look.add_argument
+    add("--tree", metavar="TREE", nargs="?", const="", help=_TREE)
+    add("--prompt", metavar="TEXT", help=_PROMPT)
+    add("--round", metavar="N", type=shared.positive, default=1, help="which one (default: 1)")
+    add("--rule", metavar="RULE", help=shared.RULE)
+    add("--expansion", metavar="EXPANSION", help=shared.EXPANSION)
+    shared.add_sampling_arguments(look)
+    shared.add_top_arguments(look)
 
 
 def run(options: argparse.Namespace) -> int:
     """Print the description; the status is 1 where it is damaged or does not fit --target."""
     check_name(options.artifact)
+    if options.prompt is not None:
+        from headstart.show.inspected import print_round
+
+        return print_round(options, shared.sampling(options))
+    if options.tree is not None:
+        from headstart.show.inspected import print_tree
+
+        return print_tree(options.artifact, options.tree)
     from headstart.heads.artifacts.source import DrafterSource
     from headstart.reports.description import describe, fits, print_description
     from headstart.reports.tables import to_json

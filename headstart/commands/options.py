@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from headstart.terminal import UsageError
+
 ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
 RECIPE = "a path, a shipped name, or parts joined by +: FAMILY+MODEL+HARDWARE"
 TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
@@ -25,11 +27,11 @@ _TREE = (
     "rank paths; with several drafters one for each, joined by + (default: the artifact's plan or "
     "tree)"
 )
-_RULE = (
+RULE = (
     "how drafted tokens are accepted, e.g. coupled or rejection; an unknown name lists all of them "
     "(default: greedy, or coupled when sampling)"
 )
-_EXPANSION = (
+EXPANSION = (
     "how children are chosen, e.g. topk; an unknown name lists those that the rule takes (default: "
     "what the rule is best with)"
 )
@@ -42,6 +44,13 @@ _PROMPTS = "text, one prompt a line, or JSONL with prompt, messages, turns or te
 _FOLDER = (
     "where weights are written that --max-memory leaves to the disk and that are not read from the "
     "target's own safetensors"
+)
+
+
+LENGTH = "at most so many (default: 128, or what the target's context has room for)"
+SHOW = (
+    "colour accepted draft tokens by the depth at which they were drafted, with figures below; on "
+    "a terminal only"
 )
 
 
@@ -104,8 +113,8 @@ def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) 
     add("--drafter", metavar="ARTIFACT", action="append", help=_DRAFTER)
     add("--allow-pickle", action="store_true", help=PICKLE)
     add("--tree", metavar="TREE", action=action, help=_TREE + more)
-    add("--rule", metavar="RULE", action=action, help=_RULE + more)
-    add("--expansion", metavar="EXPANSION", help=_EXPANSION)
+    add("--rule", metavar="RULE", action=action, help=RULE + more)
+    add("--expansion", metavar="EXPANSION", help=EXPANSION)
     add_placing_arguments(parser)
 
 
@@ -127,11 +136,28 @@ def add_prompt_arguments(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", metavar="N", type=positive, default=128)
 
 
-def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+def add_sampling_arguments(parser: argparse._ActionsContainer) -> None:
     """Temperature and seed."""
     add = parser.add_argument
     add("--temperature", metavar="T", type=temperature, default=0.0, help="0 is greedy (default)")
     add("--seed", metavar="S", type=int, help="makes sampling repeatable")
+
+
+def add_top_arguments(parser: argparse._ActionsContainer) -> None:
+    """Among how many tokens sampling chooses."""
+    parser.add_argument("--top-p", metavar="P", type=probability, help="nucleus sampling")
+    parser.add_argument("--top-k", metavar="K", type=positive, help="sample from the K best")
+
+
+def sampling(options: argparse.Namespace) -> dict[str, Any]:
+    """What `generate` is told of --temperature, --top-p, --top-k and --seed."""
+    if options.temperature == 0:
+        if options.top_p or options.top_k:
+            raise UsageError("--top-p and --top-k choose among samples; give --temperature as well")
+        return {"do_sample": False}
+    names = ("temperature", "top_p", "top_k", "seed")
+    given = {name: getattr(options, name) for name in names}
+    return {"do_sample": True} | {name: v for name, v in given.items() if v is not None}
 
 
 def add_json_argument(parser: argparse.ArgumentParser) -> None:

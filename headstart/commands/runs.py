@@ -85,9 +85,9 @@ def _stage(stage: Any) -> dict[str, Any]:
     return {
         "stage": stage.path.name,
         "state": "current" if stage.current else "kept" if record else "unfinished",
-        "made from": ", ".join(ids.get(reads[name], f"{name} of another run") for name in reads),
+        "made from": [ids.get(reads[name], f"{name} of another run") for name in reads],
         "MB": round(stage.size() / 1e6, 1),
-        "seconds": record.get("seconds", ""),
+        "seconds": round(record["seconds"], 1) if record else "",
         "finished": record.get("finished", ""),
     }
 
@@ -112,7 +112,12 @@ def _print(
     from headstart.reports.tables import column_table, print_apart, titled
 
     names, figures = columns
-    table = column_table(names, figures)
+    table = column_table(names, figures, gap=1)
     for row in rows:
-        table.add_row(*(blank(str(row[column])) for column in (*names, *figures)))
+        table.add_row(*(_cell(row[column]) for column in (*names, *figures)))
     print_apart(titled(sys.stdout, title), table)
+
+
+def _cell(value: Any) -> str:
+    lines = value if isinstance(value, list) else [value]
+    return "\n".join(blank(str(line)) for line in lines)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads import Drafter, TokenTree
+from headstart.heads import Drafter, Step, TokenTree
+from headstart.heads.core import current
 
-from ..graphs import captures_rounds, repeated
+from ..graphs import as_now, captures_rounds, repeated
 from ..target import Target
 from ..trees.static import StaticTree
 from .greedy_text import Tick, Written
@@ -81,12 +82,14 @@ def draft_costs(
     columns = [v[:, -1:].expand(-1, depth + 1, *v.shape[2:]) for v in (features, context)]
     # A count of 0, as for rows that have ended: the work is the same, and the text does not grow.
     none = torch.zeros_like(count)
+    drafter.reserve(state, length, depth + 1 + max(counts))
+    restore = as_now(state)
 
-    def begin(*level: Tensor) -> None:
+    def begin(*level: Tensor) -> Step:
+        restore()  # a graph reads what was there when it was captured, not what another one left
         drafter.reserve(state, length, depth + 1 + max(counts))
-        drafter.begin(state, columns[0], columns[1], none)
-        if level:
-            drafter.extend(state, *level)
+        step = drafter.begin(state, columns[0], columns[1], none)
+        return drafter.extend(state, *level) if level else step
 
     levels = [] if drafter.independent or depth < 2 else list(counts)
     work: dict[int, Call] = {0: begin}
@@ -107,8 +110,9 @@ def _medians(
     work: dict[int, Call], device: torch.device, captured: bool, tick: Tick
 ) -> dict[int, float]:
     """Median milliseconds of each call, timed in turns; replayed as a graph where `captured`."""
-    calls = repeated(device, work) if captured else work
-    return medians(interleaved(calls, device, TURNS, _CALLS, tick, SECONDS))
+    with current(device):
+        calls = repeated(device, work) if captured else work
+        return medians(interleaved(calls, device, TURNS, _CALLS, tick, SECONDS))
 
 
 def _cut(rows: Sequence[Tensor], length: int) -> Tensor:

@@ -29,6 +29,7 @@ class Policy(ABC):
     Attributes:
         nodes: N, the root counted; the same in every round.
         max_depth: D, the deepest level.
+        first_nodes: the number of the first node of each drafter's part; one part here.
         in_place: whether every accepted path already lies in the slots that it is committed to, as
             in a chain.
     """
@@ -36,6 +37,7 @@ class Policy(ABC):
     nodes: int
     max_depth: int
     in_place: bool = False
+    first_nodes: tuple[int, ...] = (1,)
 
     @property
     def label(self) -> str:

@@ -60,7 +60,8 @@ class Union(Policy):
                 f"tree {self.label} is no union; expected two or more trees, each with a node "
                 "beside the root: leave out a drafter that is to propose nothing."
             )
-        self.nodes = 1 + sum(part.nodes - 1 for part in self.parts)
+        *firsts, self.nodes = accumulate((part.nodes - 1 for part in self.parts), initial=1)
+        self.first_nodes = tuple(firsts)
         check_size(self.label, self.nodes)
         self.max_depth = max(part.max_depth for part in self.parts)
         self._static = all(isinstance(part, StaticTree) for part in self.parts)

@@ -6,8 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import attention
 from benchmarks.gpu.attention import main, measure
 from benchmarks.gpu.attention_ways import Layer, Run, Shape, plain, sdpa
+from tests.support.tape import Tape
 
 TOY = "--device cpu --dtype float32 --nodes 1 5 --contexts 70 --groups 1 4 --heads 2 --size 16"
 
@@ -39,6 +41,19 @@ def test_a_way_that_is_wrong_shows() -> None:
     wrong, right = measure(shape, torch.float32, cpu, 1e9, {"wrong": blind, "right": plain}, 1)
     assert wrong.difference is not None and wrong.difference > 1e-2
     assert right.difference == 0
+
+
+def test_what_a_way_has_made_is_there_when_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph knows addresses alone; what the way keeps for itself goes with it."""
+
+    def remembers(layer: Layer) -> Run:
+        own, run = torch.zeros(1), plain(layer)
+        return lambda: run() + own
+
+    shape, cpu, tape = Shape(1, 1, 2, 8, 6, 40), torch.device("cpu"), Tape()
+    monkeypatch.setattr(attention, "capture_on", lambda device: tape)
+    (one,) = measure(shape, torch.float32, cpu, 1e9, {"one": remembers}, 2)
+    assert one.captured and one.reason is None and tape.replayed == 2 and one.difference == 0
 
 
 def test_the_floor_counts_what_is_live() -> None:

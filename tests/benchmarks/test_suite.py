@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,14 +18,19 @@ from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.entries import Entries, write_json
 from benchmarks.gpu.job import PARTS, Job, make_job
 from benchmarks.gpu.machine import machine
+from benchmarks.gpu.paths import Fallback, watched_paths
 from benchmarks.gpu.report import expected, report
 from benchmarks.gpu.report_table import print_suite
 from benchmarks.gpu.scale import SCALES, Scale
 from benchmarks.gpu.thresholds import THRESHOLDS, Limit, Reading, readings
 from benchmarks.gpu.trained import recipe_of
 from headstart.heads import FAMILIES
+from headstart.infer import Speculator
+from headstart.infer.graphs import RoundGraphs
 from headstart.train.recipe import load_recipe
 from tests.support.paths import ROOT
+from tests.support.tape import Tape
+from tests.support.tiny import tiny
 
 RECIPE = ROOT / "benchmarks" / "gpu" / "recipe.yaml"
 COMMAND = ["--device", "cpu", "--size", "toy"]
@@ -129,6 +135,74 @@ def test_what_is_there_is_not_measured_again(
     again = Entries(path, "part", {"size": "toy"}, fresh=False)
     assert again.missing("bad") and not again.missing("good")
     assert Entries(path, "part", {"size": "full"}, fresh=False).missing("good")
+
+
+def test_another_driver_keeps_what_was_carried(tmp_path: Path) -> None:
+    """Machines that are lent differ in it; each entry says which one it was measured with."""
+    path, gpu = tmp_path / "part.json", {"size": "full", "device": "gpu", "driver": "1.0"}
+    Entries(path, "part", gpu, fresh=False).measure("one", lambda: {"value": 1})
+    later = Entries(path, "part", {**gpu, "driver": "2.0"}, fresh=False)
+    assert not later.missing("one")
+    later.measure("two", lambda: {"value": 2})
+    file = json.loads(path.read_text(encoding="utf-8"))
+    drivers = {name: entry["driver"] for name, entry in file["entries"].items()}
+    assert drivers == {"one": "1.0", "two": "2.0"} and file["conditions"]["driver"] == "2.0"
+    other = {**gpu, "device": "another", "driver": "2.0"}
+    assert Entries(path, "part", other, fresh=False).missing("one")
+
+
+def test_a_gpu_is_judged_by_captured_rounds_alone(tmp_path: Path) -> None:
+    """Here they are not, and an entry that says it was on a GPU fails."""
+    path = tmp_path / "part.json"
+    entries = Entries(path, "part", {}, fresh=False)
+    ids = torch.arange(1, 9).view(1, -1)
+
+    def decode(**options: Any) -> dict[str, Any]:
+        speculator = Speculator(tiny("llama"), attention="tree", **options)
+        if speculator.graphs is not None:
+            speculator.graphs = RoundGraphs(Tape())
+        for _ in range(2):
+            speculator.generate(ids, max_new_tokens=12, do_sample=False)
+        return {"value": 1}
+
+    entries.measure("as it is", decode)
+    entries.measure("captured", lambda: decode(graphs=True))
+    found = [entries.file["entries"][name] for name in ("as it is", "captured")]
+    assert [each["captured"] for each in found] == [False, True]
+    assert all(each["tree_attention"] and "error" not in each for each in found)
+    with watched_paths() as paths:
+        decode()
+    paths.on_gpu = True
+    with pytest.raises(Fallback, match="captured no rounds"):
+        paths.check()
+    with watched_paths() as paths:
+        decode(graphs=True)
+    paths.on_gpu = True
+    paths.check()
+    paths.failed.append("out of memory")
+    with pytest.raises(Fallback, match="not captured: out of memory"):
+        paths.check()
+
+
+def test_each_family_has_a_process_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that an error which ends all work of a process costs the others nothing."""
+    lines: list[list[str]] = []
+
+    def run(line: list[str], **_: Any) -> Any:
+        lines.append(line)
+        return SimpleNamespace(returncode=len(lines) % 2)
+
+    monkeypatch.setattr(suite.subprocess, "run", run)
+    (tmp_path / "costs-1b.json").write_text("{}")
+    given: dict[str, Any] = {"output": tmp_path, "fresh": True, "families": ["medusa", "hydra"]}
+    job = replace(make_job(["costs-1b", "report"], "cpu", "toy", **given), device="cuda")
+    report, whole = suite.run_suite(job)
+    assert not whole and not (tmp_path / "costs-1b.json").exists() and report["parts"] == {}
+    assert [line[-2:] for line in lines] == [["--family", "medusa"], ["--family", "hydra"]]
+    assert all("--fresh" not in line and line.count("--part") == 1 for line in lines)
+    assert not replace(job, families=("medusa",)).apart and not replace(job, device="cpu").apart
 
 
 def test_a_failure_costs_the_others_nothing(

@@ -80,7 +80,7 @@ def by_hand(
 ) -> Tensor:  # fmt: skip
     """Logits after true features [T, F], and as many tokens and more, each after the one before."""
     inside = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-    embedding = tiny("llama").model.embed_tokens.weight
+    embedding = tensors["embed_tokens.weight"]
     hidden = features if version == 1 else F.linear(features, tensors["fc.weight"])
     out = hidden
     for end in range(len(features), len(tokens) + 1):
@@ -184,7 +184,16 @@ def test_biases_that_are_missing_are_zero() -> None:
 @pytest.mark.parametrize(
     ("said", "tables", "named"),
     [
-        ({"norm_output": True}, {}, "norm_output"),
+        ({"norm_before_fc": True}, {}, "input_norm.weight is missing"),
+        ({"eagle_config": {"fc_norm": True}}, {}, "fc_norm.0.weight is missing"),
+        ({"embed_requires_grad": True}, {"embed_tokens.weight": None}, "embed_requires_grad"),
+        ({"speculators_model_type": "peagle", "mask_token_id": 3}, {}, "mask_hidden False"),
+        ({}, {"mask_hidden": random(96)}, "mask_token_id None"),
+        ({"layer_types": ["linear_attention"]}, {}, "'linear_attention'"),
+        ({"model_type": "gemma3_text"}, {}, "'gemma3_text'"),
+        ({"partial_rotary_factor": 0.5}, {}, "turn 0.5"),
+        ({"head_dim": 7}, {}, "no whole heads of 7"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 1, 0, 1]}, {}, "not those of 5 layers"),
         ({"num_attention_heads": None}, {}, "num_attention_heads"),
         ({"rope_scaling": {"type": "mrope"}}, {}, "'mrope'"),
         ({}, {"d2t": KEPT.flip(0)}, "contradict each other"),

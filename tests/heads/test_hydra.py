@@ -1,14 +1,16 @@
 """Hydra: the formula, trees, the prefix, what it starts as, checkpoints of others, options."""
 
+import json
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaModel
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from headstart.heads import (
     ArtifactError,
@@ -20,7 +22,7 @@ from headstart.heads import (
 )
 from headstart.heads.hydra import Hydra, HydraConfig
 from tests.support.published_hydra import HEADS, SIZE, public
-from tests.support.tiny import VOCAB, one_line, tiny
+from tests.support.tiny import COMMON, VOCAB, one_line, tiny
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "own": {"output": "own", "layers": 3},
@@ -44,11 +46,11 @@ def hydra(options: str, random: bool = True) -> Hydra:
     return drafter.eval()
 
 
-def prefix_by_hand(weights: dict[str, Tensor], features: Tensor) -> Tensor:
+def prefix_by_hand(weights: dict[str, Tensor], features: Tensor, target: Any = None) -> Tensor:
     """Features [B, T, D] after a one-layer model of transformers with these weights."""
     sizes = {
-        name: getattr(tiny("llama").config, name)
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads",
+        name: getattr((target or tiny("llama")).config, name)
+        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "hidden_act",
                      "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters")
     }  # fmt: skip
     model = LlamaModel(LlamaConfig(**sizes, vocab_size=VOCAB, num_hidden_layers=1)).double()
@@ -153,7 +155,7 @@ def public_logits(
             if name.startswith(start) and "embed_tokens" not in name and "rotary" not in name
         }
         hidden = prefix_by_hand(own, features)
-    embedding, found = tiny("llama").model.embed_tokens.weight, []
+    embedding, found = tensors["input_embed_fn.weight"], []
     for head in range(HEADS):
         seen = [embedding[tokens.roll(-shift, 1)] for shift in range(1, head + 2)]
         states = torch.cat([hidden, *seen], -1)
@@ -185,7 +187,9 @@ def test_a_public_checkpoint_says_what_it_says_there(arch: str, layers: int, sha
     assert translated is not None
     fields, weights = translated
     assert (fields.pop("hidden_size"), fields.pop("vocab_size")) == (SIZE, VOCAB)
-    drafter = Hydra(HydraConfig.for_target(tiny("llama"), **fields)).double().bind(tiny("llama"))
+    assert fields.pop("embedding") == "own"
+    sizes = HydraConfig.for_target(tiny("llama"), **fields).to_dict() | {"embedding": "own"}
+    drafter = Hydra(HydraConfig(**sizes)).double().bind(tiny("llama"))
     drafter.load_state_dict(weights)
     drafter.eval()
     tokens = torch.randint(VOCAB, (2, 7))
@@ -197,6 +201,33 @@ def test_a_public_checkpoint_says_what_it_says_there(arch: str, layers: int, sha
         known = slice(0, 7 - depth)  # beyond, the published roll wraps round
         logits = drafter.draft_logits(depth)(states[depth - 1])
         torch.testing.assert_close(logits[:, known], expected[depth - 1][:, known])
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic", "llama3"])
+@torch.no_grad()
+def test_a_public_prefix_layer_is_one_of_its_target(kind: str, tmp_path: Path) -> None:
+    """Rotary positions are scaled, and the activation is, as the target's config says."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0}
+    if kind == "llama3":
+        rope |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+        rope |= {"original_max_position_embeddings": 16}
+    sizes = {**COMMON, "rope_parameters": rope, "hidden_act": "gelu", "max_position_embeddings": 16}
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes)).double().eval()
+    config, tensors = public("prefix-mlp", 1)
+    tensors["input_embed_fn.weight"] = model.get_input_embeddings().weight.detach()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "hydra_lm_head.safetensors")
+    drafter: Any = load_drafter(tmp_path, model)
+    assert drafter.config.embedding == "shared"  # they are the target's
+    features = torch.randn(1, 12, SIZE, dtype=torch.float64)
+    start = "prefix_embeding_layer."
+    own = {n.removeprefix(start): t for n, t in tensors.items() if n.startswith(start)}
+    own = {n: t for n, t in own.items() if "embed_tokens" not in n and "rotary" not in n}
+    expected = prefix_by_hand(own, features, model)
+    found = drafter.prefix(inputs_embeds=features).last_hidden_state
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    plain = prefix_by_hand(own, features)
+    assert (found - plain).abs().max() > 1e-2, "the control: scaling and activation matter"
 
 
 def test_checkpoints_of_others() -> None:

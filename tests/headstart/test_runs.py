@@ -57,7 +57,7 @@ def test_runs_and_stages_are_listed(runs: Path, capsys: pytest.CaptureFixture[st
     ]  # fmt: skip
     old = next(stage["stage"] for stage in stages if stage["state"] == "kept")
     heads = next(s for s in stages if s["state"] == "current" and s["stage"].startswith("heads"))
-    assert heads["made from"] == old
+    assert heads["made from"] == [old]
     _, table = call(capsys, str(runs / "first"))
     assert "unfinished" in table and old in table
 

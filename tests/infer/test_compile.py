@@ -43,7 +43,7 @@ def pair(name: str | None, tree: str = STATIC, **options: Any) -> tuple[Speculat
     """A speculator that compiles, and one that does not."""
     proposer = None if name is None else drafter(name, "tiny")
     made = {"tree": tree, **options}
-    compiled = Speculator(target("tiny"), proposer, compile=True, **made)
+    compiled = Speculator(target("tiny"), proposer, compile="default", **made)
     return compiled, Speculator(target("tiny"), proposer, **made)
 
 
@@ -73,7 +73,7 @@ def test_windows_that_differ_by_layer() -> None:
     options: dict[str, Any] = {"max_new_tokens": 30, "do_sample": False}
     ids = torch.arange(11).view(1, -1)
     text = model.generate(ids, **options)  # type: ignore[operator]
-    assert torch.equal(Speculator(model, compile=True).generate(ids, **options), text)
+    assert torch.equal(Speculator(model, compile="default").generate(ids, **options), text)
     assert counted() == (1, 0)
 
 
@@ -102,12 +102,12 @@ def test_what_cannot_be_compiled_is_refused() -> None:
         Speculator(target("tiny"), compile="reduce-overhead")
     one_line(caught.value)
     with pytest.raises(OptionError, match="compile with attention='masked'") as caught:
-        Speculator(target("tiny"), compile=True, attention="masked")
+        Speculator(target("tiny"), compile="default", attention="masked")
     one_line(caught.value)
     config = {**COMMON, "num_local_experts": 4, "num_experts_per_tok": 2}
     model: Any = tf.GptOssForCausalLM(tf.GptOssConfig(**config)).eval()
     with pytest.raises(UnsupportedTarget, match=r"s_aux.*: leave compile out") as refused:
-        Speculator(model, compile=True)
+        Speculator(model, compile="default")
     one_line(refused.value)
 
 
@@ -127,6 +127,6 @@ def test_captured_rounds_are_compiled_on_a_gpu() -> None:
     model: Any = copy.deepcopy(tiny("llama")).to("cuda", torch.float32)
     options: dict[str, Any] = {"max_new_tokens": 60, "do_sample": False, "repetition_penalty": 1.3}
     ids = torch.arange(11, device="cuda").view(1, -1)
-    compiled = Speculator(model, compile=True)
+    compiled = Speculator(model, compile="default")
     assert torch.equal(compiled.generate(ids, **options), model.generate(ids, **options))
     assert counted() == (1, 0) and compiled.graphs is not None and compiled.graphs.captures

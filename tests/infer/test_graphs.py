@@ -1,6 +1,7 @@
 """Captured rounds write the text of rounds that run as written; a tape stands in for graphs."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
@@ -8,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as tf
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
 
-from headstart.heads import FAMILIES, DecodingError, Drafter
+from headstart.heads import FAMILIES, DecodingError, Drafter, OptionError, Sampling
+from headstart.heads.core.sampling import ROWWISE, Suppressed
+from headstart.heads.parts import cached_layers
 from headstart.infer import Speculator, graphs, request, runners
 from headstart.infer.graphs import RoundGraphs, addresses
 from headstart.infer.runners import CapturedRunner
 from tests.support.families import LENGTHS, TREES, drafter, target
 from tests.support.tape import NEW, SAMPLED, Tape, decode, on_tape
-from tests.support.tiny import prompts
+from tests.support.tiny import COMMON, one_line, prompts
 
 STATIC = TREES[1]
 
@@ -124,6 +130,57 @@ def test_tree_attention_needs_one_graph() -> None:
         assert tape.taped == buckets
 
 
+def test_a_drafter_that_attends_to_trees_needs_one_graph_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its own lengths are read on the device as well."""
+    true = cached_layers.choose_attention
+    monkeypatch.setattr(cached_layers, "choose_attention", lambda *given: true(*given[:-1], "tree"))
+    student = copy.deepcopy(drafter("draft_model", "tiny"))
+    student._layers._forward_setup = None
+    student.bind(target("tiny"))
+    ours = [Speculator(target("tiny"), student, tree=STATIC, attention="tree") for _ in range(2)]
+    tape, options = on_tape(ours[0]), {"max_new_tokens": 90}
+    assert torch.equal(decode(ours[0], 1, **options), decode(ours[1], 1, **options))
+    assert not student.needs_length_bound and drafter("draft_model", "tiny").needs_length_bound
+    assert tape.taped == 1 and tape.replayed > 10
+
+
+def test_other_numbers_need_no_other_graph() -> None:
+    """Temperature, top-p, min-p, penalty and suppressed tokens are read on the device."""
+    replayed, written, tape = both("medusa")
+    taped = []
+    for turn, many in enumerate((60, 2, 40, 3)):
+        options: dict[str, Any] = SAMPLED | {
+            "temperature": 0.6 + turn / 10, "top_p": 0.9 - turn / 10, "min_p": 0.01 + turn / 100,
+            "repetition_penalty": 1.1 + turn / 10, "suppress_tokens": list(range(many)),
+        }  # fmt: skip
+        text = decode(replayed, **options)
+        assert torch.equal(text, decode(written, **options))
+        assert not torch.isin(text[:, -NEW:], torch.arange(many)).any()
+        taped.append(tape.taped)
+    assert taped[1] == taped[3] > 0 and not replayed.graphs.failed  # type: ignore[union-attr]
+    decode(replayed, **SAMPLED | {"top_k": 9})
+    decode(replayed, **SAMPLED | {"top_k": 9})
+    assert tape.taped > taped[3]  # how many, and which processors there are, is built in
+
+
+def test_a_gpu_with_the_memory_has_space_for_all_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that the cache is never copied, and no round captured anew for it."""
+    monkeypatch.setattr(request, "FIRST_TOKENS", 8)
+    taped = {}
+    for free in (10**9, 10**5):
+        monkeypatch.setattr(request, "free_bytes", lambda device, free=free: free)
+        replayed, written, tape = both("draft_model", attention="tree")
+        options: dict[str, Any] = {"max_new_tokens": 180}
+        assert torch.equal(decode(replayed, 1, **options), decode(written, 1, **options))
+        address = replayed.target.cache.address
+        taped[free] = tape.taped, address[1]
+    assert taped[10**9][0] < taped[10**5][0] and taped[10**9][1] >= 189
+
+
 def test_what_a_drafter_carries_over_matters(monkeypatch: pytest.MonkeyPatch) -> None:
     """A control: were a state left where Python puts it, replayed rounds would draft otherwise."""
     left: list[Any] = []  # alive, so that what a later round makes lies elsewhere
@@ -163,6 +220,36 @@ def test_rows_end_while_the_next_round_runs(monkeypatch: pytest.MonkeyPatch) -> 
             assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
         assert tape.replayed
     assert max(ahead) == 2
+
+
+def test_rows_that_have_ended_hold_nothing_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the first row has ended, rounds run ahead as before, and nothing is put back."""
+    restored, ahead = [], []
+    restore, start = CapturedRunner.restore_ended_rows, CapturedRunner._start_round
+
+    def noted(self: CapturedRunner, count: Any) -> None:
+        restored.append(count)
+        restore(self, count)
+
+    def counted(self: CapturedRunner) -> None:
+        start(self)
+        ahead.append(len(self._started))
+
+    monkeypatch.setattr(CapturedRunner, "restore_ended_rows", noted)
+    monkeypatch.setattr(CapturedRunner, "_start_round", counted)
+    replayed, written, _ = both("medusa")
+    options: dict[str, Any] = {"max_new_tokens": 60}
+    end = int(decode(written, 4, **options)[0, 9 + 1])  # of the first row, soon
+    options["eos_token_id"] = [end]
+    text = decode(written, 4, **options)
+    lasts = sorted(int((row != 0).nonzero().max()) for row in text)
+    assert lasts[0] < lasts[-1] - 20, "a row ends long before another"
+    restored.clear()
+    assert torch.equal(decode(replayed, 4, **options), text)
+    assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+    rounds = len(replayed.stats.counts)
+    # A row's end, and each round after the last free one, is looked at.
+    assert len(restored) <= 12 < rounds and ahead.count(2) > rounds / 2
 
 
 def test_caches_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,6 +319,89 @@ def test_a_round_that_cannot_be_captured() -> None:
         text = decode(replayed)
     assert torch.equal(text, decode(written))
     assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
+
+
+def test_a_kind_that_fails_is_the_only_one() -> None:
+    """Its rounds run as they are written from then on, and all others are captured."""
+    tape, tries = Tape(), list[Any]()
+
+    def capture(work: Callable[[], Any]) -> Callable[[], Any]:
+        tries.append(work)
+        if len(tries) == 1:
+            raise RuntimeError("out of memory")
+        return tape(work)
+
+    rounds = RoundGraphs(capture)
+    value = torch.zeros(1)
+    with pytest.warns(RuntimeWarning, match="out of memory"):
+        for kind in "aaaabbbb":
+            rounds.run(kind, lambda: value.add_(1))
+    assert value.item() == 8 and len(tries) == 2
+    assert rounds.captures and rounds.replayed == 2 and rounds.failed == ["out of memory"]
+
+
+PROCESSORS: dict[type, tuple] = {
+    hf.TemperatureLogitsWarper: (0.7,), hf.TopKLogitsWarper: (9,), hf.TopPLogitsWarper: (0.8,),
+    hf.MinPLogitsWarper: (0.1,), hf.TypicalLogitsWarper: (0.9,), hf.EpsilonLogitsWarper: (0.01,),
+    hf.EtaLogitsWarper: (0.01,), hf.TopHLogitsWarper: (0.5,),
+    hf.SuppressTokensLogitsProcessor: ([3, 4],), hf.InfNanRemoveLogitsProcessor: (),
+    hf.LogitNormalization: (),
+}  # fmt: skip
+
+
+def test_what_waits_for_the_device_is_known_beforehand() -> None:
+    """Of the processors of single rows; what is not known would show as a failed capture."""
+    assert PROCESSORS.keys() | {Suppressed} == set(ROWWISE)
+    for kind, given in PROCESSORS.items():
+        replayed, written, tape = both("medusa", "chain:2")
+        processors = LogitsProcessorList([kind(*given)])
+        options = {"logits_processor": processors, "max_new_tokens": 12} | SAMPLED
+        reason = graphs.never_captured_with(Sampling(None, processors))
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                assert torch.equal(decode(replayed, **options), decode(written, **options))
+        assert replayed.graphs is not None
+        said = [reason] if reason else []
+        assert replayed.graphs.failed == said
+        assert sum("cannot be captured" in str(each.message) for each in told) == len(said)
+        assert (tape.replayed == 0) == bool(reason), kind
+
+
+@pytest.mark.parametrize("kind", ["default", "dynamic", "longrope"])
+def test_rotary_scaling_that_reads_positions_is_known_beforehand(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10_000.0}
+    if kind == "longrope":
+        factors = [1.0] * 4
+        rope |= {"short_factor": factors, "long_factor": factors, "factor": 2.0}
+        rope["original_max_position_embeddings"] = 128
+    elif kind == "dynamic":
+        rope["factor"] = 2.0
+    model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**COMMON, rope_parameters=rope))
+    model = model.double().eval()
+    reason = graphs.never_captured(model)
+    if reason is None:
+        replayed = Speculator(model)
+        tape = on_tape(replayed)
+        assert torch.equal(decode(replayed), decode(Speculator(model)))
+        assert tape.replayed
+    else:
+        assert f"{kind} rotary scaling" in reason
+        with pytest.raises(OptionError, match=f"graphs is True, and {kind}") as caught:
+            Speculator(model, graphs=True)
+        one_line(caught.value)
+    monkeypatch.setattr(graphs.transformers, "__version__", "5.17.0")
+    assert (graphs.never_captured(model) is None) == (kind == "default")
+
+
+def test_a_target_on_several_gpus_is_known_beforehand(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = copy.deepcopy(target("tiny"))
+    model.lm_head.to("meta")
+    assert "spread over cpu and meta" in str(graphs.never_captured(model))
+    monkeypatch.setattr(graphs, "device_of", lambda model: torch.device("cuda"))
+    assert not graphs.captures_rounds(model) and graphs.captures_rounds(target("tiny"))
 
 
 def test_broken_scores_are_found_a_round_later(monkeypatch: pytest.MonkeyPatch) -> None:

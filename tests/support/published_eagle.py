@@ -51,7 +51,10 @@ def published(version: int, prefix: str, trimmed: bool = False) -> dict[str, Ten
 
 DIALECTS: dict[str, tuple[int, str, dict[str, Any], bool]] = {
     "EAGLE-1": (1, "layers.0.", SAID | {"bias": True}, False),
-    "EAGLE-3": (3, "midlayer.", SAID | {"draft_vocab_size": 20}, True),
+    "EAGLE-3": (
+        3, "midlayer.",
+        SAID | {"draft_vocab_size": 20, "eagle_aux_hidden_state_layer_ids": [0, 1, 1]}, True,
+    ),
     "SpecForge": (
         3, "midlayer.", SAID | {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 0, -1]}},
         False,

@@ -1,15 +1,20 @@
 """A CUDA graph for the CPU: operations are recorded once and then repeated on the same addresses.
 
 What a graph cannot do shows here too: no Python runs again, what the host knew is built in, and a
-tensor that the work made anew is written where it lay when it was recorded.
+tensor that the work made anew is written where it lay when it was recorded. Memory that was there
+before is only looked up again, as a graph knows addresses alone: where it is gone by then,
+`DeadMemory` is raised.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from headstart.infer import Speculator
 from headstart.infer.graphs import RoundGraphs
@@ -22,21 +27,85 @@ NEW = 24
 SAMPLED: dict[str, Any] = {"do_sample": True, "top_k": 0, "temperature": 0.8}
 
 
+class DeadMemory(AssertionError):
+    """A replay uses memory that was there when it was recorded, and is gone."""
+
+
+class _Place:
+    """Where a tensor lay: in memory of the record's own, which stays, or in some from outside."""
+
+    def __init__(self, tensor: Tensor, outside: StorageWeakRef | None, what: str):
+        self._own = tensor if outside is None else None
+        self._outside, self._what, self._dtype = outside, what, tensor.dtype
+        self._where = tensor.storage_offset(), tensor.shape, tensor.stride()
+
+    def tensor(self) -> Tensor:
+        """What lies there now."""
+        if self._outside is None:
+            assert self._own is not None
+            return self._own
+        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._outside.cdata)
+        if storage is None:
+            size = tuple(self._where[1])
+            raise DeadMemory(f"{size} of {self._dtype}, which {self._what} uses, is gone")
+        return torch.empty(0, dtype=self._dtype).set_(storage, *self._where)
+
+
+@dataclass
+class _Call:
+    function: Any
+    inputs: list[Any]  # the leaves of arguments, tensors as places
+    form: Any
+    outputs: list[_Place]
+
+    def repeat(self) -> None:
+        leaves = [leaf.tensor() if type(leaf) is _Place else leaf for leaf in self.inputs]
+        args, kwargs = tree_unflatten(leaves, self.form)
+        for place, new in zip(self.outputs, _tensors(self.function(*args, **kwargs)), strict=True):
+            old = place.tensor()
+            if old.data_ptr() != new.data_ptr():
+                old.copy_(new)
+
+
 class _Record(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
-        self.calls: list[tuple[Any, tuple, dict, Any]] = []
+        self.calls: list[_Call] = []
+        self._own: dict[int, Any] = {}  # storages that were made meanwhile, by their addresses
+        self._outside: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
         name = function.overloadpacket.__name__
         # A single number is built into a kernel's call; more of the host's data would be copied.
-        copied = name == "lift_fresh" and args[0].dim() > 0
-        if name in READS or copied:
+        constant = name == "lift_fresh"
+        if name in READS or (constant and args[0].dim() > 0):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        if constant:
+            self._keep(args[0])
+        if _is_view(function):
+            return function(*args, **kwargs)
+        leaves, form = tree_flatten((args, kwargs))
+        inputs = [self._place(leaf, name) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         found = function(*args, **kwargs)
-        self.calls.append((function, args, kwargs, found))
+        for tensor in _tensors(found):
+            self._keep(tensor)
+        outputs = [self._place(tensor, name) for tensor in _tensors(found)]
+        self.calls.append(_Call(function, inputs, form, outputs))
         return found
+
+    def _keep(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._outside:
+            self._own[storage._cdata] = storage
+
+    def _place(self, tensor: Tensor, name: str) -> _Place:
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._own:
+            return _Place(tensor, None, name)
+        if storage._cdata not in self._outside:
+            self._outside[storage._cdata] = StorageWeakRef(storage)
+        return _Place(tensor, self._outside[storage._cdata], name)
 
 
 class Tape:
@@ -50,15 +119,12 @@ class Tape:
         with record:
             work()
         self.taped += 1
-        calls = [call for call in record.calls if not _is_view(call[0])]
+        calls = record.calls
 
         def replay() -> None:
             self.replayed += 1
-            for function, args, kwargs, found in calls:
-                again = function(*args, **kwargs)
-                for old, new in zip(_tensors(found), _tensors(again), strict=True):
-                    if old.data_ptr() != new.data_ptr():
-                        old.copy_(new)
+            for call in calls:
+                call.repeat()
 
         return replay
 

@@ -86,6 +86,12 @@ def plan_run(recipe: Recipe) -> Plan:
             f"distill.chat is template, but the tokenizer of {recipe.target.model} has no chat "
             "template; set distill.chat to plain or auto"
         )
+    if recipe.distill.rounds > 1 and (drafter.adapter is not None or not drafter.trainable):
+        what = "changes the target's text" if drafter.adapter is not None else "does not learn"
+        raise CheckError(
+            f"distill.rounds is {recipe.distill.rounds}, but a {recipe.drafter.family} drafter, "
+            f"which would write the later ones, {what}; set distill.rounds=1"
+        )
     _check_tree(recipe, drafter)
     _check_lengths(recipe, target, drafter)
     return Plan(target, drafter, tokenizer)

@@ -25,11 +25,13 @@ from .documents import Document
 from .prefixes import chat_renderer
 from .training_rows import Row, Rows, is_whole, write_shard
 from .writers import make_writer
+from .writers.drafting import CHOICE
 from .writers.units import Counts, Writer
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+ROUNDS = "rounds"  # a folder beside the shards, with one for each round
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,8 @@ def distill(
     progress: bool = True,
     chat: Chat | None = None,
     name: str = "",
+    shards: range | None = None,
+    choice: Path | None = None,
 ) -> Pace:
     """Write those of the missing shards that are this process's into `folder`.
 
@@ -62,15 +66,17 @@ def distill(
     Args:
         target: the model, or what loads it, which is called only where the model is needed.
         name: the target's, which a server is asked for.
+        shards: the numbers of those that are written; all by default.
+        choice: the folder in which the choice of a drafter is kept; `folder` by default.
 
     Raises:
         DistillError: no document gives a prompt, rows are longer than the target's context, the
             template refuses a chat, or the server does not answer.
     """
-    writer = make_writer(spec, target, tokenizer, documents, folder, seed, chat, name)
+    writer = make_writer(spec, target, tokenizer, documents, choice or folder, seed, chat, name)
     writer.choose()
     # By number, not by place among the missing shards: the processes look at different moments.
-    numbers = range(rank, spec.shards, world)
+    numbers = [k for k in shards or range(spec.shards) if k % world == rank]
     own = [k for k in numbers if not is_whole(shard_path(folder, k, spec.shards))]
     for shard in set(numbers).difference(own):  # a kill may have come just before this
         writer.done(shard_units(writer.units, spec.shards, shard))
@@ -160,11 +166,12 @@ def write_manifest(
     """
     counts = summary(spec, folder)
     speed = pace.tokens / pace.seconds if pace.tokens else 0.0
-    drafting = folder / "drafting.json"
+    choices = [folder / CHOICE, *sorted(folder.glob(f"{ROUNDS}/*/{CHOICE}"))]
+    drafting = [json.loads(path.read_text()) for path in choices if path.exists()]
     manifest = {
         "counts": counts,
         "writer": spec.writer,
-        "drafting": json.loads(drafting.read_text()) if drafting.exists() else None,
+        "drafting": drafting,  # of each round in which there was a drafter
         "target": name,
         "target_fingerprint": None if target is None else fingerprint(target),
         "tokenizer_hash": tokenizer_hash(tokenizer),

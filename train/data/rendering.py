@@ -16,18 +16,21 @@ from __future__ import annotations
 import datetime
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..recipe import Chat
 from .documents import ChatTemplateError, Message, apply_template, plain_chat
+from .tokenising import Encoder, Text
 
 Tools = list[Any] | None
 """What a template is told of tools: JSON schemas."""
+Ids = Sequence[int] | np.ndarray
 
 _ANSWER = "\u2063answer\u2063"  # stands for an answer where its end is looked for
 _MARKS = re.compile(r"\{%-?\s*generation\b")
@@ -44,8 +47,8 @@ class Rendered:
         answers: the first token of each answer, and the one after its last.
     """
 
-    tokens: list[int]
-    supervised: list[bool]
+    tokens: np.ndarray  # [L] int32
+    supervised: np.ndarray  # [L] bool
     answers: list[tuple[int, int]]
 
     def cut(self, length: int) -> Rendered:
@@ -56,13 +59,13 @@ class Rendered:
 
     def last(self) -> Rendered:
         """The same row with its last answer alone supervised."""
-        first = self.answers[-1][0]
-        mask = [on and at >= first for at, on in enumerate(self.supervised)]
+        mask = self.supervised.copy()
+        mask[: self.answers[-1][0]] = False
         return Rendered(self.tokens, mask, self.answers[-1:])
 
 
 @dataclass(frozen=True)
-class _Turn:
+class Turn:
     """An answer before it is tokenised."""
 
     prompt: str
@@ -72,7 +75,7 @@ class _Turn:
 
 
 def add_answer(
-    rows: list[Rendered], prompt: list[int], answer: list[int], marked: list[bool] | None = None
+    rows: list[Rendered], prompt: Ids, answer: Ids, marked: Sequence[bool] | None = None
 ) -> None:
     """Add an answer to the last row where its prompt begins exactly with that, else in a new row.
 
@@ -80,17 +83,18 @@ def add_answer(
         marked: for each token of both, whether a template marks it to be trained on; the end of the
             answer is trained on in any case. All of it, when None.
     """
-    before = rows[-1] if rows and prompt[: len(rows[-1].tokens)] == rows[-1].tokens else None
-    earlier = before.supervised if before else []
-    between = [False] * (len(prompt) - len(earlier))
-    taught = [True] * len(answer) if marked is None else [*marked[len(prompt) : -1], True]
-    place = len(prompt), len(prompt) + len(answer)
-    answers = [*before.answers, place] if before else [place]
-    row = Rendered([*prompt, *answer], [*earlier, *between, *taught], answers)
-    if before:
-        rows[-1] = row
+    tokens = np.concatenate([prompt, answer]).astype(np.int32)
+    first, taught = len(prompt), np.ones(len(tokens), bool)
+    if marked is not None:
+        taught[first:-1] = marked[first:-1]
+    taught[:first] = False
+    before = rows[-1] if rows else None
+    if before is not None and np.array_equal(tokens[: len(before.tokens)], before.tokens):
+        taught[: len(before.tokens)] = before.supervised
+        answers = rows.pop().answers
     else:
-        rows.append(row)
+        answers = []
+    rows.append(Rendered(tokens, taught, [*answers, (first, len(tokens))]))
 
 
 class ChatRenderer:
@@ -112,6 +116,7 @@ class ChatRenderer:
                 "distill.chat is template, but the tokenizer has none; set it to plain or auto."
             )
         self.plain = how == "plain" or not tokenizer.chat_template
+        self.encoder = Encoder(tokenizer)
         date = datetime.date.fromisoformat(self.chat.date)
         self.template = None if self.plain else self._on(date)
         self._options = {"date_string": date.strftime("%d %b %Y")} | self.chat.template_kwargs
@@ -151,7 +156,7 @@ class ChatRenderer:
 
     def encode(self, text: str) -> list[int]:
         """The ids of rendered text; a template writes the special tokens itself."""
-        return self.tokenizer(text, add_special_tokens=self.plain, verbose=False)["input_ids"]
+        return self.encoder([(text, self.plain)])[0].tolist()
 
     def text(self, messages: Sequence[Message], prompt: bool = False, tools: Tools = None) -> str:
         """A chat as text; with `prompt`, up to where the answer begins.
@@ -193,44 +198,47 @@ class ChatRenderer:
         Raises:
             ChatTemplateError: the template refuses a chat's roles, or drops what it is to teach.
         """
-        turns = [self._turns(messages, tools, open_end) for messages, tools in chats]
-        texts = [text for each in turns for turn in each for text in (turn.prompt, turn.whole)]
-        ids = iter(self.encode_all(texts))
-        found = []
-        for each in turns:
-            rows: list[Rendered] = []
-            for turn in each:
-                prompt, whole = next(ids), next(ids)
-                if whole[: len(prompt)] == prompt:
-                    answer = whole[len(prompt) :]
-                else:  # a token would cross the prompt's end, where no model writes one
-                    answer = self._alone(turn.whole[len(turn.prompt) :])
-                add_answer(rows, prompt, answer, self._marked(turn, prompt + answer))
-            found.append(rows)
-        return found
+        turns = [self.turns(messages, tools, open_end) for messages, tools in chats]
+        ids = iter(self.encoder([text for each in turns for text in self.turn_texts(each)]))
+        return [self.rows_from(each, ids) for each in turns]
 
-    def encode_all(self, texts: list[str]) -> list[list[int]]:
-        """As `encode`, of several texts at once."""
-        if not texts:
-            return []
-        return self.tokenizer(texts, add_special_tokens=self.plain, verbose=False)["input_ids"]
+    def turn_texts(self, turns: Iterable[Turn]) -> list[Text]:
+        """What `rows_from` needs the ids of; a template writes the special tokens itself."""
+        return [(text, self.plain) for turn in turns for text in (turn.prompt, turn.whole)]
 
-    def _alone(self, answer: str) -> list[int]:
+    def rows_from(self, turns: Sequence[Turn], ids: Iterator[np.ndarray]) -> list[Rendered]:
+        """The rows of a chat's `turns`, given the ids of their `turn_texts`."""
+        rows: list[Rendered] = []
+        for turn in turns:
+            prompt, whole = next(ids), next(ids)
+            if np.array_equal(whole[: len(prompt)], prompt):
+                answer = whole[len(prompt) :]
+            else:  # a token would cross the prompt's end, where no model writes one
+                answer = self._alone(turn.whole[len(turn.prompt) :])
+            add_answer(rows, prompt, answer, self._marked(turn, prompt, answer))
+        return rows
+
+    def _alone(self, answer: str) -> Ids:
         """The ids of an answer that a token of a kind of its own stands before."""
         before = self.tokenizer.eos_token
         if before is None:
             return self.tokenizer(answer, add_special_tokens=False)["input_ids"]
         return self.tokenizer(f"{before}{answer}", add_special_tokens=False)["input_ids"][1:]
 
-    def _turns(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> list[_Turn]:
-        """The answers, each with the prompt before it. Answers before any question are left out."""
+    def turns(
+        self, messages: Sequence[Message], tools: Tools = None, open_end: bool = False
+    ) -> list[Turn]:
+        """The answers, each with the prompt before it. Answers before any question are left out.
+
+        Raises ChatTemplateError as `rows_of` does.
+        """
         asked = next((at for at, m in enumerate(messages) if m["role"] == "user"), len(messages))
         places = [at for at, m in enumerate(messages) if m["role"] == "assistant" and at > asked]
         return [
             self._turn(messages[: at + 1], tools, open_end and at == places[-1]) for at in places
         ]
 
-    def _turn(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> _Turn:
+    def _turn(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> Turn:
         """The last answer of a chat, to the end of its end-of-turn token."""
         prompt, text = self.text(messages[:-1], True, tools), self.text(messages, False, tools)
         tail, end = self._tail
@@ -246,7 +254,7 @@ class ChatRenderer:
         end = "" if open_end else end
         text = text[: len(text) - len(tail)] + end
         if text.startswith(prompt):
-            return _Turn(prompt, text, self.whole(messages), tools)
+            return Turn(prompt, text, self.whole(messages), tools)
         rest = _after(prompt, messages[-1]["content"])
         if rest is None:
             raise ChatTemplateError(
@@ -254,14 +262,14 @@ class ChatRenderer:
                 "(thinking that this chat does not hold?); set chat.template_kwargs, such as "
                 "{enable_thinking: false}, or distill.chat=plain, or distill.writer=own"
             )
-        return _Turn(prompt, prompt + rest + end, None, tools)
+        return Turn(prompt, prompt + rest + end, None, tools)
 
-    def _marked(self, turn: _Turn, ids: list[int]) -> list[bool] | None:
-        """For each of `ids`, whether a `{% generation %}` block holds it; None without one."""
+    def _marked(self, turn: Turn, prompt: Ids, answer: Ids) -> list[bool] | None:
+        """For each of the ids, whether a `{% generation %}` block holds it; None without one."""
         if self.template is None or turn.messages is None or not _MARKS.search(self.template):
             return None
         how = {"return_dict": True, "return_assistant_tokens_mask": True}
-        found = self._apply(turn.messages, turn.tools, **how)
+        found, ids = self._apply(turn.messages, turn.tools, **how), [*prompt, *answer]
         same = found["input_ids"][: len(ids)] == ids
         return [bool(on) for on in found["assistant_masks"][: len(ids)]] if same else None
 

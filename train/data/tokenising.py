@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import io
+import itertools
+import re
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, overload
+from dataclasses import dataclass
+from typing import Any, TypeVar, overload
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 _TOGETHER = 1 << 20  # characters that are tokenised at once
 _IN_MEMORY = 1 << 24  # bytes of ids; more are kept in a file without a name
+
+Given = TypeVar("Given")
+Made = TypeVar("Made")
 
 Text = tuple[str, bool]
 """A text, and whether the tokenizer adds its special tokens."""
@@ -55,6 +61,85 @@ class Ragged(Sequence[np.ndarray]):
         return [row.tolist() for row in self]
 
 
+class Encoder:
+    """The ids of texts as a tokenizer gives them, of many texts at once.
+
+    What stands between two tokens that the tokenizer has as a whole, such as `<|im_end|>`, it
+    tokenises apart from the rest. So a tokenizer of the `tokenizers` library is given such parts,
+    each with the whole token before it, and equal ones of a call once: the prompts of one chat
+    share all but their last turns.
+
+        <s>Hi<|end|>Ho<|end|>       three parts: `<s>Hi`, `<|end|>Ho` and `<|end|>`
+
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        self.tokenizer = tokenizer
+        own = getattr(type(tokenizer), "_encode_plus", None)
+        self.backend: Any = None  # of the `tokenizers` library, where it is called directly
+        if own is PreTrainedTokenizerFast._encode_plus:
+            self.backend = tokenizer.backend_tokenizer
+            self.whole = _whole_tokens(self.backend)
+
+    def __call__(self, texts: Sequence[Text]) -> list[np.ndarray]:
+        """The ids of each text, [L] int32."""
+        found: list[Any] = [None] * len(texts)
+        for special in {special for _, special in texts}:
+            places = [at for at, (_, kind) in enumerate(texts) if kind is special]
+            rows = self._alike([texts[at][0] for at in places], special)
+            for place, row in zip(places, rows, strict=True):
+                found[place] = row
+        return found
+
+    def _alike(self, texts: list[str], special: bool) -> list[np.ndarray]:
+        tokenizer: Any = self.tokenizer
+        if self.backend is None:
+            rows = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
+            return [np.array(row, np.int32) for row in rows]
+        if special or self.whole is None:
+            return self._each(texts, special)
+        parts = [self.whole.parts(text) for text in texts]
+        distinct = list(dict.fromkeys(part for each in parts for part in each))
+        ids = dict(zip(distinct, self._each(distinct, special), strict=True))
+        return [np.concatenate([ids[part] for part in each]) for each in parts]
+
+    def _each(self, texts: list[str], special: bool) -> list[np.ndarray]:
+        self.tokenizer([""])  # turns truncation and padding off, as it does before each batch
+        found = self.backend.encode_batch_fast(texts, add_special_tokens=special)
+        return [np.array(encoding.ids, np.int32) for encoding in found]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """The tokens that are found in a text before all else, and those of them to cut before."""
+
+    pattern: re.Pattern[str]
+    cut: frozenset[str]
+
+    def parts(self, text: str) -> list[str]:
+        """A text's parts, each with the token before which it is cut; one of an empty text."""
+        found = [match.start() for match in self.pattern.finditer(text) if match[0] in self.cut]
+        places = itertools.pairwise([0, *found, len(text)])
+        return [text[start:end] for start, end in places if end > start or not text]
+
+
+def _whole_tokens(backend: Any) -> _Whole | None:
+    """None where a text is not cut.
+
+    Tokens that are looked for in normalized text, that want to be words of their own, or that take
+    the spaces before them depend on what stands there, and are not cut before.
+    """
+    known = [token for token in backend.get_added_tokens_decoder().values() if token.content]
+    known = [token for token in known if not token.normalized]
+    spaces = any(token.content[0].isspace() for token in known)
+    if backend.encode_special_tokens or (spaces and any(token.rstrip for token in known)):
+        return None
+    cut = frozenset(t.content for t in known if not (t.lstrip or t.single_word))
+    # Where several begin at a place, the tokenizer finds the longest.
+    contents = sorted((token.content for token in known), key=len, reverse=True)
+    return _Whole(re.compile("|".join(map(re.escape, contents))), cut) if cut else None
+
+
 def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Ragged:
     """The token ids of texts, which are read one by one.
 
@@ -80,14 +165,20 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Ragge
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Iterator[np.ndarray]:
+    batches = made_ahead(Encoder(tokenizer), _together(texts))
+    return itertools.chain.from_iterable(batches)
+
+
+def made_ahead(make: Callable[[Given], Made], given: Iterable[Given]) -> Iterator[Made]:
+    """`make` of each item, in order, in a thread of its own while the next items are read."""
     with ThreadPoolExecutor(1) as pool:
-        due: deque[Future[list[np.ndarray]]] = deque()
-        for batch in _together(texts):
-            due.append(pool.submit(_encode, tokenizer, batch))
+        due: deque[Future[Made]] = deque()
+        for item in given:
+            due.append(pool.submit(make, item))
             if len(due) > 1:
-                yield from due.popleft().result()
-        for batch in due:
-            yield from batch.result()
+                yield due.popleft().result()
+        for made in due:
+            yield made.result()
 
 
 def _together(texts: Iterable[Text]) -> Iterator[list[Text]]:
@@ -101,24 +192,3 @@ def _together(texts: Iterable[Text]) -> Iterator[list[Text]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, batch: list[Text]) -> list[np.ndarray]:
-    found: list[Any] = [None] * len(batch)
-    for special in {special for _, special in batch}:
-        places = [i for i, (_, kind) in enumerate(batch) if kind is special]
-        rows = _ids(tokenizer, [batch[i][0] for i in places], special)
-        for place, row in zip(places, rows, strict=True):
-            found[place] = np.array(row, np.int32)
-    return found
-
-
-def _ids(tokenizer: Any, texts: list[str], special: bool) -> Iterator[list[int]]:
-    """Each text's ids. Those of a whole batch, as lists of Python's integers, would be 28 bytes."""
-    own = getattr(type(tokenizer), "_encode_plus", None)
-    if own is not PreTrainedTokenizerFast._encode_plus:
-        yield from tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
-        return
-    tokenizer([""])  # turns truncation and padding off, as it does before each of its batches
-    for encoding in tokenizer.backend_tokenizer.encode_batch(texts, add_special_tokens=special):
-        yield encoding.ids

@@ -10,7 +10,7 @@ import torch
 from headstart.heads import OptionError, TrainableDrafter
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
 
-_LIKE = ("feature_layers", "layer", "norm_before_residual")
+_LIKE = ("feature_layers", "layer", "norm_before_residual", "norm_output")
 """Settings of a config that weights were trained for, though their shapes do not show them."""
 
 

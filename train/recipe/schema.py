@@ -173,10 +173,24 @@ class Distill:
     # Hub name, or lookup
     drafter: str | None = None
     use_drafter: str = one_of("where_faster", "always")  # than plain decoding, in a short trial
+    # writer own: between rounds, each of as many shards, a drafter learns from the rows so far, and
+    # the next round is sped up by it; the text is the same
+    rounds: int = number(1, ge=1, le=1000)
+    round_steps: int | None = positive(None)  # null: train.max_steps ÷ rounds
     shards: int = number(8, ge=1, le=100_000)
     max_seconds: float | None = positive(None)
 
     def __post_init__(self) -> None:
+        if self.rounds > 1 and self.writer != "own":
+            raise RecipeError(
+                f"distill.rounds: found {self.rounds} with the writer {self.writer}, which no "
+                "drafter speeds up; expected 1, or distill.writer=own"
+            )
+        if self.rounds > self.shards:
+            raise RecipeError(
+                f"distill.rounds: found {self.rounds} and {self.shards} shards; expected a shard a "
+                "round at least: raise distill.shards"
+            )
         if self.writer == "openai" and self.openai is None:
             raise RecipeError(
                 "distill.openai: the writer is openai, and no server is named; set "

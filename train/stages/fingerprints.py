@@ -15,6 +15,7 @@ from headstart.heads.core.files import write_atomically, writing
 NOT_DECIDING = frozenset({
     # how much is done at once, or where; results agree but for rounding
     "distill.batch_size", "distill.shards", "distill.drafter", "distill.use_drafter",
+    "distill.rounds", "distill.round_steps",
     "distill.openai.url", "distill.openai.api_key_env", "distill.openai.concurrency",
     "distill.openai.retries", "distill.openai.timeout",
     "train.feature_cache_mb", "train.dataloader_workers", "train.compile",

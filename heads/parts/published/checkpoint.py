@@ -24,19 +24,21 @@ def cannot_be_written(engine: str, reason: str, remedy: str) -> ArtifactError:
 
 
 def llama_config(drafter: Any, layer: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a Llama of one layer, as engines read that of a drafter's.
+    """The config of a Llama of the drafter's layers, or of a Qwen3 where it has that model's norms.
 
     Args:
         drafter: bound, so that vocabulary, positions and token ids are its target's.
         layer: see `layer_like`.
     """
     target = drafter.target.config.get_text_config(decoder=True)
-    sizes = {name: layer[name] for name in layer if not name.startswith("rope_")}
+    sizes = {n: layer[n] for n in layer if not n.startswith("rope_") and n != "qk_norm"}
+    if window := layer.get("sliding_window"):
+        sizes |= {"use_sliding_window": True, "sliding_window": window}
     return {
-        "model_type": "llama",
+        "model_type": "qwen3" if layer.get("qk_norm") else "llama",
         "hidden_act": "silu",
-        **sizes,
         "num_hidden_layers": 1,
+        **sizes,
         "vocab_size": drafter.config.vocab_size,
         "max_position_embeddings": target.max_position_embeddings,
         "rope_theta": layer["rope_theta"],

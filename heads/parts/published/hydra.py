@@ -13,20 +13,25 @@ from torch import Tensor
 
 from ...checkpoint import Found
 from ...core import ArtifactError, output_layer, weight_of
+from ..own_layers import like_published
 from .checkpoint import Checkpoint, cannot_be_written
 
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.((?:linear|res_connection)\.(?:weight|bias))")
 _OUTPUT = re.compile(r"hydra_lm_head\.(\d+)\.(?:1\.)?(weight|bias)")
-_BORROWED = re.compile(r"input_embed_fn\.weight|.*\.embed_tokens\.weight|.*\.rotary_emb\..*")
-"""Names in a checkpoint of the authors; the last are the target's, or follow from its config."""
+_UNUSED = re.compile(r"prefix_embeding_layer\.embed_tokens\.weight|.*\.rotary_emb\..*")
+"""Names in a checkpoint of the authors; the last are never read, or follow from a config."""
+
+_INSIDE = "hydra_head."  # what the names of heads begin with in a whole model's weights
 
 
 def hydra(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     """The authors' heads, with or without the prefix; see `StoredDrafter.from_checkpoint`.
 
     The blocks after a head's first are one under several names, of which a file may hold one alone;
-    here they are copies.
+    here they are copies. The prefix layer has the target's own config.
     """
+    if inside := [name for name in tensors if name.startswith(_INSIDE)]:
+        tensors = {name.removeprefix(_INSIDE): tensors[name] for name in inside}
     if not any(name.startswith("hydra_mlp.") for name in tensors):
         return None
     arch, offset = config.get("hydra_head_arch", "mlp"), config.get("hidden_state_offset", 0)
@@ -44,7 +49,9 @@ def hydra(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
             found[f"mlp.{head}.{int(place) // (2 if prefix else 1)}.{part}"] = tensor
         elif output := _OUTPUT.fullmatch(name):
             found[f"output.{output[1]}.{output[2]}"] = tensor
-        elif not _BORROWED.fullmatch(name):
+        elif name == "input_embed_fn.weight":
+            found["embed_tokens.weight"] = tensor
+        elif not _UNUSED.fullmatch(name):
             found[name.replace("prefix_embeding_layer.", "prefix.")] = tensor
     heads = sum(name.endswith(".res_connection.weight") for name in found)
     layers = sum(re.fullmatch(r"mlp\.0\.\d+\.linear\.weight", name) is not None for name in found)
@@ -53,7 +60,8 @@ def hydra(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     for head, layer, part in product(range(heads), range(2, layers), ("weight", "bias")):
         if (second := found.get(f"mlp.{head}.1.linear.{part}")) is not None:
             found[f"mlp.{head}.{layer}.linear.{part}"] = second.clone()
-    known = {"heads": heads, "layers": layers, "prefix": prefix, "output": "own"}
+    known: dict[str, Any] = {"heads": heads, "layers": layers, "prefix": prefix}
+    known |= {"output": "own", "embedding": "own" if "embed_tokens.weight" in found else "shared"}
     if (output := found.get("output.0.weight")) is not None:
         known |= {"vocab_size": output.shape[0], "hidden_size": output.shape[1]}
     return known, found
@@ -62,6 +70,11 @@ def hydra(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
 def _write_hydra(drafter: Any) -> Checkpoint:
     """A Hydra drafter by its authors' names; with the target's output layer, if that is shared."""
     own, found = drafter.config, dict(drafter.state_dict())
+    if own.prefix and own.layer != like_published(drafter.target):
+        raise cannot_be_written(
+            "the authors' code", "its prefix layer has other settings than its target's layers",
+            "train it again: a new one has the target's",
+        )  # fmt: skip
     if own.draft_vocab_size:
         raise cannot_be_written(
             "the authors' code", f"it knows {own.draft_vocab_size} of {own.vocab_size} tokens",
@@ -90,6 +103,8 @@ def _write_hydra(drafter: Any) -> Checkpoint:
         tensors[f"{name}.weight"] = found.get(f"output.{head}.weight", shared)
         none = shared.new_zeros(own.vocab_size)
         tensors[f"{name}.bias"] = found.get(f"output.{head}.bias", none)
+    if own.embedding == "own":
+        tensors["input_embed_fn.weight"] = found["embed_tokens.weight"]
     for name, tensor in found.items():
         if name.startswith("prefix."):
             tensors[name.replace("prefix.", "prefix_embeding_layer.", 1)] = tensor

@@ -5,7 +5,7 @@ counts it by one of them:
 
     counted by          where
     the layer's input   `feature_layers` here; vLLM's and speculators' `eagle_aux_hidden_state_
-                        layer_ids` at the top of a config
+                        layer_ids` or `aux_hidden_state_layer_ids` at the top of a config
     the layer's output  `eagle_config.eagle_aux_hidden_state_layer_ids`, as SpecForge writes and
                         SGLang reads it; `target_layer_ids` of block drafters
 """
@@ -13,7 +13,10 @@ counts it by one of them:
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...core import FINAL, ArtifactError
+
 _AUX = "eagle_aux_hidden_state_layer_ids"
+_INPUTS, _OUTPUTS = (_AUX, "aux_hidden_state_layer_ids"), (_AUX, "target_layer_ids")
 
 
 def read_layer_ids(config: Mapping[str, Any]) -> list[int]:
@@ -22,8 +25,37 @@ def read_layer_ids(config: Mapping[str, Any]) -> list[int]:
     >>> read_layer_ids({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 15, 28]}})
     [2, 16, 29]
     """
-    outputs = (config.get("eagle_config") or {}).get(_AUX) or []
-    return list(config.get(_AUX) or [layer + 1 for layer in outputs])
+    if inputs := next((config[key] for key in _INPUTS if config.get(key)), None):
+        return list(inputs)
+    inner = config.get("eagle_config") or {}
+    outputs = next((inner[key] for key in _OUTPUTS if inner.get(key)), [])
+    return [layer + 1 for layer in outputs or config.get("target_layer_ids") or []]
+
+
+def published_layers(count: int) -> list[int]:
+    """The layers whose input EAGLE-3's authors read of a target of so many layers.
+
+    Raises:
+        ArtifactError: the target is too small to have them.
+    """
+    layers = [2, count // 2, count - 3]
+    if count < 3:
+        raise ArtifactError(
+            f"its config names no layers of the target, which are then {layers}, and this target "
+            f"has {count}; add {_AUX} to its config.json."
+        )
+    return layers
+
+
+def check_layer_ids(layers: Sequence[int], count: int) -> None:
+    """An ArtifactError where a layer whose input is read is none of a target of so many layers."""
+    for layer in layers:
+        if layer != FINAL and not 0 <= layer < count:
+            raise ArtifactError(
+                f"it reads the input of layer {layer} of its target (the output of layer "
+                f"{layer - 1}), and this target has the layers 0 … {count - 1}; load the target "
+                "that it was trained for, or correct the layer ids in its config.json."
+            )
 
 
 def ids_by_input(layers: Sequence[int]) -> dict[str, Any]:

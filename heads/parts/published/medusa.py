@@ -1,7 +1,9 @@
 """Medusa heads of their authors (github.com/FasterDecoding/Medusa), and as vLLM reads them."""
 
+import re
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any
 
 import torch
@@ -51,6 +53,8 @@ def medusa(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         return None
     count = sum(layout.blocks(k + 1, 1, "weight")[-1] in found for k in range(len(found)))
     layers = sum(layout.blocks(1, n + 1, "weight")[-1] in found for n in range(len(found)))
+    if layout is _AUTHORS and layers == 1:
+        layers = _fill(config, found, count, bool(inside))
     blocks = {part: layout.blocks(count, layers, part) for part in ("weight", "bias")}
     outputs, ids = layout.outputs(count, layers), found.pop("token_map", None)
     if layout is _VLLM:
@@ -78,6 +82,20 @@ def medusa(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     if ids is not None:
         known |= _trim(config, stacked, ids.long())
     return known, stacked
+
+
+def _fill(config: dict[str, Any], found: dict[str, Tensor], count: int, inside: bool) -> int:
+    """Add the blocks that a file leaves out because they are the first one under another name.
+
+    All blocks of a head are one in the authors' code. An output layer stands behind the last one;
+    where there is none, the config of a whole model says how many there are.
+    """
+    places = (int(n[1]) for name in found if (n := re.fullmatch(r"0\.(\d+)\.weight", name)))
+    layers = next(places, config.get("medusa_num_layers", 1) if inside else 1)
+    for k, layer, part in product(range(count), range(1, layers), ("weight", "bias")):
+        first = found[_AUTHORS.block.format(k=k, l=0, part=part)]
+        found.setdefault(_AUTHORS.block.format(k=k, l=layer, part=part), first)
+    return layers
 
 
 def _trim(config: dict[str, Any], stacked: dict[str, Tensor], ids: Tensor) -> dict[str, Any]:

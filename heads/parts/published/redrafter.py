@@ -21,15 +21,13 @@ def redrafter(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | Non
         return None
     layers = sum(bool(re.fullmatch(r"lm_head\.\d+\.linear\.weight", n)) for n in tensors)
     output, cell = tensors.get(f"lm_head.{layers}.weight"), tensors.get("rnn_w.weight")
-    if cell is None:
-        raise ArtifactError(
-            f"it has no rnn_w.weight, and rnn is {config.get('rnn')} in its config; expected a "
-            "recurrent cell: one that sums embeddings has no counterpart here."
-        )
+    if cell is None and config.get("rnn"):
+        raise ArtifactError("it has no rnn_w.weight, and its config sets rnn; download both again.")
     if output is None:
         raise ArtifactError(f"after {layers} blocks, lm_head.{layers}.weight is missing.")
-    known = {"layers": layers, "hidden_size": cell.shape[0], "vocab_size": output.shape[0]}
-    return known | {"exit_dim": output.shape[1]}, tensors
+    reads = output if (narrowed := tensors.get("input_proj.weight")) is None else narrowed
+    known = {"layers": layers, "hidden_size": reads.shape[1] // 2, "vocab_size": output.shape[0]}
+    return known | {"exit_dim": output.shape[1], "rnn": cell is not None}, tensors
 
 
 def _write(drafter: Any) -> Checkpoint:
@@ -40,7 +38,8 @@ def _write(drafter: Any) -> Checkpoint:
             "train it with drafter.output=own",
         )  # fmt: skip
     config = {
-        "model_type": _TYPE, "architectures": ["Drafter"], "rnn": True, "num_lookback_tokens": -1,
+        "model_type": _TYPE, "architectures": ["Drafter"], "rnn": own.rnn,
+        "num_lookback_tokens": -1,
         "hidden_size": own.hidden_size, "vocab_size": own.vocab_size,
         "exit_dim": own.exit_dim or 2 * own.hidden_size, "num_draft_layers": own.layers,
         "torch_dtype": str(drafter.dtype).removeprefix("torch."),

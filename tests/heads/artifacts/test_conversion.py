@@ -13,10 +13,12 @@ from headstart.heads import ArtifactError, load_drafter
 from headstart.heads.artifacts.conversion import convert
 from headstart.heads.artifacts.manifest import read_manifest
 from headstart.heads.artifacts.publish import clean_copy
+from headstart.heads.artifacts.source import DrafterSource
 from headstart.infer import Speculator
 from tests.support.artifacts import save
 from tests.support.bytewise import save_target
-from tests.support.tiny import one_line, tiny
+from tests.support.published_hydra import public
+from tests.support.tiny import VOCAB, one_line, tiny
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +60,28 @@ def test_it_becomes_an_artifact(target: Any, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "out" / "headstart.json").read_text())["origin"] == "theirs"
     card = (tmp_path / "out" / "README.md").read_text()
     assert "made from `theirs`" in card and str(tmp_path) not in card
+
+
+def test_blocks_under_several_names_are_written_apart(target: Any, tmp_path: Path) -> None:
+    """The authors' Hydra heads of three layers hold one block under two names."""
+    model, tokenizer, _ = target
+    config, tensors = public("mlp", 3)
+    rows = model.get_input_embeddings().weight.shape[0]
+    for name, tensor in tensors.items():
+        if tensor.shape[:1] == (VOCAB,):
+            wide = torch.zeros(rows, *tensor.shape[1:], dtype=tensor.dtype)
+            wide[:VOCAB] = tensor
+            tensors[name] = wide
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "config.json").write_text(json.dumps(config))
+    torch.save(tensors, theirs / "hydra_lm_head.pt")
+    source = DrafterSource(theirs, allow_pickle=True)
+    ours = convert(source, model, tokenizer, tmp_path / "ours")
+    kept = load_drafter(ours, model, tokenizer, dtype="auto").state_dict()
+    first = load_drafter(source, model, dtype="auto").state_dict()
+    assert kept.keys() == first.keys() and "embed_tokens.weight" in kept
+    assert all(torch.equal(kept[name], first[name]) for name in kept)
 
 
 def test_a_smaller_model_becomes_an_artifact(target: Any, tmp_path: Path) -> None:

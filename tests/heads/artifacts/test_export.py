@@ -61,6 +61,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("hydra", "original", {"heads": 2, "layers": 2, "prefix": True, "output": "own"}),
     ("redrafter", "original", {}),
     ("redrafter", "original", {"exit_dim": 48, "layers": 1}),
+    ("redrafter", "original", {"rnn": False, "layers": 0}),
     *(("eagle", form, {"bias": False}) for form in ("vllm", "sglang", "speculators", "original")),
     *(("eagle", form, {}) for form in ("sglang", "speculators", "original")),
     *(("eagle3", form, {}) for form in ("vllm", "sglang", "speculators", "original")),

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,27 @@ def test_a_block_that_all_layers_share(tmp_path: Path) -> None:
     torch.testing.assert_close(step.logits, expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("own", [True, False])
+@torch.no_grad()
+def test_blocks_that_a_whole_model_holds_once(own: bool, tmp_path: Path) -> None:
+    """A format that keeps one of several names of a tensor, inside of the target."""
+    once = medusa(heads=2, layers=1, own=False, prefix="medusa_head.")
+    every = {name.removeprefix("medusa_head."): t for name, t in once.items()}
+    for k in range(2):
+        for part, layer in product(("weight", "bias"), (1, 2)):
+            every[f"{k}.{layer}.linear.{part}"] = every[f"{k}.0.linear.{part}"]
+        if own:
+            once[f"medusa_head.{k}.3.weight"] = every[f"{k}.3.weight"] = normal(VOCAB, SIZE)
+    count = {"medusa_num_heads": 2, "medusa_num_layers": 1 if own else 3}  # a config of another
+    write(tmp_path, LLAMA | count, once | {"model.norm.weight": normal(SIZE)}, MODEL)
+    drafter: Any = load_drafter(tmp_path, tiny("llama"))
+    assert (drafter.config.heads, drafter.config.layers) == (2, 3)
+    features = normal(1, 1, SIZE)
+    step = drafter.begin(None, features, torch.zeros(1, 1, dtype=torch.long), torch.ones(1).long())
+    expected = medusa_logits(every, features[:, 0], heads=2, layers=3)
+    torch.testing.assert_close(step.logits, expected, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("file", ["m-2.safetensors", "../out.safetensors", "m-3.safetensors", 7])
 def test_heads_inside_of_a_model_in_several_files(file: Any, tmp_path: Path) -> None:
     heads = medusa(2, 1, True, "medusa_head.")
@@ -154,7 +176,7 @@ def test_heads_inside_of_a_model_in_several_files(file: Any, tmp_path: Path) -> 
 # ReDrafter.
 
 
-def redrafter(exit_dim: int = 2 * SIZE, layers: int = 2) -> Tensors:
+def redrafter(exit_dim: int = 2 * SIZE, layers: int = 2, rnn: bool = True) -> Tensors:
     tensors = {
         "rnn_w.weight": normal(SIZE, SIZE),
         "rnn_u.weight": normal(SIZE, SIZE),
@@ -167,7 +189,7 @@ def redrafter(exit_dim: int = 2 * SIZE, layers: int = 2) -> Tensors:
     if exit_dim != 2 * SIZE:
         tensors["input_proj.weight"] = normal(exit_dim, 2 * SIZE)
         tensors["input_proj.bias"] = normal(exit_dim)
-    return tensors
+    return tensors if rnn else {n: t for n, t in tensors.items() if not n.startswith("rnn_")}
 
 
 REDRAFTER = {"model_type": "recurrent_drafting_drafter", "rnn": True, "num_lookback_tokens": -1}
@@ -178,6 +200,9 @@ def redrafter_logits(tensors: Tensors, feature: Tensor, tokens: list[int], layer
     cell = torch.zeros(SIZE, dtype=torch.float64)
     for token in tokens:
         word = tiny("llama").get_input_embeddings().weight[token]
+        if "rnn_w.weight" not in tensors:
+            cell = cell + word
+            continue
         from_cell = F.linear(cell, tensors["rnn_u.weight"], tensors["rnn_u.bias"])
         cell = F.silu(F.linear(word, tensors["rnn_w.weight"]) + from_cell)
     states = torch.cat([feature, cell])
@@ -188,12 +213,15 @@ def redrafter_logits(tensors: Tensors, feature: Tensor, tokens: list[int], layer
     return F.linear(states, tensors[f"lm_head.{layers}.weight"])
 
 
-@pytest.mark.parametrize(("exit_dim", "layers"), [(2 * SIZE, 2), (48, 1)])
+@pytest.mark.parametrize(
+    ("exit_dim", "layers", "rnn"),
+    [(2 * SIZE, 2, True), (48, 1, True), (2 * SIZE, 0, False), (48, 2, False)],
+)
 @torch.no_grad()
-def test_redrafter(exit_dim: int, layers: int, tmp_path: Path) -> None:
-    tensors = redrafter(exit_dim, layers)
+def test_redrafter(exit_dim: int, layers: int, rnn: bool, tmp_path: Path) -> None:
+    tensors = redrafter(exit_dim, layers, rnn)
     sizes = {"hidden_size": SIZE, "vocab_size": VOCAB, "exit_dim": -1, "num_draft_layers": -1}
-    write(tmp_path, REDRAFTER | sizes, tensors, MODEL)
+    write(tmp_path, REDRAFTER | sizes | {"rnn": rnn}, tensors, MODEL)
     drafter: Any = load_drafter(tmp_path, tiny("llama"))
     feature, state = normal(1, 1, SIZE), drafter.start(1, 8)
     root, child = torch.tensor([[5]]), torch.tensor([[9]])
@@ -237,6 +265,93 @@ def test_eagle(dialect: str, tmp_path: Path) -> None:
     found = family(name).from_checkpoint(config, tensors)
     assert found is not None
     reads(tmp_path, name, *found)
+
+
+def sharded(folder: Path, config: dict[str, Any], shards: list[Tensors]) -> Path:
+    places = {}
+    for number, tensors in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        write(folder, config, tensors, file)
+        places |= dict.fromkeys(tensors, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    return folder
+
+
+def test_heads_in_several_files_and_under_model(tmp_path: Path) -> None:
+    version, prefix, config, trimmed = eagle.DIALECTS["EAGLE-3"]
+    tensors = eagle.published(version, prefix, trimmed)
+    found = family("eagle3").from_checkpoint(config, tensors)
+    assert found is not None
+    inside = {f"model.{name}": t for name, t in tensors.items() if name not in ("d2t", "t2d")}
+    inside |= {name: tensors[name] for name in ("d2t", "t2d")}
+    names = sorted(inside)
+    halves = [{n: inside[n] for n in names[::2]}, {n: inside[n] for n in names[1::2]}]
+    reads(sharded(tmp_path / "it", config, halves), "eagle3", *found)
+
+
+def test_of_a_target_in_several_files_the_heads_alone_are_read(tmp_path: Path) -> None:
+    """The other file is no safetensors at all."""
+    heads = medusa(2, 1, True, "medusa_head.")
+    folder = sharded(tmp_path / "it", LLAMA | {"medusa_num_heads": 2}, [heads, {"x": normal(2)}])
+    (folder / "model-00002-of-00002.safetensors").write_bytes(b"not read")
+    drafter: Any = load_drafter(folder, tiny("llama"))
+    assert torch.equal(drafter.output[1], heads["medusa_head.1.1.weight"])
+
+
+def test_embeddings_of_the_target_are_not_copied(tmp_path: Path) -> None:
+    """In whichever dtype they were saved; others are the drafter's own, and an output layer is."""
+    model, own = tiny("llama"), eagle.published(1, "layers.0.")
+    theirs = model.get_input_embeddings().weight.detach()
+    output = model.lm_head.weight.detach()
+    for number, (embedding, head, fields) in enumerate((
+        (theirs.bfloat16(), output.bfloat16(), ("shared", "shared")),
+        (theirs.clone(), normal(VOCAB, SIZE), ("shared", "own")),
+        (normal(VOCAB, SIZE), output.float(), ("own", "shared")),
+    )):  # fmt: skip
+        tensors = own | {"embed_tokens.weight": embedding, "lm_head.weight": head}
+        folder = write(tmp_path / str(number), eagle.SAID, tensors, MODEL)
+        drafter: Any = load_drafter(folder, model)
+        assert (drafter.config.embedding, drafter.config.output) == fields
+        assert ("embed_tokens.weight" in drafter.state_dict()) == (fields[0] == "own")
+        states = normal(3, SIZE)
+        wanted = head.double() if fields[1] == "own" else output
+        torch.testing.assert_close(drafter.draft_logits(1)(states), F.linear(states, wanted))
+        torch.testing.assert_close(drafter.draft_output(1)(states), F.linear(states, wanted))
+        decodes_exactly(drafter)
+
+
+@pytest.mark.parametrize(
+    ("ids", "layers", "read"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}, 4, [0, 2, 3]),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [-1, 1, 2]}}, 4, [0, 2, 3]),
+        ({}, 5, [2, 2, 2]),  # what the published rule gives, and engines read
+        ({}, 4, [2, 2, 1]),
+        ({}, 8, [2, 4, 5]),
+        ({}, 2, "names no layers of the target, which are then [2, 1, -1], and this target has 2"),
+        ({"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, 4,
+         "input of layer 4 of its target (the output of layer 3), and this target has the layers"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}}, 4,
+         "input of layer 4 of its target (the output of layer 3)"),
+        ({"eagle_aux_hidden_state_layer_ids": [-2, 1, 2]}, 4, "input of layer -2"),
+    ],
+)  # fmt: skip
+def test_the_layers_that_are_read(ids: dict, layers: int, read: Any, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = COMMON | {"num_hidden_layers": layers}
+    model: Any = tf.LlamaForCausalLM(tf.LlamaConfig(**sizes)).eval()
+    folder = write(tmp_path / "it", eagle.SAID | ids, eagle.published(3, "midlayer."), MODEL)
+    if isinstance(read, str):
+        with pytest.raises(ArtifactError) as caught:
+            load_drafter(folder, model)
+        assert read in one_line(caught.value)
+        return
+    assert list(load_drafter(folder, model).config.feature_layers) == read
+
+
+def latent(tensors: Tensors) -> Tensors:
+    name = "midlayer.self_attn.q_proj.weight"
+    others = {n: t for n, t in tensors.items() if n != name}
+    return others | {"midlayer.self_attn.kv_a_proj_with_mqa.weight": normal(8, SIZE)}
 
 
 # What is said, and what is refused.
@@ -302,6 +417,15 @@ def without(tensors: Tensors, name: str) -> Tensors:
         (REDRAFTER, lambda: redrafter() | {"more": normal(2)}, MODEL, "found more [2]"),
         ({"model_type": "x"}, lambda: {"x": normal(3)}, MODEL, "of another kind"),
         (LLAMA, lambda: {"model.norm.weight": normal(3)}, MODEL, "no tokenizer"),
+        (eagle.SAID, lambda: latent(eagle.published(3, "midlayer.")), MODEL, "multi-head latent"),
+        (LLAMA | {"speculators_model_type": "dflash"}, dict, MODEL, "calls it 'dflash'"),
+        (LLAMA | {"architectures": ["DFlashDraftModel"]}, dict, MODEL, "'DFlashDraftModel'"),
+        (eagle.SAID | {"target_hidden_size": 32}, lambda: {
+            **eagle.published(3, "midlayer."), "fc.weight": normal(SIZE, 3 * 48)}, MODEL,
+         "hidden size 48, and this one's is 32; load the target that it was trained for"),
+        (eagle.SAID | {"eagle_aux_hidden_state_layer_ids": [0, 1, 1]}, lambda: {
+            **eagle.published(3, "midlayer."), "gate.weight": normal(2)}, MODEL,
+         "found gate.weight [2], expected none; it has a part that is not run here"),
     ],
 )  # fmt: skip
 def test_refused(

@@ -1,5 +1,6 @@
 """From final hidden states to logits, as the model itself goes, and the layer alone."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -33,6 +34,22 @@ def test_logits_are_the_model_s_own(name: str) -> None:
     alone = OutputLayer(model).raw(hidden)
     assert torch.equal(alone, output_layer(model)(hidden))
     assert (name == "llama") == torch.equal(alone, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_quantised_layer_reads_the_model_s_dtype(dtype: torch.dtype) -> None:
+    model, read = copy.deepcopy(tiny("llama")).float(), []
+
+    class Quantised(torch.nn.Module):
+        weight = torch.nn.Parameter(torch.zeros(VOCAB, 32).to(dtype), requires_grad=False)
+
+        def forward(self, states: torch.Tensor) -> torch.Tensor:
+            read.append(states.dtype)
+            return states[..., :1].expand(*states.shape[:-1], VOCAB)
+
+    model.lm_head = Quantised()
+    OutputLayer(model).raw(torch.randn(3, 32, dtype=torch.float64))
+    assert read == [torch.float32]
 
 
 def test_a_cap_is_found_where_logits_are_small() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.infer.graphs import CudaCapture
+from headstart.infer.capture import CudaCapture
 from headstart.infer.measure.timing import Stopwatch, interleaved, medians, take_turns
 
 CPU = torch.device("cpu")
@@ -65,7 +65,7 @@ def test_marks_in_a_graph_are_made_anew() -> None:
         marks.append(watch.mark())
 
     torch.mm(matrix, matrix)  # libraries' own
-    replay = CudaCapture()(work)
+    replay = CudaCapture(device)(work)
     begun = watch.mark()
     replay()
     assert watch.between(*marks) > 0 and watch.between(begun, marks[0]) >= 0

@@ -69,8 +69,8 @@ def check(rows: list[Row]) -> None:
                 history.append(message)
                 history.append({"role": "assistant", "content": answer_to(history)})
         (expected,) = ChatRenderer(tokenizer).rows(history)
-        assert row.tokens.tolist() == expected.tokens
-        assert row.supervised.tolist() == expected.supervised
+        assert row.tokens.tolist() == expected.tokens.tolist()
+        assert row.supervised.tolist() == expected.supervised.tolist()
 
 
 @pytest.fixture(autouse=True)

@@ -136,5 +136,5 @@ def test_masks_equal_hand_made_ones(name: str, pieces: bool) -> None:
     answers = [at for at, m in enumerate(messages) if m["role"] == "assistant"]
     found = [(row, *answer) for row in rows for answer in row.answers]
     for at, (row, first, end) in zip(answers[-len(found) :], found, strict=True):
-        assert row.tokens[:first] == renderer.prompt(messages[:at])
+        assert row.tokens[:first].tolist() == renderer.prompt(messages[:at])
         assert row.supervised[first] and row.supervised[end - 1] and not row.supervised[first - 1]

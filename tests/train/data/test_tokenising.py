@@ -1,17 +1,20 @@
 """Tokenising: the ids that the tokenizer itself gives, in order, and little memory for them."""
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from headstart.train.data import tokenising
 from headstart.train.data.documents import Document
-from headstart.train.data.tokenising import Ragged, tokenise
+from headstart.train.data.tokenising import Encoder, Ragged, tokenise
 from headstart.train.scratch_target import train_tokenizer
+from tests.support.chats import CHATML, chat_tokenizer
 from tests.support.memory import own_megabytes
 
 TEXTS = [f"{word} of text {number}" * (number % 5) for number, word in enumerate("abcdefghij")]
@@ -46,6 +49,54 @@ def test_ids_are_the_tokenizers_own(
     assert found.tolist() == expected and len(found) == len(expected)
     assert found[3].dtype == np.int32 and found.lengths.tolist() == [len(row) for row in expected]
     assert not len(tokenise(tokenizer, []))
+
+
+PIECES = [
+    "<|im_start|>user\n", "<|im_end|>", "\n", "Hi the Tea", " ", "  a", "</s>", "<s>", "[INST] ",
+    "<think>", "\n\n", "<|user|>", "<|im_st", "Té", "é\n", "</", "<end>", "<end>x",
+]  # fmt: skip
+WHOLE: dict[str, list[AddedToken]] = {
+    "special ones": [],
+    "one that begins as another": [AddedToken("<end>", special=True), AddedToken("<end>x")],
+    "spaces before": [AddedToken("<end>", lstrip=True, normalized=False)],
+    "spaces after": [AddedToken("<end>", rstrip=True, normalized=False)],
+    "spaces after, and of spaces": [
+        AddedToken("<end>", rstrip=True, normalized=False), AddedToken("\n\n", normalized=False),
+    ],
+    "a word of its own": [AddedToken("<end>", single_word=True, normalized=False)],
+    "in normalized text": [AddedToken("<end>", normalized=True)],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("whole", WHOLE)
+@pytest.mark.parametrize("kind", ["bytes", "gpt2", "pieces"])
+def test_texts_in_parts_have_the_ids_of_whole_texts(kind: str, whole: str) -> None:
+    draw = random.Random(f"{kind} {whole}")
+    tokenizer: Any = chat_tokenizer(CHATML, pieces=kind == "pieces", gpt2=kind == "gpt2")
+    for token in WHOLE[whole]:
+        tokenizer.backend_tokenizer.add_tokens([token])
+    texts = ["", *("".join(draw.choices(PIECES, k=draw.randint(1, 12))) for _ in range(300))]
+    expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
+    encoder = Encoder(tokenizer)
+    assert [row.tolist() for row in encoder([(text, False) for text in texts])] == expected
+    cut = encoder.whole is not None
+    assert cut is (whole != "spaces after, and of spaces")
+    if encoder.whole is not None:
+        assert max(len(encoder.whole.parts(text)) for text in texts) > 5
+
+
+def test_parts_that_are_equal_are_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoder, asked = Encoder(chat_tokenizer(CHATML)), []
+    each = encoder._each
+    monkeypatch.setattr(
+        encoder, "_each", lambda texts, *how: asked.extend(texts) or each(texts, *how)
+    )
+    first = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    encoder([(first, False), (f"{first}Hello<|im_end|>", False)])
+    assert asked == [
+        "<|im_start|>user\nHi", "<|im_end|>\n", "<|im_start|>assistant\n",
+        "<|im_start|>assistant\nHello", "<|im_end|>",
+    ]  # fmt: skip
 
 
 def test_another_tokenizer_is_called_as_it_is() -> None:

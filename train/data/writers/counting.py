@@ -39,9 +39,8 @@ def count_prompts(
     renderer = chat_renderer(tokenizer, chat, spec.chat)
     if spec.writer == "given":
         length, found = spec.max_length or context, Counts()
-        for first in range(0, len(documents), 64):
-            some = [documents[at] for at in range(first, min(first + 64, len(documents)))]
-            for each in given_rows(renderer, some, renderer.chat.supervise, length):
+        for some in given_rows(renderer, documents, renderer.chat.supervise, length):
+            for each in some:
                 found += each.counts
         return found
     found = Counts()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from ..documents import ChatTemplateError, Document
 from ..prefixes import DistillError
-from ..rendering import ChatRenderer, Rendered
+from ..rendering import ChatRenderer, Rendered, Turn
+from ..tokenising import Text, made_ahead
 from .units import Counts, Tick, Written, order_of, written
 
-_AT_ONCE = 64  # documents that are tokenised at once
+_AT_ONCE = 1 << 22  # characters that are rendered and tokenised at once, more or less
 
 
 class GivenWriter:
@@ -42,58 +46,92 @@ class GivenWriter:
         """Nothing was kept for them."""
 
     def write(self, numbers: range, tick: Tick) -> Iterator[Written]:
-        for first in range(numbers.start, numbers.stop, _AT_ONCE):
-            some = range(first, min(first + _AT_ONCE, numbers.stop))
-            documents = [self.documents[self._order[number]] for number in some]
-            found = given_rows(self.renderer, documents, self.supervise, self.length)
+        documents = (self.documents[self._order[number]] for number in numbers)
+        for found in given_rows(self.renderer, documents, self.supervise, self.length):
             tick(len(found), sum(each.counts.supervised for each in found))
             yield from found
 
 
 def given_rows(
-    renderer: ChatRenderer, documents: Sequence[Document], supervise: str, length: int | None
-) -> list[Written]:
-    """The rows of each document: of a chat, its answers; of a prompt, its answer; of a text, all.
+    renderer: ChatRenderer, documents: Iterable[Document], supervise: str, length: int | None
+) -> Iterator[list[Written]]:
+    """The rows of each document, of several at once.
 
-    Rows that are too long are cut at a turn, and left out where not one answer fits. Raises
-    DistillError, which names the document, where the template refuses a chat.
+    They are of a chat its answers, of a prompt its answer, of a text all. Rows that are too long
+    are cut at a turn, and left out where not one answer fits. Raises DistillError, which names the
+    document, where the template refuses a chat.
     """
-    chats = [(document.messages, document.tools) for document in documents if document.messages]
-    try:
-        rendered = iter(renderer.rows_of(chats))
-    except ChatTemplateError:
-        rendered = iter([_rendered(renderer, d) for d in documents if d.messages])
-    found = []
+
+    def tokenised(given: list[_Texts]) -> tuple[list[_Texts], Iterator[np.ndarray]]:
+        return given, iter(renderer.encoder([text for each in given for text in each.texts]))
+
+    for given, ids in made_ahead(tokenised, _together(renderer, documents)):
+        found = []
+        for each in given:
+            document, turns = each.document, bool(each.document.messages)
+            if turns:
+                rows = renderer.rows_from(each.turns, ids)
+            else:
+                rows = [_text_row(renderer, document, ids)]
+            found.append(_fitted(document.id, rows, supervise, length, turns))
+        yield found
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """A document, and the texts whose ids its rows are made of."""
+
+    document: Document
+    turns: list[Turn]  # of a chat
+    texts: list[Text]
+
+
+def _together(renderer: ChatRenderer, documents: Iterable[Document]) -> Iterator[list[_Texts]]:
+    """The texts of documents, of so many at a time as `_AT_ONCE` says."""
+    found, size = [], 0
     for document in documents:
-        rows = next(rendered) if document.messages else [_text_row(renderer, document)]
-        found.append(_fitted(document.id, rows, supervise, length, bool(document.messages)))
-    return found
+        turns = _turns(renderer, document)
+        texts = renderer.turn_texts(turns)
+        if not document.messages:
+            whole = [(document.whole(), True)] if document.answer is not None else []
+            texts = [(document.text, True), *whole]
+        found.append(_Texts(document, turns, texts))
+        size += sum(len(text) for text, _ in texts)
+        if size >= _AT_ONCE:
+            yield found
+            found, size = [], 0
+    if found:
+        yield found
 
 
-def _rendered(renderer: ChatRenderer, document: Document) -> list[Rendered]:
-    """The rows of one chat, whose id an error names."""
-    assert document.messages is not None
+def _turns(renderer: ChatRenderer, document: Document) -> list[Turn]:
+    """The turns of a chat, which an error names; none of another document."""
     try:
-        return renderer.rows(document.messages, tools=document.tools)
+        return renderer.turns(document.messages or [], document.tools)
     except ChatTemplateError as error:
         raise DistillError(
             f"{document.id}: {error}; drop the row, or set distill.chat=plain."
         ) from None
 
 
-def _text_row(renderer: ChatRenderer, document: Document) -> Rendered:
+def _text_row(renderer: ChatRenderer, document: Document, ids: Iterator[np.ndarray]) -> Rendered:
     """A text, all of which is taught but its first token; or a prompt whose answer is."""
     tokenizer: Any = renderer.tokenizer
-    tokens: list[int] = tokenizer(document.text, verbose=False)["input_ids"]
+    tokens = next(ids)
     if document.answer is None:
-        return Rendered(tokens, [at > 0 for at in range(len(tokens))], [(1, len(tokens))])
-    whole: list[int] = tokenizer(document.whole(), verbose=False)["input_ids"]
-    if whole[: len(tokens)] != tokens:
-        whole = tokens + tokenizer(document.answer, add_special_tokens=False)["input_ids"]
+        return _row(tokens, 1)
+    whole = next(ids)
+    if not np.array_equal(whole[: len(tokens)], tokens):
+        answer = tokenizer(document.answer, add_special_tokens=False)["input_ids"]
+        whole = np.concatenate([tokens, np.array(answer, np.int32)])
     if tokenizer.eos_token_id is not None and whole[-1] != tokenizer.eos_token_id:
-        whole = [*whole, tokenizer.eos_token_id]
-    first = len(tokens)
-    return Rendered(whole, [at >= first for at in range(len(whole))], [(first, len(whole))])
+        whole = np.append(whole, np.int32(tokenizer.eos_token_id))
+    return _row(whole, len(tokens))
+
+
+def _row(tokens: np.ndarray, first: int) -> Rendered:
+    """A row that is taught from token `first` on."""
+    return Rendered(tokens, np.arange(len(tokens)) >= first, [(first, len(tokens))])
 
 
 def _fitted(

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from headstart.heads.core import row_seeds
@@ -53,10 +54,9 @@ class PrefixWriter:
             seeds, speculator = self._seeds[some], self.drafting.speculator
             tokens, lengths, counts = write_rows(speculator, batch, seeds, self.spec)
             tick(len(batch), int((lengths - counts).sum()))
-            each = zip(tokens.tolist(), lengths.tolist(), counts.tolist(), strict=True)
+            each = zip(tokens.numpy(), lengths.tolist(), counts.tolist(), strict=True)
             for number, (row, length, prompt) in enumerate(each, start=first):
-                mask = [at >= prompt for at in range(length)]
-                rendered = Rendered(row[:length], mask, [(prompt, length)])
+                rendered = Rendered(row[:length], np.arange(length) >= prompt, [(prompt, length)])
                 yield self.drafting.checked(written(str(number), [rendered], Counts()))
 
 

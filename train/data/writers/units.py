@@ -82,9 +82,9 @@ class Written:
 def written(id: str, rendered: Sequence[Rendered], counts: Counts) -> Written:
     """Rows of a unit, counted, on top of what is in `counts`; `empty` where nothing is taught."""
     rows = [
-        Row(id, np.array(row.tokens, np.int32), np.array(row.supervised, bool))
+        Row(id, row.tokens.astype(np.int32), row.supervised)
         for row in rendered
-        if any(row.supervised)
+        if row.supervised.any()
     ]
     supervised = sum(int(row.supervised.sum()) for row in rows)
     found = Counts(

@@ -1,0 +1,133 @@
+"""What decoding on a CPU costs, as it is and on packed weights, against one read of the weights.
+
+    python -m benchmarks.cpu [--shape 160m] [--shape 1b] [--dtype bfloat16] [--compiled] [--json]
+
+Targets are Llama shapes with random weights: the text does not matter to the time. All ways to
+decode take turns on the same prompt, and all tree sizes on the same cache, so a drift of the
+machine's speed meets all alike; each figure is a median.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+
+from headstart.heads import TokenTree
+from headstart.infer import Speculator
+from headstart.infer.measure.baselines import (
+    decode_in_turns,
+    timed_generate,
+    timed_speculator,
+)
+from headstart.infer.measure.roofline import Roofline, cache_bytes, read_bandwidth, round_bytes
+from headstart.infer.measure.timing import Call, interleaved, medians
+from headstart.infer.trees.static import StaticTree
+
+SHAPES: dict[str, dict[str, int]] = {
+    "toy": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "vocab_size": 256},
+    "160m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+             "num_attention_heads": 12, "vocab_size": 32000},
+    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
+           "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},
+}  # fmt: skip
+NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
+WAYS = {"eager": False, "packed": True}  # what `compile` is
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("--shape", action="append", choices=SHAPES, help="(default: 160m and 1b)")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    add("--prompt", type=int, default=128, help="tokens of the prompt")
+    add("--new-tokens", type=int, default=64)
+    add("--repeats", type=int, default=5)
+    add("--megabytes", type=int, default=1024, help="MiB that measure the bandwidth")
+    add("--compiled", action="store_true", help="also generate with a static cache, compiled")
+    add("--json", action="store_true")
+    options = parser.parse_args(argv)
+    found = [measure(name, options) for name in options.shape or ("160m", "1b")]
+    if options.json:
+        print(json.dumps(found, indent=2))
+    else:
+        for each in found:
+            print_figures(each)
+
+
+def random_llama(shape: str, dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPES[shape], tie_word_embeddings=False)
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
+def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
+    model = random_llama(shape, getattr(torch, options.dtype))
+    vocab, device = model.config.vocab_size, torch.device("cpu")
+    ids = torch.arange(options.prompt).remainder(vocab - 8).add(4).view(1, -1)
+    greedy: dict[str, Any] = {
+        "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
+        "max_new_tokens": options.new_tokens, "attention_mask": torch.ones_like(ids),
+    }  # fmt: skip
+    ours = {name: Speculator(model, compile=compile) for name, compile in WAYS.items()}
+    ways = {name: timed_speculator(each, **greedy) for name, each in ours.items()}
+    ways["generate"] = timed_generate(model, **greedy)
+    if options.compiled:
+        ways["compiled generate"] = timed_generate(model, cache_implementation="static", **greedy)
+    ((_, runs),) = decode_in_turns(ways, [ids], device, options.repeats, f"{shape}: decode")
+    forwards = {name: tree_costs(each, ids, options.repeats) for name, each in ours.items()}
+
+    cache = ours["packed"].target.cache
+    middle = options.prompt + options.new_tokens // 2
+    limit = Roofline(
+        round_bytes(model, 1), cache_bytes(cache, middle), read_bandwidth(device, options.megabytes)
+    )
+    plain = {name: each.per_token for name, each in runs.items()}
+    return {
+        "shape": shape,
+        "dtype": options.dtype,
+        "threads": torch.get_num_threads(),
+        "ms a token": plain,
+        "bytes a round": limit.weights + limit.cache,
+        "GB read a second": limit.bytes_per_s / 1e9,
+        "share of the limit": {name: limit.share(ms) for name, ms in plain.items()},
+        "packed, times faster": {name: ms / plain["packed"] for name, ms in plain.items()},
+        "same text": len({tuple(each.tokens) for each in runs.values()}) == 1,
+        "ms of a tree's forward": forwards,
+    }
+
+
+@torch.no_grad()
+def tree_costs(speculator: Speculator, ids: torch.Tensor, repeats: int) -> dict[int, float]:
+    """Milliseconds of the target's forward over trees of `NODES` nodes."""
+    target, length = speculator.target, ids.shape[1]
+    target.prefill(ids, [length], length + max(NODES))
+    lengths, work = torch.full_like(ids[:, 0], length), dict[int, Call]()
+    for count in NODES:
+        siblings = StaticTree([[rank] for rank in range(count - 1)])
+        topology, row = siblings.shape(1, ids.device)
+        tree = TokenTree(ids[:, :1].repeat(1, count), topology, None, row)
+        work[count] = lambda tree=tree: target.verify(tree, lengths, length, True)
+    return medians(interleaved(work, ids.device, repeats, 5))
+
+
+def print_figures(found: dict[str, Any]) -> None:
+    print(f"\n{found['shape']}, {found['dtype']}, {found['threads']} threads")
+    print(f"  this machine reads {found['GB read a second']:.1f} GB a second, a round must read "
+          f"{found['bytes a round'] / 1e6:.0f} MB")  # fmt: skip
+    print(f"  the same text in all ways: {'yes' if found['same text'] else 'no'}")
+    for name, ms in found["ms a token"].items():
+        share, times = found["share of the limit"][name], found["packed, times faster"][name]
+        print(f"  {name:18} {ms:8.2f} ms a token   {share:5.2f} of the limit   packed is "
+              f"{times:.2f} times as fast")  # fmt: skip
+    for name, costs in found["ms of a tree's forward"].items():
+        cells = "  ".join(f"{nodes}: {ms / costs[1]:.2f}" for nodes, ms in costs.items())
+        print(f"  {name}: t(1) {costs[1]:.2f} ms; t(n)/t(1)  {cells}")
+
+
+if __name__ == "__main__":
+    main()

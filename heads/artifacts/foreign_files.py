@@ -1,0 +1,163 @@
+"""The files of what headstart did not save: which hold a drafter, and of which family it is.
+
+A drafter's weights are in one file, or in several that an index lists; its heads may stand inside
+of a whole model's weights, of which then nothing else is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from ..core import ArtifactError
+from ..drafter import Drafter
+from ..families import FAMILIES, family
+from .files import INDEX, MALFORMED, brief, pickled, read_json, single_weights
+from .source import DrafterSource
+
+HEADS_INSIDE = ("medusa_num_heads", "hydra_num_heads")
+"""Fields of a language model's config which say that the model holds a drafter's heads."""
+
+_INSIDE = ("medusa_head.", "hydra_head.")
+_OF_DRAFTERS = re.compile(
+    r"(model\.)?(fc|fusion_fc)\.weight|rnn_w\.weight|hydra_mlp\..*|lm_head\.0\.(linear\.)?weight"
+    r"|\d+\.0\.linear\.weight|blocks\.0\.layers\.0\.weight"
+)
+"""Names of tensors that a drafter has and no language model."""
+
+_EAGLES = ("eagle", "eagle3", "peagle")
+_BLOCKS = re.compile("DFlash|DSpark|JetSpec")
+
+
+def recognise(
+    source: DrafterSource, config: dict[str, Any]
+) -> tuple[list[Path], tuple[type[Drafter], dict[str, Any], dict[str, Tensor]] | None]:
+    """A checkpoint's files that may hold a drafter, and its family, fields and tensors.
+
+    Returns:
+        No files for a model in several; None where no family knows the tensors.
+
+    Raises:
+        ArtifactError: it is a drafter that no family runs, or damaged, or pickled and not allowed.
+    """
+    if kind := _not_run(config):
+        raise ArtifactError(
+            f"{source} is a drafter of another kind: its config calls it {brief(kind, 60)!r}; "
+            f"expected a checkpoint of one of: {known_families()}."
+        )
+    files, inside = _weights_files(source)
+    if not files:
+        return files, None
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        tensors |= _read_tensors(file, inside)
+    return files, _family_of(config, tensors, files[0])
+
+
+def known_families() -> str:
+    """The families whose drafters have weights."""
+    return ", ".join(name for name in FAMILIES if not family(name).weightless)
+
+
+def format_of(config: dict[str, Any], names: Iterable[str]) -> str:
+    """Whose format a drafter's checkpoint is in, by its config and names of tensors."""
+    names = list(names)
+    if "speculators_model_type" in config or "transformer_layer_config" in config:
+        return "speculators"
+    if any(name.startswith("blocks.") for name in names):
+        return "vLLM"
+    if config.get("eagle_config"):
+        return "SpecForge"
+    inside = ", inside of its target" if any(n.startswith(_INSIDE) for n in names) else ""
+    return f"its authors'{inside}"
+
+
+def _not_run(config: dict[str, Any]) -> str:
+    """What a config calls a drafter of a kind that no family runs; empty for any other."""
+    kind = config.get("speculators_model_type")
+    if kind is not None and kind not in _EAGLES:
+        return str(kind)
+    architectures = config.get("architectures")
+    first = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    blocks = _BLOCKS.search(first) or "dflash_config" in config
+    return (first or "DFlash") if blocks else ""
+
+
+def _weights_files(source: DrafterSource) -> tuple[list[Path], bool]:
+    """The files of a checkpoint that may hold a drafter, and whether it stands inside a model."""
+    chosen, inside = single_weights(source.files), False
+    if not chosen and INDEX in source.files:
+        index = read_json(source.folder / INDEX).get("weight_map")
+        index = index if isinstance(index, dict) else {}
+        heads = [file for name, file in index.items() if name.startswith(_INSIDE)]
+        inside = bool(heads)
+        if not heads and any(_OF_DRAFTERS.fullmatch(name) for name in index):
+            heads = list(index.values())
+        for file in heads:
+            there = isinstance(file, str) and file in source.files and "/" not in file
+            if not there or Path(file).suffix != ".safetensors":
+                raise ArtifactError(
+                    f"{source} has a {INDEX} that names {brief(repr(file), 80)}, which is not "
+                    "there; download both again."
+                )
+        chosen = sorted(set(heads))
+    if (pickles := pickled(chosen)) and not source.allow_pickle:
+        raise ArtifactError(
+            f"{source} holds its weights in {pickles[0]}, a pickle, which can run any code; ask "
+            "for safetensors, or have its tensors alone read with allow_pickle=True "
+            "(--allow-pickle)."
+        )
+    return [source.folder / file for file in chosen], inside
+
+
+def _read_tensors(file: Path, inside: bool) -> dict[str, Tensor]:
+    """The tensors of a file by name, on the CPU; of heads inside of a model theirs alone."""
+    try:
+        if file.suffix == ".safetensors":
+            with safe_open(file, "pt") as found:
+                names = list(found.keys())
+                heads = [name for name in names if name.startswith(_INSIDE)]
+                chosen = heads if heads or inside else names
+                return {name: found.get_tensor(name) for name in chosen}
+        tensors = torch.load(file, map_location="cpu", weights_only=True)
+    except (MemoryError, OSError):
+        raise
+    except Exception as error:  # torch raises many kinds for a damaged pickle
+        raise ArtifactError(
+            f"{file} holds more than tensors, or is damaged, and is not read; ask for "
+            "safetensors, or download it again."
+        ) from error
+    named = isinstance(tensors, dict) and all(isinstance(name, str) for name in tensors)
+    if not named or not all(isinstance(tensor, Tensor) for tensor in tensors.values()):
+        raise ArtifactError(
+            f"{file} holds a {type(tensors).__name__}, expected tensors by name; export the "
+            "state dict of the heads alone."
+        )
+    return tensors
+
+
+def _family_of(
+    config: dict[str, Any], tensors: dict[str, Tensor], file: Path
+) -> tuple[type[Drafter], dict[str, Any], dict[str, Tensor]] | None:
+    """The family that knows these tensors, and what its `from_checkpoint` returns."""
+    for name in FAMILIES:
+        try:
+            found = family(name).from_checkpoint(config, tensors)
+        except ArtifactError as error:
+            raise ArtifactError(f"{file} is not read: {error}") from error
+        except torch.OutOfMemoryError:
+            raise
+        except MALFORMED as error:
+            raise ArtifactError(
+                f"{file} looks like one of {name}, and its tensors or its config do not fit "
+                f"together ({brief(error)}); download both again."
+            ) from error
+        if found is not None:
+            return family(name), *found
+    return None

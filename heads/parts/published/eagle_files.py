@@ -1,0 +1,162 @@
+"""EAGLE drafters in the formats of other projects; see `eagle` for what these are."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...core import weight_of
+from .checkpoint import Checkpoint, cannot_be_written, llama_config
+from .eagle import AUTHORS_1, AUTHORS_3, SPECULATORS_1, SPECULATORS_3, with_prefix
+from .layer_ids import ids_by_input, ids_by_output
+
+_FORMS = ("vllm", "sglang", "speculators", "original")
+
+
+def _check(form: str, special: list[tuple[Any, str, tuple[str, ...]]]) -> None:
+    """Refuse a form that cannot run one of what is special about a drafter.
+
+    Args:
+        special: whether it is so, what it is, and the forms that can run it.
+    """
+    for there, what, able in special:
+        if there and form not in able:
+            others = [each for each in _FORMS if all(each in a for is_so, _, a in special if is_so)]
+            remedy = f"export it to {' or '.join(others)}" if others else "decode with it here"
+            raise cannot_be_written(form, what, remedy)
+
+
+def _special(drafter: Any) -> list[tuple[Any, str, tuple[str, ...]]]:
+    """What the first published heads have not, and which forms can run it; see `_check`."""
+    own, layer = drafter.config, drafter.config.layer
+    new, count, wide = ("vllm", "speculators"), layer.get("num_hidden_layers", 1), own.hidden_size
+    narrow = layer["hidden_size"] != wide
+    return [
+        (layer.get("qk_norm"), "its queries and keys are normed (q_norm)", ("speculators",)),
+        (layer.get("sliding_window"), "layers of it see a window alone (sliding_window)", new),
+        (count > 1, f"it has {count} layers, expected one", new),
+        (layer.get("mlp_bias"), "its MLP has biases", new),
+        (narrow, f"it is {layer['hidden_size']} wide and its target {wide}",
+         ("vllm", "sglang", "original")),
+        (own.embedding == "own" and not narrow, "its embeddings are not its target's",
+         ("vllm", "speculators", "original")),
+    ]  # fmt: skip
+
+
+def _write_eagle1(drafter: Any, form: str) -> Checkpoint:
+    """An EAGLE-1 drafter in a format; the target's embedding and output layer are not written."""
+    tensors, layer = dict(drafter.state_dict()), drafter.config.layer
+    one = (*_FORMS[:2], "original") if form != "speculators" else ()
+    several = layer.get("num_hidden_layers", 1) > 1
+    _check(form, [
+        (drafter.config.output == "own", "its output layer is not its target's",
+         ("vllm", "speculators")),
+        (several, "it has several layers", one), *_special(drafter),
+    ])  # fmt: skip
+    if form == "vllm" and drafter.config.bias:
+        if tensors.pop("fc.bias").any():
+            raise cannot_be_written(
+                "vLLM", "its fc layer has a bias, which vLLM's EAGLE-1 has not",
+                "train it with drafter.bias=false, or export it to sglang",
+            )  # fmt: skip
+    elif form == "sglang":  # its fc always has one
+        tensors.setdefault("fc.bias", torch.zeros_like(tensors["fc.weight"][:, 0]))
+    config = llama_config(drafter, layer)
+    if form == "speculators":
+        names = {
+            "architectures": ["EagleSpeculator", "LlamaDecoderLayer"],
+            "transformer_layer_architecture": "LlamaDecoderLayer",
+            "layernorms": False, "fusion_bias": "fc.bias" in tensors,
+        }  # fmt: skip
+        config = _speculators_config(drafter, "eagle", config) | names
+        return Checkpoint(config, _written(tensors, SPECULATORS_1))
+    config |= {
+        "architectures": ["LlamaForCausalLMEagle" if form == "sglang" else "LlamaForCausalLM"],
+        "bias": "fc.bias" in tensors,
+    }
+    return Checkpoint(config, _written(tensors, AUTHORS_1))
+
+
+def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
+    """An EAGLE-3 drafter in a format, with the target's embedding for speculators alone."""
+    own, tensors = drafter.config, dict(drafter.state_dict())
+    layer, layers, new = own.layer, list(own.feature_layers), ("vllm", "speculators")
+    if form != "original" and len(layers) != 3:
+        raise cannot_be_written(
+            form, f"it reads {len(layers)} layers of the target, expected 3",
+            "train it with three drafter.feature_layers",
+        )  # fmt: skip
+    _check(form, [
+        (own.norm_before_residual, "it adds to its normalised input (norm_before_residual)", new),
+        (own.norm_before_fc, "it norms the features before it mixes them (norm_before_fc)", new),
+        (own.fc_norm, "it norms each layer's features before it mixes them (fc_norm)", new),
+        (own.norm_output, "its normed state feeds the next step (norm_output)", new),
+        (drafter.independent, "it drafts all tokens at once (mask_token_id)", new),
+        (layer.get("attention_bias"), "its attention has biases", (*new, "original")),
+        *_special(drafter),
+    ])  # fmt: skip
+    ids = tensors.pop("vocabulary", None)
+    if ids is not None:
+        mask = torch.zeros(own.vocab_size, dtype=torch.bool, device=ids.device)
+        mask[ids] = True
+        tensors |= {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": mask}
+    config = llama_config(drafter, layer)
+    said = {
+        "draft_vocab_size": own.output_size, "target_hidden_size": own.hidden_size,
+        "norm_before_residual": own.norm_before_residual,
+    }  # fmt: skip
+    said |= {n: True for n in ("norm_before_fc", "fc_norm", "norm_output") if getattr(own, n)}
+    if drafter.independent:
+        tensors["mask_hidden"] = tensors["mask_hidden"].view(1, -1)
+    if form == "speculators":
+        kind = "peagle" if drafter.independent else "eagle3"
+        config = _speculators_config(drafter, kind, config) | ids_by_input(layers) | said
+        config["architectures"] = ["PEagleSpeculator" if kind == "peagle" else "Eagle3Speculator"]
+        config["embed_requires_grad"] = own.embedding == "own"
+        if kind == "peagle":
+            config["mask_token_id"] = own.mask_token_id
+            tensors["mask_hidden"] = tensors["mask_hidden"].unsqueeze(0)
+        # Its loader leaves an embedding that is missing as it finds it in memory.
+        embedding = weight_of(drafter.target.get_input_embeddings()).to(drafter.dtype)
+        tensors.setdefault("embed_tokens.weight", embedding)
+        return Checkpoint(config, _written(tensors, SPECULATORS_3))
+    by_output = form == "sglang"
+    config |= said | (ids_by_output(layers) if by_output else ids_by_input(layers))
+    if drafter.independent:
+        config |= {"ptd_token_id": own.mask_token_id, "num_depths": own.depths}
+    config["architectures"] = ["LlamaForCausalLMEagle3"]
+    return Checkpoint(config, _written(tensors, AUTHORS_3))
+
+
+def _written(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
+    return {with_prefix(name, names): tensor for name, tensor in tensors.items()}
+
+
+def _speculators_config(drafter: Any, kind: str, layer: dict[str, Any]) -> dict[str, Any]:
+    """What is the same in the configs of all speculators, around that of the layer."""
+    target = drafter.target
+    proposal = {"proposal_type": "greedy", "speculative_tokens": drafter.config.depths}
+    return {
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {
+                "name_or_path": target.name_or_path,
+                "architectures": list(target.config.architectures or [type(target).__name__]),
+            },
+        },
+        "transformer_layer_config": layer,
+        "torch_dtype": layer["torch_dtype"],
+    }
+
+
+def _all_forms(write: Callable[..., Checkpoint]) -> dict[str, Callable[[Any], Checkpoint]]:
+    return {form: partial(write, form=form) for form in _FORMS}
+
+
+EAGLE1, EAGLE3 = _all_forms(_write_eagle1), _all_forms(_write_eagle3)
+"""What writes a drafter in each format."""

@@ -1,0 +1,130 @@
+"""The decoder layers of other projects' drafters: what their configs and tensors say of them.
+
+Sizes are the tensors', wherever these tell: configs are often copied from another model's.
+"""
+
+import re
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ...core import ArtifactError
+
+_PREFIX = "model.layers."
+_KNOWN = {None, "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "speculator_model"}
+"""Types of models whose layers compute what Llama's or Qwen3's do from tensors of these names."""
+
+
+def layer_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that describes the layers."""
+    return config.get("transformer_layer_config") or config
+
+
+def count_layers(found: dict[str, Tensor]) -> int:
+    """How many decoder layers there are, by our names of tensors."""
+    numbers = {int(n[1]) for name in found if (n := re.match(r"model\.layers\.(\d+)\.", name))}
+    return max(numbers, default=-1) + 1
+
+
+def read_layers(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Any]:
+    """The layers that a checkpoint has, see `own_layers`; a bias that it lacks is added as zeros.
+
+    Args:
+        config: its whole config.
+        found: its tensors by our names; `fc.weight` says how wide the layers are.
+
+    Raises:
+        ArtifactError: layers that compute something else, or a config that contradicts the tensors.
+    """
+    inner, size, count = layer_config(config), len(found["fc.weight"]), count_layers(found)
+    kind = inner.get("model_type")
+    if kind not in _KNOWN:
+        raise ArtifactError(
+            f"its layers are those of {kind!r}, which compute something else than they do here; "
+            f"expected one of: {', '.join(sorted(filter(None, _KNOWN)))}."
+        )
+    up = found.get(f"{_PREFIX}0.mlp.up_proj.weight")
+    layer = {
+        "hidden_size": size,
+        "intermediate_size": inner.get("intermediate_size") if up is None else len(up),
+        **_heads(inner, found, size),
+        "hidden_act": inner.get("hidden_act", "silu"),
+        "max_position_embeddings": inner.get("max_position_embeddings", 2048),
+        "rms_norm_eps": inner.get("rms_norm_eps", 1e-6),
+        **_rotary(inner),
+    }
+    layer |= _biases(found, size, count) | _windows(inner, count)
+    if f"{_PREFIX}0.self_attn.q_norm.weight" in found:
+        layer["qk_norm"] = True
+    return layer | ({"num_hidden_layers": count} if count > 1 else {})
+
+
+def _heads(inner: dict[str, Any], found: dict[str, Tensor], size: int) -> dict[str, int]:
+    """How many heads of queries and of keys there are, and how large they are."""
+    queries = len(found[f"{_PREFIX}0.self_attn.q_proj.weight"])
+    keys = len(found[f"{_PREFIX}0.self_attn.k_proj.weight"])
+    heads, width = inner.get("num_attention_heads"), inner.get("head_dim")
+    if (norm := found.get(f"{_PREFIX}0.self_attn.q_norm.weight")) is not None:
+        width = len(norm)
+    if not heads and not width:
+        raise ArtifactError(
+            "its config does not say num_attention_heads; restore the one that was published."
+        )
+    width = width or (size // heads if queries == size else queries // heads)
+    if width < 1 or queries % width or keys % width or queries % keys:
+        raise ArtifactError(
+            f"its queries are {queries} wide and its keys {keys}, which are no whole heads of "
+            f"{width}; restore the config that was published, with num_attention_heads or head_dim."
+        )
+    sizes = {"num_attention_heads": queries // width, "num_key_value_heads": keys // width}
+    return sizes | {"head_dim": width}
+
+
+def _rotary(inner: dict[str, Any]) -> dict[str, Any]:
+    rope = {**(inner.get("rope_scaling") or {}), **(inner.get("rope_parameters") or {})}
+    theta = rope.pop("rope_theta", None) or inner.get("rope_theta") or 10_000.0
+    rope = {"rope_type": rope.pop("type", "default"), **rope}
+    kind, part = rope["rope_type"], rope.get("partial_rotary_factor")
+    if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+        raise ArtifactError(
+            f"its rotary positions are of kind {kind!r}; expected default or one of: "
+            f"{', '.join(sorted(ROPE_INIT_FUNCTIONS))}."
+        )
+    if (part := part or inner.get("partial_rotary_factor")) not in (None, 1, 1.0):
+        raise ArtifactError(
+            f"its rotary positions turn {part} of each head (partial_rotary_factor); expected all."
+        )
+    return {"rope_theta": theta, "rope_scaling": None if kind == "default" else rope}
+
+
+def _biases(found: dict[str, Tensor], size: int, count: int) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    if (bias := found.get(f"{_PREFIX}0.self_attn.q_proj.bias")) is not None:
+        said["attention_bias"] = True  # in transformers' layer the output has one as well
+        for number in range(count):
+            nothing = torch.zeros(size, dtype=bias.dtype)
+            found.setdefault(f"{_PREFIX}{number}.self_attn.o_proj.bias", nothing)
+    if f"{_PREFIX}0.mlp.up_proj.bias" in found:
+        said["mlp_bias"] = True
+    return said
+
+
+def _windows(inner: dict[str, Any], count: int) -> dict[str, Any]:
+    """Which layers see a window alone; nothing where all see the whole text."""
+    window, types = inner.get("sliding_window"), inner.get("layer_types")
+    if inner.get("model_type") in ("qwen3", "qwen2") and not inner.get("use_sliding_window"):
+        window = None  # as their own configs have it
+    if not types:
+        types = ["sliding_attention" if inner.get("model_type") == "mistral" else "full_attention"]
+        types = types * count
+    if len(types) < count or (odd := {*types[:count]} - {"full_attention", "sliding_attention"}):
+        found = f"{len(types)} layer_types" if len(types) < count else f"layers of {min(odd)!r}"
+        raise ArtifactError(
+            f"its config names {found} for {count} layers; expected full_attention or "
+            "sliding_attention for each."
+        )
+    if window is None or "sliding_attention" not in types[:count]:
+        return {}
+    return {"sliding_window": window, "layer_types": list(types[:count])}

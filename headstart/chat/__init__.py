@@ -1,0 +1,1 @@
+"""A chat with a target: history within the context, streaming, input of several lines."""

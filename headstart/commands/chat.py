@@ -1,0 +1,44 @@
+"""Chat with a target, with its drafter or without."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from headstart.inputs import load_speculator
+
+from . import options as shared
+
+_SYSTEM = "the system's message, before the first turn"
+_LENGTH = "of an answer, at most (default: 512, or what the target's context has room for)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    shared.add_model_arguments(parser)
+    add("--system", metavar="TEXT", help=_SYSTEM)
+    add("--max-new-tokens", metavar="N", type=shared.positive, help=_LENGTH)
+    shared.add_sampling_arguments(parser)
+    shared.add_top_arguments(parser)
+    add("--show", action="store_true", help=shared.SHOW)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load the models, then answer what is typed, or each line of stdin."""
+    sampling = shared.sampling(options)
+    speculator = load_speculator(options)
+    from headstart.chat.dialogue import Dialogue
+    from headstart.chat.lines import messages_of
+    from headstart.chat.session import Session
+
+    session = Session(speculator, options.system, options.max_new_tokens, sampling)
+    how = f"tree {speculator.tree.label}" if session.drafts else "no drafter: plain decoding"
+    size = f", context of {session.context:,} tokens" if session.context else ""
+    print(f"{options.target} · {how}{size} · /help lists the commands", file=sys.stderr)
+    if not session.templated:
+        said = "the tokenizer has no chat template: turns are written as User: … Assistant: …"
+        print(f"({said}, as plain text)", file=sys.stderr)
+    Dialogue(session, messages_of(sys.stdin), show=options.show).run()
+    if sys.stdin.isatty():
+        print(file=sys.stderr)
+    return 0

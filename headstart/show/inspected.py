@@ -1,0 +1,82 @@
+"""What `headstart inspect --tree` and `--prompt` print: a tree, or a round that was replayed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from typing import Any
+
+from rich.text import Text
+
+from headstart.heads.artifacts.plan import read_plans
+from headstart.heads.artifacts.source import DrafterSource
+from headstart.inputs import load_speculator
+from headstart.reports.tables import print_apart, titled, to_json
+from headstart.terminal import UsageError, visible
+
+
+def print_tree(name: str, tree: str | None) -> int:
+    """Draw the tree of an artifact, or another one as it would decode with it."""
+    from headstart.infer import StaticTree, parse_tree
+
+    from .trees import draw_shape
+
+    source = DrafterSource(name)
+    own = source.manifest.weights_sha256
+    plan = next((p for p in read_plans(source.folder) if p.weights_sha256 == own), None)
+    if tree:
+        policy: Any = parse_tree(tree)
+    elif plan is not None and plan.tree:
+        policy = StaticTree(plan.tree)
+    elif source.tree is not None:
+        policy = StaticTree(source.tree)
+    else:
+        raise UsageError(f"{name} has no tree of its own; give one, such as --tree chain:4")
+    drawn = draw_shape(policy, None if plan is None else plan.acceptance)
+    console = titled(sys.stdout, f"headstart inspect --tree: {name}")
+    print_apart(console, drawn)
+    if plan is not None:
+        said = f"shares were measured on {plan.prompts} prompts by headstart plan, on {plan.device}"
+    else:
+        said = "headstart plan measures how often each node is accepted; there is no plan yet"
+    print_apart(console, Text(said, "dim"))
+    return 0
+
+
+def print_round(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
+    """Replay one round on a prompt and draw it."""
+    given = vars(options) | {"drafter": [options.artifact], "tree": options.tree or None}
+    speculator = load_speculator(argparse.Namespace(**given))
+    from headstart.infer.replay import replay_round
+
+    from .trees import draw_round, token_name
+
+    tokenizer: Any = speculator.tokenizer
+    inputs = tokenizer(options.prompt, return_tensors="pt", verbose=False).to(speculator.device)
+    if inputs.input_ids.shape[1] == 0:
+        raise UsageError("the prompt has no token in this model's vocabulary; give another")
+    if speculator.drafter is None:
+        raise UsageError("its plan for this machine is plain decoding; give --tree to draft anyway")
+    found = replay_round(speculator, inputs.input_ids, options.round, **sampling)
+    if options.json:
+        print(to_json(json.loads(json.dumps(asdict(found)))))
+        return 0
+    name = token_name(tokenizer)
+    title = f"headstart inspect: round {options.round}, rule {found.rule}, {speculator.tree.label}"
+    console = titled(sys.stdout, title)
+    tail = visible(tokenizer.decode(found.text[-40:]))
+    print_apart(console, Text(f"…{tail}" if len(found.text) > 40 else tail, "dim"))
+    drafters = len(speculator.drafters.drafters)
+    print_apart(console, draw_round(found, name, drafters))
+    accepted = " ".join(name(node.token) for node in found.nodes[1:] if node.accepted)
+    own = f"{name(found.emitted[-1])} is the target's own (p {found.last:.2f})"
+    drafted = len(found.nodes) - 1
+    took = sum(node.accepted for node in found.nodes[1:])
+    print_apart(
+        console,
+        f"{took} of {drafted} drafted tokens accepted{': ' + accepted if accepted else ''}; {own}",
+        Text("q: the drafter's probability after the node above, p: the target's", "dim"),
+    )
+    return 0

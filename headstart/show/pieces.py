@@ -1,0 +1,74 @@
+"""From tokens to pieces of text: whole characters, each with the depth at which it was drafted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_UNFINISHED = "\ufffd"  # what a tokenizer writes for bytes that are no character yet
+_LONGEST = 4  # bytes of a character in UTF-8, and so tokens at most
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text that one token wrote, or several where a character spans them.
+
+    Attributes:
+        depth: at which it was drafted; 0 where the target wrote it, or one of its tokens.
+        tokens: how many.
+    """
+
+    text: str
+    depth: int
+    tokens: int = 1
+
+
+class PieceReader:
+    """Turns tokens into pieces as they come; joined, they are `tokenizer.decode` of all of them.
+
+    (But for bytes that are no text, which some tokenizers judge only once they know what follows.)
+    Special tokens have no text. A character that several tokens spell is held back until it is
+    whole, so that no replacement character is shown and taken back.
+    """
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+        self._before: list[int] = []  # tokens that decide how the next ones are written
+        self._waiting: list[int] = []
+        self._depths: list[int] = []
+
+    def add(self, ids: Iterable[int], depths: Iterable[int]) -> list[Piece]:
+        """The pieces that these tokens, with their depths, make whole."""
+        found = []
+        for token, depth in zip(ids, depths, strict=True):
+            self._waiting.append(token)
+            self._depths.append(depth)
+            count = len(self._waiting)
+            if not self._text(count).endswith(_UNFINISHED):
+                found += self._take(count)
+            elif count > _LONGEST:  # the first of them are no character, and never will be
+                found += self._take(count - _LONGEST + 1)
+        return found
+
+    def end(self) -> list[Piece]:
+        """What is still held back, as it stands."""
+        return self._take(len(self._waiting)) if self._waiting else []
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def _text(self, count: int) -> str:
+        """What the first waiting tokens add to those before; alone they may look otherwise."""
+        whole = self._decode(self._before + self._waiting[:count])
+        return whole[len(self._decode(self._before)) :]
+
+    def _take(self, count: int) -> list[Piece]:
+        """The piece of the first `count` waiting tokens; none where they have no text."""
+        text, depths = self._text(count), self._depths[:count]
+        taken = self._waiting[:count]
+        self._before = taken if text else self._before + taken
+        self._waiting, self._depths = self._waiting[count:], self._depths[count:]
+        return [Piece(text, max(depths) if min(depths) else 0, count)] if text else []

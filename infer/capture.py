@@ -1,0 +1,194 @@
+"""Captures work as CUDA graphs, and keeps alive what they read.
+
+A graph repeats kernels on addresses. The memory that the work itself allocates is the graph's own
+and stays as long as it does; what the work reads from outside is known by its address alone. Large
+memory, weights and caches, has owners, and the address of what may move is part of the key that a
+graph is found by. Small memory belongs to whoever needed it last: a request's processor, a tree's
+shape, a state that the next capture replaces. `Borrowed` finds it and holds it with the graph.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+Capture = Callable[[Callable[[], Any]], Callable[[], Any]]  # does work; returns what repeats it
+
+_Found = TypeVar("_Found")
+
+_SMALL = 1 << 20  # bytes of memory that is held with a graph, at most
+
+
+class _Watched(threading.local):
+    """Whether a thread's borrowing is noted now."""
+
+    on: bool = True
+
+
+_watched = _Watched()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """While this lasts, nothing is noted as borrowed: for what reads its owner's memory alone.
+
+    Compiled code is run so. It allocates where no dispatch mode sees it, so that its own memory
+    would count as borrowed.
+    """
+    before, _watched.on = _watched.on, False
+    try:
+        yield
+    finally:
+        _watched.on = before
+
+
+class Borrowed(TorchDispatchMode):
+    """Holds the small memory that work reads and did not make, from when it first reads it.
+
+    Attributes:
+        held: the storages, by address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: dict[int, torch.UntypedStorage] = {}
+        self._made: set[int] = set()
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """So that `torch.compile` compiles, and runs what it has compiled, all the same."""
+        return True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """As `is_infra_mode`, in torch from 2.12 on."""
+        return True
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if not _watched.on:
+            return function(*args, **(kwargs or {}))
+        for storage in _storages((args, kwargs)):
+            place = storage.data_ptr()
+            if place not in self._made and place not in self.held and storage.nbytes() <= _SMALL:
+                self.held[place] = storage
+        found = function(*args, **(kwargs or {}))
+        # What is made is never where something is that was there before, since that is held.
+        self._made.update(
+            place for storage in _storages(found) if (place := storage.data_ptr()) not in self.held
+        )
+        return found
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    for value in tree_iter(values):
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            yield value.untyped_storage()
+
+
+@dataclass(frozen=True)
+class Captured(Generic[_Found]):
+    """Work that can be repeated; calling it does so, and returns what the work returned.
+
+    Attributes:
+        replay: repeats it on the same addresses.
+        result: what it returned, whose tensors a replay writes again.
+        borrowed: see `Borrowed`.
+    """
+
+    replay: Callable[[], Any]
+    result: _Found
+    borrowed: dict[int, torch.UntypedStorage]
+
+    @classmethod
+    def by(cls, capture: Capture, work: Callable[[], _Found]) -> "Captured[_Found]":
+        """Do the work, and capture it meanwhile."""
+        found: list[_Found] = []
+        borrowed = Borrowed()
+
+        def watched() -> None:
+            with borrowed:
+                found.append(work())
+
+        replay = capture(watched)
+        return cls(replay, found[0], borrowed.held)
+
+    def __call__(self) -> _Found:
+        self.replay()
+        return self.result
+
+
+class CudaCapture:
+    """Captures work on a device as CUDA graphs that share one pool of memory, as they run one by
+    one.
+
+    Where that fails, the thread's stream, the allocator and the random numbers are as before, and
+    what is raised is the cause, not that the capture was invalid.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = torch.device("cuda", torch.cuda.current_device())
+        if device.index is not None:
+            self._device = device
+        with torch.cuda.device(self._device):
+            self._pool = torch.cuda.graph_pool_handle()
+            self._stream = torch.cuda.Stream(self._device)
+
+    def __call__(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        causes: list[BaseException] = []
+
+        def noted() -> None:
+            try:
+                work()
+            except BaseException as cause:
+                causes.append(cause)
+                raise
+
+        with torch.cuda.device(self._device):
+            graph = torch.cuda.CUDAGraph()
+            try:
+                with (
+                    self._restored(),
+                    torch.cuda.graph(
+                        graph,
+                        pool=self._pool,
+                        stream=self._stream,
+                        capture_error_mode="thread_local",
+                    ),
+                ):
+                    noted()
+            except Exception:
+                if causes:  # the end of an invalid capture raises an error of its own
+                    raise causes[0] from None
+                raise
+            graph.replay()
+        return graph.replay
+
+    @contextmanager
+    def _restored(self) -> Iterator[None]:
+        """After an error: what a capture changed that could not be ended."""
+        stream, index = torch.cuda.current_stream(self._device), self._device.index
+        generator = torch.cuda.default_generators[index]
+        random = generator.clone_state()
+        try:
+            yield
+        except BaseException:
+            torch.cuda.set_stream(stream)
+            with suppress(RuntimeError):  # it says so where the capture could be ended
+                torch._C._cuda_endAllocateToPool(index, self._pool)
+                torch._C._cuda_releasePool(index, self._pool)
+            generator.graphsafe_set_state(random)
+            self._pool = torch.cuda.graph_pool_handle()  # the old one may be half filled
+            raise
+
+
+def capture_on(device: torch.device) -> Capture | None:
+    """As the device allows: CUDA graphs, or None."""
+    return CudaCapture(device) if device.type == "cuda" else None

@@ -1,0 +1,243 @@
+"""One round of a request, looked at: what was drafted, and why each node was accepted or not.
+
+The round is the decode loop's own: the same policy, drafter, target and rule. What the drafters
+propose is noted as they say it, so that the probability of each drafted token is known also where
+no rule asks for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from headstart.heads import DrafterGroup, OptionError, Sampling, Step, TokenTree
+from headstart.heads.group import proposer
+
+from .loop import Decoding
+from .request import Request
+from .rules.reasons import reasons
+from .rules.rule_api import Verified
+from .speculator import Speculator
+
+
+@dataclass(frozen=True)
+class ReplayedNode:
+    """A node of the round's tree.
+
+    Attributes:
+        number: in the tree; parent: the number of its parent, -1 at the root.
+        token: its id; depth: 0 at the root; rank: how many siblings come before it.
+        drafter: the number of the one that drafted it; -1 at the root.
+        drafted: the probability that its drafter gave it after its parent, with the request's
+            temperature, top-k, top-p and min-p; None at the root, and where a drafter names
+            candidates without probabilities.
+        wanted: the target's probability of it after its parent, processed; None at the root.
+        accepted: whether it is on the accepted path.
+        why: the rule's reason, in words; empty at the root.
+    """
+
+    number: int
+    parent: int
+    token: int
+    depth: int
+    rank: int
+    drafter: int
+    drafted: float | None
+    wanted: float | None
+    accepted: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class ReplayedRound:
+    """A round that was replayed.
+
+    Attributes:
+        rule: the name of the rule.
+        text: the ids before the round, the root last.
+        nodes: of the tree, the root first; invalid ones are left out.
+        emitted: ids that the round adds, the target's own last, cut where the text ends; `last` is
+            the target's probability of that token there, before what rejected drafts took off.
+    """
+
+    rule: str
+    text: list[int]
+    nodes: list[ReplayedNode]
+    emitted: list[int]
+    last: float
+
+
+def replay_round(
+    speculator: Speculator, input_ids: Tensor, number: int = 1, **options: Any
+) -> ReplayedRound:
+    """Decode a prompt [1, P] up to a round, and look at that one.
+
+    Args:
+        number: of the round, from 1; the first one follows the token that the prefill gives.
+        options: as for `speculator.generate`, such as `do_sample`, `temperature` and `seed`.
+
+    Raises:
+        OptionError: several prompts, or a text that ends before that round.
+    """
+    if input_ids.shape[0] != 1 or number < 1:
+        raise OptionError(
+            f"found {input_ids.shape[0]} prompts and round {number}; expected one prompt, and a "
+            "round from 1."
+        )
+    found: list[ReplayedRound] = []
+    alone, tokenizer = speculator._spare(), speculator.tokenizer
+
+    def name(token: int) -> str:
+        return f"token {token}" if tokenizer is None else repr(str(tokenizer.decode([token])))
+
+    def replay(
+        model: Any,
+        input_ids: Tensor,
+        logits_processor: Any = None,
+        stopping_criteria: Any = None,
+        generation_config: Any = None,
+        synced_gpus: bool = False,
+        streamer: Any = None,
+        seed: Any = None,
+        **model_kwargs: Any,
+    ) -> Tensor:
+        request, ending, mask = alone._request(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            seed,
+            model_kwargs,
+        )
+        decoding = Decoding(request)
+        width, text = input_ids.shape[1], input_ids[0].tolist()
+        emitted = decoding.prefill(input_ids, mask, ending.limit - width)
+        for done in range(number):
+            text += emitted.tokens[0, : emitted.count[0]].tolist()
+            if decoding.finished:
+                raise OptionError(
+                    f"the text ends after {len(text) - width} new tokens, before round {number}; "
+                    "ask for an earlier round, or for more tokens."
+                )
+            if done < number - 1:
+                emitted = decoding.round()
+        found.append(_look(request, text, name))
+        return input_ids
+
+    options.setdefault("max_new_tokens", 1 + number * (speculator.tree.max_depth + 1))
+    with torch.no_grad():
+        generate: Any = speculator.model.generate
+        generate(input_ids, custom_generate=replay, **options)
+    return found[-1]
+
+
+class _Noting:
+    """A group's drafters, whose proposals are kept under the tokens that they follow."""
+
+    def __init__(self, group: DrafterGroup):
+        self.members = [_NotingMember(member) for member in group.members]
+
+
+class _NotingMember:
+    def __init__(self, member: Any):
+        self.member, self.config, self.independent = member, member.config, member.independent
+        self.max_depth = member.max_depth
+        self._steps: dict[tuple[int, ...], tuple[Step, int]] = {}
+        self._paths: list[tuple[int, ...]] = []  # of the nodes that were grown, in their order
+
+    def begin(self, *given: Any) -> Step:
+        step = self.member.begin(*given)
+        self._steps[()] = step, 0
+        return step
+
+    def extend(self, states: Any, tokens: Tensor, parent: Tensor) -> Step:
+        step = self.member.extend(states, tokens, parent)
+        for column, (token, above) in enumerate(
+            zip(tokens[0].tolist(), parent[0].tolist(), strict=True)
+        ):
+            self._paths.append((*(self._paths[above] if above >= 0 else ()), token))
+            self._steps.setdefault(self._paths[-1], (step, column))
+        return step
+
+    def probability(self, path: tuple[int, ...], sampling: Sampling) -> float | None:
+        """Of the last token of a path below the root, after those before it."""
+        if self.independent:
+            step, row = self._steps[()][0], len(path) - 1
+        else:
+            step, row = self._steps[path[:-1]]
+        if step.logits is None:
+            return None
+        q = sampling.warp(step.logits[:, row : row + 1]).softmax(-1).flatten()
+        if step.vocabulary is None:
+            return float(q[path[-1]])
+        return float(q[(step.vocabulary == path[-1]).nonzero()].sum())
+
+
+def _look(request: Request, text: list[int], name: Callable[[int], str]) -> ReplayedRound:
+    noting = _Noting(request.drafters)
+    longest = request.rows.longest
+    request.make_space(longest)
+    request.drafters.reserve(request.states, longest, request.capacity.behind)
+    tree = request.policy.grow(
+        proposer(noting), request.states, request.committed, request.children
+    )
+    logits, _ = request.target.verify(tree, request.lengths, longest, request.rows.even)
+    kept: list[Tensor] = []
+    verified = Verified(tree, logits, request.sampling, request.lengths, request.text, kept)
+    accepted = request.rule.accept(verified)
+    verified.kept = None
+    scores = [_scores(verified, node, kept) for node in range(tree.nodes)]
+    path = accepted.path[0, : int(accepted.count[0])].tolist()
+    why = reasons(request.rule.name, verified, accepted, scores, name)
+    nodes = _nodes(request, tree, noting, scores, path, why)
+    emitted = accepted.tokens[0, : len(path)].tolist()
+    last = float(scores[path[-1]].softmax(-1)[emitted[-1]])
+    return ReplayedRound(request.rule.name, text, nodes, _cut(request, emitted), last)
+
+
+def _scores(verified: Verified, node: int, kept: list[Tensor]) -> Tensor:
+    """Processed scores [V] after a node; where processors read the text, true on the path alone."""
+    if verified.sampling.readers:
+        return kept[0][0, node]
+    return verified.scores_after(torch.full_like(verified.tree.tokens[:, :1], node))[0]
+
+
+def _nodes(
+    request: Request,
+    tree: TokenTree,
+    noting: _Noting,
+    scores: list[Tensor],
+    path: list[int],
+    why: list[str],
+) -> list[ReplayedNode]:
+    shape = tree.topology
+    parents, depths, ranks = (each[0].tolist() for each in (shape.parents, shape.depth, shape.rank))
+    tokens = tree.tokens[0].tolist()
+    valid = [True] * tree.nodes if tree.valid is None else tree.valid[0].tolist()
+    starts, found = request.first_nodes, list[ReplayedNode]()
+    paths: list[tuple[int, ...]] = [()]
+    for number in range(tree.nodes):
+        above, drafter, drafted, wanted = parents[number], -1, None, None
+        if number:
+            paths.append((*paths[above], tokens[number]))
+            drafter = sum(number >= start for start in starts) - 1
+            if valid[number]:
+                own = noting.members[drafter]
+                drafted = own.probability(paths[number], request.sampling)
+                wanted = float(scores[above].softmax(-1)[tokens[number]])
+        if valid[number]:
+            place = (number, above, tokens[number], depths[number], ranks[number], drafter)
+            on_path = number in path
+            found.append(ReplayedNode(*place, drafted, wanted, on_path, why[number]))
+    return found
+
+
+def _cut(request: Request, emitted: list[int]) -> list[int]:
+    """Up to an end token, or the bound on new tokens."""
+    ends = [place for place, token in enumerate(emitted) if token in request.eos]
+    return emitted[: min([int(request.rows.remaining[0]), *(place + 1 for place in ends)])]

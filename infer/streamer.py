@@ -1,0 +1,26 @@
+"""Streamers that are told who wrote each token."""
+
+from abc import abstractmethod
+from typing import Any
+
+from transformers.generation.streamers import BaseStreamer
+
+from .stats import Emitted
+
+
+class RoundStreamer(BaseStreamer):
+    """A streamer of transformers that is given whole rounds, with the depth of each token.
+
+    `speculator.generate(…, streamer=…)` calls `put` with the prompt's ids [1, P], `put_round` with
+    the first token, which the prefill gives, and then with what each round emits, and `end`.
+    """
+
+    @abstractmethod
+    def put_round(self, emitted: Emitted) -> None:
+        """Take what one row emitted: `count[0]` of `tokens[0]`, with their `depths[0]`."""
+
+    def put(self, value: Any) -> None:
+        """Take the prompt's ids."""
+
+    def end(self) -> None:
+        """Take note that the request has ended."""

@@ -1,0 +1,37 @@
+"""The CPU benchmark runs whole at toy size, and counts what it says it counts."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks import cpu
+from headstart.infer import Speculator
+from headstart.infer.measure.roofline import Roofline, cache_bytes, round_bytes
+
+
+def test_it_runs_at_toy_size(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--shape", "toy", "--prompt", "8", "--new-tokens", "6", "--repeats", "1"]
+    cpu.main([*small, "--megabytes", "8", "--dtype", "float32", "--json"])
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["same text"] and found["ms a token"].keys() == {"eager", "packed", "generate"}
+    assert [int(n) for n in found["ms of a tree's forward"]["packed"]] == list(cpu.NODES)
+    share = (
+        found["bytes a round"] / (found["GB read a second"] * 1e6) / found["ms a token"]["eager"]
+    )
+    assert found["share of the limit"]["eager"] == pytest.approx(share)
+
+
+def test_bytes_are_those_of_the_weights_and_the_live_cache() -> None:
+    model = cpu.random_llama("toy", torch.bfloat16)
+    layers = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64  # products, and norms
+    head, line = 256 * 64, 64
+    assert round_bytes(model, 3) == 2 * (layers + head + 3 * line)
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    assert round_bytes(model, 3) == 2 * (layers + head)
+    speculator = Speculator(model)
+    speculator.generate(torch.ones(2, 5, dtype=torch.long), max_new_tokens=2)
+    assert cache_bytes(speculator.target.cache, 5) == 2 * 2 * (2 * 5 * 2 * 64)
+    assert Roofline(3_000_000, 1_000_000, 4e9).ms == pytest.approx(1.0)
+    assert Roofline(3_000_000, 1_000_000, 4e9).share(2.0) == pytest.approx(0.5)

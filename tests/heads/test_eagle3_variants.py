@@ -1,0 +1,128 @@
+"""Published variants of EAGLE-3: their equations while decoding and training, and their exports."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstart.heads import ArtifactError, load_drafter
+from headstart.heads.artifacts.export import export_drafter, largest_difference
+from headstart.infer import Speculator
+from tests.support.published_eagle import KEPT, random
+from tests.support.published_eagle3 import TARGET, VARIANTS
+from tests.support.tiny import VOCAB, one_line, prompts, tiny
+
+EXPORTS = {
+    "narrow": {"vllm", "sglang", "original"},
+    "EAGLE-3.1": {"vllm", "speculators"},
+    "fc_norm": {"vllm", "speculators"},
+    "window": {"vllm", "speculators"},
+    "two layers": {"vllm", "speculators"},
+    "q and k norms": {"speculators"},
+    "P-EAGLE": {"vllm", "speculators"},
+    "P-EAGLE of two layers": {"speculators"},
+}
+
+
+def loaded(name: str, folder: Path) -> tuple[Any, dict[str, Tensor]]:
+    variant, tensors = VARIANTS[name], VARIANTS[name].tensors()
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(variant.config))
+    save_file(tensors, folder / "model.safetensors")
+    return load_drafter(folder, tiny("llama")), tensors
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_it_follows_the_published_equations_along_every_path(name: str, tmp_path: Path) -> None:
+    drafter, tensors = loaded(name, tmp_path / name)
+    variant = VARIANTS[name]
+    assert drafter.dtype == torch.float64 and drafter.draft_vocabulary.equal(KEPT)
+    texts, features = torch.randint(VOCAB, (2, 14)), random(2, 14, 3 * TARGET)
+    state = drafter.start(2, 40)
+    drafter.prefill(state, features[:, :4], texts[:, :4], torch.tensor([4, 1]))
+    done = torch.tensor([3, 0])
+    for count in (torch.tensor([1, 1]), torch.tensor([2, 3]), torch.tensor([1, 2])):
+        row = torch.arange(2).unsqueeze(1)
+        places = done.unsqueeze(1) + torch.arange(4)
+        drafter.reserve(state, int((done + count).max()), 4 + 6)
+        step = drafter.begin(state, features[row, places], texts[row, places + 1], count)
+        done = done + count
+        levels = [torch.randint(VOCAB, (2, wide)) for wide in (2, 3, 1)]
+        parents, steps = [[-1, -1], [1, 1, 0], [3]], [step]
+        if not drafter.independent:
+            for level, parent in zip(levels, parents, strict=True):
+                steps.append(drafter.extend(state, level, torch.tensor([parent] * 2)))
+        for row in range(2):
+            end = int(done[row])
+            text, own = texts[row, 1 : end + 1].tolist(), features[row, :end]
+            if drafter.independent:
+                assert step.logits.shape[1] == drafter.max_depth == 4
+                for depth in range(4):
+                    expected = variant.logits(tensors, own, text + [0] * depth)
+                    torch.testing.assert_close(
+                        step.logits[row, depth], expected, rtol=1e-5, atol=1e-5
+                    )
+                continue
+            a, b, c, d, e, f = torch.cat([level[row] for level in levels]).tolist()
+            paths = [[[]], [[a], [b]], [[b, c], [b, d], [a, e]], [[b, d, f]]]
+            for found, nodes in zip(steps, paths, strict=True):
+                for node, path in enumerate(nodes):
+                    expected = variant.logits(tensors, own, text + path)
+                    torch.testing.assert_close(
+                        found.logits[row, node], expected, rtol=1e-5, atol=1e-5
+                    )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_training_sees_the_same(name: str, tmp_path: Path) -> None:
+    """Two documents in a row; with activations computed again, the states are the same."""
+    drafter, tensors = loaded(name, tmp_path / name)
+    tokens, features = torch.randint(VOCAB, (1, 22)), random(1, 22, 3 * TARGET)
+    positions = torch.cat([torch.arange(9), torch.arange(13)]).unsqueeze(0)
+    where = torch.zeros(1, 22, dtype=torch.bool)
+    where[0, [0, 4, 12, 17]] = True
+    found = drafter.draft_hidden_states(features, tokens, where, 4, positions=positions)
+    drafter.checkpoint_activations()
+    again = drafter.draft_hidden_states(features, tokens, where, 4, positions=positions)
+    torch.testing.assert_close(found, again, rtol=1e-12, atol=1e-12)
+    for depth in range(1, 5):
+        logits = drafter.draft_logits(depth)(found[depth - 1])
+        torch.testing.assert_close(drafter.draft_output(depth)(found[depth - 1]), logits)
+        for row, at in enumerate((0, 4, 12, 17)):
+            start = 0 if at < 9 else 9
+            text = tokens[0, start + 1 : at + depth + 1].tolist()
+            expected = VARIANTS[name].logits(tensors, features[0, start : at + 1], text)
+            torch.testing.assert_close(logits[row], expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decoding_is_exact(name: str, tmp_path: Path) -> None:
+    drafter, _ = loaded(name, tmp_path / name)
+    ids, _ = prompts([7])
+    options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False}
+    text = Speculator(tiny("llama"), drafter).generate(ids, **options)
+    assert torch.equal(text, Speculator(tiny("llama")).generate(ids, **options))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_it_goes_out_to_what_can_run_it(name: str, tmp_path: Path) -> None:
+    drafter, _ = loaded(name, tmp_path / name)
+    for form in ("vllm", "sglang", "speculators", "original"):
+        if form not in EXPORTS[name]:
+            with pytest.raises(ArtifactError) as caught:
+                export_drafter(drafter, form, tmp_path / form)
+            assert "cannot run this drafter" in one_line(caught.value)
+            continue
+        line = export_drafter(drafter, form, tmp_path / form)
+        assert drafter.independent == ("parallel_drafting" in (line or "")) or form != "vllm"
+        again = load_drafter(tmp_path / form, tiny("llama"))
+        assert largest_difference(drafter, again, seed=5) <= 1e-12
+        limits = {"max_position_embeddings": 256}  # the target's, which engines ask for
+        expected = drafter.config.to_dict()
+        assert again.config.to_dict() == expected | {"layer": expected["layer"] | limits}

@@ -1,0 +1,180 @@
+"""Captures: what they hold, and what a failed one leaves behind, on a stand-in for CUDA."""
+
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.infer.capture import Borrowed, Captured, CudaCapture, unwatched
+from tests.support.tape import DeadMemory, Tape
+
+
+def test_small_memory_from_outside_is_held() -> None:
+    small, large = torch.ones(4), torch.ones(1 << 19)
+    borrowed = Borrowed()
+    with borrowed:
+        made = small + 1
+        made += large[:4]
+        made.view(2, 2).t().contiguous()
+        with unwatched():
+            torch.ones(4) + torch.zeros(4)
+    assert set(borrowed.held) == {small.untyped_storage().data_ptr()}
+
+
+def test_what_work_reads_lives_as_long_as_it_can_be_repeated() -> None:
+    def work_of(value: float) -> Any:
+        number = torch.tensor([value])
+        return lambda: number * 2
+
+    captured = Captured.by(Tape(), work_of(3.0))
+    assert captured().tolist() == [6.0]
+    with pytest.raises(DeadMemory, match="mul uses, is gone"):
+        Tape()(work_of(3.0))()
+
+
+def test_compiled_code_runs_while_it_is_captured() -> None:
+    """A dispatch mode has compilers step aside, and the graph would hold uncompiled kernels."""
+    ran = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        def run(*given: Any) -> Any:
+            ran.append(len(given))
+            return module(*given)
+
+        return run
+
+    compiled = torch.compile(lambda value: value.sin() + 1, backend=backend)
+    value = torch.ones(3)
+    compiled(value)
+    Captured.by(lambda work: (work(), work)[1], lambda: compiled(value))
+    assert len(ran) == 2
+    torch._dynamo.reset()
+
+
+class Gpu:
+    """What of torch.cuda a capture calls, and what it changes there."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.stream, self.pools, self.random = "its own", set[int](), "as it was"
+        self.capturing = False
+        self.handles = iter(range(1, 9))
+        for name in ("current_stream", "set_stream", "device", "graph", "Stream", "CUDAGraph"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(self.handles))
+        monkeypatch.setattr(torch.cuda, "default_generators", (self, self))
+        monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
+        self.released: list[int] = []
+
+    def current_stream(self, device: Any) -> str:
+        return self.stream
+
+    def set_stream(self, stream: str) -> None:
+        self.stream = stream
+
+    @contextmanager
+    def device(self, device: torch.device) -> Any:
+        assert device.index is not None
+        yield
+
+    def Stream(self, device: torch.device) -> str:
+        return f"capture stream of {device}"
+
+    def CUDAGraph(self) -> Any:
+        class Graph:
+            def replay(self) -> None:
+                pass
+
+        return Graph()
+
+    def clone_state(self) -> str:
+        return self.random
+
+    def graphsafe_set_state(self, state: str) -> None:
+        self.random = state
+
+    @contextmanager
+    def graph(self, graph: Any, pool: int, stream: str, capture_error_mode: str) -> Any:
+        """As torch's: where the capture cannot be ended, nothing after that is done."""
+        self.stream, self.random, self.capturing = stream, "capturing", True
+        self.pools.add(pool)
+        try:
+            yield
+        finally:
+            self.capturing = False
+            if self.invalid:
+                raise RuntimeError("operation failed due to a previous error during capture")
+            self.stream, self.random = "its own", "as it was"
+            self.pools.discard(pool)
+
+    invalid = False
+
+    def end(self, index: int, pool: int) -> None:
+        if pool not in self.pools:
+            raise RuntimeError("not currently recording to this pool")
+        self.pools.discard(pool)
+
+    def release(self, index: int, pool: int) -> None:
+        self.released.append(pool)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1"])
+def test_a_failed_capture_leaves_nothing_behind(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = Gpu(monkeypatch)
+    capture = CudaCapture(torch.device(device))
+
+    def waits() -> None:
+        index = torch.device(device).index or 0
+        assert gpu.stream == f"capture stream of cuda:{index}" and gpu.pools
+        gpu.invalid = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    for pool in (1, 2):
+        with pytest.raises(RuntimeError, match="not permitted"):
+            capture(waits)
+        assert (gpu.stream, gpu.random, gpu.pools) == ("its own", "as it was", set())
+        assert gpu.released[-1] == pool
+        gpu.invalid = False
+    capture(lambda: None)()
+    assert (gpu.stream, gpu.random, gpu.pools) == ("its own", "as it was", set())
+
+
+def test_an_error_of_the_work_itself_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The capture can be ended, and there is nothing to put back."""
+    gpu = Gpu(monkeypatch)
+
+    def fails() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        CudaCapture(torch.device("cuda"))(fails)
+    assert gpu.stream == "its own" and not gpu.pools and not gpu.released
+
+
+def test_a_capture_that_cannot_be_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    gpu.invalid = True
+    with pytest.raises(RuntimeError, match="previous error"):
+        CudaCapture(torch.device("cuda"))(lambda: None)
+    assert gpu.stream == "its own" and not gpu.pools
+
+
+@pytest.mark.gpu
+def test_decoding_goes_on_after_a_failed_capture() -> None:
+    """On CUDA itself: a read within a capture, then allocation, random numbers and a capture."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    capture, value = CudaCapture(device), torch.ones(4, device=device)
+    stream = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        capture(lambda: value.sum().item())
+    assert torch.cuda.current_stream() == stream
+    assert torch.rand(1000, device=device).mean().item() > 0
+    found: list[Any] = []
+    replay = capture(lambda: found.append(value + 1))
+    value.fill_(2)
+    replay()
+    assert found[0].tolist() == [3.0] * 4

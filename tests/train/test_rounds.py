@@ -1,0 +1,75 @@
+"""Rows written in rounds, by the drafter that learns from them, are those of the target alone."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from headstart.train import pipeline, rounds
+from headstart.train.data.training_rows import Rows
+from headstart.train.recipe import Recipe, RecipeError, load_recipe
+from tests.support.recipes import TINY
+
+
+def made(tmp_path: Path, name: str, *overrides: str) -> Recipe:
+    path = tmp_path / "tiny.yaml"
+    path.write_text(yaml.safe_dump(TINY | {"output": str(tmp_path / "runs")}))
+    exact = ["target.dtype=float64", "distill.use_drafter=always", "train.eval_every=null"]
+    return load_recipe(path, [*exact, f"name={name}", *overrides])
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.glob("train-*")}
+
+
+def test_rows_and_weights_are_those_without_rounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, cut = made(tmp_path, "whole"), made(tmp_path, "cut", "shares=whole", "distill.rounds=3")
+    expected = pipeline.train(whole)
+    (run,) = [whole.folder]
+    found = shards(run / "distill")
+    shutil.rmtree((run / "distill").resolve())
+    (run / "distill").unlink(missing_ok=True)
+    trained: list[tuple[int, str | None]] = []
+    train = rounds.train_drafter
+
+    def counted(recipe: Recipe, args: Any, loaded: Any, rows: Rows, folder: Path) -> Any:
+        trained.append((len(rows), recipe.train.from_))
+        if len(trained) == 2:
+            raise KeyboardInterrupt  # as if killed in the training between the last two rounds
+        return train(recipe, args, loaded, rows, folder)
+
+    monkeypatch.setattr(rounds, "train_drafter", counted)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.train(cut)
+    artifact = pipeline.train(cut)
+    # One shard, two, four in all; the second training was begun anew, from the first one's head.
+    assert [count for count, _ in trained] == [6, 12, 12]
+    assert trained[0][1] is None and trained[1][1] == trained[2][1] is not None
+    (folder,) = [p for p in (run, cut.folder) if (p / "distill").exists()]
+    assert shards(folder / "distill") == found
+    names = ("model.safetensors", "tree.json")
+    assert all((artifact / n).read_bytes() == (expected / n).read_bytes() for n in names)
+    told = json.loads((folder / "distill" / "manifest.json").read_text())["drafting"]
+    assert [each["used"] for each in told] == [True, True]
+    left = {p.name for p in (folder / "distill" / "rounds").rglob("*") if p.is_file()}
+    assert left == {"drafting.json"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["distill.writer=given"], "with the writer given, which no drafter speeds up"),
+        (["distill.shards=2"], "a shard a round at least"),
+        (["drafter.family=medusa2", "drafter.heads=2"], "changes the target's text"),
+        (["drafter={family: lookup}"], "does not learn"),
+    ],
+)
+def test_rounds_that_cannot_be(tmp_path: Path, overrides: list[str], said: str) -> None:
+    with pytest.raises((RecipeError, ValueError), match=said):
+        pipeline.write_text(made(tmp_path, "r", "distill.rounds=3", *overrides))
+    assert not (tmp_path / "runs").exists()
