@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from headstart.terminal import one_line
 from headstart.train.checks.early import check_run
 from headstart.train.recipe import load_recipe
-from tests.support.mutations import mutate, mutate_bytes, tried
+from tests.support.mutations import REFUSED, mutate, mutate_bytes, tried
 from tests.support.recipes import TINY
 
 DRAFTERS = [
@@ -66,3 +67,19 @@ def test_a_damaged_recipe_is_refused_or_can_run(cases: int, tmp_path: Path) -> N
         fine += found is not None
     assert len(whole) < fine < cases
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "drafter.heads=1000000", "drafter.layers=1000000000", "train.batch_size=1000000000",
+        "target.scratch.layers=1000000000", "train.dataloader_workers=1000000",
+        "distill.shards=1000000000000", "target.scratch.hidden_size=1000000000000",
+    ],
+)  # fmt: skip
+def test_sizes_that_no_run_has_are_refused_before_it(override: str, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipes(tmp_path)[0]))
+    with pytest.raises(REFUSED) as caught:
+        check_run(load_recipe(path, [override]))
+    assert 20 < len(one_line(caught.value)) < 700
