@@ -17,17 +17,22 @@ from safetensors import SafetensorError
 from headstart import __version__
 from headstart.commands import COMMANDS
 from headstart.terminal import UsageError, one_line
+from headstart.train.processes.stopping import CtrlC
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, by default that of the process, and return its exit status."""
-    return exit_status("headstart", lambda: _run(argv))
+    """Run one command and return its exit status.
+
+    Without `argv` it is that of the process, which then ends within a second of Ctrl-C.
+    """
+    return exit_status("headstart", lambda: _run(argv), ends=argv is None)
 
 
-def exit_status(program: str, run: Callable[[], int]) -> int:
+def exit_status(program: str, run: Callable[[], int], ends: bool = False) -> int:
     """The exit status of `run`: its own, 2 on a mistake of the user's, 130 on Ctrl-C.
 
-    Every error is printed on one line, after the program's name.
+    Every error is printed on one line, after the program's name. Where the program `ends` with it,
+    Ctrl-C leaves at once, so that nothing is printed after its message.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an encoding without τ prints a ?, and goes on
@@ -36,8 +41,11 @@ def exit_status(program: str, run: Callable[[], int]) -> int:
         status = run()
         sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted; finished stages are kept", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        sys.stdout.flush()
+        print(f"{program}: {str(error) or 'interrupted'}", file=sys.stderr, flush=True)
+        if ends:
+            os._exit(130)
         return 130
     except BrokenPipeError:
         # The reader has gone; without this the interpreter's last flush would fail again.
@@ -64,7 +72,7 @@ def build_parser() -> argparse.ArgumentParser:
         summary = (command.__doc__ or "").partition("\n")[0]
         brief = summary[:1].lower() + summary[1:].rstrip(".")
         own = table.add_parser(name, help=brief, description=summary)
-        own.set_defaults(run=command.run)
+        own.set_defaults(run=command.run, kept=getattr(command, "KEPT", ""))
         command.add_arguments(own)
     return parser
 
@@ -88,4 +96,11 @@ def _run(argv: Sequence[str] | None) -> int:
         options.overrides += rest
     elif rest:  # not repeated: it may be the prompt
         raise UsageError(f"arguments too many: {len(rest)}; a prompt is given with --prompt")
-    return options.run(options)
+    message = "interrupted" + options.kept
+    try:
+        if argv is not None:
+            return options.run(options)
+        with CtrlC(message):
+            return options.run(options)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(message) from None

@@ -22,6 +22,8 @@ _FAMILY = (
     "one target, compared"
 )
 
+KEPT = shared.KEPT
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()

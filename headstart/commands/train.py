@@ -17,6 +17,8 @@ _EXAMPLES = """examples:
   headstart train medusa+llama-3.1-8b+1x80gb --smoke
 `headstart recipes` lists the families, models and hardware profiles that a name may join."""
 
+KEPT = shared.KEPT
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help=shared.RECIPE)
