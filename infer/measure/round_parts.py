@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-
 from ..speculator import Speculator
 from .timing import Stopwatch
 
