@@ -163,12 +163,14 @@ def draw(found: dict[str, Any], path: Path) -> None:
             for top_p, style in zip(TOP_P, ("-", ":", "--"), strict=True):
                 own = [p for p in found["sampling"]["points"]
                        if p["expansion"] == expansion and p["top_p"] == top_p]  # fmt: skip
+                if len(own) < len(TEMPERATURES):  # not measured to the end yet
+                    continue
                 own.sort(key=lambda p: p["temperature"])
                 right.plot([p["temperature"] for p in own], [p["tau"] for p in own], style,
                            marker="o", ms=3, color=color, lw=1.4,
                            label=f"{label}" if top_p == 1.0 else None)  # fmt: skip
         right.set(xlabel="temperature", ylabel="tokens a round, τ")
-        title = f"Sampling: τ of {SAMPLED_TREE}; solid, dashed, dotted: top-p 1, 0.9, 0.8"
+        title = f"Sampling: τ of {SAMPLED_TREE}; dotted: top-p 0.8, dashed: 0.9"
         right.set_title(title, loc="left", fontsize="medium")
         right.legend(frameon=False)
     for axes in (left, right):

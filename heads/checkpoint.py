@@ -1,5 +1,6 @@
 """The checkpoint part of the drafter contract; `artifacts` saves and loads by it."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -13,6 +14,9 @@ from .parts.published.checkpoint import Checkpoint
 
 Found = tuple[dict[str, Any], dict[str, Tensor]]
 """What is read from a checkpoint: fields of the family's config, and tensors by its own names."""
+
+MOST_PARTS = 4096
+"""Of heads × layers × depths; a module of more would take minutes to build without any weight."""
 
 _RANGES = {
     "at least 0": lambda value: value >= 0,
@@ -46,6 +50,13 @@ class DrafterConfig(PreTrainedConfig):
 
     def validate_ranges(self) -> None:
         """Part of the config's own validation."""
+        sizes = {name: getattr(self, name, 1) for name in ("heads", "layers", "depths")}
+        parts = [size for size in sizes.values() if type(size) is int]
+        if math.prod(parts) > MOST_PARTS:
+            said = ", ".join(f"{name} {sizes[name]}" for name in sizes if name in self.OPTIONS)
+            raise OptionError(
+                f"drafter.{said}: more than {MOST_PARTS} of them together; lower one of them."
+            )
         for expected, names in self.RANGES.items():
             for name in names:
                 if not _RANGES[expected](value := getattr(self, name)):

@@ -21,6 +21,8 @@ from transformers import PreTrainedModel
 from .core import OptionError, in_steps
 from .drafter import Drafter, DrafterConfig, Step, entries_at
 
+_MOST = 1024  # tokens that are compared at each position, and matches that are followed
+
 
 @strict
 class LookupConfig(DrafterConfig):
@@ -40,10 +42,11 @@ class LookupConfig(DrafterConfig):
 
     def validate_lookup(self) -> None:
         """Part of the config's own validation."""
-        if not 1 <= self.min_match <= self.max_match or self.matches < 1:
+        if not 1 <= self.min_match <= self.max_match <= _MOST or not 1 <= self.matches <= _MOST:
             raise OptionError(
                 f"drafter.min_match is {self.min_match}, max_match {self.max_match} and matches "
-                f"{self.matches}; expected 1 ≤ min_match ≤ max_match, and at least one match."
+                f"{self.matches}; expected 1 ≤ min_match ≤ max_match ≤ {_MOST}, and 1 … "
+                f"{_MOST} matches."
             )
 
 

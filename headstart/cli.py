@@ -18,17 +18,22 @@ from safetensors import SafetensorError
 from headstart import __version__
 from headstart.commands import COMMANDS
 from headstart.terminal import UsageError, one_line
+from headstart.train.processes.stopping import CtrlC
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command, by default that of the process, and return its exit status."""
-    return exit_status("headstart", lambda: _run(argv))
+    """Run one command and return its exit status.
+
+    Without `argv` it is that of the process, which then ends within a second of Ctrl-C.
+    """
+    return exit_status("headstart", lambda: _run(argv), ends=argv is None)
 
 
-def exit_status(program: str, run: Callable[[], int]) -> int:
+def exit_status(program: str, run: Callable[[], int], ends: bool = False) -> int:
     """The exit status of `run`: its own, 2 on a mistake of the user's, 130 on Ctrl-C.
 
-    Every error is printed on one line, after the program's name.
+    Every error is printed on one line, after the program's name. Where the program `ends` with it,
+    Ctrl-C leaves at once, so that nothing is printed after its message.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # an encoding without τ prints a ?, and goes on
@@ -37,8 +42,11 @@ def exit_status(program: str, run: Callable[[], int]) -> int:
         status = run()
         sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted; finished stages are kept", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        sys.stdout.flush()
+        print(f"{program}: {str(error) or 'interrupted'}", file=sys.stderr, flush=True)
+        if ends:
+            os._exit(130)
         return 130
     except BrokenPipeError:
         # The reader has gone; without this the interpreter's last flush would fail again.
@@ -71,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
             epilog="examples:\n" + indent(dedent(examples).strip(), "  "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        own.set_defaults(run=command.run)
+        own.set_defaults(run=command.run, kept=getattr(command, "KEPT", ""))
         command.add_arguments(own)
     return parser
 
@@ -101,4 +109,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def _run(argv: Sequence[str] | None) -> int:
     options = parse(argv)
-    return options.run(options)
+    message = "interrupted" + options.kept
+    try:
+        if argv is not None:
+            return options.run(options)
+        with CtrlC(message):
+            return options.run(options)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(message) from None

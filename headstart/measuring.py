@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from headstart.infer.measure.matrix import Answer, Cell, Chat
     from headstart.train.data.questions import Question
 
+_CALLED = {
+    "plain": "plain decoding",
+    "generate": "generate",
+    "assistant": "generate with assistant_model",
+    "lookup": "generate with prompt lookup",
+}
 _RANKED = 8  # prompts whose ranks give the probabilities of a tree's nodes
 _NO_TEMPLATE = (
     "The tokenizer has no chat template: chats are given as plain text, each turn behind its "
@@ -213,7 +219,7 @@ def _noise(reports: Sequence[dict[str, Any]]) -> list[str]:
     if any(unsure is None for *_, unsure in judged):
         said.append("Fewer than 6 prompts: too few to tell a speedup from noise.")
     same = [
-        f"{report['way']} and {key.removeprefix('speedup_vs_')}"
+        f"{report['way']} and {_CALLED[key.removeprefix('speedup_vs_')]}"
         for report, key, unsure in judged
         if unsure
     ]

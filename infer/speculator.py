@@ -122,6 +122,7 @@ class Speculator:
 
     Attributes:
         stats: what the last call did.
+        decoding_drafters: the drafters, or packed copies of them.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class Speculator:
         # Autocast would give what a trial caches other types than requests find.
         with torch.autocast(place[0].type, enabled=False), current(place[0]):
             self.target = Target(target, self.drafters.feature_layers, **self._runs)
-            self._drafters_run = self.target.drafters_to_run(self.drafters)
+            self.decoding_drafters = self.target.drafters_to_run(self.drafters)
         if self._captures and (reason := never_captured(target)) is not None:
             raise OptionError(f"graphs is True, and {reason}; leave graphs out.")
         captured = captures_rounds(target) if self._captures is None else self._captures
@@ -326,7 +327,7 @@ class Speculator:
         rule.check_sampling(sampling)
         request = Request(
             self.target,
-            self._drafters_run,
+            self.decoding_drafters,
             self.tree,
             sampling,
             rule=rule,

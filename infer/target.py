@@ -85,7 +85,7 @@ class Target:
         fused: whether forwards over trees run with `FusedLayers`.
 
     Attributes:
-        model: the model that was given.
+        model: the model that was given; runner: what its forwards run, itself or a packed copy.
 
     Raises:
         OptionError: a mode that captures graphs itself, or masked attention to be compiled; or
@@ -113,7 +113,7 @@ class Target:
         self._run = _compiled(model, inductor, attention) if inductor else None
         if self._packing is not None:
             model = self._packing.copy(model)
-        self._runner = model  # the model that forwards run
+        self.runner = model  # the model that forwards run
         windows = AttentionWindows.of(model)
         self.shapes = probe_layers(model)
         self.windows = choose_attention(
@@ -152,7 +152,7 @@ class Target:
         capacity = in_steps(max(capacity, tokens.shape[1]))
         self.cache.resize(len(tokens), capacity)
         return self._run_tapped(
-            tokens, partial(prefill_forward, self._runner, self.cache, tokens, counts)
+            tokens, partial(prefill_forward, self.runner, self.cache, tokens, counts)
         )
 
     def prefill_apart(self, tokens: Tensor, counts: Sequence[int]) -> tuple[SlabCache, Tensor]:
@@ -162,7 +162,7 @@ class Target:
             That cache, and features [B, T, F].
         """
         apart = SlabCache(self.shapes, len(tokens), in_steps(tokens.shape[1]))
-        forward = partial(prefill_forward, self._runner, apart, tokens, counts)
+        forward = partial(prefill_forward, self.runner, apart, tokens, counts)
         return apart, self._run_tapped(tokens, forward)[1]
 
     def verify(
@@ -186,7 +186,7 @@ class Target:
             positions = positions.clamp(max=self.limit.positions - 1)
         forward = partial(
             tree_forward,
-            self._runner,
+            self.runner,
             self.cache,
             self.windows,
             tree.tokens,

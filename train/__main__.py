@@ -10,6 +10,11 @@ def run() -> int:
     """The status of `main`; a mistake is one line, printed by one of the processes."""
     try:
         return main()
+    except KeyboardInterrupt:
+        from .processes.stopping import end
+
+        end("interrupted; finished stages are kept, and the same command goes on")
+        return 130
     except (ValueError, OSError) as error:
         if os.environ.get("HEADSTART_DEBUG") == "1":
             raise

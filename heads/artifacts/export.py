@@ -127,7 +127,7 @@ def export_drafter(
             f"{', '.join(formats_of(name)) or 'none for this family'}."
         )
     check_is_free(folder)
-    with new_folder(folder) as new:
+    with new_folder(folder, "the export") as new:
         _write(drafter, form, new, tokenizer)
         options = {"dtype": drafter.dtype}
         again = load_checkpoint(

@@ -22,7 +22,9 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ..core import ArtifactError
+from ..core import ArtifactError, brief
+from ..core.errors import MALFORMED as MALFORMED
+from ..core.pretrained import unsafe_settings
 from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "headstart.json"
@@ -50,23 +52,8 @@ HEADS = (*(f"{name}.{kind}" for kind in ("safetensors", "pt") for name in _NAMED
 INDEX = f"{WEIGHTS}.index.json"
 """Which file holds which tensor, for a model whose weights are in several files."""
 
-# Settings of a config.json with which transformers imports or fetches other code, or reads other
-# files; each is also refused with underscores around it and as `…_internal`.
-_UNSAFE = {
-    "auto_map", "transformers_weights", "quantization_config", "compression_config",
-    "attn_implementation", "experts_implementation", "kernel_config", "backbone",
-    "attribute_map",  # it gives any of these another name
-}  # fmt: skip
-
 _MOST_BYTES = 2**25
 """Of a JSON file; the index of the largest models' tensors is a third of it."""
-
-MALFORMED = (
-    ArithmeticError, AttributeError, IndexError, KeyError, RecursionError, RuntimeError, TypeError,
-    ValueError,
-)  # fmt: skip
-"""What torch, transformers and readers of formats raise where a file's values are of another kind
-or size than they expect. Only what is done with such values alone is guarded by it."""
 
 # What transformers reads of a language model and its tokenizer, beside the weights.
 _MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
@@ -97,16 +84,8 @@ def check_settings(folder: Path, config: Any, allowed: Sequence[str] = ()) -> No
 
     An `adapter_config.json` beside it can do so too: peft imports a module that it names.
     """
-    unsafe = _UNSAFE.difference(allowed)
-    nested, found = [config], ""
-    while nested and not found:
-        value = nested.pop()
-        if isinstance(value, dict):
-            keys = [key for key in value if key.strip("_").removesuffix("_internal") in unsafe]
-            found = next((f"sets {key}" for key in keys if value[key] is not None), "")
-            nested += value.values()
-        elif isinstance(value, list):
-            nested += value
+    unsafe = (key for name, key, _ in unsafe_settings(config) if name not in allowed)
+    found = next((f"sets {key}" for key in unsafe), "")
     if (beside := folder / Path(ADAPTER_CONFIG).name).is_file():
         found = f"stands beside {beside.name}"
     if found:
@@ -130,11 +109,6 @@ def unreadable(path: Path, reason: object) -> ArtifactError:
     """The error for a damaged file."""
     text = brief(reason)
     return ArtifactError(f"{path} cannot be read ({text}); restore the file or train again.")
-
-
-def brief(reason: object, length: int | None = 160) -> str:
-    """A message on one line, cut where it is long."""
-    return " ".join(str(reason).split())[:length]
 
 
 def single_weights(names: Sequence[str]) -> list[str]:

@@ -35,6 +35,7 @@ from .files import (
 )
 from .foreign_files import HEADS_INSIDE, known_families, recognise
 from .manifest import tokenizer_hash
+from .settings import language_model_config
 from .shapes import first_difference
 from .source import DrafterSource
 
@@ -165,7 +166,7 @@ def check_model(source: DrafterSource, config: dict[str, Any], files: list[Path]
         what = f"its {files[0].name} has tensors that no family here knows"
     elif inside := [key for key in HEADS_INSIDE if key in config]:
         what = f"its config has {inside[0]}, and no weights of such heads were found in safetensors"
-    elif config.get("model_type") not in CONFIG_MAPPING:
+    elif str(config.get("model_type")) not in CONFIG_MAPPING:
         found = f"a {files[0].name} of another kind" if files else "no file of weights"
         what = f"its model type is {config.get('model_type')!r}, with {found}"
     else:
@@ -195,8 +196,15 @@ def _load_language_model(
             f"{source} has another tokenizer than the target ({len(own)} tokens, expected those of "
             f"the target's {len(expected)}); use a smaller model of the target's own family."
         )
+    config, left_out = language_model_config(source.folder)
+    if left_out:
+        logger.warning(
+            f"{source}: settings of its config that a {config.model_type} does not have are left "
+            f"out: {brief(', '.join(left_out))}."
+        )
+    options |= {"use_safetensors": True, "config": config}
     try:
-        return DraftModel.from_pretrained(source.folder, use_safetensors=True, **options)
+        return DraftModel.from_pretrained(source.folder, **options)
     except torch.OutOfMemoryError:
         raise
     except (*MALFORMED, StrictDataclassError, OSError) as error:

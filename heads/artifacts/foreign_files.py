@@ -128,7 +128,7 @@ def _read_tensors(file: Path, inside: bool) -> dict[str, Tensor]:
                 chosen = heads if heads or inside else names
                 return {name: found.get_tensor(name) for name in chosen}
         tensors = torch.load(file, map_location="cpu", weights_only=True)
-    except MemoryError:
+    except (MemoryError, PermissionError):
         raise
     except Exception as error:  # torch raises many kinds for a damaged pickle
         raise ArtifactError(

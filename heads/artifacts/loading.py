@@ -16,6 +16,7 @@ from ..families import family
 from ..parts.adapter import Adapter
 from .files import CONFIG, MALFORMED, WEIGHTS, brief
 from .foreign_checkpoints import load_checkpoint
+from .settings import language_model_config
 from .shapes import check_declared
 from .source import DrafterSource, SourceKind
 
@@ -72,6 +73,8 @@ def _load_artifact(source: DrafterSource, options: dict[str, Any]) -> Drafter:
     kind = family(source.manifest.family)
     options |= {"local_files_only": True, "weights_only": True}
     options["use_safetensors"] = weights.name == WEIGHTS
+    if kind.saved_as_language_model:
+        options["config"], _ = language_model_config(folder)  # `inspect` names what is left out
     try:
         loaded: Any = kind.from_pretrained(folder, output_loading_info=True, **options)
     except torch.OutOfMemoryError:

@@ -45,7 +45,7 @@ def save_merged(
         )
     check_is_free(folder)
     target: Any = drafter.target
-    with new_folder(folder) as new:
+    with new_folder(folder, "the merged model") as new:
         target.save_pretrained(new)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)

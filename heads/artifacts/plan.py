@@ -11,7 +11,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedModel
 
 from ..core import ArtifactError, device_of, streamed_from
-from ..core.files import write_atomically
+from ..core.files import write_atomically, writing
 from .files import PLAN, read_json
 from .manifest import read_manifest
 
@@ -82,7 +82,8 @@ def write_plan(folder: Path, plan: Plan) -> Path:
     for candidate in document["candidates"]:
         candidate.pop("tree", None)  # hundreds of candidates, each of up to hundreds of paths
     plans[plan_key(plan.device, plan.dtype, plan.batch_size)] = document
-    write_atomically(folder / PLAN, json.dumps(plans, indent=2, allow_nan=False) + "\n")
+    with writing("the plan", folder):
+        write_atomically(folder / PLAN, json.dumps(plans, indent=2, allow_nan=False) + "\n")
     return folder / PLAN
 
 

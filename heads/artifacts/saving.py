@@ -10,10 +10,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ..core import ArtifactError
-from ..core.files import flush_to_disk
+from ..core.files import flush_to_disk, writing
 from ..drafter import Drafter
 from ..parts.adapter import ADAPTER_WEIGHTS
-from .files import CARD, HERE, MANIFEST, WEIGHTS, brief, retired_folder
+from .files import CARD, HERE, MANIFEST, WEIGHTS, retired_folder
 from .manifest import Manifest, sha256
 
 
@@ -43,6 +43,14 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
             "another folder, or empty this one."
         )
     new, old = folder.with_name(f".{folder.name}.partial"), retired_folder(folder)
+    with writing("the drafter", folder):
+        _replace(drafter, folder, new, old, manifest, card)
+    return folder
+
+
+def _replace(
+    drafter: Drafter, folder: Path, new: Path, old: Path, manifest: Manifest, card: str
+) -> None:
     try:
         if old.is_dir():  # an earlier save was killed between its two renames, or just after them
             _remove(old, new) if folder.exists() else old.rename(folder)
@@ -57,15 +65,11 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
         flush_to_disk(folder.parent)
         if old.is_dir():
             _remove(old, new)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError):
         if old.is_dir() and not folder.exists():
             old.rename(folder)
         shutil.rmtree(new, ignore_errors=True)
-        raise OSError(
-            f"the drafter cannot be saved in {folder} ({brief(error, None)}); what stood there is "
-            "untouched: make room, or choose a folder that can be written to."
-        ) from error
-    return folder
+        raise
 
 
 def write_artifact(drafter: Drafter, folder: Path, manifest: Manifest, card: str) -> None:

@@ -12,24 +12,25 @@ from huggingface_hub.errors import StrictDataclassError
 from ..core import ArtifactError
 from ..drafter import DrafterConfig
 from ..families import family
-from .files import CONFIG, MALFORMED, WEIGHTS, brief, read_header
+from .files import CONFIG, MALFORMED, WEIGHTS, brief, read_header, read_json
+from .settings import check_known
 from .source import DrafterSource
-
-_MOST_PARTS = 4096
-"""Of heads, layers or depths; a module of more would take minutes to build without any weight."""
 
 
 def read_config(source: DrafterSource) -> DrafterConfig:
     """The config of an artifact.
 
     Raises:
-        ArtifactError: values of the wrong kind, or numbers that no drafter has.
+        ArtifactError: settings that the family does not have, values of the wrong kind, or numbers
+            that no drafter has.
     """
-    kind: Any = family(source.manifest.family).config_class
+    drafter = family(source.manifest.family)
+    kind: Any = drafter.config_class
     place = source.folder / CONFIG
+    if not drafter.saved_as_language_model:
+        check_known(place, read_json(place), kind)
     try:
         config = kind.from_pretrained(source.folder, local_files_only=True)
-        numbers = {name: getattr(config, name) for name in kind.OPTIONS}
         if not all(type(layer) is int for layer in config.feature_layers):
             raise TypeError("feature_layers is no list of whole numbers")
         read, expected = len(config.feature_layers), len(kind.feature_layers)
@@ -39,13 +40,6 @@ def read_config(source: DrafterSource) -> DrafterConfig:
         raise ArtifactError(
             f"{place} cannot be used ({brief(error)}); restore it or train again."
         ) from error
-    for name, value in numbers.items():
-        counted = name in ("heads", "layers", "depths") and type(value) is int
-        if counted and value > _MOST_PARTS:
-            raise ArtifactError(
-                f"{place} says {name} {brief(value, 20)}, expected at most {_MOST_PARTS}; restore "
-                "it or train again."
-            )
     return config
 
 

@@ -164,7 +164,7 @@ class DrafterSource:
         config = read_json(path)
         found, expected = config.get("model_type"), f"headstart_{name}"
         if name in FAMILIES and family(name).saved_as_language_model:
-            expected = found if found in CONFIG_MAPPING else "one of transformers' own"
+            expected = found if str(found) in CONFIG_MAPPING else "one of transformers' own"
         if found != expected:
             raise ArtifactError(
                 f"{path} is of model type {found!r}, expected {expected!r} as {MANIFEST} says; "

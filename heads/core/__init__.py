@@ -1,7 +1,14 @@
 """What drafters and runtime share: the token tree, the slab cache, one tree forward, sampling."""
 
 from .cache import LayerShape, SlabCache, free_bytes, in_steps
-from .errors import ArtifactError, DecodingError, HeadstartError, OptionError, UnsupportedTarget
+from .errors import (
+    ArtifactError,
+    DecodingError,
+    HeadstartError,
+    OptionError,
+    UnsupportedTarget,
+    brief,
+)
 from .features import FINAL, FeatureTap, OutputLayer, capture, decoder_layers, output_layer
 from .forward import causal_run, prefill_forward, tree_forward, tree_run
 from .fused import FusedLayers

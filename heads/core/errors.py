@@ -1,5 +1,17 @@
 """The errors a user can cause; each message is one line: found, expected, what to do."""
 
+MALFORMED = (
+    ArithmeticError, AttributeError, IndexError, KeyError, RecursionError, RuntimeError, TypeError,
+    ValueError,
+)  # fmt: skip
+"""What torch, transformers and readers of formats raise where a file's values are of another kind
+or size than they expect. Only what is done with such values alone is guarded by it."""
+
+
+def brief(reason: object, length: int | None = 160) -> str:
+    """A message on one line, cut where it is long."""
+    return " ".join(str(reason).split())[:length]
+
 
 class HeadstartError(ValueError):
     """Base of all errors that a different input would avoid."""

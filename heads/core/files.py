@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from safetensors import SafetensorError
+
+from .errors import brief
+
 
 def write_atomically(path: Path, data: bytes | str) -> None:
     """Write bytes or UTF-8 text so that a reader finds the old content or all of the new.
@@ -34,12 +38,41 @@ def flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
+class _NotSaved(OSError):
+    """What `writing` raises; an outer one names its own folder and the same reason."""
+
+
 @contextmanager
-def new_folder(folder: Path) -> Iterator[Path]:
+def writing(what: str, folder: Path, remedy: str = "") -> Iterator[None]:
+    """Raise an OSError of one line that names the folder and what to do where it cannot be written.
+
+    Args:
+        what: such as `the plan`.
+        remedy: in place of making room or choosing another folder.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = (error.__cause__ or error) if isinstance(error, _NotSaved) else error
+        raise _NotSaved(
+            f"{what} cannot be saved in {folder} ({brief(reason, None)}); what stood there is "
+            f"untouched: {remedy or 'make room, or choose a folder that can be written to'}."
+        ) from error
+
+
+@contextmanager
+def new_folder(folder: Path, what: str) -> Iterator[Path]:
     """A folder to write into, which gets the name `folder` when all is written.
 
-    After an error there is nothing. `folder` is empty, or does not exist.
+    After an error there is nothing; an OSError names the folder. `folder` is empty, or does not
+    exist.
     """
+    with writing(what, folder), _new_folder(folder) as new:
+        yield new
+
+
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
     new = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(new, ignore_errors=True)
     new.mkdir(parents=True)

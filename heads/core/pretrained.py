@@ -1,38 +1,138 @@
 """Loading by `from_pretrained` without running code that comes with a model; peft's wrappers."""
 
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from .errors import ArtifactError, OptionError
+from .errors import MALFORMED, ArtifactError, HeadstartError, OptionError, brief
 
 
 def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
     """`kind.from_pretrained(name, *args, **options)` for an auto class of transformers.
 
     Where `trust_remote_code` is left out, transformers asks on stdin whether to run such code.
-    Here it is False unless given.
+    Here it is False unless given, and then no setting of the model's config is followed that
+    fetches or imports code, such as kernels by name.
 
     Raises:
         OptionError: the model or tokenizer needs code of its own, and is not trusted.
-        ArtifactError: a file of weights is no safetensors.
+        ArtifactError: a file of weights is no safetensors, or the config fits no such model.
     """
+    options = {"trust_remote_code": False, **options}
+    if kind is AutoModelForCausalLM and not options["trust_remote_code"]:
+        _check_config(name, options)
     try:
-        return kind.from_pretrained(name, *args, **{"trust_remote_code": False, **options})
+        return kind.from_pretrained(name, *args, **options)
+    except torch.OutOfMemoryError:
+        raise
     except SafetensorError as error:
         raise ArtifactError(
             f"the weights of {name} are no safetensors ({error}); download them again."
         ) from error
-    except ValueError as error:
-        if "trust_remote_code" not in str(error):
+    except HeadstartError:
+        raise
+    except Exception as error:
+        expected = (*MALFORMED, ImportError, StrictDataclassError)
+        if not isinstance(error, expected) and type(error) is not Exception:  # of `tokenizers`
             raise
-        raise OptionError(
-            f"{name} needs Python code that comes with it, which is not run; if you trust a "
-            "target's, pass --trust-remote-code (trust_remote_code=True), or else use a model of "
-            "transformers' own classes."
+        if isinstance(error, ValueError) and "trust_remote_code" in str(error):
+            raise _needs_code(name) from error
+        kind_of = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        raise ArtifactError(
+            f"{name} cannot be loaded ({kind_of}{brief(error, 300)}); expected a causal language "
+            "model of transformers with its tokenizer: download it again, or correct its files."
         ) from error
+
+
+def _needs_code(name: Any) -> OptionError:
+    return OptionError(
+        f"{name} needs Python code that comes with it, which is not run; if you trust a "
+        "target's, pass --trust-remote-code (trust_remote_code=True), or else use a model of "
+        "transformers' own classes."
+    )
+
+
+_UNSAFE = {
+    "auto_map", "transformers_weights", "quantization_config", "compression_config",
+    "attn_implementation", "experts_implementation", "kernel_config", "backbone",
+    "attribute_map",  # it gives any of these another name
+}  # fmt: skip
+_NAMED = {"attn_implementation", "experts_implementation"}  # harmless where transformers knows it
+_ALLOWED = {"auto_map", "quantization_config"}  # of a target: code is not run
+_MOST_LAYERS = 4096
+_LEAST_PACKED = 4  # weights a byte, of the most tightly quantized
+_SLACK = 20_000_000  # weights that may be missing, such as an output layer that is tied
+
+
+def unsafe_settings(config: Any) -> Iterator[tuple[str, str, Any]]:
+    """Settings, at any depth, with which transformers imports or fetches code, or reads files.
+
+    They are found with underscores around them and as `…_internal` too.
+
+    Yields:
+        What such a setting is called, its key as it is there, and its value, which is not None.
+    """
+    nested = [config]
+    while nested:
+        value = nested.pop()
+        if isinstance(value, dict):
+            for key, found in value.items():
+                name = str(key).strip("_").removesuffix("_internal")
+                if name in _UNSAFE and found is not None:
+                    yield name, str(key), found
+            nested += value.values()
+        elif isinstance(value, list):
+            nested += value
+
+
+def _check_config(name: Any, options: dict[str, Any]) -> None:
+    """Refuse a model whose config names code elsewhere, or more layers than can be built."""
+    known = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
+    given = {key: options[key] for key in known if key in options}
+    try:
+        config, _ = PreTrainedConfig.get_config_dict(name, **given)
+    except OSError:
+        return  # what is missing is said when it is loaded
+    for what, key, value in unsafe_settings(config):
+        plain = what in _NAMED and isinstance(value, str) and value.isidentifier()
+        if not plain and what not in _ALLOWED:
+            raise OptionError(
+                f"the config of {name} sets {key} to {brief(repr(value), 60)}, which loads other "
+                "code or files; remove that, or if you trust a target's, pass --trust-remote-code "
+                "(trust_remote_code=True)."
+            )
+    layers = config.get("num_hidden_layers", 0)
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise ArtifactError(
+            f"the config of {name} says {brief(layers, 20)} layers, expected at most "
+            f"{_MOST_LAYERS}; download it again."
+        )
+    if Path(name).is_dir():
+        _check_size(Path(name), options.get("config"))
+
+
+def _check_size(folder: Path, config: Any) -> None:
+    """Refuse a config of far more weights than there are: they would be made in memory first."""
+    files = (file for end in ("safetensors", "bin") for file in folder.glob(f"*.{end}"))
+    size = sum(file.stat().st_size for file in files)
+    try:
+        config = config or AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        parameters = sum(parameter.numel() for parameter in model.parameters())
+    except (*MALFORMED, ImportError, OSError, StrictDataclassError):
+        return  # what is wrong is said when it is loaded
+    if parameters > _LEAST_PACKED * size + _SLACK:
+        raise ArtifactError(
+            f"the config of {folder} describes {parameters:,} weights, and its files hold {size:,} "
+            "bytes; they do not belong together: download both again."
+        )
 
 
 def language_model_in(model: Any) -> PreTrainedModel:

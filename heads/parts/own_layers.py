@@ -5,6 +5,7 @@ alone: these are Qwen3's layers, with the same names.
 """
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import (
     Qwen3Model,
 )
 
+from ..checkpoint import MOST_PARTS
 from ..core import LayerShape, OptionError, decoder_layers, weight_of
 
 
@@ -61,12 +63,22 @@ def own_layers(layer: dict[str, Any]) -> tuple[LlamaModel | Qwen3Model, list[Lay
     `layer` is as of `layer_like`; it may say more of what `LlamaConfig` knows, as the number of
     layers, `rope_scaling`, `qk_norm` (whether queries and keys are normed in each head), and
     `sliding_window` with `layer_types`, which say which layers see so many positions alone.
+
+    Raises:
+        ValueError: `layer` has what none of them knows, or far too many layers.
     """
+    known = {"rope_theta", "rope_scaling", "qk_norm", "sliding_window", "layer_types"}
+    known |= {field.name for field in dataclasses.fields(LlamaConfig)}
+    layer = {name: value for name, value in layer.items() if name in known or value is not None}
+    if unknown := sorted(layer.keys() - known):
+        raise ValueError(f"layer sets {unknown[0]}, which no Llama layer has")
     apart = ("qk_norm", "sliding_window", "layer_types", "num_hidden_layers")
     sizes = {n: v for n, v in layer.items() if not n.startswith("rope_") and n not in apart}
     rope = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
     rope["rope_theta"] = layer["rope_theta"]
     count, window = layer.get("num_hidden_layers", 1), layer.get("sliding_window")
+    if count > MOST_PARTS:
+        raise ValueError(f"layer says {count} layers, expected at most {MOST_PARTS}")
     sizes |= {
         "vocab_size": 1, "num_hidden_layers": count, "rope_parameters": rope,
         "bos_token_id": None, "eos_token_id": None,

@@ -10,7 +10,7 @@ from typing import Any
 
 from headstart.infer import Emitted
 from headstart.show import ShowStreamer
-from headstart.show.pieces import Piece
+from headstart.train.figures.pieces import Piece
 
 
 class Stopped(Exception):

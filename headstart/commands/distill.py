@@ -11,6 +11,8 @@ from headstart.terminal import quiet_stdout
 
 from . import options as shared
 
+KEPT = shared.KEPT
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a path or a shipped name")

@@ -19,6 +19,9 @@ TRUST = "run Python code that comes with the target; a drafter's is never run"
 PROMPTS = "text, one prompt a line, or JSONL with prompt, messages, turns or text"
 PICKLE = "read the tensors alone of a drafter's file that is a pickle"
 
+KEPT = "; finished stages are kept, and the same command goes on"
+"""What is true of a run when Ctrl-C has ended it."""
+
 _DRAFTER = (
     f"{ARTIFACT}; or another's checkpoint; or a smaller model; or lookup; several times to decode "
     "with all of them together (default: none, plain decoding)"

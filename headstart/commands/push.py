@@ -44,19 +44,22 @@ def run(options: argparse.Namespace) -> int:
     check_name(options.artifact)
     from headstart.heads.artifacts.hub import upload, upload_export
     from headstart.heads.artifacts.publish import clean_copy, public_target
+    from headstart.heads.core.files import writing
 
     at = f"@{options.revision}" if options.revision else ""
     repository = options.repository + at
+    remedy = "make room there, or set TMPDIR to another folder"
     with tempfile.TemporaryDirectory(prefix="headstart-") as scratch:
         folder, lines = Path(scratch) / "artifact", {}
         folder.mkdir()
-        if options.export:
-            target = public_target(options.artifact, options.target_name)
-            with quiet_stdout():
-                lines = _export(options, Path(scratch), target)
-        files = clean_copy(
-            options.artifact, folder, repository, options.target_name, options.license, lines
-        )
+        with writing("the copy to push", folder, remedy):
+            if options.export:
+                target = public_target(options.artifact, options.target_name)
+                with quiet_stdout():
+                    lines = _export(options, Path(scratch), target)
+            files = clean_copy(
+                options.artifact, folder, repository, options.target_name, options.license, lines
+            )
         if options.dry_run:
             print(f"{repository} would hold\n")
             for path in files:

@@ -26,6 +26,8 @@ _FAMILY = (
     "one target, compared"
 )
 
+KEPT = shared.KEPT
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
@@ -50,9 +52,11 @@ def run(options: argparse.Namespace) -> int:
 
     with quiet_stdout():
         report = pipeline.run(recipe, fresh=options.fresh)
-        page = write_quickstart_page(report, recipe.name, recipe.folder)
+        page = None
+        if report.get("artifact"):
+            page = write_quickstart_page(report, recipe.name, recipe.folder)
     print_report(report, sys.stdout, f"headstart quickstart: {recipe.name}", options.json)
-    if not options.json:
+    if page is not None and not options.json:
         print(f"\nThe report is {page}")
     return 0
 

@@ -15,6 +15,8 @@ _SMOKE = (
     "architecture, built-in chats, a few steps"
 )
 
+KEPT = shared.KEPT
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help=shared.RECIPE)

@@ -22,6 +22,7 @@ from headstart.heads.artifacts.files import (
 )
 from headstart.heads.artifacts.manifest import Manifest, sha256
 from headstart.heads.artifacts.plan import read_plans
+from headstart.heads.artifacts.settings import language_model_config
 from headstart.heads.artifacts.shapes import check_declared, read_config
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core import FINAL, ArtifactError
@@ -40,7 +41,8 @@ def describe(name: str | Path | DrafterSource) -> Description:
 
     `problem` is None for a whole artifact, else the error that loading would give; what the damage
     hides is then missing. A file's `check` is `ok`, `damaged`, or `unchecked` where nothing tells.
-    A plan that is not `current` was made for other weights, and loading passes it over.
+    A plan that is not `current` was made for other weights, and loading passes it over. `ignored`
+    are settings of a draft model's config that its architecture does not have: none is passed on.
 
     Raises:
         ArtifactError: there is no artifact of that name, or its manifest cannot be read.
@@ -85,9 +87,12 @@ def fits(source: DrafterSource, target: Any, tokenizer: Any) -> str | None:
 
 
 def _config(source: DrafterSource) -> Description:
-    kind: Any = family(source.manifest.family).config_class
+    drafter = family(source.manifest.family)
+    kind: Any = drafter.config_class
     config = read_config(source)
+    whole = not drafter.saved_as_language_model
     return {
+        "ignored": [] if whole else language_model_config(source.folder)[1],
         "options": {option: getattr(config, option) for option in kind.OPTIONS},
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
@@ -150,6 +155,7 @@ def print_description(found: Description, out: TextIO) -> None:
 def _what(found: Description) -> list[tuple[str, str]]:
     options = "  ".join(f"{k} {v}" for k, v in found.get("options", {}).items())
     rows = [("family", found["family"]), ("made from", found["origin"]), ("options", options)]
+    rows.append(("settings left out", ", ".join(found.get("ignored", []))))
     if found.get("tensors"):
         kinds = sorted({tensor["dtype"] for tensor in found["tensors"].values()})
         size = f"{found['parameters']:,}, {decimal(found['bytes'])}, {' '.join(kinds)}"

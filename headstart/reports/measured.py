@@ -118,7 +118,7 @@ def _speed_rows(report: Report) -> list[tuple[str, str]]:
         ("acceptance at depth 1, 2, …", percentages(report.get("acceptance_by_depth") or ())),
         ("one round", shown(report, "ms_per_round", "{:.2f} ms" + loop)),
     ]
-    for name in ("plain", "generate"):
+    for name in ("plain", "generate", "assistant", "lookup"):
         if of := report.get(f"speedup_vs_{name}"):
             speedup = f"{of['median']:.2f}×  ({of['min']:.2f}–{of['max']:.2f})"
             rows.append((f"speedup against {name}", speedup))

@@ -134,7 +134,7 @@ def write_plan_page(plan: Plan, folder: Path) -> Path:
         said=said_of_plan(plan),
         facts=[
             ("chosen", plan.policy),
-            ("× plain, expected", f"{plan.speedup:.2f}"),
+            ("× plain decoding", f"{plan.speedup:.2f}"),
             ("tokens a round, τ", f"{plan.tau:.2f}"),
             ("trees considered", str(len(plan.candidates))),
             ("prompts", str(plan.prompts)),
@@ -294,7 +294,7 @@ def _draw_verify(axes: Any, costs: Mapping[str, Any]) -> None:
     axes.set_xticks([n for n, _ in sizes if n.bit_count() == 1])
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.minorticks_off()
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.12 * max(ms for _, ms in sizes))
     axes.set(xlabel="nodes, the root counted", ylabel="milliseconds")
 
 

@@ -140,7 +140,7 @@ def draw_candidates(axes: Axes, plan: Plan) -> None:
     if plan.tree:
         height = best["speedup"] if best["measured_speedup"] is None else best["measured_speedup"]
         axes.annotate(
-            f"chosen: {plan.policy}", (best["nodes"], height), (0, 18), va="bottom", ha="left",
+            f"chosen: {plan.policy}", (best["nodes"], height), (-14, 16), va="bottom", ha="right",
             textcoords="offset points",
             arrowprops={"arrowstyle": "->", "color": axes.xaxis.label.get_color()},
         )  # fmt: skip

@@ -9,18 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from headstart.terminal import visible
-
-from .pieces import Piece, PieceReader
-
-COLOURS = (
-    "#3b82f6", "#06a3b7", "#12a150", "#8aa00a", "#d99a00", "#ee7214", "#e5484d", "#c443c9",
-)  # fmt: skip
-"""Of depth 1, 2, …; the last one serves all depths below. They are read on dark and on light."""
-
-
-def colour(depth: int) -> str:
-    """The colour of a depth from 1."""
-    return COLOURS[min(depth, len(COLOURS)) - 1]
+from headstart.train.figures.pieces import Piece, PieceReader
+from headstart.train.figures.report.drawings import depth_color as colour
 
 
 @dataclass

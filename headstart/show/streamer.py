@@ -7,10 +7,10 @@ from types import TracebackType
 from typing import Any, Self, TextIO
 
 from headstart.infer import Emitted, RoundStreamer
+from headstart.train.figures.pieces import Piece, PieceReader
 
 from .drafted_text import DraftedText
 from .figures import Figures
-from .pieces import Piece, PieceReader
 from .views import StreamView, View, view_for
 
 

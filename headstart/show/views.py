@@ -13,10 +13,10 @@ from rich.rule import Rule
 from rich.text import Text
 
 from headstart.terminal import visible
+from headstart.train.figures.pieces import Piece
 
 from .drafted_text import DraftedText, colour
 from .figures import Figures
-from .pieces import Piece
 
 _PAUSE = 1 / 12  # seconds between two drawings, so that drawing takes little of the time
 

@@ -6,7 +6,7 @@ divided by how fast this machine reads, bounds its time from below.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -42,12 +42,10 @@ def round_bytes(model: PreTrainedModel, rows: int) -> int:
 
     All weights once, but of the embedding, where it is not the output layer too, a line a row.
     """
-    embedding = model.get_input_embeddings()
-    assert isinstance(embedding, nn.Embedding)
-    table = embedding.weight
+    table: Tensor = cast(nn.Embedding, model.get_input_embeddings()).weight
     seen = {id(each): each for each in model.parameters() if each is not table}
     seen[id(output_layer(model).weight)] = output_layer(model).weight
-    lines = 0 if id(table) in seen else rows * table.shape[1] * table.element_size()
+    lines = 0 if id(table) in seen else rows * table[0].nbytes
     return lines + sum(each.nbytes for each in seen.values())
 
 

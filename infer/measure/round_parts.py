@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from headstart.heads.group import members
-
 from ..speculator import Speculator
 from .timing import Stopwatch
 
@@ -59,7 +57,7 @@ def round_parts(
 
 def _replay(speculator: Speculator, decode: Callable[[], object]) -> tuple[float, float]:
     """Milliseconds that the forwards of target and drafter take alone, the prefill's left out."""
-    target, drafters = speculator.target, members(speculator.drafter)
+    target, drafters = speculator.target, speculator.decoding_drafters.drafters
     calls: list[tuple[Callable, tuple, dict]] = []
 
     def recorded(function: Callable) -> Callable:
@@ -71,7 +69,7 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> tuple[float
 
         return record
 
-    patches = [(target.model, "forward")]
+    patches: list[tuple[Any, str]] = [(target.runner, "forward")]
     patches += [(drafter, name) for drafter in drafters for name in ("begin", "extend")]
     for owner, name in patches:
         object.__setattr__(owner, name, recorded(getattr(owner, name)))

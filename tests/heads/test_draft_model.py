@@ -1,7 +1,9 @@
 """A draft model: cached tree steps against fresh forwards, students, the artifact, the loop."""
 
+import io
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from headstart.heads.draft_model import DraftModel, DraftModelConfig, layers_of
 from headstart.heads.parts import cached_layers as module
 from headstart.heads.parts.cached_layers import CachedLayers
 from headstart.infer import Speculator
+from headstart.reports.description import describe, print_description
 from tests.support.paths import SHARED
 from tests.support.tiny import CLASSES, COMMON, CONFIGS, VOCAB, one_line, prompts, tiny
 
@@ -460,6 +463,26 @@ def test_a_model_that_names_other_code_or_files_is_refused(tmp_path: Path) -> No
     assert isinstance(load_drafter(folder, tiny("llama"), tokenizer()), DraftModel)
     (folder / "adapter_config.json").write_text("{}")
     assert "adapter_config.json" in refused(folder, tokenizer=tokenizer())
+
+
+def test_settings_that_no_such_model_has_are_left_out_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    more = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "fetch_from": "someone/kernel"}
+    small, (folder, _) = plain_folder(tmp_path / "small"), saved(tmp_path)
+    for place in (small, folder):
+        config = json.loads((place / "config.json").read_text())
+        config.pop("rope_parameters")
+        (place / "config.json").write_text(json.dumps(config | more))
+        loaded = load_drafter(place, tiny("llama"), tokenizer())
+        assert isinstance(loaded, DraftModel)
+        own = loaded.model.config
+        assert not hasattr(own, "fetch_from") and own.rope_parameters["factor"] == 2.0
+    assert f"{small}: settings" in caplog.text and "left out: fetch_from." in caplog.text
+    found = describe(folder)
+    assert found["ignored"] == ["fetch_from"] and found["problem"] is None
+    print_description(found, out := io.StringIO())
+    assert re.search("settings left out +fetch_from", out.getvalue())
 
 
 def test_another_tokenizer_or_none_is_refused(tmp_path: Path) -> None:

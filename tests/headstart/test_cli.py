@@ -160,29 +160,10 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> str:
 
 
 def artifact(target: str, folder: Path, tree: str | None = "[[0], [1], [0, 0]]") -> str:
-    """Two random heads for the target, saved as a training run saves them."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """See `save_heads`, which imports torch."""
+    from tests.support.bytewise import save_heads
 
-    from headstart.heads import Manifest, fingerprint, save_drafter
-    from headstart.heads.artifacts.manifest import tokenizer_hash
-    from headstart.heads.medusa import Medusa, MedusaConfig
-
-    model: Any = AutoModelForCausalLM.from_pretrained(target)
-    drafter = Medusa(MedusaConfig.for_target(model, heads=2)).bind(model)
-    torch.nn.init.normal_(drafter.weight, std=0.2)
-    manifest = Manifest(
-        family="medusa",
-        target=target,
-        target_fingerprint=fingerprint(model),
-        tokenizer_hash=tokenizer_hash(AutoTokenizer.from_pretrained(target)),
-        recipe={"name": "small", "corpus": {"source": "texts.jsonl"}},
-        metrics={"tau": 1.25, "acceptance_by_depth": [0.25, None], "steps": 7, "seconds": 3.0},
-    )
-    save_drafter(drafter, folder, manifest, "# card\n")
-    if tree is not None:
-        (folder / "tree.json").write_text(tree)
-    return str(folder)
+    return save_heads(target, folder, tree)
 
 
 # inspect, on a real artifact.
@@ -654,7 +635,10 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
 
     monkeypatch.setattr("headstart.train.recipe.load_recipe", interrupted)
     assert main(["quickstart"]) == 130
-    assert capsys.readouterr().err == "headstart: interrupted; finished stages are kept\n"
+    assert (
+        capsys.readouterr().err
+        == "headstart: interrupted; finished stages are kept, and the same command goes on\n"
+    )
 
 
 def test_tokens_and_passwords_are_blanked() -> None:

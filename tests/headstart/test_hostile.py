@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from headstart.cli import main
-from tests.headstart.test_cli import artifact
-from tests.support.bytewise import save_target
+from tests.support.bytewise import save_heads, save_target
 from tests.support.paths import ROOT
 
 SECONDS = 5.0
@@ -90,7 +89,7 @@ FILES = [
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("place")
     save_target(folder / "model")
-    artifact(str(folder / "model"), folder / "heads")
+    save_heads(str(folder / "model"), folder / "heads")
     (folder / "empty").mkdir()
     (folder / "prompts.txt").write_text("abc\n")
     return folder

@@ -64,7 +64,7 @@ def test_the_text_is_that_of_generate(name: str) -> None:
         assert ours.stats.counts.tolist() == eager.stats.counts.tolist()
     del eager
     if "draft" in name or "eagle" in name:
-        assert any(packed_in(each) for each in ours._drafters_run.drafters)
+        assert any(packed_in(each) for each in ours.decoding_drafters.drafters)
     after = [state(each) for each in (model, *group.drafters)]
     assert before == after
     assert not any(map(packed_in, (model, *group.drafters)))
@@ -97,7 +97,7 @@ def test_a_trained_weight_and_a_moved_model_are_packed_anew() -> None:
             for each in (ours, Speculator(model, group, tree="chain:2"))
         )
         assert torch.equal(text, eager)
-        copies = packed_in(ours.target._runner)
+        copies = packed_in(ours.target.runner)
         assert bool(copies) == packing.packable(model.lm_head) == (dtype != torch.float64)
         assert all(each.weight.dtype == dtype for each in copies)
 
@@ -105,7 +105,7 @@ def test_a_trained_weight_and_a_moved_model_are_packed_anew() -> None:
 def test_float64_is_run_as_it_is() -> None:
     model, group = own("medusa", torch.float64)
     ours = Speculator(model, group, compile=True)
-    assert ours.target._runner is model and ours._drafters_run.drafters == group.drafters
+    assert ours.target.runner is model and ours.decoding_drafters.drafters == group.drafters
 
 
 def test_a_layer_that_errs_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,11 +1,21 @@
-"""A tiny random Llama and its byte-level tokenizer, saved as any model is."""
+"""A tiny random Llama, its byte-level tokenizer and heads for it, saved as any are."""
 
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+
+from headstart.heads import Manifest, fingerprint, save_drafter
+from headstart.heads.artifacts.manifest import tokenizer_hash
+from headstart.heads.medusa import Medusa, MedusaConfig
 
 
 def save_target(folder: Path) -> tuple[Any, PreTrainedTokenizerFast]:
@@ -24,3 +34,22 @@ def save_target(folder: Path) -> tuple[Any, PreTrainedTokenizerFast]:
     for part in (tokenizer, model):
         part.save_pretrained(folder)
     return model, tokenizer
+
+
+def save_heads(target: str, folder: Path, tree: str | None = "[[0], [1], [0, 0]]") -> str:
+    """Two random heads for the target, saved as a training run saves them."""
+    model: Any = AutoModelForCausalLM.from_pretrained(target)
+    drafter = Medusa(MedusaConfig.for_target(model, heads=2)).bind(model)
+    torch.nn.init.normal_(drafter.weight, std=0.2)
+    manifest = Manifest(
+        family="medusa",
+        target=target,
+        target_fingerprint=fingerprint(model),
+        tokenizer_hash=tokenizer_hash(AutoTokenizer.from_pretrained(target)),
+        recipe={"name": "small", "corpus": {"source": "texts.jsonl"}},
+        metrics={"tau": 1.25, "acceptance_by_depth": [0.25, None], "steps": 7, "seconds": 3.0},
+    )
+    save_drafter(drafter, folder, manifest, "# card\n")
+    if tree is not None:
+        (folder / "tree.json").write_text(tree)
+    return str(folder)

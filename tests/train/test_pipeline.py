@@ -128,7 +128,7 @@ def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
     artifact = pipeline.train(recipe)
     assert {path.name for path in artifact.iterdir()} == {
         "README.md", "begun", "config.json", "headstart.json", "metrics.jsonl", "metrics.png",
-        "model.safetensors", "stage.json", "tree.json",
+        "model.safetensors", "report.html", "stage.json", "tree.json",
     }  # fmt: skip
     manifest = read_manifest(artifact)
     target_folder = (artifact.parent / "target").resolve()

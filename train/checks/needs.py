@@ -68,7 +68,7 @@ def check_needs(recipe: Recipe, needs: Needs, processes: int = 1) -> None:
     Memory is judged of one process alone: launchers may divide weights over several.
     """
     folder = recipe.folder.absolute()
-    while not folder.exists():
+    while not os.path.exists(folder):  # which is False of what may not be looked into
         folder = folder.parent
     if not os.access(folder, os.W_OK):
         raise CheckError(f"{folder} cannot be written to; choose another folder (output=…)")

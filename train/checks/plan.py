@@ -5,11 +5,14 @@ Of a target on the Hub only the config and the tokenizer are fetched.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -20,7 +23,7 @@ from transformers import (
 )
 
 from headstart.heads import Drafter, DrafterConfig, OptionError, TrainableDrafter, family
-from headstart.heads.artifacts.files import brief
+from headstart.heads.artifacts.files import MALFORMED, brief
 from headstart.heads.artifacts.hub import model_commit
 from headstart.heads.core import FeatureTap, load_pretrained
 from headstart.infer import parse_static
@@ -106,7 +109,8 @@ def _config_and_tokenizer(
 ) -> tuple[PreTrainedConfig, PreTrainedTokenizerBase | None]:
     spec = recipe.target
     if spec.scratch is not None:
-        return model_config(spec.scratch, spec.scratch.vocab_size), None
+        with _made_of("target.scratch", "model"):
+            return model_config(spec.scratch, spec.scratch.vocab_size), None
     name = str(spec.model)
     if not Path(name).expanduser().is_dir():
         model_commit(name, spec.revision)  # one line at once; transformers would try for a while
@@ -118,8 +122,9 @@ def _target(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
     """The target without weights; an OptionError where it cannot attend as it is told."""
     attention = recipe.target.attn_implementation
     how = {} if attention is None else {"attn_implementation": attention}
+    section = "target.model" if recipe.target.scratch is None else "target.scratch"
     try:
-        with torch.device("meta"):
+        with _made_of(section, "model"), torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False, **how).eval()
     except (ImportError, ValueError) as error:
         if attention is None:
@@ -127,6 +132,19 @@ def _target(recipe: Recipe, config: PreTrainedConfig) -> PreTrainedModel:
         raise OptionError(
             f"target.attn_implementation is {attention}, with which this target cannot be made "
             f"({brief(error)}); expected sdpa, eager, or one whose package is installed."
+        ) from error
+
+
+@contextmanager
+def _made_of(section: str, what: str) -> Iterator[None]:
+    """A CheckError where torch or transformers cannot make anything of a section's sizes."""
+    try:
+        yield
+    except (ImportError, ValueError):
+        raise
+    except (*MALFORMED, StrictDataclassError) as error:
+        raise CheckError(
+            f"{section}: no {what} can be made of these settings ({brief(error)}); correct them"
         ) from error
 
 
@@ -145,9 +163,10 @@ def _read(kind: Any, name: str, what: str, how: dict[str, str]) -> Any:
 def _drafter(recipe: Recipe, kind: type[Drafter], target: PreTrainedModel) -> Drafter:
     """The recipe's drafter, with all that can be refused of its options refused."""
     assert kind.config_class is not None and issubclass(kind.config_class, DrafterConfig)
-    config = kind.config_class.for_target(target, **recipe.drafter.options)
-    with torch.device("meta"):
-        drafter = kind(config)  # type: ignore[arg-type]
+    with _made_of("drafter", recipe.drafter.family):
+        config = kind.config_class.for_target(target, **recipe.drafter.options)
+        with torch.device("meta"):
+            drafter = kind(config)  # type: ignore[arg-type]
     drafter.float().bind(target)
     FeatureTap(target, config.feature_layers).close()
     if isinstance(drafter, TrainableDrafter):

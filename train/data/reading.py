@@ -40,6 +40,7 @@ class Skipped:
     """What is left out of a corpus, and whether a row that cannot be read may be."""
 
     on_error: str = "raise"  # or "skip"
+    advice: str = " (corpus.on_error=skip leaves such rows out)"
     files: list[str] = field(default_factory=list)  # names of what is not UTF-8 text
     rows: int = 0
     first: str = ""  # of the rows: the message that names file and line
@@ -51,7 +52,7 @@ def read_documents(source: str | Path, answers: bool = False) -> list[Document]:
 
     Without `answers` they are prompts: a chat ends with the user's last turn.
     """
-    found = read_source(Source(source=str(source)), Skipped())
+    found = read_source(Source(source=str(source)), Skipped(advice=""))  # there is no such setting
     documents = sorted(found, key=lambda document: order(document.id))
     return documents if answers else [document.prompts()[-1] for document in documents]
 
@@ -194,6 +195,6 @@ def _documents(
         except CorpusError as error:
             said = f"{place} {unit} {number}: {error}"
             if skipped.on_error == "raise":
-                raise CorpusError(f"{said} (corpus.on_error=skip leaves such rows out)") from None
+                raise CorpusError(f"{said}{skipped.advice}") from None
             skipped.rows += 1
             skipped.first = skipped.first or said

@@ -1,14 +1,17 @@
-"""Ends training on a signal after the step that it is in, with a checkpoint."""
+"""Ctrl-C and SIGTERM: training finishes its step and saves; anything else ends within a second."""
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import threading
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
+
+_LATE = 0.6  # seconds after which the process is ended by the thread that watches
 
 
 class Interrupted(SystemExit):
@@ -21,8 +24,11 @@ class StopSignals:
     A second Ctrl-C ends the process at once. Outside of the main thread nothing is changed.
     """
 
+    active: ClassVar[StopSignals | None] = None
+
     def __init__(self) -> None:
         self.number: int | None = None  # the signal that asked
+        self._said = threading.Lock()  # held from the first message on
         self._since = 0.0
         self._before: dict[int, Any] = {}
 
@@ -31,22 +37,98 @@ class StopSignals:
             self._owner = os.getpid()
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._received)
+            StopSignals.active = self
         return self
 
     def __exit__(self, *exception: Any) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        StopSignals.active = None
+
+    def announce(self) -> bool:
+        """Say that the step is finished first; False where that was said before."""
+        first = self._said.acquire(blocking=False)
+        if first:
+            self._since = time.monotonic()
+            if os.environ.get("RANK", "0") == "0":
+                say("stopping after this step, with a checkpoint; Ctrl-C again ends at once")
+        return first
+
+    def again(self) -> bool:
+        """Whether a Ctrl-C now is a second one of the user's.
+
+        A launcher passes on the one that the terminal has sent to all of its group.
+        """
+        return "RANK" not in os.environ or time.monotonic() - self._since > 1
 
     def _received(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._owner:
             return  # a worker of the data loader, which its owner ends
-        # A launcher passes on the Ctrl-C that the terminal has sent to all of its group.
-        if number == signal.SIGINT == self.number and time.monotonic() - self._since > 1:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGINT)
-        if self.number is None and os.environ.get("RANK", "0") == "0":
-            words = "stopping after this step, with a checkpoint; Ctrl-C again ends at once"
-            with suppress(OSError):
-                os.write(2, f"\nheadstart: {words}\n".encode())  # print is not for handlers
+        if number == signal.SIGINT == self.number and self.again():
+            end("ended in the middle of a step; earlier checkpoints and finished stages are kept")
+        self.announce()
         if self.number is None:
-            self.number, self._since = number, time.monotonic()
+            self.number = number
+
+
+class CtrlC:
+    """Ends the process within a second of Ctrl-C while a `with` block lasts, with a last message.
+
+    Python raises KeyboardInterrupt between two of its own instructions, and one of them may be a
+    product or a file that takes long. The system tells a thread at once, which waits for a moment
+    and then ends the process. Training says that it goes on to the end of its step, and is ended by
+    the second Ctrl-C.
+
+    Args:
+        message: what is true of an interrupted command.
+    """
+
+    def __init__(self, message: str):
+        self.message = message
+        self._answered = threading.Event()
+        self._before, self._told = -1, -1
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            told, self._told = os.pipe()
+            os.set_blocking(self._told, False)
+            self._before = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=_deaf)
+            threading.Thread(target=self._watch, args=(told,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._answered.set()
+        if self._told >= 0:
+            signal.set_wakeup_fd(self._before)
+            os.close(self._told)  # which ends the thread
+
+    def _watch(self, told: int) -> None:
+        while numbers := os.read(told, 1):
+            if numbers[0] != signal.SIGINT:
+                continue
+            stopping = StopSignals.active
+            if stopping is not None and (stopping.announce() or not stopping.again()):
+                continue
+            if not self._answered.wait(_LATE):
+                end(self.message)
+
+
+def say(message: str) -> None:
+    """A line on stderr, also from within a handler of signals, where print is not allowed."""
+    with suppress(OSError):
+        os.write(2, f"\nheadstart: {message}\n".encode())
+
+
+def end(message: str) -> None:
+    """Say so, and end the process and its workers at once, as Ctrl-C does."""
+    for child in multiprocessing.active_children():
+        child.kill()
+    say(message)
+    os._exit(128 + signal.SIGINT)
+
+
+def _deaf() -> None:
+    """In a forked process: its signals are not those of the process that watches."""
+    with suppress(ValueError):
+        signal.set_wakeup_fd(-1)

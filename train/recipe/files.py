@@ -29,6 +29,8 @@ from .fields import RecipeError, nearest
 KINDS = ("families", "models", "hardware")
 """The folders of parts, in the order in which a recipe's name has them."""
 
+_MOST_ALIASES, _MOST_BYTES = 20, 2**20
+
 _OWN = ("with", "architecture", "students")  # keys of parts that no recipe has
 
 
@@ -208,6 +210,8 @@ def _read(path: Path, above: tuple[Path, ...] = (), whole: bool = True) -> dict[
 
 
 def _load(path: Path) -> dict[str, Any]:
+    if (size := path.stat().st_size) > _MOST_BYTES:
+        raise RecipeError(f"{path}: found {size:,} bytes, expected a recipe of at most 1 MiB")
     data = read_yaml(path.read_bytes(), str(path))
     if not isinstance(data, dict):
         raise RecipeError(f"{path}: found {kind_of(data)}, expected a mapping of recipe keys")
@@ -216,6 +220,15 @@ def _load(path: Path) -> dict[str, Any]:
 
 class _Loader(yaml.SafeLoader):
     """YAML as people write it: `8e-3` is a number, and a key given twice is an error."""
+
+    aliases = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            self.aliases += 1
+            if self.aliases > _MOST_ALIASES:  # few of them can stand for billions of values
+                raise RecipeError(f"found more than {_MOST_ALIASES} aliases (*name); write it out")
+        return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -239,7 +252,7 @@ def read_yaml(text: str | bytes, where: str) -> Any:
     """The value that a YAML text stands for. Raises RecipeError, which names `where`."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError, TypeError) as error:  # TypeError: a key that is a list
         one_line = " ".join(str(error).split())
         raise RecipeError(f"{where}: not valid YAML: {one_line}") from error
 
@@ -249,4 +262,6 @@ def kind_of(value: Any) -> str:
     if value is None or isinstance(value, dict):
         return "null" if value is None else "a mapping"
     names = {bool: "boolean", int: "integer", float: "number", str: "string"}
-    return f"the {names.get(type(value), type(value).__name__)} {value!r}"
+    shown = repr(value)
+    shown = shown if len(shown) <= 80 else f"{shown[:80]}…"
+    return f"the {names.get(type(value), type(value).__name__)} {shown}"

@@ -93,7 +93,7 @@ class Scratch:
 
     vocab_size: int = number(1024, ge=257)  # 256 bytes and the end-of-text token
     hidden_size: int = positive(128)
-    layers: int = positive(12)
+    layers: int = number(12, ge=1, le=1024)
     heads: int = positive(2)
     intermediate_size: int = positive(384)
     context: int = positive(1024)
@@ -158,7 +158,7 @@ class OpenAI:
     url: str = url_field(default="http://localhost:8000/v1")
     model: str = ""  # as the server calls it; the target's name when empty
     api_key_env: str | None = None  # the environment variable that holds the key
-    concurrency: int = positive(16)  # requests at once, of each process
+    concurrency: int = number(16, ge=1, le=4096)  # requests at once, of each process
     retries: int = number(6, ge=0)  # of one request, with growing pauses
     timeout: float = positive(120.0)  # seconds without a byte from the server
     token_ids: bool = False  # ask for the ids that were written (vLLM's return_token_ids)
@@ -190,9 +190,9 @@ class Distill:
     use_drafter: str = one_of("where_faster", "always")  # than plain decoding, in a short trial
     # writer own: between rounds, each of as many shards, a drafter learns from the rows so far, and
     # the next round is sped up by it; the text is the same
-    rounds: int = positive(1)
+    rounds: int = number(1, ge=1, le=1000)
     round_steps: int | None = positive(None)  # null: train.max_steps ÷ rounds
-    shards: int = positive(8)
+    shards: int = number(8, ge=1, le=100_000)
     max_seconds: float | None = positive(None)
 
     def __post_init__(self) -> None:
@@ -252,7 +252,9 @@ class Train:
     # batch_size then counts those. null: where target and drafter keep them apart
     packing: bool | None = False
     packed_length: int | None = positive(None)  # null: as many as the longest row has
-    dataloader_workers: int = number(0, ge=0)  # processes that read rows ahead, for each process
+    dataloader_workers: int = number(
+        0, ge=0, le=256
+    )  # processes that read rows ahead, for each process
     # rows a step, of all processes and micro-batches; replaces gradient_accumulation, so that a
     # step is the same on any number of GPUs
     rows_per_step: int | None = positive(None)

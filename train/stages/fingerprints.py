@@ -10,7 +10,7 @@ from typing import Any
 
 from headstart.heads.artifacts.hub import model_commit
 from headstart.heads.artifacts.manifest import sha256
-from headstart.heads.core.files import write_atomically
+from headstart.heads.core.files import write_atomically, writing
 
 NOT_DECIDING = frozenset({
     # how much is done at once, or where; results agree but for rounding
@@ -71,7 +71,8 @@ class FileHashes:
     def save(self) -> None:
         """Keep what was found."""
         if self._changed:
-            write_atomically(self.path, json.dumps(self._known))
+            with writing("what is known of files", self.path.parent):
+                write_atomically(self.path, json.dumps(self._known))
             self._changed = False
 
 

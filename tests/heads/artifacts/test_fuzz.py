@@ -4,30 +4,27 @@ import io
 import json
 import random
 import shutil
+import time
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from headstart.heads import load_drafter
 from headstart.heads.artifacts.conversion import convert
+from headstart.heads.artifacts.files import MANIFEST, WEIGHTS
+from headstart.heads.artifacts.manifest import sha256
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.infer import Speculator, load
 from headstart.reports.description import describe, print_description
 from headstart.terminal import one_line
 from tests.support import published_eagle as eagle
 from tests.support.artifacts import save
+from tests.support.mutations import REFUSED, mutate_bytes, mutate_header, mutate_json, tried
 from tests.support.tiny import letters, prompts, tiny
-
-VALUES: list[Any] = [
-    None, True, -1, 0, 10**9, 10**30, 0.5, float("nan"), float("inf"), "", "x", "../../x",
-    "\x1b[2J", [], [[]], [-1], ["a"], {}, {"a": {"b": [1]}}, [0] * 10_000,
-]  # fmt: skip
-REFUSED = (ValueError, OSError, SafetensorError)  # what the command line prints on one line
 
 
 def artifact(folder: Path) -> Path:
@@ -50,49 +47,11 @@ def checkpoint(folder: Path) -> Path:
     return folder
 
 
-def mutate_bytes(data: bytes, draw: random.Random) -> bytes:
-    at = draw.randrange(len(data) + 1)
-    return draw.choice([
-        lambda: data[:at],
-        lambda: data[:at] + bytes([draw.randrange(256)]) + data[at + 1 :],
-        lambda: data[:at] + draw.randbytes(draw.randrange(1, 64)) + data[at:],
-        lambda: data + data,
-        lambda: b"",
-        lambda: draw.randbytes(8) + data[8:],
-        lambda: b"[" * 100_000,
-        lambda: b'{"a":' * 50_000 + b"1" + b"}" * 50_000,
-    ])()  # fmt: skip
-
-
-def mutate_json(data: bytes, draw: random.Random) -> bytes:
-    """One place in the document, at any depth, gets another value or goes."""
-    document = json.loads(data)
-    places: list[tuple[Any, Any]] = []
-    left = [document]
-    while left:
-        value = left.pop()
-        if isinstance(value, dict | list):
-            keys = list(value) if isinstance(value, dict) else list(range(len(value)))
-            places += [(value, key) for key in keys]
-            left += [value[key] for key in keys]
-    holder, key = draw.choice(places)
-    if draw.random() < 0.2:
-        del holder[key]
-    elif isinstance(holder, dict) and draw.random() < 0.1:
-        holder[f"{key}_"] = holder.pop(key)
-    else:
-        holder[key] = draw.choice(VALUES)
-    return json.dumps(document).encode()
-
-
-def tried(action: Any) -> Any:
-    """What it returns; None where it was refused, and then on one line."""
-    try:
-        return action()
-    except REFUSED as error:
-        line = one_line(error)
-        assert "\n" not in line and len(line) > 20, line
-        return None
+def language_model(folder: Path) -> Path:
+    """A smaller model, with the tokenizer that the target is given."""
+    tiny("llama", 2).save_pretrained(folder)
+    letters().save_pretrained(folder)
+    return folder
 
 
 def check(folder: Path, foreign: bool, out: Path) -> bool:
@@ -100,11 +59,11 @@ def check(folder: Path, foreign: bool, out: Path) -> bool:
     target: Any = tiny("llama")
     if not foreign and (found := tried(lambda: describe(folder))) is not None:
         print_description(found, io.StringIO())
-    drafter = tried(lambda: load_drafter(folder, target))
+    drafter = tried(lambda: load_drafter(folder, target, letters()))
     if foreign:
         made = tried(lambda: convert(folder, target, letters(), out))
         assert (made is None) == (drafter is None)
-    speculator = tried(lambda: load(target, DrafterSource(folder)))
+    speculator = tried(lambda: load(target, DrafterSource(folder), tokenizer=letters()))
     if speculator is None:
         return False
     assert drafter is not None
@@ -116,34 +75,53 @@ def check(folder: Path, foreign: bool, out: Path) -> bool:
     return True
 
 
-@pytest.mark.parametrize("foreign", [False, True], ids=["artifact", "checkpoint"])
+def damage(path: Path, draw: random.Random) -> None:
+    """Change a file; a manifest beside it then has the sha256 of what it is now."""
+    how = mutate_bytes
+    if path.suffix in (".json", ".safetensors") and draw.random() < 0.7:
+        how = mutate_json if path.suffix == ".json" else mutate_header
+    path.write_bytes(how(path.read_bytes(), draw))
+    if path.name == WEIGHTS and (manifest := path.with_name(MANIFEST)).is_file():
+        known = json.loads(manifest.read_text()) | {"weights_sha256": sha256(path)}
+        manifest.write_text(json.dumps(known))
+
+
+KINDS = {"artifact": artifact, "checkpoint": checkpoint, "model": language_model}
+FEW, MANY = (
+    {"artifact": 30, "checkpoint": 20, "model": 20},
+    {"artifact": 600, "checkpoint": 500, "model": 300},
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "cases", [50, pytest.param(1000, marks=pytest.mark.proof)], ids=["few", "many"]
+    "cases", [FEW, pytest.param(MANY, marks=pytest.mark.proof)], ids=["few", "many"]
 )
 def test_a_damaged_file_is_refused_or_harmless(
-    cases: int, foreign: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cases: dict[str, int], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With the recipes of `test_recipe_fuzz` these are 100 cases, or 2,000."""
     monkeypatch.setattr(tiny("llama"), "name_or_path", "tiny")
-    whole = checkpoint(tmp_path / "whole") if foreign else artifact(tmp_path / "whole")
+    whole, foreign = KINDS[kind](tmp_path / "whole"), kind != "artifact"
     names = sorted(path.name for path in whole.iterdir() if path.name != "README.md")
     folder, out, loaded = tmp_path / "case", tmp_path / "out", 0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert check(whole, foreign, out)
-        for case in range(cases):
+        for case in range(cases[kind]):
             draw = random.Random(case)
             shutil.rmtree(folder, ignore_errors=True)
             shutil.copytree(whole, folder)
             path = folder / names[case % len(names)]
-            as_json = path.suffix == ".json" and draw.random() < 0.7
-            mutate = mutate_json if as_json else mutate_bytes
-            path.write_bytes(mutate(path.read_bytes(), draw))
+            damage(path, draw)
+            started = time.process_time()
             try:
                 loaded += check(folder, foreign, out)
+                assert time.process_time() - started < 20, "it takes too long"
             except BaseException:
                 print(f"case {case}: {path.name}, {path.read_bytes()[:400]!r}")
                 raise
-    assert 0 < loaded < cases
+    assert 0 < loaded < cases[kind]
 
 
 @pytest.mark.parametrize(

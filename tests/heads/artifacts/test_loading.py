@@ -12,8 +12,16 @@ import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
 
-from headstart.heads import ArtifactError, OptionError, load_drafter
+from headstart.heads import (
+    ArtifactError,
+    Manifest,
+    OptionError,
+    fingerprint,
+    load_drafter,
+    save_drafter,
+)
 from headstart.heads.artifacts.manifest import sha256
+from headstart.heads.eagle import Eagle, EagleConfig
 from headstart.infer import Speculator
 from tests.support.artifacts import OLD, medusa, save, value_of
 from tests.support.tiny import COMMON, one_line, prompts, tiny
@@ -144,6 +152,9 @@ def test_a_hostile_pickle_runs_nothing(tmp_path: Path, monkeypatch: pytest.Monke
         ({"a": [[{"b": {"auto_map": {}}}]]}, "auto_map"),
         ({"model_type": "llama"}, "model type 'llama'"),
         ({"heads": "four"}, "config.json"),
+        ({"chunk": 1, "zeta": 2}, "sets chunk and 1 more, which no headstart_medusa has"),
+        ({"configuration_files": ["config.4.0.0.json"]}, "sets configuration_files"),
+        ({"layer": {"hidden_size": 32}}, "sets layer"),
         ({"heads": 3}, "config.json"),
         ({"layers": 0}, "config.json"),
     ],
@@ -159,6 +170,20 @@ def test_a_config_that_asks_for_more(settings: dict, said: str, tmp_path: Path) 
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_layer_has_no_settings_but_llamas(tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    target = tiny("llama")
+    drafter = Eagle(EagleConfig.for_target(target)).double().bind(target)
+    save_drafter(drafter, folder, Manifest("eagle", "tiny-llama", fingerprint(target)))
+    config = json.loads((folder / "config.json").read_text())
+    for layer in ({"attention_bias": False, "rope_scaling": None}, {"x": None}):
+        (folder / "config.json").write_text(json.dumps(config | {"layer": config["layer"] | layer}))
+        load_drafter(folder, target)
+    config["layer"]["kernel"] = "someone/kernel"
+    (folder / "config.json").write_text(json.dumps(config))
+    assert "layer sets kernel, which no Llama layer has" in refused(folder)
+
+
 def test_peft_s_config_beside_the_config(tmp_path: Path) -> None:
     folder = save(tmp_path / "head")
     (folder / "adapter_config.json").write_text('{"megatron_core": "antigravity"}')
@@ -168,7 +193,7 @@ def test_peft_s_config_beside_the_config(tmp_path: Path) -> None:
 def test_settings_that_are_not_set(tmp_path: Path) -> None:
     folder = save(tmp_path / "head")
     config = json.loads((folder / "config.json").read_text())
-    config["layer"] = {"quantization_config": None, "_attn_implementation": None}
+    config |= {"quantization_config": None, "_attn_implementation": None, "unknown": None}
     (folder / "config.json").write_text(json.dumps(config))
     assert value_of(folder) == OLD
 

@@ -4,16 +4,15 @@ import os
 import resource
 import shutil
 import signal
-import stat
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from headstart.heads import ArtifactError
 from tests.support.artifacts import NEW, OLD, medusa, save, value_of
+from tests.support.disks import read_only
 from tests.support.tiny import one_line
 
 # Killed while saving.
@@ -118,22 +117,6 @@ def test_no_room_for_the_weights(die: bool, tmp_path: Path) -> None:
     assert in_child(child) == (-signal.SIGXFSZ if die else 0)
     assert value_of(folder) == OLD
     assert save(folder, NEW) and value_of(folder) == NEW
-
-
-@contextmanager
-def read_only(folder: Path) -> Iterator[None]:
-    """Nobody may write there, the superuser included: it becomes somebody else meanwhile."""
-    mode, here, user = stat.S_IMODE(folder.stat().st_mode), Path.cwd(), os.geteuid()
-    os.chdir(folder)  # what is above may not be readable to somebody else
-    folder.chmod(0o555)
-    try:
-        if user == 0:
-            os.seteuid(65534)
-        yield
-    finally:
-        os.seteuid(user)
-        os.chdir(here)
-        folder.chmod(mode)
 
 
 def test_a_read_only_folder(tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_without_a_template_an_answer_ends_where_the_user_s_turn_begins() -> Non
             self._read_text(text)
 
         def _read_text(self, text: list[str]) -> None:
-            from headstart.show.pieces import Piece
+            from headstart.train.figures.pieces import Piece
 
             for letter in text:
                 self.ids.append(ord(letter))
@@ -135,7 +135,7 @@ def test_without_a_template_an_answer_ends_where_the_user_s_turn_begins() -> Non
 
 
 def test_what_only_looks_like_the_end_is_shown() -> None:
-    from headstart.show.pieces import Piece
+    from headstart.train.figures.pieces import Piece
 
     view = Quiet()
     streamer = ChatStreamer(chat_tokenizer(None), lambda: False, "\nUser:", view=view)

@@ -98,7 +98,7 @@ def test_without_matplotlib_the_page_says_so(
 
 def test_pieces_are_whole_characters_with_their_depth() -> None:
     class Bytes:
-        def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        def decode(self, ids: list[int], **_: bool) -> str:
             return bytes(ids).decode("utf-8", "replace")
 
     ids = list("aé€b".encode())

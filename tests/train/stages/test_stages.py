@@ -3,14 +3,12 @@
 import json
 import logging
 import os
-import resource
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +25,7 @@ from headstart.train.stages.folders import (
 )
 from headstart.train.stages.lock import RunInUseError, RunLock
 from headstart.train.stages.store import Stage, StageStore
+from tests.support.disks import files_of_at_most
 from tests.support.tiny import one_line
 
 
@@ -254,16 +253,6 @@ def test_a_kill_loses_no_finished_stage(tmp_path: Path) -> None:
     first, second = Work(), Work()
     a, b = two(tmp_path, first, second)
     assert a.reused and not b.reused and (first.ran, second.ran) == (0, 1)
-
-
-@contextmanager
-def files_of_at_most(size: int) -> Iterator[None]:
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def write_bytes(folder: Path) -> None:

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from ..pieces import PieceReader
 from .page import Sample
 
-_UNFINISHED = "\ufffd"  # what a tokenizer writes for bytes that are no character yet
 NOTES = [
     "τ is tokens per round of the decode loop, the target's own token of each round counted; 1 is "
     "plain decoding. It depends on the text and on no clock.",
@@ -74,15 +74,6 @@ def sample(
     title: str, tokenizer: Any, ids: Sequence[int], rounds: Iterable[Sequence[int]]
 ) -> Sample:
     """New tokens as a text with the depth of each piece; whole characters alone are pieces."""
-    pieces: list[tuple[str, int]] = []
-    begun, shown = 0, ""
-    depths = depths_of(rounds)
-    for end in range(1, len(ids) + 1):
-        text = tokenizer.decode(ids[:end], skip_special_tokens=True)
-        if text.endswith(_UNFINISHED) and end < len(ids):
-            continue
-        if text.startswith(shown) and len(text) > len(shown):
-            own = depths[begun:end]
-            pieces.append((text[len(shown) :], max(own, default=0) if all(own) else 0))
-        begun, shown = end, text
-    return Sample(title, pieces)
+    reader = PieceReader(tokenizer)
+    pieces = [*reader.add(ids, depths_of(rounds)), *reader.end()]
+    return Sample(title, [(piece.text, piece.depth) for piece in pieces])

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from headstart.show.drafted_text import DraftedText
-from headstart.show.pieces import PieceReader
+from headstart.train.figures.pieces import PieceReader
 
 TEXT = "def f(x):\n\treturn 'Zürich 東京 👩‍👩‍👧 e\u0301'\n"
 
