@@ -118,20 +118,19 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
     from headstart.infer import Speculator
 
     given = argparse.Namespace(**vars(options) | {"target": matrix.target, "rule": None})
-    sets = matrix.sets or [[]]
-    given.drafter, given.tree = sets[0] or None, matrix.trees or None
+    sources = [[_source(name, options) for name in names] for names in matrix.sets or [[]]]
+    given.drafter, given.tree = sources[0] or None, matrix.trees or None
     given.expansion = matrix.expansion
     first = load_speculator(given)
     check_new_tokens(first, matrix.new_tokens)
     loaded = [first]
-    sources = [[_source(name, options) for name in names] for names in sets]
-    if len(sets) > 1:
+    if len(sources) > 1:
         _check_adapters(sources)
     for names in sources[1:]:
         tree = "plain" if matrix.trees else None
         more = headstart.load(first.model, names, tokenizer=first.tokenizer, tree=tree)
         loaded.append(more)
-    names = _names([[source for source in each] for each in sources])
+    names = _names(sources)
     ways: dict[float, dict[str, Way]] = {}
     for temperature in matrix.temperatures:
         rules = matrix.rules or [None]

@@ -87,7 +87,7 @@ def compiled_costs(
     """
     ids = random_prompt(model, context - new_tokens // 2)
     options = {"max_new_tokens": new_tokens, "do_sample": False}
-    compiled = Speculator(model, compile=True)
+    compiled = Speculator(model, compile="default")
     decode_greedily(compiled, list(ids), 2)
     seconds = compiled.stats.decode_seconds
     decoders = {

@@ -234,7 +234,7 @@ def compiled(place: Place) -> Items:
 def _compiled(place: Place) -> dict[str, Any]:
     """In float32, where rounding seldom matters."""
     ids = _prompts(place.device, 1, 0)
-    speculator = Speculator(_small(place.device), compile=True)
+    speculator = Speculator(_small(place.device), compile="default")
     options: dict[str, Any] = {"max_new_tokens": _NEW, "do_sample": False}
     text = speculator.generate(ids, **options)
     seconds = speculator.stats.decode_seconds

@@ -59,6 +59,14 @@ class Door:
         return self.result
 
 
+def quickstart_door(monkeypatch: pytest.MonkeyPatch) -> Door:
+    door = Door({"tau": 2.5, "artifact": "runs/quickstart/heads"})
+    monkeypatch.setattr("headstart.train.pipeline.run", door)
+    page = Path("runs/quickstart/report.html")
+    monkeypatch.setattr("headstart.reports.pages.write_quickstart_page", lambda *given: page)
+    return door
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -70,8 +78,7 @@ class Door:
 def test_quickstart_runs_the_recipe_with_its_overrides(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    door = Door({"tau": 2.5, "artifact": "runs/quickstart/heads"})
-    monkeypatch.setattr("headstart.train.pipeline.run", door)
+    door = quickstart_door(monkeypatch)
     assert main(["quickstart", "--json", *arguments]) == 0
     (((recipe,), named),) = door.calls
     assert (recipe.name, recipe.decode.prompts, recipe.seed) == ("quickstart", 3, 7)
@@ -84,13 +91,13 @@ def test_quickstart_runs_the_recipe_with_its_overrides(
 def test_quickstart_prints_table_folder_and_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    door = Door({"tau": 2.5, "artifact": "runs/quickstart/heads"})
-    monkeypatch.setattr("headstart.train.pipeline.run", door)
+    door = quickstart_door(monkeypatch)
     assert main(["quickstart"]) == 0
     assert door.calls[0][1] == {"fresh": False}
     printed = capsys.readouterr().out
     assert printed.index("2.50") < printed.index("The drafter is in runs/quickstart/heads")
     assert "headstart generate --drafter runs/quickstart/heads" in printed
+    assert "The report is runs/quickstart/report.html" in printed
 
 
 def test_train_is_the_module_s_main(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ INVOCATIONS = [
     ["nothing"], ["--nothing"], ["generate", "--nothing"], ["inspect", "a", "b"],
     ["inspect", "./none"], ["inspect", "../none/.."], ["inspect", "a b"], ["inspect", ""],
     ["inspect", "prompts.txt"], ["inspect", "EMPTY"], ["inspect", "org/none"],
-    ["inspect", "TARGET"],
+    ["inspect", "TARGET", "--prompt"],
     ["inspect", "a/b/c"], ["inspect", "x" * 5000], ["inspect", "HEADS", "--target", "EMPTY"],
     ["inspect", "HEADS", "--target", "prompts.txt"], ["inspect", "HEADS", "--target", "HEADS"],
     ["generate", "--target", "HEADS", *X], ["generate", "--target", "prompts.txt", *X],

@@ -160,6 +160,7 @@ def test_every_auto_class_is_called_through_it() -> None:
         path.name
         for room in rooms
         for path in room.rglob("*.py")
-        if re.search(r"\bAuto\w+\.from_pretrained\(", path.read_text(encoding="utf-8"))
+        if path.name != "pretrained.py"
+        and re.search(r"\bAuto\w+\.from_pretrained\(", path.read_text(encoding="utf-8"))
     ]
     assert not direct
