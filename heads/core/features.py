@@ -54,7 +54,9 @@ class FeatureTap(AbstractContextManager):
         self._captured = _Captured()
         self._captured.states = {} if listens else None
         self._order, self._handles = tuple(layers), []
-        stack = decoder_layers(model) if any(layer != FINAL for layer in layers) else ()
+        stack: Sequence[nn.Module] = (
+            decoder_layers(model) if any(layer != FINAL for layer in layers) else ()
+        )
         for layer in set(layers):
             if layer == FINAL:
                 hook = model.get_decoder().register_forward_hook(self._keep_output)

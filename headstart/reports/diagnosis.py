@@ -48,7 +48,10 @@ def _acceptance(measured: dict[str, Any]) -> list[tuple[str, str]]:
     if trained.get("tau"):
         shares = percentages(trained.get("acceptance_by_depth") or ())
         rows.append(("after training, validation", f"τ {trained['tau']:.2f}   {shares}"))
-    for name, label in (("greedy", "here, temperature 0"), ("sampled", "here, temperature 1")):
+    for name, label in (
+        ("temperature 0", "here, temperature 0"),
+        ("temperature 1", "here, temperature 1"),
+    ):
         of = measured[name]
         if of["tau"] is not None:
             rows.append((label, f"τ {of['tau']:.2f}   {percentages(of['by_depth'])}"))

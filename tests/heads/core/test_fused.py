@@ -144,7 +144,8 @@ def worst() -> dict[str, float]:
     query, key = (torch.randn(2, 3, heads, 24).transpose(1, 2) for heads in (4, 2))
     angles = torch.randn(2, 1, 3, 24)
     for rows in (2, 1):
-        given: Any = query[:rows], key[:rows], *(angle.expand(rows, -1, -1) for angle in angles)
+        given: list[Any] = [query[:rows], key[:rows]]
+        given += [angle.expand(rows, -1, -1) for angle in angles]
         plain: Any = fused.rotate(*given)
         pairs = zip(kernels.rotate(*given), plain, strict=True)
         found[f"rotate {rows}"] = torch.stack([(a - b).abs().max() for a, b in pairs])
