@@ -75,9 +75,10 @@ class DraftModelConfig(DrafterConfig):
         layers = self.layers
         if isinstance(layers, int) and 1 <= layers <= count:
             return [round(i * (count - 1) / max(layers - 1, 1)) for i in range(layers)]
-        if isinstance(layers, list) and 1 <= len(layers) <= count:
-            if all(0 <= layer < count for layer in layers):
-                return layers
+        if isinstance(layers, list) and (
+            1 <= len(layers) <= count and all(0 <= layer < count for layer in layers)
+        ):
+            return layers
         raise OptionError(
             f"drafter.layers is {layers}; the target has {count} layers: expected how many of them "
             f"to keep, or a list of some of 0 … {count - 1}."

@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
