@@ -95,7 +95,8 @@ def earlier_loss(drafter: Any, decay: float, loss: str) -> Any:
     from headstart.train.losses import Teacher, draft_loss  # type: ignore
 
     teacher = Teacher(drafter.target, drafter.draft_vocabulary)
-    return lambda features, tokens, labels, counts, final: draft_loss(
+    loss_of: Any = draft_loss
+    return lambda features, tokens, labels, counts, final: loss_of(
         drafter, features, tokens, labels, counts, decay, loss, teacher, final
     )
 

@@ -61,7 +61,8 @@ def main(argv: list[str] | None = None) -> None:
 
 def random_llama(shape: str, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES[shape], tie_word_embeddings=False)
+    sizes: dict[str, Any] = {**SHAPES[shape], "tie_word_embeddings": False}
+    config = LlamaConfig(**sizes)
     return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
 
 

@@ -75,8 +75,9 @@ class DraftModelConfig(DrafterConfig):
         layers = self.layers
         if isinstance(layers, int) and 1 <= layers <= count:
             return [round(i * (count - 1) / max(layers - 1, 1)) for i in range(layers)]
-        few = isinstance(layers, list) and 1 <= len(layers) <= count
-        if few and all(0 <= layer < count for layer in layers):
+        if isinstance(layers, list) and (
+            1 <= len(layers) <= count and all(0 <= layer < count for layer in layers)
+        ):
             return layers
         raise OptionError(
             f"drafter.layers is {layers}; the target has {count} layers: expected how many of them "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def training_conditions(
     target: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     drafter: Drafter,
-    held_out: list[Document],
+    held_out: Sequence[Document],
     distilled: Path,
     runs: bool = True,
 ) -> dict[str, Any]:
@@ -81,7 +82,7 @@ def training_conditions(
 
 
 def _chat(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, held_out: list[Document]
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, held_out: Sequence[Document]
 ) -> dict[str, Any]:
     """How the corpus' chats are rendered; `how` is `text` where it holds none.
 

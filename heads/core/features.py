@@ -54,7 +54,8 @@ class FeatureTap(AbstractContextManager):
         self._captured = _Captured()
         self._captured.states = {} if listens else None
         self._order, self._handles = tuple(layers), []
-        stack = decoder_layers(model) if any(layer != FINAL for layer in layers) else ()
+        deep = any(layer != FINAL for layer in layers)
+        stack = list(decoder_layers(model)) if deep else list[nn.Module]()
         for layer in set(layers):
             if layer == FINAL:
                 hook = model.get_decoder().register_forward_hook(self._keep_output)

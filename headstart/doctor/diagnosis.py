@@ -141,8 +141,8 @@ def _figures(
         "trained": {
             name: manifest.metrics.get(name) for name in ("tau", "acceptance_by_depth")
         } if manifest else None,
-        "greedy": {"tau": before.tau, "by_depth": before.by_depth},
-        "sampled": sampled,
+        "temperature 0": {"tau": before.tau, "by_depth": before.by_depth},
+        "temperature 1": sampled,
         "first_round": before.first_round(),
         "by_position": before.by_position(),
         "by_category": {name: tau for name, tau in categories.items() if tau is not None},

@@ -48,8 +48,8 @@ def _acceptance(measured: dict[str, Any]) -> list[tuple[str, str]]:
     if trained.get("tau"):
         shares = percentages(trained.get("acceptance_by_depth") or ())
         rows.append(("after training, validation", f"τ {trained['tau']:.2f}   {shares}"))
-    for name, label in (("greedy", "here, temperature 0"), ("sampled", "here, temperature 1")):
-        of = measured[name]
+    for name in ("temperature 0", "temperature 1"):
+        label, of = f"here, {name}", measured[name]
         if of["tau"] is not None:
             rows.append((label, f"τ {of['tau']:.2f}   {percentages(of['by_depth'])}"))
     left_out = measured["left_out"]

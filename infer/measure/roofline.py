@@ -43,7 +43,7 @@ def round_bytes(model: PreTrainedModel, rows: int) -> int:
     All weights once, but of the embedding, where it is not the output layer too, a line a row.
     """
     table: Tensor = cast(nn.Embedding, model.get_input_embeddings()).weight
-    seen = {id(each): each for each in model.parameters() if each is not table}
+    seen: dict[int, Tensor] = {id(each): each for each in model.parameters() if each is not table}
     seen[id(output_layer(model).weight)] = output_layer(model).weight
     lines = 0 if id(table) in seen else rows * table[0].nbytes
     return lines + sum(each.nbytes for each in seen.values())

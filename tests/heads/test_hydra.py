@@ -188,7 +188,9 @@ def test_a_public_checkpoint_says_what_it_says_there(arch: str, layers: int, sha
     fields, weights = translated
     assert (fields.pop("hidden_size"), fields.pop("vocab_size")) == (SIZE, VOCAB)
     assert fields.pop("embedding") == "own"
-    sizes = HydraConfig.for_target(tiny("llama"), **fields).to_dict() | {"embedding": "own"}
+    sizes: dict[str, Any] = HydraConfig.for_target(tiny("llama"), **fields).to_dict() | {
+        "embedding": "own"
+    }
     drafter = Hydra(HydraConfig(**sizes)).double().bind(tiny("llama"))
     drafter.load_state_dict(weights)
     drafter.eval()

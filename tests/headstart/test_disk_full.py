@@ -30,14 +30,15 @@ PLAN = {
 
 def adapted() -> Any:
     target = tiny("gpt2", 3)
-    drafter = Medusa2(Medusa2Config.for_target(target, heads=1, rank=1)).double().bind(target)
+    drafter: Any = Medusa2(Medusa2Config.for_target(target, heads=1, rank=1)).double().bind(target)
     drafter.adapter.attach(target)
     drafter.adapter.merge()
     return drafter.eval()
 
 
 def planned(policy: str) -> Plan:
-    return Plan(**PLAN | {"candidates": [{"name": policy * 2000}]})
+    whole: dict[str, Any] = PLAN | {"candidates": [{"name": policy * 2000}]}
+    return Plan(**whole)
 
 
 def train(name: str) -> None:

@@ -4,6 +4,7 @@ import json
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -66,7 +67,7 @@ def test_against_agrees_with_a_separate_timing(
     command += ["--new-tokens", "48", "--report", "none", "--json", "--against"]
     assert main([*command, "generate,lookup"]) == 0
     report = json.loads(capsys.readouterr().out)
-    model = AutoModelForCausalLM.from_pretrained(TARGET).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(TARGET).eval()
     tokenizer = AutoTokenizer.from_pretrained(TARGET)
     ways = {"generate": {}, "lookup": {"prompt_lookup_num_tokens": 10}}
     times: dict[str, list[float]] = {way: [] for way in ways}

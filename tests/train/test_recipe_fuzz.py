@@ -52,7 +52,8 @@ def test_a_damaged_recipe_is_refused_or_can_run(cases: int, tmp_path: Path) -> N
     for case in range(-len(whole), cases):
         draw = random.Random(case)
         document = copy.deepcopy(whole[case % len(whole)])
-        if case >= 0 and (as_yaml := draw.random() < 0.7):
+        as_yaml = draw.random() < 0.7
+        if case >= 0 and as_yaml:
             for _ in range(draw.randrange(1, 3)):
                 mutate(document, draw)
         text = yaml.safe_dump(document, sort_keys=False).encode()

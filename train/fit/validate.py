@@ -21,6 +21,7 @@ from headstart.heads.core import in_shards, row_seeds
 from headstart.infer import RULES, Speculator, StaticTree, Stats, parse_static
 from headstart.infer.measure.greedy_text import BATCH, Written, write_texts
 from headstart.infer.measure.ranks import best_tree, measure_ranks, path_shares, replay
+from headstart.infer.rules.registry import find_rule
 from headstart.infer.trees.parse import sparse_nodes
 
 from ..data.prefixes import HeldOutPrompt
@@ -127,7 +128,7 @@ def tau_table(
         counts = np.array([done.tokens, done.rounds]).T
         found.append(_named(each, 0, tau_of(given, counts)))
     for each in dict.fromkeys((trees[len(lengths) - 1], trees[-1])):
-        measured = measure_tau(target, drafter, each, "coupled", given, new_tokens)
+        measured = measure_tau(target, drafter, each, find_rule(None).name, given, new_tokens)
         measured.pop("acceptance_by_depth")
         found.append(_named(each, 1, measured))
     return found

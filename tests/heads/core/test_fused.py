@@ -144,14 +144,15 @@ def worst() -> dict[str, float]:
     query, key = (torch.randn(2, 3, heads, 24).transpose(1, 2) for heads in (4, 2))
     angles = torch.randn(2, 1, 3, 24)
     for rows in (2, 1):
-        given: Any = query[:rows], key[:rows], *(angle.expand(rows, -1, -1) for angle in angles)
+        given: list[Any] = [query[:rows], key[:rows]]
+        given += [angle.expand(rows, -1, -1) for angle in angles]
         plain: Any = fused.rotate(*given)
         pairs = zip(kernels.rotate(*given), plain, strict=True)
         found[f"rotate {rows}"] = torch.stack([(a - b).abs().max() for a, b in pairs])
     slots, value = torch.tensor([3, 4, 5, 12, 9, 8]), torch.randn(2, 2, 3, 10)
     ours, theirs = ([torch.zeros(16, 2, 24), torch.zeros(16, 2, 10)] for _ in range(2))
-    kernels.write(*ours, slots, key, value)
-    fused.write(*theirs, slots, key, value)
+    kernels.write(ours[0], ours[1], slots, key, value)
+    fused.write(theirs[0], theirs[1], slots, key, value)
     found["write"] = torch.stack([(a - b).abs().max() for a, b in zip(ours, theirs, strict=True)])
     return {name: float(each.abs().max()) for name, each in found.items()}
 

@@ -117,7 +117,7 @@ def test_a_shifted_vocabulary(
     assert cause["cause"] == "draft vocabulary" and cause["by"] == "ids one less"
     assert bool(cause["said"]) == noted and cause["gain"]["tau"] > 1.5
     assert set(found["measured"]["by_category"]) == {"even", "odd"}
-    assert found["measured"]["greedy"]["tau"] == 1
+    assert found["measured"]["temperature 0"]["tau"] == 1
 
 
 def test_another_target_is_measured_and_not_refused(

@@ -112,7 +112,7 @@ def test_a_fault_that_costs_is_ranked_first(world: World, fault: str) -> None:
 def test_a_sound_pair_has_no_cause(world: World) -> None:
     found = world.diagnose(world.sound)
     assert not (found.causes or found.harmless or found.unmeasured)
-    assert found.tried and found.measured["greedy"]["tau"] > 3
+    assert found.tried and found.measured["temperature 0"]["tau"] > 3
 
 
 def test_what_costs_nothing_is_listed_as_such(world: World) -> None:
@@ -135,4 +135,4 @@ def test_text_of_another_model_is_named(world: World) -> None:
     )  # fmt: skip
     found = world.diagnose(world.pair(artifact), manifest=read_manifest(artifact))
     assert [each.cause for each in found.unmeasured] == ["text of another writer"]
-    assert not found.causes and found.measured["greedy"]["tau"] < 2
+    assert not found.causes and found.measured["temperature 0"]["tau"] < 2
