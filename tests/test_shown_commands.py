@@ -3,6 +3,7 @@
 `pytest -m docs` runs them as well, on a quickstart made small.
 """
 
+import json
 import os
 import re
 import shlex
@@ -159,7 +160,8 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(f"headstart train medusa2 {TINY}", folder)
     held_out = (folder / "runs/quickstart/corpus/held_out.jsonl").read_text().splitlines()
     train = (folder / "runs/quickstart/corpus/train.jsonl").read_text().splitlines()
-    (folder / "prompts.jsonl").write_text("\n".join([*held_out, *train][:60]) + "\n")
+    rows = [{"text": json.loads(row)["text"][:200]} for row in [*held_out, *train][:60]]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     mine = "base: own-model\nname: my-model\n"
     mine += "target: {model: runs/quickstart/target, dtype: float32}\n"
     mine += "distill: {prefix: window, prefix_tokens: 32}\n"
