@@ -1,4 +1,4 @@
-# make quickstart | test | distributed | check | clean.  PYTHON chooses the interpreter, ARGS adds arguments:
+# make quickstart | test | distributed | check | docs | clean.  PYTHON chooses the interpreter, ARGS adds arguments:
 #   make quickstart ARGS=--fresh PYTHON=python3.12
 PYTHON ?= python3
 ARGS ?=
@@ -7,7 +7,7 @@ ARGS ?=
 IN_VENV := PATH="$(CURDIR)/.venv/bin:$$PATH"
 READY := .venv/ready
 
-.PHONY: quickstart test distributed check clean
+.PHONY: quickstart test distributed check docs clean
 
 quickstart: $(READY)
 	$(IN_VENV) headstart quickstart $(ARGS)
@@ -23,6 +23,11 @@ check: $(READY)
 	$(IN_VENV) ruff check .
 	$(IN_VENV) ruff format --check .
 	$(IN_VENV) pyright
+
+# The documentation as a site, in build/site.
+docs: $(READY)
+	$(IN_VENV) python -m pip install --quiet -c constraints.txt -e '.[docs]'
+	$(IN_VENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build $(ARGS)
 
 # Made anew whenever what it is made from changes.
 $(READY): pyproject.toml constraints.txt

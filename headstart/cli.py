@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from textwrap import dedent, indent
 from typing import NoReturn
 
 from safetensors import SafetensorError
@@ -69,9 +70,15 @@ def build_parser() -> argparse.ArgumentParser:
     table = parser.add_subparsers(metavar="COMMAND", required=True)
     for name in COMMANDS:
         command = import_module(f"headstart.commands.{name.replace('-', '_')}")
-        summary = (command.__doc__ or "").partition("\n")[0]
+        summary, _, examples = (command.__doc__ or "").partition("\n")
         brief = summary[:1].lower() + summary[1:].rstrip(".")
-        own = table.add_parser(name, help=brief, description=summary)
+        own = table.add_parser(
+            name,
+            help=brief,
+            description=summary,
+            epilog="examples:\n" + indent(dedent(examples).strip(), "  "),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         own.set_defaults(run=command.run, kept=getattr(command, "KEPT", ""))
         command.add_arguments(own)
     return parser
@@ -85,7 +92,8 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def _run(argv: Sequence[str] | None) -> int:
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of one command, whose function is `run`. Raises UsageError."""
     # Overrides may stand anywhere, which argparse cannot express: it fills an optional list of
     # positionals once, at the first gap between options.
     options, rest = build_parser().parse_known_args(argv)
@@ -96,6 +104,11 @@ def _run(argv: Sequence[str] | None) -> int:
         options.overrides += rest
     elif rest:  # not repeated: it may be the prompt
         raise UsageError(f"arguments too many: {len(rest)}; a prompt is given with --prompt")
+    return options
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    options = parse(argv)
     message = "interrupted" + options.kept
     try:
         if argv is not None:

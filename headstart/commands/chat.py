@@ -1,4 +1,8 @@
-"""Chat with a target, with its drafter or without."""
+"""Chat with a target, with its drafter or without.
+
+headstart chat --drafter runs/my-model/heads
+headstart chat --target ORG/MODEL --drafter ORG/NAME --temperature 0.7 --show
+"""
 
 from __future__ import annotations
 

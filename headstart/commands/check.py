@@ -1,4 +1,8 @@
-"""Try a recipe on its real target, before any stage runs."""
+"""Try a recipe on its real target, before any stage runs.
+
+headstart check quickstart
+headstart check own-model target.model=ORG/MODEL corpus.source=prompts.jsonl
+"""
 
 from __future__ import annotations
 

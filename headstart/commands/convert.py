@@ -1,4 +1,8 @@
-"""Make an artifact of another's checkpoint of a drafter."""
+"""Make an artifact of another's checkpoint of a drafter.
+
+headstart convert ORG/NAME runs/converted --target ORG/MODEL
+headstart convert ORG/NAME runs/converted --target ORG/MODEL --allow-pickle
+"""
 
 import argparse
 

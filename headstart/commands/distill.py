@@ -1,4 +1,8 @@
-"""Write the text that a recipe's drafter is trained on, and no more."""
+"""Write the text that a recipe's drafter is trained on, and no more.
+
+headstart distill quickstart
+headstart distill own-model target.model=ORG/MODEL corpus.source=prompts.jsonl
+"""
 
 import argparse
 import json

@@ -1,4 +1,8 @@
-"""Find out why acceptance is low."""
+"""Find out why acceptance is low.
+
+headstart doctor --drafter runs/my-model/heads --prompts prompts.jsonl
+headstart doctor --target ORG/MODEL --drafter ORG/NAME --prompts prompts.jsonl --json
+"""
 
 from __future__ import annotations
 

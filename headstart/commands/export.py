@@ -1,4 +1,8 @@
-"""Write a drafter for another engine: vLLM, SGLang, speculators, transformers."""
+"""Write a drafter for another engine: vLLM, SGLang, speculators, transformers.
+
+headstart export runs/my-model/heads exported --to vllm
+headstart export ORG/NAME exported --target ORG/MODEL --to original
+"""
 
 import argparse
 from pathlib import Path

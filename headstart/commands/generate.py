@@ -1,4 +1,8 @@
-"""Continue a prompt, streamed to stdout."""
+"""Continue a prompt, streamed to stdout.
+
+headstart generate --drafter runs/quickstart/heads --prompt 'import os' --show
+headstart generate --target ORG/MODEL --drafter ORG/NAME --chat --prompt 'Hello'
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Show what an artifact is, or somebody else's drafter, and check it."""
+"""Show what an artifact is, or somebody else's drafter, and check it.
+
+headstart inspect runs/quickstart/heads --tree
+headstart inspect runs/quickstart/heads --prompt 'import os' --round 2
+"""
 
 import argparse
 import json

@@ -1,4 +1,8 @@
-"""Print the path of a launch configuration, for `accelerate launch --config_file`."""
+"""Print the path of a launch configuration, for `accelerate launch --config_file`.
+
+headstart launch-file
+accelerate launch --config_file $(headstart launch-file ddp) -m headstart.train RECIPE
+"""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,8 @@
-"""Write a target that was trained with its drafter as a model of its own, the drafter beside it."""
+"""Write a target that was trained with its drafter as a model of its own, the drafter beside it.
+
+headstart merge runs/medusa2/heads merged
+headstart merge ORG/NAME merged --target ORG/MODEL
+"""
 
 import argparse
 from pathlib import Path

@@ -10,7 +10,10 @@ from typing import Any
 from headstart.terminal import UsageError
 
 ARTIFACT = "a folder, or ORG/NAME or ORG/NAME@REVISION on the Hub"
-RECIPE = "a path, a shipped name, or parts joined by +: FAMILY+MODEL+HARDWARE"
+RECIPE = (
+    "a path, a shipped name, or parts joined by +: FAMILY+MODEL+HARDWARE (`headstart recipes` "
+    "lists them)"
+)
 TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
 TRUST = "run Python code that comes with the target; a drafter's is never run"
 PROMPTS = "text, one prompt a line, or JSONL with prompt, messages, turns or text"

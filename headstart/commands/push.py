@@ -1,4 +1,8 @@
-"""Publish an artifact on the Hub."""
+"""Publish an artifact on the Hub.
+
+headstart push runs/my-model/heads ORG/NAME --license apache-2.0 --dry-run
+headstart push runs/my-model/heads ORG/NAME --license apache-2.0 --private
+"""
 
 import argparse
 import tempfile

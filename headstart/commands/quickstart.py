@@ -1,4 +1,8 @@
-"""Train a small drafter and measure."""
+"""Train a small drafter and measure.
+
+headstart quickstart
+headstart quickstart --drafter eagle3
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""List the shipped recipes, their parts, and what they take by estimate."""
+"""List the shipped recipes, their parts, and what they take by estimate.
+
+headstart recipes
+headstart recipes medusa+llama-3.1-8b+1x80gb
+"""
 
 import argparse
 import sys

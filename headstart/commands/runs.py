@@ -1,4 +1,8 @@
-"""List runs and their stages, and remove stages."""
+"""List runs and their stages, and remove stages.
+
+headstart runs
+headstart runs quickstart --remove 'heads-*'
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Train the drafter that a recipe describes."""
+"""Train the drafter that a recipe describes.
+
+headstart train own-model target.model=ORG/MODEL corpus.source=prompts.jsonl
+headstart train medusa+llama-3.1-8b+1x80gb --smoke
+"""
 
 import argparse
 
@@ -10,12 +14,6 @@ _SMOKE = (
     "run all stages in seconds, offline, in runs/NAME-smoke: a tiny random target of the recipe's "
     "architecture, built-in chats, a few steps"
 )
-_EXAMPLES = """examples:
-  headstart train quickstart train.max_seconds=20
-  headstart train own-model target.model=ORG/MODEL corpus.source=prompts.jsonl
-  headstart train medusa+llama-3.1-8b+1x80gb corpus.source=prompts.jsonl
-  headstart train medusa+llama-3.1-8b+1x80gb --smoke
-`headstart recipes` lists the families, models and hardware profiles that a name may join."""
 
 KEPT = shared.KEPT
 
@@ -24,8 +22,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help=shared.RECIPE)
     shared.add_recipe_arguments(parser)
     parser.add_argument("--smoke", action="store_true", help=_SMOKE)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EXAMPLES
 
 
 def run(options: argparse.Namespace) -> int:

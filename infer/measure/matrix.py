@@ -180,7 +180,7 @@ def measure_cell(
                     told = [[*b, a.ids] for b, a in zip(told, answers, strict=True)]
             if turn == 0 and batch_size == 1 and number < REPLAYED_PROMPTS:
                 for name, speculator in speculators.items():
-                    again = functools.partial(decoders[name], *_padded(prompts, model.device))
+                    again = functools.partial(decoders[name], *_padded(prompts, speculator.device))
                     if (part := round_parts(speculator, again, times[name][-1], 1)) is not None:
                         found[name].parts.append(part)
         for name, of in found.items():

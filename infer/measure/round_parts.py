@@ -71,13 +71,17 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> tuple[float
 
     patches: list[tuple[Any, str]] = [(target.runner, "forward")]
     patches += [(drafter, name) for drafter in drafters for name in ("begin", "extend")]
+    own = [vars(owner).get(name) for owner, name in patches]  # such as a hook that streams weights
     for owner, name in patches:
         object.__setattr__(owner, name, recorded(getattr(owner, name)))
     try:
         decode()
     finally:
-        for owner, name in patches:
-            object.__delattr__(owner, name)
+        for (owner, name), before in zip(patches, own, strict=True):
+            if before is None:
+                object.__delattr__(owner, name)
+            else:
+                object.__setattr__(owner, name, before)
     verify, draft, watch = 0.0, 0.0, Stopwatch(target.device)
     with torch.no_grad():
         for function, args, kwargs in calls[1:]:

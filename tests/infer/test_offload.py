@@ -22,6 +22,7 @@ from headstart.heads import (
 from headstart.heads.artifacts.plan import find_plan, machine, write_plan
 from headstart.infer import Speculator, graphs
 from headstart.infer.measure import forward_costs, planner
+from headstart.infer.measure.bench import bench
 from headstart.infer.measure.candidates import rank_trees
 from headstart.infer.measure.costs import Costs, measure_costs
 from headstart.infer.measure.greedy_text import write_texts
@@ -180,3 +181,17 @@ def test_nodes_that_cost_nothing_make_huge_trees(most: int, depth: int) -> None:
     assert best.nodes > most // 2 and best.depth >= 18
     assert max(max(path) for path in best.tree) >= 10
     assert StaticTree(best.tree).nodes == best.nodes
+
+
+def test_a_streamed_target_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    """Its rounds are replayed through a patched forward, and its hooks stand there."""
+    target, cls = streamed_tiny("disk", tmp_path), family("lookup")
+    config: Any = cls.config_class
+    lookup: Any = cls(config.for_target(target))
+    speculator = Speculator(target, lookup.bind(target), tree="chain:2")
+    ids = prompts([7])[0]
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    before = speculator.generate(ids, **options)
+    report = bench(speculator, [ids], 8, repeats=1, baselines=("generate",))
+    assert report
+    assert torch.equal(speculator.generate(ids, **options), before)

@@ -1,0 +1,63 @@
+"""Print the script that completes this command line in a shell.
+
+source <(headstart completion bash)
+headstart completion zsh > "${fpath[1]}/_headstart"
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+_SHELL = "bash, zsh or tcsh"
+_FILES, _FOLDERS = {"FILE", "JSON"}, {"DIR", "FOLDER", "ARTIFACT", "MODEL", "CHECKPOINT"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shell", metavar="SHELL", choices=("bash", "zsh", "tcsh"), help=_SHELL)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the script: commands and options, shipped recipes and families, files and folders."""
+    import shtab
+
+    from headstart.cli import build_parser
+
+    parser = build_parser()
+    for action in _actions(parser):
+        name = str(action.metavar)
+        if name in _FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif name in _FOLDERS:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        elif name == "RECIPE":
+            action.complete = {  # type: ignore[attr-defined]
+                "bash": "_headstart_recipes",
+                "zsh": "_headstart_recipes",
+                "tcsh": "f",
+            }
+    preamble: Any = _preamble()  # shtab's annotation says a string alone
+    print(shtab.complete(parser, options.shell, preamble=preamble))
+    return 0
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """The arguments of a parser and of its commands."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _actions(each)
+        else:
+            yield action
+
+
+def _preamble() -> dict[str, str]:
+    """By shell, the function that completes a recipe: a shipped name or a file."""
+    from headstart.train.recipe import shipped_recipes
+
+    names = " ".join(shipped_recipes())
+    bash = f'compgen -W "{names}" -- "$1"; compgen -f -- "$1"'
+    zsh = f"compadd {names}; _files"
+    bodies = {"bash": bash, "zsh": zsh}
+    return {shell: f"_headstart_recipes() {{ {body}; }}\n" for shell, body in bodies.items()}
