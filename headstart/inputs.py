@@ -68,7 +68,7 @@ def check_new_tokens(speculator: Speculator, new_tokens: int) -> None:
 
 
 def load_speculator(options: argparse.Namespace) -> Speculator:
-    """The Speculator for --target, --drafter, --tree, --rule, --dtype and where it is placed.
+    """The Speculator for --target, --drafter, --tree, --rule, --dtype, --compile and --device.
 
     Without --tree it takes the artifact's own tree. Where trees or rules are lists, they are left
     to the caller. `options.target` is filled in by `drafter_sources`.
@@ -90,6 +90,7 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
 
         given |= _placing(options)
         given |= {"trust_remote_code": True} if trust else {}
+        given |= {"compile": True} if getattr(options, "compile", False) else {}
         try:
             return headstart.load(options.target, drafters, **given)
         except OSError as error:  # transformers' message may not even name the model

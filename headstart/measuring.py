@@ -142,7 +142,10 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
         ):
             how: dict[str, Any] = {"tree": each.tree if tree is None else tree, "rule": rule}
             how["expansion"] = matrix.expansion
-            made = Speculator(each.model, each.drafter, tokenizer=each.tokenizer, **how)
+            made = Speculator(
+                each.model, each.drafter, tokenizer=each.tokenizer,
+                compile=each.target.compile, **how,
+            )  # fmt: skip
             label = ", ".join(filter(None, (name, tree, rule if temperature > 0 else None)))
             own[label] = Way(name, made)
     notes: list[str] = []

@@ -107,6 +107,9 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fresh", action="store_true", help="redo stages that are finished")
 
 
+_COMPILE = "pack the weights on a CPU; on a GPU, compile the target's forwards"
+
+
 def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) -> None:
     """Target, drafters, and how they decode; to `compare`, --tree and --rule are lists."""
     add = parser.add_argument
@@ -118,6 +121,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) 
     add("--tree", metavar="TREE", action=action, help=_TREE + more)
     add("--rule", metavar="RULE", action=action, help=RULE + more)
     add("--expansion", metavar="EXPANSION", help=EXPANSION)
+    add("--compile", action="store_true", help=_COMPILE)
     add_placing_arguments(parser)
 
 
