@@ -21,7 +21,7 @@ from headstart.heads import Drafter, OptionError, family, fingerprint
 from headstart.heads.artifacts.files import METRICS
 from headstart.heads.artifacts.hub import split_revision
 from headstart.heads.core import load_pretrained
-from headstart.infer import RULES, load
+from headstart.infer import RULES, Speculator, load
 
 from .checks.early import check_prompts, check_run
 from .data.corpus import build_corpus, load_documents
@@ -314,9 +314,9 @@ class _Run:
             temperature = 1.0 if RULES[decode.rule].samples else 0.0
             report = bench(speculator, tokens, decode.new_tokens, temperature=temperature)
             if decode.sampled is not None:
-                speculator = load(model, artifact.folder, tokenizer=tokenizer)
+                again = Speculator(model, speculator.drafter, tree=speculator.tree)
                 report["sampled"] = bench(
-                    speculator, tokens, decode.new_tokens, repeats=2, temperature=decode.sampled,
+                    again, tokens, decode.new_tokens, repeats=2, temperature=decode.sampled,
                     baselines=(),
                 )  # fmt: skip
             # JSON has neither NaN nor infinity.

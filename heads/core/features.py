@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property, partial
-from typing import Any, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,6 +106,10 @@ class FeatureTap(AbstractContextManager):
         if len(states) == 1:
             return states[0]
         return torch.cat([state.to(states[0].device) for state in states], dim=-1)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Itself: hooks of a copied model pass over its forwards, as over other threads'."""
+        return self
 
     def close(self) -> None:
         """Remove the hooks."""

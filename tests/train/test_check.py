@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -165,7 +166,7 @@ def test_a_mask_that_trains_user_turns(home: Path, monkeypatch: pytest.MonkeyPat
 
     def all_taught(rows: list[Any], *rest: Any) -> None:
         add(rows, *rest)
-        rows[-1] = replace(rows[-1], supervised=[True] * len(rows[-1].tokens))
+        rows[-1] = replace(rows[-1], supervised=np.ones_like(rows[-1].supervised))
 
     given = {"writer": "given", "max_length": 150}
     assert not wrong(recipe(home, distill=given))

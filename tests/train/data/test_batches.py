@@ -162,9 +162,10 @@ def test_workers_outlive_the_signal_that_asks_training_to_end(number: signal.Sig
     """Which launchers send to all processes; the training ends its workers itself."""
     stored = Rows.of(drawn(40))
     alone = list(batch_loader(stored, Batches(stored.lengths, 4)))
+    before = set(multiprocessing.active_children())
     batches = iter(batch_loader(stored, Batches(stored.lengths, 4), workers=2))
-    helped = [next(batches)]
-    workers = multiprocessing.active_children()
+    helped = [next(batches), next(batches)]  # one of each worker, which both have begun
+    workers = set(multiprocessing.active_children()) - before
     for worker in workers:
         os.kill(worker.pid or 0, number)
     helped += batches
