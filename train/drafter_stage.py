@@ -18,7 +18,7 @@ from headstart.heads.artifacts.files import METRICS, PLOT, REPORT, TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.artifacts.plan import device_name, dtype_name, machine
 from headstart.heads.artifacts.saving import write_artifact
-from headstart.heads.core import gathered
+from headstart.heads.core import gathered, in_shards
 from headstart.heads.core.files import write_atomically
 from headstart.infer import StaticTree
 
@@ -35,7 +35,7 @@ from .fit.on_policy import StudentText
 from .fit.validate import Validation, tau_table
 from .fit.warm_start import start_from
 from .processes.agreement import from_process_0, is_process_0, wait_for_all
-from .processes.engine import ends_of, loaded_whole, weights_are_sharded
+from .processes.engine import ends_of, loaded_whole
 from .provenance import training_conditions
 from .recipe import Recipe
 from .stages.kept import (
@@ -206,7 +206,7 @@ def write_drafter(
         recipe=recipe.to_dict(),
         metrics=measured,
     )
-    runs = not weights_are_sharded()
+    runs = not in_shards(target)  # so that one process alone can run it
     with gathered(*learnt_by(drafter)):
         if is_process_0():
             if distilled is not None:
