@@ -316,7 +316,7 @@ class _Run:
             if decode.sampled is not None:
                 again = Speculator(model, speculator.drafter, tree=speculator.tree)
                 report["sampled"] = bench(
-                    again, tokens, decode.new_tokens, repeats=2, temperature=decode.sampled,
+                    again, tokens, decode.new_tokens, repeats=1, temperature=decode.sampled,
                     baselines=(),
                 )  # fmt: skip
             # JSON has neither NaN nor infinity.
