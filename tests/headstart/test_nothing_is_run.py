@@ -14,23 +14,9 @@ from safetensors.torch import save_file
 
 from tests.support import published_eagle as eagle
 from tests.support.bytewise import save_heads, save_target
+from tests.support.hostile_code import CODE
 from tests.support.paths import ROOT
 
-EVIL = """
-from pathlib import Path
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-Path({marker!r}).touch()
-
-class Config(LlamaConfig):
-    model_type = "own_llama"
-
-class Model(LlamaForCausalLM):
-    config_class = Config
-
-class Own(PreTrainedTokenizerFast):
-    pass
-"""
 MAP = {"AutoConfig": "evil.Config", "AutoModel": "evil.Model", "AutoModelForCausalLM": "evil.Model"}
 TOKENIZER = {"auto_map": {"AutoTokenizer": [None, "evil.Own"]}, "tokenizer_class": "Own"}
 KERNEL = "someone/kernel"
@@ -59,7 +45,7 @@ class Bomb:
 
 def poison(folder: Path, marker: Path, bombed: Path) -> None:
     """Add whatever some library might run, beside the files that are there."""
-    code = EVIL.format(marker=str(marker))
+    code = CODE.format(marker=str(marker))
     (folder / "custom_generate").mkdir()
     for name in (
         "evil.py", "__init__.py", "sitecustomize.py", "setup.py", "modeling_llama.py",

@@ -1,13 +1,9 @@
 """Fused operators do what the model's own do, in fewer launches."""
 
 import json
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +17,9 @@ from headstart.heads.core import FusedLayers, fused, tree_attention
 from headstart.infer import Speculator
 from headstart.infer.target import Target
 from tests.support.families import TREES, drafter, target
+from tests.support.interpreter import run_interpreted, without_triton
 from tests.support.tape import SAMPLED, decode
 from tests.support.tiny import CONFIGS, one_line, tiny
-
-without_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
 class Launches(TorchDispatchMode):
@@ -159,15 +154,7 @@ def worst() -> dict[str, float]:
 
 @without_triton
 def test_kernels_in_the_interpreter() -> None:
-    """In a process of its own: whether kernels are interpreted is settled at their import."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    out = subprocess.run(
-        [sys.executable, "-m", __name__], env=environment, capture_output=True, text=True
-    )
-    if "only 0-dimensional arrays can be converted to Python scalars" in out.stderr:
-        pytest.skip("this triton's interpreter cannot read scalars of this numpy")
-    assert out.returncode == 0, out.stderr[-2000:]
-    off = json.loads(out.stdout.splitlines()[-1])
+    off = run_interpreted(__name__)
     assert len(off) == 5 and all(each <= 1e-5 for each in off.values()), off
 
 

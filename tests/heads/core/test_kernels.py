@@ -1,10 +1,6 @@
 """The Triton kernel equals the plain form: in Triton's interpreter here, compiled on a GPU."""
 
 import json
-import os
-import subprocess
-import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +8,7 @@ import pytest
 import torch
 
 from headstart.heads.core.tree_attention import plain_attention
+from tests.support.interpreter import run_interpreted, without_triton
 from tests.support.trees import SCALING, Case, Tree, make_tree
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -32,7 +29,6 @@ MOVES = [
     (F16, (1, 4), [[2], [0]]),
 ]
 """Of keys moved along paths: their dtype, heads and size, and each row's path."""
-without_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
 def worst(tree: Tree, splits: int | None = None, told: torch.Tensor | None = None) -> float:
@@ -87,15 +83,7 @@ def interpreted() -> dict[str, float]:
 
 @without_triton
 def test_in_the_interpreter() -> None:
-    """In a process of its own: whether kernels are interpreted is settled at their import."""
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    out = subprocess.run(
-        [sys.executable, "-m", __name__], env=environment, capture_output=True, text=True
-    )
-    if "only 0-dimensional arrays can be converted to Python scalars" in out.stderr:
-        pytest.skip("this triton's interpreter cannot read scalars of this numpy")
-    assert out.returncode == 0, out.stderr[-2000:]
-    off = json.loads(out.stdout.splitlines()[-1])
+    off = run_interpreted(__name__)
     assert len(off) == 14
     for name, difference in off.items():
         most = 0 if name.startswith("move") else 1

@@ -18,24 +18,10 @@ from headstart.heads import HeadstartError, load_drafter
 from headstart.heads.draft_model import DraftModel, DraftModelConfig
 from headstart.train.data.target_text import sample_documents
 from tests.support.bytewise import save_target
+from tests.support.hostile_code import CODE
 from tests.support.paths import ROOT
 from tests.support.tiny import one_line, tiny
 
-CODE = """
-from pathlib import Path
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
-
-Path({marker!r}).touch()
-
-class Config(LlamaConfig):
-    model_type = "own_llama"
-
-class Model(LlamaForCausalLM):
-    config_class = Config
-
-class Own(PreTrainedTokenizerFast):
-    pass
-"""
 MODEL = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
 TOKENIZER = {"auto_map": {"AutoTokenizer": [None, "code.Own"]}, "tokenizer_class": "Own"}
 
