@@ -57,10 +57,13 @@ def asked(of: str, batch: int) -> tuple[Tensor, Tensor, int]:
 
     tokenizer = AutoTokenizer.from_pretrained(TARGETS[of])
     texts = (ROOT / "runs" / "quickstart" / "corpus" / "held_out.jsonl").read_text().splitlines()
+    longest = 10 * max(LENGTHS)
+    held_out = (tokenizer(json.loads(text)["text"]).input_ids for text in texts)
+    enough = (found for found in held_out if len(found) >= longest)
     ids, mask = torch.zeros(2, batch, 10 * max(LENGTHS[:batch]), dtype=torch.long)
     for row, length in enumerate(LENGTHS[:batch]):
-        found = tokenizer(json.loads(texts[row])["text"], return_tensors="pt").input_ids
-        ids[row, -10 * length :], mask[row, -10 * length :] = found[0, : 10 * length], 1
+        ids[row, -10 * length :] = torch.tensor(next(enough)[: 10 * length])
+        mask[row, -10 * length :] = 1
     return ids, mask, 4 * NEW
 
 
