@@ -14,9 +14,10 @@ from transformers import (
 from headstart.heads import Drafter, load_drafter
 from headstart.heads.artifacts.hub import target_options
 from headstart.heads.artifacts.source import DrafterSource
-from headstart.heads.core import language_model_in, load_pretrained
+from headstart.heads.core import Packing, language_model_in, load_pretrained
 
 from .speculator import Speculator
+from .target import PACKED, way_to_run
 from .trees.parse import default_tree
 from .trees.policy import Policy
 
@@ -35,6 +36,7 @@ def load(
     attention: str = "auto",
     allow_pickle: bool = False,
     compile: bool | str = False,
+    in_place: bool = True,
     **options: Any,
 ) -> Speculator:
     """Load target and drafter and return the Speculator over them.
@@ -49,6 +51,9 @@ def load(
             drafters the union of theirs.
         rule, expansion, graphs, attention, compile: see `Speculator`.
         allow_pickle: see `DrafterSource`.
+        in_place: where weights are packed, whether what is loaded here by name is packed as it is,
+            so that each weight is in memory once, and plain calls of `speculator.model` run packed
+            too; if not, a copy is, as of a model that was passed in.
         options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
             `trust_remote_code=True` runs code that comes with the target and its tokenizer; a
             drafter's is never run.
@@ -65,8 +70,9 @@ def load(
     else:
         model = language_model_in(target)
     single = drafter is None or isinstance(drafter, Drafter | NamedDrafter)
-    given: Any = [drafter] if single else drafter
-    drafters: list[Any] = [each for each in given if each is not None]
+    named: Any = [drafter] if single else drafter
+    drafters: list[Any] = [each for each in named if each is not None]
+    ours = [] if not isinstance(target, str | Path) else [model]  # what nobody else holds
     trees: list[Any] = [None] * len(drafters)
     for number, each in enumerate(drafters):
         if isinstance(each, Drafter):
@@ -78,6 +84,11 @@ def load(
             planned = plan is not None and (plan.tree or len(drafters) == 1)
             trees[number] = plan.tree if plan is not None and planned else source.tree
         drafters[number] = load_drafter(source, model, tokenizer)
+        ours.append(drafters[number])
+    if in_place and way_to_run(model, compile) == PACKED:
+        packing = Packing()
+        for module in ours:
+            packing.pack_in_place(module)
     if trees == [[]]:
         drafters = []  # no tree pays; the drafter was loaded because it may have adapted the target
     return Speculator(

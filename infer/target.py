@@ -34,7 +34,7 @@ MODES = (PACKED, "default", "max-autotune-no-cudagraphs")
 """Ways to compile: packed weights, or the modes of `torch.compile` that capture no graphs."""
 
 
-def _way_of(model: PreTrainedModel, compile: bool | str) -> str | None:
+def way_to_run(model: PreTrainedModel, compile: bool | str) -> str | None:
     """The one of `MODES` that is asked for, by name or by what suits the device; None for none."""
     if compile is False:
         return None
@@ -106,7 +106,7 @@ class Target:
         fused: bool = False,
     ):
         self.model, self.compile = model, compile
-        mode = _way_of(model, compile)
+        mode = way_to_run(model, compile)
         if fused and mode:
             raise OptionError(
                 "fused and compile were both given, and each replaces the same layers; leave one "

@@ -24,7 +24,7 @@ from .offload import (
     streamed_from,
     weight_of,
 )
-from .packing import PackedLinear, Packing
+from .packing import OnlyPacked, PackedLinear, Packing
 from .pretrained import language_model_in, load_pretrained
 from .probe import (
     ATTENTION,
