@@ -120,7 +120,7 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
     given = argparse.Namespace(**vars(options) | {"target": matrix.target, "rule": None})
     sources = [[_source(name, options) for name in names] for names in matrix.sets or [[]]]
     given.drafter, given.tree = sources[0] or None, matrix.trees or None
-    given.expansion = matrix.expansion
+    given.expansion, given.in_place = matrix.expansion, False
     first = load_speculator(given)
     check_new_tokens(first, matrix.new_tokens)
     loaded = [first]
@@ -144,7 +144,7 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
             how["expansion"] = matrix.expansion
             made = Speculator(
                 each.model, each.drafter, tokenizer=each.tokenizer,
-                compile=each.target.compile, **how,
+                compile=first.target.compile, **how,
             )  # fmt: skip
             label = ", ".join(filter(None, (name, tree, rule if temperature > 0 else None)))
             own[label] = Way(name, made)

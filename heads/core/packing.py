@@ -9,7 +9,9 @@ weights. One that nobody else holds is packed in place, and has each weight once
 """
 
 import copy
+import ctypes
 import logging
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, Self, TypeGuard, TypeVar
@@ -39,6 +41,9 @@ _ROWS = 16
 
 _WORTH_SAYING = 100 << 20
 """Bytes that packed copies may take without being announced."""
+
+_TRIMMED = 16 << 20
+"""Bytes of weights that are given up before the system gets them back."""
 
 _SLACK = 3
 """A packed layer may be so many times as far from float64 as torch's own. In float32 its sums are
@@ -121,6 +126,14 @@ class OnlyPacked(PackedLinear):
         self._load_from_state_dict(*args)
 
 
+def _return_memory() -> None:
+    """Give free memory back to the system; glibc keeps it where something in use lies behind it."""
+    if (
+        trim := getattr(ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", None)
+    ) is not None:
+        trim(0)
+
+
 def _pack(weight: Tensor) -> Tensor:
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
 
@@ -179,17 +192,23 @@ class Packing:
         if offloaded(model):
             return
         held = Counter(id(w) for part in model.modules() for w in part._parameters.values())
+        freed = 0
         for layer in [layer for layer in model.modules() if packable(layer)]:
             if (packed := self._packed(layer)) is None:
                 continue
             alone = held[id(layer.weight)] == 1
             layer._packed = packed._packed  # type: ignore[assignment]
-            if alone:
-                del packed, layer._parameters["weight"]  # freed before the next one is packed
             layer.__class__ = OnlyPacked if alone else PackedLinear
+            if alone:
+                freed += packed.weight.nbytes
+                del packed, layer._parameters["weight"]  # freed before the next one is packed
+            if freed > _TRIMMED:
+                freed = 0
+                _return_memory()
         # What is left may be parts of a mapped file, which stays as long as any of them does.
         for weight in model.parameters():
             weight.data = weight.data.clone()
+        _return_memory()
 
     def _packed(self, layer: nn.Linear) -> PackedLinear | None:
         """The layer, packed; None where it would err more."""

@@ -193,13 +193,13 @@ def test_a_target_that_is_loaded_by_name_has_each_weight_once(tmp_path: Path) ->
         patch.setattr(packing, "_pack", measured)
         Packing().pack_in_place(model)
     gc.collect()
-    print([x>>20 for x in peaks], (resident()-start)>>20, whole>>20)
     assert max(peaks) < 2.5 * layer < 0.5 * whole
     assert resident() - start < layer
     own = [part for part in model.modules() if isinstance(part, OnlyPacked)]
     assert sum(part.nbytes for part in own) + sum(w.nbytes for w in model.parameters()) == whole
     with torch.no_grad():
-        torch.testing.assert_close(model(IDS).logits, before, rtol=1e-4, atol=1e-4)
+        off = (model(IDS).logits - before).abs().max()
+    assert off < 1e-4 * before.abs().max()
 
 
 def test_plain_calls_of_a_loaded_target_run_packed(tmp_path: Path) -> None:
