@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 
 from ..core import ArtifactError, brief
 from ..core.errors import MALFORMED as MALFORMED
-from ..core.pretrained import unsafe_settings
-from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..core.unsafe_settings import unsafe_settings
+from ..declared.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "headstart.json"
 TREE, PLAN, CARD = "tree.json", "plan.json", "README.md"
@@ -98,7 +98,7 @@ def check_settings(folder: Path, config: Any, allowed: Sequence[str] = ()) -> No
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """`shape` and `dtype` of each tensor in a safetensors file; ArtifactError where it is none."""
     try:
-        with safe_open(path, "pt") as file:
+        with safe_open(path, "np") as file:  # for shapes alone, and without torch
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
             return {k: {"shape": s.get_shape(), "dtype": s.get_dtype()} for k, s in slices.items()}
     except (SafetensorError, OSError) as error:

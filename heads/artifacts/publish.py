@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import ModelCard, get_token
 
 from ..core import ArtifactError
-from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..declared.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from .files import CARD, COPIED, FILES, HERE, PLOT, REPORT_LINK, brief, read_json
 from .hub import is_hub_name, split_revision
 from .manifest import Manifest

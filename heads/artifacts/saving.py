@@ -11,8 +11,8 @@ from safetensors import SafetensorError
 
 from ..core import ArtifactError
 from ..core.files import flush_to_disk, writing
+from ..declared.adapter import ADAPTER_WEIGHTS
 from ..drafter import Drafter
-from ..parts.adapter import ADAPTER_WEIGHTS
 from .files import CARD, HERE, MANIFEST, WEIGHTS, retired_folder
 from .manifest import Manifest, sha256
 
