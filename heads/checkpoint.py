@@ -37,11 +37,7 @@ class DrafterConfig(Fields, PreTrainedConfig):
         Raises:
             OptionError: an option that the family does not have, or a value of the wrong type.
         """
-        if unknown := sorted(options.keys() - set(cls.OPTIONS)):
-            raise OptionError(
-                f"drafter.{unknown[0]} is not an option of {cls.family_name()!r}; expected one of: "
-                f"{', '.join(cls.OPTIONS)}."
-            )
+        cls.check_names(cls.family_name(), options)
         text = target.config.get_text_config(decoder=True)
         try:
             return cls(hidden_size=text.hidden_size, vocab_size=text.vocab_size, **options)

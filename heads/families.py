@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,6 +72,20 @@ def family(name: str) -> type[Drafter]:
     module, _, attribute = FAMILIES[name].place.partition(":")
     module = module if "." in module else f"{__package__}.{module}"
     return getattr(importlib.import_module(module), attribute)
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse a family, or what can be told of its options without a target and without torch.
+
+    Raises:
+        OptionError: no such family or option, or a number that no drafter has.
+    """
+    kind = declared_by(name)
+    if kind is None:
+        return
+    kind.check_names(name, options)
+    with suppress(TypeError):  # values of another kind are refused with the target
+        kind(**options).validate_ranges()
 
 
 def declared_by(name: str) -> type[Fields] | None:

@@ -1,6 +1,6 @@
 """Names of `core` whose modules import torch; the package imports this file on first use."""
 
-from .cache import LayerShape, SlabCache, free_bytes, in_steps
+from .cache import LayerShape, SlabCache, free_bytes, in_steps, total_bytes
 from .features import FeatureTap, OutputLayer, capture, decoder_layers, output_layer
 from .forward import causal_run, prefill_forward, tree_forward, tree_run
 from .fused import FusedLayers

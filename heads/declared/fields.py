@@ -1,6 +1,7 @@
 """The settings that every drafter's config has, and those of a drafter with an output layer."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -37,6 +38,15 @@ class Fields:
 
     RANGES: ClassVar[dict[str, tuple[str, ...]]] = {}
     """Ranges, see `_RANGES`, and the numbers among the options that must be in them."""
+
+    @classmethod
+    def check_names(cls, family: str, options: Iterable[str]) -> None:
+        """Refuse options that the family does not have, with an OptionError."""
+        if unknown := sorted(set(options) - set(cls.OPTIONS)):
+            raise OptionError(
+                f"drafter.{unknown[0]} is not an option of {family!r}; expected one of: "
+                f"{', '.join(cls.OPTIONS)}."
+            )
 
     def validate_ranges(self) -> None:
         """Part of the config's own validation."""
