@@ -114,7 +114,7 @@ def test_what_cannot_be_compiled_is_refused() -> None:
 
 
 def test_what_a_thread_has_of_its_own_is_seen() -> None:
-    """Torch 2.11 takes a class's attribute for it where there is one, and compiles the wrong way."""
+    """Torch 2.11 takes a class's attribute for it where there is one, and compiles that."""
     kinds = [k for k in threading.local.__subclasses__() if k.__module__.startswith("headstart")]
     assert len(kinds) >= 5
     for kind in kinds:
