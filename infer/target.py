@@ -93,7 +93,7 @@ class Target:
 
     Raises:
         OptionError: a mode that captures graphs itself, or masked attention to be compiled; or
-            fused beside compiled forwards.
+            fused beside forwards that `torch.compile` compiles.
         UnsupportedTarget: the model cannot be driven by a token tree; the message names why.
     """
 
@@ -107,7 +107,7 @@ class Target:
     ):
         self.model, self.compile = model, compile
         mode = way_to_run(model, compile)
-        if fused and mode:
+        if fused and mode not in (None, PACKED):
             raise OptionError(
                 "fused and compile were both given, and each replaces the same layers; leave one "
                 "of them out."

@@ -18,6 +18,7 @@ from typing import Any, Self, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .offload import offloaded
 
@@ -41,6 +42,8 @@ _ROWS = 16
 
 _WORTH_SAYING = 100 << 20
 """Bytes that packed copies may take without being announced."""
+
+_MARK = "_runs_packed"  # the attribute of a model that does
 
 _TRIMMED = 16 << 20
 """Bytes of weights that are given up before the system gets them back."""
@@ -181,7 +184,9 @@ class Packing:
             if (packed := self._packed(layer)) is not None:
                 self._copies[id(layer)] = packed
         self._copies.update((id(each), each) for each in _shared(model))
-        return copy.deepcopy(model, self._copies)
+        made = copy.deepcopy(model, self._copies)
+        _mark(made)
+        return made
 
     def pack_in_place(self, model: nn.Module) -> None:
         """Pack a model's layers one by one; each one's own weight goes, so none is held twice.
@@ -208,6 +213,7 @@ class Packing:
         # What is left may be parts of a mapped file, which stays as long as any of them does.
         for weight in model.parameters():
             weight.data = weight.data.clone()
+        _mark(model)
         _return_memory()
 
     def _packed(self, layer: nn.Linear) -> PackedLinear | None:
@@ -217,6 +223,17 @@ class Packing:
         if kind not in self._exact:
             self._exact[kind] = _is_as_exact(packed, layer)
         return packed if self._exact[kind] else None
+
+
+def runs_packed(model: nn.Module) -> bool:
+    """Whether a model, or a part that is a model of transformers, runs packed."""
+    return getattr(model, _MARK, False)
+
+
+def _mark(model: nn.Module) -> None:
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            setattr(part, _MARK, True)
 
 
 def _shared(model: nn.Module) -> Iterator[Any]:
