@@ -30,7 +30,7 @@ def test_it_is_attention(groups: int, nodes: int, batch: int, dtype: torch.dtype
     query = torch.randn(batch, nodes, 2 * groups, 16).to(dtype).transpose(1, 2)
     hidden = torch.rand(batch, 1, nodes, 64) < 0.4
     hidden[..., 0] = False
-    mask = torch.zeros(hidden.shape).masked_fill(hidden, torch.finfo(dtype).min).to(dtype)
+    mask = torch.zeros(hidden.shape, dtype=dtype).masked_fill(hidden, torch.finfo(dtype).min)
     for given in (mask, None) if nodes == 1 else (mask,):
         arguments = (query, key, value, given)
         with few_rows.few_rows():
