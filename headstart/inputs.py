@@ -103,10 +103,12 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
         if not drafters and options.target is None:
             raise UsageError("neither --target nor --drafter given; name at least one")
         import headstart
+        from headstart.heads.core import use_physical_cores
 
+        use_physical_cores()
         given |= _placing(options)
         given |= {"trust_remote_code": True} if trust else {}
-        given |= {"compile": True} if getattr(options, "compile", False) else {}
+        given |= {"compile": compile} if (compile := getattr(options, "compile", False)) else {}
         given |= {"in_place": vars(options).get("in_place", True)}
         try:
             return headstart.load(options.target, drafters, **given)

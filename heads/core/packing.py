@@ -12,8 +12,9 @@ import copy
 import ctypes
 import logging
 import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Self, TypeGuard, TypeVar
 
 import torch
@@ -44,6 +45,8 @@ _WORTH_SAYING = 100 << 20
 """Bytes that packed copies may take without being announced."""
 
 _MARK = "_runs_packed"  # the attribute of a model that does
+
+_TRIED, _TURNS = 32 << 20, 4  # bytes of a trial, and how often it is timed
 
 _TRIMMED = 16 << 20
 """Bytes of weights that are given up before the system gets them back."""
@@ -228,6 +231,38 @@ class Packing:
 def runs_packed(model: nn.Module) -> bool:
     """Whether a model, or a part that is a model of transformers, runs packed."""
     return getattr(model, _MARK, False)
+
+
+def packing_pays(model: nn.Module, rows: Sequence[int] = (1, 8)) -> bool:
+    """Whether a model's linear layers are faster packed, by a short trial over a few rows.
+
+    Of each kind of layer as many are packed meanwhile as fill `_TRIED`, so that their weights come
+    from memory as in decoding, and those of a kind are timed in turns with torch's own.
+    """
+    kinds: dict[tuple[Any, ...], list[nn.Linear]] = {}
+    for layer in filter(packable, model.modules()):
+        kinds.setdefault((layer.weight.dtype, *layer.weight.shape), []).append(layer)
+    own = packed = 0.0
+    with torch.no_grad():
+        for (dtype, _, size), layers in kinds.items():
+            tried = layers[: max(1, _TRIED // layers[0].weight.nbytes)]
+            pairs = [(layer, PackedLinear(layer)) for layer in tried]
+            for count in rows:
+                states = torch.randn(count, size).to(dtype)
+                times = [
+                    min(_seconds([pair[way] for pair in pairs], states) for _ in range(_TURNS))
+                    for way in (0, 1)
+                ]
+                own += times[0] * len(layers) / len(tried)
+                packed += times[1] * len(layers) / len(tried)
+    return packed < own
+
+
+def _seconds(layers: Sequence[nn.Linear], states: Tensor) -> float:
+    start = time.perf_counter()
+    for layer in layers:
+        layer(states)
+    return time.perf_counter() - start
 
 
 def _mark(model: nn.Module) -> None:

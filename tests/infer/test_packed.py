@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 import headstart
 from headstart.heads import DrafterGroup
 from headstart.heads.artifacts.manifest import fingerprint
-from headstart.heads.core import OnlyPacked, PackedLinear, Packing, packing
+from headstart.heads.core import OnlyPacked, PackedLinear, Packing, packing, use_physical_cores
 from headstart.infer import Speculator
 from tests.support.families import TREES, UNIONS, drafter
 from tests.support.tiny import COMMON, letters, prompts, tiny
@@ -273,3 +274,62 @@ def test_the_size_of_a_copy_is_said_before_it_is_made(
     caplog.clear()
     loaded(saved(tmp_path))
     assert not caplog.text
+
+
+def test_auto_takes_what_a_trial_finds_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = own(None)
+    true = PackedLinear.forward
+
+    def slow(self: Any, input: Tensor) -> Tensor:
+        time.sleep(1e-3)
+        return true(self, input)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedLinear, "forward", slow)
+        assert not packing.packing_pays(model)
+        ours = Speculator(model, compile="auto")
+        assert ours.target.runner is model and ours.target.compile is False
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Linear, "forward", lambda self, x: time.sleep(1e-3))
+        assert packing.packing_pays(model)
+    monkeypatch.setattr("headstart.infer.target.packing_pays", lambda model: True)
+    ours = Speculator(model, compile="auto")
+    assert packed_in(ours.target.runner) and ours.target.compile == "packed"
+    assert torch.equal(ours.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+
+
+def test_a_faster_type_is_named_and_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = saved(tmp_path)
+    monkeypatch.setattr("headstart.infer.loading._LARGE", 0)
+    for able, options, said in (
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"dtype": "float32"}, False),
+        (True, {"dtype": "bfloat16"}, False),
+    ):
+        monkeypatch.setattr("headstart.infer.loading.has_bfloat16", lambda able=able: able)
+        caplog.clear()
+        model = headstart.load(name, tokenizer=letters(), **options).model
+        assert model.dtype == getattr(torch, options.get("dtype", "float32"))
+        assert ("--dtype bfloat16" in caplog.text) == said
+
+
+def test_threads_are_physical_cores_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(8)})
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    use_physical_cores()
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 2, 3})
+    use_physical_cores()
+    assert asked == [4, 3]
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    use_physical_cores()
+    assert asked == [4, 3]
