@@ -52,8 +52,12 @@ def run(options: argparse.Namespace) -> None:
         print(
             f"  {row['way']:24} {row['ms']:7.2f} ms a token (tau {row['tau']:.2f}), "
             f"{row['times as fast']:.2f} times as fast as {row['against']} "
-            f"({row['low']:.2f}-{row['high']:.2f}); the same text: {row['same']}"
+            f"{_interval(row)}; the same text: {row['same']}"
         )
+
+
+def _interval(row: dict[str, Any]) -> str:
+    return "" if row["low"] is None else f" ({row['low']:.2f}-{row['high']:.2f})"
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def _table(found: dict[str, Any]) -> str:
         lines.append(
             f"  {way:12} ours {row['ms']:8.2f} (tau {row['tau']:.2f})   llama.cpp "
             f"{row['llama.cpp ms']:8.2f} (tau {row['llama.cpp tau']:.2f})   ours is "
-            f"{row['times as fast']:.2f} times as fast; the first {row['same first tokens']} tokens "
-            "are the same"
+            f"{row['times as fast']:.2f} times as fast; the first {row['same first tokens']} "
+            "tokens are the same"
         )
     return "\n".join(lines)

@@ -19,9 +19,14 @@ _OTHERS = ("softcap", "position_bias", "cache", "s_aux", "sinks")
 
 
 class _Forward(threading.local):
-    """What the forward that a thread runs now has prepared for all layers; None: it does not."""
+    """What the forward that a thread runs now has prepared for all layers.
 
-    masks: dict[int, tuple[Tensor, Tensor]] | None = None
+    Attributes:
+        masks: repeated ones, by the id of what they were made of; None outside of such a forward.
+    """
+
+    def __init__(self) -> None:
+        self.masks: dict[int, tuple[Tensor, Tensor]] | None = None
 
 
 _now = _Forward()
