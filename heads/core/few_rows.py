@@ -72,10 +72,13 @@ def attention(
         given = {"scaling": scaling, "dropout": dropout, **options}
         return own(module, query, key, value, attention_mask, **given)
     group, dtype = query_heads // heads, query.dtype
+    lone = group * nodes == 1 and dtype.itemsize == 2
+    if group == 1 and not lone:
+        return own(module, query, key, value, mask, scaling=scaling, **options)
     rows = query.reshape(batch, heads, group * nodes, size)
     if mask is not None and group > 1:
         mask = _repeated(mask, group)
-    if group * nodes == 1 and dtype.itemsize == 2:
+    if lone:
         rows, key, value = rows.float(), key.float(), value.float()
         mask = None if mask is None else mask.float()
     found = F.scaled_dot_product_attention(rows, key, value, mask, scale=scaling)

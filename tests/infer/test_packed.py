@@ -10,12 +10,14 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import headstart
 from headstart.heads import DrafterGroup
 from headstart.heads.artifacts.manifest import fingerprint
 from headstart.heads.core import OnlyPacked, PackedLinear, Packing, packing, use_physical_cores
 from headstart.infer import Speculator
+from headstart.infer.measure.lossless_greedy import compare_greedy
 from tests.support.families import TREES, UNIONS, drafter
 from tests.support.tiny import COMMON, letters, prompts, tiny
 
@@ -106,6 +108,28 @@ def test_a_trained_weight_and_a_moved_model_are_packed_anew() -> None:
         copies = packed_in(ours.target.runner)
         assert bool(copies) == packing.packable(model.lm_head) == (dtype != torch.float64)
         assert all(each.weight.dtype == dtype for each in copies)
+
+
+@pytest.mark.parametrize("name", ["medusa", "draft_model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_differs_from_generate_is_a_near_tie(name: str, dtype: torch.dtype) -> None:
+    """As `headstart verify-lossless --compile` judges it; a wrong layer is none."""
+    model, group = own(name, dtype)
+    ours = Speculator(model, group, tree=TREES[1], compile=True)
+    rows = [row.unsqueeze(0) for row in prompts([9] * 3, seed=5)[0]]
+    assert compare_greedy(ours, rows, 24).holds
+    packed_in(ours.target.runner)[-1]._packed = packing._pack(model.lm_head.weight.flip(0))
+    assert not compare_greedy(ours, rows, 24).holds
+
+
+def test_nothing_is_packed_or_compiled_in_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, group = own("draft_model")
+    ours = Speculator(model, group, tree=TREES[1], compile=True)
+    monkeypatch.setattr(packing, "_pack", lambda weight: pytest.fail("it packs"))
+    counters.clear()
+    for length in (3, 40):
+        ours.generate(prompts([length])[0], **{**GREEDY, "max_new_tokens": 70})
+    assert not counters["stats"]
 
 
 def test_float64_is_run_as_it_is() -> None:
