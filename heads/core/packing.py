@@ -216,7 +216,8 @@ class Packing:
                 _return_memory()
         # What is left may be parts of a mapped file, which stays as long as any of them does.
         for weight in model.parameters():
-            weight.data = weight.data.clone()
+            if type(weight) is nn.Parameter:
+                weight.data = weight.data.clone()
         _mark(model)
         _return_memory()
 
