@@ -44,24 +44,22 @@ def check_length(speculator: Speculator, prompt: int, new_tokens: int | None) ->
     """How many tokens to write after a prompt of so many; by default 128, or what the context has.
 
     Raises:
-        UsageError: they do not fit into the target's context or, where that is not known, their
-            keys and values not into all the memory there is.
+        UsageError: they do not fit into the target's context, or their keys and values into all
+            the memory there is.
     """
     from headstart.heads.core import trained_context
 
     context = trained_context(speculator.model)
-    if context is None:
-        _check_memory(speculator, prompt + (new_tokens or NEW_TOKENS))
-        return new_tokens or NEW_TOKENS
-    room = context - prompt
-    if room < (new_tokens or 1):
+    if context is not None and (room := context - prompt) < (new_tokens or 1):
         asked = "" if new_tokens is None else f" and {new_tokens} new ones are asked for"
         remedy = f"ask for at most {room}" if room > 0 else "shorten the prompt"
         raise UsageError(
             f"the prompt has {prompt or 'some'} tokens{asked}, and the target was made for "
             f"{context} in all; {remedy}"
         )
-    return new_tokens or min(NEW_TOKENS, room)
+    new_tokens = new_tokens or min(NEW_TOKENS, NEW_TOKENS if context is None else context - prompt)
+    _check_memory(speculator, prompt + new_tokens)
+    return new_tokens
 
 
 def _check_memory(speculator: Speculator, tokens: int) -> None:
@@ -97,10 +95,15 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
     if trust and options.target is None:  # a drafter may name any model as its target
         raise UsageError("--trust-remote-code trusts the model of --target; name one")
     _check_names(options)
+    drafters = drafter_sources(options)
+    if not drafters and options.target is None:
+        raise UsageError("neither --target nor --drafter given; name at least one")
+    from headstart.heads.artifacts.hub import target_options
+
+    target_options(options.target)  # what is not there is said before torch is imported
+    for source in drafters:
+        _ = source.kind
     with quiet_stdout():
-        drafters = drafter_sources(options)
-        if not drafters and options.target is None:
-            raise UsageError("neither --target nor --drafter given; name at least one")
         import headstart
 
         given |= _placing(options)
