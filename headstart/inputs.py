@@ -17,6 +17,8 @@ NEW_TOKENS = 128
 
 _MOST_CHARACTERS = 1000  # of a name or path; systems know none that are much longer
 
+_PLACING = ("device", "max_memory", "offload_folder")
+
 if TYPE_CHECKING:
     import torch
 
@@ -100,6 +102,8 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
         raise UsageError("neither --target nor --drafter given; name at least one")
     from headstart.heads.artifacts.hub import target_options
 
+    if any(getattr(options, name, None) is not None for name in _PLACING):
+        _placing(options)  # mistakes in the options come first
     target_options(options.target)  # what is not there is said before torch is imported
     for source in drafters:
         _ = source.kind
@@ -155,8 +159,7 @@ def drafter_sources(options: argparse.Namespace) -> list[DrafterSource]:
 
 def _placing(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `from_pretrained` for --device, --max-memory and --offload-folder."""
-    names = ("device", "max_memory", "offload_folder")
-    name, memory, folder = (getattr(options, each, None) for each in names)
+    name, memory, folder = (getattr(options, each, None) for each in _PLACING)
     if memory is None:
         if folder is not None:
             raise UsageError("--offload-folder without --max-memory, and nothing is offloaded")
