@@ -74,7 +74,7 @@ def load(
         source = DrafterSource.of(each, allow_pickle)
         if tree is None:
             # A plan's tree is empty where only plain decoding pays; one of several drafters stays.
-            plan = source.plan(model)
+            plan = source.plan(model, compiled=bool(compile))
             planned = plan is not None and (plan.tree or len(drafters) == 1)
             trees[number] = plan.tree if plan is not None and planned else source.tree
         drafters[number] = load_drafter(source, model, tokenizer)

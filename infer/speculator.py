@@ -47,7 +47,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class _Requests(threading.local):
     """How many requests the thread is in; more than one where they call each other."""
 
-    open: int = 0
+    def __init__(self) -> None:
+        self.open = 0
 
 
 _requests = _Requests()

@@ -61,13 +61,17 @@ def _compiled(model: PreTrainedModel, mode: str, attention: str) -> Callable[...
         return model(**inputs)
 
     # What is compiled is kept by code, and its guards overlook hooks: with code of its own, a
-    # target never meets what was compiled for another one's features.
-    own = FunctionType(run.__code__.replace(), globals(), closure=run.__closure__)
-    compiled = torch.compile(own, dynamic=False, mode=mode)
+    # target never meets what was compiled for another one's features. And each shape has its own,
+    # since torch compiles the same code for eight of them at most, and runs others as they are.
+    compiled: dict[torch.Size, Callable[..., Any]] = {}
 
     def call(**inputs: Any) -> Any:
+        shape = inputs["input_ids"].shape
+        if shape not in compiled:
+            own = FunctionType(run.__code__.replace(), globals(), closure=run.__closure__)
+            compiled[shape] = torch.compile(own, dynamic=False, mode=mode)
         with unwatched():  # it reads the model's weights, and what the round has just made
-            return compiled(**inputs)
+            return compiled[shape](**inputs)
 
     return call
 

@@ -114,10 +114,12 @@ class DrafterSource:
         known = self.kind is SourceKind.ARTIFACT and (self.folder / TREE).is_file()
         return read_json(self.folder / TREE) if known else None
 
-    def plan(self, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
-        """An artifact's plan for a target's device and dtype; None where there is none."""
+    def plan(
+        self, target: PreTrainedModel, batch_size: int = 1, compiled: bool = False
+    ) -> Plan | None:
+        """An artifact's plan for a target's device and dtype; see `find_plan`."""
         ours = self.kind is SourceKind.ARTIFACT
-        return find_plan(self.folder, target, batch_size) if ours else None
+        return find_plan(self.folder, target, batch_size, compiled) if ours else None
 
     def check_target(
         self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None

@@ -29,7 +29,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 class _Captured(threading.local):
-    states: dict[int, Tensor] | None = None  # None where this thread's forwards are nobody's
+    def __init__(self) -> None:  # in each thread; compilers overlook what hides a class's own
+        self.states: dict[int, Tensor] | None = None  # None: this thread's forwards are nobody's
 
 
 class FeatureTap(AbstractContextManager):

@@ -27,7 +27,8 @@ _ROTARY = "apply_rotary_pos_emb"  # as transformers' models name it
 class _Forward(threading.local):
     """How many forwards with fused operators a thread is in."""
 
-    depth: int = 0
+    def __init__(self) -> None:  # in each thread; compilers overlook what hides a class's own
+        self.depth = 0
 
 
 _now = _Forward()

@@ -193,8 +193,9 @@ def _attention(
 class _Forward(threading.local):
     """What the forward that a thread runs now attends by; its model's own attention when None."""
 
-    attend: Callable[..., Any] | None = None
-    slab: Any = None  # where attention writes, in a forward without a cache
+    def __init__(self) -> None:  # in each thread; compilers overlook what hides a class's own
+        self.attend: Callable[..., Any] | None = None
+        self.slab: Any = None  # where attention writes, in a forward without a cache
 
 
 _now, _own_interface = _Forward(), AttentionInterface.get_interface

@@ -62,6 +62,7 @@ def measure_costs(
     max_nodes: int,
     depth: int,
     tick: Tick = lambda: None,
+    compile: bool | str = False,
 ) -> Costs:
     """Time forwards and real rounds, each kind in turn, at the texts' middle length.
 
@@ -69,15 +70,22 @@ def measure_costs(
         texts: one for each row of the batch.
         depth: the deepest level that trees will have.
         tick: called after each of `STEPS` parts.
+        compile: how forwards run, see `Speculator`.
     """
     layers = drafter.config.feature_layers
-    verify = verify_costs(target, layers, context_of(texts), sizes(max_nodes), tick)
-    begin, extend = draft_costs(drafter, texts, sizes(max_nodes), depth, tick)
+    verify = verify_costs(target, layers, context_of(texts), sizes(max_nodes), tick, compile)
     probes = _probes(max_nodes, depth)
+    trees: dict[str, StaticTree] = {str(tree): tree for tree in probes}
+    speculators = {
+        name: Speculator(target, drafter, tree=tree, compile=compile)
+        for name, tree in trees.items()
+    }
+    # As rounds run it: on a CPU a packed copy, where forwards are packed.
+    runs = next(iter(speculators.values())).decoding_drafters.drafters[0]
+    begin, extend = draft_costs(runs, texts, sizes(max_nodes), depth, tick)
     prompts = [text.tokens[: text.prompt] for text in texts]
     new_tokens = max(len(text.tokens) - text.prompt for text in texts)
-    speculators = {str(tree): Speculator(target, drafter, tree=tree) for tree in probes}
-    speculators |= {"plain": Speculator(target)}
+    speculators |= {"plain": Speculator(target, compile=compile)}
     done = decode_times(speculators, [prompts] * _RUNS, new_tokens, tick, SECONDS)
     rounds = {name: 1e3 * statistics.median(each) for name, each in done.per_round.items()}
     costs = Costs(rounds["plain"], verify, begin, extend, (0.0, 0.0, 0.0))

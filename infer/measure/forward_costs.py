@@ -30,14 +30,16 @@ def verify_costs(
     context: Tensor,
     counts: Sequence[int],
     tick: Tick = lambda: None,
+    compile: bool | str = False,
 ) -> dict[int, float]:
     """t(n): milliseconds of the target's forward over a tree of n nodes, medians, by n.
 
     Args:
         context: [B, L] int64, the tokens that are cached before the tree.
         tick: called after each of `TURNS` turns.
+        compile: how forwards run, see `Speculator`.
     """
-    target = Target(model, tuple(feature_layers))
+    target = Target(model, tuple(feature_layers), compile=compile)
     batch, length = context.shape
     target.prefill(context, [length] * batch, length + max(counts))
     lengths = torch.full_like(context[:, 0], length)

@@ -38,6 +38,7 @@ def make_plan(
     max_nodes: int | None = None,
     new_tokens: int = 128,
     measure: int = 0,
+    compile: bool | str = False,
     progress: bool = False,
 ) -> Plan:
     """Measure target and drafter on prompts that neither was trained on, and choose a tree.
@@ -48,6 +49,7 @@ def make_plan(
         max_nodes: the largest tree considered, the root counted; None takes 64, or 768 for a target
             whose weights are streamed in, where a node costs next to nothing.
         measure: decode with this many of the best candidates, and choose among them by that.
+        compile: how forwards run, see `Speculator`; the plan is for those that run so.
         progress: show a bar on stderr.
 
     Raises:
@@ -80,12 +82,14 @@ def make_plan(
                 "give other prompts."
             )
         depth = ranks[0].shape[1]
-        costs = measure_costs(target, drafter, texts[:batch_size], max_nodes, depth, bar.update)
+        given = texts[:batch_size], max_nodes, depth, bar.update, compile
+        costs = measure_costs(target, drafter, *given)
         found = rank_trees(ranks, costs, drafter.independent, max_nodes, batch_size)
         if measure:
-            speculators = {"plain": Speculator(target)}
+            speculators = {"plain": Speculator(target, compile=compile)}
             for each in found[:measure]:
-                speculators[each.name] = Speculator(target, drafter, tree=each.tree)
+                made = Speculator(target, drafter, tree=each.tree, compile=compile)
+                speculators[each.name] = made
             found = _measured(found, speculators, trials, new_tokens, bar.update)
     best = found[0]
     policy, tree, tau, speedup = best.name, best.tree, best.tau, best.best_known
@@ -98,6 +102,7 @@ def make_plan(
         candidates=[asdict(candidate) for candidate in found],
         prompts=len(prompts),
         new_tokens=new_tokens,
+        compiled=bool(compile),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from headstart.infer import Speculator
+from headstart.infer.capture import CudaCapture
 from headstart.infer.graphs import RoundGraphs
 from tests.support.families import LENGTHS
 from tests.support.tiny import prompts
@@ -129,6 +130,59 @@ class Tape:
         return replay
 
 
+class Living:
+    """Captures by another way, such as a CUDA graph, and raises `DeadMemory` before a replay that
+    would read memory which was there when it was captured and is gone.
+
+    What no dispatch mode sees, a kernel that is launched past torch's operators, is not watched.
+    """
+
+    def __init__(self, capture: Callable[[Callable[[], Any]], Callable[[], Any]]):
+        self.capture, self.taped, self.replayed = capture, 0, 0
+
+    def __call__(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        outside = _Outside()
+
+        def watched() -> None:
+            with outside:
+                work()
+
+        repeat = self.capture(watched)
+        self.taped += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            for name, size, storage in outside.found.values():
+                if storage.expired():
+                    raise DeadMemory(f"{size} bytes, which {name} uses, are gone")
+            repeat()
+
+        return replay
+
+
+class _Outside(TorchDispatchMode):
+    """Notes the memory that work reads and did not make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, tuple[str, int, StorageWeakRef]] = {}
+        self._made: dict[int, Any] = {}  # held, so that nothing else gets their addresses
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._made and storage._cdata not in self.found:
+                seen = function.overloadpacket.__name__, storage.nbytes(), StorageWeakRef(storage)
+                self.found[storage._cdata] = seen
+        made = function(*args, **kwargs)
+        for tensor in _tensors(made):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.found:
+                self._made[storage._cdata] = storage
+        return made
+
+
 def _is_view(function: Any) -> bool:
     """Whether all that is returned are views, which hold what their base holds."""
     aliases = [entry.alias_info for entry in function._schema.returns]
@@ -139,15 +193,16 @@ def _tensors(found: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
 
 
-def on_tape(speculator: Speculator, capture: Callable | None = None) -> Tape:
-    """Give the speculator a tape in place of graphs."""
-    tape = Tape()
+def on_tape(speculator: Speculator, capture: Callable | None = None) -> Any:
+    """Give the speculator a tape in place of graphs; on a GPU, graphs that are watched."""
+    tape = Tape() if speculator.device.type == "cpu" else Living(CudaCapture(speculator.device))
     speculator.graphs = RoundGraphs(capture or tape)
     return tape
 
 
 def decode(speculator: Speculator, batch: int = 4, turn: int = 0, **options: Any) -> Tensor:
-    ids, mask = prompts([length + turn for length in LENGTHS[:batch]])
+    texts = prompts([length + turn for length in LENGTHS[:batch]])
+    ids, mask = (each.to(speculator.device) for each in texts)
     given: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False} | options
     if given["do_sample"]:
         given["seed"] = [11 + turn, 12, 13, 14 + turn][:batch]

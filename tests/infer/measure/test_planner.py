@@ -17,6 +17,7 @@ from headstart.infer.measure.costs import STEPS, Costs, decode_times, measure_co
 from headstart.infer.measure.greedy_text import write_texts
 from headstart.infer.measure.planner import make_plan
 from headstart.infer.measure.ranks import Replayed, measure_ranks, replay
+from headstart.infer.target import Target
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
 
 PLAIN = 10.0
@@ -155,6 +156,24 @@ def test_the_costs_are_measured() -> None:
     assert found.round(StaticTree.chain(3)) > found.verify[4]
 
 
+def test_what_is_timed_runs_as_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifying, the probes, plain decoding, and what is measured at the end."""
+    drafter, asked = counting_drafter(counting_target(), 3), list[Any]()
+    true = Target.__init__
+
+    def noted(self: Target, *given: Any, compile: Any = False, **options: Any) -> None:
+        asked.append(compile)
+        true(self, *given, **options)
+
+    monkeypatch.setattr(Target, "__init__", noted)
+    options: dict[str, Any] = {"new_tokens": 9, "max_nodes": 4, "measure": 1}
+    plan = make_plan(drafter.target, drafter, list(counting_rows(1, 5)), compile="way", **options)
+    assert plan.compiled and asked.count("way") == 7 and asked.count(False) == 1  # writes the text
+    asked.clear()
+    assert not make_plan(drafter.target, drafter, list(counting_rows(1, 5)), **options).compiled
+    assert set(asked) == {False}
+
+
 def test_real_rounds_are_counted() -> None:
     target = counting_target()
     speculators = {"plain": Speculator(target), "chain": Speculator(target, unsure(target))}
@@ -205,6 +224,11 @@ def test_plans_for_several_machines_live_in_one_file(
     batched = find_plan(folder, target, batch_size=8)
     assert batched is not None and batched.tree == [[0]]
     assert find_plan(folder, target, batch_size=3) is None
+    # One for compiled forwards is for those alone, which otherwise follow the other one.
+    assert find_plan(folder, target, compiled=True) == found
+    write_plan(folder, replace(plan, compiled=True, tree=[[1]]))
+    faster = find_plan(folder, target, compiled=True)
+    assert faster is not None and faster.tree == [[1]] and find_plan(folder, target) == found
     assert find_plan(folder, target.double()) is None
     target.float()
     assert not list(folder.glob(".plan*"))
