@@ -60,6 +60,21 @@ _MOST_BYTES = 2**25
 _MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _SHARDS = "model-*.safetensors"
 HERE = '"PATH OF THIS FOLDER"'  # in the example of a card that was not pushed
+TARGET_HERE = '"PATH OF THE TARGET"'  # in one whose target has no place on the Hub
+
+
+def card_example(target: str, then: str = "") -> str:
+    """The part of a card that says how a drafter is installed and loaded, and `then` used."""
+    return f"""```bash
+pip install .    # in a checkout of headstart, which runs this drafter
+```
+
+```python
+import headstart
+
+speculator = headstart.load({target!r}, {HERE})
+{then}```
+"""
 
 
 def read_json(path: Path) -> Any:
