@@ -1,5 +1,6 @@
 """Wrong invocations and hostile files: one line and status 1 or 2, at once."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -247,6 +248,47 @@ def test_memory_stays_small(place: Path, tmp_path: Path) -> None:
     status, _, slow, _, memory = alone(["inspect", "heads"], tmp_path)
     assert (status, slow) == (1, set())
     assert memory < 2**31
+
+
+@pytest.mark.parametrize("kind", ["tensors", "texts", "files"])
+def test_files_of_any_length_are_told_in_a_few_lines(
+    kind: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "heads"
+    shutil.copytree(place / "heads", folder)
+    path = folder / "headstart.json"
+    manifest, expected = json.loads(path.read_text()), 0
+    if kind == "tensors":
+        empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+        header = json.dumps({f"t{i}": empty for i in range(100_000)}).encode()
+        weights, expected = len(header).to_bytes(8, "little") + header, 1
+        (folder / "model.safetensors").write_bytes(weights)
+        manifest["weights_sha256"] = hashlib.sha256(weights).hexdigest()
+    elif kind == "texts":
+        manifest["versions"] = {str(number): "x" * 10 for number in range(50_000)}
+        manifest["metrics"]["acceptance_by_depth"] = [0.5] * 100_000
+    else:
+        with (folder / "notes.bin").open("wb") as out:
+            out.truncate(2**38)
+        for number in range(1000):
+            (folder / f"{number}.txt").touch()
+    path.write_text(json.dumps(manifest))
+    started = time.process_time()
+    assert main(["inspect", str(folder)]) == expected
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) < 1000 and len(printed.out) < 100_000
+    assert time.process_time() - started < SECONDS
+
+
+def test_a_run_is_no_artifact_and_no_target(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What stands in its folder is named."""
+    for name, there in (("heads", "heads"), ("model", "target")):
+        shutil.copytree(place / name, tmp_path / "run" / there)
+    run = str(tmp_path / "run")
+    assert f"its drafter is in {run}/heads" in fails(["inspect", run], capsys)
+    assert f"its target is in {run}/target" in fails(["generate", "--target", run, *X], capsys)
 
 
 def test_no_network_is_one_line(
