@@ -28,7 +28,8 @@ def save_target(folder: Path, context: int = 256) -> tuple[Any, PreTrainedTokeni
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=context, eos_token_id=None, bos_token_id=None,
+        num_attention_heads=2, max_position_embeddings=context, eos_token_id=None,
+        bos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     for part in (tokenizer, model):
