@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", metavar="MODEL", help=shared.TARGET)
     add("--trust-remote-code", action="store_true", help=shared.TRUST)
     add("--drafter", metavar="ARTIFACT", required=True, help=shared.ARTIFACT)
-    add("--compile", action="store_true", help=_COMPILE)
+    shared.add_compile_argument(parser, _COMPILE)
     shared.add_placing_arguments(parser)
     shared.add_prompt_arguments(parser)
     add("--batch-size", metavar="N", type=positive, default=1, help="prompts decoded at once")
