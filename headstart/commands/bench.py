@@ -63,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
     with quiet_stdout():
         prepared = prepare(matrix, options, questions)
+        print(*prepared.early, sep="\n", end="\n" * bool(prepared.early), file=sys.stderr)
         measured = measure(prepared, matrix)
         page = folder and write_bench_report(measured, folder)
     title, notes = "headstart bench", measured.notes
