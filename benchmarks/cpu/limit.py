@@ -29,7 +29,9 @@ from headstart.infer.trees.static import StaticTree
 from .shapes import SHAPES, prompt_of, random_llama
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-WAYS = {"eager": False, "packed": True}  # what `compile` is
+WAYS: dict[str, dict[str, bool]] = {
+    "eager": {}, "packed": {"compile": True}, "packed, fused": {"compile": True, "fused": True},
+}  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +62,7 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
         "max_new_tokens": options.new_tokens, "attention_mask": torch.ones_like(ids),
     }  # fmt: skip
-    ours = {name: Speculator(model, compile=compile) for name, compile in WAYS.items()}
+    ours = {name: Speculator(model, **how) for name, how in WAYS.items()}
     ways = {name: timed_speculator(each, **greedy) for name, each in ours.items()}
     ways["generate"] = timed_generate(model, **greedy)
     if options.compiled:

@@ -5,7 +5,8 @@ what the last one wrote. Norms, the rotary embedding, the write to the cache and
 are one operator each here; matrix products and attention stay what they are. No model code is
 changed: modules and functions are found by what they look like, and each is replaced only where a
 trial on random numbers shows that it does the same. On CUDA they are the kernels of
-`fused_kernels`, elsewhere torch's own operators in the order in which transformers applies them.
+`fused_kernels`; on a CPU fewer of torch's own operators, called as they are, since each call costs
+microseconds; elsewhere, and in float64, those that transformers applies, in its order.
 """
 
 import functools
@@ -29,6 +30,7 @@ class _Forward(threading.local):
 
     def __init__(self) -> None:  # in each thread; compilers overlook what hides a class's own
         self.depth = 0
+        self.sines: tuple[Tensor, Tensor] | None = None  # given last, and as `_turned` reads them
 
 
 _now = _Forward()
@@ -142,7 +144,7 @@ class FusedLayers:
                     found = true(query, key, cos, sin)
                 except Exception:  # it has other arguments
                     continue
-                pairs = zip(found, rotate(query, key, cos, sin), strict=True)
+                pairs = zip(found, _rotated(query, key, cos, sin), strict=True)
                 if not all(_alike(*pair) for pair in pairs):
                     continue
                 setattr(home, _ROTARY, _rotary_of(true))
@@ -160,13 +162,34 @@ def _fused_form(module: nn.Module) -> tuple[Callable[..., Tensor] | None, str]:
     return None, ""
 
 
+def _directly(states: Tensor) -> bool:
+    """Whether torch's operators are called without operators of our own around them."""
+    return states.is_cpu and states.dtype != torch.float64
+
+
+def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """`rotate`, of query and key at once where it is done directly."""
+    if not _directly(query):
+        return rotate(query, key, cos, sin)
+    if _now.sines is None or _now.sines[0] is not sin:  # all layers are given the same
+        first, second = sin.unsqueeze(1).chunk(2, -1)
+        _now.sines = sin, torch.cat((-first, second), -1)
+    both = torch.cat((query, key), 1)
+    swapped = both.roll(both.shape[-1] // 2, -1)
+    both = torch.addcmul(both * cos.unsqueeze(1), swapped, _now.sines[1])
+    return both[:, : query.shape[1]], both[:, query.shape[1] :]
+
+
 def _norm(module: Any, states: Tensor) -> Tensor:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if _directly(states):
+        return F.rms_norm(states, module.weight.shape, module.weight, eps)
     return rms_norm(states, module.weight, eps)
 
 
 def _gated_layer(module: Any, states: Tensor) -> Tensor:
-    return module.down_proj(gated(module.gate_proj(states), module.up_proj(states)))
+    gate, up = module.gate_proj(states), module.up_proj(states)
+    return module.down_proj(F.silu(gate).mul_(up) if _directly(gate) else gated(gate, up))
 
 
 def _either(module: nn.Module, fused: Callable[..., Tensor], *args: Any, **options: Any) -> Any:
@@ -179,7 +202,7 @@ def _rotary_of(true: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(true)
     def either(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
         if _now.depth and not rest and not options:
-            return rotate(q, k, cos, sin)
+            return _rotated(q, k, cos, sin)
         return true(q, k, cos, sin, *rest, **options)
 
     either.fuses = True  # type: ignore[attr-defined]

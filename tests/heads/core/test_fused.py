@@ -1,5 +1,6 @@
 """Fused operators do what the model's own do, in fewer launches."""
 
+import copy
 import json
 import threading
 from collections.abc import Iterator
@@ -104,6 +105,25 @@ def test_what_is_not_alike_stays_what_it_is(name: str) -> None:
     options: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False}
     expected = tiny(name).generate(ids, **options)
     assert torch.equal(Speculator(tiny(name), fused=True).generate(ids, **options), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
+def test_on_a_cpu_fewer_operators_compute_the_same(name: str, dtype: torch.dtype) -> None:
+    """Beside packed weights too; no further from float64 than the model itself."""
+    model = copy.deepcopy(tiny(name)).to(dtype)
+    runner = Target(model, fused=True, compile=True)
+    assert runner.fused is not None and runner.fused.found["rotary"] == 1
+    ids = torch.arange(24).view(2, -1)
+    with torch.no_grad():
+        true = copy.deepcopy(model).double()(ids).logits
+        own = runner.runner(ids).logits
+        with runner.fused:
+            found = runner.runner(ids).logits
+    assert not torch.equal(found, own)  # it ran
+    off, most = ((each.double() - true).abs().mean() for each in (found, own))
+    assert off <= 1.5 * most
+    assert "forward" not in vars(model.model.norm) or runner.runner is model
 
 
 def test_another_thread_runs_the_model_as_it_is() -> None:
