@@ -29,7 +29,7 @@ from headstart.infer.trees.static import StaticTree
 from .shapes import SHAPES, prompt_of, random_llama
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-WAYS: dict[str, dict[str, bool]] = {
+WAYS: dict[str, dict[str, Any]] = {
     "eager": {}, "packed": {"compile": True}, "packed, fused": {"compile": True, "fused": True},
 }  # fmt: skip
 
@@ -94,7 +94,7 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def static_and_compiled() -> dict[str, Any]:
     """Arguments with which `generate` compiles on a CPU; with a static cache alone it does not."""
-    how = CompileConfig(mode="default")
+    how: Any = CompileConfig(mode="default")
     how._compile_all_devices = True
     return {"cache_implementation": "static", "compile_config": how}
 

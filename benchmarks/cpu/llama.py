@@ -111,20 +111,20 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         drafter, tree = (options.draft, f"chain:{chain}") if chain else (None, None)
         ours = headstart.load(target, drafter, tree=tree, compile=True)
         own, theirs, same = list[float](), list[float](), 0
+        other: dict[str, Any] = {}
         for turn in range(options.repeats + 1):
             text = ours.generate(ids, **greedy)[0, ids.shape[1] :].tolist()
-            stats = ours.stats
             given = {"ids": ids[0].tolist(), "new": options.new_tokens, "chain": chain}
             other = worker.ask("decode", **given)
             pairs = zip(text, other["tokens"], strict=False)
             same = next((i for i, (a, b) in enumerate(pairs) if a != b), len(text))
             if turn:  # the first one warms up
-                own.append(1e3 * stats.decode_seconds / max(stats.tokens, 1))
+                own.append(1e3 * ours.stats.decode_seconds / max(ours.stats.tokens, 1))
                 theirs.append(other["ms"])
         each = [b / a for a, b in zip(own, theirs, strict=True)]
         rows.append({
             "chain": chain, "ms": statistics.median(own), "llama.cpp ms": statistics.median(theirs),
-            "times as fast": statistics.median(each), "tau": stats.tau,
+            "times as fast": statistics.median(each), "tau": ours.stats.tau,
             "llama.cpp tau": other["tau"], "same first tokens": same,
         })  # fmt: skip
     worker.close()

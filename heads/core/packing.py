@@ -128,7 +128,7 @@ class OnlyPacked(PackedLinear):
         destination[prefix + "weight"] = self.weight
         super()._save_to_state_dict(destination, prefix, keep_vars)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
+    def _load_from_state_dict(self, *args: Any) -> None:  # type: ignore[override]
         self.unpack()
         self._load_from_state_dict(*args)
 

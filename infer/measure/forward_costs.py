@@ -110,12 +110,13 @@ def output_cost(drafter: Drafter, batch: int) -> float:
 
     0 for drafters of other kinds, for trimmed vocabularies, and where rounds are captured whole.
     """
-    config: Any = drafter.config
-    heads = drafter.independent and isinstance(drafter, TrimmedVocabulary)
-    if not heads or config.draft_vocab_size or captures_rounds(drafter.target):
+    if not (drafter.independent and isinstance(drafter, TrimmedVocabulary)):
+        return 0.0
+    config = drafter.config
+    if config.draft_vocab_size or captures_rounds(drafter.target):
         return 0.0
     device, shared = drafter.target.device, config.output == "shared"
-    size = drafter.max_depth, batch, config.hidden_size
+    size = drafter.max_depth or 1, batch, config.hidden_size
     states = torch.randn(size, device=device).to(drafter.dtype)  # [K, B, D]
 
     def run() -> None:

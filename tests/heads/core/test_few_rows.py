@@ -36,7 +36,7 @@ def test_it_is_attention(groups: int, nodes: int, batch: int, dtype: torch.dtype
         with few_rows.few_rows():
             own = sdpa_attention_forward if groups == 1 else _refuse
             found, _ = few_rows.attention(own, _Module(groups), *arguments, scaling=0.3)
-        wide = [None if each is None else each.double() for each in arguments]
+        wide: Any = [None if each is None else each.double() for each in arguments]
         expected, _ = sdpa_attention_forward(_Module(groups), *wide, scaling=0.3)
         assert found.dtype == dtype and found.is_contiguous()
         own, _ = sdpa_attention_forward(_Module(groups), *arguments, scaling=0.3)
@@ -46,7 +46,8 @@ def test_it_is_attention(groups: int, nodes: int, batch: int, dtype: torch.dtype
 
 def test_what_it_does_not_know_is_left_to_the_model() -> None:
     query = torch.randn(1, 2, 3, 8)
-    for more in ({"softcap": 3.0}, {"dropout": 0.5}, {"s_aux": query}):
+    options: list[dict[str, Any]] = [{"softcap": 3.0}, {"dropout": 0.5}, {"s_aux": query}]
+    for more in options:
         with pytest.raises(AssertionError, match="own attention"), few_rows.few_rows():
             few_rows.attention(_refuse, _Module(1), query, query, query, None, **more)
     with pytest.raises(AssertionError, match="own attention"):  # a prompt
