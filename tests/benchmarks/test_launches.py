@@ -17,9 +17,7 @@ def test_counts_by_hand() -> None:
         (left.t().contiguous() @ left).view(64)  # 128 bytes to 128; twice 128 to 256
         left + left[:1].expand(4, 8)  # 128 and 32 to 128
         torch.nn.functional.embedding(some, table)  # 16 to 16
-        table.index_copy_(
-            0, some, left[:2, :2]
-        )  # 16, and 16 of where
+        table.index_copy_(0, some, left[:2, :2])  # 16, and 16 of where
         torch.empty(9)
     assert counted.launches == 5
     assert counted.bytes == 256 + 512 + 288 + 2 * 16 + 2 * (16 + 16)
@@ -32,8 +30,8 @@ def test_a_plain_token_takes_fewer_launches() -> None:
     )
     layers = model.config.num_hidden_layers
     assert fewer.launches <= 0.6 * plain.launches
-    # In each layer: of two norms 12, of rotary 9, of the write 1, of seven products 4, and 3 of
-    # SiLU's. And the last norm.
+    # In each layer: of two norms 14, of rotary 9, of the write 1, of queries, keys and values 2, and
+    # of the gated product 3. And 7 of the last norm.
     assert plain.launches - fewer.launches == 29 * layers + 7
     assert fewer.bytes < plain.bytes
 
