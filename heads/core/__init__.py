@@ -25,6 +25,7 @@ from .offload import (
     weight_of,
 )
 from .packing import PackedLinear, Packing
+from .prefetch import Prefetch
 from .pretrained import language_model_in, load_pretrained
 from .probe import (
     ATTENTION,

@@ -109,9 +109,11 @@ class FusedLayers:
 
     Attributes:
         found: how many modules, or functions, of each kind are fused.
+        rows: for how many rows the layers of a kind are one launch, by the kind; see `few_rows`.
     """
 
     def __init__(self, model: PreTrainedModel):
+        self.rows: dict[str, int] = {}
         self.found = {"norms": 0, "gated layers": 0, "projections": 0, "rotary": 0}
         with torch.no_grad():
             for module in model.modules():
@@ -140,7 +142,8 @@ class FusedLayers:
             if not _alike(module(states), fused(module, states)):
                 return
             if fused is _gated_layer:
-                fused = functools.partial(fused, most=_rows_of_gated(module, states[0, :1]))
+                self._time("gated layers", lambda: _rows_of_gated(module, states[0, :1]))
+                fused = functools.partial(fused, most=self.rows["gated layers"])
             module.forward = functools.partial(_either, module, fused)
         self.found[kind] += 1
 
@@ -156,14 +159,23 @@ class FusedLayers:
             found = three_layers(states, *weights(three), MOST_ROWS)
             if not all(_alike(each(states), own) for each, own in zip(three, found, strict=True)):
                 return
-            most = few_rows(
-                lambda states: three_layers(states, *weights(three), MOST_ROWS),
-                lambda states: [each(states) for each in three],
-                states[:1],
+            most = self._time(
+                "projections",
+                lambda: few_rows(
+                    lambda states: three_layers(states, *weights(three), MOST_ROWS),
+                    lambda states: [each(states) for each in three],
+                    states[:1],
+                ),
             )
             for each in three:
                 each.forward = functools.partial(_of_three, each, three, most)
         self.found["projections"] += 1
+
+    def _time(self, kind: str, found: Callable[[], int]) -> int:
+        """Time a model's first layers of a kind, which the others are like."""
+        if kind not in self.rows:
+            self.rows[kind] = found()
+        return self.rows[kind]
 
     def _take_rotary(self, model: PreTrainedModel) -> None:
         for name in {type(module).__module__ for module in model.modules()}:

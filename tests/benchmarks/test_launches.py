@@ -30,8 +30,8 @@ def test_a_plain_token_takes_fewer_launches() -> None:
     )
     layers = model.config.num_hidden_layers
     assert fewer.launches <= 0.6 * plain.launches
-    # In each layer: of two norms 14, of rotary 9, of the write 1, of queries, keys and values 2, and
-    # of the gated product 3. And 7 of the last norm.
+    # In each layer: of two norms 14, of rotary 9, of the write 1, of queries, keys and values 2,
+    # and of the gated product 3. And 7 of the last norm.
     assert plain.launches - fewer.launches == 29 * layers + 7
     assert fewer.bytes < plain.bytes
 
