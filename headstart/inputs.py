@@ -44,12 +44,14 @@ def check_length(speculator: Speculator, prompt: int, new_tokens: int | None) ->
     """How many tokens to write after a prompt of so many; by default 128, or what the context has.
 
     Raises:
-        UsageError: they do not fit into the target's context.
+        UsageError: they do not fit into the target's context or, where that is not known, their
+            keys and values not into all the memory there is.
     """
     from headstart.heads.core import trained_context
 
     context = trained_context(speculator.model)
     if context is None:
+        _check_memory(speculator, prompt + (new_tokens or NEW_TOKENS))
         return new_tokens or NEW_TOKENS
     room = context - prompt
     if room < (new_tokens or 1):
@@ -60,6 +62,19 @@ def check_length(speculator: Speculator, prompt: int, new_tokens: int | None) ->
             f"{context} in all; {remedy}"
         )
     return new_tokens or min(NEW_TOKENS, room)
+
+
+def _check_memory(speculator: Speculator, tokens: int) -> None:
+    from headstart.heads.core import total_bytes
+
+    cache = speculator.target.cache
+    there = [total_bytes(device) for device in {shape.device for shape in cache.shapes}]
+    needed = cache.bytes_of(1, tokens)
+    if None not in there and needed > (whole := sum(filter(None, there))):
+        raise UsageError(
+            f"the keys and values of {tokens:,} tokens take {needed / 1e9:.0f} GB of memory, and "
+            f"there are {whole / 1e9:.0f} GB; ask for fewer new tokens"
+        )
 
 
 def check_new_tokens(speculator: Speculator, new_tokens: int) -> None:

@@ -3,17 +3,19 @@
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedModel
 
-from ..core import ArtifactError, device_of, streamed_from
+from ..core import ArtifactError
 from ..core.files import write_atomically, writing
 from .files import PLAN, read_json
 from .manifest import read_manifest
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 
 @strict
@@ -50,25 +52,30 @@ class Plan:
     compiled: bool = False
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: "torch.device") -> str:
     """The name of a kind of device: of a GPU, or `N-thread cpu`.
 
+    >>> import torch
     >>> device_name(torch.device("cpu")).endswith("-thread cpu")
     True
     """
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = f"{torch.get_num_threads()}-thread " if device.type == "cpu" else ""
     return threads + device.type
 
 
-def machine(target: PreTrainedModel) -> str:
+def machine(target: "PreTrainedModel") -> str:
     """A target's device and the share of its weights streamed in: `NVIDIA L40, 90% from cpu`."""
+    from ..core import device_of, streamed_from
+
     name, streamed = device_name(device_of(target)), streamed_from(target)
     return f"{name}, {streamed}" if streamed else name
 
 
-def dtype_name(model: PreTrainedModel) -> str:
+def dtype_name(model: "PreTrainedModel") -> str:
     """The type that a model computes in, such as `float32`."""
     return str(model.dtype).removeprefix("torch.")
 
@@ -90,7 +97,7 @@ def write_plan(folder: Path, plan: Plan) -> Path:
 
 
 def find_plan(
-    folder: Path, target: PreTrainedModel, batch_size: int = 1, compiled: bool = False
+    folder: Path, target: "PreTrainedModel", batch_size: int = 1, compiled: bool = False
 ) -> Plan | None:
     """The plan for a target's device and dtype and the artifact's weights; None without one.
 

@@ -13,8 +13,8 @@ import yaml
 from huggingface_hub import ModelCard, get_token
 
 from ..core import ArtifactError
-from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .files import CARD, COPIED, FILES, HERE, PLOT, REPORT_LINK, brief, read_json
+from ..declared.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from .files import CARD, COPIED, FILES, HERE, REPORT_LINK, brief, read_json
 from .hub import is_hub_name, split_revision
 from .manifest import Manifest
 from .source import DrafterSource
@@ -74,7 +74,7 @@ def clean_copy(
     files = [into / name for name in FILES if (into / name).is_file()]
     token = get_token()
     for path in files:
-        binary = path.suffix == ".safetensors" or path.name == PLOT
+        binary = path.suffix in (".safetensors", ".png")
         text = "" if binary else path.read_text(encoding="utf-8")
         if re.search(r"\bhf_[A-Za-z0-9]{20,}", text) or (token and token in text):
             raise ArtifactError(

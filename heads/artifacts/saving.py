@@ -11,9 +11,10 @@ from safetensors import SafetensorError
 
 from ..core import ArtifactError
 from ..core.files import flush_to_disk, writing
+from ..declared.adapter import ADAPTER_WEIGHTS
 from ..drafter import Drafter
-from ..parts.adapter import ADAPTER_WEIGHTS
 from .files import CARD, HERE, MANIFEST, WEIGHTS, retired_folder
+from .hub import is_hub_name
 from .manifest import Manifest, sha256
 
 
@@ -105,6 +106,12 @@ ids = speculator.tokenizer.apply_chat_template(
 """In a card's example: a text, or for a drafter that was trained through a chat template a chat."""
 
 
+def _base_model(target: str) -> str:
+    """The card's line that links the target's page, if it has one on the Hub."""
+    named = is_hub_name(target) and "/" in target and not Path(target).exists()
+    return f"base_model: {target}\n" if named else ""
+
+
 def model_card(manifest: Manifest, title: str, body: str, note: str) -> str:
     """The README.md of an artifact, with the front matter that the Hub reads.
 
@@ -118,8 +125,8 @@ def model_card(manifest: Manifest, title: str, body: str, note: str) -> str:
         prompt = prompt.replace('"pt", ', f'"pt", **{settings!r}, ')
     return f"""---
 library_name: headstart
-tags: [speculative-decoding, {manifest.family}]
----
+tags: [speculative-decoding, {manifest.family}, headstart]
+{_base_model(manifest.target)}---
 
 # {title}
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-
-from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from ..core import ArtifactError
-from ..families import FAMILIES, family
-from ..parts.adapter import ADAPTER_WEIGHTS
+from ..declared.adapter import ADAPTER_WEIGHTS
+from ..families import FAMILIES, declared_by, family
 from .files import (
     CONFIG,
     MANIFEST,
@@ -27,6 +26,9 @@ from .files import (
 from .hub import download, file_names, is_hub_name, split_revision
 from .manifest import Manifest, fingerprint, read_manifest, sha256, tokenizer_hash
 from .plan import Plan, find_plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class SourceKind(StrEnum):
@@ -165,7 +167,10 @@ class DrafterSource:
         name, path = self.manifest.family, self.folder / CONFIG
         config = read_json(path)
         found, expected = config.get("model_type"), f"headstart_{name}"
-        if name in FAMILIES and family(name).saved_as_language_model:
+        by_class = name in FAMILIES and declared_by(name) is None
+        if by_class and family(name).saved_as_language_model:
+            from transformers import CONFIG_MAPPING
+
             expected = found if str(found) in CONFIG_MAPPING else "one of transformers' own"
         if found != expected:
             raise ArtifactError(

@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .errors import OptionError, UnsupportedTarget
+from .final import FINAL
 
 _Found = TypeVar("_Found")
-
-FINAL = -1
-"""Feature layer: the hidden state after the last norm, which the output layer reads."""
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:

@@ -9,7 +9,6 @@ from typing import Any, TextIO
 
 from rich.filesize import decimal
 
-from headstart.heads import family
 from headstart.heads.artifacts.files import (
     CARD,
     CONFIG,
@@ -22,12 +21,12 @@ from headstart.heads.artifacts.files import (
 )
 from headstart.heads.artifacts.manifest import Manifest, sha256
 from headstart.heads.artifacts.plan import read_plans
-from headstart.heads.artifacts.settings import language_model_config
 from headstart.heads.artifacts.shapes import check_declared, read_config
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core import FINAL, ArtifactError
-from headstart.heads.parts.adapter import ADAPTER, ADAPTER_WEIGHTS
-from headstart.infer import StaticTree
+from headstart.heads.declared.adapter import ADAPTER, ADAPTER_WEIGHTS
+from headstart.heads.families import declared_by
+from headstart.infer.trees.paths import RankPaths
 
 from .measured import percentages
 from .plans import at_once
@@ -87,17 +86,25 @@ def fits(source: DrafterSource, target: Any, tokenizer: Any) -> str | None:
 
 
 def _config(source: DrafterSource) -> Description:
-    drafter = family(source.manifest.family)
-    kind: Any = drafter.config_class
     config = read_config(source)
-    whole = not drafter.saved_as_language_model
     return {
-        "ignored": [] if whole else language_model_config(source.folder)[1],
-        "options": {option: getattr(config, option) for option in kind.OPTIONS},
+        "ignored": _ignored(source),
+        "options": {option: getattr(config, option) for option in config.OPTIONS},
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "feature_layers": list(config.feature_layers),
     }
+
+
+def _ignored(source: DrafterSource) -> list[str]:
+    """Of a language model the settings that its architecture does not have."""
+    if declared_by(source.manifest.family) is not None:
+        return []
+    from headstart.heads.artifacts.settings import language_model_config
+    from headstart.heads.families import family
+
+    whole = not family(source.manifest.family).saved_as_language_model
+    return [] if whole else language_model_config(source.folder)[1]
 
 
 def _weights(source: DrafterSource) -> Description:
@@ -111,7 +118,7 @@ def _weights(source: DrafterSource) -> Description:
 def _tree(source: DrafterSource) -> Description:
     if source.tree is None:
         return {"tree": None}
-    tree = StaticTree(source.tree)
+    tree = RankPaths(source.tree)
     return {"tree": {"name": tree.label, "nodes": tree.nodes, "depth": tree.max_depth}}
 
 
