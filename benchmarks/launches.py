@@ -218,7 +218,7 @@ def kernel_launches(nodes: int, context: int) -> dict[str, Launch]:
     launches: dict[str, Launch] = {}
     for name, (module, parts, call) in calls.items():
         found.clear()
-        recorders = {part: Recorder(getattr(module, part)) for part in parts}
+        recorders: Any = {part: Recorder(getattr(module, part)) for part in parts}
         full = mock.patch.object(kernels, "processors", lambda device: 132)  # an H100's
         with full, mock.patch.multiple(module, **recorders):
             call()
@@ -236,7 +236,8 @@ def _target(layers: int, fused: bool) -> Target:
     )  # fmt: skip
     with torch.device("cpu"):
         torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        model: Any = LlamaForCausalLM(config)
+        model = model.to(torch.bfloat16).eval()
     return Target(model, (), "tree", fused=fused)
 
 

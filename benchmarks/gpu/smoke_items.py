@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate import cpu_offload
@@ -337,7 +337,7 @@ def streamed(place: Place) -> Items:
 
 
 def _away(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    model = model.to("cpu")
+    model = cast(Any, model).to("cpu")
     for layer in decoder_layers(model):
         cpu_offload(layer, device)
     return _rest_to(model, device)

@@ -15,7 +15,7 @@ def test_counts_by_hand() -> None:
     left, table, some = torch.ones(4, 8), torch.ones(100, 2), torch.tensor([3, 5])
     with Counts() as counted:
         (left.t().contiguous() @ left).view(64)  # 128 bytes to 128; twice 128 to 256
-        left + left[:1].expand(4, 8)  # 128 and 32 to 128
+        _ = left + left[:1].expand(4, 8)  # 128 and 32 to 128
         torch.nn.functional.embedding(some, table)  # 16 to 16
         table.index_copy_(0, some, left[:2, :2])  # 16, and 16 of where
         torch.empty(9)

@@ -3,7 +3,7 @@
 import copy
 import gc
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -69,7 +69,7 @@ def logits(model: Any) -> Tensor:
 
 def test_layers_find_their_weights(tmp_path: Path) -> None:
     """Forward after forward; and without it, and after an error, accelerate fetches them."""
-    model, stream = streamed_tiny("cpu", tmp_path), Late()
+    model, stream = streamed_tiny("cpu", tmp_path), cast(Any, Late())
     expected = logits(model)
     assert torch.equal(expected, logits(tiny("llama")))
     ahead = Prefetch(model, stream)
@@ -96,7 +96,7 @@ def test_a_copy_that_is_not_waited_for_is_seen(
 ) -> None:
     """Controls: the stand-in tells of each order of events, and of memory, that would be wrong."""
     for fault, caught in (("wait", None), ("mark", AssertionError), ("memory", DeadMemory)):
-        model, stream = streamed_tiny("cpu", tmp_path), Late()
+        model, stream = streamed_tiny("cpu", tmp_path), cast(Any, Late())
         expected, ahead = logits(model), Prefetch(model, stream)
         if fault == "wait":
             monkeypatch.setattr(stream, "wait", lambda event: None)
@@ -142,9 +142,10 @@ def test_the_text_is_that_of_generate(
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 8, "do_sample": False}
     options["pad_token_id"] = 0
     expected = tiny("llama").generate(ids, **options)
-    for _ in range(2):
-        speculator = Speculator(model, draft, tree="plain" if name is None else TREES[1])
-        assert torch.equal(speculator.generate(ids, **options), expected)
+    tree = "plain" if name is None else TREES[1]
+    first, speculator = (Speculator(model, draft, tree=tree) for _ in range(2))
+    for each in (first, speculator):
+        assert torch.equal(each.generate(ids, **options), expected)
     rounds = len(speculator.stats.counts)
     assert len(made) == 1 and made[0].copies == 2 * 2 * (rounds + 1) + 1
     assert torch.equal(model.generate(ids, **options), expected)
@@ -153,7 +154,7 @@ def test_the_text_is_that_of_generate(
 @pytest.mark.parametrize("where", ["disk", "map"])
 def test_what_is_on_disk_is_left_to_accelerate(where: str, tmp_path: Path) -> None:
     model = streamed_tiny(where, tmp_path)
-    assert Prefetch(model, Late()).layers == 0  # type: ignore[arg-type]
+    assert Prefetch(model, cast(Any, Late())).layers == 0
     assert Prefetch.of(model) is None and Prefetch.of(tiny("llama")) is None
 
 
