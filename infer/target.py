@@ -18,10 +18,12 @@ from headstart.heads.core import (
     FusedLayers,
     Packing,
     PositionLimit,
+    Prefetch,
     check_fused,
     choose_attention,
     device_of,
     in_steps,
+    offloaded,
     packing_pays,
     prefill_forward,
     probe_layers,
@@ -137,6 +139,7 @@ class Target:
         self.fused = FusedLayers(model) if fused else None
         if self.fused is not None:
             check_fused(model, self.fused)
+        self._streamed = offloaded(model)
         self.cache = SlabCache(self.shapes, 0, 0)
         self.limit = PositionLimit.of(model)  # no row may run past it; None without an end
 
@@ -226,6 +229,8 @@ class Target:
 
     def _run_tapped(self, tokens: Tensor, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """The logits of a forward over tokens [B, T], and its features [B, T, F]."""
+        if self._streamed and (ahead := Prefetch.of(self.runner)) is not None:
+            true, forward = forward, lambda: ahead.run(true)
         if self.tap is not None:
             logits, features = self.tap.run(forward)
             return logits, features.to(logits.device)  # layers may lie on several GPUs
