@@ -100,6 +100,7 @@ class DrafterSource:
     def manifest(self) -> Manifest:
         """The artifact's manifest; an ArtifactError for any other kind."""
         if self.kind is SourceKind.ARTIFACT:
+            self._check_is_no_run()
             return read_manifest(self.folder)
         pickles = pickled(self.files) if self.kind is SourceKind.CHECKPOINT else []
         found = f"{self.kind} with {pickles[0]}, a pickle" if pickles else str(self.kind)
@@ -162,6 +163,13 @@ class DrafterSource:
             if path.is_file() and path.suffix == ".safetensors":
                 read_header(path)
         return weights
+
+    def _check_is_no_run(self) -> None:
+        inner = self.folder / "heads"
+        if not (self.folder / MANIFEST).is_file() and (inner / MANIFEST).is_file():
+            raise ArtifactError(
+                f"{self} is the folder of a run, and its drafter is in {inner}; give that folder."
+            )
 
     def _check_config(self) -> None:
         name, path = self.manifest.family, self.folder / CONFIG

@@ -34,6 +34,9 @@ from .tables import grid, print_apart, titled
 
 Description = dict[str, Any]
 
+_HASHED = 2**28
+"""Bytes of the largest file beside an artifact's own whose sha256 is told."""
+
 
 def describe(name: str | Path | DrafterSource) -> Description:
     """A document of what an artifact says about itself; no target is loaded.
@@ -132,7 +135,8 @@ def _plans(source: DrafterSource) -> Description:
 
 
 def _file(path: Path, folder: Path, manifest: Manifest) -> Description:
-    check, digest, name = "unchecked", sha256(path), path.relative_to(folder).as_posix()
+    check, name, size = "unchecked", path.relative_to(folder).as_posix(), path.stat().st_size
+    digest = sha256(path) if name in FILES or size <= _HASHED else None
     saved = {WEIGHTS: manifest.weights_sha256, ADAPTER_WEIGHTS: manifest.adapter_sha256}
     if name in saved:
         try:
@@ -146,7 +150,7 @@ def _file(path: Path, folder: Path, manifest: Manifest) -> Description:
             check = "ok"
         except ArtifactError:
             check = "damaged"
-    return {"name": name, "bytes": path.stat().st_size, "sha256": digest, "check": check}
+    return {"name": name, "bytes": size, "sha256": digest, "check": check}
 
 
 def print_description(found: Description, out: TextIO) -> None:
@@ -243,6 +247,7 @@ def _files(found: Description) -> list[tuple[str, str]]:
     for file in found["files"]:
         note = checks[file["check"]] if file["name"] in FILES else "not pushed"
         # The sha256 in full is in the JSON document; a few digits tell two files apart.
-        rows.append((file["name"], f"{decimal(file['bytes']):>9}  {file['sha256'][:12]}  {note}"))
+        digest = (file["sha256"] or "")[:12]
+        rows.append((file["name"], f"{decimal(file['bytes']):>9}  {digest:12}  {note}"))
     missing = [name for name in (CONFIG, WEIGHTS, MANIFEST) if name not in dict(rows)]
     return rows + [(name, "NO: missing") for name in missing]
