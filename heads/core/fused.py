@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .fused_products import MOST_ROWS, alike, rows_together, gated_layers, has_kernels, three_layers
+from .fused_products import MOST_ROWS, alike, gated_layers, has_kernels, rows_together, three_layers
 from .fused_products import weights_of as weights
 from .offload import device_of
 
@@ -109,7 +109,7 @@ class FusedLayers:
 
     Attributes:
         found: how many modules, or functions, of each kind are fused.
-        rows: for how many rows the layers of a kind are one launch, by the kind; see `rows_together`.
+        rows: for how many rows the layers of a kind are one launch, see `rows_together`.
     """
 
     def __init__(self, model: PreTrainedModel):
