@@ -94,7 +94,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "prompts": ({"distill": {"prefix_tokens": 3}}, "of at most 3 tokens"),
     "tree": ({"decode": {"tree": "chain:4"}}, "decode.tree is 4 deep, but a medusa drafter"),
     "loss": ({"train": {"feature_weight": 1.0}}, "feature_weight"),
-    "depth": ({"drafter": {"heads": 4000}}, "drafter.heads is 4000, but a training row has at most"),
+    "depth": ({"drafter": {"heads": 4000}}, "drafter.heads is 4000, but a training row has"),
 }  # fmt: skip
 
 
