@@ -85,10 +85,9 @@ def prepare(
         from headstart.train.corpus import build_corpus, load_documents  # type: ignore
         from headstart.train.prefixes import encode, make_prefixes  # type: ignore
         from headstart.train.recipe import Corpus, Distill  # type: ignore
-    masks = "writer" in Distill.__dataclass_fields__
+    distill, masks = None, "writer" in Distill.__dataclass_fields__
     if masks:
         from headstart.train.data.distill import distill
-        from headstart.train.data.training_rows import Rows
     begin()
     started = time.perf_counter()
     build_corpus(Corpus(source=str(source), max_bytes=10**12, held_out=0.02), folder)
@@ -99,16 +98,15 @@ def prepare(
         spec = Distill(prefix="prompt", prefix_tokens=LONG)
         prefixes = make_prefixes(spec, tokenizer, documents)
         return found | {"rows": len(prefixes), "tokens": sum(map(len, prefixes.rows))}
-    if not masks:
+    if distill is None:
         rows = encode(tokenizer, documents)
         return found | {"rows": len(rows), "tokens": sum(map(len, rows))}
     spec = Distill(
         writer="given", prefix="prompt", examples=len(documents), max_length=LONG, shards=8
     )
     distill(spec, no_target, tokenizer, documents, folder / "rows", progress=False)
-    rows = Rows.load(folder / "rows")
-    supervised = sum(said["supervised"] for said in rows.info)
-    return found | {"rows": len(rows), "tokens": int(rows.offsets[-1]), "supervised": supervised}
+    shards = [json.loads(path.read_text()) for path in (folder / "rows").glob("train-*.json")]
+    return found | {name: sum(s[name] for s in shards) for name in ("rows", "tokens", "supervised")}
 
 
 def no_target() -> Any:

@@ -86,7 +86,8 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
     """The Speculator for --target, --drafter, --tree, --rule, --dtype, --compile and --device.
 
     Without --tree it takes the artifact's own tree. Where trees or rules are lists, they are left
-    to the caller. `options.target` is filled in by `drafter_sources`.
+    to the caller. `options.target` is filled in by `drafter_sources`; with `options.in_place` False
+    the target stays what transformers loads, for comparisons with it.
     """
     names = ("tree", "rule", "expansion", "dtype")
     given: dict[str, Any] = {name: vars(options).get(name) for name in names}
@@ -109,10 +110,13 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
         _ = source.kind
     with quiet_stdout():
         import headstart
+        from headstart.heads.core import use_physical_cores
 
+        use_physical_cores()
         given |= _placing(options)
         given |= {"trust_remote_code": True} if trust else {}
-        given |= {"compile": True} if getattr(options, "compile", False) else {}
+        given |= {"compile": compile} if (compile := getattr(options, "compile", False)) else {}
+        given |= {"in_place": vars(options).get("in_place", True)}
         try:
             return headstart.load(options.target, drafters, **given)
         except OSError as error:  # transformers' message may not even name the model

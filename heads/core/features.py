@@ -175,7 +175,8 @@ class OutputLayer:
 
         A quantised layer, whose weights are in whole numbers or 8 bits, reads the model's dtype.
         """
-        dtype = self.layer.weight.dtype
+        layer: Any = self.layer
+        dtype = layer.dtype if hasattr(layer, "dtype") else layer.weight.dtype
         if not dtype.is_floating_point or dtype.itemsize < 2:
             dtype = self.model.dtype
         return self.layer(hidden.to(dtype))

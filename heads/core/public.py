@@ -4,6 +4,7 @@ from .cache import LayerShape, SlabCache, free_bytes, in_steps, total_bytes
 from .features import FeatureTap, OutputLayer, capture, decoder_layers, output_layer
 from .forward import causal_run, prefill_forward, tree_forward, tree_run
 from .fused import FusedLayers
+from .machine import has_bfloat16, physical_cores, use_physical_cores
 from .masks import AttentionWindows, tree_mask
 from .offload import (
     current,
@@ -16,7 +17,8 @@ from .offload import (
     streamed_from,
     weight_of,
 )
-from .packing import PackedLinear, Packing
+from .packing import OnlyPacked, PackedLinear, Packing, packing_pays, runs_packed
+from .prefetch import Prefetch
 from .pretrained import language_model_in, load_pretrained
 from .probe import (
     ATTENTION,

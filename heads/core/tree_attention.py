@@ -26,6 +26,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .cache import SlabCache, no_kernel
 from .errors import UnsupportedTarget
+from .few_rows import attends_in_few_rows, attention
 
 _UNKNOWN = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 """What else models hand to their attention, and would be lost here."""
@@ -204,7 +205,12 @@ _now, _own_interface = _Forward(), AttentionInterface.get_interface
 def _interface(
     self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]
 ) -> Any:
-    return _now.attend or _own_interface(self, attn_implementation, default)
+    if _now.attend is not None:
+        return _now.attend
+    own = _own_interface(self, attn_implementation, default)
+    if attn_implementation == "sdpa" and attends_in_few_rows():
+        return partial(attention, own)
+    return own
 
 
 # Layers ask this in each forward. A name in the model's config instead would be read by every

@@ -10,7 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from headstart.inputs import check_new_tokens, encode, load_speculator, read_documents
+from headstart.inputs import check_new_tokens, load_speculator, read_documents
+from headstart.long_prompts import prompts_of
 from headstart.terminal import UsageError, quiet_stdout
 
 from . import options as shared
@@ -27,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", metavar="MODEL", help=shared.TARGET)
     add("--trust-remote-code", action="store_true", help=shared.TRUST)
     add("--drafter", metavar="ARTIFACT", required=True, help=shared.ARTIFACT)
-    add("--compile", action="store_true", help=_COMPILE)
+    shared.add_compile_argument(parser, _COMPILE)
     shared.add_placing_arguments(parser)
     shared.add_prompt_arguments(parser)
     add("--batch-size", metavar="N", type=positive, default=1, help="prompts decoded at once")
@@ -69,7 +70,9 @@ def run(options: argparse.Namespace) -> int:
     from headstart.reports.plans import print_plan
     from headstart.reports.tables import to_json
 
-    prompts = [encode(document, speculator, options.prefix_tokens) for document in documents]
+    limit, new_tokens = options.prefix_tokens, options.new_tokens
+    prompts, notes = prompts_of(documents, speculator, limit, new_tokens)
+    print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
     with quiet_stdout():
         found = make_plan(
             speculator.model,

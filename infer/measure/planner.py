@@ -15,6 +15,7 @@ from headstart.heads.artifacts.plan import Plan, dtype_name, machine
 from headstart.heads.core import device_of, offloaded
 
 from ..speculator import Speculator
+from ..target import AUTO, way_to_run
 from ..trees.limits import check_size
 from .candidates import SMALL, Candidate, rank_trees, reach
 from .costs import STEPS, decode_times, measure_costs
@@ -69,6 +70,8 @@ def make_plan(
             f"found {len(drafter.drafters)} drafters, and a plan is for one; plan each alone: "
             "together they decode with their own trees."
         )
+    if compile == AUTO:
+        compile = way_to_run(target, compile) or False
     prompts = [prompt.flatten().to(device_of(target)) for prompt in prompts]
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
     trials = batches * -(-_RUNS // len(batches)) if measure else []

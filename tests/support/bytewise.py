@@ -17,7 +17,7 @@ from headstart.heads import Manifest, family, fingerprint, save_drafter
 from headstart.heads.artifacts.manifest import tokenizer_hash
 
 
-def save_target(folder: Path) -> tuple[Any, PreTrainedTokenizerFast]:
+def save_target(folder: Path, context: int = 256) -> tuple[Any, PreTrainedTokenizerFast]:
     """Save both into a folder; they write no end token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
@@ -27,7 +27,8 @@ def save_target(folder: Path) -> tuple[Any, PreTrainedTokenizerFast]:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=256, eos_token_id=None, bos_token_id=None,
+        num_attention_heads=2, max_position_embeddings=context, eos_token_id=None,
+        bos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     for part in (tokenizer, model):

@@ -32,7 +32,7 @@ class DeadMemory(AssertionError):
     """A replay uses memory that was there when it was recorded, and is gone."""
 
 
-class _Place:
+class Place:
     """Where a tensor lay: in memory of the record's own, which stays, or in some from outside."""
 
     def __init__(self, tensor: Tensor, outside: StorageWeakRef | None, what: str):
@@ -57,10 +57,10 @@ class _Call:
     function: Any
     inputs: list[Any]  # the leaves of arguments, tensors as places
     form: Any
-    outputs: list[_Place]
+    outputs: list[Place]
 
     def repeat(self) -> None:
-        leaves = [leaf.tensor() if type(leaf) is _Place else leaf for leaf in self.inputs]
+        leaves = [leaf.tensor() if type(leaf) is Place else leaf for leaf in self.inputs]
         args, kwargs = tree_unflatten(leaves, self.form)
         for place, new in zip(self.outputs, _tensors(self.function(*args, **kwargs)), strict=True):
             old = place.tensor()
@@ -100,13 +100,13 @@ class _Record(TorchDispatchMode):
         if storage._cdata not in self._outside:
             self._own[storage._cdata] = storage
 
-    def _place(self, tensor: Tensor, name: str) -> _Place:
+    def _place(self, tensor: Tensor, name: str) -> Place:
         storage = tensor.untyped_storage()
         if storage._cdata in self._own:
-            return _Place(tensor, None, name)
+            return Place(tensor, None, name)
         if storage._cdata not in self._outside:
             self._outside[storage._cdata] = StorageWeakRef(storage)
-        return _Place(tensor, self._outside[storage._cdata], name)
+        return Place(tensor, self._outside[storage._cdata], name)
 
 
 class Tape:

@@ -1,7 +1,8 @@
 """The planner: its costs, its choice under known costs, and the plans it files."""
 
+import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,12 @@ from headstart.heads.medusa import Medusa
 from headstart.infer import Speculator, StaticTree
 from headstart.infer.measure import candidates, planner
 from headstart.infer.measure.costs import STEPS, Costs, decode_times, measure_costs, sizes
+from headstart.infer.measure.forward_costs import output_cost
 from headstart.infer.measure.greedy_text import write_texts
 from headstart.infer.measure.planner import make_plan
 from headstart.infer.measure.ranks import Replayed, measure_ranks, replay
 from headstart.infer.target import Target
+from headstart.reports.plans import print_plan
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
 
 PLAIN = 10.0
@@ -114,6 +117,38 @@ def test_trees_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None
         assert plan.candidates
         assert all(c["nodes"] <= most and c["depth"] <= 3 for c in plan.candidates)
         assert all(StaticTree(c["tree"]).nodes == c["nodes"] for c in plan.candidates)
+
+
+def test_a_count_that_costs_more_than_a_larger_one_is_never_picked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a CPU in float32: two rows take nearly twice as long as one, eight less than two."""
+    drafter = counting_drafter(counting_target(), 3)
+    measured = {1: 10.0, 2: 18.0, 3: 17.0, 4: 16.0, 6: 16.0, 8: 15.0, 12: 19.0, 16: 25.0, 64: 90.0}
+    uneven = replace(costs(0.0), verify=measured)
+    assert [n for n in range(1, 20) if uneven.dearer(n)] == [2, 3, 4, 5, 6, 7]
+    plan = plan_of(drafter, uneven, monkeypatch)
+    assert plan.candidates and all(c["nodes"] == 1 or c["nodes"] >= 8 for c in plan.candidates)
+    # Where there is no larger tree, the dear one is compared with plain decoding all the same.
+    small = plan_of(drafter, replace(uneven, verify={1: 10.0, 2: 18.0, 8: 15.0}), monkeypatch)
+    assert small.candidates
+
+
+def test_heads_with_a_large_output_layer_are_told_of_trimmed_ones() -> None:
+    drafter = counting_drafter(counting_target(), 3)
+    assert output_cost(drafter, 1) > 0
+    plan = Plan(
+        "cpu", "float32", 1, "chain:3", [[0]], 2.0, 1.5, [[1.0]],
+        {**asdict(costs(0.0)), "output": 4.0}, [{"name": "chain:3", "round_ms": 16.0, "nodes": 4,
+        "depth": 3, "tau": 2.0, "speedup": 1.5, "measured_speedup": None}], 4, 8,
+    )  # fmt: skip
+    out = io.StringIO()
+    print_plan(plan, out)
+    said = " ".join(out.getvalue().split())
+    assert "takes 4.00 ms of a round of 16.00 ms" in said and "less than 19% of the tokens" in said
+    plan.costs["output"] = 1.0
+    print_plan(plan, again := io.StringIO())
+    assert "quarter of the vocabulary" not in " ".join(again.getvalue().split())
 
 
 def test_a_level_that_costs_makes_the_tree_shallow() -> None:
