@@ -29,6 +29,12 @@ class Step:
     logits: Tensor | None = None  # [B, W, Vd] raw logits over the draft vocabulary
     vocabulary: Tensor | None = None  # [Vd] its target ids, or None when they are the same
     ids: Tensor | None = None  # [B, W, k] candidate token ids, best first; -1 where there is none
+    best: list[Tensor] | None = None  # where `note` goes, when given
+
+    def note(self, best: Tensor) -> None:
+        """Keep the best scores [B, …] that children were chosen by: NaN, where any score was."""
+        if self.best is not None:
+            self.best.append(best.flatten(1))
 
     def top(self, count: int, scores: Tensor | None = None) -> Tensor:
         """The best `count` target ids per node, [B, W, count]; -1 where there are fewer.
@@ -39,10 +45,12 @@ class Step:
         scored: Any = self.logits if scores is None else scores
         if self.ids is not None:
             best = self.ids[..., :count]
-        elif count == 1:
-            best = scored.argmax(-1, keepdim=True)
         else:
-            best = scored.topk(min(count, scored.shape[-1]), dim=-1).indices
+            if count == 1:
+                values, best = scored.max(-1, keepdim=True)
+            else:
+                values, best = scored.topk(min(count, scored.shape[-1]), dim=-1)
+            self.note(values[..., 0])
         if (missing := count - best.shape[-1]) > 0:
             best = nn.functional.pad(best, (0, missing), value=-1)
         return self.named(best)

@@ -5,6 +5,7 @@ replayed. It ends in one report, a tensor of whole numbers, which is all that th
 `pack` makes it and `unpack` takes it apart.
 """
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,25 +34,27 @@ class ProposalCheck:
     """A group's proposals, passed on, with what shows a NaN or an infinity among them kept.
 
     They cannot change the text, only slow it down, so not every round is checked.
+
+    A NaN counts as larger than any number, so the best scores by which children are chosen tell of
+    one anywhere in their row, and no further pass over the vocabulary is needed.
     """
 
     def __init__(self, group: DrafterGroup):
-        self._largest: list[Tensor] = []  # [B] each: the largest logit, NaN where there is one
-        self.members = [_CheckedMember(member, self._largest) for member in group.members]
+        self._best: list[Tensor] = []  # [B, …] each, see `Step.note`
+        self.members = [_CheckedMember(member, self._best) for member in group.members]
 
     def broken(self) -> Tensor | None:
         """[B] bool, whose proposals were NaN or infinite; None when there were no logits."""
-        if not self._largest:
+        if not self._best:
             return None
-        largest = self._largest
-        largest = largest[0] if len(largest) == 1 else torch.stack(largest).amax(0)
-        return (largest - largest).isnan()
+        best = torch.cat([each.double() for each in self._best], 1)
+        return (best - best).isnan().any(1)
 
 
 class _CheckedMember:
-    def __init__(self, member: GroupMember, largest: list[Tensor]):
+    def __init__(self, member: GroupMember, best: list[Tensor]):
         self.member, self.config, self.independent = member, member.config, member.independent
-        self._largest = largest
+        self._best = best
 
     def begin(self, states: Any, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         return self._noted(self.member.begin(states, features, tokens, count))
@@ -60,9 +63,7 @@ class _CheckedMember:
         return self._noted(self.member.extend(states, tokens, parent))
 
     def _noted(self, step: Step) -> Step:
-        if step.logits is not None:
-            self._largest.append(step.logits.amax((1, 2)))
-        return step
+        return step if step.logits is None else replace(step, best=self._best)
 
 
 def run_round(

@@ -9,7 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from headstart.heads import FINAL, TrainableDrafter
+from headstart.heads import FAMILIES, FINAL, Family, TrainableDrafter
 from headstart.heads.core import capture
 from headstart.infer import Speculator
 from headstart.train.recipe import load_recipe
@@ -85,7 +85,10 @@ def test_the_example_learns_what_it_decodes_with(drafter: TrainableDrafter) -> N
             step = drafter.extend(state, text[:, at + depth + 1 : at + depth + 2], parent)
 
 
-def test_the_examples_recipe_parses(tmp_path: Path) -> None:
+def test_the_examples_recipe_parses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    record = Family("running_sum", "running_sum:RunningSum", small={"depths": 3})
+    assert '"running_sum:RunningSum", small={"depths": 3}' in EXAMPLE
+    monkeypatch.setitem(FAMILIES, "running_sum", record)
     (tmp_path / "running-sum.yaml").write_text(code("yaml"))
     recipe = load_recipe(tmp_path / "running-sum.yaml")
     assert recipe.name == "running-sum" and recipe.drafter.options == {"depths": 4}

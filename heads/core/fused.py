@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .fused_products import MOST_ROWS, alike, few_rows, gated_layers, has_kernels, three_layers
+from .fused_products import MOST_ROWS, alike, gated_layers, has_kernels, rows_together, three_layers
 from .fused_products import weights_of as weights
 from .offload import device_of
 
@@ -111,7 +111,7 @@ class FusedLayers:
 
     Attributes:
         found: how many modules, or functions, of each kind are fused.
-        rows: for how many rows the layers of a kind are one launch, by the kind; see `few_rows`.
+        rows: for how many rows the layers of a kind are one launch, see `rows_together`.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -163,7 +163,7 @@ class FusedLayers:
                 return
             most = self._time(
                 "projections",
-                lambda: few_rows(
+                lambda: rows_together(
                     lambda states: three_layers(states, *weights(three), MOST_ROWS),
                     lambda states: [each(states) for each in three],
                     states[:1],
@@ -248,7 +248,7 @@ def _rows_of_gated(module: Any, states: Tensor) -> int:
     both = [module.gate_proj, module.up_proj]
     if not alike(both):
         return 0
-    return few_rows(
+    return rows_together(
         lambda states: gated_layers(states, *weights(both), MOST_ROWS),
         lambda states: gated(module.gate_proj(states), module.up_proj(states)),
         states,

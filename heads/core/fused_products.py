@@ -90,7 +90,7 @@ def alike(layers: Sequence[Any]) -> bool:
     )
 
 
-def few_rows(
+def rows_together(
     together: Callable[[Tensor], object], apart: Callable[[Tensor], object], states: Tensor
 ) -> int:
     """For how many rows one launch is no slower than several, at most `MOST_ROWS`; 0 for none.

@@ -69,6 +69,7 @@ class Children:
         numbers = parents + self.first if self.first else parents
         keys = place(lengths.unsqueeze(1) + depth, numbers)  # [B, W]
         if self.expansion == "with_replacement":
+            step.note(warped.amax(-1))
             q = warped.softmax(-1).expand(-1, len(parents), -1)  # [B, W, Vd]
             return step.named(draw(q, self.sampling.uniforms(keys, count, Stream.CHILDREN)))
         # The best of log q + Gumbel noise are draws without replacement, in order (Gumbel top-k;

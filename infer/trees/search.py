@@ -247,6 +247,7 @@ def best_children(
     most = min(count, scores.shape[-1])
     values, columns = scores.topk(most, dim=-1)  # [B, W, most]
     values = values.double() - scores.logsumexp(-1, keepdim=True)
+    step.note(values[..., 0])
     # A child never scores above its parent, and what is no number is no candidate.
     values = values.clamp_(max=0).nan_to_num_(nan=NEVER, neginf=NEVER)
     ids = step.named(columns).masked_fill(values == NEVER, -1)

@@ -80,6 +80,7 @@ FILES = [
     )),
     *(("plan.json", text) for text in ("[]", '{"a": 3}', '{"a": {}}', '{"a":' * 50_000, "\0")),
     config(heads=-1), config(heads=10**12), config(heads="4"), config(heads=[1]),
+    config(heads=3), config(layers=2), config(output="own"),
     config(layers=10**9), config(hidden_size=-5), config(hidden_size=10**12),
     config(hidden_size="x"), config(vocab_size="x"), config(feature_layers="abc"),
     config(feature_layers=[None]), config(feature_layers=[]), config(output="evil"),

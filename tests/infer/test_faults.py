@@ -16,6 +16,7 @@ from headstart.heads import DecodingError, HeadstartError, OptionError, Sampling
 from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, load
+from tests.support import families
 from tests.support.scripted import Heads, Script, decoding_of, make
 from tests.support.tiny import CLASSES, CONFIGS, VOCAB, letters, one_line, prompts, tiny
 
@@ -387,10 +388,38 @@ def test_12_broken_weights() -> None:
     drafter = medusa()
     with torch.no_grad():
         drafter.weight.fill_(float("nan"))
-    for tree in ("chain:4", "cartesian:3,2,1"):
+    for tree in ("chain:4", "cartesian:3,2,1", "best-first:8,3,3", "beam:3,3"):
         with pytest.warns(RuntimeWarning, match="Medusa proposed NaN"):
             out = Speculator(tiny("llama"), drafter, tree=tree).generate(ids, **base(**masked))
         assert torch.equal(out, free)
+
+
+@pytest.mark.parametrize("expansion", [None, "topk", "with_replacement", "without_replacement"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_12_one_broken_score(expansion: str | None, bad: float) -> None:
+    """Of one token, in one row of the batch, however children are chosen when sampling."""
+    ids, masked, _ = greedy(LENGTHS)
+    rule = {"topk": "match", None: None}.get(expansion, "rejection")
+    for name in ("medusa", "hydra"):
+        drafter = families.drafter(name, "tiny")
+        for method in ("begin", "extend"):
+            true = getattr(drafter, method)
+
+            def spoilt(*given: Any, true: Any = true) -> Any:
+                step = true(*given)
+                step.logits[1, :, 7] = bad
+                return step
+
+            vars(drafter)[method] = spoilt
+        try:
+            ours = Speculator(
+                tiny("llama"), drafter, tree="[[0],[1],[0,0]]", rule=rule, expansion=expansion
+            )
+            with pytest.warns(RuntimeWarning, match="proposed NaN"):
+                ours.generate(ids, seed=1, top_k=0, **base(do_sample=True, **masked))
+        finally:
+            for method in ("begin", "extend"):
+                vars(drafter).pop(method)
 
 
 def test_12_a_mask_of_minus_infinity_is_no_fault() -> None:

@@ -72,7 +72,7 @@ def test_a_run_that_can_work_says_what_it_needs(
     plan = check_run(recipe(tmp_path, target), parts=("validation", "bench"))
     assert plan.context == 128 and plan.drafter.device.type == "meta"
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("tiny: a drafter of 2,112 parameters; at least 222 kB of memory")
+    assert line.startswith("tiny: a drafter of 2,112 parameters; at least 238 kB of memory")
     assert not (tmp_path / "runs").exists()
 
 
@@ -94,6 +94,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "prompts": ({"distill": {"prefix_tokens": 3}}, "of at most 3 tokens"),
     "tree": ({"decode": {"tree": "chain:4"}}, "decode.tree is 4 deep, but a medusa drafter"),
     "loss": ({"train": {"feature_weight": 1.0}}, "feature_weight"),
+    "depth": ({"drafter": {"heads": 4000}}, "drafter.heads is 4000, but a training row has"),
 }  # fmt: skip
 
 
@@ -117,7 +118,7 @@ def test_disk_and_memory_are_judged(
     with pytest.raises(ValueError, match=r"may write 280000\.0 GB into .*lower distill.examples"):
         check_run(huge)
     monkeypatch.setattr(needs, "total_memory", lambda: 10**6)
-    with pytest.raises(ValueError, match=r"at least 1\.\d MB of memory"):
+    with pytest.raises(ValueError, match=r"at least 2\.\d MB of memory"):
         check_run(recipe(tmp_path, target, train={"batch_size": 200}))
 
 
