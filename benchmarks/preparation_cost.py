@@ -9,6 +9,8 @@ Both checkouts run in processes of their own, in turns; a line of JSON tells of 
 - `rows`: the corpus, then given answers as training rows with their loss masks, in shards. A
   checkout without loss masks makes the ids of whole chats instead, which is less.
 
+What a checkout imports is imported before the clock starts.
+
 Memory is what a process and its children hold alone, without mapped files, at the most (Linux:
 `Anonymous` of smaps_rollup, looked at twenty times a second), and what it held before.
 """
@@ -24,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +70,13 @@ class Peak(threading.Thread):
             self.megabytes = max(self.megabytes, private_megabytes())
 
 
-def prepare(job: str, source: Path, tokenizer: Any, folder: Path) -> dict[str, float]:
-    """Do a job once by the checkout that is imported; returns seconds of its parts, and counts."""
+def prepare(
+    job: str, source: Path, tokenizer: Any, folder: Path, begin: Callable[[], Any]
+) -> dict[str, float]:
+    """Do a job once by the checkout that is imported; returns seconds of its parts, and counts.
+
+    `begin` is called when all is imported.
+    """
     try:
         from headstart.train.data.corpus import build_corpus, load_documents
         from headstart.train.data.prefixes import encode, make_prefixes
@@ -77,6 +85,10 @@ def prepare(job: str, source: Path, tokenizer: Any, folder: Path) -> dict[str, f
         from headstart.train.corpus import build_corpus, load_documents  # type: ignore
         from headstart.train.prefixes import encode, make_prefixes  # type: ignore
         from headstart.train.recipe import Corpus, Distill  # type: ignore
+    distill, masks = None, "writer" in Distill.__dataclass_fields__
+    if masks:
+        from headstart.train.data.distill import distill
+    begin()
     started = time.perf_counter()
     build_corpus(Corpus(source=str(source), max_bytes=10**12, held_out=0.02), folder)
     corpus = time.perf_counter() - started
@@ -86,19 +98,15 @@ def prepare(job: str, source: Path, tokenizer: Any, folder: Path) -> dict[str, f
         spec = Distill(prefix="prompt", prefix_tokens=LONG)
         prefixes = make_prefixes(spec, tokenizer, documents)
         return found | {"rows": len(prefixes), "tokens": sum(map(len, prefixes.rows))}
-    if "writer" not in Distill.__dataclass_fields__:
+    if distill is None:
         rows = encode(tokenizer, documents)
         return found | {"rows": len(rows), "tokens": sum(map(len, rows))}
-    from headstart.train.data.distill import distill
-    from headstart.train.data.training_rows import Rows
-
     spec = Distill(
         writer="given", prefix="prompt", examples=len(documents), max_length=LONG, shards=8
     )
     distill(spec, no_target, tokenizer, documents, folder / "rows", progress=False)
-    rows = Rows.load(folder / "rows")
-    supervised = sum(said["supervised"] for said in rows.info)
-    return found | {"rows": len(rows), "tokens": int(rows.offsets[-1]), "supervised": supervised}
+    shards = [json.loads(path.read_text()) for path in (folder / "rows").glob("train-*.json")]
+    return found | {name: sum(s[name] for s in shards) for name in ("rows", "tokens", "supervised")}
 
 
 def no_target() -> Any:
@@ -110,11 +118,15 @@ def measure(job: str, source: Path, tokenizer_at: Path) -> dict[str, float]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_at)
-    before, peak = private_megabytes(), Peak()
-    peak.start()
+    peak, at_first = Peak(), []
+
+    def begin() -> None:
+        at_first.extend([private_megabytes(), time.perf_counter(), sum(os.times()[:4])])
+        peak.start()
+
     with tempfile.TemporaryDirectory() as folder:
-        started, busy = time.perf_counter(), sum(os.times()[:4])
-        found = prepare(job, source, tokenizer, Path(folder))
+        found = prepare(job, source, tokenizer, Path(folder), begin)
+        before, started, busy = at_first
         seconds, busy = time.perf_counter() - started, sum(os.times()[:4]) - busy
     peak.done.set()
     peak.join()

@@ -123,7 +123,7 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
     given = argparse.Namespace(**vars(options) | {"target": matrix.target, "rule": None})
     sources = [[_source(name, options) for name in names] for names in matrix.sets or [[]]]
     given.drafter, given.tree = sources[0] or None, matrix.trees or None
-    given.expansion = matrix.expansion
+    given.expansion, given.in_place = matrix.expansion, False
     first = load_speculator(given)
     check_new_tokens(first, matrix.new_tokens)
     loaded = [first]
@@ -147,7 +147,7 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
             how["expansion"] = matrix.expansion
             made = Speculator(
                 each.model, each.drafter, tokenizer=each.tokenizer,
-                compile=each.target.compile, **how,
+                compile=first.target.compile, **how,
             )  # fmt: skip
             label = ", ".join(filter(None, (name, tree, rule if temperature > 0 else None)))
             own[label] = Way(name, made)
@@ -184,6 +184,8 @@ def measure(prepared: Prepared, matrix: Matrix) -> Measured:
             answers.append(cell.found[f"way {name}"].answers)
     _add_tree_shares(prepared, matrix, reports)
     notes = [*prepared.early, *prepared.notes]
+    if matrix.roofline:
+        notes += _against_the_limit(prepared, matrix, reports)
     if max(matrix.batch_sizes) > 1 and (left := [w for w in ONE_ROW if w in matrix.against]):
         notes.append(f"generate decodes one prompt at a time with {' or '.join(left)}.")
     if prepared.cut:
@@ -213,6 +215,21 @@ def _add_tree_shares(prepared: Prepared, matrix: Matrix, reports: Sequence[dict[
     texts = write_texts(prepared.target.model, drafter, prompts, matrix.new_tokens)
     depth = max(map(len, best["tree_paths"]))
     best["tree_shares"] = path_shares(measure_ranks(drafter, texts, depth), best["tree_paths"])
+
+
+def _against_the_limit(
+    prepared: Prepared, matrix: Matrix, reports: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Add to each report what its rounds must read; returns that as sentences."""
+    from headstart.infer.measure.roofline import against_the_limit, read_bandwidth, said_of_limit
+
+    bytes_per_s = read_bandwidth(prepared.target.device)
+    middle = sum(len(chat.prompt([])) for chat in prepared.chats) // len(prepared.chats)
+    for report in reports:
+        way = prepared.ways[report["temperature"]][report["way"]]
+        length = middle + matrix.new_tokens // 2
+        report["roofline"] = against_the_limit(way.speculator, report, length, bytes_per_s)
+    return [said_of_limit(report) for report in reports]
 
 
 def _noise(reports: Sequence[dict[str, Any]]) -> list[str]:

@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compare greedy text and sampled text; the status is 1 where one of them does not hold."""
     documents = read_documents(options)
+    options.in_place = False  # the text is compared with that of the target as it is
     speculator = load_speculator(options)
     check_new_tokens(speculator, options.new_tokens)
     from headstart.infer.measure.lossless_greedy import compare_greedy

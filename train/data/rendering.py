@@ -238,9 +238,12 @@ class ChatRenderer:
 
         Raises ChatTemplateError as `rows_of` does, or where the template does not end.
         """
-        return in_time(lambda: self._turns(messages, tools, open_end))
+        return in_time(lambda: self.turns_in_any_time(messages, tools, open_end))
 
-    def _turns(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> list[Turn]:
+    def turns_in_any_time(
+        self, messages: Sequence[Message], tools: Tools = None, open_end: bool = False
+    ) -> list[Turn]:
+        """The same, for a caller that has a time limit of its own."""
         asked = next((at for at, m in enumerate(messages) if m["role"] == "user"), len(messages))
         places = [at for at, m in enumerate(messages) if m["role"] == "assistant" and at > asked]
         return [

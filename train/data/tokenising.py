@@ -15,6 +15,8 @@ from typing import Any, TypeVar, overload
 import numpy as np
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from .words import Words, are_apart
+
 _TOGETHER = 1 << 20  # characters that are tokenised at once
 _IN_MEMORY = 1 << 24  # bytes of ids; more are kept in a file without a name
 
@@ -80,6 +82,7 @@ class Encoder:
         if own is PreTrainedTokenizerFast._encode_plus:
             self.backend = tokenizer.backend_tokenizer
             self.whole = _whole_tokens(self.backend)
+            self.words = Words(self._bare) if are_apart(self.backend) else None
 
     def __call__(self, texts: Sequence[Text]) -> list[np.ndarray]:
         """The ids of each text, [L] int32."""
@@ -96,12 +99,20 @@ class Encoder:
         if self.backend is None:
             rows = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
             return [np.array(row, np.int32) for row in rows]
-        if special or self.whole is None:
-            return self._each(texts, special)
+        if special and self.backend.num_special_tokens_to_add(False):
+            return self._each(texts, True)
+        if self.whole is None:
+            return self._in_words(texts)
         parts = [self.whole.parts(text) for text in texts]
         distinct = list(dict.fromkeys(part for each in parts for part in each))
-        ids = dict(zip(distinct, self._each(distinct, special), strict=True))
+        ids = dict(zip(distinct, self._in_words(distinct), strict=True))
         return [np.concatenate([ids[part] for part in each]) for each in parts]
+
+    def _in_words(self, texts: list[str]) -> list[np.ndarray]:
+        return self._bare(texts) if self.words is None else self.words(texts)
+
+    def _bare(self, texts: list[str]) -> list[np.ndarray]:
+        return self._each(texts, False)
 
     def _each(self, texts: list[str], special: bool) -> list[np.ndarray]:
         self.tokenizer([""])  # turns truncation and padding off, as it does before each batch

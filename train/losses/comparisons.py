@@ -29,6 +29,9 @@ What is smaller goes to its heap, which fragmented to ten times what was in use.
 GPU_BYTES = 2**30
 """What they may take on a GPU, or a quarter of its free memory rounded down to a power of two."""
 
+_CACHED = 2**18
+"""Logits that a CPU works on at once, one operation after the other."""
+
 Chunk = tuple[int, Tensor, Callable[[Tensor], tuple[Tensor, Tensor | None]]]
 """A depth, from 0, [n] its positions, and logits [n, Vd] -> nats, and their gradient [n, Vd].
 
@@ -92,7 +95,7 @@ class HardLabels:
                 nats = fused(logits.requires_grad_(learns), wanted)
             return nats.detach(), torch.autograd.grad(nats, logits)[0] if learns else None
         q, column = room.softmax(logits, "q"), wanted.unsqueeze(1)
-        nats = (log_sum_exp(logits, q) - logits.gather(1, column).squeeze(1)).sum()
+        nats = (log_sum_exp(logits.amax(-1), q) - logits.gather(1, column).squeeze(1)).sum()
         if not learns:
             return nats, None
         # The gradient is q, less 1 at the label.
@@ -173,11 +176,20 @@ class SoftLabels:
         logits: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
         """Of a divergence -sum p log q, plus what does not depend on q: its gradient is q - p."""
-        p, own = said[0][mine], None if said[1] is None else said[1][mine]
-        q = room.softmax(logits, "q")
-        nats = cross_entropy(p, logits, q)
-        nats = nats if own is None else nats + own
-        return nats.sum(), q.sub_(p) if learns else None
+        p, own = said
+        out = room.distribution(logits, "q")
+        nats = torch.zeros((), dtype=out.dtype, device=out.device)
+        for part in parts(logits):
+            taught = p[_within(mine, part)]
+            given, q = logits[part], out[part]
+            mean, largest = mean_of(given, taught), given.amax(-1)
+            torch.softmax(given, -1, dtype=q.dtype, out=q)
+            nats += (log_sum_exp(largest, q) - mean).sum()
+            if learns:
+                q.sub_(taught)
+        if own is not None:
+            nats += own[mine].sum()
+        return nats, out if learns else None
 
     def _divergence(
         self,
@@ -195,22 +207,39 @@ class SoftLabels:
         return nats.detach(), torch.autograd.grad(nats, logits)[0] if learns else None
 
 
+def parts(logits: Tensor) -> Iterator[slice]:
+    """Rows [n, Vd] a few at a time, as a CPU's cache holds them; all of them on other devices."""
+    count, width = logits.shape
+    step = max(_CACHED // width, 1) if logits.device.type == "cpu" else max(count, 1)
+    yield from (slice(first, min(first + step, count)) for first in range(0, count, step))
+
+
+def _within(rows: slice | Tensor, part: slice) -> slice | Tensor:
+    """The rows that are a part of those which were chosen."""
+    if isinstance(rows, Tensor):
+        return rows[part]
+    return slice(rows.start + part.start, rows.start + part.stop)
+
+
 def cross_entropy(p: Tensor, logits: Tensor, q: Tensor) -> Tensor:
     """-sum p log q in nats, [n], where q is the softmax of the logits; all [n, Vd].
 
     It is the logits' log-sum-exp less their mean under p: no tensor of their width is made.
     """
+    return log_sum_exp(logits.amax(-1), q) - mean_of(logits, p)
+
+
+def mean_of(logits: Tensor, p: Tensor) -> Tensor:
+    """The mean of logits [n, Vd] under probabilities [n, Vd]: [n]."""
     logits = logits.to(p.dtype)
     if p.device.type == "cpu":  # where products of single rows are slow in a batch
-        mean = torch.stack([torch.dot(*row) for row in zip(p, logits, strict=True)])
-    else:
-        mean = torch.bmm(p.unsqueeze(1), logits.unsqueeze(2)).view(-1)
-    return log_sum_exp(logits, q) - mean
+        return torch.stack([torch.dot(*row) for row in zip(p, logits, strict=True)])
+    return torch.bmm(p.unsqueeze(1), logits.unsqueeze(2)).view(-1)
 
 
-def log_sum_exp(logits: Tensor, q: Tensor) -> Tensor:
-    """Of logits [n, Vd] whose softmax is q, as the largest of them shows it: [n]."""
-    return logits.amax(-1).to(q.dtype) - q.amax(-1).log()
+def log_sum_exp(largest: Tensor, q: Tensor) -> Tensor:
+    """Of logits whose softmax is q [n, Vd], as the largest of each row [n] shows it: [n]."""
+    return largest.to(q.dtype) - q.amax(-1).log()
 
 
 class _Room:
@@ -221,14 +250,16 @@ class _Room:
 
     def softmax(self, logits: Tensor, name: str) -> Tensor:
         """The probabilities of logits [n, Vd]; valid until the name is given again."""
-        dtype = at_least_float32(logits)
-        return torch.softmax(logits, -1, dtype=dtype, out=self._of(name, logits, dtype))
+        out = self.distribution(logits, name)
+        return torch.softmax(logits, -1, dtype=out.dtype, out=out)
 
-    def _of(self, name: str, like: Tensor, dtype: torch.dtype) -> Tensor:
-        kept = self.kept.get(name)
-        if kept is None or kept.numel() < like.numel():
-            kept = self.kept[name] = torch.empty(like.numel(), dtype=dtype, device=like.device)
-        return kept[: like.numel()].view(like.shape)
+    def distribution(self, logits: Tensor, name: str) -> Tensor:
+        """Room for the probabilities of logits [n, Vd]; valid until the name is given again."""
+        dtype, kept = at_least_float32(logits), self.kept.get(name)
+        if kept is None or kept.numel() < logits.numel():
+            kept = torch.empty(logits.numel(), dtype=dtype, device=logits.device)
+            self.kept[name] = kept
+        return kept[: logits.numel()].view(logits.shape)
 
 
 @cache

@@ -58,7 +58,7 @@ class _Fused(torch.autograd.Function):
         factors: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        slopes = {id(w): torch.zeros_like(w) for w in weights if learns}
+        slopes = _Slopes(weights if learns else ())
         slope = torch.zeros_like(states) if learns and states.requires_grad else None
         total = torch.zeros_like(factors)
         chain = _Chain(slopes, slope is not None)
@@ -68,7 +68,7 @@ class _Fused(torch.autograd.Function):
             total[depth] += nats
             if slope is not None and below is not None:
                 slope[depth].index_copy_(0, chosen, below.to(slope.dtype))
-        ctx.slopes = slope, [slopes.get(id(weight)) for weight in weights]
+        ctx.slopes = slope, [slopes.of(weight) if learns else None for weight in weights]
         return (total * factors).sum()
 
     @staticmethod
@@ -85,13 +85,13 @@ class _Chain:
     """Runs chunks of states through an output layer and back, and adds up the weights' gradients.
 
     Args:
-        slopes: by the id of a weight, its gradient so far.
+        slopes: of the weights that learn.
         below: whether states have a gradient.
     """
 
-    def __init__(self, slopes: dict[int, Tensor], below: bool):
+    def __init__(self, slopes: _Slopes, below: bool):
         self.slopes, self.below = slopes, below
-        self.learns = below or bool(slopes)
+        self.learns = below or bool(slopes.weights)
         self.room: dict[torch.dtype, Tensor] = {}
         self.cast: tuple[int, Tensor] | None = None  # the last matrix, in autocast's dtype
 
@@ -103,7 +103,7 @@ class _Chain:
         compare: Callable[[Tensor], tuple[Tensor, Tensor | None]],
     ) -> tuple[Tensor, Tensor | None]:
         """The loss of n states [n, D'], summed, and `factor` times its gradient there."""
-        inner = list({id(w): w for w in output.inner() if id(w) in self.slopes}.values())
+        inner = list({id(w): w for w in output.inner() if w in self.slopes}.values())
         with torch.set_grad_enabled(self.learns):
             leaf = states.requires_grad_(self.below)
             hidden = leaf if output.body is None else output.body(leaf)  # [n, D], or logits
@@ -124,7 +124,7 @@ class _Chain:
         found = torch.autograd.grad(hidden, reached, slope.to(hidden.dtype), allow_unused=True)
         for weight, part in zip(reached, found, strict=True):
             if weight is not leaf and part is not None:
-                self.slopes[id(weight)] += part
+                self.slopes.of(weight).add_(part)
         return nats, found[0] if self.below else None
 
     def _matrix(self, output: DraftLogits, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,16 +156,59 @@ class _Chain:
     ) -> Tensor | None:
         """From the gradient of the logits to that of the states before; adds up the weights'."""
         rise = rise.to(hidden.dtype)
-        if (kept := self.slopes.get(id(output.weight))) is not None:
-            kept = kept if output.index is None else kept[output.index]
+        if output.weight in self.slopes:
             # Scaled before it is rounded: the factor itself may not be, in 8 bits.
             scaled = (hidden.to(factor.dtype) * factor).to(hidden.dtype)
-            if kept.dtype == rise.dtype:
-                kept.addmm_(rise.mT, scaled)
-            else:
-                kept.add_(rise.mT @ scaled)
-        if output.bias is not None and (kept := self.slopes.get(id(output.bias))) is not None:
+            self.slopes.add_product(output, rise.mT, scaled)
+        if output.bias is not None and output.bias in self.slopes:
+            kept = self.slopes.of(output.bias)
             kept.add_(rise.sum(0, dtype=kept.dtype) * factor)
         if not (self.below or output.body is not None):
             return None
         return (rise @ matrix).to(factor.dtype).mul_(factor)
+
+
+class _Slopes:
+    """The gradients of weights so far; where a product comes first, there was no 0 before it."""
+
+    def __init__(self, weights: Sequence[Tensor]):
+        self.weights = {id(weight): weight for weight in weights}
+        self.found: dict[int, Tensor] = {}
+        self.due: dict[int, set[int]] = {}  # matrices of a weight that hold nothing yet
+
+    def __contains__(self, weight: Tensor | None) -> bool:
+        return id(weight) in self.weights
+
+    def of(self, weight: Tensor) -> Tensor:
+        """A weight's gradient, to be added to."""
+        slope, due = self._room(weight)
+        for index in due:
+            _matrices(slope)[index].zero_()
+        due.clear()
+        return slope
+
+    def add_product(self, output: DraftLogits, left: Tensor, right: Tensor) -> None:
+        """Add `left @ right` to the gradient of an output's weight."""
+        assert output.weight is not None
+        slope, due = self._room(output.weight)
+        index = output.index or 0
+        kept = _matrices(slope)[index]
+        if kept.dtype != left.dtype:
+            self.of(output.weight)
+            kept.add_(left @ right)
+        elif index in due:
+            due.remove(index)
+            torch.mm(left, right, out=kept)
+        else:
+            kept.addmm_(left, right)
+
+    def _room(self, weight: Tensor) -> tuple[Tensor, set[int]]:
+        if id(weight) not in self.found:
+            slope = self.found[id(weight)] = torch.empty_like(weight)
+            self.due[id(weight)] = set(range(len(_matrices(slope))))
+        return self.found[id(weight)], self.due[id(weight)]
+
+
+def _matrices(weight: Tensor) -> Tensor:
+    """A weight as one or several matrices: [K, Vd, D]; others as one part."""
+    return weight if weight.ndim == 3 else weight.unsqueeze(0)

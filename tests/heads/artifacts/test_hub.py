@@ -299,6 +299,26 @@ def test_a_card_by_hand_and_a_label(run: Path, tmp_path: Path) -> None:
     assert "headstart.load('me/base', \"me/drafter\")" in (out / "README.md").read_text()
 
 
+@pytest.mark.parametrize("written", [True, False])
+def test_a_card_says_how_to_install_and_what_to_load(
+    written: bool, run: Path, tmp_path: Path
+) -> None:
+    """A label names no model: the example asks for the target's folder."""
+    heads, out = tmp_path / "heads", tmp_path / "out"
+    out.mkdir()
+    copy_of(run, heads)
+    if not written:
+        (heads / "README.md").unlink()
+    clean_copy(heads, out, "me/drafter", "our own 7B")
+    card = (out / "README.md").read_text()
+    assert "pip install ." in card
+    assert 'headstart.load("PATH OF THE TARGET", "me/drafter")' in card
+    assert "`our own 7B`, is not on the Hub" in card
+    clean_copy(heads, out, "me/drafter", "me/base")
+    card = (out / "README.md").read_text()
+    assert "pip install ." in card and "PATH OF" not in card and "not on the Hub" not in card
+
+
 def copy_of(run: Path, heads: Path) -> None:
     heads.mkdir()
     for file in (run / "heads").iterdir():

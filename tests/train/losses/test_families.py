@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from headstart.heads import FAMILIES, FINAL, TrainableDrafter, family
 from headstart.heads.core import capture
-from headstart.train.losses import LOSSES
+from headstart.train.losses import LOSSES, comparisons
 from headstart.train.losses.comparisons import IGNORED
 from headstart.train.losses.draft_loss import DraftLoss, head_labels, label_counts
 from headstart.train.losses.teacher import Teacher
@@ -72,7 +72,9 @@ def by_autograd(
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl", "acceptance"])
 @pytest.mark.parametrize(("name", "options"), OUTPUTS, ids=lambda v: str(v) if v else "")
-def test_gradients_are_those_of_autograd(name: str, options: dict[str, Any], loss: str) -> None:
+def test_gradients_are_those_of_autograd(
+    name: str, options: dict[str, Any], loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = drafter(name, options)
     tokens, supervised = batch(made.draft_vocabulary)
     features = capture(target("tiny"), list(made.config.feature_layers), tokens).detach()
@@ -81,7 +83,8 @@ def test_gradients_are_those_of_autograd(name: str, options: dict[str, Any], los
     trained = [p for p in made.parameters() if p.requires_grad]
     expected = by_autograd(made, loss, features, tokens, labels, final)
     slopes = torch.autograd.grad(expected, trained, allow_unused=True)
-    for size in (None, 5):
+    for size, cached in ((None, comparisons._CACHED), (5, 2 * VOCAB + 1)):
+        monkeypatch.setattr(comparisons, "_CACHED", cached)
         run = DraftLoss(made, 0.8, loss, size=size)
         found = run(features, tokens, labels, label_counts(labels), final)
         assert found.item() == pytest.approx(expected.item(), rel=1e-12)
@@ -89,6 +92,27 @@ def test_gradients_are_those_of_autograd(name: str, options: dict[str, Any], los
         for one, two in zip(slopes, mine, strict=True):
             one, two = (0.0 * trained[0].sum() if s is None else s for s in (one, two))
             assert (one - two).norm() <= 1e-12 * max(one.norm(), 1e-3)
+
+
+@pytest.mark.parametrize("output", ["own", "shared"])
+def test_a_depth_without_labels_has_no_gradient(output: str) -> None:
+    """Memory that is not written to holds NaN here."""
+    made = drafter("medusa", {"heads": 4, "output": output})
+    tokens, supervised = batch(None)
+    final = torch.randn(3, 14, 32, dtype=torch.double)
+    labels = head_labels(tokens, supervised, 4)
+    labels[2:] = IGNORED
+    expected = by_autograd(made, "forward_kl", final, tokens, labels, final)
+    torch.use_deterministic_algorithms(True)
+    try:
+        loss = DraftLoss(made, 0.8, "forward_kl", size=6)
+        found = loss(final, tokens, labels, label_counts(labels), final)
+        slopes = (torch.autograd.grad(x, list(made.parameters())) for x in (expected, found))
+        for one, two in zip(*slopes, strict=True):
+            torch.testing.assert_close(one, two)
+            assert one.abs().sum() > 0 and two.isfinite().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "soft_cross_entropy", "forward_kl"])

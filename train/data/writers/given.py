@@ -8,13 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ..documents import ChatTemplateError, Document
+from ..documents import ChatTemplateError, Document, in_time
 from ..prefixes import DistillError
 from ..rendering import ChatRenderer, Rendered, Turn
 from ..tokenising import Text, made_ahead
 from .units import Counts, Tick, Written, order_of, written
 
 _AT_ONCE = 1 << 22  # characters that are rendered and tokenised at once, more or less
+_IN_TIME = 1000  # messages that a template may be asked to write in one time limit, more or less
 
 
 class GivenWriter:
@@ -89,8 +90,7 @@ class _Texts:
 def _together(renderer: ChatRenderer, documents: Iterable[Document]) -> Iterator[list[_Texts]]:
     """The texts of documents, of so many at a time as `_AT_ONCE` says."""
     found, size = [], 0
-    for document in documents:
-        turns = _turns(renderer, document)
+    for document, turns in _turns(renderer, documents):
         texts = renderer.turn_texts(turns)
         if not document.messages:
             whole = [(document.whole(), True)] if document.answer is not None else []
@@ -104,14 +104,42 @@ def _together(renderer: ChatRenderer, documents: Iterable[Document]) -> Iterator
         yield found
 
 
-def _turns(renderer: ChatRenderer, document: Document) -> list[Turn]:
-    """The turns of a chat, which an error names; none of another document."""
-    try:
-        return renderer.turns(document.messages or [], document.tools)
-    except ChatTemplateError as error:
-        raise DistillError(
-            f"{document.id}: {error}; drop the row, or set distill.chat=plain."
-        ) from None
+def _turns(
+    renderer: ChatRenderer, documents: Iterable[Document]
+) -> Iterator[tuple[Document, list[Turn]]]:
+    """Each document and the turns of its chat, none of others; an error names the document.
+
+    A time limit takes a thread, so there is one for several chats.
+    """
+    for some in _in_groups(documents):
+        found: list[tuple[Document, list[Turn]]] = []
+
+        def render(some: list[Document] = some, found: list[Any] = found) -> None:
+            for document in some:
+                turns = renderer.turns_in_any_time(document.messages or [], document.tools)
+                found.append((document, turns))
+
+        try:
+            in_time(render)
+        except ChatTemplateError as error:
+            raise DistillError(
+                f"{some[len(found)].id}: {error}; drop the row, or set distill.chat=plain."
+            ) from None
+        yield from found
+
+
+def _in_groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents one after the other, in groups whose chats are short together, or of one."""
+    group: list[Document] = []
+    due = 0
+    for document in documents:
+        group.append(document)
+        due += 1 + len(document.messages or ()) ** 2  # each answer is written with all before it
+        if due >= _IN_TIME:
+            yield group
+            group, due = [], 0
+    if group:
+        yield group
 
 
 def _text_row(renderer: ChatRenderer, document: Document, ids: Iterator[np.ndarray]) -> Rendered:
