@@ -56,9 +56,7 @@ def test_the_cost_of_long_prompts_is_told(loaded: Any) -> None:
     assert "have 10,000 tokens, up to 5,000" in note
 
 
-def test_bench_tells_first(
-    loaded: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bench_tells_first(loaded: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "documents.jsonl"
     prompts.write_text(json.dumps({"text": "abc" * 900}) + "\n" + json.dumps({"text": "abc"}))
     command = ["bench", "--target", str(loaded.folder), "--drafter", "lookup", "--repeats", "1"]
