@@ -1,31 +1,25 @@
-"""Drafters: one file a family, and the few things that drafters and runtime share in `core`."""
+"""Drafters: one file a family, and the few things that drafters and runtime share in `core`.
+
+What imports torch is imported on first use.
+"""
+
+from typing import TYPE_CHECKING
 
 if __name__ != "headstart.heads":
     raise ImportError(f"imported as {__name__!r}; write `from headstart.heads import …` instead.")
 
-from .artifacts.loading import load_drafter
-from .artifacts.manifest import Manifest, fingerprint
-from .artifacts.saving import save_drafter
 from .core import (
     FINAL,
     ArtifactError,
     DecodingError,
     HeadstartError,
     OptionError,
-    Sampling,
-    SlabCache,
-    TokenTree,
-    Topology,
     UnsupportedTarget,
 )
-from .drafter import Drafter, DrafterConfig, Step
 from .families import FAMILIES, Family, family
-from .group import DrafterGroup
-from .trainable import TrainableDrafter
+from .later import names_of
 
-__all__ = [
-    "FAMILIES", "FINAL", "ArtifactError", "DecodingError", "Drafter", "DrafterConfig",
-    "DrafterGroup", "Family", "HeadstartError", "Manifest", "OptionError", "Sampling", "SlabCache",
-    "Step", "TokenTree", "Topology", "TrainableDrafter", "UnsupportedTarget", "family",
-    "fingerprint", "load_drafter", "save_drafter",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from .public import *
+
+__getattr__ = names_of(__name__)

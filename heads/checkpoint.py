@@ -1,6 +1,5 @@
 """The checkpoint part of the drafter contract; `artifacts` saves and loads by it."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -8,59 +7,28 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .core import FINAL, OptionError
+from .core import OptionError
+from .declared.fields import Fields
 from .parts.adapter import Adapter
 from .parts.published.checkpoint import Checkpoint
 
 Found = tuple[dict[str, Any], dict[str, Tensor]]
 """What is read from a checkpoint: fields of the family's config, and tensors by its own names."""
 
-MOST_PARTS = 4096
-"""Of heads × layers × depths; a module of more would take minutes to build without any weight."""
 
-_RANGES = {
-    "at least 0": lambda value: value >= 0,
-    "at least 1": lambda value: value >= 1,
-    "more than 0": lambda value: value > 0,
-    "0 … 1, 1 excluded": lambda value: 0 <= value < 1,
-}
-
-
-class DrafterConfig(PreTrainedConfig):
+class DrafterConfig(Fields, PreTrainedConfig):
     """What every drafter's `config.json` says; `model_type` is `headstart_` + the family's name.
 
-    `feature_layers` are the hidden states that it reads, see `FeatureTap`; there may be none.
+    A family's own config may declare its settings itself, or take them from a class of `declared`,
+    with which an artifact's files are judged without torch.
     """
 
     model_type = "headstart_"
-    hidden_size: int = 0  # D of the target
-    vocab_size: int = 0  # V of the target's output layer
-    feature_layers: list[int] | tuple[int, ...] = (FINAL,)
-
-    OPTIONS: ClassVar[tuple[str, ...]] = ()
-    """The names that a recipe's drafter section may set."""
-
-    RANGES: ClassVar[dict[str, tuple[str, ...]]] = {}
-    """Ranges, see `_RANGES`, and the numbers among the options that must be in them."""
 
     @classmethod
     def family_name(cls) -> str:
         """The family's name, see `headstart.heads.families`."""
         return cls.model_type.removeprefix("headstart_")
-
-    def validate_ranges(self) -> None:
-        """Part of the config's own validation."""
-        sizes = {name: getattr(self, name, 1) for name in ("heads", "layers", "depths")}
-        parts = [size for size in sizes.values() if type(size) is int]
-        if math.prod(parts) > MOST_PARTS:
-            said = ", ".join(f"{name} {sizes[name]}" for name in sizes if name in self.OPTIONS)
-            raise OptionError(
-                f"drafter.{said}: more than {MOST_PARTS} of them together; lower one of them."
-            )
-        for expected, names in self.RANGES.items():
-            for name in names:
-                if not _RANGES[expected](value := getattr(self, name)):
-                    raise OptionError(f"drafter.{name} is {value}; expected {expected}.")
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
@@ -69,11 +37,7 @@ class DrafterConfig(PreTrainedConfig):
         Raises:
             OptionError: an option that the family does not have, or a value of the wrong type.
         """
-        if unknown := sorted(options.keys() - set(cls.OPTIONS)):
-            raise OptionError(
-                f"drafter.{unknown[0]} is not an option of {cls.family_name()!r}; expected one of: "
-                f"{', '.join(cls.OPTIONS)}."
-            )
+        cls.check_names(cls.family_name(), options)
         text = target.config.get_text_config(decoder=True)
         try:
             return cls(hidden_size=text.hidden_size, vocab_size=text.vocab_size, **options)

@@ -15,7 +15,7 @@ is in `eagle3`.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -24,36 +24,22 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from .core import AttentionWindows
-from .drafter import Step, entries_at, last_true
+from .declared.eagle import EagleFields
+from .drafter import DrafterConfig, Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.draft_attention import Mask, attention_for, depth_mask
 from .parts.own_layers import layer_like, own_layers, unit_scale_init
 from .parts.published.eagle import eagle1
 from .parts.published.eagle_files import EAGLE1
-from .parts.vocabulary import TokenConditioned, VocabularyConfig
+from .parts.vocabulary import TokenConditioned
 from .trainable import DraftLogits
 
 
 @strict
-class EagleConfig(VocabularyConfig):
-    """EAGLE-1's shape.
-
-    Attributes:
-        layer: the decoder layers' sizes, see `own_layers`; by default one of the target's own.
-        depths: K, how many tokens in a row a training loss covers: 1 as published. With more it
-            learns from its own hidden states, as it drafts (HASS, arXiv 2408.15766).
-        bias: whether what mixes a feature and a token has a bias, as published; vLLM runs heads
-            without one alone.
-        output: `own` in published heads whose output layer is not the target's.
-    """
+class EagleConfig(EagleFields, DrafterConfig):
+    """See `EagleFields`."""
 
     model_type = "headstart_eagle"
-    layer: dict[str, Any] | None = None
-    depths: int = 4
-    bias: bool = True
-
-    OPTIONS = ("depths", "bias")
-    RANGES: ClassVar = {"at least 1": ("depths",)}
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:

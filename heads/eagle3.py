@@ -12,7 +12,7 @@ pair after the first holds a learned state and a mask token in the place of what
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -22,7 +22,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from .checkpoint import Found
-from .core import OptionError, output_layer, weight_of
+from .core import output_layer, weight_of
+from .declared.eagle import Eagle3Fields
 from .drafter import Step, last_true
 from .eagle import Eagle, EagleConfig
 from .parts.cached_layers import DraftCache
@@ -34,42 +35,10 @@ from .trainable import DraftLogits
 
 
 @strict
-class Eagle3Config(EagleConfig):
-    """EAGLE-3's shape.
-
-    Attributes:
-        feature_layers: whose input it reads; () for the published three, see `mixed_layers`.
-        norm_before_residual: whether the layer adds to its normalised input, as heads of
-            speculators do, or to the input itself.
-        norm_before_fc: whether one norm reads the features of all layers together, before `fc`.
-        fc_norm: whether a norm reads the features of each layer, before `fc`.
-        norm_output: whether the normed state, which the output layer reads, is also the hidden
-            state of the next pair.
-        mask_token_id: the token of the pairs of drafts that are made all at once, `depths` of them;
-            None for a head that drafts one after another.
-    """
+class Eagle3Config(Eagle3Fields, EagleConfig):
+    """See `Eagle3Fields`."""
 
     model_type = "headstart_eagle3"
-    feature_layers: list[int] | tuple[int, ...] = ()
-    depths: int = 7
-    output: Literal["own", "trimmed"] = "own"
-    norm_before_residual: bool = False
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_output: bool = False
-    mask_token_id: int | None = None
-
-    OPTIONS = (
-        *("feature_layers", "depths", "output", "draft_vocab_size"),
-        *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
-    )
-
-    def validate_norms(self) -> None:
-        """Part of the config's own validation."""
-        if self.norm_before_fc and self.fc_norm:
-            raise OptionError(
-                "drafter.norm_before_fc and drafter.fc_norm are both true; expected one of them."
-            )
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:

@@ -1,12 +1,18 @@
 """The drafter families: one record each, which is all that registers a family."""
 
+from __future__ import annotations
+
 import importlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .core import OptionError
-from .drafter import Drafter
+from .declared.fields import Fields
+
+if TYPE_CHECKING:
+    from .drafter import Drafter
 
 
 @dataclass(frozen=True)
@@ -16,32 +22,44 @@ class Family:
     Attributes:
         name: as in recipes and manifests.
         place: where its class is, `MODULE:CLASS`; a module without dots is one of this package.
+        declared: where its `Fields` are, `MODULE:CLASS` in `declared`, so that its files are judged
+            without torch; empty for a family whose class alone knows them.
         small: options of a drafter for a target of a few thousand weights, such as a test's.
         large: options of one for a target of billions of weights; others keep their defaults.
     """
 
     name: str
     place: str
+    declared: str = ""
     small: Mapping[str, Any] = field(default_factory=dict)
     large: Mapping[str, Any] = field(default_factory=dict)
 
 
 _SHARED = {"heads": 5, "output": "shared"}
 _TRIMMED = {"output": "trimmed", "draft_vocab_size": 32_000}
+_DEPTHS, _HYDRA = {"depths": 3}, {"heads": 3, "layers": 2, "prefix": True}
 _PREFIX = {"layers": 4, "prefix": True, **_TRIMMED}
 
 _FAMILIES = (
-    Family("draft_model", "draft_model:DraftModel", {"layers": 1}, {"layers": 1}),
-    Family("eagle", "eagle:Eagle"),
-    Family("eagle3", "eagle3:Eagle3", {"depths": 3}, _TRIMMED),
-    Family("hydra", "hydra:Hydra", {"heads": 3, "layers": 2, "prefix": True}, _PREFIX),
-    Family("lookup", "lookup:Lookup"),
-    Family("medusa", "medusa:Medusa", {"heads": 3}, _SHARED),
-    Family("medusa2", "medusa2:Medusa2", {"heads": 3, "rank": 4}, _SHARED),
-    Family("redrafter", "redrafter:ReDrafter", {"depths": 3}, _TRIMMED),
+    Family("draft_model", "draft_model:DraftModel", "", {"layers": 1}, {"layers": 1}),
+    Family("eagle", "eagle:Eagle", "eagle:EagleFields"),
+    Family("eagle3", "eagle3:Eagle3", "eagle:Eagle3Fields", _DEPTHS, _TRIMMED),
+    Family("hydra", "hydra:Hydra", "hydra:HydraFields", _HYDRA, _PREFIX),
+    Family("lookup", "lookup:Lookup", "lookup:LookupFields"),
+    Family("medusa", "medusa:Medusa", "medusa:MedusaFields", {"heads": 3}, _SHARED),
+    Family("medusa2", "medusa2:Medusa2", "medusa:Medusa2Fields", {"heads": 3, "rank": 4}, _SHARED),
+    Family("redrafter", "redrafter:ReDrafter", "redrafter:ReDrafterFields", _DEPTHS, _TRIMMED),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}
 """Every family, by name. A new drafter adds its record to those above."""
+
+
+def check_family(name: str) -> None:
+    """Refuse a name that is no family's, with an OptionError."""
+    if name not in FAMILIES:
+        raise OptionError(
+            f"drafter.family is {name!r}; expected one of: {', '.join(sorted(FAMILIES))}."
+        )
 
 
 def family(name: str) -> type[Drafter]:
@@ -50,10 +68,34 @@ def family(name: str) -> type[Drafter]:
     Raises:
         OptionError: no family of that name.
     """
-    if name not in FAMILIES:
-        raise OptionError(
-            f"drafter.family is {name!r}; expected one of: {', '.join(sorted(FAMILIES))}."
-        )
+    check_family(name)
     module, _, attribute = FAMILIES[name].place.partition(":")
     module = module if "." in module else f"{__package__}.{module}"
     return getattr(importlib.import_module(module), attribute)
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Refuse a family, or what can be told of its options without a target and without torch.
+
+    Raises:
+        OptionError: no such family or option, or a number that no drafter has.
+    """
+    kind = declared_by(name)
+    if kind is None:
+        return
+    kind.check_names(name, options)
+    with suppress(TypeError):  # values of another kind are refused with the target
+        kind(**options).validate_ranges()
+
+
+def declared_by(name: str) -> type[Fields] | None:
+    """What a family's config declares, read without torch; None where its class alone knows it.
+
+    Raises:
+        OptionError: no family of that name.
+    """
+    check_family(name)
+    if not FAMILIES[name].declared:
+        return None
+    module, _, attribute = FAMILIES[name].declared.partition(":")
+    return getattr(importlib.import_module(f"{__package__}.declared.{module}"), attribute)

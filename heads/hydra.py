@@ -12,7 +12,7 @@ calls the drafter Hydra++. Every depth has weights of its own, so a grown level 
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, Self, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -22,30 +22,21 @@ from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from .core import FINAL, capture, device_of
-from .drafter import Step, entries_at, last_true
+from .declared.hydra import HydraFields
+from .drafter import DrafterConfig, Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import like_published, own_layers
 from .parts.published.hydra import HYDRA, hydra
 from .parts.recompute import compute_again
-from .parts.vocabulary import TokenConditioned, VocabularyConfig
+from .parts.vocabulary import TokenConditioned
 from .trainable import DraftLogits
 
 
 @strict
-class HydraConfig(VocabularyConfig):
-    """Hydra's shape; each head has its own output layer, unless it is `shared`."""
+class HydraConfig(HydraFields, DrafterConfig):
+    """See `HydraFields`."""
 
     model_type = "headstart_hydra"
-    heads: int = 4  # K, how many tokens beyond the next one are predicted
-    layers: int = 1  # L blocks per head
-    prefix: bool = False  # whether a layer with its own cache reads the features first (Hydra++)
-    output: Literal["shared", "own", "trimmed"] = "shared"
-    dropout: float = 0.0  # of what every block and output layer reads, while training
-    layer: dict[str, Any] | None = None  # the prefix's, see `own_layers`; taken from the target
-    embedding_scale: float = 1.0  # of embeddings; found when training starts, 1 in published heads
-
-    OPTIONS = ("heads", "layers", "prefix", "output", "draft_vocab_size", "dropout")
-    RANGES: ClassVar = {"at least 1": ("heads", "layers"), "0 … 1, 1 excluded": ("dropout",)}
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:

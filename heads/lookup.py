@@ -18,36 +18,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .core import OptionError, in_steps
+from .core import in_steps
+from .declared.lookup import LookupFields
 from .drafter import Drafter, DrafterConfig, Step, entries_at
-
-_MOST = 1024  # tokens that are compared at each position, and matches that are followed
 
 
 @strict
-class LookupConfig(DrafterConfig):
-    """How text is looked up.
-
-    Of the matches the longest are followed, the latest of equals; a node has a child of each at
-    most.
-    """
+class LookupConfig(LookupFields, DrafterConfig):
+    """See `LookupFields`."""
 
     model_type = "headstart_lookup"
-    feature_layers: list[int] | tuple[int, ...] = ()
-    max_match: int = 8  # the longest suffix that is compared
-    min_match: int = 1  # the shortest that counts as a match
-    matches: int = 8  # how many are followed
-
-    OPTIONS = ("max_match", "min_match", "matches")
-
-    def validate_lookup(self) -> None:
-        """Part of the config's own validation."""
-        if not 1 <= self.min_match <= self.max_match <= _MOST or not 1 <= self.matches <= _MOST:
-            raise OptionError(
-                f"drafter.min_match is {self.min_match}, max_match {self.max_match} and matches "
-                f"{self.matches}; expected 1 ≤ min_match ≤ max_match ≤ {_MOST}, and 1 … "
-                f"{_MOST} matches."
-            )
 
 
 class LookupState:

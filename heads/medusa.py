@@ -7,30 +7,25 @@ heads live in one stacked parameter, so a round costs one batched product per bl
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .drafter import Step, last_true
+from .declared.medusa import MedusaFields
+from .drafter import DrafterConfig, Step, last_true
 from .parts.published.medusa import MEDUSA, medusa
-from .parts.vocabulary import TrimmedVocabulary, VocabularyConfig
+from .parts.vocabulary import TrimmedVocabulary
 from .trainable import DraftLogits
 
 
 @strict
-class MedusaConfig(VocabularyConfig):
-    """Medusa's shape; each head has its own output layer, unless it is `shared`."""
+class MedusaConfig(MedusaFields, DrafterConfig):
+    """See `MedusaFields`."""
 
     model_type = "headstart_medusa"
-    heads: int = 4  # K, how many tokens beyond the next one are predicted
-    layers: int = 1  # L residual blocks per head
-    output: Literal["shared", "own", "trimmed"] = "shared"
-
-    OPTIONS = ("heads", "layers", "output", "draft_vocab_size")
-    RANGES: ClassVar = {"at least 1": ("heads", "layers")}
 
 
 class Medusa(TrimmedVocabulary):

@@ -6,39 +6,20 @@ keeps its output close to what it was. Decoding is exact with respect to the ada
 """
 
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, Self
 
 from huggingface_hub.dataclasses import strict
 
+from .declared.medusa import Medusa2Fields
 from .medusa import Medusa, MedusaConfig
 from .parts.adapter import Adapter
 
 
 @strict
-class Medusa2Config(MedusaConfig):
-    """Medusa's shape, the adapter's, and how both are trained."""
+class Medusa2Config(Medusa2Fields, MedusaConfig):
+    """See `Medusa2Fields`."""
 
     model_type = "headstart_medusa2"
-    rank: int = 32  # of the adapter's factors
-    alpha: int | float = 16  # the adapter's scale is alpha / rank
-    dropout: int | float = 0.05  # on the input of the adapter's factors, while training
-    modules: list[str] | tuple[str, ...] = ()  # adapted layers; () for all linear but the output
-    heads_first: int | float = 0.5  # share of training in which heads learn alone; 0: one stage
-    head_weight: int | float = 0.2  # λ0, of the heads' loss while heads and adapter both learn
-    ramp: Literal["constant", "sine"] = "constant"  # sine: λ rises from 0 to λ0
-    head_rate: int | float = 4.0  # the heads' learning rate in multiples of train.learning_rate
-
-    OPTIONS = (
-        *MedusaConfig.OPTIONS,
-        *("rank", "alpha", "dropout", "modules"),
-        *("heads_first", "head_weight", "ramp", "head_rate"),
-    )
-
-    RANGES: ClassVar = {
-        "at least 1": ("heads", "layers", "rank"),
-        "more than 0": ("alpha", "head_weight", "head_rate"),
-        "0 … 1, 1 excluded": ("dropout", "heads_first"),
-    }
 
 
 class Medusa2(Medusa):

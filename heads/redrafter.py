@@ -12,32 +12,25 @@ write a new continuation from each position of a corpus.
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .drafter import Step, entries_at, last_true
+from .declared.redrafter import ReDrafterFields
+from .drafter import DrafterConfig, Step, entries_at, last_true
 from .parts.published.redrafter import REDRAFTER, redrafter
-from .parts.vocabulary import TokenConditioned, VocabularyConfig
+from .parts.vocabulary import TokenConditioned
 from .trainable import DraftLogits
 
 
 @strict
-class ReDrafterConfig(VocabularyConfig):
-    """ReDrafter's shape."""
+class ReDrafterConfig(ReDrafterFields, DrafterConfig):
+    """See `ReDrafterFields`."""
 
     model_type = "headstart_redrafter"
-    depths: int = 5  # K, how many steps of the cell a training loss covers
-    layers: int = 2  # L residual blocks of the head
-    rnn: bool = True  # whether there is a cell; without it embeddings are summed
-    exit_dim: int = 0  # their width; 0 for 2 D, the width of [f ; s]
-    output: Literal["own", "trimmed"] = "own"
-
-    OPTIONS = ("depths", "layers", "rnn", "exit_dim", "output", "draft_vocab_size")
-    RANGES: ClassVar = {"at least 1": ("depths",), "at least 0": ("exit_dim", "layers")}
 
 
 class ReDrafterState:

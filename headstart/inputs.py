@@ -17,6 +17,8 @@ NEW_TOKENS = 128
 
 _MOST_CHARACTERS = 1000  # of a name or path; systems know none that are much longer
 
+_PLACING = ("device", "max_memory", "offload_folder")
+
 if TYPE_CHECKING:
     import torch
 
@@ -44,22 +46,35 @@ def check_length(speculator: Speculator, prompt: int, new_tokens: int | None) ->
     """How many tokens to write after a prompt of so many; by default 128, or what the context has.
 
     Raises:
-        UsageError: they do not fit into the target's context.
+        UsageError: they do not fit into the target's context, or their keys and values into all
+            the memory there is.
     """
     from headstart.heads.core import trained_context
 
     context = trained_context(speculator.model)
-    if context is None:
-        return new_tokens or NEW_TOKENS
-    room = context - prompt
-    if room < (new_tokens or 1):
+    if context is not None and (room := context - prompt) < (new_tokens or 1):
         asked = "" if new_tokens is None else f" and {new_tokens} new ones are asked for"
         remedy = f"ask for at most {room}" if room > 0 else "shorten the prompt"
         raise UsageError(
             f"the prompt has {prompt or 'some'} tokens{asked}, and the target was made for "
             f"{context} in all; {remedy}"
         )
-    return new_tokens or min(NEW_TOKENS, room)
+    new_tokens = new_tokens or min(NEW_TOKENS, NEW_TOKENS if context is None else context - prompt)
+    _check_memory(speculator, prompt + new_tokens)
+    return new_tokens
+
+
+def _check_memory(speculator: Speculator, tokens: int) -> None:
+    from headstart.heads.core import total_bytes
+
+    cache = speculator.target.cache
+    there = [total_bytes(device) for device in {shape.device for shape in cache.shapes}]
+    needed = cache.bytes_of(1, tokens)
+    if None not in there and needed > (whole := sum(filter(None, there))):
+        raise UsageError(
+            f"the keys and values of {tokens:,} tokens take {needed / 1e9:.0f} GB of memory, and "
+            f"there are {whole / 1e9:.0f} GB; ask for fewer new tokens"
+        )
 
 
 def check_new_tokens(speculator: Speculator, new_tokens: int) -> None:
@@ -71,7 +86,8 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
     """The Speculator for --target, --drafter, --tree, --rule, --dtype, --compile and --device.
 
     Without --tree it takes the artifact's own tree. Where trees or rules are lists, they are left
-    to the caller. `options.target` is filled in by `drafter_sources`.
+    to the caller. `options.target` is filled in by `drafter_sources`; with `options.in_place` False
+    the target stays what transformers loads, for comparisons with it.
     """
     names = ("tree", "rule", "expansion", "dtype")
     given: dict[str, Any] = {name: vars(options).get(name) for name in names}
@@ -82,15 +98,25 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
     if trust and options.target is None:  # a drafter may name any model as its target
         raise UsageError("--trust-remote-code trusts the model of --target; name one")
     _check_names(options)
-    with quiet_stdout():
-        drafters = drafter_sources(options)
-        if not drafters and options.target is None:
-            raise UsageError("neither --target nor --drafter given; name at least one")
-        import headstart
+    drafters = drafter_sources(options)
+    if not drafters and options.target is None:
+        raise UsageError("neither --target nor --drafter given; name at least one")
+    from headstart.heads.artifacts.hub import target_options
 
+    if any(getattr(options, name, None) is not None for name in _PLACING):
+        _placing(options)  # mistakes in the options come first
+    target_options(options.target)  # what is not there is said before torch is imported
+    for source in drafters:
+        _ = source.kind
+    with quiet_stdout():
+        import headstart
+        from headstart.heads.core import use_physical_cores
+
+        use_physical_cores()
         given |= _placing(options)
         given |= {"trust_remote_code": True} if trust else {}
-        given |= {"compile": True} if getattr(options, "compile", False) else {}
+        given |= {"compile": compile} if (compile := getattr(options, "compile", False)) else {}
+        given |= {"in_place": vars(options).get("in_place", True)}
         try:
             return headstart.load(options.target, drafters, **given)
         except OSError as error:  # transformers' message may not even name the model
@@ -137,8 +163,7 @@ def drafter_sources(options: argparse.Namespace) -> list[DrafterSource]:
 
 def _placing(options: argparse.Namespace) -> dict[str, Any]:
     """The arguments of `from_pretrained` for --device, --max-memory and --offload-folder."""
-    names = ("device", "max_memory", "offload_folder")
-    name, memory, folder = (getattr(options, each, None) for each in names)
+    name, memory, folder = (getattr(options, each, None) for each in _PLACING)
     if memory is None:
         if folder is not None:
             raise UsageError("--offload-folder without --max-memory, and nothing is offloaded")

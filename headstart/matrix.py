@@ -52,6 +52,7 @@ class Matrix:
         drafters: each a name, or a list of names that decode together.
         trees: for each drafter; its own plan or tree where there is none.
         rules: for temperatures above 0.
+        roofline: whether rounds are compared with the least time that reading their weights takes.
         assistant: the `assistant_model`; where it is null, the model of a draft model.
     """
 
@@ -70,6 +71,7 @@ class Matrix:
     new_tokens: int = positive(128)
     repeats: int = positive(3)
     seed: int = 0
+    roofline: bool = False
 
     def __post_init__(self) -> None:
         for name in ("temperatures", "batch_sizes"):

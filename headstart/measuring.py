@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.inputs import check_name, check_new_tokens, encode, load_speculator
+from headstart.long_prompts import TAKEN, is_cut, notes_on, room_for
 from headstart.matrix import Matrix
 from headstart.terminal import UsageError
 
@@ -46,6 +47,7 @@ class Prepared:
     Attributes:
         ways: of a temperature, by name.
         cut: ids of the chats whose prompts lost their beginning to fit into the context.
+        early: notes that are told before anything is measured.
     """
 
     target: Speculator
@@ -54,6 +56,7 @@ class Prepared:
     against: dict[str, dict[str, Any]]
     notes: list[str]
     cut: set[str] = field(default_factory=set)
+    early: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -120,7 +123,7 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
     given = argparse.Namespace(**vars(options) | {"target": matrix.target, "rule": None})
     sources = [[_source(name, options) for name in names] for names in matrix.sets or [[]]]
     given.drafter, given.tree = sources[0] or None, matrix.trees or None
-    given.expansion = matrix.expansion
+    given.expansion, given.in_place = matrix.expansion, False
     first = load_speculator(given)
     check_new_tokens(first, matrix.new_tokens)
     loaded = [first]
@@ -144,12 +147,12 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
             how["expansion"] = matrix.expansion
             made = Speculator(
                 each.model, each.drafter, tokenizer=each.tokenizer,
-                compile=each.target.compile, **how,
+                compile=first.target.compile, **how,
             )  # fmt: skip
             label = ", ".join(filter(None, (name, tree, rule if temperature > 0 else None)))
             own[label] = Way(name, made)
     notes: list[str] = []
-    chats, cut = _chats(first, questions, matrix, notes)
+    chats, cut, early = _chats(first, questions, matrix, notes)
     against: dict[str, dict[str, Any]] = {name: {} for name in matrix.against}
     if "lookup" in against:
         from headstart.infer.measure.matrix import LOOKUP_TOKENS
@@ -157,7 +160,7 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
         against["lookup"] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
     if "assistant" in against:
         against["assistant"] = {"assistant_model": _assistant(matrix, first, loaded)}
-    return Prepared(first, ways, chats, against, notes, cut)
+    return Prepared(first, ways, chats, against, notes, cut, early)
 
 
 def measure(prepared: Prepared, matrix: Matrix) -> Measured:
@@ -180,7 +183,9 @@ def measure(prepared: Prepared, matrix: Matrix) -> Measured:
             reports.append(report | {"way": name, "drafter": way.drafter})
             answers.append(cell.found[f"way {name}"].answers)
     _add_tree_shares(prepared, matrix, reports)
-    notes = list(prepared.notes)
+    notes = [*prepared.early, *prepared.notes]
+    if matrix.roofline:
+        notes += _against_the_limit(prepared, matrix, reports)
     if max(matrix.batch_sizes) > 1 and (left := [w for w in ONE_ROW if w in matrix.against]):
         notes.append(f"generate decodes one prompt at a time with {' or '.join(left)}.")
     if prepared.cut:
@@ -210,6 +215,21 @@ def _add_tree_shares(prepared: Prepared, matrix: Matrix, reports: Sequence[dict[
     texts = write_texts(prepared.target.model, drafter, prompts, matrix.new_tokens)
     depth = max(map(len, best["tree_paths"]))
     best["tree_shares"] = path_shares(measure_ranks(drafter, texts, depth), best["tree_paths"])
+
+
+def _against_the_limit(
+    prepared: Prepared, matrix: Matrix, reports: Sequence[dict[str, Any]]
+) -> list[str]:
+    """Add to each report what its rounds must read; returns that as sentences."""
+    from headstart.infer.measure.roofline import against_the_limit, read_bandwidth, said_of_limit
+
+    bytes_per_s = read_bandwidth(prepared.target.device)
+    middle = sum(len(chat.prompt([])) for chat in prepared.chats) // len(prepared.chats)
+    for report in reports:
+        way = prepared.ways[report["temperature"]][report["way"]]
+        length = middle + matrix.new_tokens // 2
+        report["roofline"] = against_the_limit(way.speculator, report, length, bytes_per_s)
+    return [said_of_limit(report) for report in reports]
 
 
 def _noise(reports: Sequence[dict[str, Any]]) -> list[str]:
@@ -297,28 +317,35 @@ def _assistant(matrix: Matrix, target: Speculator, loaded: Sequence[Speculator])
 
 def _chats(
     speculator: Speculator, questions: Sequence[Question], matrix: Matrix, notes: list[str]
-) -> tuple[list[Chat], set[str]]:
-    """The questions as the target is asked them; the first prompts are encoded at once."""
-    from headstart.heads.core import trained_context
+) -> tuple[list[Chat], set[str], list[str]]:
+    """The questions as the target is asked them, and what is to be told of their lengths.
+
+    The first prompts are encoded at once.
+    """
     from headstart.infer.measure.matrix import Chat
 
     tokenizer: Any = speculator.tokenizer
-    context, cut = trained_context(speculator.model), set[str]()
-    room = None if context is None else context - matrix.new_tokens
+    room, cut = room_for(speculator.model, matrix.new_tokens), set[str]()
+    lengths, texts = [], set[str]()
 
     def chat(question: Question) -> Chat:
         def prompt(answers: Sequence[list[int]]) -> Any:
             said = [tokenizer.decode(ids, skip_special_tokens=True) for ids in answers]
             limit = matrix.prefix_tokens if not answers else None
-            ids = encode(question.after(said), speculator, limit)[0]
+            asked = question.after(said)
+            ids = encode(asked, speculator, limit)[0]
+            if matrix.prefix_tokens is None and is_cut(asked, len(ids), room):
+                texts.add(question.id)
+                ids = ids[: min(TAKEN, room or TAKEN)]
             if room is not None and len(ids) > room:
                 cut.add(question.id)
                 ids = ids[-room:]
             return ids.to(speculator.device)
 
-        prompt([])
+        lengths.append(len(prompt([])))
         return Chat(question.id, question.category, question.turns, prompt)
 
     if any(question.document.messages for question in questions) and not tokenizer.chat_template:
         notes.append(_NO_TEMPLATE)
-    return [chat(question) for question in questions], cut
+    chats = [chat(question) for question in questions]
+    return chats, cut, notes_on(lengths, len(texts), room, speculator.model)

@@ -28,7 +28,8 @@ _SMALL = 1 << 20  # bytes of memory that is held with a graph, at most
 class _Watched(threading.local):
     """Whether a thread's borrowing is noted now."""
 
-    on: bool = True
+    def __init__(self) -> None:
+        self.on = True
 
 
 _watched = _Watched()

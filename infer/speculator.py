@@ -47,7 +47,8 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 class _Requests(threading.local):
     """How many requests the thread is in; more than one where they call each other."""
 
-    open: int = 0
+    def __init__(self) -> None:
+        self.open = 0
 
 
 _requests = _Requests()
@@ -112,7 +113,8 @@ class Speculator:
             the model's weights and hooks built in: after changing them, make a new speculator.
         attention: how the target attends to trees: `masked`, under a mask over all slots; `tree`,
             see `heads/core/tree_attention.py`; `auto`, that on CUDA where it passes a trial.
-        compile: whether forwards are made faster at some cost beforehand, or how. True packs the
+        compile: whether forwards are made faster at some cost beforehand, or how; `auto` is True on
+            a CPU where a short trial finds that faster, else False. True packs the
             weights on a CPU, of drafters too, for which it needs their size in memory once more.
             Elsewhere it compiles the target's forwards, also by a mode of `torch.compile`; the
             first round of each batch size then takes long. Sums are rounded otherwise, so near-ties

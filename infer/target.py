@@ -18,33 +18,43 @@ from headstart.heads.core import (
     FusedLayers,
     Packing,
     PositionLimit,
+    Prefetch,
     check_fused,
     choose_attention,
     device_of,
     in_steps,
+    offloaded,
+    packing_pays,
     prefill_forward,
     probe_layers,
+    runs_packed,
     tree_forward,
 )
 
 from .capture import unwatched
 
-PACKED = "packed"
+PACKED, AUTO = "packed", "auto"
 MODES = (PACKED, "default", "max-autotune-no-cudagraphs")
 """Ways to compile: packed weights, or the modes of `torch.compile` that capture no graphs."""
 
 
-def _way_of(model: PreTrainedModel, compile: bool | str) -> str | None:
-    """The one of `MODES` that is asked for, by name or by what suits the device; None for none."""
+def way_to_run(model: PreTrainedModel, compile: bool | str) -> str | None:
+    """The one of `MODES` that is asked for, by name or by what suits the device; None for none.
+
+    `auto` is packed weights on a CPU, where a short trial finds them faster, and none elsewhere.
+    """
     if compile is False:
         return None
     mode = compile
+    if mode == AUTO:
+        pays = device_of(model).type == "cpu" and (runs_packed(model) or packing_pays(model))
+        return PACKED if pays else None
     if mode is True:
         mode = PACKED if device_of(model).type == "cpu" else "default"
     if mode not in MODES:
         raise OptionError(
-            f"compile is {mode!r}; expected True, False or one of {', '.join(MODES)}: rounds are "
-            "captured as graphs whole."
+            f"compile is {mode!r}; expected True, False, auto or one of {', '.join(MODES)}: rounds "
+            "are captured as graphs whole."
         )
     return mode
 
@@ -61,13 +71,17 @@ def _compiled(model: PreTrainedModel, mode: str, attention: str) -> Callable[...
         return model(**inputs)
 
     # What is compiled is kept by code, and its guards overlook hooks: with code of its own, a
-    # target never meets what was compiled for another one's features.
-    own = FunctionType(run.__code__.replace(), globals(), closure=run.__closure__)
-    compiled = torch.compile(own, dynamic=False, mode=mode)
+    # target never meets what was compiled for another one's features. And each shape has its own,
+    # since torch compiles the same code for eight of them at most, and runs others as they are.
+    compiled: dict[torch.Size, Callable[..., Any]] = {}
 
     def call(**inputs: Any) -> Any:
+        shape = inputs["input_ids"].shape
+        if shape not in compiled:
+            own = FunctionType(run.__code__.replace(), globals(), closure=run.__closure__)
+            compiled[shape] = torch.compile(own, dynamic=False, mode=mode)
         with unwatched():  # it reads the model's weights, and what the round has just made
-            return compiled(**inputs)
+            return compiled[shape](**inputs)
 
     return call
 
@@ -89,7 +103,7 @@ class Target:
 
     Raises:
         OptionError: a mode that captures graphs itself, or masked attention to be compiled; or
-            fused beside compiled forwards.
+            fused beside forwards that `torch.compile` compiles.
         UnsupportedTarget: the model cannot be driven by a token tree; the message names why.
     """
 
@@ -101,9 +115,9 @@ class Target:
         compile: bool | str = False,
         fused: bool = False,
     ):
-        self.model, self.compile = model, compile
-        mode = _way_of(model, compile)
-        if fused and mode:
+        mode = way_to_run(model, compile)
+        self.model, self.compile = model, (mode or False) if compile == AUTO else compile
+        if fused and mode not in (None, PACKED):
             raise OptionError(
                 "fused and compile were both given, and each replaces the same layers; leave one "
                 "of them out."
@@ -125,6 +139,7 @@ class Target:
         self.fused = FusedLayers(model) if fused else None
         if self.fused is not None:
             check_fused(model, self.fused)
+        self._streamed = offloaded(model)
         self.cache = SlabCache(self.shapes, 0, 0)
         self.limit = PositionLimit.of(model)  # no row may run past it; None without an end
 
@@ -214,6 +229,8 @@ class Target:
 
     def _run_tapped(self, tokens: Tensor, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """The logits of a forward over tokens [B, T], and its features [B, T, F]."""
+        if self._streamed and (ahead := Prefetch.of(self.runner)) is not None:
+            true, forward = forward, lambda: ahead.run(true)
         if self.tap is not None:
             logits, features = self.tap.run(forward)
             return logits, features.to(logits.device)  # layers may lie on several GPUs

@@ -24,7 +24,7 @@ def test_examples(name: str) -> None:
 
 def test_the_examples_are_found() -> None:
     assert "headstart.heads.core.tree" in MODULES
-    assert doctest.testmod(importlib.import_module("headstart.infer.trees.static")).attempted > 0
+    assert doctest.testmod(importlib.import_module("headstart.infer.trees.paths")).attempted > 0
 
 
 def test_a_wrong_example_is_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -160,7 +160,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(f"headstart train medusa2 {TINY}", folder)
     held_out = (folder / "runs/quickstart/corpus/held_out.jsonl").read_text().splitlines()
     train = (folder / "runs/quickstart/corpus/train.jsonl").read_text().splitlines()
-    rows = [{"text": json.loads(row)["text"][:200]} for row in [*held_out, *train][:60]]
+    rows = [{"text": json.loads(row)["text"][:600]} for row in [*held_out, *train][:60]]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     mine = "base: own-model\nname: my-model\n"
     mine += "target: {model: runs/quickstart/target, dtype: float32}\n"

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainingArguments
 
 from headstart.heads import Drafter, DrafterConfig, Manifest, TrainableDrafter, family, fingerprint
-from headstart.heads.artifacts.files import METRICS, PLOT, REPORT, TREE
+from headstart.heads.artifacts.files import ACCEPTANCE, METRICS, PLOT, REPORT, TREE
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.artifacts.plan import device_name, dtype_name, machine
 from headstart.heads.artifacts.saving import write_artifact
@@ -29,7 +29,7 @@ from .estimate import training_flops
 from .figures.card import training_card
 from .figures.plot import draw_metrics
 from .figures.report.parts import sample
-from .figures.report.training import write_training_report
+from .figures.report.training import draw_acceptance, write_training_report
 from .fit.joint import adapter_loss_change, training_classes
 from .fit.on_policy import StudentText
 from .fit.validate import Validation, tau_table
@@ -216,7 +216,9 @@ def write_drafter(
                     recipe, target, tokenizer, drafter, loaded.held_out[:64], distilled, runs
                 )
             plotted = _keep_metrics(metrics, folder, measured.get("best_step"))
-            write_artifact(drafter, folder, manifest, training_card(recipe, manifest, plotted))
+            pictured = draw_acceptance(manifest.metrics, folder / ACCEPTANCE)
+            card = training_card(recipe, manifest, plotted, pictured)
+            write_artifact(drafter, folder, manifest, card)
             texts = [
                 sample(f"{number}. {each['source']}", tokenizer, each["ids"], each["rounds"])
                 for number, each in enumerate(samples, start=1)

@@ -51,8 +51,9 @@ def training_conditions(
     Returns:
         `target` and `drafter`, see `heads.artifacts.conditions`, the target's `probe_losses`
         included where it runs; `chat`, how chats are rendered; and of the rows `rows`, their counts
-        and lengths, and `data`: sources, writer, and `target_loss`, that of the target on what the
-        drafter was taught, in nats a token.
+        and lengths, how many `answers` they hold and of how many the opening is supervised
+        (`openings`, see `Counts`), and `data`: sources, writer, and `target_loss`, that of the
+        target on what the drafter was taught, in nats a token.
     """
     found = {
         "target": target_conditions(target),
@@ -68,6 +69,8 @@ def training_conditions(
         "rows": len(rows),
         "tokens": int(rows.lengths.sum()),
         "supervised": sum(int(info["supervised"]) for info in rows.info),
+        "answers": sum(int(info.get("answers", 0)) for info in rows.info),
+        "openings": sum(int(info.get("openings", 0)) for info in rows.info),
         "longest": int(rows.lengths.max()),
         "mean": round(float(rows.lengths.mean()), 1),
     }

@@ -32,6 +32,7 @@ from headstart.infer.trees.static import StaticTree
 from .bandwidth import copy_bandwidth
 from .round_profile import profile_rounds
 from .shapes import read_bytes, weight_bytes
+from .static_generate import static_generate
 
 Paths = Sequence[Sequence[int]]
 
@@ -80,10 +81,12 @@ def plain_costs(
 def compiled_costs(
     model: PreTrainedModel, context: int, new_tokens: int, repeats: int, megabytes: int
 ) -> dict[str, Any]:
-    """Plain decoding at batch 1 with compiled forwards, and as it is, in turns; see `plain_costs`.
+    """Plain decoding at batch 1 with compiled forwards, and as it is, and `generate` with a static
+    cache, which compiles too, in turns; see `plain_costs`.
 
     Returns:
-        Milliseconds a token of both, what a token reads, and `compile_seconds`, the first round's.
+        Milliseconds a token of each, what a token reads, and `compile_seconds`, the first round's;
+        `left_out`, why `generate_static` is, where it could not be run.
     """
     ids = random_prompt(model, context - new_tokens // 2)
     options = {"max_new_tokens": new_tokens, "do_sample": False}
@@ -94,6 +97,8 @@ def compiled_costs(
         "compiled": timed_speculator(compiled, **options),
         "plain": timed_speculator(Speculator(model), **options),
     }
+    fastest, missing = static_generate(model, ids, options)
+    decoders |= fastest
     ((_, runs),) = decode_in_turns(decoders, [ids], model.device, repeats, f"compiled at {context}")
     return {
         "context": context,
@@ -101,6 +106,7 @@ def compiled_costs(
         **{f"{name}_ms_per_token": each.per_token for name, each in runs.items()},
         **_reading(compiled, context, repeats, megabytes),
         "compile_seconds": seconds,
+        "left_out": missing,
     }
 
 

@@ -30,6 +30,7 @@ from headstart.train import pipeline
 
 from .entries import Entries
 from .job import Job
+from .static_generate import static_generate
 from .trained import Pair, recipe_of, trained_pair
 
 
@@ -129,6 +130,9 @@ def _decode_in_turns(job: Job, name: str) -> dict[str, Any]:
         decoder = Speculator(pair.target, pair.drafter, tree=candidate["tree"])
         decoders[kind] = timed_speculator(decoder, **options)
     decoders |= _generate_with(pair, best["chain"]["depth"], options)
+    longest = max(pair.prompts, key=lambda ids: ids.numel()).reshape(1, -1).to(job.on)
+    fastest, missing = static_generate(pair.target, longest, options)
+    decoders |= fastest
     found = list(decode_in_turns(decoders, pair.prompts[half:], job.on, job.scale.turns, name))
     per_token = {who: [runs[who].per_token for _, runs in found] for who in decoders}
     tokens = {who: [runs[who].tokens for _, runs in found] for who in decoders}
@@ -139,6 +143,7 @@ def _decode_in_turns(job: Job, name: str) -> dict[str, Any]:
         "ms_per_token": per_token,
         "tokens": sum(map(len, tokens["plain"])),
         "same_text": {who: each == tokens["generate"] for who, each in tokens.items()},
+        "left_out": {"generate_static": missing} if missing else {},
     }
 
 

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
 import math
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import product
-from typing import Any
+from typing import Any, cast
 
 import torch
+from accelerate import cpu_offload
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads import FAMILIES, Drafter
+from headstart.heads.core import FusedLayers, Prefetch, decoder_layers
 from headstart.heads.core.cache import no_kernel
 from headstart.infer.capture import CudaCapture
 from headstart.infer.graphs import RoundGraphs
 from headstart.infer.measure.costs import measure_costs
+from headstart.infer.measure.forward_costs import verify_costs
 from headstart.infer.measure.greedy_text import write_texts
 from headstart.infer.measure.timing import Stopwatch
 from headstart.infer.speculator import Speculator
@@ -228,23 +233,34 @@ def one_line_of(error: BaseException) -> str:
 
 
 def compiled(place: Place) -> Items:
-    yield "the same text", partial(_compiled, place)
+    yield "the same text", partial(_compiled, place, {"compile": "default"})
 
 
-def _compiled(place: Place) -> dict[str, Any]:
+def fused(place: Place) -> Items:
+    yield "the same text", partial(_compiled, place, {"fused": True})
+    yield "an 8 B shape's layers", partial(_fused_layers, place)
+
+
+def _fused_layers(place: Place) -> dict[str, Any]:
+    """What is fused, and for how many rows the products' kernels are no slower than torch's."""
+    found = FusedLayers(_large(place))
+    return {**found.found, "rows": found.rows}
+
+
+def _compiled(place: Place, how: dict[str, Any]) -> dict[str, Any]:
     """In float32, where rounding seldom matters."""
     ids = _prompts(place.device, 1, 0)
-    speculator = Speculator(_small(place.device), compile="default")
+    speculator = Speculator(_small(place.device), **how)
     options: dict[str, Any] = {"max_new_tokens": _NEW, "do_sample": False}
     text = speculator.generate(ids, **options)
     seconds = speculator.stats.decode_seconds
     again = speculator.generate(ids, **options)
     expected = Speculator(_small(place.device)).generate(ids, **options)
     if not (torch.equal(text, expected) and torch.equal(again, expected)):
-        raise AssertionError("compiled forwards write another text")
+        raise AssertionError("such forwards write another text")
     graphs = speculator.graphs
     return {
-        "compile_seconds": seconds,
+        "first_seconds": seconds,
         "replayed_rounds": 0 if graphs is None else graphs.replayed,
     }
 
@@ -269,8 +285,9 @@ def _costs(place: Place, name: str) -> dict[str, Any]:
 
 def profile(place: Place) -> Items:
     """An 8 B shape's round of one token, and of 64 nodes."""
-    for nodes in (1, 64):
-        yield f"{nodes} nodes", partial(_profile, place, nodes)
+    for nodes, fused in product((1, 64), (False, True)):
+        title = f"{nodes} nodes{', fused' if fused else ''}"
+        yield title, partial(_profile, place, nodes, fused)
 
 
 @cache
@@ -279,14 +296,14 @@ def _large(place: Place) -> PreTrainedModel:
     return random_target(SHAPES[shape], place.device, dtype)
 
 
-def _profile(place: Place, nodes: int) -> dict[str, Any]:
+def _profile(place: Place, nodes: int, fused: bool) -> dict[str, Any]:
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as profiled
 
     model = _large(place)
     medusa = random_drafter("medusa", model) if nodes > 1 else None
     tree = usual_tree(nodes, 4) if medusa is not None else "plain"
-    speculator = Speculator(model, medusa, tree=tree)
+    speculator = Speculator(model, medusa, tree=tree, fused=fused)
     ids = torch.randint(1, 500, (1, 2048 if place.full else 20)).to(place.device)
     options: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False}
     with watched_paths() as paths:
@@ -313,12 +330,70 @@ def _profile(place: Place, nodes: int) -> dict[str, Any]:
     }
 
 
+def streamed(place: Place) -> Items:
+    """A target whose decoder layers are in CPU memory."""
+    yield "the same text", partial(_streamed_text, place)
+    yield "share of the link", partial(_link, place)
+
+
+def _away(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    model = cast(Any, model).to("cpu")
+    for layer in decoder_layers(model):
+        cpu_offload(layer, device)
+    return _rest_to(model, device)
+
+
+def _rest_to(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """Move what is not streamed."""
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        if not tensor.is_meta:
+            tensor.data = tensor.data.to(device)
+    return model
+
+
+def _streamed_text(place: Place) -> dict[str, Any]:
+    ids = _prompts(place.device, 2, 0)
+    options: dict[str, Any] = {"max_new_tokens": _NEW, "do_sample": False, "pad_token_id": 0}
+    given: dict[str, Any] = {"attention_mask": torch.ones_like(ids), **options}
+    expected = Speculator(_small(place.device)).generate(ids, **given)
+    away = _away(copy.deepcopy(_small(place.device)), place.device)
+    for turn in range(2):
+        if not torch.equal(Speculator(away).generate(ids, **given), expected):
+            raise AssertionError(f"another text when its layers are streamed, request {turn + 1}")
+    ahead = Prefetch.of(away)
+    if place.on_gpu and (ahead is None or ahead.layers != SHAPES["toy"].layers):
+        raise AssertionError("no layer is copied ahead")
+    return {"copied_ahead": 0 if ahead is None else ahead.layers}
+
+
+def _link(place: Place) -> dict[str, Any]:
+    """A forward over 64 nodes of a 1 B shape, as a share of what one large copy gets."""
+    shape, dtype = ("1b", torch.bfloat16) if place.full else ("toy", torch.float32)
+    away = _away(random_target(SHAPES[shape], place.device, dtype), place.device)
+    ids = torch.randint(1, 500, (1, 128)).to(place.device)
+    seconds = verify_costs(away, (), ids, [64])[64] / 1e3
+    ahead = Prefetch.of(away)
+    if ahead is None:
+        return {"forward_ms": 1e3 * seconds, "copied_ahead": 0}
+    host = torch.empty(1 << 29, dtype=torch.uint8, pin_memory=True)
+    there, watch = torch.empty_like(host, device=place.device), Stopwatch(place.device)
+    best = min(watch.time(lambda: there.copy_(host, non_blocking=True), 2) for _ in range(3))
+    link = host.nbytes / best / 1e6
+    speed = ahead.size / seconds / 1e9
+    return {
+        "forward_ms": 1e3 * seconds, "copied_ahead": ahead.layers, "bytes": ahead.size,
+        "gb_per_s": speed, "link_gb_per_s": link, "share": speed / link,
+    }  # fmt: skip
+
+
 GROUPS: dict[str, Callable[[Place], Items]] = {
     "machine": about_machine,
     "kernels": kernels,
     "families": families,
     "lifetimes": lifetimes,
+    "fused": fused,
     "compile": compiled,
+    "streamed": streamed,
     "costs": costs,
     "profile": profile,
 }

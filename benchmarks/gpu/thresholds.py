@@ -38,6 +38,7 @@ THRESHOLDS: dict[str, tuple[str, Limit]] = {
     "1b": ("plain decoding, times as fast as eager generate", Limit(least=1)),
     "1c": ("plain decoding, its time over a bare loop's", Limit(most=1.05)),
     "1d": ("plain decoding, compiled, share of the copy bandwidth", Limit(least=0.75)),
+    "1e": ("plain decoding, compiled, times as fast as generate with a static cache", Limit()),
     "2a": ("verifying 64 nodes over one, 2k context", Limit(most=1.15)),
     "2b": ("verifying 128 nodes over one, 2k context", Limit(most=1.35)),
     "2c": ("verifying 64 nodes over one, 32k context", Limit(most=1.25)),
@@ -131,6 +132,8 @@ def _plain(parts: Parts) -> Iterator[Reading]:
                 speed = entry["bytes_per_token"] / (entry[f"{name}_ms_per_token"] * 1e6)  # GB/s
                 share = speed / entry["copy_gb_per_s"]
                 yield Reading(key, of, share, own=None if of == "8b" else Limit())
+                if rival := entry.get("generate_static_ms_per_token"):
+                    yield Reading("1e", of, rival / entry["compiled_ms_per_token"])
         if plain := parts[part].get("plain"):
             milliseconds = plain["plain_ms_per_token"]
             yield Reading("1b", of, plain["generate_ms_per_token"] / milliseconds)

@@ -9,6 +9,7 @@
 | `plan.json` | trees chosen by the planner, one for each kind of machine |
 | `README.md` | model card |
 | `metrics.jsonl`, `metrics.png` | figures of the training, a JSON object a line, and their plot |
+| `acceptance.png` | acceptance by depth |
 | `adapter/` | LoRA adapter, where the target was trained too |
 """
 
@@ -24,23 +25,23 @@ from safetensors import SafetensorError, safe_open
 
 from ..core import ArtifactError, brief
 from ..core.errors import MALFORMED as MALFORMED
-from ..core.pretrained import unsafe_settings
-from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ..core.unsafe_settings import unsafe_settings
+from ..declared.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
 CONFIG, WEIGHTS, MANIFEST = "config.json", "model.safetensors", "headstart.json"
 TREE, PLAN, CARD = "tree.json", "plan.json", "README.md"
-METRICS, PLOT = "metrics.jsonl", "metrics.png"
+METRICS, PLOT, ACCEPTANCE = "metrics.jsonl", "metrics.png", "acceptance.png"
 REPORT = "report.html"
 """Beside the artifact's files, and not one of them: it quotes held-out text, and is not pushed."""
 
 REPORT_LINK = f"[Report of the training]({REPORT}), with pictures and a text in colours."
 """The card's line about it, which a pushed card has not."""
 
-COPIED = (METRICS, PLOT)
-"""Figures and an image, which are neither checked nor read again."""
+COPIED = (METRICS, PLOT, ACCEPTANCE)
+"""Figures and images, which are neither checked nor read again."""
 
-FILES = (CONFIG, WEIGHTS, MANIFEST, TREE, PLAN, CARD, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *COPIED)
-"""All that an artifact may hold; nothing else is downloaded or pushed."""
+FILES = (CONFIG, WEIGHTS, MANIFEST, TREE, PLAN, ADAPTER_CONFIG, ADAPTER_WEIGHTS, *COPIED, CARD)
+"""All that an artifact may hold, the card last; nothing else is downloaded or pushed."""
 
 PICKLE = "pytorch_model.bin"
 _PICKLE_SUFFIXES = {".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle"}
@@ -55,10 +56,28 @@ INDEX = f"{WEIGHTS}.index.json"
 _MOST_BYTES = 2**25
 """Of a JSON file; the index of the largest models' tensors is a third of it."""
 
+_MOST_TENSORS = 2**16
+"""Of a file; models of experts have a few thousand in each of theirs."""
+
 # What transformers reads of a language model and its tokenizer, beside the weights.
 _MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 _SHARDS = "model-*.safetensors"
 HERE = '"PATH OF THIS FOLDER"'  # in the example of a card that was not pushed
+TARGET_HERE = '"PATH OF THE TARGET"'  # in one whose target has no place on the Hub
+
+
+def card_example(target: str, then: str = "") -> str:
+    """The part of a card that says how a drafter is installed and loaded, and `then` used."""
+    return f"""```bash
+pip install .    # in a checkout of headstart, which runs this drafter
+```
+
+```python
+import headstart
+
+speculator = headstart.load({target!r}, {HERE})
+{then}```
+"""
 
 
 def read_json(path: Path) -> Any:
@@ -98,10 +117,12 @@ def check_settings(folder: Path, config: Any, allowed: Sequence[str] = ()) -> No
 def read_header(path: Path) -> dict[str, dict[str, Any]]:
     """`shape` and `dtype` of each tensor in a safetensors file; ArtifactError where it is none."""
     try:
-        with safe_open(path, "pt") as file:
+        with safe_open(path, "np") as file:  # for shapes alone, and without torch
+            if (count := len(file.keys())) > _MOST_TENSORS:
+                raise ValueError(f"it has {count:,} tensors, expected at most {_MOST_TENSORS:,}")
             slices = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118
             return {k: {"shape": s.get_shape(), "dtype": s.get_dtype()} for k, s in slices.items()}
-    except (SafetensorError, OSError) as error:
+    except (SafetensorError, OSError, ValueError) as error:
         raise unreadable(path, error) from error
 
 

@@ -36,7 +36,7 @@ from .files import (
 from .foreign_files import HEADS_INSIDE, known_families, recognise
 from .manifest import tokenizer_hash
 from .settings import language_model_config
-from .shapes import first_difference
+from .shapes import expected_shapes, first_difference
 from .source import DrafterSource
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ def load_checkpoint(
     except ArtifactError as error:
         raise ArtifactError(f"{source} is not read: {error}") from error
     tensors = _apart(tensors)
-    _check_shapes(kind, drafter_config, tensors, source)
+    _check_shapes(drafter_config, tensors, source)
     try:
         drafter: Any = kind.from_pretrained(
             None, config=drafter_config, state_dict=tensors, **options
@@ -137,13 +137,11 @@ def _config(
     return config
 
 
-def _check_shapes(
-    kind: type[Drafter], config: DrafterConfig, tensors: dict[str, Tensor], source: DrafterSource
-) -> None:
+def _check_shapes(config: DrafterConfig, tensors: dict[str, Tensor], source: DrafterSource) -> None:
     """Refuse a tensor that is missing, unknown or of another shape, the first by name."""
     found = {key: list(tensor.shape) for key, tensor in tensors.items()}
     try:
-        wrong = first_difference(kind, config, found)
+        wrong = first_difference(expected_shapes(config.family_name(), config), found)
     except (*MALFORMED, StrictDataclassError) as error:
         raise ArtifactError(
             f"{source} has a config that describes no {config.family_name()} ({brief(error)}); "

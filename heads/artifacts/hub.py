@@ -155,6 +155,11 @@ def _check_folder(folder: Path) -> None:
             f"the target {str(folder)!r} is a drafter that headstart saved; give it as the drafter "
             "(--drafter), and as the target the model that it was trained for."
         )
+    if (folder / "target" / CONFIG).is_file() and not (folder / CONFIG).is_file():
+        raise ArtifactError(
+            f"the target {str(folder)!r} is the folder of a run, and its target is in "
+            f"{folder / 'target'}; give that folder."
+        )
     if not any((folder / name).is_file() for name in (CONFIG, "adapter_config.json")):
         raise ArtifactError(
             f"the target {str(folder)!r} holds no {CONFIG}; expected the folder of a model, as "

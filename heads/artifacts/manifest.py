@@ -7,16 +7,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core import weight_of
 from .files import MANIFEST, read_json, unreadable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 def library_versions() -> dict[str, str]:
@@ -71,16 +70,20 @@ def read_manifest(folder: Path) -> Manifest:
         raise unreadable(path, error) from error
 
 
-def fingerprint(target: PreTrainedModel) -> str:
+def fingerprint(target: "PreTrainedModel") -> str:
     """sha256 of a target's embedding and norm tensors, rounded to bfloat16.
 
     It is the same in whichever of float64, float32 and bfloat16 the target is loaded.
     """
+    import torch
+
+    from ..core import weight_of
+
     digest = hashlib.sha256()
-    layers = {"embedding": target.get_input_embeddings()}
+    layers: dict[str, Any] = {"embedding": target.get_input_embeddings()}
     for name, module in target.named_modules():
         weight = getattr(module, "weight", None)
-        if "norm" in type(module).__name__.lower() and isinstance(weight, nn.Parameter):
+        if "norm" in type(module).__name__.lower() and isinstance(weight, torch.nn.Parameter):
             layers[name] = module
     for name in sorted(layers):
         values = weight_of(layers[name]).detach().to("cpu", torch.bfloat16).contiguous()
@@ -89,7 +92,7 @@ def fingerprint(target: PreTrainedModel) -> str:
     return digest.hexdigest()
 
 
-def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
     """sha256 of a tokenizer's tokens and their ids."""
     vocabulary = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()

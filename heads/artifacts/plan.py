@@ -3,17 +3,19 @@
 import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedModel
 
-from ..core import ArtifactError, device_of, streamed_from
+from ..core import ArtifactError
 from ..core.files import write_atomically, writing
 from .files import PLAN, read_json
 from .manifest import read_manifest
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
 
 
 @strict
@@ -31,6 +33,7 @@ class Plan:
         costs: milliseconds, see `Costs`.
         candidates: all that were considered, the best first.
         prompts, new_tokens: how many prompts, and tokens of each, were measured.
+        compiled: whether forwards were made faster, see `compile` of `Speculator`.
     """
 
     device: str
@@ -46,27 +49,33 @@ class Plan:
     prompts: int
     new_tokens: int
     weights_sha256: str = ""  # of the drafter
+    compiled: bool = False
 
 
-def device_name(device: torch.device) -> str:
+def device_name(device: "torch.device") -> str:
     """The name of a kind of device: of a GPU, or `N-thread cpu`.
 
+    >>> import torch
     >>> device_name(torch.device("cpu")).endswith("-thread cpu")
     True
     """
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     threads = f"{torch.get_num_threads()}-thread " if device.type == "cpu" else ""
     return threads + device.type
 
 
-def machine(target: PreTrainedModel) -> str:
+def machine(target: "PreTrainedModel") -> str:
     """A target's device and the share of its weights streamed in: `NVIDIA L40, 90% from cpu`."""
+    from ..core import device_of, streamed_from
+
     name, streamed = device_name(device_of(target)), streamed_from(target)
     return f"{name}, {streamed}" if streamed else name
 
 
-def dtype_name(model: PreTrainedModel) -> str:
+def dtype_name(model: "PreTrainedModel") -> str:
     """The type that a model computes in, such as `float32`."""
     return str(model.dtype).removeprefix("torch.")
 
@@ -81,18 +90,26 @@ def write_plan(folder: Path, plan: Plan) -> Path:
     document = asdict(plan)
     for candidate in document["candidates"]:
         candidate.pop("tree", None)  # hundreds of candidates, each of up to hundreds of paths
-    plans[plan_key(plan.device, plan.dtype, plan.batch_size)] = document
+    plans[plan_key(plan.device, plan.dtype, plan.batch_size, plan.compiled)] = document
     with writing("the plan", folder):
         write_atomically(folder / PLAN, json.dumps(plans, indent=2, allow_nan=False) + "\n")
     return folder / PLAN
 
 
-def find_plan(folder: Path, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
-    """The plan for a target's device and dtype and the artifact's weights; None without one."""
+def find_plan(
+    folder: Path, target: "PreTrainedModel", batch_size: int = 1, compiled: bool = False
+) -> Plan | None:
+    """The plan for a target's device and dtype and the artifact's weights; None without one.
+
+    Where forwards run `compiled` and no plan is for such, it is the one for those that do not.
+    """
     plans = {key: _plan(found, folder) for key, found in _read(folder).items()}
-    plan = plans.get(plan_key(machine(target), dtype_name(target), batch_size))
-    current = plan is not None and plan.weights_sha256 == read_manifest(folder).weights_sha256
-    return plan if current else None
+    own = read_manifest(folder).weights_sha256 if plans else ""
+    for faster in (True, False) if compiled else (False,):
+        plan = plans.get(plan_key(machine(target), dtype_name(target), batch_size, faster))
+        if plan is not None and plan.weights_sha256 == own:
+            return plan
+    return None
 
 
 def read_plans(folder: Path) -> list[Plan]:
@@ -100,8 +117,8 @@ def read_plans(folder: Path) -> list[Plan]:
     return [_plan(found, folder) for found in _read(folder).values()]
 
 
-def plan_key(device: str, dtype: str, batch_size: int) -> str:
-    return f"{device}, {dtype}, batch {batch_size}"
+def plan_key(device: str, dtype: str, batch_size: int, compiled: bool = False) -> str:
+    return f"{device}, {dtype}, batch {batch_size}{', compiled' if compiled else ''}"
 
 
 def _plan(found: Any, folder: Path) -> Plan:

@@ -13,8 +13,18 @@ import yaml
 from huggingface_hub import ModelCard, get_token
 
 from ..core import ArtifactError
-from ..parts.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
-from .files import CARD, COPIED, FILES, HERE, PLOT, REPORT_LINK, brief, read_json
+from ..declared.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from .files import (
+    CARD,
+    COPIED,
+    FILES,
+    HERE,
+    REPORT_LINK,
+    TARGET_HERE,
+    brief,
+    card_example,
+    read_json,
+)
 from .hub import is_hub_name, split_revision
 from .manifest import Manifest
 from .source import DrafterSource
@@ -74,7 +84,7 @@ def clean_copy(
     files = [into / name for name in FILES if (into / name).is_file()]
     token = get_token()
     for path in files:
-        binary = path.suffix == ".safetensors" or path.name == PLOT
+        binary = path.suffix in (".safetensors", ".png")
         text = "" if binary else path.read_text(encoding="utf-8")
         if re.search(r"\bhf_[A-Za-z0-9]{20,}", text) or (token and token in text):
             raise ArtifactError(
@@ -104,11 +114,12 @@ def _public_name(manifest: Manifest, given: str | None) -> str:
 
 def _card(body: str, manifest: Manifest, target: str, repository: str, license: str | None) -> str:
     if not body.strip():
-        body = (
-            f"# A {manifest.family} drafter for `{target}`\n\n```python\nimport headstart\n\n"
-            f"speculator = headstart.load({target!r}, {HERE})\n```\n"
-        )
+        body = f"# A {manifest.family} drafter for `{target}`\n\n{card_example(target)}"
     body = body.replace(HERE, f'"{repository}"')
+    on_hub = is_hub_name(target) and "/" in target
+    if not on_hub and (named := f"headstart.load({target!r},") in body:
+        body = body.replace(named, f"headstart.load({TARGET_HERE},")
+        body += f"\nThe target, `{target}`, is not on the Hub: loading needs its folder.\n"
     try:
         card = ModelCard(body if body.startswith("---") else f"---\n{{}}\n---\n\n{body}")
     except (ValueError, yaml.YAMLError) as error:
@@ -121,7 +132,7 @@ def _card(body: str, manifest: Manifest, target: str, repository: str, license: 
     tags = [tags] if isinstance(tags, str) else tags
     added = ("headstart", "speculative-decoding", manifest.family)
     data["tags"] = list(dict.fromkeys([*tags, *added]))
-    if is_hub_name(target) and "/" in target:
+    if on_hub:
         data["base_model"] = target
     if license is not None:
         data["license"] = license

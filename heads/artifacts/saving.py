@@ -11,9 +11,10 @@ from safetensors import SafetensorError
 
 from ..core import ArtifactError
 from ..core.files import flush_to_disk, writing
+from ..declared.adapter import ADAPTER_WEIGHTS
 from ..drafter import Drafter
-from ..parts.adapter import ADAPTER_WEIGHTS
-from .files import CARD, HERE, MANIFEST, WEIGHTS, retired_folder
+from .files import CARD, MANIFEST, WEIGHTS, card_example, retired_folder
+from .hub import is_hub_name
 from .manifest import Manifest, sha256
 
 
@@ -105,6 +106,18 @@ ids = speculator.tokenizer.apply_chat_template(
 """In a card's example: a text, or for a drafter that was trained through a chat template a chat."""
 
 
+_GENERATE = """
+text = speculator.generate(ids, max_new_tokens=64)
+print(speculator.tokenizer.decode(text[0], skip_special_tokens=True))
+"""
+
+
+def _base_model(target: str) -> str:
+    """The card's line that links the target's page, if it has one on the Hub."""
+    named = is_hub_name(target) and "/" in target and not Path(target).exists()
+    return f"base_model: {target}\n" if named else ""
+
+
 def model_card(manifest: Manifest, title: str, body: str, note: str) -> str:
     """The README.md of an artifact, with the front matter that the Hub reads.
 
@@ -118,22 +131,14 @@ def model_card(manifest: Manifest, title: str, body: str, note: str) -> str:
         prompt = prompt.replace('"pt", ', f'"pt", **{settings!r}, ')
     return f"""---
 library_name: headstart
-tags: [speculative-decoding, {manifest.family}]
----
+tags: [speculative-decoding, {manifest.family}, headstart]
+{_base_model(manifest.target)}---
 
 # {title}
 
 It drafts several tokens a round, which the target verifies in one forward. {body}
 
-```python
-import headstart
-
-speculator = headstart.load({manifest.target!r}, {HERE})
-{prompt}
-text = speculator.generate(ids, max_new_tokens=64)
-print(speculator.tokenizer.decode(text[0], skip_special_tokens=True))
-```
-
+{card_example(manifest.target, prompt + _GENERATE)}
 It works with this target alone (fingerprint `{manifest.target_fingerprint[:12]}`), and loading
 checks that. {note}
 """

@@ -1,11 +1,10 @@
-"""Which settings of a `config.json` the class that reads them knows; others go no further."""
+"""Which settings of a language model's `config.json` its class knows; others go no further."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import sys
-from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -14,24 +13,12 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, PreTrainedConfig, modeling_rope_utils
 
-from ..checkpoint import MOST_PARTS
 from ..core import ArtifactError, brief
+from ..declared.fields import MOST_PARTS
 from .files import CONFIG, MALFORMED, read_json
 
 # Of every config: what names its class, a type's old name, and what `check_settings` decides about.
 _GENERAL = {"model_type", "torch_dtype", "quantization_config"}
-
-
-def check_known(place: Path, config: Mapping[str, Any], kind: type[PreTrainedConfig]) -> None:
-    """An ArtifactError where a config of ours has a setting that its class does not declare."""
-    declared = {*_fields(kind), "model_type", "torch_dtype"}
-    given = {key for key, value in config.items() if value is not None}
-    if unknown := sorted(given - declared):
-        more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
-        raise ArtifactError(
-            f"{place} sets {brief(unknown[0], 80)}{more}, which no {kind.model_type} has; remove "
-            "that, or use the drafter with the version of headstart that saved it."
-        )
 
 
 def language_model_config(folder: Path) -> tuple[PreTrainedConfig, list[str]]:

@@ -1,41 +1,53 @@
-"""Whether an artifact's weights are those that its config declares, from names and shapes alone."""
+"""Whether an artifact's config and weights are those of its family, from names and shapes alone.
+
+Of a family whose config is `declared` nothing is imported for it, and of any other its class.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-import torch
+from huggingface_hub.dataclasses import strict
 from huggingface_hub.errors import StrictDataclassError
 
-from ..core import ArtifactError
-from ..drafter import DrafterConfig
-from ..families import family
-from .files import CONFIG, MALFORMED, WEIGHTS, brief, read_header, read_json
-from .settings import check_known
+from ..core import ArtifactError, brief
+from ..declared.fields import Fields, Shapes
+from ..families import declared_by, family
+from .files import CONFIG, MALFORMED, WEIGHTS, read_header, read_json
 from .source import DrafterSource
 
+_WRITTEN = {
+    "_name_or_path": str, "architectures": list, "dtype": str, "model_type": str,
+    "torch_dtype": str, "transformers_version": str,
+}  # fmt: skip
+"""What transformers writes into every config, beside the settings that a family declares."""
 
-def read_config(source: DrafterSource) -> DrafterConfig:
-    """The config of an artifact.
+
+def read_config(source: DrafterSource) -> Any:
+    """The settings of an artifact: its family's `Fields`, or else its config.
 
     Raises:
         ArtifactError: settings that the family does not have, values of the wrong kind, or numbers
             that no drafter has.
     """
-    drafter = family(source.manifest.family)
-    kind: Any = drafter.config_class
-    place = source.folder / CONFIG
-    if not drafter.saved_as_language_model:
-        check_known(place, read_json(place), kind)
+    place, kind = source.folder / CONFIG, declared_by(source.manifest.family)
     try:
-        config = kind.from_pretrained(source.folder, local_files_only=True)
+        if kind is None:
+            return _read_by_class(source)
+        read = read_json(place)
+        values = _known(place, read, kind)
+        config = _strict(kind)(**values)
         if not all(type(layer) is int for layer in config.feature_layers):
             raise TypeError("feature_layers is no list of whole numbers")
-        read, expected = len(config.feature_layers), len(kind.feature_layers)
-        if "feature_layers" not in kind.OPTIONS and read != expected:
-            raise ValueError(f"it names {read} feature_layers, expected {expected}")
+        found, expected = len(config.feature_layers), len(kind.feature_layers)
+        if "feature_layers" not in kind.OPTIONS and found != expected:
+            raise ValueError(f"it names {found} feature_layers, expected {expected}")
+    except ArtifactError:
+        raise
     except (*MALFORMED, StrictDataclassError, OSError) as error:
         raise ArtifactError(
             f"{place} cannot be used ({brief(error)}); restore it or train again."
@@ -43,41 +55,89 @@ def read_config(source: DrafterSource) -> DrafterConfig:
     return config
 
 
+def _read_by_class(source: DrafterSource) -> Any:
+    kind: Any = family(source.manifest.family).config_class
+    return kind.from_dict(read_json(source.folder / CONFIG))
+
+
+def _known(place: Path, config: Mapping[str, Any], kind: type[Fields]) -> dict[str, Any]:
+    """The settings that a family declares; an ArtifactError where there are others."""
+    declared = {field.name for field in dataclasses.fields(kind)}
+    given = {key for key, value in config.items() if value is not None}
+    if unknown := sorted(given - declared - _WRITTEN.keys()):
+        more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
+        raise ArtifactError(
+            f"{place} sets {brief(unknown[0], 80)}{more}, which no {config['model_type']} has; "
+            "remove that, or use the drafter with the version of headstart that saved it."
+        )
+    for name, expected in _WRITTEN.items():
+        if name in given and type(config[name]) is not expected:
+            raise TypeError(f"{name} is {brief(repr(config[name]), 60)}")
+    return {key: config[key] for key in declared & config.keys()}
+
+
+@cache
+def _strict(kind: type[Fields]) -> Any:
+    """The same, with types and ranges checked as the family's own config checks them."""
+    return strict(type(kind.__name__, (kind,), {}))
+
+
 def check_declared(source: DrafterSource, weights: Path) -> None:
     """An ArtifactError where safetensors differ from the config in a tensor's name or shape.
 
     No tensor is read or made. A language model as drafter, and a pickle, are checked when loaded.
     """
-    kind: Any = family(source.manifest.family)
-    if kind.saved_as_language_model or weights.name != WEIGHTS:
+    name, place = source.manifest.family, source.folder / CONFIG
+    if weights.name != WEIGHTS or (
+        declared_by(name) is None and family(name).saved_as_language_model
+    ):
         return
     config = read_config(source)
     found = {name: tensor["shape"] for name, tensor in read_header(weights).items()}
     try:
-        wrong = first_difference(kind, config, found)
-    except MALFORMED as error:
+        wrong = first_difference(expected_shapes(name, config), found)
+    except (*MALFORMED, StrictDataclassError) as error:
         raise ArtifactError(
-            f"{source.folder / CONFIG} describes no {source.manifest.family} ({brief(error)}); "
-            "restore it or train again."
+            f"{place} describes no {name} ({brief(error)}); restore it or train again."
         ) from error
     if wrong is not None:
-        name, has, wanted = wrong
+        tensor, has, wanted = wrong
         raise ArtifactError(
-            f"{weights} does not fit {source.folder / CONFIG}: {brief(name, 80)} is {has}, "
-            f"expected {wanted}; restore both files."
+            f"{weights} does not fit {place}: {brief(tensor, 80)} is {has}, expected {wanted}; "
+            "restore both files."
         )
 
 
+def expected_shapes(name: str, config: Any) -> Shapes:
+    """The tensors of a drafter of a family and a config, or its `Fields`, by name.
+
+    Where the settings alone do not decide whether there is such a drafter, it is made without
+    memory for its tensors.
+
+    Raises:
+        one of MALFORMED: there is no such drafter.
+    """
+    kind = declared_by(name)
+    shapes = None if kind is None else config.shapes()
+    if shapes is not None and config.decided:
+        return shapes
+    import torch
+
+    drafter: Any = family(name)
+    if not isinstance(config, drafter.config_class):
+        config = drafter.config_class(**vars(config))
+    with torch.device("meta"):
+        return {name: list(t.shape) for name, t in drafter(config).state_dict().items()}
+
+
 def first_difference(
-    kind: Any, config: Any, found: Mapping[str, list[int]]
+    expected: Shapes, found: Mapping[str, list[int]]
 ) -> tuple[str, list[int] | str, list[int] | str] | None:
-    """The first tensor, by name, whose shape is not that of a drafter of this config.
+    """The first tensor, by name, whose shape is not the expected one.
 
     Returns:
         Its name, its shape or `missing`, and the shape expected or `none`; None where all fit.
     """
-    with torch.device("meta"):
-        expected = {name: list(t.shape) for name, t in kind(config).state_dict().items()}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             return name, found.get(name, "missing"), expected.get(name, "none")

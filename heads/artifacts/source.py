@@ -5,12 +5,11 @@ from __future__ import annotations
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-
-from transformers import CONFIG_MAPPING, PreTrainedModel, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from ..core import ArtifactError
-from ..families import FAMILIES, family
-from ..parts.adapter import ADAPTER_WEIGHTS
+from ..declared.adapter import ADAPTER_WEIGHTS
+from ..families import FAMILIES, declared_by, family
 from .files import (
     CONFIG,
     MANIFEST,
@@ -27,6 +26,9 @@ from .files import (
 from .hub import download, file_names, is_hub_name, split_revision
 from .manifest import Manifest, fingerprint, read_manifest, sha256, tokenizer_hash
 from .plan import Plan, find_plan
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class SourceKind(StrEnum):
@@ -98,6 +100,7 @@ class DrafterSource:
     def manifest(self) -> Manifest:
         """The artifact's manifest; an ArtifactError for any other kind."""
         if self.kind is SourceKind.ARTIFACT:
+            self._check_is_no_run()
             return read_manifest(self.folder)
         pickles = pickled(self.files) if self.kind is SourceKind.CHECKPOINT else []
         found = f"{self.kind} with {pickles[0]}, a pickle" if pickles else str(self.kind)
@@ -112,10 +115,12 @@ class DrafterSource:
         known = self.kind is SourceKind.ARTIFACT and (self.folder / TREE).is_file()
         return read_json(self.folder / TREE) if known else None
 
-    def plan(self, target: PreTrainedModel, batch_size: int = 1) -> Plan | None:
-        """An artifact's plan for a target's device and dtype; None where there is none."""
+    def plan(
+        self, target: PreTrainedModel, batch_size: int = 1, compiled: bool = False
+    ) -> Plan | None:
+        """An artifact's plan for a target's device and dtype; see `find_plan`."""
         ours = self.kind is SourceKind.ARTIFACT
-        return find_plan(self.folder, target, batch_size) if ours else None
+        return find_plan(self.folder, target, batch_size, compiled) if ours else None
 
     def check_target(
         self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
@@ -159,11 +164,21 @@ class DrafterSource:
                 read_header(path)
         return weights
 
+    def _check_is_no_run(self) -> None:
+        inner = self.folder / "heads"
+        if not (self.folder / MANIFEST).is_file() and (inner / MANIFEST).is_file():
+            raise ArtifactError(
+                f"{self} is the folder of a run, and its drafter is in {inner}; give that folder."
+            )
+
     def _check_config(self) -> None:
         name, path = self.manifest.family, self.folder / CONFIG
         config = read_json(path)
         found, expected = config.get("model_type"), f"headstart_{name}"
-        if name in FAMILIES and family(name).saved_as_language_model:
+        by_class = name in FAMILIES and declared_by(name) is None
+        if by_class and family(name).saved_as_language_model:
+            from transformers import CONFIG_MAPPING
+
             expected = found if str(found) in CONFIG_MAPPING else "one of transformers' own"
         if found != expected:
             raise ArtifactError(

@@ -1,6 +1,11 @@
-"""What drafters and runtime share: the token tree, the slab cache, one tree forward, sampling."""
+"""What drafters and runtime share: the token tree, the slab cache, one tree forward, sampling.
 
-from .cache import LayerShape, SlabCache, free_bytes, in_steps
+Errors are imported with it, all else on first use: what needs no torch does not wait for it.
+"""
+
+from typing import TYPE_CHECKING
+
+from ..later import names_of
 from .errors import (
     ArtifactError,
     DecodingError,
@@ -9,32 +14,10 @@ from .errors import (
     UnsupportedTarget,
     brief,
 )
-from .features import FINAL, FeatureTap, OutputLayer, capture, decoder_layers, output_layer
-from .forward import causal_run, prefill_forward, tree_forward, tree_run
-from .fused import FusedLayers
-from .masks import AttentionWindows, tree_mask
-from .offload import (
-    current,
-    device_and_dtype,
-    device_of,
-    gathered,
-    in_shards,
-    keep_resident,
-    offloaded,
-    streamed_from,
-    weight_of,
-)
-from .packing import PackedLinear, Packing
-from .pretrained import language_model_in, load_pretrained
-from .probe import (
-    ATTENTION,
-    PositionLimit,
-    check_fused,
-    check_tree,
-    choose_attention,
-    probe_layers,
-    trained_context,
-)
-from .sampling import STATEFUL, Sampling, Stream, argmax, draw, gumbel, place, row_seeds, uniform
-from .time_limit import within
-from .tree import TokenTree, Topology, ancestor_mask, parents_of_paths
+from .final import FINAL
+from .paths import parents_of_paths
+
+if TYPE_CHECKING:
+    from .public import *
+
+__getattr__ = names_of(__name__)

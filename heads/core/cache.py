@@ -10,6 +10,7 @@ import importlib.util
 import itertools
 import math
 import operator
+import os
 from dataclasses import dataclass
 from functools import cache
 
@@ -70,6 +71,16 @@ def free_bytes(device: torch.device) -> int | None:
         return None
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused
+
+
+def total_bytes(device: torch.device) -> int | None:
+    """All memory of a GPU, or of this machine for a CPU; None where it is not known."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
 
 
 @dataclass(frozen=True)

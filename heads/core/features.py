@@ -11,11 +11,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .errors import OptionError, UnsupportedTarget
+from .final import FINAL
 
 _Found = TypeVar("_Found")
-
-FINAL = -1
-"""Feature layer: the hidden state after the last norm, which the output layer reads."""
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -31,7 +29,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 class _Captured(threading.local):
-    states: dict[int, Tensor] | None = None  # None where this thread's forwards are nobody's
+    def __init__(self) -> None:  # in each thread; compilers overlook what hides a class's own
+        self.states: dict[int, Tensor] | None = None  # None: this thread's forwards are nobody's
 
 
 class FeatureTap(AbstractContextManager):
@@ -176,7 +175,8 @@ class OutputLayer:
 
         A quantised layer, whose weights are in whole numbers or 8 bits, reads the model's dtype.
         """
-        dtype = self.layer.weight.dtype
+        layer: Any = self.layer
+        dtype = layer.dtype if hasattr(layer, "dtype") else layer.weight.dtype
         if not dtype.is_floating_point or dtype.itemsize < 2:
             dtype = self.model.dtype
         return self.layer(hidden.to(dtype))

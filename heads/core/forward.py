@@ -15,7 +15,9 @@ from transformers import PreTrainedModel
 
 from . import masks
 from .cache import SlabCache
+from .few_rows import few_rows
 from .masks import AttentionWindows
+from .packing import runs_packed
 from .tree import Topology
 from .tree_attention import pack_tree, tree_attention_on
 
@@ -85,7 +87,12 @@ def tree_run(
     if windows.cacheless:
         with tree_attention_on(slab):
             return (run or model)(**inputs, **driving, use_cache=False)
-    with tree_attention_on() if windows.tree else nullcontext():
+    attends = nullcontext()
+    if windows.tree:
+        attends = tree_attention_on()
+    elif runs_packed(model):
+        attends = few_rows()
+    with attends:
         return model(**inputs, **driving, past_key_values=slab, use_cache=True)
 
 

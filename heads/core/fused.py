@@ -1,11 +1,12 @@
 """A target's small operators as one launch each, while one thread runs one forward.
 
 A plain token of a Llama launches some forty kernels a layer, most of which do little more than read
-what the last one wrote. Norms, the rotary embedding, the write to the cache and the gated product
-are one operator each here; matrix products and attention stay what they are. No model code is
-changed: modules and functions are found by what they look like, and each is replaced only where a
-trial on random numbers shows that it does the same. On CUDA they are the kernels of
-`fused_kernels`, elsewhere torch's own operators in the order in which transformers applies them.
+what the last one wrote. Norms, the rotary embedding and the write to the cache are one operator
+each here, and so are layers that read the same states, see `fused_products`: those of queries, keys
+and values, and those of a gated product. Attention stays what it is. No model code is changed:
+modules and functions are found by what they look like, and each is replaced only where a trial on
+random numbers shows that it does the same. On CUDA they are the kernels of `fused_kernels`,
+elsewhere torch's own operators in the order in which transformers applies them.
 """
 
 import functools
@@ -19,15 +20,27 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from .fused_products import MOST_ROWS, alike, few_rows, gated_layers, has_kernels, three_layers
+from .fused_products import weights_of as weights
 from .offload import device_of
 
 _ROTARY = "apply_rotary_pos_emb"  # as transformers' models name it
 
 
-class _Forward(threading.local):
-    """How many forwards with fused operators a thread is in."""
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # as layers of transformers call them, in order
 
-    depth: int = 0
+
+class _Forward(threading.local):
+    """How many forwards with fused operators a thread is in, and what its next layers will give."""
+
+    def __init__(self) -> None:  # in each thread; compilers overlook what hides a class's own
+        self.depth = 0
+        self.states: Tensor | None = None  # what three layers have read
+        self.ready: dict[nn.Module, Tensor] = {}  # what those of them give that are called next
+
+    def forget(self) -> None:
+        self.states = None
+        self.ready.clear()
 
 
 _now = _Forward()
@@ -40,7 +53,7 @@ def is_fused() -> bool:
 
 def _kernels(tensor: Tensor) -> Any:
     """The kernels for a tensor; None where torch's own operators are used."""
-    if not tensor.is_cuda or tensor.dtype == torch.float64:
+    if not has_kernels(tensor):
         return None
     from . import fused_kernels
 
@@ -96,13 +109,16 @@ class FusedLayers:
 
     Attributes:
         found: how many modules, or functions, of each kind are fused.
+        rows: for how many rows the layers of a kind are one launch, by the kind; see `few_rows`.
     """
 
     def __init__(self, model: PreTrainedModel):
-        self.found = {"norms": 0, "gated layers": 0, "rotary": 0}
+        self.rows: dict[str, int] = {}
+        self.found = {"norms": 0, "gated layers": 0, "projections": 0, "rotary": 0}
         with torch.no_grad():
             for module in model.modules():
                 self._take(module)
+                self._take_projections(module)
             self._take_rotary(model)
 
     def __enter__(self) -> None:
@@ -110,6 +126,7 @@ class FusedLayers:
 
     def __exit__(self, *exception: Any) -> None:
         _now.depth -= 1
+        _now.forget()
 
     def _take(self, module: nn.Module) -> None:
         own = vars(module).get("forward")
@@ -124,8 +141,41 @@ class FusedLayers:
             states = torch.randn(3, 2, width, dtype=weight.dtype, device=device_of(module))
             if not _alike(module(states), fused(module, states)):
                 return
+            if fused is _gated_layer:
+                self._time("gated layers", lambda: _rows_of_gated(module, states[0, :1]))
+                fused = functools.partial(fused, most=self.rows["gated layers"])
             module.forward = functools.partial(_either, module, fused)
         self.found[kind] += 1
+
+    def _take_projections(self, module: nn.Module) -> None:
+        """Layers of queries, keys and values, of which the first that is called computes all."""
+        three: list[Any] = [getattr(module, name, None) for name in _PROJECTIONS]
+        own = [vars(each).get("forward") for each in three if each is not None]
+        if not alike(three) or any(getattr(e, "func", None) is not _of_three for e in own if e):
+            return
+        if own[0] is None:
+            weight = three[0].weight
+            states = torch.randn(3, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            found = three_layers(states, *weights(three), MOST_ROWS)
+            if not all(_alike(each(states), own) for each, own in zip(three, found, strict=True)):
+                return
+            most = self._time(
+                "projections",
+                lambda: few_rows(
+                    lambda states: three_layers(states, *weights(three), MOST_ROWS),
+                    lambda states: [each(states) for each in three],
+                    states[:1],
+                ),
+            )
+            for each in three:
+                each.forward = functools.partial(_of_three, each, three, most)
+        self.found["projections"] += 1
+
+    def _time(self, kind: str, found: Callable[[], int]) -> int:
+        """Time a model's first layers of a kind, which the others are like."""
+        if kind not in self.rows:
+            self.rows[kind] = found()
+        return self.rows[kind]
 
     def _take_rotary(self, model: PreTrainedModel) -> None:
         for name in {type(module).__module__ for module in model.modules()}:
@@ -164,8 +214,33 @@ def _norm(module: Any, states: Tensor) -> Tensor:
     return rms_norm(states, module.weight, eps)
 
 
-def _gated_layer(module: Any, states: Tensor) -> Tensor:
+def _gated_layer(module: Any, states: Tensor, most: int = MOST_ROWS) -> Tensor:
+    both = [module.gate_proj, module.up_proj]
+    if alike(both):
+        return module.down_proj(gated_layers(states, *weights(both), most))
     return module.down_proj(gated(module.gate_proj(states), module.up_proj(states)))
+
+
+def _rows_of_gated(module: Any, states: Tensor) -> int:
+    both = [module.gate_proj, module.up_proj]
+    if not alike(both):
+        return 0
+    return few_rows(
+        lambda states: gated_layers(states, *weights(both), MOST_ROWS),
+        lambda states: gated(module.gate_proj(states), module.up_proj(states)),
+        states,
+    )
+
+
+def _of_three(module: nn.Module, three: list[nn.Module], most: int, states: Tensor) -> Tensor:
+    """One of three layers that are called one after the other with the same states."""
+    if _now.depth and states is _now.states and module in _now.ready:
+        return _now.ready.pop(module)
+    if not _now.depth or module is not three[0] or not alike(three):
+        return type(module).forward(module, states)
+    _now.states, found = states, three_layers(states, *weights(three), most)
+    _now.ready = dict(zip(three[1:], found[1:], strict=True))
+    return found[0]
 
 
 def _either(module: nn.Module, fused: Callable[..., Tensor], *args: Any, **options: Any) -> Any:

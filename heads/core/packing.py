@@ -5,16 +5,21 @@ its registers, and torch lays a weight out so anew, or not at all, in each call.
 laid out once, and serves any number of rows.
 
 A model that somebody else holds is never changed: a packed copy shares all of it but the packed
-weights.
+weights. One that nobody else holds is packed in place, and has each weight once.
 """
 
 import copy
+import ctypes
 import logging
-from collections.abc import Iterator
-from typing import Any, TypeGuard, TypeVar
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any, Self, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .offload import offloaded
 
@@ -30,11 +35,22 @@ _NEEDS = {
 }
 """The types that oneDNN may pack, and what tells whether this processor's it can."""
 
-_LEAST = {torch.float32: 192 << 10, torch.bfloat16: 32 << 10, torch.float16: 32 << 10}
-"""Bytes of the smallest weight that is packed: a call costs about 10 µs more than torch's own."""
+_LEAST = {torch.float32: 512 << 10, torch.bfloat16: 32 << 10, torch.float16: 32 << 10}
+"""Bytes of the smallest weight that is packed: a call costs about 10 µs more than torch's own,
+which counts most where a small model's weights stay in the processor's cache."""
 
 _ROWS = 16
 """Rows that a layout is chosen for: those of a tree. Others are only a little slower with it."""
+
+_WORTH_SAYING = 100 << 20
+"""Bytes that packed copies may take without being announced."""
+
+_MARK = "_runs_packed"  # the attribute of a model that does
+
+_TRIED, _TURNS = 32 << 20, 4  # bytes of a trial, and how often it is timed
+
+_TRIMMED = 16 << 20
+"""Bytes of weights that are given up before the system gets them back."""
 
 _SLACK = 3
 """A packed layer may be so many times as far from float64 as torch's own. In float32 its sums are
@@ -53,11 +69,80 @@ class PackedLinear(nn.Linear):
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight, self.bias = layer.weight, layer.bias
         self.training = layer.training
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach(), _ROWS)
+        self._packed = _pack(layer.weight)
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] -> [..., out], without a gradient."""
         return _product(input, self._packed, self.bias, "none", [], "")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """The copy shares what is packed, which is never written."""
+        memo[id(self._packed)] = self._packed
+        memo[id(self)] = made = self.__new__(type(self))
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+class OnlyPacked(PackedLinear):
+    """A linear layer whose weight is held packed alone; it is made by `pack_in_place`.
+
+    `weight` lays it out anew in each reading, bit for bit as it was, and is no parameter. Moved to
+    another type or device, or loaded from a state, the layer is torch's own again.
+    """
+
+    @property
+    def weight(self) -> Tensor:  # type: ignore[override]
+        """[out, in], a copy."""
+        return self._packed.to_dense()
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return self._packed.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The weight's."""
+        return self._packed.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self._packed.numel() * self.dtype.itemsize
+
+    def unpack(self) -> None:
+        """Become torch's own layer."""
+        weight = nn.Parameter(self.weight, requires_grad=False)
+        del self.__dict__["_packed"]
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.register_parameter("weight", weight)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        found = fn(torch.empty(0, dtype=self._packed.dtype))
+        if (found.dtype, found.device.type) != (self._packed.dtype, "cpu"):
+            self.unpack()
+            return self._apply(fn, recurse)
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        self.unpack()
+        self._load_from_state_dict(*args)
+
+
+def _return_memory() -> None:
+    """Give free memory back to the system; glibc keeps it where something in use lies behind it."""
+    if (
+        trim := getattr(ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", None)
+    ) is not None:
+        trim(0)
+
+
+def _pack(weight: Tensor) -> Tensor:
+    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
 
 
 def packable(layer: nn.Module) -> TypeGuard[nn.Linear]:
@@ -93,16 +178,98 @@ class Packing:
         if offloaded(model) or not (layers or self._copies):
             return model
         size = sum(layer.weight.nbytes for layer in layers)
-        logger.info("Packing %.0f MB of weights, beside the model's own.", size / 1e6)
+        if size >= _WORTH_SAYING:
+            logger.warning(
+                "Packing the weights takes %.0f MB beside the model's own; a model that "
+                "headstart.load gets by name is packed in place.",
+                size / 1e6,
+            )
         for layer in layers:
-            packed = PackedLinear(layer)
-            kind = (layer.weight.dtype, *layer.weight.shape)
-            if kind not in self._exact:
-                self._exact[kind] = _is_as_exact(packed, layer)
-            if self._exact[kind]:
+            if (packed := self._packed(layer)) is not None:
                 self._copies[id(layer)] = packed
         self._copies.update((id(each), each) for each in _shared(model))
-        return copy.deepcopy(model, self._copies)
+        made = copy.deepcopy(model, self._copies)
+        _mark(made)
+        return made
+
+    def pack_in_place(self, model: nn.Module) -> None:
+        """Pack a model's layers one by one; each one's own weight goes, so none is held twice.
+
+        Where a weight is another module's too, as that of a tied embedding, it stays. Hooks, and
+        who holds the layers, are as before. No gradient runs through packed layers.
+        """
+        if offloaded(model):
+            return
+        held = Counter(id(w) for part in model.modules() for w in part._parameters.values())
+        freed = 0
+        for layer in [layer for layer in model.modules() if packable(layer)]:
+            if (packed := self._packed(layer)) is None:
+                continue
+            alone = held[id(layer.weight)] == 1
+            layer._packed = packed._packed  # type: ignore[assignment]
+            layer.__class__ = OnlyPacked if alone else PackedLinear
+            if alone:
+                freed += packed.weight.nbytes
+                del packed, layer._parameters["weight"]  # freed before the next one is packed
+            if freed > _TRIMMED:
+                freed = 0
+                _return_memory()
+        # What is left may be parts of a mapped file, which stays as long as any of them does.
+        for weight in model.parameters():
+            weight.data = weight.data.clone()
+        _mark(model)
+        _return_memory()
+
+    def _packed(self, layer: nn.Linear) -> PackedLinear | None:
+        """The layer, packed; None where it would err more."""
+        packed = PackedLinear(layer)
+        kind = (layer.weight.dtype, *layer.weight.shape)
+        if kind not in self._exact:
+            self._exact[kind] = _is_as_exact(packed, layer)
+        return packed if self._exact[kind] else None
+
+
+def runs_packed(model: nn.Module) -> bool:
+    """Whether a model, or a part that is a model of transformers, runs packed."""
+    return getattr(model, _MARK, False)
+
+
+def packing_pays(model: nn.Module, rows: Sequence[int] = (1, 8)) -> bool:
+    """Whether a model's linear layers are faster packed, by a short trial over a few rows.
+
+    Of each kind of layer as many are packed meanwhile as fill `_TRIED`, so that their weights come
+    from memory as in decoding, and those of a kind are timed in turns with torch's own.
+    """
+    kinds: dict[tuple[Any, ...], list[nn.Linear]] = {}
+    for layer in filter(packable, model.modules()):
+        kinds.setdefault((layer.weight.dtype, *layer.weight.shape), []).append(layer)
+    own = packed = 0.0
+    with torch.no_grad():
+        for (dtype, _, size), layers in kinds.items():
+            tried = layers[: max(1, _TRIED // layers[0].weight.nbytes)]
+            pairs = [(layer, PackedLinear(layer)) for layer in tried]
+            for count in rows:
+                states = torch.randn(count, size).to(dtype)
+                times = [
+                    min(_seconds([pair[way] for pair in pairs], states) for _ in range(_TURNS))
+                    for way in (0, 1)
+                ]
+                own += times[0] * len(layers) / len(tried)
+                packed += times[1] * len(layers) / len(tried)
+    return packed < own
+
+
+def _seconds(layers: Sequence[nn.Linear], states: Tensor) -> float:
+    start = time.perf_counter()
+    for layer in layers:
+        layer(states)
+    return time.perf_counter() - start
+
+
+def _mark(model: nn.Module) -> None:
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel):
+            setattr(part, _MARK, True)
 
 
 def _shared(model: nn.Module) -> Iterator[Any]:

@@ -1,7 +1,6 @@
 """Loading by `from_pretrained` without running code that comes with a model; peft's wrappers."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .errors import MALFORMED, ArtifactError, HeadstartError, OptionError, brief
+from .unsafe_settings import unsafe_settings
 
 
 def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
@@ -58,37 +58,11 @@ def _needs_code(name: Any) -> OptionError:
     )
 
 
-_UNSAFE = {
-    "auto_map", "transformers_weights", "quantization_config", "compression_config",
-    "attn_implementation", "experts_implementation", "kernel_config", "backbone",
-    "attribute_map",  # it gives any of these another name
-}  # fmt: skip
 _NAMED = {"attn_implementation", "experts_implementation"}  # harmless where transformers knows it
 _ALLOWED = {"auto_map", "quantization_config"}  # of a target: code is not run
 _MOST_LAYERS = 4096
 _LEAST_PACKED = 4  # weights a byte, of the most tightly quantized
 _SLACK = 20_000_000  # weights that may be missing, such as an output layer that is tied
-
-
-def unsafe_settings(config: Any) -> Iterator[tuple[str, str, Any]]:
-    """Settings, at any depth, with which transformers imports or fetches code, or reads files.
-
-    They are found with underscores around them and as `…_internal` too.
-
-    Yields:
-        What such a setting is called, its key as it is there, and its value, which is not None.
-    """
-    nested = [config]
-    while nested:
-        value = nested.pop()
-        if isinstance(value, dict):
-            for key, found in value.items():
-                name = str(key).strip("_").removesuffix("_internal")
-                if name in _UNSAFE and found is not None:
-                    yield name, str(key), found
-            nested += value.values()
-        elif isinstance(value, list):
-            nested += value
 
 
 def _check_config(name: Any, options: dict[str, Any]) -> None:

@@ -26,6 +26,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from .cache import SlabCache, no_kernel
 from .errors import UnsupportedTarget
+from .few_rows import attends_in_few_rows, attention
 
 _UNKNOWN = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 """What else models hand to their attention, and would be lost here."""
@@ -193,8 +194,9 @@ def _attention(
 class _Forward(threading.local):
     """What the forward that a thread runs now attends by; its model's own attention when None."""
 
-    attend: Callable[..., Any] | None = None
-    slab: Any = None  # where attention writes, in a forward without a cache
+    def __init__(self) -> None:  # in each thread; compilers overlook what hides a class's own
+        self.attend: Callable[..., Any] | None = None
+        self.slab: Any = None  # where attention writes, in a forward without a cache
 
 
 _now, _own_interface = _Forward(), AttentionInterface.get_interface
@@ -203,7 +205,12 @@ _now, _own_interface = _Forward(), AttentionInterface.get_interface
 def _interface(
     self: AttentionInterface, attn_implementation: str, default: Callable[..., Any]
 ) -> Any:
-    return _now.attend or _own_interface(self, attn_implementation, default)
+    if _now.attend is not None:
+        return _now.attend
+    own = _own_interface(self, attn_implementation, default)
+    if attn_implementation == "sdpa" and attends_in_few_rows():
+        return partial(attention, own)
+    return own
 
 
 # Layers ask this in each forward. A name in the model's config instead would be read by every

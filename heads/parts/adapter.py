@@ -19,11 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core import ArtifactError, OptionError, device_of, offloaded, output_layer, weight_of
-
-ADAPTER = "adapter"
-ADAPTER_CONFIG = f"{ADAPTER}/adapter_config.json"
-ADAPTER_WEIGHTS = f"{ADAPTER}/adapter_model.safetensors"
-"""Where an artifact or a checkpoint keeps its adapter, in peft's own files."""
+from ..declared.adapter import ADAPTER, ADAPTER_WEIGHTS
 
 
 class Adapter:

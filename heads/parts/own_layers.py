@@ -5,7 +5,6 @@ alone: these are Qwen3's layers, with the same names.
 """
 
 import copy
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,8 +19,14 @@ from transformers import (
     Qwen3Model,
 )
 
-from ..checkpoint import MOST_PARTS
 from ..core import LayerShape, OptionError, decoder_layers, weight_of
+from ..declared.layer import Layer
+
+_SIZES = {
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "num_hidden_layers", "rms_norm_eps", "hidden_act", "attention_bias",
+}  # fmt: skip
+"""What both kinds of layers know by the names of `Layer`."""
 
 
 def layer_like(target: PreTrainedModel) -> dict[str, Any]:
@@ -60,45 +65,34 @@ def like_published(target: PreTrainedModel) -> dict[str, Any]:
 def own_layers(layer: dict[str, Any]) -> tuple[LlamaModel | Qwen3Model, list[LayerShape]]:
     """Decoder layers, read by `inputs_embeds` alone and without a final norm, and what they cache.
 
-    `layer` is as of `layer_like`; it may say more of what `LlamaConfig` knows, as the number of
-    layers, `rope_scaling`, `qk_norm` (whether queries and keys are normed in each head), and
-    `sliding_window` with `layer_types`, which say which layers see so many positions alone.
+    `layer` is as of `layer_like`; it may say more of what `Layer` knows.
 
     Raises:
-        ValueError: `layer` has what none of them knows, or far too many layers.
+        ValueError: see `Layer.of`.
     """
-    known = {"rope_theta", "rope_scaling", "qk_norm", "sliding_window", "layer_types"}
-    known |= {field.name for field in dataclasses.fields(LlamaConfig)}
-    layer = {name: value for name, value in layer.items() if name in known or value is not None}
-    if unknown := sorted(layer.keys() - known):
-        raise ValueError(f"layer sets {unknown[0]}, which no Llama layer has")
-    apart = ("qk_norm", "sliding_window", "layer_types", "num_hidden_layers")
-    sizes = {n: v for n, v in layer.items() if not n.startswith("rope_") and n not in apart}
-    rope = {"rope_type": "default", **(layer.get("rope_scaling") or {})}
-    rope["rope_theta"] = layer["rope_theta"]
-    count, window = layer.get("num_hidden_layers", 1), layer.get("sliding_window")
-    if count > MOST_PARTS:
-        raise ValueError(f"layer says {count} layers, expected at most {MOST_PARTS}")
-    sizes |= {
-        "vocab_size": 1, "num_hidden_layers": count, "rope_parameters": rope,
-        "bos_token_id": None, "eos_token_id": None,
-    }  # fmt: skip
-    if window is None and not layer.get("qk_norm"):
-        config: Any = LlamaConfig(**sizes)
+    made = Layer.of(layer)
+    rope = {"rope_type": "default", **(made.rope_scaling or {}), "rope_theta": made.rope_theta}
+    sizes = {name: value for name, value in vars(made).items() if name in _SIZES}
+    sizes |= {"vocab_size": 1, "rope_parameters": rope, "bos_token_id": None, "eos_token_id": None}
+    if (positions := made.max_position_embeddings) is not None:
+        sizes["max_position_embeddings"] = positions
+    count, window = made.num_hidden_layers, made.sliding_window
+    if made.llama:
+        config: Any = LlamaConfig(**sizes, mlp_bias=made.mlp_bias)
     else:
-        types = layer.get("layer_types") or ["full_attention"] * count
+        types = made.layer_types or ["full_attention"] * count
         config = Qwen3Config(
             **sizes, use_sliding_window=window is not None, sliding_window=window, layer_types=types
         )
     config._attn_implementation = "sdpa"
     kind: Any = LlamaModel if isinstance(config, LlamaConfig) else Qwen3Model
     model = kind(config)
-    if not layer.get("qk_norm") and isinstance(model, Qwen3Model):
+    if not made.qk_norm and isinstance(model, Qwen3Model):
         for each in model.layers:
             each.self_attn.q_norm = each.self_attn.k_norm = nn.Identity()  # type: ignore[union-attr]
     del model.embed_tokens
     model.norm = nn.Identity()  # type: ignore[assignment]
-    cached = layer["num_key_value_heads"], layer["head_dim"]
+    cached = made.num_key_value_heads, made.head_dim
     return model, [LayerShape(torch.device("cpu"), torch.float32, cached, cached)] * count
 
 

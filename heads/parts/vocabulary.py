@@ -1,10 +1,9 @@
 """Bases of drafters: with a trimmed vocabulary, and with the target's embedding as an input."""
 
 from collections.abc import Callable
-from typing import Any, Literal, Self, cast
+from typing import Any, Self, cast
 
 import torch
-from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -12,37 +11,6 @@ from ..checkpoint import Found
 from ..core import OptionError, OutputLayer, device_of, offloaded, output_layer, weight_of
 from ..drafter import DrafterConfig, Step
 from ..trainable import DraftLogits, TrainableDrafter
-
-
-@strict
-class VocabularyConfig(DrafterConfig):
-    """Which output layer a drafter has; a family's config says which `output` there are.
-
-    Attributes:
-        output: `shared` borrows the target's, `own` knows every token, `trimmed` the
-            `draft_vocab_size` most frequent ones of the corpus.
-        draft_vocab_size: size of the trimmed vocabulary; 0 unless `output` is `trimmed`.
-        embedding: whose embeddings a drafter reads that reads tokens: the target's (`shared`), or
-            `own` ones, which published heads may have and which are not trained here.
-    """
-
-    output: Any = "shared"
-    draft_vocab_size: int = 0
-    embedding: Literal["shared", "own"] = "shared"
-
-    @property
-    def output_size(self) -> int:
-        """Vd of the drafter's output layer."""
-        return self.draft_vocab_size or self.vocab_size
-
-    def validate_draft_vocabulary(self) -> None:
-        """Part of the config's own validation: a size where it is trimmed, and only there."""
-        size = self.draft_vocab_size
-        if (self.output == "trimmed") != (size > 0) or size > max(self.vocab_size, 0):
-            raise OptionError(
-                f"drafter.draft_vocab_size is {size} with output {self.output!r}; expected "
-                f"1 … {self.vocab_size} with 'trimmed' and 0 otherwise."
-            )
 
 
 class TrimmedVocabulary(TrainableDrafter):

@@ -25,6 +25,7 @@ _AGAINST = (
 )
 _ASSISTANT = "the assistant's model (default: that of a draft model among --drafter)"
 _REPEATS = "how often each prompt is decoded in each way (default: 3)"
+_ROOFLINE = "say how near rounds come to one read of the weights, and where the rest goes"
 _REPORT = "where report.html, its pictures and results are written (default: runs/bench; or none)"
 
 
@@ -40,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--against", metavar="WAYS", help=_AGAINST)
     add("--assistant", metavar="MODEL", help=_ASSISTANT)
     add("--repeats", metavar="N", type=positive, help=_REPEATS)
+    add("--roofline", action="store_true", default=None, help=_ROOFLINE)
     add("--report", metavar="DIR", default="runs/bench", help=_REPORT)
     shared.add_json_argument(parser)
 
@@ -61,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
     with quiet_stdout():
         prepared = prepare(matrix, options, questions)
+        print(*prepared.early, sep="\n", end="\n" * bool(prepared.early), file=sys.stderr)
         measured = measure(prepared, matrix)
         page = folder and write_bench_report(measured, folder)
     title, notes = "headstart bench", measured.notes
@@ -83,7 +86,7 @@ def _given(options: argparse.Namespace) -> dict[str, Any]:
         "target": "target", "tree": "trees", "rule": "rules", "expansion": "expansion",
         "temperature": "temperatures", "batch_size": "batch_sizes", "assistant": "assistant",
         "limit": "limit", "prefix_tokens": "prefix_tokens", "new_tokens": "new_tokens",
-        "repeats": "repeats", "seed": "seed",
+        "repeats": "repeats", "seed": "seed", "roofline": "roofline",
     }  # fmt: skip
     found = {key: getattr(options, name) for name, key in names.items()}
     if options.prompts is not None:

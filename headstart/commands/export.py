@@ -7,7 +7,7 @@ headstart export ORG/NAME exported --target ORG/MODEL --to original
 import argparse
 from pathlib import Path
 
-from headstart.inputs import load_speculator
+from headstart.inputs import check_name, load_speculator
 from headstart.terminal import quiet_stdout
 
 from . import options as shared
@@ -27,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the folder, and the line that starts the engine with it."""
+    check_name(options.drafter)
     from headstart.heads import Drafter
     from headstart.heads.artifacts.export import check_format, export_drafter
 

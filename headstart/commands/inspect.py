@@ -48,21 +48,24 @@ def run(options: argparse.Namespace) -> int:
         return print_tree(options.artifact, options.tree)
     from headstart.heads.artifacts.source import DrafterSource, SourceKind
     from headstart.reports.description import describe, fits, print_description
-    from headstart.reports.foreign import describe_foreign, fits_foreign, print_foreign
     from headstart.reports.tables import to_json
 
     source = DrafterSource(options.artifact, options.allow_pickle)
-    foreign = source.kind is SourceKind.CHECKPOINT
-    with quiet_stdout():
-        found = describe_foreign(source) if foreign else describe(source)
-        if options.target is not None:
+    if source.kind is SourceKind.CHECKPOINT:
+        from headstart.reports import foreign
+
+        look, check, show = foreign.describe_foreign, foreign.fits_foreign, foreign.print_foreign
+    else:
+        look, check, show = describe, fits, print_description
+    found = look(source)
+    if options.target is not None:
+        with quiet_stdout():
             target = load_target(options)
-            check = fits_foreign if foreign else fits
             misfit = check(source, target.model, target.tokenizer)
             found |= {"fits": misfit is None, "misfit": misfit}
     found = blank(json.loads(to_json(found)))  # a recipe may hold an access token
     if options.json:
         print(to_json(found))
     else:
-        (print_foreign if foreign else print_description)(found, sys.stdout)
+        show(found, sys.stdout)
     return 0 if found["problem"] is None and found.get("fits", True) else 1

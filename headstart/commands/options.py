@@ -107,7 +107,22 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fresh", action="store_true", help="redo stages that are finished")
 
 
-_COMPILE = "pack the weights on a CPU; on a GPU, compile the target's forwards"
+_COMPILE = (
+    "pack the weights on a CPU, with auto where a short trial finds it faster; on a GPU, compile "
+    "the target's forwards"
+)
+
+
+def _way(text: str) -> str:
+    if text != "auto":
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected auto, or no value")
+    return text
+
+
+def add_compile_argument(parser: argparse.ArgumentParser, help: str = _COMPILE) -> None:
+    """Whether forwards are made faster, or `auto`."""
+    add = parser.add_argument
+    add("--compile", metavar="auto", nargs="?", const=True, default=False, type=_way, help=help)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) -> None:
@@ -121,7 +136,7 @@ def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) 
     add("--tree", metavar="TREE", action=action, help=_TREE + more)
     add("--rule", metavar="RULE", action=action, help=RULE + more)
     add("--expansion", metavar="EXPANSION", help=EXPANSION)
-    add("--compile", action="store_true", help=_COMPILE)
+    add_compile_argument(parser)
     add_placing_arguments(parser)
 
 

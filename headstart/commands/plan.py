@@ -10,7 +10,8 @@ import os
 import sys
 from pathlib import Path
 
-from headstart.inputs import check_new_tokens, encode, load_speculator, read_documents
+from headstart.inputs import check_new_tokens, load_speculator, read_documents
+from headstart.long_prompts import prompts_of
 from headstart.terminal import UsageError, quiet_stdout
 
 from . import options as shared
@@ -18,6 +19,7 @@ from .options import positive, whole
 
 _NODES = "the largest tree considered (default: 64, or 768 with --max-memory)"
 _REPORT = "where report.html and its pictures are written (default: runs/plan; or none)"
+_COMPILE = "plan for --compile: packed weights on a CPU, compiled forwards on a GPU"
 _MEASURE = "decode with the K best, and let that decide (default: 4)"
 
 
@@ -26,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", metavar="MODEL", help=shared.TARGET)
     add("--trust-remote-code", action="store_true", help=shared.TRUST)
     add("--drafter", metavar="ARTIFACT", required=True, help=shared.ARTIFACT)
+    shared.add_compile_argument(parser, _COMPILE)
     shared.add_placing_arguments(parser)
     shared.add_prompt_arguments(parser)
     add("--batch-size", metavar="N", type=positive, default=1, help="prompts decoded at once")
@@ -57,6 +60,7 @@ def run(options: argparse.Namespace) -> int:
     if not os.access(folder := source.folder, os.W_OK):
         raise UsageError(f"{folder} cannot be written, and the plan belongs there; copy it first")
     options.tree = "plain"  # the drafter is needed, whatever an earlier plan says
+    faster, options.compile = options.compile, False  # as it is measured, not as it is loaded
     speculator = load_speculator(options)
     check_new_tokens(speculator, options.new_tokens)
     assert speculator.drafter is not None
@@ -66,7 +70,9 @@ def run(options: argparse.Namespace) -> int:
     from headstart.reports.plans import print_plan
     from headstart.reports.tables import to_json
 
-    prompts = [encode(document, speculator, options.prefix_tokens) for document in documents]
+    limit, new_tokens = options.prefix_tokens, options.new_tokens
+    prompts, notes = prompts_of(documents, speculator, limit, new_tokens)
+    print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
     with quiet_stdout():
         found = make_plan(
             speculator.model,
@@ -76,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
             max_nodes=options.max_nodes,
             new_tokens=options.new_tokens,
             measure=options.measure,
+            compile=faster,
             progress=True,
         )
         written = write_plan(folder, found)

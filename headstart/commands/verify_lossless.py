@@ -11,7 +11,8 @@ import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from headstart.inputs import check_new_tokens, encode, load_speculator, read_documents
+from headstart.inputs import check_new_tokens, load_speculator, read_documents
+from headstart.long_prompts import prompts_of
 from headstart.terminal import quiet_stdout
 
 from . import options as shared
@@ -37,13 +38,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Compare greedy text and sampled text; the status is 1 where one of them does not hold."""
     documents = read_documents(options)
+    options.in_place = False  # the text is compared with that of the target as it is
     speculator = load_speculator(options)
     check_new_tokens(speculator, options.new_tokens)
     from headstart.infer.measure.lossless_greedy import compare_greedy
     from headstart.infer.measure.lossless_sampled import compare_sampled
     from headstart.reports.tables import to_json
 
-    prompts = [encode(each, speculator, options.prefix_tokens) for each in documents]
+    limit, new_tokens = options.prefix_tokens, options.new_tokens
+    prompts, notes = prompts_of(documents, speculator, limit, new_tokens)
+    print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
     prompts = [ids.to(speculator.device) for ids in prompts]
     with quiet_stdout():
         greedy = compare_greedy(speculator, prompts, options.new_tokens, progress=True)

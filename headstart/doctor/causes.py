@@ -11,6 +11,7 @@
 | dtype | of target and drafter | training's |
 | weights | what the target computes | the target that the manifest names |
 | length | texts, and the longest training row | prompts cut to that |
+| first answer token | whether what answers begin with was taught | |
 | writer | whose text the drafter learnt | |
 
 Without a manifest that says what training saw, some are tried all the same.
@@ -20,12 +21,12 @@ from __future__ import annotations
 
 from .of_drafters import drafter_dtype, drafter_settings, feature_layers, vocabulary
 from .of_targets import target_dtype, target_settings, weights
-from .of_texts import chat, length, texts_not_chats, tokens, writer
+from .of_texts import chat, length, openings, texts_not_chats, tokens, writer
 from .scene import Find
 
 CAUSES: tuple[Find, ...] = (
     feature_layers, drafter_settings, vocabulary, target_settings, chat,
     texts_not_chats, tokens, target_dtype, drafter_dtype, weights,
-    length, writer,
+    length, openings, writer,
 )  # fmt: skip
 """All of them; those whose undoing changes least come first, and so do they among equals."""

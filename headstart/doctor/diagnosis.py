@@ -100,7 +100,8 @@ def diagnose(
     own_loss = mean_loss(pair.target, [text for text, _ in texts], masks)
     longest = max(map(len, before.texts))
     chats = any(document.messages for document in documents)
-    scene = Scene(pair, manifest, original, longest, new_tokens, chats, own_loss)
+    first = before.first_round()
+    scene = Scene(pair, manifest, original, longest, new_tokens, chats, own_loss, first)
     differences = [each for find in CAUSES for each in find(scene)]
     found = [_measured(each, pair, decodes, before) for each in differences]
     ranked = sorted(found, key=lambda f: -(f.gain.tau if f.gain else 0.0))  # stable

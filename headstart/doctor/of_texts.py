@@ -1,4 +1,4 @@
-"""Causes that lie in the text: how prompts are rendered, how long texts are, and who wrote them."""
+"""Causes that lie in the text: how prompts are rendered, what was taught, who wrote it."""
 
 from __future__ import annotations
 
@@ -100,6 +100,24 @@ def length(scene: Scene) -> list[Difference]:
             f"{scene.longest}{of}",
             f"Train on rows of {scene.longest} tokens (distill.max_length, distill.prefix_tokens).",
             {f"the last {last} tokens of each prompt": cut},
+        )
+    ]  # fmt: skip
+
+
+def openings(scene: Scene) -> list[Difference]:
+    """Answers whose first tokens were not taught: every first round of an answer starts there."""
+    rows = scene.trained("rows")
+    answers, taught = rows.get("answers") or 0, rows.get("openings") or 0
+    if answers == taught:
+        return []
+    round_ = f", where τ is {scene.first_round:.2f}" if scene.first_round is not None else ""
+    return [
+        Difference(
+            "first answer token",
+            f"of {answers:,} answers in training {answers - taught:,} have a first or second token "
+            f"that is not supervised, and every answer here has a first round{round_}",
+            "Begin {% generation %} of the training's chat template right where the prompt ends, "
+            "or remove the mark, and distill again.",
         )
     ]  # fmt: skip
 

@@ -44,6 +44,7 @@ class Scene:
         original: loads the target that the manifest names; None where it is not to be had.
         longest: tokens of the longest text that was decoded, `new_tokens` of them new at most.
         chats: whether any prompt is a chat.
+        first_round: τ of each answer's first round.
         own_loss: the target's on text that it wrote itself at temperature 1, see `mean_loss`.
     """
 
@@ -54,6 +55,7 @@ class Scene:
     new_tokens: int = 64
     chats: bool = False
     own_loss: Mapping[str, float] | None = None
+    first_round: float | None = None
 
     def trained(self, part: str) -> dict[str, Any]:
         """What the manifest notes of a part of training; empty where it does not."""

@@ -9,7 +9,6 @@ from typing import Any, TextIO
 
 from rich.filesize import decimal
 
-from headstart.heads import family
 from headstart.heads.artifacts.files import (
     CARD,
     CONFIG,
@@ -22,18 +21,21 @@ from headstart.heads.artifacts.files import (
 )
 from headstart.heads.artifacts.manifest import Manifest, sha256
 from headstart.heads.artifacts.plan import read_plans
-from headstart.heads.artifacts.settings import language_model_config
 from headstart.heads.artifacts.shapes import check_declared, read_config
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core import FINAL, ArtifactError
-from headstart.heads.parts.adapter import ADAPTER, ADAPTER_WEIGHTS
-from headstart.infer import StaticTree
+from headstart.heads.declared.adapter import ADAPTER, ADAPTER_WEIGHTS
+from headstart.heads.families import declared_by
+from headstart.infer.trees.paths import RankPaths
 
 from .measured import percentages
 from .plans import at_once
 from .tables import grid, print_apart, titled
 
 Description = dict[str, Any]
+
+_HASHED = 2**28
+"""Bytes of the largest file beside an artifact's own whose sha256 is told."""
 
 
 def describe(name: str | Path | DrafterSource) -> Description:
@@ -87,17 +89,25 @@ def fits(source: DrafterSource, target: Any, tokenizer: Any) -> str | None:
 
 
 def _config(source: DrafterSource) -> Description:
-    drafter = family(source.manifest.family)
-    kind: Any = drafter.config_class
     config = read_config(source)
-    whole = not drafter.saved_as_language_model
     return {
-        "ignored": [] if whole else language_model_config(source.folder)[1],
-        "options": {option: getattr(config, option) for option in kind.OPTIONS},
+        "ignored": _ignored(source),
+        "options": {option: getattr(config, option) for option in config.OPTIONS},
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "feature_layers": list(config.feature_layers),
     }
+
+
+def _ignored(source: DrafterSource) -> list[str]:
+    """Of a language model the settings that its architecture does not have."""
+    if declared_by(source.manifest.family) is not None:
+        return []
+    from headstart.heads.artifacts.settings import language_model_config
+    from headstart.heads.families import family
+
+    whole = not family(source.manifest.family).saved_as_language_model
+    return [] if whole else language_model_config(source.folder)[1]
 
 
 def _weights(source: DrafterSource) -> Description:
@@ -111,7 +121,7 @@ def _weights(source: DrafterSource) -> Description:
 def _tree(source: DrafterSource) -> Description:
     if source.tree is None:
         return {"tree": None}
-    tree = StaticTree(source.tree)
+    tree = RankPaths(source.tree)
     return {"tree": {"name": tree.label, "nodes": tree.nodes, "depth": tree.max_depth}}
 
 
@@ -125,7 +135,8 @@ def _plans(source: DrafterSource) -> Description:
 
 
 def _file(path: Path, folder: Path, manifest: Manifest) -> Description:
-    check, digest, name = "unchecked", sha256(path), path.relative_to(folder).as_posix()
+    check, name, size = "unchecked", path.relative_to(folder).as_posix(), path.stat().st_size
+    digest = sha256(path) if name in FILES or size <= _HASHED else None
     saved = {WEIGHTS: manifest.weights_sha256, ADAPTER_WEIGHTS: manifest.adapter_sha256}
     if name in saved:
         try:
@@ -139,7 +150,7 @@ def _file(path: Path, folder: Path, manifest: Manifest) -> Description:
             check = "ok"
         except ArtifactError:
             check = "damaged"
-    return {"name": name, "bytes": path.stat().st_size, "sha256": digest, "check": check}
+    return {"name": name, "bytes": size, "sha256": digest, "check": check}
 
 
 def print_description(found: Description, out: TextIO) -> None:
@@ -236,6 +247,7 @@ def _files(found: Description) -> list[tuple[str, str]]:
     for file in found["files"]:
         note = checks[file["check"]] if file["name"] in FILES else "not pushed"
         # The sha256 in full is in the JSON document; a few digits tell two files apart.
-        rows.append((file["name"], f"{decimal(file['bytes']):>9}  {file['sha256'][:12]}  {note}"))
+        digest = (file["sha256"] or "")[:12]
+        rows.append((file["name"], f"{decimal(file['bytes']):>9}  {digest:12}  {note}"))
     missing = [name for name in (CONFIG, WEIGHTS, MANIFEST) if name not in dict(rows)]
     return rows + [(name, "NO: missing") for name in missing]

@@ -45,15 +45,26 @@ def print_apart(console: Console, *parts: RenderableType, style: str | None = No
 def grid(rows: Sequence[tuple[str, str]]) -> Table:
     """Labels, as wide in every grid, and values, red where they start with NO.
 
-    A row with an empty value is left out.
+    A row with an empty value is left out. What files of others say may be endless: long texts are
+    cut, and so are many rows.
     """
     table = Table.grid(padding=(0, 2))
     table.add_column(width=31, style="cyan")
     table.add_column()
-    for label, value in rows:
-        if value:
-            table.add_row(f"  {label}", value, style="bold red" if value.startswith("NO") else None)
+    told = [(label, value) for label, value in rows if value]
+    for label, value in told[:_ROWS]:
+        style = "bold red" if value.startswith("NO") else None
+        table.add_row(f"  {_cut(label, _LABEL)}", _cut(value, _VALUE), style=style)
+    if more := len(told[_ROWS:]):
+        table.add_row("  …", f"and {more:,} more")
     return table
+
+
+_ROWS, _LABEL, _VALUE = 500, 200, 2000  # at most, of a grid: rows, and characters
+
+
+def _cut(text: str, length: int) -> str:
+    return text if len(text) <= length else f"{text[:length]}…"
 
 
 def column_table(names: Sequence[str], figures: Sequence[str], gap: int = 2) -> Table:

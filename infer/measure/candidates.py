@@ -125,7 +125,10 @@ def _fitted_trees(
 def expected_speedups(
     trees: Iterator[ReplayedTree], ranks: Sequence[Tensor], costs: Costs, batch_size: int
 ) -> list[Candidate]:
-    """The trees as candidates, the fastest first, equal trees once."""
+    """The trees as candidates, the fastest first, equal trees once.
+
+    Those whose verification costs more than that of more nodes are left out, where others are left.
+    """
     plain = _loops([len(each) for each in ranks], batch_size) * costs.plain
     found: dict[tuple[tuple[int, ...], ...], Candidate] = {}
     for each in trees:
@@ -137,7 +140,8 @@ def expected_speedups(
         shape = each.name, tree.nodes, tree.max_depth
         candidate = Candidate(*shape, each.done.tau, round_ms, speedup, each.paths)
         found.setdefault(tree.paths, candidate)
-    return sorted(found.values(), key=lambda candidate: -candidate.speedup)
+    cheap = [each for each in found.values() if not costs.dearer(each.nodes)]
+    return sorted(cheap or found.values(), key=lambda candidate: -candidate.speedup)
 
 
 def _loops(rounds: Sequence[int], batch_size: int) -> int:

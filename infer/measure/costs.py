@@ -18,7 +18,7 @@ from headstart.heads import Drafter
 from ..speculator import Speculator
 from ..stats import Stats
 from ..trees.static import StaticTree
-from .forward_costs import SECONDS, TURNS, context_of, draft_costs, verify_costs
+from .forward_costs import SECONDS, TURNS, context_of, draft_costs, output_cost, verify_costs
 from .greedy_text import Tick, Written, decode_greedily
 from .timing import take_turns
 
@@ -38,6 +38,7 @@ class Costs:
     begin: float  # the drafter's
     extend: dict[int, float]  # the drafter's, by a level's nodes; empty for independent heads
     loop: tuple[float, float, float]  # what else: a + b · nodes + c · depth, fitted to real rounds
+    output: float = 0.0  # of `begin`, see `output_cost`
 
     def forwards(self, tree: StaticTree) -> float:
         """Verifying the tree and drafting it, level by level where the drafter does so."""
@@ -46,6 +47,14 @@ class Costs:
             levels = Counter(tree.depths[node] for node in {*tree.parents[1:]} - {0})
             cost += sum(_between(self.extend, nodes) for nodes in levels.values())
         return cost
+
+    def dearer(self, nodes: int) -> bool:
+        """Whether verifying so many nodes costs more than some larger number of them.
+
+        On a CPU it may: products of two rows are as slow as two of one, those of eight are not.
+        """
+        larger = [cost for size, cost in self.verify.items() if size > nodes]
+        return bool(larger) and _between(self.verify, nodes) > min(larger)
 
     def round(self, tree: StaticTree) -> float:
         """A whole round with this tree."""
@@ -62,6 +71,7 @@ def measure_costs(
     max_nodes: int,
     depth: int,
     tick: Tick = lambda: None,
+    compile: bool | str = False,
 ) -> Costs:
     """Time forwards and real rounds, each kind in turn, at the texts' middle length.
 
@@ -69,18 +79,26 @@ def measure_costs(
         texts: one for each row of the batch.
         depth: the deepest level that trees will have.
         tick: called after each of `STEPS` parts.
+        compile: how forwards run, see `Speculator`.
     """
     layers = drafter.config.feature_layers
-    verify = verify_costs(target, layers, context_of(texts), sizes(max_nodes), tick)
-    begin, extend = draft_costs(drafter, texts, sizes(max_nodes), depth, tick)
+    verify = verify_costs(target, layers, context_of(texts), sizes(max_nodes), tick, compile)
     probes = _probes(max_nodes, depth)
+    trees: dict[str, StaticTree] = {str(tree): tree for tree in probes}
+    speculators = {
+        name: Speculator(target, drafter, tree=tree, compile=compile)
+        for name, tree in trees.items()
+    }
+    # As rounds run it: on a CPU a packed copy, where forwards are packed.
+    runs = next(iter(speculators.values())).decoding_drafters.drafters[0]
+    begin, extend = draft_costs(runs, texts, sizes(max_nodes), depth, tick)
+    output = output_cost(runs, len(texts))
     prompts = [text.tokens[: text.prompt] for text in texts]
     new_tokens = max(len(text.tokens) - text.prompt for text in texts)
-    speculators = {str(tree): Speculator(target, drafter, tree=tree) for tree in probes}
-    speculators |= {"plain": Speculator(target)}
+    speculators |= {"plain": Speculator(target, compile=compile)}
     done = decode_times(speculators, [prompts] * _RUNS, new_tokens, tick, SECONDS)
     rounds = {name: 1e3 * statistics.median(each) for name, each in done.per_round.items()}
-    costs = Costs(rounds["plain"], verify, begin, extend, (0.0, 0.0, 0.0))
+    costs = Costs(rounds["plain"], verify, begin, extend, (0.0, 0.0, 0.0), output)
     rest = [rounds[str(tree)] - costs.forwards(tree) for tree in probes]
     shape = [(1.0, tree.nodes, tree.max_depth) for tree in probes]
     a, b, c = np.linalg.lstsq(shape, rest, rcond=None)[0].tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, Step, TokenTree
 from headstart.heads.core import current
+from headstart.heads.parts.vocabulary import TrimmedVocabulary
 
 from ..graphs import as_now, captures_rounds, repeated
 from ..target import Target
@@ -30,14 +32,16 @@ def verify_costs(
     context: Tensor,
     counts: Sequence[int],
     tick: Tick = lambda: None,
+    compile: bool | str = False,
 ) -> dict[int, float]:
     """t(n): milliseconds of the target's forward over a tree of n nodes, medians, by n.
 
     Args:
         context: [B, L] int64, the tokens that are cached before the tree.
         tick: called after each of `TURNS` turns.
+        compile: how forwards run, see `Speculator`.
     """
-    target = Target(model, tuple(feature_layers))
+    target = Target(model, tuple(feature_layers), compile=compile)
     batch, length = context.shape
     target.prefill(context, [length] * batch, length + max(counts))
     lengths = torch.full_like(context[:, 0], length)
@@ -98,6 +102,27 @@ def draft_costs(
         work[width] = partial(begin, nodes, torch.full_like(nodes, -1))
     times = _medians(work, context.device, captures_rounds(drafter.target), tick)
     return times[0], {width: max(times[width] - times[0], 0.0) for width in levels}
+
+
+@torch.no_grad()
+def output_cost(drafter: Drafter, batch: int) -> float:
+    """Milliseconds that independent heads spend in an output layer that could be trimmed.
+
+    0 for drafters of other kinds, for trimmed vocabularies, and where rounds are captured whole.
+    """
+    config: Any = drafter.config
+    heads = drafter.independent and isinstance(drafter, TrimmedVocabulary)
+    if not heads or config.draft_vocab_size or captures_rounds(drafter.target):
+        return 0.0
+    device, shared = drafter.target.device, config.output == "shared"
+    size = drafter.max_depth, batch, config.hidden_size
+    states = torch.randn(size, device=device).to(drafter.dtype)  # [K, B, D]
+
+    def run() -> None:
+        for head in range(1 if shared else len(states)):
+            drafter.draft_logits(head + 1)(states if shared else states[head])
+
+    return medians(interleaved({0: run}, device, TURNS, _CALLS))[0]
 
 
 def context_of(texts: Sequence[Written]) -> Tensor:

@@ -15,6 +15,7 @@ from headstart.heads.artifacts.plan import Plan, dtype_name, machine
 from headstart.heads.core import device_of, offloaded
 
 from ..speculator import Speculator
+from ..target import AUTO, way_to_run
 from ..trees.limits import check_size
 from .candidates import SMALL, Candidate, rank_trees, reach
 from .costs import STEPS, decode_times, measure_costs
@@ -38,6 +39,7 @@ def make_plan(
     max_nodes: int | None = None,
     new_tokens: int = 128,
     measure: int = 0,
+    compile: bool | str = False,
     progress: bool = False,
 ) -> Plan:
     """Measure target and drafter on prompts that neither was trained on, and choose a tree.
@@ -48,6 +50,7 @@ def make_plan(
         max_nodes: the largest tree considered, the root counted; None takes 64, or 768 for a target
             whose weights are streamed in, where a node costs next to nothing.
         measure: decode with this many of the best candidates, and choose among them by that.
+        compile: how forwards run, see `Speculator`; the plan is for those that run so.
         progress: show a bar on stderr.
 
     Raises:
@@ -67,6 +70,8 @@ def make_plan(
             f"found {len(drafter.drafters)} drafters, and a plan is for one; plan each alone: "
             "together they decode with their own trees."
         )
+    if compile == AUTO:
+        compile = way_to_run(target, compile) or False
     prompts = [prompt.flatten().to(device_of(target)) for prompt in prompts]
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
     trials = batches * -(-_RUNS // len(batches)) if measure else []
@@ -80,12 +85,14 @@ def make_plan(
                 "give other prompts."
             )
         depth = ranks[0].shape[1]
-        costs = measure_costs(target, drafter, texts[:batch_size], max_nodes, depth, bar.update)
+        given = texts[:batch_size], max_nodes, depth, bar.update, compile
+        costs = measure_costs(target, drafter, *given)
         found = rank_trees(ranks, costs, drafter.independent, max_nodes, batch_size)
         if measure:
-            speculators = {"plain": Speculator(target)}
+            speculators = {"plain": Speculator(target, compile=compile)}
             for each in found[:measure]:
-                speculators[each.name] = Speculator(target, drafter, tree=each.tree)
+                made = Speculator(target, drafter, tree=each.tree, compile=compile)
+                speculators[each.name] = made
             found = _measured(found, speculators, trials, new_tokens, bar.update)
     best = found[0]
     policy, tree, tau, speedup = best.name, best.tree, best.tau, best.best_known
@@ -98,6 +105,7 @@ def make_plan(
         candidates=[asdict(candidate) for candidate in found],
         prompts=len(prompts),
         new_tokens=new_tokens,
+        compiled=bool(compile),
     )  # fmt: skip
 
 

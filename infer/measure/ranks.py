@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -130,15 +130,36 @@ def acceptance(ranks: Sequence[Tensor], width: int = RANKS) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Replayed:
-    """Tokens that a tree would have emitted in rounds, and the rounds, for each text."""
+    """Tokens that a tree would have emitted in rounds, and the rounds, for each text.
+
+    Attributes:
+        accepted: of all texts, how many rounds accepted so many drafted tokens with so many
+            tokens of the text left to compare with.
+    """
 
     tokens: list[int]
     rounds: list[int]
+    accepted: dict[tuple[int, int], int] = field(default_factory=dict, repr=False)
 
     @property
     def tau(self) -> float:
         """Tokens per round; 1 where no text needed a round."""
         return sum(self.tokens) / sum(self.rounds) if sum(self.rounds) else 1.0
+
+    def acceptance_by_depth(self, depth: int) -> list[float | None]:
+        """Acceptance at depth 1 … `depth`, given that the parent was; None where none was.
+
+        Past a text's end there is nothing to compare with, which is no rejection.
+
+        >>> Replayed([6], [3], {(0, 6): 1, (2, 5): 1, (2, 2): 1}).acceptance_by_depth(4)
+        [0.6666666666666666, 1.0, 0.0, None]
+        """
+        found = []
+        for k in range(1, depth + 1):
+            tried = {key: n for key, n in self.accepted.items() if key[0] >= k - 1 and key[1] >= k}
+            taken = sum(n for (count, _), n in tried.items() if count >= k)
+            found.append(taken / sum(tried.values()) if tried else None)
+        return found
 
 
 def replay(ranks: Sequence[Tensor], paths: Sequence[Sequence[int]]) -> Replayed:
@@ -152,8 +173,9 @@ def replay(ranks: Sequence[Tensor], paths: Sequence[Sequence[int]]) -> Replayed:
     Replayed(tokens=[3], rounds=[2])
     """
     tree = {tuple(path) for path in paths}
-    rounds = [sum(1 for _ in _rounds(row, tree)) for row in map(_rows, ranks)]
-    return Replayed([len(each) for each in ranks], rounds)
+    rounds = [[(n, len(row) - at) for at, n in _rounds(row, tree)] for row in map(_rows, ranks)]
+    accepted = Counter(each for row in rounds for each in row)
+    return Replayed([len(each) for each in ranks], [len(each) for each in rounds], dict(accepted))
 
 
 def path_shares(ranks: Sequence[Tensor], paths: Sequence[Sequence[int]]) -> list[float]:

@@ -6,15 +6,16 @@ divided by how fast this machine reads, bounds its time from below.
 
 from __future__ import annotations
 
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from headstart.heads import SlabCache
-from headstart.heads.core import output_layer
+from headstart.heads.core import OnlyPacked, output_layer
 
+from ..speculator import Speculator
 from .timing import Call, interleaved
 
 _TURNS = 5
@@ -37,16 +38,23 @@ class Roofline(NamedTuple):
         return self.ms / ms
 
 
+def weight_bytes(module: nn.Module) -> dict[int, int]:
+    """Bytes of each weight of a module, those that are held packed alone included, by its id."""
+    found = {id(each): each.nbytes for each in module.parameters()}
+    packed = (part for part in module.modules() if isinstance(part, OnlyPacked))
+    return found | {id(part): part.nbytes for part in packed}
+
+
 def round_bytes(model: PreTrainedModel, rows: int) -> int:
     """Bytes of weights that a forward over so many rows must read.
 
     All weights once, but of the embedding, where it is not the output layer too, a line a row.
     """
     table: Tensor = cast(nn.Embedding, model.get_input_embeddings()).weight
-    seen: dict[int, Tensor] = {id(each): each for each in model.parameters() if each is not table}
-    seen[id(output_layer(model).weight)] = output_layer(model).weight
-    lines = 0 if id(table) in seen else rows * table[0].nbytes
-    return lines + sum(each.nbytes for each in seen.values())
+    weights, output = weight_bytes(model), output_layer(model)
+    if isinstance(output, OnlyPacked) or output.weight is not table:
+        weights[id(table)] = rows * table[0].nbytes
+    return sum(weights.values())
 
 
 def cache_bytes(cache: SlabCache, length: int) -> int:
@@ -83,3 +91,56 @@ def read_bandwidth(device: torch.device, megabytes: int = 1024) -> float:
     # `dot` reads its argument twice, from memory once.
     taken = interleaved(kernels, device, _TURNS, 1)
     return whole.nbytes / (min(min(each) for each in taken.values()) * 1e-3)
+
+
+def against_the_limit(
+    speculator: Speculator, report: dict[str, Any], length: int, bytes_per_s: float
+) -> dict[str, Any]:
+    """What a way's rounds must read, the least time for that, and where the rest of it goes.
+
+    Args:
+        report: of `way_report`.
+        length: cached tokens of a row, in the middle of its text.
+        bytes_per_s: see `read_bandwidth`.
+
+    Returns:
+        `read_gb_per_s`; `weights_mb` and `cache_mb` of the target, `drafter_mb` read once a round;
+        `limit_ms` for all of it, and `share`, that of a round; `plain_limit_ms` and `plain_share`
+        without the drafter; and `parts_ms`: target, drafter and loop, where they were measured.
+    """
+    target, batch = speculator.target, report["batch_size"]
+    weights = round_bytes(target.model, batch * speculator.tree.nodes)
+    cache = cache_bytes(target.cache, length)
+    own = {k: v for each in speculator.drafters.drafters for k, v in weight_bytes(each).items()}
+    drafter = sum(own.values())
+    plain = Roofline(round_bytes(target.model, batch), cache, bytes_per_s)
+    limit = Roofline(weights + drafter, cache, bytes_per_s)
+    parts = report["round_parts_ms"]
+    names = {"target": "verify", "drafter": "draft", "loop": "loop"}
+    return {
+        "read_gb_per_s": bytes_per_s / 1e9,
+        "weights_mb": weights / 1e6,
+        "cache_mb": cache / 1e6,
+        "drafter_mb": drafter / 1e6,
+        "limit_ms": limit.ms,
+        "share": limit.share(report["ms_per_round"]),
+        "plain_limit_ms": plain.ms,
+        "plain_share": plain.share(report["plain_ms_per_token"] * batch),
+        "parts_ms": {name: parts[key] for name, key in names.items() if key in parts},
+    }
+
+
+def said_of_limit(report: dict[str, Any]) -> str:
+    """The same as a sentence or two."""
+    found, ms = report["roofline"], report["ms_per_round"]
+    reads = f"{found['weights_mb']:.0f} MB of weights, {found['cache_mb']:.1f} MB of cache"
+    if found["drafter_mb"]:
+        reads += f" and {found['drafter_mb']:.0f} MB of the drafter's weights"
+    parts = ", ".join(f"{name} {part:.2f} ms" for name, part in found["parts_ms"].items())
+    return (
+        f"{report['way']}, {report['threads']} threads: this machine reads "
+        f"{found['read_gb_per_s']:.1f} GB a second. A round must read {reads}, which takes "
+        f"{found['limit_ms']:.2f} ms; it takes {ms:.2f} ms, so it reaches {found['share']:.0%} of "
+        f"the limit{f' ({parts})' if parts else ''}. Plain decoding reaches "
+        f"{found['plain_share']:.0%}."
+    )

@@ -5,17 +5,18 @@ import json
 import pytest
 import torch
 
-from benchmarks import cpu
+from benchmarks.cpu import __main__ as cpu
+from benchmarks.cpu import limit, shapes
 from headstart.infer import Speculator
 from headstart.infer.measure.roofline import Roofline, cache_bytes, round_bytes
 
 
 def test_it_runs_at_toy_size(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--shape", "toy", "--prompt", "8", "--new-tokens", "6", "--repeats", "1"]
-    cpu.main([*small, "--megabytes", "8", "--dtype", "float32", "--json"])
+    cpu.main(["limit", *small, "--megabytes", "8", "--dtype", "float32", "--json"])
     (found,) = json.loads(capsys.readouterr().out)
     assert found["same text"] and found["ms a token"].keys() == {"eager", "packed", "generate"}
-    assert [int(n) for n in found["ms of a tree's forward"]["packed"]] == list(cpu.NODES)
+    assert [int(n) for n in found["ms of a tree's forward"]["packed"]] == list(limit.NODES)
     share = (
         found["bytes a round"] / (found["GB read a second"] * 1e6) / found["ms a token"]["eager"]
     )
@@ -23,7 +24,7 @@ def test_it_runs_at_toy_size(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bytes_are_those_of_the_weights_and_the_live_cache() -> None:
-    model = cpu.random_llama("toy", torch.bfloat16)
+    model = shapes.random_llama("toy", torch.bfloat16)
     layers = 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64  # products, and norms
     head, line = 256 * 64, 64
     assert round_bytes(model, 3) == 2 * (layers + head + 3 * line)

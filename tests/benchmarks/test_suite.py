@@ -22,6 +22,8 @@ from benchmarks.gpu.paths import Fallback, watched_paths
 from benchmarks.gpu.report import expected, report
 from benchmarks.gpu.report_table import print_suite
 from benchmarks.gpu.scale import SCALES, Scale
+from benchmarks.gpu.shapes import SHAPES, random_target
+from benchmarks.gpu.static_generate import static_generate
 from benchmarks.gpu.thresholds import THRESHOLDS, Limit, Reading, readings
 from benchmarks.gpu.trained import recipe_of
 from headstart.heads import FAMILIES
@@ -103,8 +105,11 @@ def test_what_the_parts_hold(measured: Any) -> None:
     assert accepted["replayed_tau"] == pytest.approx(accepted["tau"])
     decoded = entries(folder, "baselines")["draft_model"]
     assert set(decoded["same_text"]) == {
-        *("plain", "generate", "tree", "chain", "assistant", "assistant_default")
+        *("plain", "generate", "generate_static", "tree", "chain"),
+        *("assistant", "assistant_default"),
     }
+    compiled = entries(folder, "costs-8b")["compiled"]
+    assert compiled["generate_static_ms_per_token"] > 0 and not compiled["left_out"]
     assert all(decoded["same_text"].values())
     assert entries(folder, "identity")["draft_model"]["divergences"] == 0
     tree = entries(folder, "costs-8b")["draft_model"]["trees"]["tree"]
@@ -298,7 +303,8 @@ BY_HAND: dict[str, Any] = {
             "bytes_per_token": 16e9, "copy_gb_per_s": 2000.0, "peak_bytes": 100,
         },
         "compiled": {
-            "compiled_ms_per_token": 11.0, "bytes_per_token": 16e9, "copy_gb_per_s": 2000.0,
+            "compiled_ms_per_token": 11.0, "generate_static_ms_per_token": 12.1,
+            "bytes_per_token": 16e9, "copy_gb_per_s": 2000.0,
         },
         "trees at 32768": {"context": 32768, "verify_ms": {"1": 4.0, "64": 6.0}},
         "trees at 2048": {"context": 2048, "verify_ms": {"1": 2.0, "64": 2.5, "128": 3.0}},
@@ -323,6 +329,7 @@ def test_thresholds_by_hand() -> None:
     assert values["1a", "8b"] == pytest.approx(0.8)  # 16 GB in 10 ms, of 2 TB/s
     assert (values["1b", "8b"], values["1c", "8b"]) == (1.5, 1.0)
     assert values["1d", "8b"] == pytest.approx(0.8 / 1.1)
+    assert values["1e", "8b"] == pytest.approx(1.1)
     assert (values["2a", "8b at 2048"], values["2b", "8b at 2048"]) == (1.25, 1.5)
     assert values["2c", "8b at 32768"] == 1.5
     assert values["3", "medusa, tree of 3"] == pytest.approx(0.1)  # of 21 ms
@@ -347,6 +354,13 @@ def test_thresholds_by_hand() -> None:
     assert {reading.status() for reading in nothing} == {"not measured"}
     high = Reading("1c", "8b", 1.06)
     assert (high.status(), high.status(judged=False)) == ("missed", "not judged")
+
+
+def test_a_contender_that_cannot_run_is_left_out() -> None:
+    model = random_target(SHAPES["toy"], torch.device("cpu"), torch.float32)
+    ids = torch.ones(1, 5, dtype=torch.int64)
+    found, why = static_generate(model, ids, {"max_new_tokens": 0})
+    assert not found and "max_new_tokens" in why
 
 
 def test_the_report_says_what_must_not_be_compared(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from headstart.heads import (
 from headstart.heads.artifacts.files import MANIFEST
 from headstart.heads.artifacts.manifest import sha256
 from headstart.heads.artifacts.publish import clean_copy
+from headstart.heads.declared.adapter import ADAPTER, ADAPTER_WEIGHTS
 from headstart.heads.medusa2 import Medusa2, Medusa2Config
-from headstart.heads.parts.adapter import ADAPTER, ADAPTER_WEIGHTS
 from headstart.infer import Speculator
 from tests.support.tiny import one_line, prompts, tiny
 

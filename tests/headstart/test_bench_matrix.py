@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from headstart.cli import main
 from headstart.train.data.questions import read_questions
@@ -121,3 +122,27 @@ def test_a_mistake_shows_before_a_model_is_loaded(
     assert main(["bench", "--matrix", "matrix.yaml"]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("headstart: error: ") and said in error
+
+
+def test_rounds_are_compared_with_one_read_of_the_weights(
+    target: str, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("headstart.infer.measure.roofline.read_bandwidth", lambda device: 2e9)
+    heads = artifact(target, tmp_path / "heads")
+    command = ["bench", "--drafter", heads, "--target", target, "--prompts", str(questions)]
+    options = ["--new-tokens", "5", "--repeats", "1", "--against", "none", "--report", "none"]
+    assert main([*command, *options, "--roofline", "--compile", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    found, sizes = report["roofline"], AutoModelForCausalLM.from_pretrained(target)
+    weights = sum(weight.nbytes for weight in sizes.parameters())
+    assert found["read_gb_per_s"] == 2.0
+    assert 0.5 * weights < 1e6 * found["weights_mb"] <= weights
+    total = found["weights_mb"] + found["cache_mb"] + found["drafter_mb"]
+    assert found["cache_mb"] > 0 and found["drafter_mb"] > 0
+    assert found["limit_ms"] == pytest.approx(total / 2.0)
+    assert found["share"] == pytest.approx(found["limit_ms"] / report["ms_per_round"])
+    assert sum(found["parts_ms"].values()) == pytest.approx(report["ms_per_round"], rel=0.8)
+    assert set(found["parts_ms"]) == {"target", "drafter", "loop"}
+    (said,) = [note for note in report["notes"] if "of the limit" in note]
+    assert f"{report['threads']} threads: this machine reads 2.0 GB a second" in said

@@ -1,5 +1,6 @@
 """Wrong invocations and hostile files: one line and status 1 or 2, at once."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,9 +14,10 @@ import pytest
 
 from headstart.cli import main
 from tests.support.bytewise import save_heads, save_target
+from tests.support.memory import peak_bytes, reset_peak
 from tests.support.paths import ROOT
 
-SECONDS = 5.0
+SECONDS, MEMORY = 5.0, 2**30  # bytes beyond those that torch and the libraries take
 X = ["--prompt", "x"]
 GENERATE = ["generate", "--target", "TARGET", *X]
 HEADS = ["generate", "--drafter", "HEADS", *X]
@@ -54,6 +56,11 @@ INVOCATIONS = [
     ["convert", "EMPTY", "OUT", "--target", "TARGET"],
     ["convert", "./none", "OUT", "--target", "TARGET"],
     ["train", "none"], ["train", "quickstart", "train.none=1"], ["export", "HEADS"],
+    ["train", "quickstart", "output=OUT", "drafter.heads=1000000"],
+    ["train", "quickstart", "output=OUT", "drafter.heads=4096"],
+    ["train", "quickstart", "output=OUT", "train.batch_size=1000000"],
+    ["train", "quickstart", "output=OUT", "drafter.family=medusaa"],
+    ["generate", "--target", "ENDLESS", *X, "--max-new-tokens", "100000000000"],
 ]  # fmt: skip
 
 
@@ -91,19 +98,25 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_target(folder / "model")
     save_heads(str(folder / "model"), folder / "heads")
     (folder / "empty").mkdir()
+    shutil.copytree(folder / "model", folder / "endless")  # its config says what cannot be
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "endless" / "config.json").write_text(
+        json.dumps(config | {"max_position_embeddings": 10**12})
+    )
     (folder / "prompts.txt").write_text("abc\n")
     return folder
 
 
 def fails(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Run a command that must fail at once, and return what it printed."""
-    started = time.perf_counter()
+    before, started = reset_peak(), time.perf_counter()
     status = main(arguments)
     seconds, printed = time.perf_counter() - started, capsys.readouterr()
     assert status in (1, 2), printed
     assert len(printed.err.splitlines()) == (1 if status == 2 else 0), printed.err
     assert len(printed.err) < 2000 and "Traceback" not in printed.out + printed.err
     assert seconds < SECONDS
+    assert peak_bytes() - before < MEMORY
     return printed.out + printed.err
 
 
@@ -116,8 +129,10 @@ def test_a_wrong_invocation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(place)
-    names = {"TARGET": "model", "HEADS": "heads", "EMPTY": "empty", "OUT": str(tmp_path / "out")}
-    said = fails([names.get(word, word) for word in arguments], capsys)
+    out = str(tmp_path / "out")
+    names = {"TARGET": "model", "HEADS": "heads", "EMPTY": "empty", "ENDLESS": "endless"}
+    words = [names.get(word, word) for word in arguments]
+    said = fails([out if w == "OUT" else w.replace("=OUT", f"={out}") for w in words], capsys)
     assert said.startswith("headstart: error: ")
     assert not (tmp_path / "out").exists()
 
@@ -146,40 +161,134 @@ def test_a_large_file_of_json_is_not_read(
     assert "larger than" in " ".join(fails(["inspect", str(tmp_path / "heads")], capsys).split())
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [["inspekt"], ["inspect", "./none"], [*GENERATE, "--dtype", "float23"],
-     ["generate", "--target", "./none", *X]],
-    ids=lambda each: " ".join(each)[:40],
-)  # fmt: skip
-def test_a_mistyped_name_is_answered_before_torch_is_imported(arguments: list[str]) -> None:
-    program = (
-        "import sys\nfrom headstart.cli import main\nstatus = main(sys.argv[1:])\n"
-        "sys.exit(status if 'torch' not in sys.modules else 99)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        cwd=ROOT, capture_output=True, text=True, env={**os.environ, "HF_HUB_OFFLINE": "0"},
+PROGRAM = """
+import sys
+from headstart.cli import main
+from tests.support.memory import peak_bytes
+try:
+    status = main(sys.argv[1:])
+except SystemExit as stop:
+    status = stop.code
+slow = {"torch", "transformers", "datasets", "peft"} & set(sys.modules)
+print("", peak_bytes(), *slow, sep="\\n", file=sys.stderr)
+sys.exit(status)
+"""
+
+
+def alone(arguments: list[str], folder: Path) -> tuple[int, str, set[str], float, int]:
+    """A command in a process of its own.
+
+    Returns:
+        Its status, what it printed, those of the slow libraries that it imported, the CPU seconds
+        that it took and its largest memory in bytes.
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert child.stdout is not None
+    printed, _, told = child.stdout.read().rpartition("\n\n")
+    _, status, used = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    memory, *slow = told.split()
+    seconds = used.ru_utime + used.ru_stime
+    return child.returncode, printed.strip(), {*slow}, seconds, int(memory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--help"], 0), (["inspect", "--help"], 0), (["inspekt"], 2), (["inspect", "heads"], 0),
+        (["inspect", "heads", "--json"], 0), (["inspect", "eagle"], 0), (["inspect", "huge"], 1),
+        (["inspect", "renamed"], 1), (["inspect", "strange"], 1), (["inspect", "bomb"], 1),
+        (["inspect", "./none"], 2), (["inspect", "prompts.txt"], 2), (["inspect", "none"], 2),
+        (["generate", "--target", "model", "--dtype", "float23", *X], 2),
+        (["generate", "--target", "./none", *X], 2),
+        (["generate", "--target", "model", "--drafter", "./none", *X], 2),
+        ([*BENCH[:1], "--target", "model", "--drafter", "./none", "--prompts", "prompts.txt"], 2),
+        (["generate", "--target", "nonesuch", *X], 2),
+        (["generate", "--target", "model", "--drafter", "nonesuch", *X], 2),
+        (["train", "quickstrat"], 2), (["train", "quickstart", "drafter.family=medusaa"], 2),
+        (["train", "quickstart", "drafter.hedas=3"], 2), (["train", "quickstart", "x"], 2),
+        (["train", "quickstart", "drafter.heads=1000000"], 2), (["check", "quickstrat"], 2),
+        (["push", "./none", "org/name"], 2), (["export", "./none", "out", "--to", "vllm"], 2),
+    ],
+    ids=lambda each: " ".join(each)[:40] if isinstance(each, list) else "",
+)  # fmt: skip
+def test_what_needs_no_torch_is_answered_without_it(
+    arguments: list[str], expected: int, judged: Path
+) -> None:
+    status, printed, slow, seconds, memory = alone(arguments, judged)
+    assert status == expected, printed
+    assert not slow, slow
+    assert "Traceback" not in printed and (expected != 2 or len(printed.splitlines()) == 1)
+    assert seconds < 2, "a second on a quiet machine"
+    assert memory < 2**28
+
+
+@pytest.fixture(scope="module")
+def judged(place: Path) -> Path:
+    """Beside the folders of `place` damaged artifacts, and an EAGLE head."""
+    for name in ("huge", "renamed", "strange", "bomb"):
+        shutil.copytree(place / "heads", place / name)
+    (place / "huge" / "model.safetensors").write_bytes((2**60).to_bytes(8, "little") + b"{" * 64)
+    (place / "renamed" / "model.safetensors").write_bytes(b"\x80\x04cos\nsystem\n")
+    file = place / "strange" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"stranger": 1}))
+    (place / "bomb" / "plan.json").write_text('{"a":' * 50_000)
+    save_heads(str(place / "model"), place / "eagle", name="eagle")
+    return place
 
 
 def test_memory_stays_small(place: Path, tmp_path: Path) -> None:
     """A tree of a million paths, in a process of its own: under 2 GB, torch included."""
     shutil.copytree(place / "heads", tmp_path / "heads")
     (tmp_path / "heads" / "tree.json").write_text("[" + "[0]," * 10**6 + "[0]]")
-    program = (
-        "import resource, sys\nfrom headstart.cli import main\nstatus = main(sys.argv[1:])\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, file=sys.stderr)\n"
-        "sys.exit(status)\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, "inspect", str(tmp_path / "heads")],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 1
-    assert int(done.stderr) < 2 * 2**20  # KiB; nothing else is on stderr
+    status, _, slow, _, memory = alone(["inspect", "heads"], tmp_path)
+    assert (status, slow) == (1, set())
+    assert memory < 2**31
+
+
+@pytest.mark.parametrize("kind", ["tensors", "texts", "files"])
+def test_files_of_any_length_are_told_in_a_few_lines(
+    kind: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "heads"
+    shutil.copytree(place / "heads", folder)
+    path = folder / "headstart.json"
+    manifest, expected = json.loads(path.read_text()), 0
+    if kind == "tensors":
+        empty = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+        header = json.dumps({f"t{i}": empty for i in range(100_000)}).encode()
+        weights, expected = len(header).to_bytes(8, "little") + header, 1
+        (folder / "model.safetensors").write_bytes(weights)
+        manifest["weights_sha256"] = hashlib.sha256(weights).hexdigest()
+    elif kind == "texts":
+        manifest["versions"] = {str(number): "x" * 10 for number in range(50_000)}
+        manifest["metrics"]["acceptance_by_depth"] = [0.5] * 100_000
+    else:
+        with (folder / "notes.bin").open("wb") as out:
+            out.truncate(2**38)
+        for number in range(1000):
+            (folder / f"{number}.txt").touch()
+    path.write_text(json.dumps(manifest))
+    started = time.process_time()
+    assert main(["inspect", str(folder)]) == expected
+    printed = capsys.readouterr()
+    assert len(printed.out.splitlines()) < 1000 and len(printed.out) < 100_000
+    assert time.process_time() - started < SECONDS
+
+
+def test_a_run_is_no_artifact_and_no_target(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What stands in its folder is named."""
+    for name, there in (("heads", "heads"), ("model", "target")):
+        shutil.copytree(place / name, tmp_path / "run" / there)
+    run = str(tmp_path / "run")
+    assert f"its drafter is in {run}/heads" in fails(["inspect", run], capsys)
+    assert f"its target is in {run}/target" in fails(["generate", "--target", run, *X], capsys)
 
 
 def test_no_network_is_one_line(

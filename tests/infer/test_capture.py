@@ -1,5 +1,6 @@
 """Captures: what they hold, and what a failed one leaves behind, on a stand-in for CUDA."""
 
+from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from headstart.infer.capture import Borrowed, Captured, CudaCapture, unwatched
-from tests.support.tape import DeadMemory, Tape
+from tests.support.tape import DeadMemory, Living, Tape
 
 
 def test_small_memory_from_outside_is_held() -> None:
@@ -27,10 +28,18 @@ def test_what_work_reads_lives_as_long_as_it_can_be_repeated() -> None:
         number = torch.tensor([value])
         return lambda: number * 2
 
+    def forgetful(work: Callable[[], Any]) -> Callable[[], Any]:
+        work()
+        return lambda: None
+
     captured = Captured.by(Tape(), work_of(3.0))
     assert captured().tolist() == [6.0]
     with pytest.raises(DeadMemory, match="mul uses, is gone"):
         Tape()(work_of(3.0))()
+    with pytest.raises(DeadMemory, match="4 bytes, which mul uses, are gone"):
+        Living(forgetful)(work_of(3.0))()
+    held = Captured.by(Living(forgetful), work_of(3.0))
+    assert held().tolist() == [6.0]
 
 
 def test_compiled_code_runs_while_it_is_captured() -> None:

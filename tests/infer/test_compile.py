@@ -6,6 +6,7 @@ proofs, and a GPU, have them written by inductor.
 
 import copy
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +15,10 @@ import torch
 import transformers as tf
 from torch._dynamo.utils import counters
 
-from headstart.heads import OptionError, UnsupportedTarget
+from headstart.heads import OptionError, TokenTree, UnsupportedTarget
 from headstart.heads.core import tree_attention as attention
-from headstart.infer import Speculator, request
+from headstart.infer import Speculator, StaticTree, request
+from headstart.infer.target import Target
 from tests.support.families import TREES, drafter, target
 from tests.support.tape import SAMPLED, decode, on_tape
 from tests.support.tiny import COMMON, one_line, tiny
@@ -109,6 +111,27 @@ def test_what_cannot_be_compiled_is_refused() -> None:
     with pytest.raises(UnsupportedTarget, match=r"s_aux.*: leave compile out") as refused:
         Speculator(model, compile="default")
     one_line(refused.value)
+
+
+def test_what_a_thread_has_of_its_own_is_seen() -> None:
+    """Torch 2.11 takes a class's attribute for it where there is one, and compiles that."""
+    kinds = [k for k in threading.local.__subclasses__() if k.__module__.startswith("headstart")]
+    assert len(kinds) >= 5
+    for kind in kinds:
+        assert all(name.startswith("__") for name in vars(kind)), kind
+
+
+@torch.no_grad()
+def test_more_shapes_than_torch_compiles_of_one_code() -> None:
+    """It gives up after eight, with a warning at most, and would run the ninth as it is."""
+    runner = Target(target("tiny"), compile="default")
+    ids, lengths = torch.tensor([[5, 6, 7]]), torch.tensor([3])
+    for nodes in range(1, 11):
+        runner.prefill(ids, [3], 32)
+        topology, row = StaticTree([[rank] for rank in range(nodes - 1)]).shape(1, ids.device)
+        tree = TokenTree(ids[:, :1].expand(1, nodes), topology, None, row)
+        runner.verify(tree, lengths, 3)
+    assert counted() == (10, 0)
 
 
 @pytest.mark.proof

@@ -1,8 +1,10 @@
 """Captured rounds write the text of rounds that run as written; a tape stands in for graphs."""
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable
+from functools import cache, partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,13 +26,33 @@ from tests.support.tape import NEW, SAMPLED, Tape, decode, on_tape
 from tests.support.tiny import COMMON, one_line, prompts
 
 STATIC = TREES[1]
+PLACES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+"""A tape stands in for graphs on the CPU, in float64; on a GPU they are its own, in float32."""
 
 
-def both(name: str, tree: str = STATIC, **options: Any) -> tuple[Speculator, Speculator, Tape]:
-    """A speculator with a tape, and one that runs its rounds as written."""
-    made = [
-        Speculator(target("tiny"), drafter(name, "tiny"), tree=tree, **options) for _ in range(2)
-    ]
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's own check that a graph's inputs live, in versions that have it."""
+    name = "check_input_liveness"
+    if name in inspect.signature(torch.cuda.graph.__init__).parameters:
+        monkeypatch.setattr(torch.cuda, "graph", partial(torch.cuda.graph, **{name: True}))
+
+
+@cache
+def placed(name: str, place: str) -> tuple[Any, Any]:
+    """Target and drafter at a place."""
+    if place == "cpu":
+        return target("tiny"), drafter(name, "tiny")
+    model = copy.deepcopy(target("tiny")).to(place, torch.float32)
+    return model, copy.deepcopy(drafter(name, "tiny")).to(place, torch.float32).bind(model)
+
+
+def both(
+    name: str, tree: str = STATIC, place: str = "cpu", **options: Any
+) -> tuple[Speculator, Speculator, Any]:
+    """A speculator with a tape or with graphs, and one that runs its rounds as written."""
+    made = [Speculator(*placed(name, place), tree=tree, **options) for _ in range(2)]
+    made[1].graphs = None
     return *made, on_tape(made[0])  # type: ignore[return-value]
 
 
@@ -43,11 +65,13 @@ def cases() -> list[Any]:
     return found
 
 
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("name", "tree", "batch"), cases())
-def test_replayed_rounds_write_the_same(name: str, tree: str, batch: int) -> None:
+def test_replayed_rounds_write_the_same(name: str, tree: str, batch: int, place: str) -> None:
     """Greedy and sampled, and request after request on the same graphs."""
     for options in ({}, SAMPLED):
-        replayed, written, tape = both(name, tree)
+        replayed, written, tape = both(name, tree, place)
         taped = []
         for turn in range(3):
             text = decode(replayed, batch, turn, **options)
@@ -58,9 +82,11 @@ def test_replayed_rounds_write_the_same(name: str, tree: str, batch: int) -> Non
         assert tape.replayed > 4 * tape.taped
 
 
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("rule", ["rejection", "traversal", "typical"])
-def test_every_kind_of_rule(rule: str) -> None:
-    replayed, written, tape = both("medusa", rule=rule)
+def test_every_kind_of_rule(rule: str, place: str) -> None:
+    replayed, written, tape = both("medusa", place=place, rule=rule)
     for turn in range(2):
         assert torch.equal(
             decode(replayed, turn=turn, **SAMPLED), decode(written, turn=turn, **SAMPLED)
@@ -254,10 +280,13 @@ def test_rows_that_have_ended_hold_nothing_up(monkeypatch: pytest.MonkeyPatch) -
     assert len(restored) <= 12 < rounds and ahead.count(2) > rounds / 2
 
 
-def test_caches_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("place", PLACES)
+def test_caches_that_grow(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(request, "FIRST_TOKENS", 8)
+    monkeypatch.setattr(request, "free_bytes", lambda device: None)  # or all is there at once
     for name in ("medusa", "hydra", "draft_model", "lookup"):
-        replayed, written, tape = both(name)
+        replayed, written, tape = both(name, place=place)
         options: dict[str, Any] = {"max_new_tokens": 200}
         assert torch.equal(decode(replayed, 2, **options), decode(written, 2, **options))
         assert replayed.stats.counts.tolist() == written.stats.counts.tolist()
@@ -271,10 +300,12 @@ def test_rounds_whose_text_is_read_run_as_written() -> None:
     assert tape.taped == 0
 
 
+@pytest.mark.usefixtures("checked")
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("rule", [None, "coupled", "rejection", "traversal", "typical"])
-def test_a_repetition_penalty_is_captured(rule: str | None) -> None:
+def test_a_repetition_penalty_is_captured(rule: str | None, place: str) -> None:
     """Beside other processors, with end tokens, and another request's tokens forgotten."""
-    replayed, written, tape = both("medusa", rule=rule)
+    replayed, written, tape = both("medusa", place=place, rule=rule)
     options: dict[str, Any] = {"repetition_penalty": 1.6, "eos_token_id": 40}
     options |= {"suppress_tokens": [3, 4]} if rule is None else {**SAMPLED, "top_k": 20}
     for turn in range(3):
@@ -284,7 +315,8 @@ def test_a_repetition_penalty_is_captured(rule: str | None) -> None:
         if rule is None:
             ids, mask = prompts([length + turn for length in LENGTHS])
             free: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
-            model: Any = target("tiny")
+            model, _ = placed("medusa", place)
+            ids, mask = ids.to(place), mask.to(place)
             assert torch.equal(text, model.generate(ids, attention_mask=mask, **free, **options))
     assert tape.replayed > 3 * tape.taped > 0
     without: dict[str, Any] = options | {"repetition_penalty": 1.0}

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from headstart.heads import FAMILIES, OptionError
 from headstart.heads.core import SlabCache
-from headstart.infer import Speculator, graphs, request
+from headstart.infer import Speculator, capture, graphs, request
 from headstart.infer.graphs import RoundGraphs
 from headstart.infer.rules.registry import RULES
 from tests.support.families import TREES, drafter, target
-from tests.support.tape import Tape, on_tape
+from tests.support.tape import DeadMemory, Tape, on_tape
 from tests.support.tiny import prompts
 
 LENGTHS = [9, 4, 7, 6, 5]
@@ -81,6 +81,26 @@ def test_nine_speculators_in_turn() -> None:
         for speculator in ours:
             assert torch.equal(write(speculator, 2, 0, "greedy"), plain)
     assert all(tape.replayed > tape.taped > 0 for tape in tapes)
+
+
+# A round of another kind would have to copy the shape from the host.
+@pytest.mark.filterwarnings("ignore:this round cannot be captured")
+def test_what_a_tree_no_longer_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shape, if it kept the last few alone; with the control that the tape sees it die."""
+    for held in (True, False):
+        if not held:
+            monkeypatch.setattr(capture, "_SMALL", -1)
+        speculator = Speculator(target("tiny"), drafter("medusa", "tiny"), tree=TREES[1])
+        tape = on_tape(speculator)
+        text = write(speculator, 1, 0, "greedy")
+        assert tape.replayed
+        for kept in ("shape", "_levels", "_one_level"):
+            getattr(speculator.tree, kept).cache_clear()
+        if held:
+            assert torch.equal(write(speculator, 1, 0, "greedy"), text)
+            continue
+        with pytest.raises(DeadMemory):
+            write(speculator, 1, 0, "greedy")
 
 
 def test_batches_of_all_sizes_keep_their_graphs() -> None:

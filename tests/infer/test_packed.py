@@ -1,17 +1,25 @@
 """Decoding on packed weights writes the same text, and changes nothing of what was passed in."""
 
 import copy
+import gc
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
+from torch._dynamo.utils import counters
 
+import headstart
 from headstart.heads import DrafterGroup
-from headstart.heads.core import PackedLinear, Packing, packing
+from headstart.heads.artifacts.manifest import fingerprint
+from headstart.heads.core import OnlyPacked, PackedLinear, Packing, packing, use_physical_cores
 from headstart.infer import Speculator
+from headstart.infer.measure.lossless_greedy import compare_greedy
 from tests.support.families import TREES, UNIONS, drafter
-from tests.support.tiny import prompts, tiny
+from tests.support.tiny import COMMON, letters, prompts, tiny
 
 IDS, _ = prompts([7, 7, 7])
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
@@ -102,6 +110,28 @@ def test_a_trained_weight_and_a_moved_model_are_packed_anew() -> None:
         assert all(each.weight.dtype == dtype for each in copies)
 
 
+@pytest.mark.parametrize("name", ["medusa", "draft_model"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_differs_from_generate_is_a_near_tie(name: str, dtype: torch.dtype) -> None:
+    """As `headstart verify-lossless --compile` judges it; a wrong layer is none."""
+    model, group = own(name, dtype)
+    ours = Speculator(model, group, tree=TREES[1], compile=True)
+    rows = [row.unsqueeze(0) for row in prompts([9] * 3, seed=5)[0]]
+    assert compare_greedy(ours, rows, 24).holds
+    packed_in(ours.target.runner)[-1]._packed = packing._pack(model.lm_head.weight.flip(0))
+    assert not compare_greedy(ours, rows, 24).holds
+
+
+def test_nothing_is_packed_or_compiled_in_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, group = own("draft_model")
+    ours = Speculator(model, group, tree=TREES[1], compile=True)
+    monkeypatch.setattr(packing, "_pack", lambda weight: pytest.fail("it packs"))
+    counters.clear()
+    for length in (3, 40):
+        ours.generate(prompts([length])[0], **{**GREEDY, "max_new_tokens": 70})
+    assert not counters["stats"]
+
+
 def test_float64_is_run_as_it_is() -> None:
     model, group = own("medusa", torch.float64)
     ours = Speculator(model, group, compile=True)
@@ -146,3 +176,184 @@ def test_a_packed_layer_is_as_exact(dtype: torch.dtype) -> None:
             assert found.shape == true.shape and found.dtype == dtype
             close = torch.finfo(dtype).eps
             torch.testing.assert_close(found.double(), true, rtol=4 * close, atol=4 * close)
+
+
+def resident() -> int:
+    """Bytes of this process that lie in memory, its mapped files counted in."""
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmRSS"))
+
+
+def saved(tmp_path: Path, **sizes: Any) -> str:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**{**COMMON, "eos_token_id": None, **sizes})
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    Path(tmp_path / "tokenizer_config.json").write_text("{}")
+    return str(tmp_path)
+
+
+def loaded(name: str, **options: Any) -> Speculator:
+    return headstart.load(name, tokenizer=letters(), compile=True, **options)
+
+
+def test_a_target_that_is_loaded_by_name_has_each_weight_once(tmp_path: Path) -> None:
+    """Also while it is packed, but for one layer; measured, and counted."""
+    name = saved(tmp_path, hidden_size=512, intermediate_size=8192, vocab_size=512)
+    layer = 512 * 8192 * 4
+    model = transformers.AutoModelForCausalLM.from_pretrained(name).eval()
+    for weight in model.parameters():
+        weight.data = weight.data.clone()  # not a mapped file
+    whole = sum(weight.nbytes for weight in model.parameters())
+    with torch.no_grad():
+        before = model(IDS).logits
+    gc.collect()
+    peaks, start, true = list[int](), resident(), packing._pack
+    with pytest.MonkeyPatch.context() as patch:
+
+        def measured(weight: Tensor) -> Tensor:
+            found = true(weight)
+            peaks.append(resident() - start)
+            return found
+
+        patch.setattr(packing, "_pack", measured)
+        Packing().pack_in_place(model)
+    gc.collect()
+    assert max(peaks) < 2.5 * layer < 0.5 * whole
+    assert resident() - start < layer
+    own = [part for part in model.modules() if isinstance(part, OnlyPacked)]
+    assert sum(part.nbytes for part in own) + sum(w.nbytes for w in model.parameters()) == whole
+    with torch.no_grad():
+        off = (model(IDS).logits - before).abs().max()
+    assert off < 1e-4 * before.abs().max()
+
+
+def test_plain_calls_of_a_loaded_target_run_packed(tmp_path: Path) -> None:
+    name = saved(tmp_path)
+    eager = transformers.AutoModelForCausalLM.from_pretrained(name).eval()
+    ours = loaded(name)
+    assert ours.target.runner is ours.model
+    linear = [part for part in ours.model.modules() if isinstance(part, torch.nn.Linear)]
+    assert linear and all(type(part) is OnlyPacked for part in linear)
+    for decode in (ours.generate, ours.model.generate):
+        assert torch.equal(decode(IDS, **GREEDY), eager.generate(IDS, **GREEDY))
+    # What is saved is what was loaded, bit for bit.
+    assert fingerprint(ours.model) == fingerprint(eager)
+    ours.model.save_pretrained(tmp_path / "again")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").state_dict()
+    expected = eager.state_dict()
+    assert again.keys() == expected.keys()
+    assert all(torch.equal(again[key], expected[key]) for key in expected)
+    beside = loaded(name, in_place=False)
+    assert not packed_in(beside.model) and packed_in(beside.target.runner)
+
+
+def test_a_tied_output_layer_keeps_the_embedding(tmp_path: Path) -> None:
+    ours = loaded(saved(tmp_path, tie_word_embeddings=True))
+    head, embedding = ours.model.lm_head, ours.model.get_input_embeddings()
+    assert type(head) is PackedLinear and head.weight is embedding.weight
+    kinds = [type(p) for p in ours.model.modules() if isinstance(p, torch.nn.Linear)]
+    assert kinds.count(OnlyPacked) == len(kinds) - 1
+
+
+def test_a_layer_that_is_packed_alone_can_be_copied_moved_and_loaded(tmp_path: Path) -> None:
+    ours = loaded(saved(tmp_path))
+    state = {name: value.clone() for name, value in ours.model.state_dict().items()}
+    text = ours.generate(IDS, **GREEDY)
+    twin = copy.deepcopy(ours.model)
+    assert len(packed_in(twin)) == len(packed_in(ours.model))
+    assert torch.equal(twin.generate(IDS, **GREEDY), text)
+    twin.double()
+    assert not packed_in(twin) and twin.lm_head.weight.dtype == torch.float64
+    assert torch.equal(twin.lm_head.weight.float(), state["lm_head.weight"])
+    ours.model.load_state_dict({name: -value for name, value in state.items()})
+    assert torch.equal(ours.model.lm_head.weight, -state["lm_head.weight"])
+    assert type(ours.model.lm_head) is torch.nn.Linear
+
+
+@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3", "draft_model", "redrafter"])
+def test_drafters_that_share_layers_run_with_a_target_packed_in_place(name: str) -> None:
+    model, group = own(name)
+    expected = Speculator(model, group, tree=TREES[1]).generate(IDS, **GREEDY)
+    counts = Speculator(model, group, tree=TREES[1])
+    counts.generate(IDS, **GREEDY)
+    both = Packing()
+    for each in (model, *group.drafters):
+        both.pack_in_place(each)
+    ours = Speculator(model, group, tree=TREES[1], compile=True)
+    assert ours.target.runner is model and ours.decoding_drafters.drafters == group.drafters
+    assert torch.equal(ours.generate(IDS, **GREEDY), expected)
+    assert ours.stats.counts.tolist() == counts.stats.counts.tolist()
+
+
+def test_the_size_of_a_copy_is_said_before_it_is_made(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(packing, "_WORTH_SAYING", 0)
+    model, _ = own(None)
+    size = sum(p.weight.nbytes for p in model.modules() if isinstance(p, torch.nn.Linear))
+    monkeypatch.setattr(packing, "_pack", lambda weight: pytest.fail(caplog.text))
+    with pytest.raises(pytest.fail.Exception, match=f"takes {size / 1e6:.0f} MB beside"):
+        Speculator(model, compile=True)
+    monkeypatch.undo()
+    caplog.clear()
+    loaded(saved(tmp_path))
+    assert not caplog.text
+
+
+def test_auto_takes_what_a_trial_finds_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = own(None)
+    true = PackedLinear.forward
+
+    def slow(self: Any, input: Tensor) -> Tensor:
+        time.sleep(1e-3)
+        return true(self, input)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PackedLinear, "forward", slow)
+        assert not packing.packing_pays(model)
+        ours = Speculator(model, compile="auto")
+        assert ours.target.runner is model and ours.target.compile is False
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.Linear, "forward", lambda self, x: time.sleep(1e-3))
+        assert packing.packing_pays(model)
+    monkeypatch.setattr("headstart.infer.target.packing_pays", lambda model: True)
+    ours = Speculator(model, compile="auto")
+    assert packed_in(ours.target.runner) and ours.target.compile == "packed"
+    assert torch.equal(ours.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+
+
+def test_a_faster_type_is_named_and_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = saved(tmp_path)
+    monkeypatch.setattr("headstart.infer.loading._LARGE", 0)
+    for able, options, said in (
+        (True, {}, True),
+        (False, {}, False),
+        (True, {"dtype": "float32"}, False),
+        (True, {"dtype": "bfloat16"}, False),
+    ):
+        monkeypatch.setattr("headstart.infer.loading.has_bfloat16", lambda able=able: able)
+        caplog.clear()
+        model = headstart.load(name, tokenizer=letters(), **options).model
+        assert model.dtype == getattr(torch, options.get("dtype", "float32"))
+        assert ("--dtype bfloat16" in caplog.text) == said
+
+
+def test_threads_are_physical_cores_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    monkeypatch.setattr("psutil.cpu_count", lambda logical: 4)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {*range(8)})
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    use_physical_cores()
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {1, 2, 3})
+    use_physical_cores()
+    assert asked == [4, 3]
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    use_physical_cores()
+    assert asked == [4, 3]

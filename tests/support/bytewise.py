@@ -13,12 +13,11 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from headstart.heads import Manifest, fingerprint, save_drafter
+from headstart.heads import Manifest, family, fingerprint, save_drafter
 from headstart.heads.artifacts.manifest import tokenizer_hash
-from headstart.heads.medusa import Medusa, MedusaConfig
 
 
-def save_target(folder: Path) -> tuple[Any, PreTrainedTokenizerFast]:
+def save_target(folder: Path, context: int = 256) -> tuple[Any, PreTrainedTokenizerFast]:
     """Save both into a folder; they write no end token."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytewise = Tokenizer(models.BPE({token: i for i, token in enumerate(alphabet)}, []))
@@ -28,7 +27,8 @@ def save_target(folder: Path) -> tuple[Any, PreTrainedTokenizerFast]:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=2, max_position_embeddings=256, eos_token_id=None, bos_token_id=None,
+        num_attention_heads=2, max_position_embeddings=context, eos_token_id=None,
+        bos_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     for part in (tokenizer, model):
@@ -36,13 +36,18 @@ def save_target(folder: Path) -> tuple[Any, PreTrainedTokenizerFast]:
     return model, tokenizer
 
 
-def save_heads(target: str, folder: Path, tree: str | None = "[[0], [1], [0, 0]]") -> str:
-    """Two random heads for the target, saved as a training run saves them."""
+def save_heads(
+    target: str, folder: Path, tree: str | None = "[[0], [1], [0, 0]]", name: str = "medusa"
+) -> str:
+    """Two random heads for the target, or another family's, saved as a training run saves them."""
     model: Any = AutoModelForCausalLM.from_pretrained(target)
-    drafter = Medusa(MedusaConfig.for_target(model, heads=2)).bind(model)
-    torch.nn.init.normal_(drafter.weight, std=0.2)
+    kind: Any = family(name)
+    heads = {"heads": 2} if name == "medusa" else {}
+    drafter = kind(kind.config_class.for_target(model, **heads)).bind(model)
+    if name == "medusa":
+        torch.nn.init.normal_(drafter.weight, std=0.2)
     manifest = Manifest(
-        family="medusa",
+        family=name,
         target=target,
         target_fingerprint=fingerprint(model),
         tokenizer_hash=tokenizer_hash(AutoTokenizer.from_pretrained(target)),

@@ -1,4 +1,4 @@
-"""How much memory a process has for itself."""
+"""How much memory a process has for itself, and the most that it had."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -12,3 +12,15 @@ def own_megabytes(processes: Iterable[int | str] = ("self",)) -> float:
             if line.startswith("Anonymous:"):
                 found += int(line.split()[1])
     return found * 1024 / 1e6
+
+
+def reset_peak() -> int:
+    """Forget the most memory that this process had; returns the bytes that it has."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak_bytes()
+
+
+def peak_bytes() -> int:
+    """The most resident memory of this process since it began, or since `reset_peak`."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])

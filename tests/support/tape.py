@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from headstart.infer import Speculator
+from headstart.infer.capture import CudaCapture
 from headstart.infer.graphs import RoundGraphs
 from tests.support.families import LENGTHS
 from tests.support.tiny import prompts
@@ -31,7 +32,7 @@ class DeadMemory(AssertionError):
     """A replay uses memory that was there when it was recorded, and is gone."""
 
 
-class _Place:
+class Place:
     """Where a tensor lay: in memory of the record's own, which stays, or in some from outside."""
 
     def __init__(self, tensor: Tensor, outside: StorageWeakRef | None, what: str):
@@ -56,10 +57,10 @@ class _Call:
     function: Any
     inputs: list[Any]  # the leaves of arguments, tensors as places
     form: Any
-    outputs: list[_Place]
+    outputs: list[Place]
 
     def repeat(self) -> None:
-        leaves = [leaf.tensor() if type(leaf) is _Place else leaf for leaf in self.inputs]
+        leaves = [leaf.tensor() if type(leaf) is Place else leaf for leaf in self.inputs]
         args, kwargs = tree_unflatten(leaves, self.form)
         for place, new in zip(self.outputs, _tensors(self.function(*args, **kwargs)), strict=True):
             old = place.tensor()
@@ -99,13 +100,13 @@ class _Record(TorchDispatchMode):
         if storage._cdata not in self._outside:
             self._own[storage._cdata] = storage
 
-    def _place(self, tensor: Tensor, name: str) -> _Place:
+    def _place(self, tensor: Tensor, name: str) -> Place:
         storage = tensor.untyped_storage()
         if storage._cdata in self._own:
-            return _Place(tensor, None, name)
+            return Place(tensor, None, name)
         if storage._cdata not in self._outside:
             self._outside[storage._cdata] = StorageWeakRef(storage)
-        return _Place(tensor, self._outside[storage._cdata], name)
+        return Place(tensor, self._outside[storage._cdata], name)
 
 
 class Tape:
@@ -129,6 +130,59 @@ class Tape:
         return replay
 
 
+class Living:
+    """Captures by another way, such as a CUDA graph, and raises `DeadMemory` before a replay that
+    would read memory which was there when it was captured and is gone.
+
+    What no dispatch mode sees, a kernel that is launched past torch's operators, is not watched.
+    """
+
+    def __init__(self, capture: Callable[[Callable[[], Any]], Callable[[], Any]]):
+        self.capture, self.taped, self.replayed = capture, 0, 0
+
+    def __call__(self, work: Callable[[], Any]) -> Callable[[], Any]:
+        outside = _Outside()
+
+        def watched() -> None:
+            with outside:
+                work()
+
+        repeat = self.capture(watched)
+        self.taped += 1
+
+        def replay() -> None:
+            self.replayed += 1
+            for name, size, storage in outside.found.values():
+                if storage.expired():
+                    raise DeadMemory(f"{size} bytes, which {name} uses, are gone")
+            repeat()
+
+        return replay
+
+
+class _Outside(TorchDispatchMode):
+    """Notes the memory that work reads and did not make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, tuple[str, int, StorageWeakRef]] = {}
+        self._made: dict[int, Any] = {}  # held, so that nothing else gets their addresses
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
+        kwargs = kwargs or {}
+        for tensor in _tensors((args, kwargs)):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._made and storage._cdata not in self.found:
+                seen = function.overloadpacket.__name__, storage.nbytes(), StorageWeakRef(storage)
+                self.found[storage._cdata] = seen
+        made = function(*args, **kwargs)
+        for tensor in _tensors(made):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self.found:
+                self._made[storage._cdata] = storage
+        return made
+
+
 def _is_view(function: Any) -> bool:
     """Whether all that is returned are views, which hold what their base holds."""
     aliases = [entry.alias_info for entry in function._schema.returns]
@@ -139,15 +193,16 @@ def _tensors(found: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
 
 
-def on_tape(speculator: Speculator, capture: Callable | None = None) -> Tape:
-    """Give the speculator a tape in place of graphs."""
-    tape = Tape()
+def on_tape(speculator: Speculator, capture: Callable | None = None) -> Any:
+    """Give the speculator a tape in place of graphs; on a GPU, graphs that are watched."""
+    tape = Tape() if speculator.device.type == "cpu" else Living(CudaCapture(speculator.device))
     speculator.graphs = RoundGraphs(capture or tape)
     return tape
 
 
 def decode(speculator: Speculator, batch: int = 4, turn: int = 0, **options: Any) -> Tensor:
-    ids, mask = prompts([length + turn for length in LENGTHS[:batch]])
+    texts = prompts([length + turn for length in LENGTHS[:batch]])
+    ids, mask = (each.to(speculator.device) for each in texts)
     given: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False} | options
     if given["do_sample"]:
         given["seed"] = [11 + turn, 12, 13, 14 + turn][:batch]

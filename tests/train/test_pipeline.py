@@ -127,8 +127,8 @@ def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
     recipe = load_recipe(tiny)
     artifact = pipeline.train(recipe)
     assert {path.name for path in artifact.iterdir()} == {
-        "README.md", "begun", "config.json", "headstart.json", "metrics.jsonl", "metrics.png",
-        "model.safetensors", "report.html", "stage.json", "tree.json",
+        "README.md", "acceptance.png", "begun", "config.json", "headstart.json", "metrics.jsonl",
+        "metrics.png", "model.safetensors", "report.html", "stage.json", "tree.json",
     }  # fmt: skip
     manifest = read_manifest(artifact)
     target_folder = (artifact.parent / "target").resolve()
@@ -152,12 +152,26 @@ def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
 
     # τ of several trees, at two temperatures; that of the tree is what decoding gave.
     taus = {(each["tree"], each["temperature"]): each for each in manifest.metrics["taus"]}
-    assert {("chain:1", 0), ("chain:2", 0), ("chain:2", 1)} < set(taus)
+    assert {(f"chain:{k}", t) for k in (1, 2) for t in (0, 1)} <= set(taus)
+    assert {name for each in taus.values() for name in each} == {
+        "tree",
+        "nodes",
+        "temperature",
+        "tau",
+        "tau_se",
+        "rounds",
+        "acceptance_by_depth",
+    }  # and no text
+    assert all(len(each["acceptance_by_depth"]) < each["nodes"] for each in taus.values())
     assert taus[tree.label, 0]["tau"] == measured["tau"] and taus[tree.label, 1]["tau"] >= 1
     assert f"| {tree.label} | {measured['tau']:.2f}" in card and manifest.metrics["dtype"] in card
 
     trained = manifest.trained
-    assert trained["rows"]["rows"] == 24 and trained["data"]["writer"] == "own"
+    rows = trained["rows"]
+    assert rows["rows"] == rows["answers"] == rows["openings"] == 24
+    assert "24, all from their first token on" in card and "](acceptance.png)" in card
+    assert "| reads | the target's state after its last norm |" in card
+    assert trained["data"]["writer"] == "own"
     assert trained["data"]["written_by"] == manifest.target_fingerprint
     assert trained["drafter"]["layers"] == {"by_input": [-1], "by_output": [-1]}
     assert trained["target"]["probe_losses"] == probe_losses(target)

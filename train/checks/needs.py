@@ -9,6 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from headstart.heads import TrainableDrafter
+from headstart.heads.core import total_bytes
+
 from ..recipe import Recipe
 from ..sizes import ARTIFACT, ROW_TOKEN, STORED, parameters_of, state_bytes, weight_bytes
 from ..stages.folders import stage_folders
@@ -52,7 +55,10 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
     rows = distill.examples * row if distill.examples else 2 * recipe.corpus.max_bytes
     config = plan.drafter.config
     features = row * config.hidden_size * max(len(config.feature_layers), 1)
-    memory = target + state_bytes(train) * drafter + 4 * train.batch_size * features
+    depths = plan.drafter.train_depths if isinstance(plan.drafter, TrainableDrafter) else 1
+    # The states of every depth where tokens are supervised, kept for the backward pass.
+    states = depths * min(row, distill.new_tokens) * config.hidden_size
+    memory = target + state_bytes(train) * drafter + 4 * train.batch_size * (features + states)
     disk = 1.1 * recipe.corpus.max_bytes + ROW_TOKEN * rows + (STORED + ARTIFACT) * drafter
     bounds = [distill.max_seconds, train.max_seconds]
     if recipe.target.scratch is not None:
@@ -94,12 +100,7 @@ def check_needs(recipe: Recipe, needs: Needs, processes: int = 1) -> None:
 
 def total_memory() -> int:
     """Bytes of the device that a process trains on; 0 where it is not known."""
-    if torch.cuda.is_available():
-        return torch.cuda.mem_get_info()[1]
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError, AttributeError):
-        return 0
+    return total_bytes(torch.device("cuda" if torch.cuda.is_available() else "cpu")) or 0
 
 
 def size(count: float) -> str:

@@ -212,6 +212,14 @@ def _check_lengths(recipe: Recipe, target: PreTrainedModel, drafter: Drafter) ->
         check_context(recipe.distill, target)
         if isinstance(drafter, TrainableDrafter) and drafter.language_model is not None:
             check_context(recipe.distill, drafter.language_model, "draft model")
+    if isinstance(drafter, TrainableDrafter):
+        depths, row = drafter.train_depths, recipe.distill.row_tokens
+        if depths >= row:
+            key = "heads" if drafter.max_depth is not None else "depths"
+            raise CheckError(
+                f"drafter.{key} is {depths}, but a training row has at most {row} tokens, and none "
+                f"so far ahead to learn from; lower it"
+            )
     prompt, new = prompt_settings(recipe)["tokens"], recipe.decode.new_tokens
     context = context_of(target.config)
     if context is not None and prompt + new > context:

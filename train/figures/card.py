@@ -5,19 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 from headstart.heads import Manifest, family
-from headstart.heads.artifacts.files import PLOT, REPORT_LINK
+from headstart.heads.artifacts.files import ACCEPTANCE, PLOT, REPORT_LINK
 from headstart.heads.artifacts.saving import model_card
+from headstart.heads.core import FINAL
 from headstart.infer import StaticTree
 
 from ..data.prefixes import prompt_settings
 from ..recipe import Recipe
 
 
-def training_card(recipe: Recipe, manifest: Manifest, plotted: bool = False) -> str:
+def training_card(
+    recipe: Recipe, manifest: Manifest, plotted: bool = False, pictured: bool = False
+) -> str:
     """The README.md of the artifact that `recipe` made, from the measurements in its manifest.
 
     Args:
         plotted: whether the plot of the training stands beside it.
+        pictured: whether the picture of acceptance by depth does.
     """
     measured, decode = manifest.metrics, recipe.decode
     tree = StaticTree(measured["tree"])
@@ -59,6 +63,8 @@ def training_card(recipe: Recipe, manifest: Manifest, plotted: bool = False) -> 
 
 The {chosen} chosen by this τ, so expect slightly less on other text of the
 same kind, and less on text unlike {other_text}.{_taus(measured)}{_trained(manifest)}"""
+    if pictured:
+        body += f"\n\n![Acceptance by depth]({ACCEPTANCE})"
     if plotted:
         body += f"\n\n![Loss, tokens a round and acceptance over the steps]({PLOT})"
     body += f"\n\n{REPORT_LINK}"
@@ -98,20 +104,42 @@ def _trained(manifest: Manifest) -> str:
         ]  # fmt: skip
     else:
         rows.append(("chats", {"plain": "as plain text", "text": "none"}[chat.get("how", "text")]))
-    if (layers := found["drafter"]["layers"]["by_input"]) and min(layers) >= 0:
-        outputs = found["drafter"]["layers"]["by_output"]
-        rows.append(("layers read, by their input", ", ".join(map(str, layers))))
-        rows.append(("the same by their output", ", ".join(map(str, outputs))))
+    rows += _layers(found["drafter"]["layers"])
     if data := found.get("data"):
         told, loss = found["rows"], data["target_loss"]
         counts = f"{told['rows']:,} rows, {told['supervised']:,} tokens supervised"
         rows += [
             ("rows", f"{counts}, the longest of {told['longest']:,} tokens"),
+            ("answers", _answers(told)),
+            ("sources", ", ".join(f"`{source}`" for source in data["sources"])),
             ("written by", "the target" if data["writer"] == "own" else data["writer"]),
             ("target's loss on them", f"{loss['nats']:.3f} nats a token" if loss else ""),
         ]  # fmt: skip
     lines = [f"| {name} | {value} |" for name, value in rows if value]
     return "\n\n| trained with | |\n|---|---|\n" + "\n".join(lines)
+
+
+def _layers(layers: dict[str, list[int]]) -> list[tuple[str, str]]:
+    """The layers of the target that a drafter reads, in both conventions."""
+    read = layers["by_input"]
+    if not read:
+        return []
+    if all(layer == FINAL for layer in read):
+        return [("reads", "the target's state after its last norm")]
+    return [
+        (name, ", ".join("after the last norm" if of == FINAL else str(i) for i, of in each))
+        for name, each in (
+            ("layers read, by their input", zip(read, read, strict=True)),
+            ("the same by their output", zip(layers["by_output"], read, strict=True)),
+        )
+    ]
+
+
+def _answers(rows: dict[str, Any]) -> str:
+    """How many answers there are, and whether what they begin with is taught."""
+    answers, openings = rows.get("answers") or 0, rows.get("openings") or 0
+    taught = "all" if openings == answers else f"{openings / answers:.1%} of them"
+    return f"{answers:,}, {taught} from their first token on" if answers else ""
 
 
 def _tau(measured: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ from headstart.heads.core.files import write_atomically
 
 from ..fit.clock import Clock
 
-LEFT_OUT = ("tree", "tree_shares", "tau_by_source", "tau_by_prompt", "samples")
+LEFT_OUT = ("tree", "tree_shares", "tau_by_source", "tau_by_prompt", "rounds", "samples")
 """What a validation measures and a line does not tell: it is in the artifact's manifest or
 its report."""
 

@@ -22,6 +22,11 @@ _TOOK = (
 )
 
 
+_BELOW: Any = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": 3}
+_BESIDE: Any = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5)}
+"""Where a legend covers no line."""
+
+
 def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
     """Draw a file of metrics into an image; False without matplotlib, or with nothing to draw.
 
@@ -48,6 +53,8 @@ def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
         axes.grid(alpha=0.3)
     for axes in below[len(took) :]:  # a CPU's peak is not known
         axes.remove()
+    for axes in panels[:3]:  # also where there is no panel below
+        axes.tick_params(labelbottom=True)
     figure.savefig(image, dpi=120, metadata={"Software": None})
     return True
 
@@ -85,7 +92,7 @@ def draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
     axes.set(title="tokens a round, τ", xlabel="step")
     axes.grid(alpha=0.3)
     if lines:
-        axes.legend(fontsize="small", loc="best")
+        axes.legend(fontsize="small", **_BELOW)
 
 
 def draw_acceptance(axes: Axes, lines: list[Line]) -> None:
@@ -104,4 +111,4 @@ def draw_acceptance(axes: Axes, lines: list[Line]) -> None:
     axes.set(title="acceptance by depth", xlabel="step", ylim=(0, 1.02))
     axes.grid(alpha=0.3)
     if axes.get_legend_handles_labels()[0]:
-        axes.legend(fontsize="small", ncols=2, title="depth", title_fontsize="small")
+        axes.legend(fontsize="small", title="depth", title_fontsize="small", **_BESIDE)

@@ -110,10 +110,11 @@ def tau_table(
     """τ with chains of several lengths and with a tree, at temperature 0 and 1.
 
     At temperature 0 the target's greedy text is written once, and each tree's rounds are counted
-    along it (see `replay`). At 1 the longest chain and the tree decode, by the rule `coupled`.
+    along it (see `replay`). At 1 each tree decodes, by the rule `coupled`.
 
     Returns:
-        For each `tree`, `nodes`, `temperature`, and what `tau_of` says.
+        For each `tree`, `nodes`, `temperature`, `tau`, `tau_se`, `tau_by_source` and `rounds` of
+        `tau_of`, and `acceptance_by_depth`.
     """
     given, most = _held_out(prompts), drafter.max_depth or max(chains)
     texts = write_texts(target, drafter, [prompt.tokens for prompt in given], new_tokens)
@@ -126,16 +127,21 @@ def tau_table(
     for each in trees:
         done = replay(ranks, each.paths)
         counts = np.array([done.tokens, done.rounds]).T
-        found.append(_named(each, 0, tau_of(given, counts)))
-    for each in dict.fromkeys((trees[len(lengths) - 1], trees[-1])):
+        shares = {"acceptance_by_depth": done.acceptance_by_depth(each.max_depth)}
+        found.append(_named(each, 0, tau_of(given, counts) | shares))
+    for each in trees:
         measured = measure_tau(target, drafter, each, find_rule(None).name, given, new_tokens)
-        measured.pop("acceptance_by_depth")
         found.append(_named(each, 1, measured))
     return found
 
 
+_PUBLISHED = ("tau", "tau_se", "tau_by_source", "rounds", "acceptance_by_depth")
+"""Of a measurement, what a manifest says of each tree: texts are not published."""
+
+
 def _named(tree: StaticTree, temperature: int, measured: dict[str, Any]) -> dict[str, Any]:
-    return {"tree": tree.label, "nodes": tree.nodes, "temperature": temperature, **measured}
+    known = {name: measured[name] for name in _PUBLISHED if name in measured}
+    return {"tree": tree.label, "nodes": tree.nodes, "temperature": temperature, **known}
 
 
 def tau_of(prompts: Sequence[HeldOutPrompt], counts: np.ndarray) -> dict[str, Any]:
@@ -145,13 +151,14 @@ def tau_of(prompts: Sequence[HeldOutPrompt], counts: np.ndarray) -> dict[str, An
         counts: [n, 2], the tokens and the rounds of each prompt.
 
     Returns:
-        `tau`, 1 where there was no round; `tau_se`, see `standard_error`; `tau_by_prompt`; and,
-        where the prompts are of several sources, `tau_by_source`: for each `tau`, `tau_se` and
-        `prompts`.
+        `tau`, 1 where there was no round; `tau_se`, see `standard_error`; `tau_by_prompt`; how many
+        `rounds` there were; and, where the prompts are of several sources, `tau_by_source`: for
+        each `tau`, `tau_se` and `prompts`.
     """
     documents = [prompt.document for prompt in prompts]
     found = {"tau": ratio(counts), "tau_se": standard_error(counts, documents)}
     found["tau_by_prompt"] = [ratio(counts[i : i + 1]) for i in range(len(counts))]
+    found["rounds"] = int(counts[:, 1].sum())
     sources = [prompt.source for prompt in prompts]
     if len(set(sources)) > 1:
         found["tau_by_source"] = {}

@@ -12,6 +12,8 @@ from typing import Any
 
 from huggingface_hub.errors import StrictDataclassFieldValidationError
 
+from headstart.heads.families import check_options
+
 from .fields import RecipeError, nearest
 from .files import kind_of, read_recipe, read_yaml
 from .schema import DrafterSpec, Recipe
@@ -24,12 +26,18 @@ def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Reci
     as YAML, so `train.max_seconds=null` and `decode.tree=[[0],[0,0],[1]]` work. A recipe whose
     `base` is another recipe (a shipped name, a path beside it, parts joined by +, or a list of such
     names, of which later ones override earlier ones) has the base's sections and changes single
-    keys of them; a `drafter` section that names its family stands for itself. Raises RecipeError.
+    keys of them; a `drafter` section that names its family stands for itself.
+
+    Raises:
+        RecipeError: no such recipe, or one that is malformed.
+        OptionError: no such family, or options that it does not have.
     """
     data = read_recipe(str(name_or_path))
     for override in overrides:
         _override(data, override)
-    return parse_recipe(data)
+    recipe = parse_recipe(data)
+    check_options(recipe.drafter.family, recipe.drafter.options)
+    return recipe
 
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:

@@ -1,11 +1,12 @@
 """Run by an interpreter that has speculators: logits of exported heads, and heads of its own.
 
-    speculators_logits.py eagle|eagle3 FOLDER
+    speculators_logits.py eagle|eagle3|peagle FOLDER
 
 Of each folder FOLDER/read/NAME, the head in `out` gets the features and tokens of `in.pt`, as T
-pairs; the logits [T, Vd] are written to `logits.pt`. For each config FOLDER/write/NAME.json, of the
-fields of the library's own config class, a head with random weights is saved in FOLDER/write/NAME,
-with what `read` has beside it.
+pairs; the logits [N, Vd] are written to `logits.pt`, and [2, N] to `places.pt`: the pair at which
+each begins, and how many tokens after its first draft it is, which is 0 but for P-EAGLE. For each
+config FOLDER/write/NAME.json, of the fields of the library's own config class, a head with random
+weights is saved in FOLDER/write/NAME, with what `read` has beside it.
 """
 
 import json
@@ -15,26 +16,50 @@ from typing import Any
 
 import torch
 
+DEPTHS = 3  # that P-EAGLE drafts
+
 
 def logits_of(
     family: str, model: Any, features: torch.Tensor, tokens: torch.Tensor
-) -> torch.Tensor:
-    """What its output layer gives for T pairs, [T, Vd]."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What its output layer gives for T pairs, [N, Vd], and where, [2, N]."""
     found: list[torch.Tensor] = []
+    places = torch.stack([torch.arange(tokens.shape[1]), torch.zeros(tokens.shape[1]).long()])
     hook = model.lm_head.register_forward_hook(lambda module, args, output: found.append(output))
-    if family == "eagle3":
+    if family == "peagle":
+        from speculators.losses import (  # type: ignore[import-not-found]
+            resolve_loss_config,
+        )
+        from speculators.models.peagle import core  # type: ignore[import-not-found]
+
+        drawn, draw = [], core.generate_cod_sample_indices
+
+        def noted(*args: Any, **how: Any) -> Any:
+            drawn.append(draw(*args, **how))
+            return drawn[-1]
+
+        core.generate_cod_sample_indices = noted  # what it draws is random
+        size, last = model.config.transformer_layer_config.hidden_size, features.shape[:2]
+        model(
+            features, tokens, torch.zeros_like(tokens), num_depths=DEPTHS, down_sample_ratio=1.0,
+            verifier_last_hidden_states=torch.zeros(*last, size),
+            loss_config=resolve_loss_config("kl_div", "eager"),
+        )  # fmt: skip
+        core.generate_cod_sample_indices = draw
+        places = torch.stack(drawn[0])
+    elif family == "eagle3":
         model(features, tokens, torch.zeros_like(tokens), ttt_steps=1)
     else:
         # Its layer is used outside of a model, which would choose.
         model.config.transformer_layer_config._attn_implementation = "eager"
         model(tokens, features, attention_mask=torch.ones_like(tokens), return_dict=False)
     hook.remove()
-    return found[0].flatten(0, -2)
+    return found[0].flatten(0, -2), places
 
 
 def loaded(cls: Any, folder: Path, family: str) -> Any:
     """A saved head, with its target where it needs one to run."""
-    if family == "eagle3":
+    if family != "eagle":
         return cls.from_pretrained(folder).eval()
     # While a model is loaded its target would be made without memory.
     return attached(cls.from_pretrained(folder, verifier_attachment_mode="detached").eval())
@@ -62,9 +87,14 @@ def own_head(family: str, config: dict[str, Any]) -> Any:
         from speculators.models import (  # type: ignore[import-not-found]
             Eagle3DraftModel,
             Eagle3SpeculatorConfig,
+            PEagleDraftModel,
+            PEagleSpeculatorConfig,
         )
 
-        model = Eagle3DraftModel(Eagle3SpeculatorConfig(**config))
+        if family == "peagle":
+            model = PEagleDraftModel(PEagleSpeculatorConfig(**config))
+        else:
+            model = Eagle3DraftModel(Eagle3SpeculatorConfig(**config))
         kept, vocabulary = config["draft_vocab_size"], model.verifier_vocab_size
         if kept != vocabulary:
             ids = torch.randperm(vocabulary)[:kept].sort().values
@@ -88,7 +118,7 @@ def main(family: str, folder: Path) -> None:
     for case in sorted((folder / "read").iterdir()):
         given = torch.load(case / "in.pt")
         model = loaded(Model, case / "out", family)
-        torch.save(logits_of(family, model, **given), case / "logits.pt")
+        save(case, *logits_of(family, model, **given))
     for path in sorted((folder / "write").glob("*.json")):
         model, case = own_head(family, json.loads(path.read_text())), path.with_suffix("")
         model.save_pretrained(case / "out")
@@ -99,7 +129,12 @@ def main(family: str, folder: Path) -> None:
             "tokens": torch.randint(inner.vocab_size, (1, 9)),
         }
         torch.save(given, case / "in.pt")
-        torch.save(logits_of(family, model, **given), case / "logits.pt")
+        save(case, *logits_of(family, model, **given))
+
+
+def save(case: Path, logits: torch.Tensor, places: torch.Tensor) -> None:
+    torch.save(logits, case / "logits.pt")
+    torch.save(places, case / "places.pt")
 
 
 main(sys.argv[1], Path(sys.argv[2]))

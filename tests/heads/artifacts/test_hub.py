@@ -106,6 +106,7 @@ def write_heads(folder: Path, model: Any, tokenizer: Any) -> None:
     )  # fmt: skip
     heads = save_drafter(drafter, folder / "heads", manifest, training_card(recipe, manifest))
     (heads / TREE).write_text(json.dumps(tree))
+    (heads / "acceptance.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(range(256)))
     (heads / "stage.json").write_text("{}")  # what a run leaves beside the artifact
     (heads / "checkpoints" / "checkpoint-9").mkdir(parents=True)
     (heads / "checkpoints" / "checkpoint-9" / "optimizer.pt").write_bytes(b"state")
@@ -196,6 +197,7 @@ def test_push_update_load(hub: Hub, machine: Machine, run: Path) -> None:
     )
     statuses = [status for status, *_ in (dry, first, again, named, local, plain, loaded)]
     assert statuses == [0] * 7, (dry, first, again, named, loaded)
+    assert "acceptance.png" in dry[1] and "drafter for `me/base`" in dry[1]
     assert "optimizer" not in dry[1] and "stage.json" not in dry[1]
     assert first[1] == again[1] == f"{hub.url}/{PLACE}\n"
 
@@ -203,8 +205,9 @@ def test_push_update_load(hub: Hub, machine: Machine, run: Path) -> None:
     files = repository.files()
     assert set(files) == {
         ".gitattributes", "config.json", "model.safetensors", "headstart.json", "tree.json",
-        "README.md",
+        "README.md", "acceptance.png",
     }  # fmt: skip
+    assert files["acceptance.png"] == (run / "heads" / "acceptance.png").read_bytes()
     assert len(repository.commits) == 2, "the second push changed nothing"
     assert files["model.safetensors"] == (run / "heads" / "model.safetensors").read_bytes()
     assert not repository.private
@@ -254,7 +257,8 @@ def bodies(body: bytes) -> list[bytes]:
 def test_the_pushed_texts(run: Path, tmp_path: Path) -> None:
     files = clean_copy(run / "heads", tmp_path, "me/drafter@v2", "me/base", "mit")
     assert [file.name for file in files] == [
-        "config.json", "model.safetensors", "headstart.json", "tree.json", "README.md",
+        "config.json", "model.safetensors", "headstart.json", "tree.json",
+        "acceptance.png", "README.md",
     ]  # fmt: skip
     manifest = json.loads((tmp_path / "headstart.json").read_text())
     assert manifest["target"] == "me/base"
@@ -293,6 +297,26 @@ def test_a_card_by_hand_and_a_label(run: Path, tmp_path: Path) -> None:
     (heads / "README.md").unlink()
     clean_copy(heads, out, "me/drafter", "me/base")
     assert "headstart.load('me/base', \"me/drafter\")" in (out / "README.md").read_text()
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_a_card_says_how_to_install_and_what_to_load(
+    written: bool, run: Path, tmp_path: Path
+) -> None:
+    """A label names no model: the example asks for the target's folder."""
+    heads, out = tmp_path / "heads", tmp_path / "out"
+    out.mkdir()
+    copy_of(run, heads)
+    if not written:
+        (heads / "README.md").unlink()
+    clean_copy(heads, out, "me/drafter", "our own 7B")
+    card = (out / "README.md").read_text()
+    assert "pip install ." in card
+    assert 'headstart.load("PATH OF THE TARGET", "me/drafter")' in card
+    assert "`our own 7B`, is not on the Hub" in card
+    clean_copy(heads, out, "me/drafter", "me/base")
+    card = (out / "README.md").read_text()
+    assert "pip install ." in card and "PATH OF" not in card and "not on the Hub" not in card
 
 
 def copy_of(run: Path, heads: Path) -> None:

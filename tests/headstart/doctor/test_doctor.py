@@ -10,6 +10,8 @@ import torch
 
 from headstart.cli import main
 from headstart.doctor.acceptance import Accepted, gain
+from headstart.doctor.of_texts import openings
+from headstart.doctor.scene import Scene
 from headstart.heads import Manifest, fingerprint, save_drafter
 from headstart.heads.artifacts.conditions import (
     drafter_conditions,
@@ -94,6 +96,23 @@ def command(heads: str, folder: Path, *more: str) -> list[str]:
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     prompts = ["--prompts", str(folder / "prompts.jsonl"), "--new-tokens", "10"]
     return ["doctor", "--drafter", heads, *prompts, *more]
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ({}, ""), ({"answers": 40, "openings": 40}, ""),
+        ({"answers": 1040, "openings": 40}, "of 1,040 answers in training 1,000 have"),
+    ],
+)  # fmt: skip
+def test_answers_whose_beginning_was_not_taught(rows: dict[str, int], said: str) -> None:
+    pair: Any = None
+    manifest = Manifest("medusa", "x", "", trained={"rows": rows})
+    found = openings(Scene(pair, manifest, first_round=1.25))
+    assert bool(found) == bool(said)
+    for each in found:
+        assert each.cause == "first answer token" and not each.ways
+        assert said in each.said and "where τ is 1.25" in each.said
 
 
 def test_a_sound_pair(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

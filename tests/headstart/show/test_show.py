@@ -1,8 +1,10 @@
 """Text as it is written: what reaches a terminal, a pipe and a notebook."""
 
+import html
 import io
 import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +14,9 @@ import torch
 from rich.cells import cell_len
 from rich.console import Console
 
-from headstart.heads import load_drafter
+from headstart.heads import OptionError, load_drafter
 from headstart.infer import Emitted, Speculator
-from headstart.show import ShowStreamer
+from headstart.show import Report, ShowStreamer
 from headstart.show.figures import Figures
 from headstart.show.views import StreamView, TerminalView, view_for
 from tests.support.bytewise import save_target
@@ -166,3 +168,15 @@ def test_a_legend_is_cut_to_the_width() -> None:
     for width in (60, 80, 120):
         assert figures.legend(width, True).cell_len <= width
     assert "…" in figures.legend(80, True).plain
+
+
+def test_a_report_is_a_page_within_the_notebook(tmp_path: Path) -> None:
+    page = '<style>body { margin: 0 }</style><p title="a">1 < 2 & "3"</p>'
+    (tmp_path / "report.html").write_text(page)
+    for place in (tmp_path, tmp_path / "report.html"):
+        found = Report(place, height=300)._repr_html_()
+        assert found.startswith('<iframe sandbox="" ') and "height:300px" in found
+        (inside,) = re.findall(r'srcdoc="([^"]*)"', found)
+        assert html.unescape(inside) == page
+    with pytest.raises(OptionError, match=r"no report at .*nothing"):
+        Report(tmp_path / "nothing")

@@ -1,7 +1,8 @@
 """The planner: its costs, its choice under known costs, and the plans it files."""
 
+import io
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,12 @@ from headstart.heads.medusa import Medusa
 from headstart.infer import Speculator, StaticTree
 from headstart.infer.measure import candidates, planner
 from headstart.infer.measure.costs import STEPS, Costs, decode_times, measure_costs, sizes
+from headstart.infer.measure.forward_costs import output_cost
 from headstart.infer.measure.greedy_text import write_texts
 from headstart.infer.measure.planner import make_plan
 from headstart.infer.measure.ranks import Replayed, measure_ranks, replay
+from headstart.infer.target import Target
+from headstart.reports.plans import print_plan
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
 
 PLAIN = 10.0
@@ -115,6 +119,38 @@ def test_trees_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None
         assert all(StaticTree(c["tree"]).nodes == c["nodes"] for c in plan.candidates)
 
 
+def test_a_count_that_costs_more_than_a_larger_one_is_never_picked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As on a CPU in float32: two rows take nearly twice as long as one, eight less than two."""
+    drafter = counting_drafter(counting_target(), 3)
+    measured = {1: 10.0, 2: 18.0, 3: 17.0, 4: 16.0, 6: 16.0, 8: 15.0, 12: 19.0, 16: 25.0, 64: 90.0}
+    uneven = replace(costs(0.0), verify=measured)
+    assert [n for n in range(1, 20) if uneven.dearer(n)] == [2, 3, 4, 5, 6, 7]
+    plan = plan_of(drafter, uneven, monkeypatch)
+    assert plan.candidates and all(c["nodes"] == 1 or c["nodes"] >= 8 for c in plan.candidates)
+    # Where there is no larger tree, the dear one is compared with plain decoding all the same.
+    small = plan_of(drafter, replace(uneven, verify={1: 10.0, 2: 18.0, 8: 15.0}), monkeypatch)
+    assert small.candidates
+
+
+def test_heads_with_a_large_output_layer_are_told_of_trimmed_ones() -> None:
+    drafter = counting_drafter(counting_target(), 3)
+    assert output_cost(drafter, 1) > 0
+    plan = Plan(
+        "cpu", "float32", 1, "chain:3", [[0]], 2.0, 1.5, [[1.0]],
+        {**asdict(costs(0.0)), "output": 4.0}, [{"name": "chain:3", "round_ms": 16.0, "nodes": 4,
+        "depth": 3, "tau": 2.0, "speedup": 1.5, "measured_speedup": None}], 4, 8,
+    )  # fmt: skip
+    out = io.StringIO()
+    print_plan(plan, out)
+    said = " ".join(out.getvalue().split())
+    assert "takes 4.00 ms of a round of 16.00 ms" in said and "less than 19% of the tokens" in said
+    plan.costs["output"] = 1.0
+    print_plan(plan, again := io.StringIO())
+    assert "quarter of the vocabulary" not in " ".join(again.getvalue().split())
+
+
 def test_a_level_that_costs_makes_the_tree_shallow() -> None:
     deep, wide = StaticTree.chain(4), StaticTree([[0], [1], [2], [3]])
     one = costs(0.0, extend=3.0)
@@ -153,6 +189,24 @@ def test_the_costs_are_measured() -> None:
     assert list(found.verify) == sizes(8) and min(found.verify.values()) > 0
     assert found.begin > 0 and found.extend == {} and found.plain > 0
     assert found.round(StaticTree.chain(3)) > found.verify[4]
+
+
+def test_what_is_timed_runs_as_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verifying, the probes, plain decoding, and what is measured at the end."""
+    drafter, asked = counting_drafter(counting_target(), 3), list[Any]()
+    true = Target.__init__
+
+    def noted(self: Target, *given: Any, compile: Any = False, **options: Any) -> None:
+        asked.append(compile)
+        true(self, *given, **options)
+
+    monkeypatch.setattr(Target, "__init__", noted)
+    options: dict[str, Any] = {"new_tokens": 9, "max_nodes": 4, "measure": 1}
+    plan = make_plan(drafter.target, drafter, list(counting_rows(1, 5)), compile="way", **options)
+    assert plan.compiled and asked.count("way") == 7 and asked.count(False) == 1  # writes the text
+    asked.clear()
+    assert not make_plan(drafter.target, drafter, list(counting_rows(1, 5)), **options).compiled
+    assert set(asked) == {False}
 
 
 def test_real_rounds_are_counted() -> None:
@@ -205,6 +259,11 @@ def test_plans_for_several_machines_live_in_one_file(
     batched = find_plan(folder, target, batch_size=8)
     assert batched is not None and batched.tree == [[0]]
     assert find_plan(folder, target, batch_size=3) is None
+    # One for compiled forwards is for those alone, which otherwise follow the other one.
+    assert find_plan(folder, target, compiled=True) == found
+    write_plan(folder, replace(plan, compiled=True, tree=[[1]]))
+    faster = find_plan(folder, target, compiled=True)
+    assert faster is not None and faster.tree == [[1]] and find_plan(folder, target) == found
     assert find_plan(folder, target.double()) is None
     target.float()
     assert not list(folder.glob(".plan*"))

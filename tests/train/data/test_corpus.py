@@ -13,6 +13,7 @@ import pytest
 
 from headstart.train.data.corpus import build_corpus, load_documents
 from headstart.train.data.documents import CorpusError, Document
+from headstart.train.data.questions import read_questions
 from headstart.train.data.reading import read_documents
 from headstart.train.recipe import Corpus
 
@@ -172,6 +173,16 @@ def test_a_bad_line_is_named_and_not_quoted(tmp_path: Path, line: str) -> None:
     assert "\n" not in str(error.value) and "on_error=skip" in str(error.value)
     trace = "".join(traceback.format_exception(error.value))
     assert SECRET not in trace and "JSONDecodeError" not in trace
+
+
+def test_a_setting_is_advised_only_where_there_is_one(tmp_path: Path) -> None:
+    """Prompts have no `corpus.on_error`."""
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"text": "fine"}\n' + BAD[0] + "\n")
+    for read in (read_documents, read_questions):
+        with pytest.raises(CorpusError, match=r"rows\.jsonl line 2: ") as error:
+            read(file)
+        assert "on_error" not in str(error.value)
 
 
 def test_bad_rows_are_skipped_and_counted_where_asked(

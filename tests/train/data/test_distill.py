@@ -80,7 +80,8 @@ def test_rows_are_what_generate_writes(tokenizer: PreTrainedTokenizerFast, tmp_p
     assert item["supervised"].tolist() == [False] * 6 + [True] * 9
     assert rows.token_counts(270).sum() == 20 * 9
     assert summary(SPEC, tmp_path) == {
-        "shards": 3, "kept": 20, "rows": 20, "tokens": 300, "supervised": 180,
+        "shards": 3, "kept": 20, "rows": 20, "tokens": 300, "supervised": 180, "answers": 20,
+        "openings": 20,
     }  # fmt: skip
 
 

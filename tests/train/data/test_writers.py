@@ -12,8 +12,9 @@ import torch
 from headstart.train.data.distill import distill, summary, write_manifest
 from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import DistillError
-from headstart.train.data.rendering import ChatRenderer
+from headstart.train.data.rendering import ChatRenderer, Rendered
 from headstart.train.data.training_rows import Row, Rows
+from headstart.train.data.writers import units
 from headstart.train.data.writers.counting import count_prompts
 from headstart.train.data.writers.drafting import Drafting, second_best
 from headstart.train.recipe import Chat, Distill
@@ -34,6 +35,22 @@ def chat(id: str, *turns: str, answer: str = "yes it is") -> Document:
 CHATS = [
     chat(f"chats:{n}", *(WORDS[n : n + 4 + 3 * k] for k in range(1 + n % 3))) for n in range(9)
 ]
+
+
+@pytest.mark.parametrize(
+    ("supervised", "openings"),
+    [("0011011", 2), ("0001011", 1), ("0010011", 1), ("0011001", 1), ("0001001", 0)],
+)
+def test_openings_are_counted(supervised: str, openings: int) -> None:
+    """Answers at tokens 2 and 3, and at 5 and 6: their first token and the one after it."""
+    mask = np.array([each == "1" for each in supervised])
+    row = Rendered(np.arange(7), mask, [(2, 4), (5, 7)])
+    counts = units.written("x", [row], units.Counts()).counts
+    assert (counts.answers, counts.openings) == (2, openings)
+    short = Rendered(np.arange(3), np.arange(3) > 1, [(2, 3)])  # an answer of one token
+    assert units.written("x", [row, short], units.Counts()).counts.openings == openings + 1
+
+
 SPEC = Distill(
     examples=99, prefix="prompt", prefix_tokens=60, new_tokens=24, max_length=200, batch_size=4,
     shards=2,

@@ -13,16 +13,22 @@ import pytest
 from headstart.train.figures.report import drawings
 from headstart.train.figures.report.page import Page, Picture, Sample, Table, write_page
 from headstart.train.figures.report.parts import depths_of, sample
-from headstart.train.figures.report.training import tree_picture
+from headstart.train.figures.report.training import draw_acceptance, tree_picture
 
 EVIL = "<script src='http://a.example/x.js'>alert(1)</script>&\"' "
 RATIO = {"median": 1.5, "low": 1.2, "high": 1.8, "min": 1.0, "max": 2.0, "within_noise": False}
+TAUS = [
+    {"tree": tree, "temperature": warm, "rounds": 30, "tau": 1.5, "acceptance_by_depth": shares}
+    for tree, shares in (("chain:2", [0.9, 0.5]), (EVIL, [0.5, None]))
+    for warm in (0, 1)
+]
 
 
 def page() -> Page:
     pytest.importorskip("matplotlib")
     draws: dict[str, Any] = {
         "bars": partial(drawings.acceptance_by_depth, shares={"": [0.9, 0.5, None]}),
+        "trees": partial(drawings.acceptance_of_trees, found=TAUS),
         "lines": partial(drawings.acceptance_by_depth, shares={EVIL: [0.9], "b": [0.5, 0.1]}),
         "round": partial(
             drawings.round_parts, parts={EVIL: {"verify": 2.0, "draft": 1.0, "loop": -0.1}}
@@ -137,3 +143,29 @@ def test_a_browser_shows_it_without_errors(width: int, tmp_path: Path) -> None:
     assert wanted <= given, "nothing stands out on the right"
     assert requests == 0
     assert "CONSOLE" not in done.stderr, done.stderr
+
+
+def test_the_picture_of_acceptance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few drafted tokens give no point, and each point has its standard error."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    drawings.acceptance_of_trees(axes, TAUS)
+    drawn: list[Any] = axes.containers
+    lines = {each.get_label(): each.lines[0] for each in drawn}
+    assert lines["chain:2, temperature 0"].get_xdata().tolist() == [1, 2]
+    assert lines[f"{EVIL}, temperature 1"].get_ydata().tolist() == [50]
+    fewer = [{**of, "rounds": 21} for of in TAUS]
+    axes = Figure().subplots()
+    drawings.acceptance_of_trees(axes, fewer)
+    drawn = axes.containers
+    assert {len(each.lines[0].get_xdata()) for each in drawn} == {1}
+
+    image, bars = tmp_path / "a.png", tmp_path / "b.png"
+    assert draw_acceptance({"taus": TAUS}, image) and image.read_bytes()[:4] == b"\x89PNG"
+    assert draw_acceptance({"acceptance_by_depth": [0.5, None]}, bars)
+    assert bars.read_bytes() != image.read_bytes()
+    assert not draw_acceptance({"acceptance_by_depth": [None]}, bars)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert not draw_acceptance({"taus": TAUS}, image)

@@ -16,9 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 import headstart
 from headstart.heads import Drafter, load_drafter
 from headstart.heads.artifacts.manifest import read_manifest
+from headstart.heads.declared.adapter import ADAPTER_WEIGHTS
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.medusa2 import Medusa2, Medusa2Config
-from headstart.heads.parts.adapter import ADAPTER_WEIGHTS
 from headstart.infer import StaticTree, parse_static
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents

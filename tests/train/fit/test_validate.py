@@ -37,7 +37,7 @@ def test_ranks_fit_the_decode_loop() -> None:
     measured = measure_tau(target, drafter, tree, "greedy", prompts, 13)
     samples = measured.pop("samples")
     assert measured == {
-        "tau": 4.0, "tau_se": 0.0, "tau_by_prompt": [4.0, 4.0],
+        "tau": 4.0, "tau_se": 0.0, "tau_by_prompt": [4.0, 4.0], "rounds": 6,
         "acceptance_by_depth": [1.0, 1.0, 1.0],
     }  # fmt: skip
     for each in samples:  # the first token came with the prefill

@@ -28,6 +28,8 @@ class Counts:
         unfinished: chats that ended with an answer of `distill.new_tokens` without its end.
         refused: chats that the server would not answer.
         rows: training rows; tokens: of all rows; supervised: those that are trained on.
+        answers: in the rows; openings: those among them whose first token is supervised, and the
+            one after it, which is the first that a drafter drafts.
         near_ties: tokens written that one forward over the row puts second, by rounding alone.
     """
 
@@ -40,6 +42,8 @@ class Counts:
     rows: int = 0
     tokens: int = 0
     supervised: int = 0
+    answers: int = 0
+    openings: int = 0
     near_ties: int = 0
 
     def __add__(self, other: Counts) -> Counts:
@@ -81,11 +85,9 @@ class Written:
 
 def written(id: str, rendered: Sequence[Rendered], counts: Counts) -> Written:
     """Rows of a unit, counted, on top of what is in `counts`; `empty` where nothing is taught."""
-    rows = [
-        Row(id, row.tokens.astype(np.int32), row.supervised)
-        for row in rendered
-        if row.supervised.any()
-    ]
+    taught = [row for row in rendered if row.supervised.any()]
+    rows = [Row(id, row.tokens.astype(np.int32), row.supervised) for row in taught]
+    answers = [(row, answer) for row in taught for answer in row.answers]
     supervised = sum(int(row.supervised.sum()) for row in rows)
     found = Counts(
         kept=bool(rows),
@@ -93,8 +95,15 @@ def written(id: str, rendered: Sequence[Rendered], counts: Counts) -> Written:
         rows=len(rows),
         tokens=sum(len(row.tokens) for row in rows),
         supervised=supervised,
+        answers=len(answers),
+        openings=sum(_opening(row, *answer) for row, answer in answers),
     )
     return Written(rows, counts + found)
+
+
+def _opening(row: Rendered, first: int, end: int) -> bool:
+    """Whether an answer's first two tokens are supervised, or its only one."""
+    return bool(row.supervised[first : min(first + 2, end)].all())
 
 
 Tick = Callable[[int, int], Any]

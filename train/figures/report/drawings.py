@@ -17,6 +17,7 @@ DEPTHS = (
 )  # fmt: skip
 """Of depth 1, 2, …; the last one serves all deeper ones."""
 
+TRIED = 20  # drafted tokens, below which a share of them is left out
 _LABELLED = 26  # nodes of a tree that all carry their figure
 
 
@@ -48,6 +49,36 @@ def acceptance_by_depth(axes: Axes, shares: Mapping[str, Sequence[float | None]]
     axes.set_xticks(range(1, deepest + 1, 1 if deepest <= 12 else 2))
     if len(known) > 1:
         axes.legend(fontsize="small")
+
+
+def acceptance_of_trees(axes: Axes, found: Sequence[Mapping[str, Any]]) -> None:
+    """A line for each tree and temperature, dashed above 0, with binomial standard errors.
+
+    Where fewer than `TRIED` tokens were drafted at a depth after accepted ones there is no point.
+
+    Args:
+        found: what `tau_table` returns.
+    """
+    trees = list(dict.fromkeys(of["tree"] for of in found))
+    for of in found:
+        color, warm = COLORS[trees.index(of["tree"]) % len(COLORS)], of["temperature"] > 0
+        points, tried = [], float(of["rounds"])
+        for depth, share in enumerate(of["acceptance_by_depth"], 1):
+            if share is None or tried < TRIED:
+                break
+            points.append((depth, 100 * share, 100 * math.sqrt(share * (1 - share) / tried)))
+            tried *= share
+        if points:
+            axes.errorbar(
+                *zip(*points, strict=True), fmt="s--" if warm else "o-", color=color, ms=4,
+                capsize=2, mfc="white" if warm else color,
+                label=f"{of['tree']}, temperature {of['temperature']}",
+            )  # fmt: skip
+    axes.set(xlabel="depth of the drafted token", ylabel="accepted, %", ylim=(0, 103))
+    deepest = max((len(of["acceptance_by_depth"]) for of in found), default=1)
+    axes.set_xlim(0.8, deepest + 0.2)
+    axes.set_xticks(range(1, deepest + 1, 1 if deepest <= 12 else 2))
+    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.5, -0.2), ncols=2)
 
 
 def token_tree(axes: Axes, paths: Sequence[Sequence[int]], shares: Sequence[float] | None) -> None:

@@ -102,10 +102,15 @@ def write_page(page: Page, path: Path, pictures: bool = False) -> Path:
     shown = [(each, _svg(each)) for each in page.pictures] if drawn else []
     if drawn and pictures:
         for each in page.pictures:
-            figure = draw(each, _DARK)
-            figure.savefig(path.with_name(f"{each.name}.png"), dpi=130, facecolor="white")
+            save_png(each, path.with_name(f"{each.name}.png"))
     write_atomically(path, render(page, shown, drawn))
     return path
+
+
+def save_png(picture: Picture, path: Path) -> None:
+    """The picture as PNG, dark on white; equal figures make equal files."""
+    figure = draw(picture, _DARK)
+    figure.savefig(path, dpi=130, facecolor="white", metadata={"Software": None})
 
 
 def render(page: Page, shown: Sequence[tuple[Picture, str]], drawn: bool = True) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ from headstart.heads import Manifest
 from ...recipe import Recipe
 from .. import plot
 from . import drawings
-from .page import Page, Picture, Sample, write_page
+from .page import Page, Picture, Sample, save_png, write_page
 from .parts import NOTES, environment
 
 
@@ -48,6 +49,29 @@ def training_pictures(metrics: Path | None, measured: dict[str, Any]) -> list[Pi
         said = "Each held-out prompt of the validation: how far the mean stands for all of them."
         found.append(Picture("tau_by_prompt", "Tokens a round, τ, by prompt", said, draw))
     return found
+
+
+def draw_acceptance(measured: dict[str, Any], image: Path) -> bool:
+    """Draw acceptance by depth for the model card; False without matplotlib, or with no figures.
+
+    Where τ was measured with several trees (`taus`), these are the longest chain and the artifact's
+    tree, at both temperatures, if there were enough rounds; else what validation measured.
+    """
+    taus = measured.get("taus") or []
+    chains = [each["tree"] for each in taus if each["tree"].startswith("chain:")]
+    names = {*chains[-1:], *(each["tree"] for each in taus[-1:])}
+    enough = [each for each in taus if each["rounds"] >= drawings.TRIED]
+    chosen = [each for each in enough if each["tree"] in names]
+    shares = measured.get("acceptance_by_depth") or []
+    known = any(share is not None for share in shares)
+    if not (known or chosen) or importlib.util.find_spec("matplotlib") is None:
+        return False
+    draw = partial(drawings.acceptance_by_depth, shares={"": shares})
+    if chosen:
+        draw = partial(drawings.acceptance_of_trees, found=chosen)
+    title = "Drafted tokens that were accepted, by depth"
+    save_png(Picture("acceptance", title, "", draw, rows=8 if chosen else 0), image)
+    return True
 
 
 def tree_picture(paths: Sequence[Sequence[int]], shares: Sequence[float] | None) -> Picture:

@@ -1,10 +1,7 @@
-"""What decoding on a CPU costs, as it is and on packed weights, against one read of the weights.
+"""Plain decoding and trees, as they are and on packed weights, against one read of the weights.
 
-    python -m benchmarks.cpu [--shape 160m] [--shape 1b] [--dtype bfloat16] [--compiled] [--json]
-
-Targets are Llama shapes with random weights: the text does not matter to the time. All ways to
-decode take turns on the same prompt, and all tree sizes on the same cache, so a drift of the
-machine's speed meets all alike; each figure is a median.
+All ways to decode take turns on the same prompt, and all tree sizes on the same cache, so a drift
+of the machine's speed meets all alike; each figure is a median.
 """
 
 from __future__ import annotations
@@ -14,33 +11,28 @@ import json
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers.generation.configuration_utils import CompileConfig
 
 from headstart.heads import TokenTree
 from headstart.infer import Speculator
 from headstart.infer.measure.baselines import (
+    TimedDecode,
     decode_in_turns,
     timed_generate,
     timed_speculator,
 )
 from headstart.infer.measure.roofline import Roofline, cache_bytes, read_bandwidth, round_bytes
+from headstart.infer.measure.round_parts import round_parts
 from headstart.infer.measure.timing import Call, interleaved, medians
 from headstart.infer.trees.static import StaticTree
 
-SHAPES: dict[str, dict[str, int]] = {
-    "toy": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-            "num_attention_heads": 4, "vocab_size": 256},
-    "160m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
-             "num_attention_heads": 12, "vocab_size": 32000},
-    "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,
-           "num_attention_heads": 32, "num_key_value_heads": 4, "vocab_size": 32000},
-}  # fmt: skip
+from .shapes import SHAPES, prompt_of, random_llama
+
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 WAYS = {"eager": False, "packed": True}  # what `compile` is
 
 
-def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--shape", action="append", choices=SHAPES, help="(default: 160m and 1b)")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
@@ -49,8 +41,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--repeats", type=int, default=5)
     add("--megabytes", type=int, default=1024, help="MiB that measure the bandwidth")
     add("--compiled", action="store_true", help="also generate with a static cache, compiled")
-    add("--json", action="store_true")
-    options = parser.parse_args(argv)
+
+
+def run(options: argparse.Namespace) -> None:
     found = [measure(name, options) for name in options.shape or ("160m", "1b")]
     if options.json:
         print(json.dumps(found, indent=2))
@@ -59,17 +52,10 @@ def main(argv: list[str] | None = None) -> None:
             print_figures(each)
 
 
-def random_llama(shape: str, dtype: torch.dtype) -> PreTrainedModel:
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {**SHAPES[shape], "tie_word_embeddings": False}
-    config = LlamaConfig(**sizes)
-    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-
-
 def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     model = random_llama(shape, getattr(torch, options.dtype))
     vocab, device = model.config.vocab_size, torch.device("cpu")
-    ids = torch.arange(options.prompt).remainder(vocab - 8).add(4).view(1, -1)
+    ids = prompt_of(options.prompt, vocab)
     greedy: dict[str, Any] = {
         "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
         "max_new_tokens": options.new_tokens, "attention_mask": torch.ones_like(ids),
@@ -78,8 +64,9 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     ways = {name: timed_speculator(each, **greedy) for name, each in ours.items()}
     ways["generate"] = timed_generate(model, **greedy)
     if options.compiled:
-        ways["compiled generate"] = timed_generate(model, cache_implementation="static", **greedy)
+        ways["compiled generate"] = timed_generate(model, **static_and_compiled(), **greedy)
     ((_, runs),) = decode_in_turns(ways, [ids], device, options.repeats, f"{shape}: decode")
+    loops = {name: loop_share(each, ways[name], ids) for name, each in ours.items()}
     forwards = {name: tree_costs(each, ids, options.repeats) for name, each in ours.items()}
 
     cache = ours["packed"].target.cache
@@ -98,8 +85,24 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         "share of the limit": {name: limit.share(ms) for name, ms in plain.items()},
         "packed, times faster": {name: ms / plain["packed"] for name, ms in plain.items()},
         "same text": len({tuple(each.tokens) for each in runs.values()}) == 1,
+        "loop's share of a round": loops,
         "ms of a tree's forward": forwards,
     }
+
+
+def static_and_compiled() -> dict[str, Any]:
+    """Arguments with which `generate` compiles on a CPU; with a static cache alone it does not."""
+    how = CompileConfig(mode="default")
+    how._compile_all_devices = True
+    return {"cache_implementation": "static", "compile_config": how}
+
+
+def loop_share(speculator: Speculator, decode: TimedDecode, ids: torch.Tensor) -> float:
+    """The share of a plain round that is spent outside the target's forward."""
+    run = decode(ids)
+    parts = round_parts(speculator, lambda: decode(ids), run.decode_ms, 3)
+    assert parts is not None
+    return parts.loop / (parts.verify + parts.draft + parts.loop)
 
 
 @torch.no_grad()
@@ -127,8 +130,6 @@ def print_figures(found: dict[str, Any]) -> None:
               f"{times:.2f} times as fast")  # fmt: skip
     for name, costs in found["ms of a tree's forward"].items():
         cells = "  ".join(f"{nodes}: {ms / costs[1]:.2f}" for nodes, ms in costs.items())
+        share = found["loop's share of a round"][name]
+        print(f"  {name}: the loop takes {share:.1%} of a round")
         print(f"  {name}: t(1) {costs[1]:.2f} ms; t(n)/t(1)  {cells}")
-
-
-if __name__ == "__main__":
-    main()

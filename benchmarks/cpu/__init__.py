@@ -1,0 +1,1 @@
+"""What decoding costs on a CPU, and what it is worth; run with `python -m benchmarks.cpu`."""

@@ -1,0 +1,129 @@
+"""Linear layers that read the same states, as one launch for the few rows of a token tree.
+
+On CUDA they are the kernels of `product_kernels`, which read each layer's own weights, so none is
+copied and none grows stale; elsewhere, and for more rows, torch's own products.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+MOST_ROWS = 64
+"""Rows that a kernel takes; of more, it would read the weights again for each so many."""
+
+_TURNS = 3
+
+
+def has_kernels(tensor: Tensor) -> bool:
+    """Whether a tensor is one that the kernels compute with, which sum in float32."""
+    return tensor.is_cuda and tensor.dtype != torch.float64
+
+
+def _kernels(states: Tensor, most: int) -> Any:
+    if not has_kernels(states) or states.numel() > most * states.shape[-1]:
+        return None
+    from . import product_kernels
+
+    return product_kernels
+
+
+def _each(states: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor]) -> list[Tensor]:
+    given = biases or [None] * len(weights)
+    return [F.linear(states, *pair) for pair in zip(weights, given, strict=True)]
+
+
+@torch.library.custom_op("headstart::three_layers", mutates_args=())
+def three_layers(
+    states: Tensor, weights: list[Tensor], biases: list[Tensor], most: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What three linear layers make of the same states [..., D].
+
+    Args:
+        weights: [outputs, D] each; biases: of all three, or none.
+        most: so many rows of states are left to the kernel.
+    """
+    if (kernels := _kernels(states, most)) is not None:
+        return kernels.three_layers(states, weights, biases)
+    one, two, three = _each(states, weights, biases)
+    return one, two, three
+
+
+@torch.library.custom_op("headstart::gated_layers", mutates_args=())
+def gated_layers(states: Tensor, weights: list[Tensor], biases: list[Tensor], most: int) -> Tensor:
+    """SiLU(gate) · up of two linear layers of states [..., D]; arguments as of `three_layers`."""
+    if (kernels := _kernels(states, most)) is not None:
+        return kernels.gated_layers(states, weights, biases)
+    gate, up = _each(states, weights, biases)
+    if has_kernels(states):
+        from . import fused_kernels
+
+        return fused_kernels.gated(gate, up)
+    return F.silu(gate) * up
+
+
+def weights_of(layers: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
+    """Weights and biases of layers that are `alike`."""
+    weights = [layer.weight for layer in layers]
+    return weights, [layer.bias for layer in layers if layer.bias is not None]
+
+
+def alike(layers: Sequence[Any]) -> bool:
+    """Whether layers are torch's own, of the same states, and nobody listens to one of them."""
+    if not all(type(layer) is nn.Linear for layer in layers):
+        return False
+    if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
+        return False
+    first = layers[0].weight
+    return all(
+        type(layer.weight) is nn.Parameter
+        and layer.weight.is_contiguous()
+        and (layer.weight.dtype, layer.weight.device) == (first.dtype, first.device)
+        and layer.weight.shape[1] == first.shape[1]
+        and (layer.bias is None) == (layers[0].bias is None)
+        for layer in layers
+    )
+
+
+def few_rows(
+    together: Callable[[Tensor], object], apart: Callable[[Tensor], object], states: Tensor
+) -> int:
+    """For how many rows one launch is no slower than several, at most `MOST_ROWS`; 0 for none.
+
+    On a GPU both are timed, at 16 rows and at `MOST_ROWS`. Elsewhere there is nothing to choose.
+
+    Args:
+        together, apart: compute the same of states [rows, D], of which one row is given.
+    """
+    if not has_kernels(states):
+        return MOST_ROWS
+    found = 0
+    for rows in (16, MOST_ROWS):
+        given = states.expand(rows, -1).contiguous()
+        ours, theirs = (_milliseconds(functools.partial(run, given)) for run in (together, apart))
+        if ours > theirs:
+            break
+        found = rows
+    return found
+
+
+def _milliseconds(run: Callable[[], object]) -> float:
+    """The least of a few turns, each behind a write that leaves no weights in the GPU's cache."""
+    with torch.cuda.device(torch.cuda.current_device()):
+        other = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
+        run()
+        times = []
+        for _ in range(_TURNS):
+            other.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+    return min(times)

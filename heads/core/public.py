@@ -1,0 +1,34 @@
+"""Names of `core` whose modules import torch; the package imports this file on first use."""
+
+from .cache import LayerShape, SlabCache, free_bytes, in_steps, total_bytes
+from .features import FeatureTap, OutputLayer, capture, decoder_layers, output_layer
+from .forward import causal_run, prefill_forward, tree_forward, tree_run
+from .fused import FusedLayers
+from .machine import has_bfloat16, physical_cores, use_physical_cores
+from .masks import AttentionWindows, tree_mask
+from .offload import (
+    current,
+    device_and_dtype,
+    device_of,
+    gathered,
+    in_shards,
+    keep_resident,
+    offloaded,
+    streamed_from,
+    weight_of,
+)
+from .packing import OnlyPacked, PackedLinear, Packing, packing_pays, runs_packed
+from .prefetch import Prefetch
+from .pretrained import language_model_in, load_pretrained
+from .probe import (
+    ATTENTION,
+    PositionLimit,
+    check_fused,
+    check_tree,
+    choose_attention,
+    probe_layers,
+    trained_context,
+)
+from .sampling import STATEFUL, Sampling, Stream, argmax, draw, gumbel, place, row_seeds, uniform
+from .time_limit import within
+from .tree import TokenTree, Topology, ancestor_mask

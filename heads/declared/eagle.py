@@ -1,0 +1,103 @@
+"""What the configs of EAGLE-1 and EAGLE-3 declare."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from ..core import OptionError
+from .fields import Shapes, VocabularyFields
+from .layer import Layer
+
+_LAYERS, _FIRST = "model.layers.", "model.layers.0."
+
+
+@dataclass(kw_only=True, repr=False)
+class EagleFields(VocabularyFields):
+    """EAGLE-1's shape.
+
+    Attributes:
+        layer: the decoder layers' sizes, see `Layer`; by default one of the target's own.
+        depths: K, how many tokens in a row a training loss covers: 1 as published. With more it
+            learns from its own hidden states, as it drafts (HASS, arXiv 2408.15766).
+        bias: whether what mixes a feature and a token has a bias, as published; vLLM runs heads
+            without one alone.
+        output: `own` in published heads whose output layer is not the target's.
+    """
+
+    layer: dict[str, Any] | None = None
+    depths: int = 4
+    bias: bool = True
+
+    OPTIONS: ClassVar[tuple[str, ...]] = ("depths", "bias")
+    RANGES: ClassVar = {"at least 1": ("depths",)}
+
+    @property
+    def decided(self) -> bool:
+        return Layer.of(self.layer).plain
+
+    def shapes(self) -> Shapes:
+        layer, size = Layer.of(self.layer), self.hidden_size
+        found = super().shapes() | self.embedding_shapes(layer.hidden_size)
+        found |= layer.shapes(_LAYERS) | {"fc.weight": [size, 2 * size]}
+        del found[f"{_FIRST}input_layernorm.weight"]
+        if self.bias:
+            found["fc.bias"] = [size]
+        if self.output == "own":
+            found["lm_head.weight"] = [self.vocab_size, size]
+        return found
+
+
+@dataclass(kw_only=True, repr=False)
+class Eagle3Fields(EagleFields):
+    """EAGLE-3's shape.
+
+    Attributes:
+        feature_layers: whose input it reads; () for the published three, see `mixed_layers`.
+        norm_before_residual: whether the layer adds to its normalised input, as heads of
+            speculators do, or to the input itself.
+        norm_before_fc: whether one norm reads the features of all layers together, before `fc`.
+        fc_norm: whether a norm reads the features of each layer, before `fc`.
+        norm_output: whether the normed state, which the output layer reads, is also the hidden
+            state of the next pair.
+        mask_token_id: the token of the pairs of drafts that are made all at once, `depths` of them;
+            None for a head that drafts one after another.
+    """
+
+    feature_layers: list[int] | tuple[int, ...] = ()
+    depths: int = 7
+    output: Literal["own", "trimmed"] = "own"
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+    mask_token_id: int | None = None
+
+    OPTIONS: ClassVar[tuple[str, ...]] = (
+        *("feature_layers", "depths", "output", "draft_vocab_size"),
+        *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
+    )
+
+    def validate_norms(self) -> None:
+        """Part of the config's own validation."""
+        if self.norm_before_fc and self.fc_norm:
+            raise OptionError(
+                "drafter.norm_before_fc and drafter.fc_norm are both true; expected one of them."
+            )
+
+    def shapes(self) -> Shapes:
+        layer, count = Layer.of(self.layer), len(self.feature_layers) or 3
+        size, wide = layer.hidden_size, self.hidden_size
+        found = VocabularyFields.shapes(self) | self.embedding_shapes(size)
+        found |= layer.shapes(_LAYERS) | {f"{_FIRST}hidden_norm.weight": [size]}
+        for name in "qkv":
+            found[f"{_FIRST}self_attn.{name}_proj.weight"][1] = 2 * size
+        found |= {
+            "fc.weight": [size, count * wide], "norm.weight": [size],
+            "lm_head.weight": [self.output_size, size],
+        }  # fmt: skip
+        if self.norm_before_fc:
+            found["input_norm.weight"] = [count * wide]
+        if self.fc_norm:
+            found |= {f"fc_norm.{number}.weight": [wide] for number in range(count)}
+        if self.mask_token_id is not None:
+            found["mask_hidden"] = [count * wide]
+        return found

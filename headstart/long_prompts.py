@@ -1,0 +1,85 @@
+"""Prompts longer than a measurement should prefill: whole documents are cut, and one is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from headstart.inputs import encode
+from headstart.terminal import UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedModel
+
+    from headstart.infer import Speculator
+
+TAKEN = 512
+"""Tokens that are the prompt of a text which does not fit into the context as a whole."""
+
+_LONG = 2048  # tokens of a prompt from which on the cost of prefilling is told
+
+
+def room_for(model: PreTrainedModel, new_tokens: int) -> int | None:
+    """Tokens that a prompt may have; None where the target's config knows no limit."""
+    from headstart.heads.core import trained_context
+
+    context = trained_context(model)
+    return None if context is None else context - new_tokens
+
+
+def is_cut(document: Any, length: int, room: int | None) -> bool:
+    """Whether a prompt is a text, and not a chat, that is longer than there is room for."""
+    return document.messages is None and room is not None and length > room
+
+
+def prompts_of(
+    documents: Sequence[Any], speculator: Speculator, limit: int | None, new_tokens: int
+) -> tuple[list[Tensor], list[str]]:
+    """Token ids [1, T] of prompts, each text cut where it does not fit, and what `notes_on` says.
+
+    Raises:
+        UsageError: a chat, or `limit` tokens of a text, leave no room for the new tokens.
+    """
+    room = room_for(speculator.model, new_tokens)
+    found: list[Any] = [encode(document, speculator, limit) for document in documents]
+    cut = 0
+    for place, document in enumerate(documents):
+        length = found[place].shape[1]
+        if limit is None and is_cut(document, length, room):
+            cut += 1
+            found[place] = found[place][:, : min(TAKEN, room or TAKEN)]
+        elif room is not None and length > room:
+            raise UsageError(
+                f"{document.id}: the prompt has {length:,} tokens, and with {new_tokens} new ones "
+                f"the target's context has room for {room:,}; cut prompts with --prefix-tokens"
+            )
+    return found, notes_on([ids.shape[1] for ids in found], cut, room, speculator.model)
+
+
+def notes_on(
+    lengths: Sequence[int], cut: int, room: int | None, model: PreTrainedModel
+) -> list[str]:
+    """What is to be told of prompts of so many tokens, `cut` of which were cut to `TAKEN`."""
+    found, longest = [], max(lengths)
+    if cut:
+        found.append(
+            f"{cut} of {len(lengths)} texts are longer than the {room:,} tokens that the target's "
+            f"context has room for: their first {min(TAKEN, room or TAKEN)} are the prompts "
+            "(--prefix-tokens takes another number)."
+        )
+    if longest > _LONG:
+        found.append(
+            f"The prompts have {sum(lengths):,} tokens, up to {longest:,}, and each measurement "
+            f"prefills them; keys and values of the longest take about "
+            f"{longest * _cached_bytes(model) / 1e9:.2g} GB (--prefix-tokens cuts them)."
+        )
+    return found
+
+
+def _cached_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a token's keys and values in all layers."""
+    text: Any = model.config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return 2 * text.num_hidden_layers * heads * width * model.dtype.itemsize

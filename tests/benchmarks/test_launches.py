@@ -1,0 +1,50 @@
+"""Launches and bytes of a round, counted, and the kernels compiled for GPUs that are not here."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.launches import Counts, count_forward, kernel_launches
+from headstart.infer.target import Target
+from tests.support.families import target
+from tests.support.interpreter import without_triton
+
+
+def test_counts_by_hand() -> None:
+    left, table, some = torch.ones(4, 8), torch.ones(100, 2), torch.tensor([3, 5])
+    with Counts() as counted:
+        (left.t().contiguous() @ left).view(64)  # 128 bytes to 128; twice 128 to 256
+        _ = left + left[:1].expand(4, 8)  # 128 and 32 to 128
+        torch.nn.functional.embedding(some, table)  # 16 to 16
+        table.index_copy_(0, some, left[:2, :2])  # 16, and 16 of where
+        torch.empty(9)
+    assert counted.launches == 5
+    assert counted.bytes == 256 + 512 + 288 + 2 * 16 + 2 * (16 + 16)
+
+
+def test_a_plain_token_takes_fewer_launches() -> None:
+    model = target("tiny")
+    plain, fewer = (
+        count_forward(Target(model, (), "tree", fused=fused), 1, 3) for fused in (False, True)
+    )
+    layers = model.config.num_hidden_layers
+    assert fewer.launches <= 0.6 * plain.launches
+    # In each layer: of two norms 14, of rotary 9, of the write 1, of queries, keys and values 2,
+    # and of the gated product 3. And 7 of the last norm.
+    assert plain.launches - fewer.launches == 29 * layers + 7
+    assert fewer.bytes < plain.bytes
+
+
+@without_triton
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_for_gpus_that_are_not_here(
+    capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that they do compile
+    launches = kernel_launches(1, 100)
+    assert len(launches) == 8
+    for name, launch in launches.items():
+        found = launch.compiled(capability)
+        assert found["shared"] <= 99 << 10 and not found.get("spilled"), name
+        assert launch.programs > 0
