@@ -1,6 +1,6 @@
 """How fast a target writes training rows with a drafter and without, at each batch size.
 
-    python benchmarks/distill_speed.py TARGET DRAFTER CORPUS [--batches 1 4 16 64]
+    python benchmarks/distill_speed.py TARGET DRAFTER CORPUS [--batches 1 2 4 8 16 32 64]
 
 Prompts are windows of CORPUS (a file as `corpus.source` takes it). Each batch size writes four
 times as many texts as it has rows, greedily, rows being filled anew as they end; the last column is
@@ -30,7 +30,7 @@ def main() -> None:
         parser.add_argument(name)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--prefix-tokens", type=int, default=32)
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
     options = parser.parse_args()
     model = AutoModelForCausalLM.from_pretrained(options.target).eval()
     tokenizer = AutoTokenizer.from_pretrained(options.target)

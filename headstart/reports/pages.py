@@ -245,7 +245,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("tokens a round, τ", f"{report['tau']:.2f}"),
         ("distinct 4-grams", shown(report, "distinct_4grams", "{:.0%}") or "–"),
         ("identical text", "NO" if False in same else "yes" if True in same else "not compared"),
-        ("prompts", f"{report['prompts']}, {report['tokens']:,} tokens"),
+        ("prompts", f"{report['prompts']} ({report['tokens']:,} tokens)"),
     ]
 
 

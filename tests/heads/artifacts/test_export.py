@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import ArtifactError, TrainableDrafter, family, load_drafter
 from headstart.heads.artifacts.export import (
@@ -31,7 +31,11 @@ def made(name: str, target: Any = None, **options: Any) -> Any:
     torch.manual_seed(3)
     target, cls = tiny("llama") if target is None else target, family(name)
     config: Any = cls.config_class
-    drafter: Any = cls(config.for_target(target, **options)).float().bind(target)
+    published = {each: options.pop(each) for each in ("mask_token_id",) if each in options}
+    settings = config.for_target(target, **options)
+    for each, value in published.items():  # no recipe has it
+        setattr(settings, each, value)
+    drafter: Any = cls(settings).float().bind(target)
     assert isinstance(drafter, TrainableDrafter)
     drafter.init_from_target(torch.arange(VOCAB))
     with torch.no_grad():
@@ -142,6 +146,32 @@ ASKED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], dict[str, tup
         | {"embed_tokens.weight": (VOCAB, SIZE)}
         | {f"layers.0.{n}": s for n, s in LAYER.items()},
     ),
+    ("eagle3", "vllm EAGLE-3.1"): (
+        {"fc_norm": True, "norm_output": True, "norm_before_residual": True, **TRIMMED},
+        EAGLE3 | {"fc_norm": True, "norm_output": True, "norm_before_residual": True},
+        HEAD3
+        | {f"fc_norm.{i}.weight": (SIZE,) for i in range(3)}
+        | {f"midlayer.{n}": s for n, s in LAYER.items()},
+    ),
+    ("eagle3", "vllm norm_before_fc"): (
+        {"norm_before_fc": True, **TRIMMED}, EAGLE3 | {"norm_before_fc": True},
+        HEAD3 | {"input_norm.weight": (3 * SIZE,)}
+        | {f"midlayer.{n}": s for n, s in LAYER.items()},
+    ),
+    ("eagle3", "vllm P-EAGLE"): (
+        {"mask_token_id": 7, "depths": 4},
+        EAGLE3 | {"draft_vocab_size": VOCAB, "ptd_token_id": 7},
+        {n: HEAD3[n] for n in ("fc.weight", "norm.weight")}
+        | {"lm_head.weight": (VOCAB, SIZE), "mask_hidden": (1, 3 * SIZE)}
+        | {f"midlayer.{n}": s for n, s in LAYER.items()},
+    ),
+    ("eagle", "speculators"): (
+        {},
+        {"speculators_model_type": "eagle", "layernorms": False, "fusion_bias": True,
+         "transformer_layer_architecture": "LlamaDecoderLayer"},
+        {"fusion_fc.weight": (SIZE, 2 * SIZE), "fusion_fc.bias": (SIZE,)}
+        | {f"transformer.{n}": s for n, s in NARROW.items()},
+    ),
     ("eagle", "vllm"): (
         {"bias": False}, LLAMA | {"architectures": ["LlamaForCausalLM"]},
         {"fc.weight": (SIZE, 2 * SIZE)} | {f"layers.0.{n}": s for n, s in NARROW.items()},
@@ -170,13 +200,27 @@ ASKED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], dict[str, tup
 @pytest.mark.parametrize(("name", "form"), ASKED)
 def test_what_an_engine_asks_for(name: str, form: str, tmp_path: Path) -> None:
     options, settings, tensors = ASKED[name, form]
-    export_drafter(made(name, **options), form, tmp_path / "out")
+    export_drafter(made(name, **options), form.split()[0], tmp_path / "out")
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert {key: config.get(key) for key in settings} == settings
     found = shapes(tmp_path / "out")
     assert {each: shape for each, (shape, _) in found.items()} == tensors  # and not one more
     dtypes = {"d2t": "I64", "t2d": "BOOL", "token_map": "I64"}
     assert all(dtype == dtypes.get(each, "F32") for each, (_, dtype) in found.items())
+
+
+@pytest.mark.parametrize("form", ["vllm", "sglang", "transformers"])
+def test_a_draft_model_is_an_ordinary_model(form: str, tmp_path: Path) -> None:
+    """Engines read it by its architecture, with the names that transformers gives its tensors."""
+    export_drafter(made("draft_model", layers=1), form, tmp_path / "out", letters())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: config[key] for key in ("architectures", "model_type", "num_hidden_layers")} == {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_hidden_layers": 1,
+    }  # fmt: skip
+    expected = LlamaForCausalLM(LlamaConfig(**config)).state_dict()
+    found = {name: shape for name, (shape, _) in shapes(tmp_path / "out").items()}
+    assert found == {name: tuple(tensor.shape) for name, tensor in expected.items()}
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
 def test_the_layer_named_is_the_layer_read(tmp_path: Path) -> None:

@@ -116,6 +116,44 @@ def test_medusa(file: str, heads: int, layers: int, own: bool, prefix: str, tmp_
     decodes_exactly(drafter)
 
 
+@pytest.mark.parametrize("kind", ["own", "mapped", "shared", "without biases"])
+@torch.no_grad()
+def test_medusa_as_vllm_reads_it(kind: str, tmp_path: Path) -> None:
+    """`blocks.K.layers.L` and `lm_heads.K`, a token map in any order, one output layer for all."""
+    kept = torch.randperm(VOCAB)[:20] if kind == "mapped" else torch.arange(VOCAB)
+    tensors, plain = {}, medusa(2, 2)
+    output = normal(VOCAB, SIZE)
+    for k in range(2):
+        for layer in range(2):
+            for part in ("weight", "bias"):
+                value = plain[f"{k}.{layer}.linear.{part}"]
+                if part == "bias" and kind == "without biases":
+                    value.zero_()
+                    continue
+                tensors[f"blocks.{k}.layers.{layer}.{part}"] = value
+        if kind == "shared":
+            plain[f"{k}.2.weight"] = output
+        else:
+            tensors[f"lm_heads.{k}.weight"] = plain[f"{k}.2.weight"][kept]
+    tensors |= {"lm_heads.0.weight": output} if kind == "shared" else {}
+    tensors |= {"token_map": kept} if kind == "mapped" else {}
+    config = {
+        "model_type": "medusa", "architectures": ["MedusaModel"], "hidden_size": SIZE,
+        "num_heads": 2, "num_hidden_layers": 2, "vocab_size": VOCAB, "max_paths": 64,
+        "truncated_vocab_size": len(kept), "original_lm_head": kind == "shared",
+        "medusa_fc_bias": kind != "without biases",
+    }  # fmt: skip
+    write(tmp_path, config, tensors, MODEL)
+    drafter: Any = load_drafter(tmp_path, tiny("llama"))
+    features = normal(4, 1, SIZE)
+    step = drafter.begin(None, features, torch.zeros(4, 1).long(), torch.ones(4).long())
+    expected = medusa_logits(plain, features[:, 0], 2, 2)[..., kept.sort().values]
+    torch.testing.assert_close(step.logits, expected, rtol=1e-12, atol=1e-12)
+    assert step.vocabulary is None or torch.equal(step.vocabulary, kept.sort().values)
+    assert (step.vocabulary is not None) == (kind == "mapped")
+    decodes_exactly(drafter)
+
+
 @torch.no_grad()
 def test_a_block_that_all_layers_share(tmp_path: Path) -> None:
     """The authors' heads of several layers hold one block under several names."""

@@ -137,14 +137,20 @@ def test_a_drafter_changes_no_byte(tmp_path: Path, temperature: float) -> None:
     assert not same(plain, written(tmp_path / "other", replace(SPEC, temperature=1.5)))
 
 
+@pytest.mark.parametrize(
+    ("prefix", "temperature"), [("prompt", 0.0), ("prompt", 0.8), ("start", 0.8)]
+)
 def test_near_ties_are_counted_and_nothing_else_differs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str, temperature: float
 ) -> None:
     tokenizer: Any = chat_tokenizer(CHATML)
     spec = replace(
-        SPEC, drafter="lookup", use_drafter="always", new_tokens=120, max_length=400, batch_size=8
-    )
-    documents = [chat(f"chats:{n}", f"{n} {WORDS[n:]}") for n in range(32)]
+        SPEC, drafter="lookup", use_drafter="always", new_tokens=40 if temperature else 120,
+        max_length=400, batch_size=8, prefix=prefix,
+        prefix_tokens=200 if prefix == "prompt" else 30, temperature=temperature,
+    )  # fmt: skip
+    several = range(8 if temperature else 32)
+    documents = [chat(f"chats:{n}", f"{n} {WORDS[n:]}", "So?") for n in several]
     counts = {}
     for name, dtype in (("exact", torch.float64), ("rounded", torch.bfloat16)):
         model = talker(tokenizer, END, eagerness=1.0).to(dtype)
@@ -154,8 +160,12 @@ def test_near_ties_are_counted_and_nothing_else_differs(
     assert counts["rounded"].get("near_ties", 0) < counts["rounded"]["supervised"] / 20
     assert "are not what the target writes" not in caplog.text
 
-    row = Rows.load(tmp_path / "exact").row(0)
-    assert not len(second_best(talker(tokenizer, END, eagerness=1.0), row)[0])
+    rows, model = Rows.load(tmp_path / "exact"), talker(tokenizer, END, eagerness=1.0)
+    other, far = np.zeros(400, np.int64), 0  # seeds of other noise
+    for number in range(4):
+        gaps, noise = second_best(model, rows.row(number), temperature, other)
+        far += int((gaps > 2 * noise).sum())
+    assert (far > 0) == (temperature > 0), "noise of another seed is seen"
 
 
 def test_a_near_tie_is_told_from_another_token(tmp_path: Path) -> None:

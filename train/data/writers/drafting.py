@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
+from headstart.heads.core import gumbel
 from headstart.heads.core.files import write_atomically
 from headstart.infer import Speculator, load
 
@@ -32,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 CHOICE = "drafting.json"
 _TRIAL_TOKENS = 32  # new tokens of each row in a trial
+_NUMBERS = 1 << 24  # random ones that are drawn at once
 
 
 class Drafting:
@@ -107,45 +110,68 @@ class Drafting:
         longest = max(len(prompt) for prompt in prompts)
         return dataclasses.replace(self.spec, prefix_tokens=longest, new_tokens=new_tokens)
 
-    def checked(self, written: Written) -> Written:
-        """The same, with the near-ties counted where greedy rows were written with the drafter.
+    def checked(self, written: Written, seeds: Sequence[np.ndarray]) -> Written:
+        """The same, with the near-ties counted where the rows were written with the drafter.
 
         They are the tokens that one plain forward puts second, see `second_best`. A warning is
         logged where one of them is no near-tie.
+
+        Args:
+            seeds: of each row, the seed of each of its tokens' noise [L], where text is sampled.
         """
-        if not self.used or self.spec.temperature:
+        if not self.used:
             return written
         found = 0
-        for row in written.rows:
-            gaps, noise = second_best(self.model, row)
+        for row, noise in zip(written.rows, seeds, strict=True):
+            gaps, rounding = second_best(self.model, row, self.spec.temperature, noise)
             found += len(gaps)
-            far = int((gaps > 2 * noise).sum())
+            far = int((gaps > 2 * rounding).sum())
             if far:
                 logger.warning(
                     "distill: %d tokens of row %s are not what the target writes (by %.2g in a "
                     "logit, where its own forwards differ by %.2g)",
-                    far, row.id, float(gaps.max()), noise,
+                    far, row.id, float(gaps.max()), rounding,
                 )  # fmt: skip
         return Written(written.rows, written.counts + Counts(near_ties=found))
 
 
 @torch.no_grad()
-def second_best(model: PreTrainedModel, row: Row) -> tuple[Tensor, float]:
+def second_best(
+    model: PreTrainedModel, row: Row, temperature: float = 0.0, seeds: np.ndarray | None = None
+) -> tuple[Tensor, float]:
     """How far each supervised token lies below the best one, where another one is best.
 
+    Args:
+        seeds: [L], see `Drafting.checked`; read where the temperature is not 0.
+
     Returns:
-        Differences of logits [n], and the noise: how much the logits of this row differ between a
-        forward of the row alone and one in a batch of two, or by one rounding if that is more.
+        Differences of logits [n], over the temperature if there is one, and the noise: how much
+        those of this row differ between a forward of the row alone and one in a batch of two, or by
+        one rounding if that is more.
     """
     tokens = torch.tensor(row.tokens, dtype=torch.long, device=model.device)
     places = torch.tensor(row.supervised, device=model.device).nonzero().flatten()
     places = places[places > 0]
-    logits = model(tokens.unsqueeze(0), use_cache=False).logits[0, places - 1].float()  # [n, V]
-    best = logits.max(-1).values  # [n]
-    gaps = best - logits.gather(1, tokens[places].unsqueeze(1))[:, 0]
-    wrong = gaps > 0
+    scale = temperature or 1.0
+    logits = model(tokens.unsqueeze(0), use_cache=False).logits[0, places - 1].float() / scale
+    if temperature:
+        gaps = []
+        keys = torch.as_tensor(seeds, device=model.device)[places]
+        names = torch.arange(logits.shape[1], device=model.device)
+        for part in torch.arange(len(places)).split(max(_NUMBERS // len(names), 1)):
+            noise = gumbel(keys[part], places[part].unsqueeze(1), names)[:, 0]  # [n, V]
+            gaps.append(_below_best(logits[part].double() + noise, tokens[places[part]]))
+        below = torch.cat([torch.empty(0, device=model.device), *gaps])
+    else:
+        below = _below_best(logits, tokens[places])
+    wrong = below > 0
     if not bool(wrong.any()):
-        return gaps[wrong], 0.0
-    other = model(tokens.expand(2, -1), use_cache=False).logits[0, places - 1].float()
-    rounding = float(best.abs().max()) * torch.finfo(model.dtype).eps
-    return gaps[wrong], max(float((logits - other).abs().max()), rounding)
+        return below[wrong], 0.0
+    other = model(tokens.expand(2, -1), use_cache=False).logits[0, places - 1].float() / scale
+    rounding = float(logits.abs().max()) * torch.finfo(model.dtype).eps
+    return below[wrong], max(float((logits - other).abs().max()), rounding)
+
+
+def _below_best(scores: Tensor, tokens: Tensor) -> Tensor:
+    """How far tokens [n] lie below the best of scores [n, V]: [n]."""
+    return scores.max(-1).values - scores.gather(1, tokens.unsqueeze(1))[:, 0]

@@ -57,7 +57,9 @@ class PrefixWriter:
             each = zip(tokens.numpy(), lengths.tolist(), counts.tolist(), strict=True)
             for number, (row, length, prompt) in enumerate(each, start=first):
                 rendered = Rendered(row[:length], np.arange(length) >= prompt, [(prompt, length)])
-                yield self.drafting.checked(written(str(number), [rendered], Counts()))
+                seed = np.full(length, self._seeds[number], np.int64)
+                one = written(str(number), [rendered], Counts())
+                yield self.drafting.checked(one, [seed] * len(one.rows))
 
 
 class ReplayWriter:
@@ -100,7 +102,7 @@ class ReplayWriter:
         replays = {number: self._replay(number) for number in numbers}
         # Those with most turns first: none of them is then left alone at the end.
         ready = deque(sorted(replays, key=lambda number: -replays[number].turns))
-        turns = dict.fromkeys(replays, 0)
+        turns: dict[int, list[int]] = {number: [] for number in numbers}  # the seeds of each
 
         def next_prompt() -> Prompt | None:
             while ready:
@@ -109,8 +111,8 @@ class ReplayWriter:
                 if asked is None:
                     tick(1, 0)
                     continue
-                turns[number] += 1
-                seed = int(row_seeds(self._seeds[number], turns[number])[-1])
+                seed = int(row_seeds(self._seeds[number], len(turns[number]) + 1)[-1])
+                turns[number].append(seed)
                 return Prompt(number, asked.tokens, asked.room, seed)
             return None
 
@@ -123,8 +125,22 @@ class ReplayWriter:
             replays[prompt.key].take(answer)
             tick(0, len(answer))
             ready.appendleft(prompt.key)  # its next turn comes before a new chat
-        yield from (self.drafting.checked(replays[number].result()) for number in numbers)
+        for number in numbers:
+            replay = replays[number]
+            yield self.drafting.checked(replay.result(), _seeds(replay.rows, turns[number]))
 
     def _replay(self, number: int) -> Replay:
         document = self.documents[self._order[number % len(self._order)]]
         return Replay(document, self.renderer, self.spec, self._ends)
+
+
+def _seeds(rows: Sequence[Rendered], turns: Sequence[int]) -> list[np.ndarray]:
+    """For each token of the rows that have something supervised the seed of its answer."""
+    left, found = iter(turns), []
+    for row in rows:
+        seeds = np.zeros(len(row.tokens), np.int64)
+        for first, end in row.answers:
+            seeds[first:end] = next(left)
+        if row.supervised.any():
+            found.append(seeds)
+    return found
