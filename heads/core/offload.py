@@ -27,7 +27,8 @@ def offloaded(model: nn.Module) -> bool:
 def device_of(module: nn.Module) -> torch.device:
     """The device that a module runs on, going by its first weight."""
     found: Any = ((part, w) for part in module.modules() for w in part.parameters(recurse=False))
-    first, weight = next(found, (module, module))  # a packed layer, without any, says it itself
+    holder: Any = module  # a packed layer has no weight, and says itself where it is
+    first, weight = next(found, (holder, holder))
     if not has_offloaded_params(first):
         return weight.device
     hook: Any = first._hf_hook
