@@ -22,4 +22,4 @@ from .later import names_of
 if TYPE_CHECKING:
     from .public import *
 
-__getattr__ = names_of(__name__)
+__getattr__, __dir__ = names_of(__name__)

@@ -5,10 +5,10 @@ from importlib import import_module
 from typing import Any
 
 
-def names_of(package: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a package: it finds a name in the package's module `public`.
+def names_of(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and `__dir__` of a package, for the names in its module `public`.
 
-    A name is kept, so that the package is asked once for it.
+    A name that was asked for is kept, so that the package is asked once for it.
     """
 
     def find(name: str) -> Any:
@@ -18,4 +18,8 @@ def names_of(package: str) -> Callable[[str], Any]:
                 return own.setdefault(name, found[name])
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
-    return find
+    def names() -> list[str]:
+        found = {**vars(import_module(f"{package}.public")), **vars(import_module(package))}
+        return sorted(name for name in found if not name.startswith("_"))
+
+    return find, names

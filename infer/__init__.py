@@ -13,4 +13,4 @@ from headstart.heads.later import names_of
 if TYPE_CHECKING:
     from .public import *
 
-__getattr__ = names_of(__name__)
+__getattr__, __dir__ = names_of(__name__)

@@ -20,4 +20,4 @@ from .paths import parents_of_paths
 if TYPE_CHECKING:
     from .public import *
 
-__getattr__ = names_of(__name__)
+__getattr__, __dir__ = names_of(__name__)
