@@ -215,6 +215,7 @@ def write_drafter(
                 manifest.trained = training_conditions(
                     recipe, target, tokenizer, drafter, loaded.held_out[:64], distilled, runs
                 )
+            folder.mkdir(parents=True, exist_ok=True)
             plotted = _keep_metrics(metrics, folder, measured.get("best_step"))
             pictured = draw_acceptance(manifest.metrics, folder / ACCEPTANCE)
             card = training_card(recipe, manifest, plotted, pictured)

@@ -61,13 +61,13 @@ def _chooser(job: Job, name: str, depth: int) -> Callable[[Costs], dict[str, Any
     ranks, independent = recorded(job.folder, name)
 
     def choose(costs: Costs) -> dict[str, Any]:
+        usual = {"tree": shape_costs.usual_tree(job.scale.nodes, depth), "chain": [[0] * depth]}
         if not ranks:
-            usual = shape_costs.usual_tree(job.scale.nodes, depth)
-            return {"tree": usual, "chain": [[0] * depth]}
-        found = rank_trees(ranks, costs, independent, job.scale.nodes)
-        chains = [c for c in found if c.name.startswith("chain:")]
-        trees = [c for c in found if not c.name.startswith("chain:")]
-        return {"tree": trees[0].tree, "chain": chains[0].tree}
+            return usual
+        best: dict[str, Any] = {}  # of either kind, where sizes that cost too much left any
+        for each in rank_trees(ranks, costs, independent, job.scale.nodes):
+            best.setdefault("chain" if each.name.startswith("chain:") else "tree", each.tree)
+        return usual | best
 
     return choose
 

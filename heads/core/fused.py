@@ -40,10 +40,6 @@ class _Forward(threading.local):
         self.states: Tensor | None = None  # what three layers have read
         self.ready: dict[nn.Module, Tensor] = {}  # what those of them give that are called next
 
-    def forget(self) -> None:
-        self.states = None
-        self.ready.clear()
-
 
 _now = _Forward()
 
@@ -128,7 +124,8 @@ class FusedLayers:
 
     def __exit__(self, *exception: Any) -> None:
         _now.depth -= 1
-        _now.forget()
+        _now.states = None
+        _now.ready.clear()
 
     def _take(self, module: nn.Module) -> None:
         own = vars(module).get("forward")

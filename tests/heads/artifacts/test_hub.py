@@ -510,7 +510,8 @@ def test_exports_are_branches_that_engines_load(hub: Hub, machine: Machine, run:
     assert set(files) - {".gitattributes"} == {"config.json", "model.safetensors"}
     assert json.loads(files["config.json"])["architectures"] == ["MedusaModel"]
     card = repository.files()["README.md"].decode()
-    (line,) = re.findall(r"```bash\n(.*?)\n```", card, re.DOTALL)
+    commands = re.findall(r"```bash\n(.*?)\n```", card, re.DOTALL)
+    (line,) = [each for each in commands if each.startswith("vllm")]
     assert line.startswith("vllm serve me/base --speculative-config '")
     told = json.loads(line.split("'")[1])
     assert (told["model"], told["revision"], told["method"]) == (PLACE, "vllm", "medusa")
