@@ -16,9 +16,9 @@ import re
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,9 +29,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from headstart.heads import TokenTree
+from headstart.heads.core import fused as fused_layers
 from headstart.heads.core import tree_attention
 from headstart.infer.target import Target
 from headstart.infer.trees.static import StaticTree
+
+from .gpu.shapes import SHAPES, random_target
 
 _FREE = ("empty", "new_empty", "_unsafe_view", "_reshape_alias")
 _PICKED = ("embedding", "gather", "index_select", "index_copy", "index_copy_", "write")
@@ -88,7 +91,10 @@ def _size(tensor: Tensor) -> int:
 
 @torch.no_grad()
 def count_forward(runner: Target, nodes: int, context: int) -> Counts:
-    """A forward over a tree of so many nodes behind a text; tree attention is two kernels."""
+    """A forward over a tree of so many nodes behind a text; tree attention is two kernels.
+
+    Fused operators count as the kernels that they are on a GPU, which a CPU calls torch's own for.
+    """
     counted, true = Counts(), tree_attention.tree_attention
 
     def attend(query: Tensor, key: Tensor, value: Tensor, packed: Tensor, *rest: Any) -> Tensor:
@@ -101,7 +107,8 @@ def count_forward(runner: Target, nodes: int, context: int) -> Counts:
     runner.prefill(ids, [context], context + nodes)
     topology, row = StaticTree([[rank] for rank in range(nodes - 1)]).shape(1, ids.device)
     tree = TokenTree(ids[:, :1].expand(1, nodes), topology, None, row)
-    with mock.patch.object(tree_attention, "tree_attention", attend), counted:
+    as_on_a_gpu = mock.patch.object(fused_layers, "_directly", lambda states: False)
+    with as_on_a_gpu, mock.patch.object(tree_attention, "tree_attention", attend), counted:
         runner.verify(tree, torch.tensor([context]), context)
     return counted
 
@@ -122,29 +129,49 @@ class Launch:
 
     def compiled(self, capability: int) -> dict[str, Any]:
         """Shared bytes and warps of a program, registers of a thread and bytes that it spills."""
-        import triton  # type: ignore[import-not-found]
-        from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
-
-        names = list(self.kernel.arg_names)
+        names = self.kernel.arg_names
         values = dict(zip(names, self.given, strict=False)) | self.options
         constants = {name: values[name] for name in names if name.isupper()}
-        signature, even = {}, {}
-        for place, name in enumerate(names):
-            kind = "constexpr" if name.isupper() else _kind(values[name])
-            whole = kind.startswith("*") or (kind == "i32" and values[name] % 16 == 0)
-            signature[name] = kind
-            if whole and kind != "constexpr":
-                even[(place,)] = [["tt.divisibility", 16]]
+        kinds = {name: _kind(values[name]) for name in names if name not in constants}
+        even = {
+            name
+            for name, kind in kinds.items()
+            if kind[0] == "*" or (kind == "i32" and values[name] % 16 == 0)
+        }
         options = {name: values[name] for name in ("num_warps", "num_stages") if name in values}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = triton.compile(
-                triton.compiler.ASTSource(self.kernel, signature, constants, even),
-                target=GPUTarget("cuda", capability, 32),
-                options=options,
-            )
+            made = compile_for(capability, self.kernel, kinds, constants, even, options)
         found = {"shared": made.metadata.shared, "warps": made.metadata.num_warps}
         return found | _of_ptxas(made.asm["ptx"])
+
+
+def compile_for(
+    capability: int,
+    kernel: Any,
+    kinds: Mapping[str, str],
+    constants: Mapping[str, Any],
+    even: Collection[str],
+    options: Mapping[str, int],
+) -> Any:
+    """What Triton makes of a kernel for a GPU that need not be there.
+
+    Args:
+        kinds: the type of each argument that is not among the constants, as Triton names it.
+        even: arguments that are multiples of 16, as pointers are.
+        options: `num_warps` and `num_stages`.
+    """
+    import triton  # type: ignore[import-not-found]
+    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
+
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
+    places = {(p,): [["tt.divisibility", 16]] for p, name in enumerate(names) if name in even}
+    return triton.compile(
+        triton.compiler.ASTSource(kernel, signature, dict(constants), places),
+        target=GPUTarget("cuda", capability, 32),
+        options=dict(options),
+    )
 
 
 def _kind(value: Any) -> str:
@@ -187,7 +214,9 @@ def kernel_launches(nodes: int, context: int) -> dict[str, Launch]:
 
     from headstart.heads.core import fused_kernels, kernels, product_kernels
 
-    hidden, inner, heads, size = 4096, 14336, 8, 128
+    shape = SHAPES["8b"]
+    hidden, inner, heads = shape.hidden, shape.intermediate, shape.kv_heads
+    size = hidden // shape.heads
 
     def states(*shape: int) -> Tensor:
         return torch.empty(*shape, dtype=torch.bfloat16)
@@ -228,16 +257,8 @@ def kernel_launches(nodes: int, context: int) -> dict[str, Launch]:
 
 
 def _target(layers: int, fused: bool) -> Target:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8,
-        num_hidden_layers=layers, vocab_size=128, max_position_embeddings=65_536,
-    )  # fmt: skip
-    with torch.device("cpu"):
-        torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(config)
-        model = model.to(torch.bfloat16).eval()
+    shape = replace(SHAPES["8b"], layers=layers, vocab=128)
+    model = random_target(shape, torch.device("cpu"), torch.bfloat16)
     return Target(model, (), "tree", fused=fused)
 
 

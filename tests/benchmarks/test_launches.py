@@ -1,5 +1,6 @@
 """Launches and bytes of a round, counted, and the kernels compiled for GPUs that are not here."""
 
+import copy
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,9 @@ def test_counts_by_hand() -> None:
     assert counted.bytes == 256 + 512 + 288 + 2 * 16 + 2 * (16 + 16)
 
 
-def test_a_plain_token_takes_fewer_launches() -> None:
-    model = target("tiny")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_plain_token_takes_fewer_launches(dtype: torch.dtype) -> None:
+    model = copy.deepcopy(target("tiny")).to(dtype)
     plain, fewer = (
         count_forward(Target(model, (), "tree", fused=fused), 1, 3) for fused in (False, True)
     )

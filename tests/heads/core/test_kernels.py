@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.launches import compile_for
 from headstart.heads.core.tree_attention import plain_attention
 from tests.support.interpreter import run_interpreted, without_triton
 from tests.support.trees import SCALING, Case, Tree, make_tree
@@ -96,9 +97,6 @@ def test_it_compiles_for_gpus_that_are_not_here(
     capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The compiler refuses what the interpreter runs; and shared memory must suffice."""
-    import triton  # type: ignore[import-not-found]
-    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
-
     from headstart.heads.core.kernels import Tile, _attend, _merge, _move
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it does compile
@@ -112,20 +110,15 @@ def test_it_compiles_for_gpus_that_are_not_here(
     kernels: list[Any] = [_attend, _merge, _move]
     for kernel in kernels:
         names = kernel.arg_names
-        signature = {n: "constexpr" if n in sizes else types.get(n, "i32") for n in names}
+        kinds = {name: types.get(name, "i32") for name in names if name not in sizes}
         constants = {name: size for name, size in sizes.items() if name in names}
         even = {  # pointers and strides, as a launch finds them
-            (place,): [["tt.divisibility", 16]]
-            for place, name in enumerate(names)
-            if signature[name][0] == "*"
-            or name[:2] in ("q_", "k_", "v_")
-            or name in ("per_entry", "columns")
+            name
+            for name, kind in kinds.items()
+            if kind[0] == "*" or name[:2] in ("q_", "k_", "v_") or name in ("per_entry", "columns")
         }
-        made = triton.compile(
-            triton.compiler.ASTSource(kernel, signature, constants, even),
-            target=GPUTarget("cuda", capability, 32),
-            options={"num_warps": tile.warps, "num_stages": tile.stages},
-        )
+        options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        made = compile_for(capability, kernel, kinds, constants, even, options)
         assert made.metadata.shared <= 99 * 1024
         if kernel is _attend:
             assert "mma" in made.asm["ptx"] and "cp.async" in made.asm["ptx"]
