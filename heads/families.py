@@ -69,9 +69,7 @@ def family(name: str) -> type[Drafter]:
         OptionError: no family of that name.
     """
     check_family(name)
-    module, _, attribute = FAMILIES[name].place.partition(":")
-    module = module if "." in module else f"{__package__}.{module}"
-    return getattr(importlib.import_module(module), attribute)
+    return _imported(FAMILIES[name].place, str(__package__))
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
@@ -95,7 +93,21 @@ def declared_by(name: str) -> type[Fields] | None:
         OptionError: no family of that name.
     """
     check_family(name)
-    if not FAMILIES[name].declared:
-        return None
-    module, _, attribute = FAMILIES[name].declared.partition(":")
-    return getattr(importlib.import_module(f"{__package__}.declared.{module}"), attribute)
+    place = FAMILIES[name].declared
+    return _imported(place, f"{__package__}.declared") if place else None
+
+
+def is_language_model(name: str) -> bool:
+    """Whether a family's drafters are saved as language models; those with `Fields` never are.
+
+    Raises:
+        OptionError: no family of that name.
+    """
+    return declared_by(name) is None and family(name).saved_as_language_model
+
+
+def _imported(place: str, package: str) -> Any:
+    """The class at `MODULE:CLASS`; a module without dots is one of the package."""
+    module, _, attribute = place.partition(":")
+    module = module if "." in module else f"{package}.{module}"
+    return getattr(importlib.import_module(module), attribute)

@@ -52,14 +52,15 @@ def check_length(speculator: Speculator, prompt: int, new_tokens: int | None) ->
     from headstart.heads.core import trained_context
 
     context = trained_context(speculator.model)
-    if context is not None and (room := context - prompt) < (new_tokens or 1):
+    room = NEW_TOKENS if context is None else context - prompt
+    if context is not None and room < (new_tokens or 1):
         asked = "" if new_tokens is None else f" and {new_tokens} new ones are asked for"
         remedy = f"ask for at most {room}" if room > 0 else "shorten the prompt"
         raise UsageError(
             f"the prompt has {prompt or 'some'} tokens{asked}, and the target was made for "
             f"{context} in all; {remedy}"
         )
-    new_tokens = new_tokens or min(NEW_TOKENS, NEW_TOKENS if context is None else context - prompt)
+    new_tokens = new_tokens or min(NEW_TOKENS, room)
     _check_memory(speculator, prompt + new_tokens)
     return new_tokens
 
@@ -103,8 +104,8 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
         raise UsageError("neither --target nor --drafter given; name at least one")
     from headstart.heads.artifacts.hub import target_options
 
-    if any(getattr(options, name, None) is not None for name in _PLACING):
-        _placing(options)  # mistakes in the options come first
+    placed = any(getattr(options, name, None) is not None for name in _PLACING)
+    placing = _placing(options) if placed else {}  # mistakes in the options come first
     target_options(options.target)  # what is not there is said before torch is imported
     for source in drafters:
         _ = source.kind
@@ -113,10 +114,10 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
         from headstart.heads.core import use_physical_cores
 
         use_physical_cores()
-        given |= _placing(options)
+        given |= placing if placed else _placing(options)
         given |= {"trust_remote_code": True} if trust else {}
-        given |= {"compile": compile} if (compile := getattr(options, "compile", False)) else {}
-        given |= {"in_place": vars(options).get("in_place", True)}
+        given["compile"] = getattr(options, "compile", False)
+        given["in_place"] = getattr(options, "in_place", True)
         try:
             return headstart.load(options.target, drafters, **given)
         except OSError as error:  # transformers' message may not even name the model

@@ -33,6 +33,11 @@ def is_cut(document: Any, length: int, room: int | None) -> bool:
     return document.messages is None and room is not None and length > room
 
 
+def taken(room: int | None) -> int:
+    """How many tokens are the prompt of a text that is cut."""
+    return min(TAKEN, room or TAKEN)
+
+
 def prompts_of(
     documents: Sequence[Any], speculator: Speculator, limit: int | None, new_tokens: int
 ) -> tuple[list[Tensor], list[str]]:
@@ -48,38 +53,31 @@ def prompts_of(
         length = found[place].shape[1]
         if limit is None and is_cut(document, length, room):
             cut += 1
-            found[place] = found[place][:, : min(TAKEN, room or TAKEN)]
+            found[place] = found[place][:, : taken(room)]
         elif room is not None and length > room:
             raise UsageError(
                 f"{document.id}: the prompt has {length:,} tokens, and with {new_tokens} new ones "
                 f"the target's context has room for {room:,}; cut prompts with --prefix-tokens"
             )
-    return found, notes_on([ids.shape[1] for ids in found], cut, room, speculator.model)
+    return found, notes_on([ids.shape[1] for ids in found], cut, room, speculator)
 
 
 def notes_on(
-    lengths: Sequence[int], cut: int, room: int | None, model: PreTrainedModel
+    lengths: Sequence[int], cut: int, room: int | None, speculator: Speculator
 ) -> list[str]:
     """What is to be told of prompts of so many tokens, `cut` of which were cut to `TAKEN`."""
     found, longest = [], max(lengths)
     if cut:
         found.append(
             f"{cut} of {len(lengths)} texts are longer than the {room:,} tokens that the target's "
-            f"context has room for: their first {min(TAKEN, room or TAKEN)} are the prompts "
+            f"context has room for: their first {taken(room)} are the prompts "
             "(--prefix-tokens takes another number)."
         )
     if longest > _LONG:
         found.append(
             f"The prompts have {sum(lengths):,} tokens, up to {longest:,}, and each measurement "
             f"prefills them; keys and values of the longest take about "
-            f"{longest * _cached_bytes(model) / 1e9:.2g} GB (--prefix-tokens cuts them)."
+            f"{speculator.target.cache.bytes_of(1, longest) / 1e9:.2g} GB (--prefix-tokens cuts "
+            "them)."
         )
     return found
-
-
-def _cached_bytes(model: PreTrainedModel) -> int:
-    """Bytes of a token's keys and values in all layers."""
-    text: Any = model.config.get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * text.num_hidden_layers * heads * width * model.dtype.itemsize

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.inputs import check_name, check_new_tokens, encode, load_speculator
-from headstart.long_prompts import TAKEN, is_cut, notes_on, room_for
+from headstart.long_prompts import is_cut, notes_on, room_for, taken
 from headstart.matrix import Matrix
 from headstart.terminal import UsageError
 
@@ -336,7 +336,7 @@ def _chats(
             ids = encode(asked, speculator, limit)[0]
             if matrix.prefix_tokens is None and is_cut(asked, len(ids), room):
                 texts.add(question.id)
-                ids = ids[: min(TAKEN, room or TAKEN)]
+                ids = ids[: taken(room)]
             if room is not None and len(ids) > room:
                 cut.add(question.id)
                 ids = ids[-room:]
@@ -348,4 +348,4 @@ def _chats(
     if any(question.document.messages for question in questions) and not tokenizer.chat_template:
         notes.append(_NO_TEMPLATE)
     chats = [chat(question) for question in questions]
-    return chats, cut, notes_on(lengths, len(texts), room, speculator.model)
+    return chats, cut, notes_on(lengths, len(texts), room, speculator)

@@ -6,7 +6,7 @@ import contextlib
 import re
 import sys
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 
@@ -54,6 +54,12 @@ def visible(text: str) -> str:
 
 def _harmless(character: str) -> bool:
     return character in "\n\t\u200c\u200d" or unicodedata.category(character) == "Zs"
+
+
+def tell(notes: Sequence[str]) -> None:
+    """Print notes on stderr, a line each."""
+    for note in notes:
+        print(note, file=sys.stderr)
 
 
 @contextlib.contextmanager

@@ -21,12 +21,12 @@ from headstart.infer.measure.baselines import (
     timed_generate,
     timed_speculator,
 )
-from headstart.infer.measure.roofline import Roofline, cache_bytes, read_bandwidth, round_bytes
+from headstart.infer.measure.roofline import Roofline, read_bandwidth, round_bytes
 from headstart.infer.measure.round_parts import round_parts
 from headstart.infer.measure.timing import Call, interleaved, medians
 from headstart.infer.trees.static import StaticTree
 
-from .shapes import SHAPES, prompt_of, random_llama
+from .shapes import SHAPES, greedy_after, prompt_of, random_llama
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 WAYS: dict[str, dict[str, Any]] = {
@@ -58,10 +58,7 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     model = random_llama(shape, getattr(torch, options.dtype))
     vocab, device = model.config.vocab_size, torch.device("cpu")
     ids = prompt_of(options.prompt, vocab)
-    greedy: dict[str, Any] = {
-        "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
-        "max_new_tokens": options.new_tokens, "attention_mask": torch.ones_like(ids),
-    }  # fmt: skip
+    greedy = greedy_after(ids, options.new_tokens)
     ours = {name: Speculator(model, **how) for name, how in WAYS.items()}
     ways = {name: timed_speculator(each, **greedy) for name, each in ours.items()}
     ways["generate"] = timed_generate(model, **greedy)
@@ -74,7 +71,7 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     cache = ours["packed"].target.cache
     middle = options.prompt + options.new_tokens // 2
     limit = Roofline(
-        round_bytes(model, 1), cache_bytes(cache, middle), read_bandwidth(device, options.megabytes)
+        round_bytes(model, 1), cache.bytes_of(1, middle), read_bandwidth(device, options.megabytes)
     )
     plain = {name: each.per_token for name, each in runs.items()}
     return {

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import headstart
 
-from .shapes import SHAPES, prompt_of, random_llama
+from .shapes import SHAPES, greedy_after, prompt_of, random_llama
 
 _WORKER = Path(__file__).with_name("llama_worker.py")
 
@@ -102,10 +102,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         context = options.prompt + options.new_tokens + 64
         version = worker.ask("load", files=files, threads=threads, context=context)["version"]
     chains = [0, *(options.chain or [5])] if len(models) > 1 else [0]
-    greedy: dict[str, Any] = {
-        "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
-        "max_new_tokens": options.new_tokens, "attention_mask": torch.ones_like(ids),
-    }  # fmt: skip
+    greedy = greedy_after(ids, options.new_tokens)
     rows = []
     for chain in chains:
         drafter, tree = (options.draft, f"chain:{chain}") if chain else (None, None)

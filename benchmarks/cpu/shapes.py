@@ -27,3 +27,11 @@ def random_llama(shape: str, dtype: torch.dtype, **sizes: int) -> PreTrainedMode
 def prompt_of(length: int, vocab: int) -> torch.Tensor:
     """Token ids [1, length]."""
     return torch.arange(length).remainder(vocab - 8).add(4).view(1, -1)
+
+
+def greedy_after(ids: torch.Tensor, new_tokens: int) -> dict[str, Any]:
+    """What `generate` is given to write so many tokens, the likeliest ones, whatever they are."""
+    return {
+        "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
+        "max_new_tokens": new_tokens, "attention_mask": torch.ones_like(ids),
+    }  # fmt: skip

@@ -36,6 +36,11 @@ def is_hub_name(text: str) -> bool:
     return re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", text, re.ASCII) is not None
 
 
+def has_page(target: str) -> bool:
+    """Whether a target's name is that of an organisation's repository, whose page can be linked."""
+    return "/" in target and is_hub_name(target)
+
+
 def split_revision(name: str) -> tuple[str, str | None]:
     """`ORG/NAME@REVISION` as repository and branch, tag or commit.
 

@@ -25,7 +25,7 @@ from .files import (
     card_example,
     read_json,
 )
-from .hub import is_hub_name, split_revision
+from .hub import has_page, is_hub_name, split_revision
 from .manifest import Manifest
 from .source import DrafterSource
 
@@ -54,7 +54,7 @@ def clean_copy(
             file, or a malformed repository name.
     """
     name, _ = split_revision(repository)
-    if "/" not in name or not is_hub_name(name):
+    if not has_page(name):
         raise ArtifactError(f"{repository!r} is no place on the Hub; expected ORG/NAME.")
     source = DrafterSource.of(artifact)
     manifest, folder = source.manifest, source.folder
@@ -116,7 +116,7 @@ def _card(body: str, manifest: Manifest, target: str, repository: str, license: 
     if not body.strip():
         body = f"# A {manifest.family} drafter for `{target}`\n\n{card_example(target)}"
     body = body.replace(HERE, f'"{repository}"')
-    on_hub = is_hub_name(target) and "/" in target
+    on_hub = has_page(target)
     if not on_hub and (named := f"headstart.load({target!r},") in body:
         body = body.replace(named, f"headstart.load({TARGET_HERE},")
         body += f"\nThe target, `{target}`, is not on the Hub: loading needs its folder.\n"

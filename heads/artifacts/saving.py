@@ -14,7 +14,7 @@ from ..core.files import flush_to_disk, writing
 from ..declared.adapter import ADAPTER_WEIGHTS
 from ..drafter import Drafter
 from .files import CARD, MANIFEST, WEIGHTS, card_example, retired_folder
-from .hub import is_hub_name
+from .hub import has_page
 from .manifest import Manifest, sha256
 
 
@@ -114,7 +114,7 @@ print(speculator.tokenizer.decode(text[0], skip_special_tokens=True))
 
 def _base_model(target: str) -> str:
     """The card's line that links the target's page, if it has one on the Hub."""
-    named = is_hub_name(target) and "/" in target and not Path(target).exists()
+    named = has_page(target) and not Path(target).exists()
     return f"base_model: {target}\n" if named else ""
 
 

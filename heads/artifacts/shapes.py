@@ -16,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from ..core import ArtifactError, brief
 from ..declared.fields import Fields, Shapes
-from ..families import declared_by, family
+from ..families import declared_by, family, is_language_model
 from .files import CONFIG, MALFORMED, WEIGHTS, read_header, read_json
 from .source import DrafterSource
 
@@ -88,9 +88,7 @@ def check_declared(source: DrafterSource, weights: Path) -> None:
     No tensor is read or made. A language model as drafter, and a pickle, are checked when loaded.
     """
     name, place = source.manifest.family, source.folder / CONFIG
-    if weights.name != WEIGHTS or (
-        declared_by(name) is None and family(name).saved_as_language_model
-    ):
+    if weights.name != WEIGHTS or is_language_model(name):
         return
     config = read_config(source)
     found = {name: tensor["shape"] for name, tensor in read_header(weights).items()}

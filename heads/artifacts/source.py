@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..core import ArtifactError
 from ..declared.adapter import ADAPTER_WEIGHTS
-from ..families import FAMILIES, declared_by, family
+from ..families import FAMILIES, family, is_language_model
 from .files import (
     CONFIG,
     MANIFEST,
@@ -175,8 +175,7 @@ class DrafterSource:
         name, path = self.manifest.family, self.folder / CONFIG
         config = read_json(path)
         found, expected = config.get("model_type"), f"headstart_{name}"
-        by_class = name in FAMILIES and declared_by(name) is None
-        if by_class and family(name).saved_as_language_model:
+        if name in FAMILIES and is_language_model(name):
             from transformers import CONFIG_MAPPING
 
             expected = found if str(found) in CONFIG_MAPPING else "one of transformers' own"

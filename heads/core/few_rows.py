@@ -68,13 +68,12 @@ def attention(
     heads, mask = key.shape[1], attention_mask
     known = not dropout and all(options.get(name) is None for name in _OTHERS)
     shaped = nodes == 1 if mask is None else mask.dim() == 4 and mask.shape[1] == 1
-    if not (known and shaped):
-        given = {"scaling": scaling, "dropout": dropout, **options}
-        return own(module, query, key, value, attention_mask, **given)
     group, dtype = query_heads // heads, query.dtype
     lone = group * nodes == 1 and dtype.itemsize == 2
-    if group == 1 and not lone:
-        return own(module, query, key, value, mask, scaling=scaling, **options)
+    slow = group > 1 or lone
+    if not (known and shaped and slow):
+        given = {"scaling": scaling, "dropout": dropout, **options}
+        return own(module, query, key, value, mask, **given)
     rows = query.reshape(batch, heads, group * nodes, size)
     if mask is not None and group > 1:
         mask = _repeated(mask, group)

@@ -26,8 +26,6 @@ from .fused_products import weights_of as weights
 from .offload import device_of
 
 _ROTARY = "apply_rotary_pos_emb"  # as transformers' models name it
-
-
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # as layers of transformers call them, in order
 
 

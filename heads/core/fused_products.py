@@ -6,7 +6,6 @@ copied and none grows stale; elsewhere, and for more rows, torch's own products.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -105,24 +104,24 @@ def rows_together(
     found = 0
     for rows in (16, MOST_ROWS):
         given = states.expand(rows, -1).contiguous()
-        ours, theirs = (_milliseconds(functools.partial(run, given)) for run in (together, apart))
+        ours, theirs = (_milliseconds(run, given) for run in (together, apart))
         if ours > theirs:
             break
         found = rows
     return found
 
 
-def _milliseconds(run: Callable[[], object]) -> float:
+def _milliseconds(run: Callable[[Tensor], object], states: Tensor) -> float:
     """The least of a few turns, each behind a write that leaves no weights in the GPU's cache."""
-    with torch.cuda.device(torch.cuda.current_device()):
-        other = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
-        run()
+    with torch.cuda.device(states.device):
+        other = torch.empty(1 << 28, dtype=torch.uint8, device=states.device)
+        run(states)
         times = []
         for _ in range(_TURNS):
             other.zero_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            run()
+            run(states)
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end))

@@ -135,10 +135,9 @@ class OnlyPacked(PackedLinear):
 
 def _return_memory() -> None:
     """Give free memory back to the system; glibc keeps it where something in use lies behind it."""
-    if (
-        trim := getattr(ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", None)
-    ) is not None:
-        trim(0)
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if hasattr(library, "malloc_trim"):  # other C libraries have none
+        library.malloc_trim(0)
 
 
 def _pack(weight: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from headstart.terminal import UsageError, quiet_stdout
+from headstart.terminal import UsageError, quiet_stdout, tell
 
 from . import options as shared
 from .options import positive
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
 
     with quiet_stdout():
         prepared = prepare(matrix, options, questions)
-        print(*prepared.early, sep="\n", end="\n" * bool(prepared.early), file=sys.stderr)
+        tell(prepared.early)
         measured = measure(prepared, matrix)
         page = folder and write_bench_report(measured, folder)
     title, notes = "headstart bench", measured.notes

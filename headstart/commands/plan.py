@@ -12,7 +12,7 @@ from pathlib import Path
 
 from headstart.inputs import check_new_tokens, load_speculator, read_documents
 from headstart.long_prompts import prompts_of
-from headstart.terminal import UsageError, quiet_stdout
+from headstart.terminal import UsageError, quiet_stdout, tell
 
 from . import options as shared
 from .options import positive, whole
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 
     limit, new_tokens = options.prefix_tokens, options.new_tokens
     prompts, notes = prompts_of(documents, speculator, limit, new_tokens)
-    print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
+    tell(notes)
     with quiet_stdout():
         found = make_plan(
             speculator.model,

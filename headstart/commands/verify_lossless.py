@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from headstart.inputs import check_new_tokens, load_speculator, read_documents
 from headstart.long_prompts import prompts_of
-from headstart.terminal import quiet_stdout
+from headstart.terminal import quiet_stdout, tell
 
 from . import options as shared
 from .options import positive, temperature
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
     limit, new_tokens = options.prefix_tokens, options.new_tokens
     prompts, notes = prompts_of(documents, speculator, limit, new_tokens)
-    print(*notes, sep="\n", end="\n" * bool(notes), file=sys.stderr)
+    tell(notes)
     prompts = [ids.to(speculator.device) for ids in prompts]
     with quiet_stdout():
         greedy = compare_greedy(speculator, prompts, options.new_tokens, progress=True)

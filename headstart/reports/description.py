@@ -25,7 +25,7 @@ from headstart.heads.artifacts.shapes import check_declared, read_config
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core import FINAL, ArtifactError
 from headstart.heads.declared.adapter import ADAPTER, ADAPTER_WEIGHTS
-from headstart.heads.families import declared_by
+from headstart.heads.families import is_language_model
 from headstart.infer.trees.paths import RankPaths
 
 from .measured import percentages
@@ -101,13 +101,11 @@ def _config(source: DrafterSource) -> Description:
 
 def _ignored(source: DrafterSource) -> list[str]:
     """Of a language model the settings that its architecture does not have."""
-    if declared_by(source.manifest.family) is not None:
+    if not is_language_model(source.manifest.family):
         return []
     from headstart.heads.artifacts.settings import language_model_config
-    from headstart.heads.families import family
 
-    whole = not family(source.manifest.family).saved_as_language_model
-    return [] if whole else language_model_config(source.folder)[1]
+    return language_model_config(source.folder)[1]
 
 
 def _weights(source: DrafterSource) -> Description:

@@ -84,10 +84,8 @@ def measure_costs(
     layers = drafter.config.feature_layers
     verify = verify_costs(target, layers, context_of(texts), sizes(max_nodes), tick, compile)
     probes = _probes(max_nodes, depth)
-    trees: dict[str, StaticTree] = {str(tree): tree for tree in probes}
-    speculators = {
-        name: Speculator(target, drafter, tree=tree, compile=compile)
-        for name, tree in trees.items()
+    speculators: dict[str, Speculator] = {
+        str(tree): Speculator(target, drafter, tree=tree, compile=compile) for tree in probes
     }
     # As rounds run it: on a CPU a packed copy, where forwards are packed.
     runs = next(iter(speculators.values())).decoding_drafters.drafters[0]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headstart.heads import SlabCache
 from headstart.heads.core import OnlyPacked, output_layer
 
 from ..speculator import Speculator
@@ -55,15 +54,6 @@ def round_bytes(model: PreTrainedModel, rows: int) -> int:
     if isinstance(output, OnlyPacked) or output.weight is not table:
         weights[id(table)] = rows * table[0].nbytes
     return sum(weights.values())
-
-
-def cache_bytes(cache: SlabCache, length: int) -> int:
-    """Bytes of keys and values that a forward after `length` tokens a row must read."""
-    values = 0
-    for shape in cache.shapes:
-        per_token = shape.key[0] * shape.key[1] + shape.value[0] * shape.value[1]
-        values += cache.batch * length * per_token * shape.dtype.itemsize
-    return values
 
 
 def read_bandwidth(device: torch.device, megabytes: int = 1024) -> float:
@@ -110,7 +100,7 @@ def against_the_limit(
     """
     target, batch = speculator.target, report["batch_size"]
     weights = round_bytes(target.model, batch * speculator.tree.nodes)
-    cache = cache_bytes(target.cache, length)
+    cache = target.cache.bytes_of(target.cache.batch, length)
     own = {k: v for each in speculator.drafters.drafters for k, v in weight_bytes(each).items()}
     drafter = sum(own.values())
     plain = Roofline(round_bytes(target.model, batch), cache, bytes_per_s)

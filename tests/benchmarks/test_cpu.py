@@ -8,7 +8,7 @@ import torch
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import limit, shapes
 from headstart.infer import Speculator
-from headstart.infer.measure.roofline import Roofline, cache_bytes, round_bytes
+from headstart.infer.measure.roofline import Roofline, round_bytes
 
 
 def test_it_runs_at_toy_size(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,6 +33,7 @@ def test_bytes_are_those_of_the_weights_and_the_live_cache() -> None:
     assert round_bytes(model, 3) == 2 * (layers + head)
     speculator = Speculator(model)
     speculator.generate(torch.ones(2, 5, dtype=torch.long), max_new_tokens=2)
-    assert cache_bytes(speculator.target.cache, 5) == 2 * 2 * (2 * 5 * 2 * 64)
+    cache = speculator.target.cache
+    assert cache.bytes_of(cache.batch, 5) == 2 * 2 * (2 * 5 * 2 * 64)
     assert Roofline(3_000_000, 1_000_000, 4e9).ms == pytest.approx(1.0)
     assert Roofline(3_000_000, 1_000_000, 4e9).share(2.0) == pytest.approx(0.5)

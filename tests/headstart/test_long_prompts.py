@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from headstart.cli import main
+from headstart.infer import Speculator
 from headstart.long_prompts import TAKEN, prompts_of
 from headstart.terminal import UsageError
 from headstart.train.data.documents import Document
@@ -21,7 +22,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A target of a context of 1,000 tokens, and its tokenizer."""
     folder = tmp_path_factory.mktemp("target")
     model, tokenizer = save_target(folder, CONTEXT)
-    return SimpleNamespace(model=model, tokenizer=tokenizer, folder=folder)
+    runner = Speculator(model).target
+    return SimpleNamespace(model=model, tokenizer=tokenizer, folder=folder, target=runner)
 
 
 def test_a_text_that_does_not_fit_is_cut(loaded: Any) -> None:
