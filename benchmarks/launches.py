@@ -1,6 +1,7 @@
 """What a round of the target launches, reads and writes, as it is and with fused layers.
 
-    python -m benchmarks.launches [--nodes 1 64] [--context 2048] [--capability 90]
+    python -m benchmarks.launches [--nodes 1 64] [--context 2048] [--vocabulary 128256]
+                                  [--capability 90]
 
 Counted on the CPU, at the layer shape of Llama-3-8B in bfloat16: launches and bytes under a
 dispatch mode, which sees each operator as a GPU's stream would; programs, shared memory, registers
@@ -34,6 +35,7 @@ from headstart.heads.core import tree_attention
 from headstart.infer.target import Target
 from headstart.infer.trees.static import StaticTree
 
+from . import rule_launches
 from .gpu.shapes import SHAPES, random_target
 
 _FREE = ("empty", "new_empty", "_unsafe_view", "_reshape_alias")
@@ -63,7 +65,10 @@ class Counts(TorchDispatchMode):
         self.launches += 1
         given = [_size(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = sum(_size(leaf) for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
-        if name in _PICKED:  # twice what is moved, and the numbers of where
+        if name == "rotate_and_write":  # the slots alone of the cache, of the size of what is given
+            key, value, cache = args[1], args[7], args[4:6]
+            self.bytes += sum(given) - sum(map(_size, cache)) + made + _size(key) + _size(value)
+        elif name in _PICKED:  # twice what is moved, and the numbers of where
             moved = sum(given) - max(given) if name.startswith(("index_copy", "write")) else made
             moved -= max(given) if name == "write" else 0
             self.bytes += 2 * moved
@@ -108,8 +113,11 @@ def count_forward(runner: Target, nodes: int, context: int) -> Counts:
     topology, row = StaticTree([[rank] for rank in range(nodes - 1)]).shape(1, ids.device)
     tree = TokenTree(ids[:, :1].expand(1, nodes), topology, None, row)
     as_on_a_gpu = mock.patch.object(fused_layers, "_directly", lambda states: False)
-    with as_on_a_gpu, mock.patch.object(tree_attention, "tree_attention", attend), counted:
-        runner.verify(tree, torch.tensor([context]), context)
+    with as_on_a_gpu, mock.patch.object(tree_attention, "tree_attention", attend):
+        runner.verify(tree, torch.tensor([context]), context)  # layers show that they hand on
+        counted = Counts()
+        with counted:
+            runner.verify(tree, torch.tensor([context]), context)
     return counted
 
 
@@ -178,6 +186,7 @@ def _kind(value: Any) -> str:
     """A value's type, as Triton names it."""
     if isinstance(value, Tensor):
         names = {torch.int64: "i64", torch.int32: "i32", torch.bfloat16: "bf16"}
+        names |= {torch.float64: "fp64", torch.uint8: "u8"}
         return "*" + names.get(value.dtype, "fp32")
     return "fp32" if isinstance(value, float) else "i32"
 
@@ -201,7 +210,7 @@ def _of_ptxas(ptx: str) -> dict[str, int]:
     return {}
 
 
-def kernel_launches(nodes: int, context: int) -> dict[str, Launch]:
+def kernel_launches(nodes: int, context: int, vocabulary: int = 128_256) -> dict[str, Launch]:
     """Each kernel of a layer of that shape, as it would be launched; nothing is computed."""
     found: list[Launch] = []
 
@@ -233,10 +242,9 @@ def kernel_launches(nodes: int, context: int) -> dict[str, Launch]:
                  lambda: fused_kernels.rms_norm(some, states(hidden), 1e-5)),
         "queries, keys and values": (product_kernels, ["_three"],
                  lambda: product_kernels.three_layers(some, three, [])),
-        "rotary": (fused_kernels, ["_turn"],
-                 lambda: fused_kernels.rotate(query, key, angle, angle)),
-        "cache write": (fused_kernels, ["_write"],
-                 lambda: fused_kernels.write(cached, cached, slots, key, key)),
+        "rotary and cache write": (fused_kernels, ["_turn"],
+                 lambda: fused_kernels.rotate_and_write(
+                     query, key, angle, angle, cached, cached, slots, key)),
         "attention": (kernels, ["_attend", "_merge"],
                  lambda: kernels.split_attention(query, slab, slab, packed, 0.1)),
         "gated layers": (product_kernels, ["_gated"],
@@ -244,6 +252,7 @@ def kernel_launches(nodes: int, context: int) -> dict[str, Launch]:
         "gated product": (fused_kernels, ["_gated"],
                  lambda: fused_kernels.gated(gate, gate)),
     }  # fmt: skip
+    calls |= rule_launches.kernel_calls(nodes, vocabulary)
     launches: dict[str, Launch] = {}
     for name, (module, parts, call) in calls.items():
         found.clear()
@@ -269,6 +278,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--nodes", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=128_256, help="of the rules' scores")
     parser.add_argument("--capability", type=int, default=90, help="of the GPU compiled for")
     chosen = parser.parse_args(arguments)
     print("| nodes | layers | launches a layer | launches beside | MB a layer | MB beside |")
@@ -281,13 +291,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"| {nodes} | {'fused' if fused else 'as they are'} | {launches} | "
                 f"{one.launches - launches} | {size:.2f} | {one.bytes / 1e6 - size:.2f} |"
             )
+    print("\n| sampling | without kernels | with |\n|---|---|---|")
+    for name, apart, together in rule_launches.rows(chosen.vocabulary, Counts):
+        print(f"| {name} | {apart.launches} | {together.launches} |")
     if importlib.util.find_spec("triton") is None:
         print("\nWithout triton there are no kernels to compile.")
         return 0
     print("\n| kernel | nodes | programs | warps | shared bytes | registers | spilled bytes |")
     print("|---|---|---|---|---|---|---|")
     for nodes in chosen.nodes:
-        for name, launch in kernel_launches(nodes, chosen.context).items():
+        for name, launch in kernel_launches(nodes, chosen.context, chosen.vocabulary).items():
             of = launch.compiled(chosen.capability)
             rest = [of["warps"], of["shared"], of.get("registers", "–"), of.get("spilled", "–")]
             print(f"| {name} | {nodes} | {launch.programs} | {' | '.join(map(str, rest))} |")

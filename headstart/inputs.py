@@ -99,6 +99,7 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
     if trust and options.target is None:  # a drafter may name any model as its target
         raise UsageError("--trust-remote-code trusts the model of --target; name one")
     _check_names(options)
+    check_decoding(given.get("tree"), given.get("rule"), given.get("expansion"))
     drafters = drafter_sources(options)
     if not drafters and options.target is None:
         raise UsageError("neither --target nor --drafter given; name at least one")
@@ -125,6 +126,20 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
                 f"--target {options.target} cannot be loaded; expected a folder or the name of a "
                 f"model that can be downloaded ({one_line(error)[:200]})"
             ) from error
+
+
+def check_decoding(tree: str | None, rule: str | None, expansion: str | None) -> None:
+    """Refuse a tree, a rule or an expansion that there is not, before torch is imported.
+
+    Raises:
+        OptionError: one of them, or an expansion that the rule refuses.
+    """
+    from headstart.infer.rules.registry import find_rule
+    from headstart.infer.trees.texts import read_tree
+
+    if tree is not None:
+        read_tree(tree)
+    find_rule(rule).check_expansion(expansion)
 
 
 def _check_names(options: argparse.Namespace) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.inputs import check_name, check_new_tokens, encode, load_speculator
+from headstart.inputs import check_decoding, check_name, check_new_tokens, encode, load_speculator
 from headstart.long_prompts import is_cut, notes_on, room_for, taken
 from headstart.matrix import Matrix
 from headstart.terminal import UsageError
@@ -93,11 +93,10 @@ def check_matrix(matrix: Matrix, options: argparse.Namespace) -> list[Question]:
         raise UsageError("found 1 new token; a measurement needs at least 2")
     if not matrix.sets and matrix.target is None:
         raise UsageError("neither --target nor --drafter given; name at least one")
-    from headstart.infer import parse_tree
     from headstart.infer.rules.registry import find_rule
 
     for tree in matrix.trees:
-        parse_tree(tree)
+        check_decoding(tree, None, None)
     for name in matrix.rules or [None]:
         rule = find_rule(name)
         rule.check_expansion(matrix.expansion)

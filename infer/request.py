@@ -19,7 +19,8 @@ from .rules.registry import GREEDY, Rule
 from .rules.rule_api import Text, seen_in
 from .stats import Record
 from .target import Target
-from .trees.children import Children, Expansion
+from .trees.children import Children
+from .trees.expansions import Expansion
 from .trees.policy import Committed, Policy
 from .trees.static import StaticTree
 

@@ -37,7 +37,7 @@ from .rules.registry import choose_rule, find_rule
 from .stats import Drafted, Record, Stats
 from .streamer import RoundStreamer
 from .target import Target
-from .trees.children import Expansion
+from .trees.expansions import Expansion
 from .trees.parse import default_tree, parse_tree
 from .trees.policy import Policy
 
@@ -119,8 +119,8 @@ class Speculator:
             Elsewhere it compiles the target's forwards, also by a mode of `torch.compile`; the
             first round of each batch size then takes long. Sums are rounded otherwise, so near-ties
             may fall otherwise than without; in float64 nothing is packed.
-        fused: whether norms, rotary embedding, cache writes and gated products are one kernel each
-            in the target's forwards over trees, see `heads/core/fused.py`.
+        fused: whether norms, rotary embedding with cache write, and gated products are a kernel
+            each in the target's forwards over trees, see `heads/core/fused.py`; packed ones are.
 
     Attributes:
         stats: what the last call did.

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from headstart.heads import DrafterGroup, OptionError, SlabCache, TokenTree
+from headstart.heads import DrafterGroup, OptionError, SlabCache, TokenTree, UnsupportedTarget
 from headstart.heads.core import (
     AttentionWindows,
     FeatureTap,
     FusedLayers,
+    LayerShape,
     Packing,
     PositionLimit,
     Prefetch,
@@ -28,6 +29,7 @@ from headstart.heads.core import (
     prefill_forward,
     probe_layers,
     runs_packed,
+    take_whole_layers,
     tree_forward,
 )
 
@@ -86,6 +88,24 @@ def _compiled(model: PreTrainedModel, mode: str, attention: str) -> Callable[...
     return call
 
 
+def _fused_layers(
+    model: PreTrainedModel, shapes: list[LayerShape], asked: bool
+) -> FusedLayers | None:
+    """Fused layers where they are asked for, or where a model runs packed and they do the same."""
+    if not asked and not runs_packed(model):
+        return None
+    fused = FusedLayers(model)
+    try:
+        check_fused(model, fused, shapes)
+    except UnsupportedTarget:
+        if asked:
+            raise
+        return None
+    if runs_packed(model):
+        fused.found["whole layers"] = take_whole_layers(model)
+    return fused
+
+
 class Target:
     """A causal language model of transformers, whose cache can be rolled back, as rounds call it.
 
@@ -96,7 +116,7 @@ class Target:
             CPU: linear layers run on packed weights, see `Packing`. Elsewhere forwards over trees
             are compiled by `torch.compile`, once for each shape, and attend by tree attention;
             prompts run as they are.
-        fused: whether forwards over trees run with `FusedLayers`.
+        fused: whether forwards over trees run with `FusedLayers`; those of a packed model do.
 
     Attributes:
         model: the model that was given; runner: what its forwards run, itself or a packed copy.
@@ -136,9 +156,7 @@ class Target:
         self.tap = FeatureTap(model, feature_layers, listens=False) if feature_layers else None
         if self.tap is not None:
             weakref.finalize(self, self.tap.close)
-        self.fused = FusedLayers(model) if fused else None
-        if self.fused is not None:
-            check_fused(model, self.fused)
+        self.fused = _fused_layers(model, self.shapes, fused)
         self._streamed = offloaded(model)
         self.cache = SlabCache(self.shapes, 0, 0)
         self.limit = PositionLimit.of(model)  # no row may run past it; None without an end
@@ -151,7 +169,10 @@ class Target:
         """The drafters themselves, or copies of them that run packed as the target does."""
         if self._packing is None:
             return drafters
-        return DrafterGroup([self._packing.copy(each) for each in drafters.drafters])
+        packed = [self._packing.copy(each) for each in drafters.drafters]
+        for each in packed:
+            take_whole_layers(each)
+        return DrafterGroup(packed)
 
     def prefill(
         self, tokens: Tensor, counts: Sequence[int], capacity: int

@@ -133,6 +133,8 @@ MEASURING = {
     "verify-lossless": "--limit 2 --new-tokens 16 --draws 128",
 }
 """What makes commands that measure short."""
+LIMIT = "--shape toy --megabytes 64 --new-tokens 8 --repeats 1"
+"""The same for `python -m benchmarks.cpu limit`."""
 
 
 def small(command: Command) -> str:
@@ -140,6 +142,8 @@ def small(command: Command) -> str:
     words = command.words
     if words[0] == "headstart" and words[1] in MEASURING:
         return f"{command.text.partition(' #')[0]} {MEASURING[words[1]]}"
+    if words[1:4] == ["-m", "benchmarks.cpu", "limit"]:
+        return f"{command.text.partition(' #')[0]} {LIMIT}"
     where = words.index("headstart") + 1 if "headstart" in words else 0
     if words[0] != "headstart" or words[where] not in ("train", "distill", "check", "quickstart"):
         return command.text

@@ -122,11 +122,11 @@ def test_pictures_are_those_that_the_script_draws(
 ) -> None:
     pictures = site("pictures")
     monkeypatch.setattr(pictures, "FOLDER", tmp_path)
-    for draw in (pictures.tree, pictures.mask, pictures.round_, pictures.acceptance):
-        draw()
+    for name in ("tree", "mask", "round_", "acceptance", "written"):
+        getattr(pictures, name)()
     drawn = {path.name: path.read_text() for path in tmp_path.iterdir()}
     kept = {path.name: path.read_text() for path in (ROOT / "docs" / "pictures").iterdir()}
-    assert len(drawn) == 4 and drawn == kept
+    assert len(drawn) == 5 and drawn == kept
 
 
 @pytest.mark.docs

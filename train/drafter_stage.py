@@ -30,6 +30,7 @@ from .figures.card import training_card
 from .figures.plot import draw_metrics
 from .figures.report.parts import sample
 from .figures.report.training import draw_acceptance, write_training_report
+from .fit.feature_files import FeatureFolder
 from .fit.joint import adapter_loss_change, training_classes
 from .fit.on_policy import StudentText
 from .fit.validate import Validation, tau_table
@@ -92,9 +93,13 @@ def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def train_drafter(
-    recipe: Recipe, args: TrainingArguments, loaded: Loaded, rows: Rows, folder: Path
-) -> tuple[Drafter, dict[str, Any]]:
+    recipe: Recipe, args: TrainingArguments, loaded: Loaded, rows: Rows, folder: Path,
+    features: FeatureFolder | None = None,
+) -> tuple[Drafter, dict[str, Any]]:  # fmt: skip
     """Train a drafter; the best and the last checkpoint stay in the folder's `checkpoints/`.
+
+    Args:
+        features: see `DrafterTrainer`.
 
     Returns:
         The drafter with the best one's weights, and a report: steps, seconds, train_loss, …, and
@@ -114,8 +119,9 @@ def train_drafter(
     args.output_dir = str(folder / CHECKPOINTS)
     validation = loaded.validation(recipe)
     trainer = trainer_class(
-        module, args, rows, train, validation, student_text=student, flops=flops
-    )
+        module, args, rows, train, validation,
+        student_text=student, flops=flops, features=features,
+    )  # fmt: skip
     report = trainer.fit()
     evaluated = {
         str(entry["step"]): {

@@ -31,6 +31,7 @@ from .sizes import (
     ARTIFACT,
     ROW_TOKEN,
     STORED,
+    feature_bytes,
     matrix_shape,
     parameters_of,
     state_bytes,
@@ -70,7 +71,7 @@ class Estimate:
         memory: of each GPU while training, by what it holds (`training state`: weights that learn,
             their gradients, the optimizer), and `writing`, all of it while the target writes;
             `peak`, the larger of both sums.
-        disk: `model` (as downloaded), `rows`, `checkpoints`, `artifact`.
+        disk: `model` (as downloaded), `rows`, `features` of rows, `checkpoints`, `artifact`.
         hours: `writing` and `training` on all GPUs, and `all`; none for text that others write.
         fits: whether the peak fits the GPU's memory.
     """
@@ -149,7 +150,7 @@ class _Arithmetic:
         self.recipe, self.drafter, self.assumed = recipe, drafter, assumed
         self.hardware = recipe.hardware or Hardware()
         self.text: Any = target.config.get_text_config(decoder=True)
-        self.target = parameters_of(target)
+        self.model, self.target = target, parameters_of(target)
         self.weight_bytes = weight_bytes(target, recipe.target.dtype)
         self.matrices = [size for m in target.get_decoder().modules() if (size := matrix_shape(m))]
         self.layers = sum(inputs * outputs for inputs, outputs in self.matrices)
@@ -243,6 +244,9 @@ class _Arithmetic:
         return {
             "model": 2.0 * self.target,
             "rows": rows,
+            "features": feature_bytes(
+                self.recipe, self.model, self.drafter, distill.examples * self.row
+            ),
             "checkpoints": float(STORED * learned),
             "artifact": float(ARTIFACT * learned),
         }

@@ -38,6 +38,7 @@ from .drafter_stage import (
     write_drafter,
 )
 from .fit.arguments import load_options, training_arguments
+from .fit.feature_files import FeatureFolder
 from .processes.agreement import (
     from_process_0,
     in_parallel,
@@ -89,9 +90,11 @@ def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
     """
     with _Run(recipe, fresh, ("validation", "bench")) as this:
         artifact = this.train()
-        scratch = recipe.target.scratch
+        scratch, target = recipe.target.scratch, this.store.finished["target"].info
         return this.bench(artifact).info | {
-            "target_loss": this.store.finished["target"].info.get("train_loss"),
+            "target_loss": target.get("train_loss"),
+            "target_seconds": target.get("seconds"),
+            "target_parameters": target.get("parameters"),
             "expected_loss": scratch and scratch.expected_loss,
             "stage_seconds": this.store.seconds(),
             "artifact": str(artifact.plain),
@@ -262,7 +265,12 @@ class _Run:
                 before = (earlier.record or {})["info"]["schedules"]
             data = Rows.load(rows.folder)
             loaded = self._judged(corpus, target)
-            self._drafter, report = train_drafter(self.recipe, self.args, loaded, data, folder)
+            features, limit = None, 1e9 * spec.feature_disk_gb
+            if limit:  # beside the rows, for all that are trained on them
+                features = FeatureFolder(rows.folder.parent / "features", limit, target.id)
+            self._drafter, report = train_drafter(
+                self.recipe, self.args, loaded, data, folder, features
+            )
             return report | {"schedules": [*before, schedule(spec, report["steps"])]}
 
         return self.store.run("train", settings, work, reads, resumable=True)
@@ -317,7 +325,7 @@ class _Run:
                 again = Speculator(model, speculator.drafter, tree=speculator.tree)
                 report["sampled"] = bench(
                     again, tokens, decode.new_tokens, repeats=1, temperature=decode.sampled,
-                    baselines=(),
+                    generate=False,
                 )  # fmt: skip
             # JSON has neither NaN nor infinity.
             return json.loads(json.dumps(report), parse_constant=lambda _: None)

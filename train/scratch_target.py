@@ -42,9 +42,9 @@ def train_target(
     """Train tokenizer and model on a corpus folder and save both into `folder`.
 
     Writes what `save_pretrained` of model (float32) and tokenizer write, and `metrics.json`:
-    tokens, steps, seconds, train_loss and held_out_loss (nats a token), held_out_top1. Stops at
-    whichever comes first of `max_seconds` (of training steps, not of tokenizing) and `max_tokens`;
-    until `min_tokens` are learnt it goes on, up to twice `max_seconds`.
+    tokens, steps, seconds, train_loss and held_out_loss (nats a token), held_out_top1, parameters.
+    Stops at whichever comes first of `max_seconds` (of training steps, not of tokenizing) and
+    `max_tokens`; until `min_tokens` are learnt it goes on, up to twice `max_seconds`.
     With `max_seconds: null` and `max_tokens` given, a seed fixes the weights on one machine.
     Raises TargetError.
     """
@@ -68,6 +68,7 @@ def train_target(
     held_out = load_documents(corpus_folder, "held_out")
     if held_out:
         metrics |= evaluate(model, pack(tokenizer, held_out), spec.sequence_length)
+    metrics["parameters"] = model.num_parameters()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     write_atomically(folder / "metrics.json", json.dumps(metrics, indent=2).encode())

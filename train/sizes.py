@@ -11,7 +11,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .recipe import Train
+from headstart.heads import FINAL, Drafter
+
+from .losses import LOSSES
+from .recipe import Recipe, Train
 
 ROW_TOKEN = 5
 """Of a token of a training row on disk: an id, and whether it is supervised."""
@@ -50,8 +53,29 @@ def weight_bytes(target: PreTrainedModel, dtype: str) -> float:
         shapes = filter(None, map(matrix_shape, target.get_decoder().modules()))
         layers = sum(inputs * outputs for inputs, outputs in shapes)
         return layers * _NF4 + (weights - layers) * 2
+    return float(weights * _itemsize(target, dtype))
+
+
+def feature_bytes(
+    recipe: Recipe, target: PreTrainedModel, drafter: Drafter, tokens: float
+) -> float:
+    """The target's features of rows of `tokens` in all, as far as the recipe keeps them on disk."""
+    train, layers = recipe.train, set(drafter.config.feature_layers)
+    if LOSSES[train.loss].divergence is not None or train.feature_weight > 0:
+        layers.add(FINAL)
+    dtype = "float32" if recipe.target.scratch is not None else recipe.target.dtype
+    every = tokens * len(layers) * drafter.config.hidden_size * _itemsize(target, dtype)
+    if not drafter.trainable or every <= 1e6 * train.feature_cache_mb:  # in memory, without files
+        return 0.0
+    return min(1e9 * train.feature_disk_gb, every)
+
+
+def _itemsize(target: PreTrainedModel, dtype: str) -> int:
+    """Bytes of a number of a target that is loaded as `target.dtype` of a recipe says."""
+    if dtype == "4bit":
+        return 2
     kind = getattr(target.config, "dtype", None) if dtype == "auto" else getattr(torch, dtype)
-    return float(weights * (kind or torch.float32).itemsize)
+    return (kind or torch.float32).itemsize
 
 
 def state_bytes(train: Train) -> int:

@@ -1,6 +1,7 @@
 """One command for each comparison on a CPU.
 
 python -m benchmarks.cpu limit       plain decoding and trees against one read of the weights
+python -m benchmarks.cpu products    the linear layers alone: torch's, packed, by our kernels
 python -m benchmarks.cpu llama       llama.cpp on the same weights, alone and with a draft model
 python -m benchmarks.cpu families    trained drafters, packed and not; transformers' own speculation
 """
@@ -9,7 +10,7 @@ import argparse
 
 from headstart.heads.core import use_physical_cores
 
-from . import families, limit, llama
+from . import families, limit, llama, products
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -18,8 +19,8 @@ def main(argv: list[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parts = parser.add_subparsers(required=True, metavar="limit|llama|families")
-    for module in (limit, llama, families):
+    parts = parser.add_subparsers(required=True, metavar="limit|products|llama|families")
+    for module in (limit, products, llama, families):
         name = module.__name__.rpartition(".")[2]
         part = parts.add_parser(name, description=module.__doc__)
         module.add_arguments(part)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,9 +31,8 @@ from headstart.infer.trees.static import StaticTree
 from .shapes import SHAPES, greedy_after, prompt_of, random_llama
 
 NODES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
-WAYS: dict[str, dict[str, Any]] = {
-    "eager": {}, "packed": {"compile": True}, "packed, fused": {"compile": True, "fused": True},
-}  # fmt: skip
+_LOOPS = 5  # runs, and replays of their forwards, of which the loop is the difference
+WAYS: dict[str, dict[str, Any]] = {"eager": {}, "packed": {"compile": True}}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,16 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--new-tokens", type=int, default=64)
     add("--repeats", type=int, default=5)
     add("--megabytes", type=int, default=1024, help="MiB that measure the bandwidth")
+    add("--nodes", type=int, action="append", help=f"of trees (default: {NODES})")
     add("--compiled", action="store_true", help="also generate with a static cache, compiled")
 
 
 def run(options: argparse.Namespace) -> None:
-    found = [measure(name, options) for name in options.shape or ("160m", "1b")]
+    found = []
+    for name in options.shape or ("160m", "1b"):
+        found.append(measure(name, options))
+        if not options.json:
+            print_figures(found[-1])
     if options.json:
         print(json.dumps(found, indent=2))
-    else:
-        for each in found:
-            print_figures(each)
 
 
 def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -66,7 +69,8 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         ways["compiled generate"] = timed_generate(model, **static_and_compiled(), **greedy)
     ((_, runs),) = decode_in_turns(ways, [ids], device, options.repeats, f"{shape}: decode")
     loops = {name: loop_share(each, ways[name], ids) for name, each in ours.items()}
-    forwards = {name: tree_costs(each, ids, options.repeats) for name, each in ours.items()}
+    nodes = sorted({1, *(options.nodes or NODES)})
+    forwards = {name: tree_costs(each, ids, nodes, options.repeats) for name, each in ours.items()}
 
     cache = ours["packed"].target.cache
     middle = options.prompt + options.new_tokens // 2
@@ -98,24 +102,26 @@ def static_and_compiled() -> dict[str, Any]:
 
 def loop_share(speculator: Speculator, decode: TimedDecode, ids: torch.Tensor) -> float:
     """The share of a plain round that is spent outside the target's forward."""
-    run = decode(ids)
-    parts = round_parts(speculator, lambda: decode(ids), run.decode_ms, 3)
+    taken = statistics.median(decode(ids).decode_ms for _ in range(_LOOPS))
+    parts = round_parts(speculator, lambda: decode(ids), taken, _LOOPS)
     assert parts is not None
     return parts.loop / (parts.verify + parts.draft + parts.loop)
 
 
 @torch.no_grad()
-def tree_costs(speculator: Speculator, ids: torch.Tensor, repeats: int) -> dict[int, float]:
-    """Milliseconds of the target's forward over trees of `NODES` nodes."""
+def tree_costs(
+    speculator: Speculator, ids: torch.Tensor, nodes: Sequence[int], repeats: int
+) -> dict[int, float]:
+    """Milliseconds of the target's forward over trees of so many nodes."""
     target, length = speculator.target, ids.shape[1]
-    target.prefill(ids, [length], length + max(NODES))
+    target.prefill(ids, [length], length + max(nodes))
     lengths, work = torch.full_like(ids[:, 0], length), dict[int, Call]()
-    for count in NODES:
+    for count in nodes:
         siblings = StaticTree([[rank] for rank in range(count - 1)])
         topology, row = siblings.shape(1, ids.device)
         tree = TokenTree(ids[:, :1].repeat(1, count), topology, None, row)
         work[count] = lambda tree=tree: target.verify(tree, lengths, length, True)
-    return medians(interleaved(work, ids.device, repeats, 5))
+    return medians(interleaved(work, ids.device, repeats, 3))
 
 
 def print_figures(found: dict[str, Any]) -> None:
@@ -131,4 +137,4 @@ def print_figures(found: dict[str, Any]) -> None:
         cells = "  ".join(f"{nodes}: {ms / costs[1]:.2f}" for nodes, ms in costs.items())
         share = found["loop's share of a round"][name]
         print(f"  {name}: the loop takes {share:.1%} of a round")
-        print(f"  {name}: t(1) {costs[1]:.2f} ms; t(n)/t(1)  {cells}")
+        print(f"  {name}: t(1) {costs[1]:.2f} ms; t(n)/t(1)  {cells}", flush=True)

@@ -19,6 +19,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import headstart
+from headstart.heads.draft_model import DraftModel
 
 from .shapes import SHAPES, greedy_after, prompt_of, random_llama
 
@@ -31,6 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shape", default="160m", choices=SHAPES)
     add("--target", metavar="DIR", help="a trained Llama, in place of random weights")
     add("--draft", metavar="DIR", help="a smaller Llama that drafts for it")
+    add(
+        "--agreeing",
+        type=int,
+        metavar="N",
+        help="random weights, and a draft model of the first "
+        "N layers that always agrees, since the other layers add nothing",
+    )
     add("--chain", type=int, action="append", help="drafted tokens (default: 5)")
     add("--prompt", type=int, default=128, help="tokens of the prompt")
     add("--new-tokens", type=int, default=64)
@@ -105,8 +113,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     greedy = greedy_after(ids, options.new_tokens)
     rows = []
     for chain in chains:
-        drafter, tree = (options.draft, f"chain:{chain}") if chain else (None, None)
-        ours = headstart.load(target, drafter, tree=tree, compile=True)
+        given = {"drafter": DraftModel.of(models[1]), "tree": f"chain:{chain}"} if chain else {}
+        ours = headstart.load(target, **given, compile=True)
         own, theirs, same = list[float](), list[float](), 0
         other: dict[str, Any] = {}
         for turn in range(options.repeats + 1):
@@ -131,10 +139,22 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 def _models(options: argparse.Namespace) -> list[PreTrainedModel]:
     if options.target is None:
-        return [random_llama(options.shape, torch.bfloat16)]
+        target = random_llama(options.shape, torch.bfloat16)
+        return [target, *([first_layers(target, options)] if options.agreeing else [])]
     named = [name for name in (options.target, options.draft) if name is not None]
     load = AutoModelForCausalLM.from_pretrained
     return [load(name, dtype=torch.bfloat16).eval() for name in named]
+
+
+@torch.no_grad()
+def first_layers(target: Any, options: argparse.Namespace) -> PreTrainedModel:
+    """A draft model of a target's first layers, after which the others are made to add nothing."""
+    for layer in target.model.layers[options.agreeing :]:
+        layer.self_attn.o_proj.weight.zero_()
+        layer.mlp.down_proj.weight.zero_()
+    draft = random_llama(options.shape, torch.bfloat16, num_hidden_layers=options.agreeing)
+    draft.load_state_dict(target.state_dict(), strict=False)
+    return draft
 
 
 def _table(found: dict[str, Any]) -> str:

@@ -25,7 +25,9 @@ import torch
 from headstart.terminal import one_line
 
 from .smoke_items import GROUPS, Place
+from .smoke_sampling import sampling
 
+GROUPS["sampling"] = sampling
 _LIMIT = 240  # seconds that a group may take
 
 

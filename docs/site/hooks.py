@@ -25,8 +25,8 @@ OUTSIDE = {
 
 
 def results() -> str:
-    """The README's table of measured figures."""
-    _, _, below = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Results\n")
+    """The README's table of all families."""
+    _, _, below = (ROOT / "README.md").read_text(encoding="utf-8").partition("\n## Families\n")
     lines = below.partition("\n## ")[0].splitlines()
     return "\n".join(line for line in lines if line.startswith("|"))
 
@@ -38,7 +38,7 @@ GENERATED = {
 }
 """What stands in the place of `<!-- generated: NAME -->`."""
 
-_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)#:\s]+)(#[^)]*)?\)")
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)#:\s]+)(#[^)]*)?\)")
 
 
 def on_files(files: Files, config: Any) -> Files:

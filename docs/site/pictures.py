@@ -1,13 +1,17 @@
-"""Draws the pictures of docs/concepts.md: `python docs/site/pictures.py`, into docs/pictures.
+"""Draws the pictures of README and docs/concepts.md: `python docs/site/pictures.py`.
 
-They stand on a light card of their own, so that they can be read on a light and on a dark page.
+They go into docs/pictures, and stand on a light card of their own, so that they can be read on a
+light and on a dark page.
 """
 
+import json
+from html import escape
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[1] / "pictures"
 INK, SOFT, CARD, LINE = "#1f2937", "#5b6472", "#f5f6fa", "#9aa3b2"
 KEPT, REFUSED, OWN = "#1a7f5a", "#8a93a3", "#3b4cca"  # accepted, rejected, the target's own token
+DEPTHS = ("#3b82f6", "#06a3b7", "#12a150", "#8aa00a", "#d99a00")  # as reports have them
 
 # The example of all pictures: name, parent, depth, column, row, whether it is accepted.
 NODES = [
@@ -166,7 +170,49 @@ def acceptance() -> None:
     save("acceptance", 780, 296, "How rejection sampling keeps the target’s distribution", parts)
 
 
+def written(rows: int = 9) -> None:
+    """The first rows of a text that was sampled, which sample.json holds as it was written.
+
+    Each token has the width that it takes, whatever the reader's font.
+    """
+    sample = json.loads(Path(__file__).with_name("sample.json").read_text(encoding="utf-8"))
+    wide, high, left, top = 8.4, 24, 24, 34
+    parts = [text(left, top, "headstart generate --show", 13, SOFT)]
+    row, column = 1, 0.0
+
+    def piece(words: str, depth: int | None) -> None:
+        nonlocal column
+        x, y, width = left + column * wide, top + 10 + row * high, len(words) * wide
+        if depth and words.strip():
+            colour = DEPTHS[min(depth, len(DEPTHS)) - 1]
+            parts.append(box(x, y - 16, width, 21, colour, 'fill-opacity="0.3"'))
+            parts.append(line(x, y + 5, x + width, y + 5, colour))
+        size = f'textLength="{width:.1f}" lengthAdjust="spacingAndGlyphs" xml:space="preserve" '
+        size += 'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace"'
+        if words.strip():
+            parts.append(text(x, y, escape(words), 14, SOFT if depth is None else INK, size))
+        column += len(words)
+
+    for words, depth in [(sample["prompt"], None), *sample["pieces"]]:
+        for number, part in enumerate(words.split("\n")):
+            if number:
+                row, column = row + 1, 0.0
+            if part and row <= rows:
+                piece(part, depth)
+    y = top + 10 + (rows + 1) * high + 16
+    parts += [text(left, y, "drafted at depth", 13, SOFT)]
+    for depth, colour in enumerate(DEPTHS, start=1):
+        x = left + 88 + 26 * depth
+        parts += [
+            box(x, y - 15, 20, 20, colour, 'fill-opacity="0.3"'),
+            middle(x + 10, y, str(depth), 13),
+        ]
+    parts += [text(left + 248, y, "and accepted; plain: the model’s own token", 13, SOFT)]
+    parts += [text(left, y + 22, sample["said"], 13, SOFT)]
+    save("text", 700, int(y + 42), "A text, coloured by who proposed each token", parts)
+
+
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for draw in (tree, mask, round_, acceptance):
+    for draw in (tree, mask, round_, acceptance, written):
         draw()

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from .fused import is_fused, write
+from .fused import fused_writes
+from .fused_writes import write
 
 SLOT_STEP = 64
 """Slots grow, and are attended to, in steps of this size, so shapes seldom change."""
@@ -249,23 +250,48 @@ class SlabCache(Cache):
         if live != self.live:
             self.live, self._seen = live, self._views(0, live)
         if isinstance(slots, range):
-            self._flat_slots, self._written = slots, self._views(slots.start, len(slots))
+            self._flat_slots = slots
             return
         self._flat_slots = slots + self._firsts if self.batch > 1 else slots  # [B, N]
         flat = self._flat_slots.flatten()
         self._slots = {device: flat.to(device) for device in self._devices}
+        if (writes := fused_writes()) is not None:
+            writes.cache = self
+
+    def place_of(
+        self, layer: int, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Where the next forward writes a layer's [B, H, N, D] key and [B, N, H * D] value.
+
+        Keys and values [B * S, H, D], and their rows [B * N]; None where these do not fit there.
+        """
+        if self._written is not None or layer >= len(self.shapes):
+            return None
+        shape, slots = self.shapes[layer], self._slots[self.shapes[layer].device]
+        batch, heads, nodes, size = key.shape
+        fits = (heads, size) == shape.key and value.shape == (batch, nodes, math.prod(shape.value))
+        alike = all(
+            (each.device, each.dtype) == (shape.device, shape.dtype) for each in (key, value)
+        )
+        if not (fits and alike and heads == shape.value[0] and len(slots) == batch * nodes):
+            return None
+        keys, values = (self._flat[entry] for entry in self._entries[layer])
+        return keys, values, slots
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
         """Write [B, H, N, D] keys and values at the set slots; return views [B, H, live, D]."""
         key, value = self._entries[layer_idx]
-        if self._written is not None:
+        if isinstance(self._flat_slots, range):
+            if self._written is None:
+                self._written = self._views(self._flat_slots.start, len(self._flat_slots))
             self._written[key].copy_(key_states)
             self._written[value].copy_(value_states)
-        elif is_fused():
+        elif (writes := fused_writes()) is not None:
             slots = self._slots[key_states.device]
-            write(self._flat[key], self._flat[value], slots, key_states, value_states)
+            if not writes.are_done(layer_idx, key_states, value_states):
+                write(self._flat[key], self._flat[value], slots, key_states, value_states)
         elif self.batch == 1:
             # Flat indices are slots: write along them, without flattening the states.
             slots = self._slots[key_states.device]
@@ -277,6 +303,19 @@ class SlabCache(Cache):
             self._flat[key].index_copy_(0, slots, keys.flatten(0, 1))
             self._flat[value].index_copy_(0, slots, values.flatten(0, 1))
         return self._seen[key], self._seen[value]
+
+    def places(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
+        """What `update` returns, and where it writes: by whom both is done in another way.
+
+        Returns:
+            Keys and values [B, H, live, D]; the set slots [B * N] as flat indices, or None where
+            all rows write the slots from the last value on.
+        """
+        key, value = self._entries[layer_idx]
+        given = self._flat_slots
+        if isinstance(given, range):
+            return self._seen[key], self._seen[value], None, given.start
+        return self._seen[key], self._seen[value], self._slots[self._seen[key].device], 0
 
     def commit(self, path: Tensor) -> None:
         """Move what the last forward wrote for nodes `path` [B, A] to its first A slots, in order.

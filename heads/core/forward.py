@@ -6,7 +6,7 @@ and for drafters that are language models or decoder layers.
 
 import inspect
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -87,13 +87,15 @@ def tree_run(
     if windows.cacheless:
         with tree_attention_on(slab):
             return (run or model)(**inputs, **driving, use_cache=False)
-    attends = nullcontext()
-    if windows.tree:
-        attends = tree_attention_on()
-    elif runs_packed(model):
-        attends = few_rows()
-    with attends:
+    with attending(model, windows):
         return model(**inputs, **driving, past_key_values=slab, use_cache=True)
+
+
+def attending(model: PreTrainedModel, windows: AttentionWindows) -> AbstractContextManager[None]:
+    """How a model attends to trees over a cache, for one forward of this thread."""
+    if windows.tree:
+        return tree_attention_on()
+    return few_rows() if runs_packed(model) else nullcontext()
 
 
 def prefill_forward(

@@ -1,13 +1,13 @@
 """A target's small operators as one launch each, while one thread runs one forward.
 
 A plain token of a Llama launches some forty kernels a layer, most of which do little more than read
-what the last one wrote. Norms, the rotary embedding and the write to the cache are one operator
-each here, and so are layers that read the same states, see `fused_products`: those of queries, keys
-and values, and those of a gated product. Attention stays what it is. No model code is changed:
-modules and functions are found by what they look like, and each is replaced only where a trial on
-random numbers shows that it does the same. On CUDA they are the kernels of `fused_kernels`; on a
-CPU fewer of torch's own operators, called as they are, since each call costs microseconds;
-elsewhere, and in float64, those that transformers applies, in its order.
+what the last one wrote. Norms are one operator each here, and so are the rotary embedding with the
+write to the cache, see `fused_writes`, and layers that read the same states, see `fused_products`:
+those of queries, keys and values, and those of a gated product. Attention stays what it is. No
+model code is changed: modules and functions are found by what they look like, and each is replaced
+only where a trial on random numbers shows that it does the same. On CUDA they are the kernels of
+`fused_kernels`; on a CPU fewer of torch's own operators, called as they are, since each call costs
+microseconds; elsewhere, and in float64, those that transformers applies, in its order.
 """
 
 import functools
@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from .fused_products import MOST_ROWS, alike, gated_layers, has_kernels, rows_together, three_layers
+from . import amx
+from .fused_products import MOST_ROWS, alike, gated_layers, rows_together, three_layers
 from .fused_products import weights_of as weights
+from .fused_writes import AttentionLayer, Writes, kernels_for, rotate
 from .offload import device_of
 
 _ROTARY = "apply_rotary_pos_emb"  # as transformers' models name it
@@ -37,29 +39,21 @@ class _Forward(threading.local):
         self.sines: tuple[Tensor, Tensor] | None = None  # given last, and as `_rotated` reads them
         self.states: Tensor | None = None  # what three layers have read
         self.ready: dict[nn.Module, Tensor] = {}  # what those of them give that are called next
+        self.writes = Writes()
 
 
 _now = _Forward()
 
 
-def is_fused() -> bool:
-    """Whether the forward that this thread runs now is to fuse."""
-    return _now.depth > 0
-
-
-def _kernels(tensor: Tensor) -> Any:
-    """The kernels for a tensor; None where torch's own operators are used."""
-    if not has_kernels(tensor):
-        return None
-    from . import fused_kernels
-
-    return fused_kernels
+def fused_writes() -> Writes | None:
+    """What the forward that this thread runs now is about to write; None where none is fused."""
+    return _now.writes if _now.depth else None
 
 
 @torch.library.custom_op("headstart::rms_norm", mutates_args=())
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """States [..., D] over their root mean square, times weight [D]; in float32, as Llama's."""
-    if (kernels := _kernels(states)) is not None:
+    if (kernels := kernels_for(states)) is not None:
         return kernels.rms_norm(states, weight, eps)
     wide = states.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
@@ -69,32 +63,8 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 @torch.library.custom_op("headstart::gated", mutates_args=())
 def gated(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) · up, elementwise, of tensors of one shape."""
-    kernels = _kernels(gate)
+    kernels = kernels_for(gate)
     return F.silu(gate) * up if kernels is None else kernels.gated(gate, up)
-
-
-@torch.library.custom_op("headstart::rotate", mutates_args=())
-def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The rotary embedding of query [B, Hq, N, D] and key [B, H, N, D] by cos and sin [B, N, D]."""
-    if (kernels := _kernels(query)) is not None:
-        return kernels.rotate(query, key, cos, sin)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-
-    def turned(states: Tensor) -> Tensor:
-        first, second = states.chunk(2, -1)
-        return states * cos + torch.cat((-second, first), -1) * sin
-
-    return turned(query), turned(key)
-
-
-@torch.library.custom_op("headstart::write", mutates_args=("keys", "values"))
-def write(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-    """Write key and value [B, H, N, D] to rows `slots` [B * N] of keys and values [B * S, H, D]."""
-    if (kernels := _kernels(key)) is not None:
-        kernels.write(keys, values, slots, key, value)
-        return
-    keys.index_copy_(0, slots, key.transpose(1, 2).flatten(0, 1))
-    values.index_copy_(0, slots, value.transpose(1, 2).flatten(0, 1))
 
 
 class FusedLayers:
@@ -122,7 +92,7 @@ class FusedLayers:
 
     def __exit__(self, *exception: Any) -> None:
         _now.depth -= 1
-        _now.states = None
+        _now.states, _now.writes = None, Writes()
         _now.ready.clear()
 
     def _take(self, module: nn.Module) -> None:
@@ -133,9 +103,10 @@ class FusedLayers:
         if fused is None:
             return
         if own is None:
-            weight = next(module.parameters())
-            width = weight.shape[-1]
-            states = torch.randn(3, 2, width, dtype=weight.dtype, device=device_of(module))
+            # A layer of the module gives the shape; packed ones have no parameters.
+            first: Any = getattr(module, "gate_proj", module)
+            shape, place = (3, 2, first.weight.shape[-1]), device_of(first)
+            states = torch.randn(*shape, dtype=first.weight.dtype, device=place)
             if not _alike(module(states), fused(module, states)):
                 return
             if fused is _gated_layer:
@@ -164,8 +135,9 @@ class FusedLayers:
                     states[:1],
                 ),
             )
+            layer = AttentionLayer(getattr(module, "layer_idx", None))
             for each in three:
-                each.forward = functools.partial(_of_three, each, three, most)
+                each.forward = functools.partial(_of_three, each, three, most, layer)
         self.found["projections"] += 1
 
     def _time(self, kind: str, found: Callable[[], int]) -> int:
@@ -214,7 +186,10 @@ def _directly(states: Tensor) -> bool:
 def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """`rotate`, of query and key at once where it is done directly."""
     if not _directly(query):
-        return rotate(query, key, cos, sin)
+        turned = _now.writes.turn(query, key, cos, sin) if _now.depth else None
+        return rotate(query, key, cos, sin) if turned is None else turned
+    if (found := amx.rotate((query, key), cos, sin)) is not None:
+        return found[0], found[1]
     if _now.sines is None or _now.sines[0] is not sin:  # all layers are given the same
         first, second = sin.unsqueeze(1).chunk(2, -1)
         _now.sines = sin, torch.cat((-first, second), -1)
@@ -225,14 +200,18 @@ def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 
 
 def _norm(module: Any, states: Tensor) -> Tensor:
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if _directly(states):
+        if (found := amx.norm(states, module.weight, eps)) is not None:
+            return found
         return F.rms_norm(states, module.weight.shape, module.weight, eps)
     return rms_norm(states, module.weight, eps)
 
 
 def _gated_layer(module: Any, states: Tensor, most: int = MOST_ROWS) -> Tensor:
     both = [module.gate_proj, module.up_proj]
+    if amx.together(both, states):
+        return module.down_proj(amx.gated(both[0], both[1], states))
     if not _directly(states) and alike(both):
         return module.down_proj(gated_layers(states, *weights(both), most))
     gate, up = module.gate_proj(states), module.up_proj(states)
@@ -250,14 +229,23 @@ def _rows_of_gated(module: Any, states: Tensor) -> int:
     )
 
 
-def _of_three(module: nn.Module, three: list[nn.Module], most: int, states: Tensor) -> Tensor:
+def _of_three(
+    module: nn.Module, three: list[Any], most: int, layer: AttentionLayer, states: Tensor
+) -> Tensor:
     """One of three layers that are called one after the other with the same states."""
     if _now.depth and states is _now.states and module in _now.ready:
         return _now.ready.pop(module)
-    if not _now.depth or module is not three[0] or not alike(three):
+    if not _now.depth or module is not three[0]:
         return type(module).forward(module, states)
-    _now.states, found = states, three_layers(states, *weights(three), most)
+    if amx.together(three, states):
+        found: Any = amx.products(three, states)
+    elif alike(three):
+        found = three_layers(states, *weights(three), most)
+    else:
+        return type(module).forward(module, states)
+    _now.states = states
     _now.ready = dict(zip(three[1:], found[1:], strict=True))
+    _now.writes.computed(layer, found[2])
     return found[0]
 
 

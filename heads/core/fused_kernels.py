@@ -1,6 +1,7 @@
-"""The Triton kernels of `fused`, one launch each; that module defines what they compute.
+"""The Triton kernels of `fused` and `fused_writes`, one launch each.
 
-All of them compute in float32 and round once. Last dimensions are contiguous.
+Those modules define what they compute. All of them compute in float32 and round once. Last
+dimensions are contiguous.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ def _gated(gate, up, out, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _turn(
-    q, k, q_out, k_out, cos, sin, nodes, query_heads, half,
-    q_row, q_head, q_node, k_row, k_head, k_node, c_row, c_node, s_row, s_node,
-    HALF: tl.constexpr,
+    q, k, v, q_out, k_out, keys, values, slots, cos, sin, nodes, query_heads, heads, half, width_v,
+    q_row, q_head, q_node, k_row, k_head, k_node, v_row, v_head, v_node, c_row, c_node, s_row,
+    s_node, WRITE: tl.constexpr, HALF: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: the query's heads come first, then the key's."""
+    """One head of one token: the query's heads come first, then the key's, with the value's."""
     token, head, along = tl.program_id(0), tl.program_id(1), tl.arange(0, HALF)
     row, node = (token // nodes).to(tl.int64), (token % nodes).to(tl.int64)
     ok = along < half
@@ -59,8 +60,20 @@ def _turn(
     sin_one = tl.load(other + along, mask=ok, other=0.0).to(tl.float32)
     sin_two = tl.load(other + half + along, mask=ok, other=0.0).to(tl.float32)
     kind = q_out.dtype.element_ty
-    tl.store(there + along, (first * cos_one - second * sin_one).to(kind), mask=ok)
-    tl.store(there + half + along, (second * cos_two + first * sin_two).to(kind), mask=ok)
+    one = (first * cos_one - second * sin_one).to(kind)
+    two = (second * cos_two + first * sin_two).to(kind)
+    tl.store(there + along, one, mask=ok)
+    tl.store(there + half + along, two, mask=ok)
+    if WRITE:
+        mine = head - query_heads
+        if mine >= 0:
+            entry = tl.load(slots + token) * heads + mine
+            tl.store(keys + entry * 2 * half + along, one, mask=ok)
+            tl.store(keys + entry * 2 * half + half + along, two, mask=ok)
+            wide = tl.arange(0, WIDE)
+            held = v + row * v_row + mine * v_head + node * v_node + wide
+            value = tl.load(held, mask=wide < width_v, other=0.0)
+            tl.store(values + entry * width_v + wide, value, mask=wide < width_v)
 
 
 @triton.jit
@@ -106,23 +119,49 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """See `fused.rotate`; what is returned is laid out as what is given."""
+    """See `fused_writes.rotate`; what is returned is laid out as what is given."""
+    return _rotate(query, key, cos, sin, None)
+
+
+def rotate_and_write(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    slots: Tensor,
+    value: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """See `fused_writes.rotate_and_write`; keys and values are contiguous."""
+    return _rotate(query, key, cos, sin, (keys, values, slots, value))
+
+
+def _rotate(
+    query: Tensor,
+    key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    written: tuple[Tensor, Tensor, Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
     kernel: Any = _turn
     (batch, heads, nodes), half = query.shape[:3], query.shape[-1] // 2
     cos, sin = (angle.expand(batch, -1, -1) for angle in (cos, sin))
     found = torch.empty_like(query), torch.empty_like(key)
     assert found[0].stride() == query.stride() and found[1].stride() == key.stride()
+    keys, values, slots, value = written or (key, key, key, key)
     with _on(query):
         kernel[(batch * nodes, heads + key.shape[1])](
-            query, key, *found, cos, sin, nodes, heads, half,
-            *query.stride()[:3], *key.stride()[:3], *cos.stride()[:2], *sin.stride()[:2],
-            HALF=triton.next_power_of_2(half),
+            query, key, value, *found, keys, values, slots, cos, sin, nodes, heads, key.shape[1],
+            half, value.shape[-1], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+            *cos.stride()[:2], *sin.stride()[:2], WRITE=written is not None,
+            HALF=triton.next_power_of_2(half), WIDE=triton.next_power_of_2(value.shape[-1]),
         )  # fmt: skip
     return found
 
 
 def write(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tensor) -> None:
-    """See `fused.write`; keys and values are contiguous."""
+    """See `fused_writes.write`; keys and values are contiguous."""
     kernel: Any = _write
     (batch, heads, nodes, width), wide = key.shape, value.shape[-1]
     with _on(key):

@@ -2,7 +2,8 @@
 
 A product with few rows is bound by reading the weight. oneDNN reads one fastest in blocks that fit
 its registers, and torch lays a weight out so anew, or not at all, in each call. A packed copy is
-laid out once, and serves any number of rows.
+laid out once, and serves any number of rows. Where `amx` has kernels that are faster still and
+need no copy, a layer runs by those instead.
 
 A model that somebody else holds is never changed: a packed copy shares all of it but the packed
 weights. One that nobody else holds is packed in place, and has each weight once.
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .amx import AmxLinear, fits_amx, use_huge_pages
 from .offload import offloaded
 
 logger = logging.getLogger(__name__)
@@ -176,7 +178,7 @@ class Packing:
         layers = [layer for layer in layers if id(layer) not in self._copies]
         if offloaded(model) or not (layers or self._copies):
             return model
-        size = sum(layer.weight.nbytes for layer in layers)
+        size = sum(layer.weight.nbytes for layer in layers if not fits_amx(layer))
         if size >= _WORTH_SAYING:
             logger.warning(
                 "Packing the weights takes %.0f MB beside the model's own; a model that "
@@ -189,6 +191,7 @@ class Packing:
         self._copies.update((id(each), each) for each in _shared(model))
         made = copy.deepcopy(model, self._copies)
         _mark(made)
+        use_huge_pages(_on_amx(made))
         return made
 
     def pack_in_place(self, model: nn.Module) -> None:
@@ -203,6 +206,9 @@ class Packing:
         freed = 0
         for layer in [layer for layer in model.modules() if packable(layer)]:
             if (packed := self._packed(layer)) is None:
+                continue
+            if isinstance(packed, AmxLinear):
+                layer.__class__ = AmxLinear
                 continue
             alone = held[id(layer.weight)] == 1
             layer._packed = packed._packed  # type: ignore[assignment]
@@ -219,14 +225,24 @@ class Packing:
                 weight.data = weight.data.clone()
         _mark(model)
         _return_memory()
+        use_huge_pages(_on_amx(model))
 
-    def _packed(self, layer: nn.Linear) -> PackedLinear | None:
-        """The layer, packed; None where it would err more."""
-        packed = PackedLinear(layer)
+    def _packed(self, layer: nn.Linear) -> PackedLinear | AmxLinear | None:
+        """The layer as it runs from now on; None where it would err more."""
+        packed = _faster(layer)
         kind = (layer.weight.dtype, *layer.weight.shape)
         if kind not in self._exact:
             self._exact[kind] = _is_as_exact(packed, layer)
         return packed if self._exact[kind] else None
+
+
+def _faster(layer: nn.Linear) -> PackedLinear | AmxLinear:
+    return AmxLinear(layer) if fits_amx(layer) else PackedLinear(layer)
+
+
+def _on_amx(model: nn.Module) -> Iterator[Tensor]:
+    """Weights that the kernels read."""
+    return (part.weight for part in model.modules() if isinstance(part, AmxLinear))
 
 
 def runs_packed(model: nn.Module) -> bool:
@@ -247,7 +263,7 @@ def packing_pays(model: nn.Module, rows: Sequence[int] = (1, 8)) -> bool:
     with torch.no_grad():
         for (dtype, _, size), layers in kinds.items():
             tried = layers[: max(1, _TRIED // layers[0].weight.nbytes)]
-            pairs = [(layer, PackedLinear(layer)) for layer in tried]
+            pairs = [(layer, _faster(layer)) for layer in tried]
             for count in rows:
                 states = torch.randn(count, size).to(dtype)
                 times = [
@@ -284,10 +300,14 @@ def _shared(model: nn.Module) -> Iterator[Any]:
                 yield from hooks.values()
 
 
-def _is_as_exact(packed: PackedLinear, layer: nn.Linear) -> bool:
+def _is_as_exact(packed: nn.Module, layer: nn.Linear) -> bool:
     """Whether a packed layer is no further from float64 than torch's own, over made-up rows."""
+    return all(_errs_as_little(packed, layer, count) for count in (1, 8, 40))
+
+
+def _errs_as_little(packed: nn.Module, layer: nn.Linear, count: int) -> bool:
     draws = torch.Generator().manual_seed(0)
-    rows = torch.randn(8, layer.in_features, generator=draws).to(layer.weight.dtype)
+    rows = torch.randn(count, layer.in_features, generator=draws).to(layer.weight.dtype)
     some = slice(0, 512)  # outputs that are compared
     bias = None if layer.bias is None else layer.bias[some].double()
     with torch.no_grad():

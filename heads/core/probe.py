@@ -12,10 +12,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Self, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-from .cache import LayerShape, SlabCache
+from .cache import SLOT_STEP, LayerShape, SlabCache
 from .errors import OptionError, UnsupportedTarget, undrivable
 from .features import eval_mode
 from .forward import tree_forward
@@ -167,8 +168,12 @@ def check_tree(
     return difference
 
 
-def check_fused(model: PreTrainedModel, fused: AbstractContextManager[None]) -> None:
-    """Compare a model's forward with one within `fused`, on made-up tokens.
+def check_fused(
+    model: PreTrainedModel, fused: AbstractContextManager[None], shapes: list[LayerShape]
+) -> None:
+    """Compare a model's forward with two within `fused`, on made-up tokens in a cache.
+
+    By the first it is known which layers' writes may come early, see `fused_writes`.
 
     Raises:
         UnsupportedTarget: they differ by more than rounding.
@@ -176,10 +181,22 @@ def check_fused(model: PreTrainedModel, fused: AbstractContextManager[None]) -> 
     config = model.config.get_text_config(decoder=True)
     ids = torch.arange(16, device=device_of(model)).view(2, -1) + config.vocab_size // 2
     ids = ids % config.vocab_size
+
+    def logits(slab: SlabCache) -> Tensor:
+        slots = torch.arange(8, device=ids.device).expand(2, -1)
+        slab.set_slots(slots, 8)
+        return model(
+            input_ids=ids, position_ids=slots, past_key_values=slab, use_cache=True
+        ).logits.float()
+
     with eval_mode(model):
-        plain = model(input_ids=ids, use_cache=False).logits.float()
+        plain = logits(SlabCache(shapes, 2, SLOT_STEP))
+        slab = SlabCache(shapes, 2, SLOT_STEP)
         with fused:
-            other = model(input_ids=ids, use_cache=False).logits.float()
+            logits(slab)
+        slab.clear()
+        with fused:
+            other = logits(slab)
     difference = ((other - plain).std(-1) / plain.std(-1)).median().item()
     if not difference <= tolerance(model.dtype):
         raise undrivable(

@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from .nucleus import warped
+
 WARPERS = (
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
 )  # fmt: skip
@@ -197,7 +199,7 @@ class Sampling:
         flat = logits.reshape(-1, logits.shape[-1]).to(self.dtype)
         for processor in self.processors or ():
             if type(processor) in WARPERS:
-                flat = processor(None, flat)  # type: ignore[arg-type]
+                flat = warped(processor, flat)
         return flat.view(logits.shape)
 
     def process_each(self, logits: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -213,7 +215,7 @@ class Sampling:
                 assert seen is not None
                 flat = penalise(flat, seen.reshape(flat.shape), penalty.penalty)
             else:
-                flat = processor(None, flat)  # type: ignore[arg-type]
+                flat = warped(processor, flat)
         return flat.view(logits.shape)
 
     def process(self, prefix: Tensor, logits: Tensor, rows: Sequence[bool] | None = None) -> Tensor:
@@ -224,15 +226,14 @@ class Sampling:
                 called for those alone.
         """
         scores = logits.to(self.dtype, copy=True)  # a user's processor may write into it
-        if self.processors is None:
-            return scores
-        processors, asked = self.processors, hf.PrefixConstrainedLogitsProcessor
-        if rows is not None:
-            processors = LogitsProcessorList(
-                only_rows(item, rows, scores.shape[-1]) if type(item) is asked else item
-                for item in processors
-            )
-        return processors(prefix, scores)  # type: ignore[arg-type]
+        for item in self.processors or ():
+            if type(item) in WARPERS:
+                scores = warped(item, scores)
+                continue
+            if rows is not None and type(item) is hf.PrefixConstrainedLogitsProcessor:
+                item = only_rows(item, rows, scores.shape[-1])
+            scores = LogitsProcessorList([item])(prefix, scores)  # type: ignore[arg-type]
+        return scores
 
     def choose(self, scores: Tensor, positions: Tensor) -> Tensor:
         """The token chosen after each row of processed scores: [B, M, V], [B, M] -> [B, M].

@@ -22,8 +22,9 @@ HELP = '''\
 /reset       begin a new chat
 /save FILE   write the chat as one line of JSON, which bench and train read
 /help        this list
-Ctrl-C stops an answer, Ctrl-D ends the chat. Several lines: """ before and behind them, or a \\
-at the end of each. A message that begins with / needs a space before it.'''
+Ctrl-C stops an answer, Ctrl-D ends the chat. Several lines: """ before and
+behind them, or a \\ at the end of each. A message that begins with / needs a
+space before it.'''
 
 
 class Dialogue:

@@ -22,6 +22,8 @@ _CHAT = (
     "holds one conversation (messages or turns)"
 )
 
+_TAIL = 200  # characters of the prompt's last line that --show repeats
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -56,7 +58,8 @@ def run(options: argparse.Namespace) -> int:
     new_tokens = check_length(speculator, inputs.input_ids.shape[1], options.max_new_tokens)
     inputs = inputs.to(speculator.device)
     started = time.perf_counter()
-    with ShowStreamer(tokenizer, coloured=options.show) as streamer:
+    before = "" if options.chat else prompt.rpartition("\n")[2][-_TAIL:]
+    with ShowStreamer(tokenizer, coloured=options.show, before=before) as streamer:
         speculator.generate(
             inputs.input_ids,
             attention_mask=inputs.attention_mask,

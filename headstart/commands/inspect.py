@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 
-from headstart.inputs import check_name, load_target
+from headstart.inputs import check_decoding, check_name, load_target
 from headstart.terminal import blank, quiet_stdout
 
 from . import options as shared
@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the description; the status is 1 where it is damaged or does not fit --target."""
     check_name(options.artifact)
+    check_decoding(options.tree or None, options.rule, options.expansion)
     if options.prompt is not None:
         from headstart.show.inspected import print_round
 

@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from headstart.terminal import UsageError, one_line, quiet_stdout
+from headstart.terminal import UsageError, one_line, quiet_stdout, tell
 
 from . import options as shared
 
@@ -24,6 +24,11 @@ _BASE, _ALL = "quickstart", "all"
 _FAMILY = (
     "a family's own quickstart, e.g. medusa; an unknown name lists them; or all: each of them on "
     "one target, compared"
+)
+
+_STEPS = (
+    "A small model is trained from nothing (target) and writes text (distill).",
+    "A drafter learns from that text (heads); held-out text is then decoded (bench).",
 )
 
 KEPT = shared.KEPT
@@ -50,12 +55,15 @@ def run(options: argparse.Namespace) -> int:
     from headstart.reports.pages import write_quickstart_page
     from headstart.train import pipeline
 
+    if recipe.target.scratch is not None:
+        tell(_STEPS)
     with quiet_stdout():
         report = pipeline.run(recipe, fresh=options.fresh)
         page = None
         if report.get("artifact"):
             page = write_quickstart_page(report, recipe.name, recipe.folder)
-    print_report(report, sys.stdout, f"headstart quickstart: {recipe.name}", options.json)
+    title = f"headstart quickstart: a {recipe.drafter.family} drafter"
+    print_report(report, sys.stdout, title, options.json)
     if page is not None and not options.json:
         print(f"\nThe report is {page}")
     return 0

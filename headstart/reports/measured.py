@@ -37,8 +37,12 @@ def print_table(report: Report, out: TextIO, title: str) -> None:
 
 
 def print_remarks(reports: Sequence[Report], console: Console) -> None:
-    """Print the remarks on all reports, each once."""
-    said = dict.fromkeys(sentence for report in reports for sentence in remarks(report))
+    """Print the remarks on all reports, each once; of texts that repeat themselves the worst."""
+    known = [report for report in reports if report.get("distinct_4grams") is not None]
+    least = {"distinct_4grams": min((of["distinct_4grams"] for of in known), default=None)}
+    said = dict.fromkeys(
+        sentence for report in reports for sentence in remarks({**report, **least})
+    )
     print_apart(console, *said, style="yellow")
 
 
@@ -60,7 +64,8 @@ def next_commands(report: Report) -> list[str]:
     artifact = Path(report["artifact"])
     drafter = f"--drafter {shlex.quote(str(artifact))}"
     generate = f"headstart generate {drafter} --prompt 'def read(self'"
-    commands = [f"{generate} --temperature 0.6 --seed 1 --show", generate]
+    temperature = (report.get("sampled") or {}).get("temperature", 0.3)
+    commands = [f"{generate} --temperature {temperature:g} --seed 1 --show", generate]
     held_out = Path(report.get("held_out") or artifact.parent / "corpus" / "held_out.jsonl")
     if held_out.is_file():
         prompts = f"--prompts {shlex.quote(str(held_out))}"
@@ -85,8 +90,24 @@ def gained(report: Report) -> list[str]:
     ):
         return []
     what = "The same text" if report.get("identical_to_plain") else "Text of the same distribution"
+    if report.get("sampled"):
+        what = f"Greedy: {what[0].lower()}{what[1:]}"
     each = " and ".join(f"{of:.1f} times as fast as {said}" for said, of in times.items())
-    return [f"{what}, {each}."]
+    return [f"{what}, {each}.", *gained_sampled(report)]
+
+
+def gained_sampled(report: Report) -> list[str]:
+    """What the drafter was worth where the same prompts were sampled, in a sentence."""
+    of = report.get("sampled")
+    if not of or of["identical_to_plain"] is False:
+        return []
+    same = "the same text" if of["identical_to_plain"] else "text of the same distribution"
+    speedup = of["speedup_vs_plain"]["median"]
+    repeats = "less" if of["distinct_4grams"] > report["distinct_4grams"] else "no less"
+    return [
+        f"Sampled at temperature {of['temperature']:g}, which repeats itself {repeats}: {same}, "
+        f"{speedup:.1f} times as fast as plain decoding."
+    ]
 
 
 def remarks(report: Report) -> list[str]:
@@ -96,6 +117,18 @@ def remarks(report: Report) -> list[str]:
         said.append(
             f"Only {distinct:.0%} of the 4-grams are distinct: the target repeats "
             "itself, and repeating text flatters every drafter."
+        )
+    if (parameters := report.get("target_parameters")) is not None:
+        said.append(
+            f"The target is tiny: {parameters / 1e6:.1f} million parameters, trained for "
+            f"{report['target_seconds']:.0f} s. Its text looks like code and means nothing, and "
+            "what a larger model gains cannot be told from these figures."
+        )
+    sampled = report.get("sampled")
+    if sampled and sampled["speedup_vs_plain"]["median"] < 1:
+        said.append(
+            f"Sampled at temperature {sampled['temperature']:g}, drafting costs more than it saves "
+            "here: to sample from this model, leave --drafter out."
         )
     loss, expected = report.get("target_loss"), report.get("expected_loss")
     if loss is not None and expected is not None and loss > expected:
@@ -122,7 +155,7 @@ def _speed_rows(report: Report) -> list[tuple[str, str]]:
         if of := report.get(f"speedup_vs_{name}"):
             speedup = f"{of['median']:.2f}×  ({of['min']:.2f}–{of['max']:.2f})"
             rows.append((f"speedup against {name}", speedup))
-    labels = {"plain": "plain decoding", "generate": "generate", "bare_loop": "a bare loop"}
+    labels = {"plain": "plain decoding", "generate": "generate"}
     for name, label in labels.items():
         rows.append((label, shown(report, f"{name}_ms_per_token", "{:.2f} ms a token")))
     return rows

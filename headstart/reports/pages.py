@@ -14,7 +14,7 @@ from headstart.train.figures.report.page import Page, Picture, Sample, Table, wr
 from headstart.train.figures.report.parts import NOTES, environment, sample
 from headstart.train.figures.report.training import training_pictures, tree_picture
 
-from .measured import percentages, remarks, rule_name, shown, tree_name
+from .measured import gained_sampled, percentages, remarks, rule_name, shown, tree_name
 from .plans import at_once, draw_candidates, said_of_plan
 from .tables import Report
 
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 
 PAGE = "report.html"
 _CHOSEN = "Shown are the texts that repeat themselves least."
+_OF_BENCH = (
+    "speedup", "tau_by_way", "against", "acceptance", "round", "tree", "speedup_by_category",
+    "tau_by_category", "tau_by_prompt", "speedup_by_prompt",
+)  # fmt: skip
+_OF_PLAN = ("speedup", "verify", "first_choice", "tree")
 _WAYS = 6  # in a picture of several lines
 _NAMES = {"plain": "plain decoding", "generate": "generate", "assistant": "assistant_model",
           "lookup": "prompt lookup"}  # fmt: skip
@@ -53,7 +58,7 @@ def write_bench_page(measured: Measured, folder: Path) -> Path:
         ],
         notes=[*measured.notes, *remarks(report), *NOTES],
     )  # fmt: skip
-    return write_page(page, folder / PAGE, pictures=True)
+    return write_page(page, folder / PAGE, _OF_BENCH)
 
 
 def write_quickstart_page(report: Report, name: str, folder: Path) -> Path:
@@ -79,20 +84,18 @@ def write_quickstart_page(report: Report, name: str, folder: Path) -> Path:
     page = Page(
         title=f"headstart {name}: a {manifest.family} drafter",
         said=f"On held-out prompts it decodes {against['median']:.2f} times as fast as plain "
-        f"decoding{_interval(against)}, with {report['tau']:.2f} tokens a round.",
+        f"decoding{_interval(against)}, with {report['tau']:.2f} tokens a round."
+        + "".join(f" {sentence}" for sentence in gained_sampled(report)),
         facts=_facts(report),
         pictures=[*bench_pictures({manifest.family: report}), *training],
         tables=_categories(report),
-        samples=_samples(report, tokenizer),
+        samples=_both(report, tokenizer),
         chosen=_CHOSEN,
         environment=[
             *environment(report["device"], report["dtype"]),
             ("seconds a stage", ", ".join(f"{stage} {s:.0f}" for stage, s in stages.items())),
         ],
-        notes=[
-            *remarks(report), *NOTES,
-            "What a larger model would gain cannot be read off these figures.",
-        ],
+        notes=[*remarks(report), *NOTES],
     )  # fmt: skip
     return write_page(page, folder / PAGE)
 
@@ -151,7 +154,7 @@ def write_plan_page(plan: Plan, folder: Path) -> Path:
             *NOTES[:2],
         ],
     )  # fmt: skip
-    return write_page(page, folder / PAGE, pictures=True)
+    return write_page(page, folder / PAGE, _OF_PLAN)
 
 
 def bench_pictures(reports: Mapping[str, Report]) -> list[Picture]:
@@ -245,7 +248,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
         ("tokens a round, τ", f"{report['tau']:.2f}"),
         ("distinct 4-grams", shown(report, "distinct_4grams", "{:.0%}") or "–"),
         ("identical text", "NO" if False in same else "yes" if True in same else "not compared"),
-        ("prompts", f"{report['prompts']} ({report['tokens']:,} tokens)"),
+        (f"prompts, {report['tokens']:,} tokens", f"{report['prompts']}"),
     ]
 
 
@@ -277,14 +280,24 @@ def _categories(report: Report) -> list[Table]:
     return [Table("By category", header, rows)] if rows else []
 
 
-def _samples(report: Report, tokenizer: Any) -> list[Sample]:
+def _samples(report: Report, tokenizer: Any, how: str = "") -> list[Sample]:
     return [
         sample(
-            ", ".join(filter(None, (each["category"], f"prompt {each['id']}"))),
+            ", ".join(filter(None, (each["category"], f"prompt {each['id']}", how))),
             tokenizer, each["ids"], each["rounds"],
+            each.get("prompt", ()),
         )
         for each in report.get("samples", ())
     ]  # fmt: skip
+
+
+def _both(report: Report, tokenizer: Any) -> list[Sample]:
+    """Greedy texts and, where there are some, sampled ones."""
+    found, sampled = _samples(report, tokenizer), report.get("sampled")
+    if not sampled:
+        return found
+    how = f"sampled at temperature {sampled['temperature']:g}"
+    return [*found[:2], *_samples(sampled, tokenizer, how)[:2]]
 
 
 def _draw_verify(axes: Any, costs: Mapping[str, Any]) -> None:

@@ -165,12 +165,13 @@ def draw_candidates(axes: Axes, plan: Plan) -> None:
             textcoords="offset points",
             arrowprops={"arrowstyle": "->", "color": axes.xaxis.label.get_color()},
         )  # fmt: skip
-    sizes = sorted({c["nodes"] for c in plan.candidates})
+    sizes = [c["nodes"] for c in plan.candidates]
+    first, last = (max(size - 1, 0).bit_length() for size in (min(sizes), max(sizes)))
     axes.set_xscale("log", base=2)
-    axes.set_xticks([size for size in sizes if size & (size - 1) == 0])
+    axes.set_xticks([2**power for power in range(first, last + 1)])
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.set_ylim(0, axes.get_ylim()[1] * 1.12)
     axes.set_xlabel("nodes of the tree, the root counted")
-    axes.set_ylabel("speedup against plain decoding")
+    axes.set_ylabel("× plain decoding")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small", loc="lower center", ncols=2)

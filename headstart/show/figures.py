@@ -79,10 +79,10 @@ class Figures:
         end = "plain: the target's own" if colours else "underlined: drafted"
         found = Text("accepted at depth", "dim")
         for depth, share in enumerate(shares, start=1):
-            part = f" {depth} {share:.0%}"
-            if found.cell_len + len(part) + 5 + len(end) > width:
+            part, gap = f"{depth}: {share:.0%}", " " if depth == 1 else "  "
+            if found.cell_len + len(gap + part) + 5 + len(end) > width:
                 found.append(" …", "dim")
                 break
-            found.append(" ")
-            found.append(part[1:], colour(depth) if colours else "")
+            found.append(gap)
+            found.append(part, colour(depth) if colours else "")
         return found.append(f" · {end}", "dim")

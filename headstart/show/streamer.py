@@ -29,6 +29,7 @@ class ShowStreamer(RoundStreamer):
     Args:
         out: stdout when None.
         coloured: False writes the text alone, everywhere.
+        before: what the text continues, shown in front of it on a terminal with colours.
         view: in place of what suits `out`.
 
     Attributes:
@@ -40,11 +41,12 @@ class ShowStreamer(RoundStreamer):
         tokenizer: Any,
         out: TextIO | None = None,
         coloured: bool = True,
+        before: str = "",
         view: View | None = None,
     ):
         self.text, self.ids, self.figures = DraftedText(), list[int](), Figures()
         self._reader = PieceReader(tokenizer)
-        self._view = view or view_for(out or sys.stdout, coloured)
+        self._view = view or view_for(out or sys.stdout, coloured, before)
 
     @property
     def shows_figures(self) -> bool:

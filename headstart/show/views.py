@@ -55,11 +55,14 @@ class TerminalView:
 
     Rows of the text that can no longer change are printed for good. Only the last row and the
     figures are drawn again and again, so the text may be longer than the screen.
+
+    Args:
+        before: what the text continues, on its first row.
     """
 
-    def __init__(self, console: Console):
+    def __init__(self, console: Console, before: str = ""):
         self._console, self._colours = console, not console.no_color
-        self._row = Text()  # the last row of the text, which may still grow
+        self._row = Text().append(visible(before), "dim")  # the last row, which may still grow
         self._live: Live | None = None
         self._drawn = 0.0
 
@@ -139,12 +142,16 @@ def in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
-def view_for(out: TextIO, coloured: bool = True) -> View:
-    """The view that suits a stream: colours on a terminal that has them, plain text elsewhere."""
+def view_for(out: TextIO, coloured: bool = True, before: str = "") -> View:
+    """The view that suits a stream: colours on a terminal that has them, plain text elsewhere.
+
+    Args:
+        before: see `TerminalView`.
+    """
     if coloured and out is sys.stdout and in_notebook():
         return NotebookView()
     if coloured and out.isatty():
         console = Console(file=out, markup=False, emoji=False, highlight=False)
         if not console.is_dumb_terminal:
-            return TerminalView(console)
+            return TerminalView(console, before)
     return StreamView(out)

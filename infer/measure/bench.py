@@ -19,14 +19,12 @@ from headstart.heads.artifacts.plan import dtype_name
 from ..rules.registry import choose_rule
 from ..speculator import Speculator
 from ..trees.static import StaticTree
-from .baselines import timed_bare_loop
 from .matrix import PLAIN, Answer, Cell, Chat, Settings, measure_cell
 from .noise import Ratio, compare
 from .round_parts import RoundParts
 
-_BARE = "bare"
-_BASELINES = ("generate", _BARE)
 _SHOWN = 3  # texts kept to be looked at
+_BEFORE = 32  # tokens of the prompt that are kept with each
 
 
 def bench(
@@ -37,34 +35,28 @@ def bench(
     repeats: int = 3,
     temperature: float = 0.0,
     seed: int = 0,
-    baselines: Sequence[str] = _BASELINES,
+    generate: bool = True,
 ) -> dict[str, Any]:
-    """Decode every prompt with the speculator and its baselines in turn, one prompt at a time.
+    """Decode every prompt with the speculator and plain decoding in turn, one prompt at a time.
 
     Args:
         prompts: token ids, each [P] or [1, P].
         repeats: how often each prompt is decoded in each way, once all have been warmed up.
         temperature: 0 decodes greedily; otherwise text is sampled with a seed per prompt.
-        baselines: what is measured beside plain decoding, `generate` and `bare`, a bare loop.
+        generate: whether `generate` of transformers is measured, too.
 
     Returns:
-        The report of `way_report`, with `bare_loop_ms_per_token` where that was measured.
+        The report of `way_report`.
 
     Raises:
         OptionError: no prompt, or fewer than two new tokens.
     """
     rows = [prompt.flatten().to(speculator.device) for prompt in prompts]
     chats = [Chat(str(i), "", 1, lambda _, row=row: row) for i, row in enumerate(rows)]
-    settings = Settings(
-        new_tokens, repeats, seed, {"generate": {}} if "generate" in baselines else {}
-    )
-    more = {_BARE: timed_bare_loop(speculator.model, new_tokens)} if _BARE in baselines else {}
+    settings = Settings(new_tokens, repeats, seed, {"generate": {}} if generate else {})
     ours = {"speculator": speculator}
-    cell = measure_cell(speculator.model, ours, chats, settings, temperature, more=more)
-    report = way_report(cell, "speculator", speculator, chats)
-    if _BARE in cell.found:
-        report["bare_loop_ms_per_token"] = median(cell.found[_BARE].per_token)
-    return report
+    cell = measure_cell(speculator.model, ours, chats, settings, temperature)
+    return way_report(cell, "speculator", speculator, chats)
 
 
 def way_report(
@@ -80,7 +72,7 @@ def way_report(
         `ms_per_round` (of all rows of a batch), `loop_overhead_ms` (a round minus its forwards
         replayed alone; NaN where rounds are captured whole, or attend as trees), `round_parts_ms`
         (see `RoundParts`), the settings, `distinct_4grams` of the text, `by_prompt`, `samples` with
-        ids and rounds (see `Answer`), `tree_paths` of a static tree, and
+        the prompt's last tokens, ids and rounds (see `Answer`), `tree_paths` of a static tree, and
         `by_category` where there are categories.
     """
     ours, sampled = cell.found[name], cell.temperature > 0
@@ -205,6 +197,7 @@ def _samples(chats: Sequence[Chat], answers: Sequence[Sequence[Answer]]) -> list
     return [
         {
             "id": chats[number].id, "category": chats[number].category,
+            "prompt": chats[number].prompt([])[-_BEFORE:].tolist(),
             "ids": answers[number][0].ids, "rounds": answers[number][0].rounds,
         }
         for number in kept

@@ -131,13 +131,11 @@ def measure_cell(
     settings: Settings,
     temperature: float = 0.0,
     batch_size: int = 1,
-    more: Mapping[str, TimedDecode] | None = None,
 ) -> Cell:
     """Decode all chats in every way, in turns.
 
     Args:
         speculators: over `model`, by names other than `PLAIN` and those of `settings.against`.
-        more: further ways by name.
 
     Raises:
         OptionError: no chat, fewer than two new tokens, or no repeat.
@@ -148,7 +146,6 @@ def measure_cell(
             "repeats; a measurement needs at least 1, 2 and 1."
         )
     decoders = _decoders(model, speculators, settings, temperature, batch_size)
-    decoders |= more or {}
     found = {name: Decoded() for name in decoders}
     for name, speculator in speculators.items():
         found[name].stats = Stats(speculator.tree.max_depth)

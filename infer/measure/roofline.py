@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from headstart.heads.core import OnlyPacked, output_layer
+from headstart.heads.core import OnlyPacked, output_layer, use_huge_pages
 
 from ..speculator import Speculator
 from .timing import Call, interleaved
@@ -63,6 +63,8 @@ def read_bandwidth(device: torch.device, megabytes: int = 1024) -> float:
         megabytes: MiB that each of them reads: much more than a processor caches.
     """
     whole = torch.ones(megabytes << 18, dtype=torch.float32, device=device)
+    if device.type == "cpu":
+        use_huge_pages([whole])
     half = whole.view(torch.bfloat16)
     line = half[: 1 << 13]
     table = half.view(-1, line.numel())

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 import torch
+
+from headstart.heads.core import attending
 
 from ..speculator import Speculator
 from .timing import Stopwatch
@@ -83,6 +86,13 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> tuple[float
             else:
                 object.__setattr__(owner, name, before)
     verify, draft, watch = 0.0, 0.0, Stopwatch(target.device)
+
+    def contexts() -> ExitStack:
+        stack = ExitStack()
+        stack.enter_context(target.fused or nullcontext())
+        stack.enter_context(attending(target.runner, target.windows))
+        return stack
+
     with torch.no_grad():
         for function, args, kwargs in calls[1:]:
             if (slab := kwargs.get("past_key_values")) is not None:
@@ -91,6 +101,7 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> tuple[float
                 mask = next(iter(masks.values())) if isinstance(masks, dict) else masks
                 live = root + 1 if mask is None else mask.shape[3]
                 slab.set_slots(range(root, root + nodes), live, root if mask is None else 0)
-            took = watch.time(functools.partial(function, *args, **kwargs))
+            with contexts() if slab is not None else nullcontext():
+                took = watch.time(functools.partial(function, *args, **kwargs))
             verify, draft = (verify, draft + took) if slab is None else (verify + took, draft)
     return verify, draft

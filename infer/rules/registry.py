@@ -1,18 +1,25 @@
-"""The acceptance rules by name: what each does, what it promises, and what it refuses."""
+"""The acceptance rules by name: what each does, what it promises, and what it refuses.
+
+It needs no torch, so that a wrong name is told at once.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import cast, get_args
+from functools import cached_property
+from importlib import import_module
+from typing import TYPE_CHECKING, cast, get_args
 
-from headstart.heads import OptionError, Sampling
+from headstart.heads import OptionError
 
-from ..trees.children import SAMPLED, Expansion
-from ..trees.policy import Policy
-from .matching import matching
-from .rejection import rejection
-from .rule_api import Accepted, Verified
-from .traversal import traversal
-from .typical import typical
+from ..trees.expansions import SAMPLED, Expansion
+
+if TYPE_CHECKING:
+    from headstart.heads import Sampling
+
+    from ..trees.policy import Policy
+    from .rule_api import Accepted, Verified
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,7 +28,7 @@ class Rule:
 
     Attributes:
         name: what `rule=` and `--rule` call it.
-        accept: turns the target's logits on a tree into a path and the tokens after its nodes.
+        module: of this package, with a function of its own name, which is `accept`.
         children: the expansion that it takes by default.
         refuses: the expansions that it does not take, each with the reason; it takes all others.
         samples: whether it is a rule for sampling.
@@ -33,7 +40,7 @@ class Rule:
     """
 
     name: str
-    accept: Callable[[Verified], Accepted]
+    module: str
     children: Expansion
     refuses: Mapping[str, str]
     samples: bool = True
@@ -41,6 +48,11 @@ class Rule:
     same_text: bool = False
     reads_prefix: bool = True
     chains_only: bool = False
+
+    @cached_property
+    def accept(self) -> Callable[[Verified], Accepted]:
+        """Turns the target's logits on a tree into a path and the tokens after its nodes."""
+        return getattr(import_module(f".{self.module}", __package__), self.module)
 
     def check_expansion(self, expansion: str | None) -> Expansion:
         """The expansion to use, the rule's own when None; one that it refuses is an error."""
@@ -87,26 +99,26 @@ _NAMED_COUPLED = "children that share the target's noise are what the rule 'coup
 
 GREEDY = Rule(
     "greedy",
-    matching,
+    "matching",
     children="topk",
     refuses=_NO_NOISE | dict.fromkeys(SAMPLED, _NOT_DRAWN),
     samples=False,
     same_text=True,
 )
-_MATCH = Rule("match", matching, "topk", {"coupled": _NAMED_COUPLED}, same_text=True)
+_MATCH = Rule("match", "matching", "topk", {"coupled": _NAMED_COUPLED}, same_text=True)
 _COUPLED = Rule(
     "coupled",
-    matching,
+    "matching",
     children="coupled",
     refuses=dict.fromkeys(("topk", *SAMPLED), _NAMED_MATCH),
     same_text=True,
 )
-_REJECTION = Rule("rejection", rejection, "without_replacement", {"coupled": _SHARED_NOISE})
-_TRAVERSAL = replace(_REJECTION, name="traversal", accept=traversal, reads_prefix=False)
+_REJECTION = Rule("rejection", "rejection", "without_replacement", {"coupled": _SHARED_NOISE})
+_TRAVERSAL = replace(_REJECTION, name="traversal", module="traversal", reads_prefix=False)
 _BLOCK = replace(_TRAVERSAL, name="block", chains_only=True)
 _TYPICAL = Rule(
     "typical",
-    typical,
+    "typical",
     children="topk",
     refuses=_NO_NOISE | dict.fromkeys(SAMPLED, _NOT_ASKED),
     exact=False,

@@ -29,12 +29,15 @@ from torch import Tensor
 from headstart.heads import Topology
 from headstart.heads.core import draw
 
+from .levels import at_once, judge_all
 from .rule_api import Accepted, Verified
 from .siblings import State, accepts, attempt, child_at, proposal, proposal_from, verdicts
 
 
 def traversal(verified: Verified) -> Accepted:
     """Accept the first flagged node in post-order; processors may not read the text."""
+    if at_once(verified):
+        return _by_level(verified)
     tree, uniforms = verified.tree, verdicts(verified)
     before, after = node_weights(verified)
     flagged = accepts(uniforms[:, :-1], after)  # [B, N]
@@ -48,6 +51,19 @@ def traversal(verified: Verified) -> Accepted:
             state.q = torch.where(node == 0, q, state.q)
         _, state = attempt(tree, state, child, there)
     return Accepted.up_to(tree, node, draw(state.p, uniforms[:, -1:]))
+
+
+def _by_level(verified: Verified) -> Accepted:
+    """The same with all weights known a level at a time."""
+    tree, uniforms = verified.tree, verdicts(verified)
+    _, after, left, side = judge_all(verified)
+    flagged = accepts(uniforms[:, :-1], after)  # [B, N]
+    flagged[:, 0] = True
+    node = first_flagged(tree.topology, flagged)
+    rows = torch.arange(len(node), device=node.device).unsqueeze(1) * tree.nodes  # [B, 1]
+    rows = (side.gather(1, node) * side.numel() + rows + node).squeeze(1)
+    p = left.flatten(0, 2).index_select(0, rows)  # [B, V]
+    return Accepted.up_to(tree, node, draw(p, uniforms[:, -1:]))
 
 
 def node_weights(verified: Verified) -> tuple[Tensor, Tensor]:

@@ -5,7 +5,6 @@ ranked nor dropped afterwards: either would bias the text.
 """
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,9 +13,7 @@ from headstart.heads import Sampling, Step
 from headstart.heads.core import Stream, place
 from headstart.heads.core.sampling import draw
 
-Expansion = Literal["topk", "coupled", "with_replacement", "without_replacement"]
-SAMPLED = ("with_replacement", "without_replacement")
-"""The expansions whose children are random draws, which a rule weighs by their probabilities."""
+from .expansions import SAMPLED, Expansion
 
 
 @dataclass(frozen=True)

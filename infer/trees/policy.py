@@ -9,7 +9,8 @@ from torch import Tensor
 from headstart.heads import Drafter, OptionError, TokenTree
 from headstart.heads.group import members
 
-from .children import Children, Expansion
+from .children import Children
+from .expansions import Expansion
 
 
 @dataclass(slots=True)

@@ -14,9 +14,11 @@ from torch.nn.functional import pad
 
 from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
 
-from .children import SAMPLED, Children, Expansion, rows_of
+from .children import Children, rows_of
+from .expansions import SAMPLED, Expansion
 from .limits import check_size
 from .policy import Committed, Policy
+from .shapes import BeamShape, BestFirstShape
 
 NEVER = float("-inf")  # the score of what is no candidate
 
@@ -118,7 +120,7 @@ class SearchedTree(Policy):
         return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
 
 
-class BestFirst(SearchedTree):
+class BestFirst(BestFirstShape, SearchedTree):
     """The nodes of highest probability, as the drafter sees it.
 
     In each level the best `frontier` nodes are extended with their best `width` children; of all
@@ -136,46 +138,14 @@ class BestFirst(SearchedTree):
         OptionError: numbers that make no tree, leave nodes without a use, or exceed the `limits`.
     """
 
-    def __init__(self, nodes: int, width: int, depth: int, frontier: int | None = None):
-        self.nodes, self.width, self.max_depth, self.frontier = nodes, width, depth, frontier
-        if min(nodes - 1, width, depth, frontier or 1) < 1:
-            raise OptionError(
-                f"tree {self} has no node beside the root; expected at least 2 nodes, and width, "
-                "depth and frontier from 1."
-            )
-        check_size(str(self), nodes, depth)
-        narrowest = frontier or min(width, nodes - 1)  # with any drafter at least so many
-        check_size(str(self), candidates=self._candidates(narrowest))
-        self._check_candidates(frontier or nodes - 1)
-
-    def __str__(self) -> str:
-        numbers = [self.nodes, self.width, self.max_depth, self.frontier]
-        return "best-first:" + ",".join(str(number) for number in numbers if number is not None)
-
     def check(self, drafter: Drafter | None, expansion: Expansion = "topk") -> None:
         super().check(drafter, expansion)
         assert drafter is not None
-        check_size(str(self), candidates=self._candidates(self.extended(drafter)))
-        self._check_candidates(self.extended(drafter))
+        check_size(str(self), candidates=self.ranked(self.extended(drafter)))
+        self.check_ranked(self.extended(drafter))
 
     def extended(self, drafter: Drafter) -> int:
         return self.frontier or (self.nodes - 1 if drafter.independent else self.width)
-
-    def _candidates(self, frontier: int) -> int:
-        """How many nodes are ranked in a round when so many of a level are extended."""
-        extended, candidates = 1, 0
-        for _ in range(self.max_depth):
-            candidates += extended * self.width
-            extended = min(frontier, extended * self.width)
-        return candidates
-
-    def _check_candidates(self, frontier: int) -> None:
-        candidates = self._candidates(frontier)
-        if candidates < self.nodes - 1:
-            raise OptionError(
-                f"tree {self} never has more than {candidates + 1} nodes when {frontier} of a "
-                "level are extended; lower its nodes, or raise width, depth or frontier."
-            )
 
     def candidates(self, levels: Sequence[SearchLevel]) -> tuple[Tensor, Tensor, Tensor]:
         parents, first = [torch.zeros_like(levels[0].tokens)], 1
@@ -186,7 +156,7 @@ class BestFirst(SearchedTree):
         return tokens, torch.cat([level.scores for level in levels], dim=1), torch.cat(parents, 1)
 
 
-class Beam(SearchedTree):
+class Beam(BeamShape, SearchedTree):
     """The union of the paths that a beam search ends with (ReDrafter, arXiv 2403.09919).
 
     Each level keeps the best `width` pairs of a beam and a token. Beams with a common beginning
@@ -200,21 +170,6 @@ class Beam(SearchedTree):
     Raises:
         OptionError: numbers that make no tree, leave nodes without a use, or exceed the `limits`.
     """
-
-    def __init__(self, width: int, length: int, nodes: int | None = None):
-        self.width, self.max_depth, self._cut = width, length, nodes
-        most = 1 + width * length
-        self.nodes = most if nodes is None else nodes
-        if min(width, length) < 1 or not 1 < self.nodes <= most:
-            raise OptionError(
-                f"tree {self} makes no beams; expected width and length from 1, and from 2 to "
-                "1 + width * length nodes."
-            )
-        check_size(str(self), self.nodes, length, width * width * length)
-
-    def __str__(self) -> str:
-        cut = "" if self._cut is None else f",{self._cut}"
-        return f"beam:{self.width},{self.max_depth}{cut}"
 
     def extended(self, drafter: Drafter) -> int:
         return self.width

@@ -15,7 +15,8 @@ from torch.nn.functional import pad
 
 from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
 
-from .children import Children, Expansion, rows_of
+from .children import Children, rows_of
+from .expansions import Expansion
 from .paths import RankPaths
 from .policy import Committed, Policy
 

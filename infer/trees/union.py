@@ -31,13 +31,14 @@ from torch.nn.functional import pad
 from headstart.heads import Drafter, OptionError, TokenTree, Topology
 from headstart.heads.group import members
 
-from .children import Children, Expansion
-from .limits import check_size
+from .children import Children
+from .expansions import Expansion
 from .policy import Committed, Policy
+from .shapes import UnionShape
 from .static import StaticTree, fixed_shape
 
 
-class Union(Policy):
+class Union(UnionShape, Policy):
     """Several trees under one root, one for each drafter of a `DrafterGroup`, in their order.
 
     Args:
@@ -55,15 +56,7 @@ class Union(Policy):
 
     def __init__(self, parts: Sequence[Policy]):
         self.parts = tuple(parts)
-        if len(self.parts) < 2 or any(part.nodes < 2 for part in self.parts):
-            raise OptionError(
-                f"tree {self.label} is no union; expected two or more trees, each with a node "
-                "beside the root: leave out a drafter that is to propose nothing."
-            )
-        *firsts, self.nodes = accumulate((part.nodes - 1 for part in self.parts), initial=1)
-        self.first_nodes = tuple(firsts)
-        check_size(self.label, self.nodes)
-        self.max_depth = max(part.max_depth for part in self.parts)
+        super().__init__(self.parts)
         self._static = all(isinstance(part, StaticTree) for part in self.parts)
         self.shape = cache(self._shape)  # of static parts; kept as `StaticTree` keeps its own
 

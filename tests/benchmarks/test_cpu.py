@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import limit, shapes
+from headstart.heads.core import amx
 from headstart.infer import Speculator
 from headstart.infer.measure.roofline import Roofline, round_bytes
 
@@ -21,6 +22,16 @@ def test_it_runs_at_toy_size(capsys: pytest.CaptureFixture[str]) -> None:
         found["bytes a round"] / (found["GB read a second"] * 1e6) / found["ms a token"]["eager"]
     )
     assert found["share of the limit"]["eager"] == pytest.approx(share)
+
+
+def test_products_are_timed_in_each_way(capsys: pytest.CaptureFixture[str]) -> None:
+    cpu.main(["products", "--shape", "toy", "--repeats", "1", "--rows", "2", "--json"])
+    found = json.loads(capsys.readouterr().out)
+    ways = ["torch", "packed for oneDNN"]
+    if amx.kernels() is not None:
+        ways += ["kernels", "kernels, layers together"]
+    assert [*found["ms"]] == [*ways, *(f"{way}, pages of 2 MB" for way in ways)]
+    assert found["MB"] == 2e-6 * (2 * (4 * 64 * 64 + 3 * 64 * 128) + 256 * 64)
 
 
 def test_bytes_are_those_of_the_weights_and_the_live_cache() -> None:

@@ -32,9 +32,9 @@ def test_a_plain_token_takes_fewer_launches(dtype: torch.dtype) -> None:
     )
     layers = model.config.num_hidden_layers
     assert fewer.launches <= 0.6 * plain.launches
-    # In each layer: of two norms 14, of rotary 9, of the write 1, of queries, keys and values 2,
-    # and of the gated product 3. And 7 of the last norm.
-    assert plain.launches - fewer.launches == 29 * layers + 7
+    # In each layer: of two norms 14, of rotary and the write 11, of queries, keys and values 2, and
+    # of the gated product 3. And 7 of the last norm.
+    assert plain.launches - fewer.launches == 30 * layers + 7
     assert fewer.bytes < plain.bytes
 
 
@@ -45,7 +45,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that they do compile
     launches = kernel_launches(1, 100)
-    assert len(launches) == 8
+    assert len(launches) == 9
     for name, launch in launches.items():
         found = launch.compiled(capability)
         # Triton 3.6 spills 44 bytes of one of them on 8.0.

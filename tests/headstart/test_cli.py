@@ -613,6 +613,30 @@ def test_a_mistake_is_one_line(
     assert SECRET not in error
 
 
+@pytest.mark.parametrize("option", ["--tree", "--rule", "--expansion"])
+def test_a_mistyped_way_of_decoding_is_told_before_torch_is_imported(
+    option: str, tmp_path: Path
+) -> None:
+    (tmp_path / "prompts.txt").write_text("import os\n")
+    for command in (
+        ["generate", "--target", "t", "--prompt", "x"],
+        ["bench", "--target", "t", "--prompts", "prompts.txt"],
+        ["chat", "--target", "t"],
+        ["inspect", "t", "--prompt", "x"],
+    ):
+        program = (
+            "import sys; from headstart.cli import main; "
+            f"status = main({[*command, option, 'chian:4']!r}); "
+            "sys.exit(9 if 'torch' in sys.modules else status)"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)},
+        )  # fmt: skip
+        assert (done.returncode, done.stdout) == (2, ""), done.stderr
+        assert "is 'chian:4'; expected" in done.stderr
+
+
 def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HEADSTART_DEBUG", "1")
     with pytest.raises(ValueError, match="loose"):

@@ -13,7 +13,7 @@ from torch import Tensor
 from headstart.heads import OptionError, Sampling
 from headstart.heads.core import row_seeds
 from headstart.infer.rules.registry import RULES
-from headstart.infer.trees.children import SAMPLED
+from headstart.infer.trees.expansions import SAMPLED
 from tests.support.enumeration import POSITION, ROOT, Round
 from tests.support.rounds import EXACT, LEGAL, SHOWS, SMALL, WARPS, Shape, round_of
 

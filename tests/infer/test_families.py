@@ -19,7 +19,7 @@ from headstart.heads.draft_model import DraftModel
 from headstart.infer import Speculator, parse_tree
 from headstart.infer.rules import matching as choices
 from headstart.infer.rules.registry import RULES
-from headstart.infer.trees.children import SAMPLED
+from headstart.infer.trees.expansions import SAMPLED
 from tests.support.families import LENGTHS, TARGETS, TREES, UNIONS, drafter, target
 from tests.support.paths import ROOT
 from tests.support.tiny import prompts, tiny

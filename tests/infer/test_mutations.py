@@ -23,7 +23,7 @@ from headstart.infer.rules import siblings
 from headstart.infer.rules.registry import RULES
 from headstart.infer.rules.rule_api import Accepted, Verified
 from headstart.infer.trees import children, static
-from headstart.infer.trees.children import SAMPLED
+from headstart.infer.trees.expansions import SAMPLED
 from tests.support.rounds import EXACT, SMALL, round_of
 
 KILLED = 1e-6

@@ -32,7 +32,8 @@ from headstart.heads.core.sampling import Stream
 from headstart.heads.group import GroupMember
 from headstart.infer.rules.registry import Rule
 from headstart.infer.rules.rule_api import Accepted, Text, Verified, seen_in
-from headstart.infer.trees.children import Children, Expansion
+from headstart.infer.trees.children import Children
+from headstart.infer.trees.expansions import Expansion
 from headstart.infer.trees.policy import Committed, Policy
 
 ROWS = 1 << 14  # boxes that are run as one batch

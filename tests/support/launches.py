@@ -26,7 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "medusa2": {"heads": 2, "rank": 4, "heads_first": 0.4, "dropout": 0.0},
 }
 STEPS = 8
-# Two rows in one, processes that read ahead; validations and checkpoints after 3, 6 and 8 steps.
+# Two rows in one, threads that read ahead; validations and checkpoints after 3, 6 and 8 steps.
 PACKED: dict[str, Any] = {
     "packing": True, "packed_length": 64, "dataloader_workers": 2, "eval_every": 3
 }  # fmt: skip

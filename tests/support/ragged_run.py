@@ -15,9 +15,12 @@ from accelerate.state import PartialState
 
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.train.data.training_rows import Row, Rows, write_shard
+from headstart.train.fit.feature_files import FeatureFolder
 from headstart.train.fit.trainer import DrafterTrainer
 from headstart.train.recipe import Train
 from tests.support.counting import SIZE, counting_target
+from tests.support.paths import ROOT
+from tests.support.recipes import launch
 from tests.support.training import IDLE, Validate, killed_and_resumed, trainer_of
 
 COUNT = 25
@@ -41,7 +44,11 @@ def ragged_trainer(folder: Path, validate: Validate, rows: Rows, **train: Any) -
     target = counting_target()
     drafter = Medusa(MedusaConfig.for_target(target, heads=2, output="own")).bind(target)
     drafter.init_from_target()
-    return trainer_of(drafter, folder, Train(**spec), validate, rows)
+    run = trainer_of(drafter, folder, Train(**spec), validate, rows)
+    if limit := 1e9 * run.spec.feature_disk_gb:
+        root = folder.with_name(f"{folder.name}-features")
+        run.features = FeatureFolder(root, limit, "counting")
+    return run
 
 
 def cut_in_two(root: Path, rows: Rows, **train: Any) -> None:
@@ -50,6 +57,16 @@ def cut_in_two(root: Path, rows: Rows, **train: Any) -> None:
         lambda _: IDLE,
         root,
     )
+
+
+def run_in_two_processes(folder: Path, train: dict[str, Any]) -> None:
+    """Run this file in `folder`, whose `rows` are there, by torch's launcher on the CPU."""
+    done = launch(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
+         "-m", "tests.support.ragged_run", str(folder), json.dumps(train)],
+        ACCELERATE_USE_CPU="true", PYTHONPATH=str(ROOT),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 if __name__ == "__main__":

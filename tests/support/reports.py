@@ -12,7 +12,6 @@ REPORT: dict[str, Any] = {
     "speedup_vs_generate": {"median": 1.75, "min": 1.5, "max": 2.25},
     "plain_ms_per_token": 2.0,
     "generate_ms_per_token": 2.5,
-    "bare_loop_ms_per_token": 1.9,
     "ms_per_round": 3.25,
     "loop_overhead_ms": 0.5,
     "nodes": 8,

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from headstart.infer.rules.registry import RULES
-from headstart.infer.trees.children import Expansion
+from headstart.infer.trees.expansions import Expansion
 from headstart.infer.trees.parse import parse_tree
 from tests.support.enumeration import Round, SeveralTables, Tables
 

@@ -20,6 +20,7 @@ from .plan import Plan, plan_run
 
 _SMALL = 8_000_000  # bytes of a corpus that is read before the first stage
 _WHOLE = 64  # training documents that are tokenised to see that they are long enough
+_FEW = 0.05  # share of them that may be too short without a word
 
 
 def check_run(recipe: Recipe, processes: int = 1, parts: Sequence[Part] = ("validation",)) -> Plan:
@@ -88,7 +89,7 @@ def check_prompts(
     if windows:
         prefixes = make_prefixes(spec, tokenizer, sample, recipe.chat)
         told = [f"{prefixes.skipped} are shorter than distill.prefix_tokens {spec.prefix_tokens}"]
-        told = told if prefixes.skipped else []
+        told = told if prefixes.skipped > len(sample) * _FEW else []
     else:
         told = look(spec, tokenizer, sample, recipe.chat, context).left_out(spec)
     for line in told:

@@ -13,7 +13,15 @@ from headstart.heads import TrainableDrafter
 from headstart.heads.core import total_bytes
 
 from ..recipe import Recipe
-from ..sizes import ARTIFACT, ROW_TOKEN, STORED, parameters_of, state_bytes, weight_bytes
+from ..sizes import (
+    ARTIFACT,
+    ROW_TOKEN,
+    STORED,
+    feature_bytes,
+    parameters_of,
+    state_bytes,
+    weight_bytes,
+)
 from ..stages.folders import stage_folders
 from .plan import CheckError, Plan
 
@@ -35,7 +43,7 @@ class Needs:
         """In one line."""
         bound = "time unknown, `headstart check` measures it"
         if self.seconds is not None:
-            bound = f"about {self.seconds / 60:.0f} min at most"
+            bound = f"at most about {self.seconds / 60:.0f} min"
         return (
             f"a drafter of {self.drafter:,} parameters; at least {size(self.memory)} of memory, at "
             f"most {size(self.disk)} of disk, {bound}"
@@ -60,6 +68,7 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
     states = depths * min(row, distill.new_tokens) * config.hidden_size
     memory = target + state_bytes(train) * drafter + 4 * train.batch_size * (features + states)
     disk = 1.1 * recipe.corpus.max_bytes + ROW_TOKEN * rows + (STORED + ARTIFACT) * drafter
+    disk += feature_bytes(recipe, plan.target, plan.drafter, rows)
     bounds = [distill.max_seconds, train.max_seconds]
     if recipe.target.scratch is not None:
         disk += target

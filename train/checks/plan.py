@@ -27,11 +27,12 @@ from headstart.heads.artifacts.files import MALFORMED, brief
 from headstart.heads.artifacts.hub import model_commit
 from headstart.heads.core import FeatureTap, load_pretrained
 from headstart.infer import parse_static
-from headstart.infer.trees.parse import sparse_nodes
+from headstart.infer.trees.texts import sparse_nodes
 
 from ..data.prefixes import prompt_settings
 from ..data.training_rows import check_context
 from ..fit.arguments import load_options
+from ..fit.feature_files import check_feature_files
 from ..fit.on_policy import check_on_policy
 from ..fit.target_with_drafter import checkpoint_activations
 from ..fit.warm_start import start_from
@@ -80,6 +81,7 @@ def plan_run(recipe: Recipe, processes: int = 1) -> Plan:
     config, tokenizer = _config_and_tokenizer(recipe)
     target = _target(recipe, config)
     drafter = _drafter(recipe, kind, target)
+    check_feature_files(recipe, drafter.adapter is not None)
     if (parts := recipe.target.tp_plan) is not None:
         whole_plan(target, parts, processes)
         _check_parts(recipe, drafter)

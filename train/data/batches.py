@@ -1,13 +1,15 @@
 """Batches of training rows: which rows, in which order, for which process, and as which tensors.
 
 The order is a function of seed and epoch alone, so that a run can be resumed at any batch, with any
-number of workers that read rows ahead.
+number of threads that read rows ahead.
 """
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator, Sequence
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -118,16 +120,23 @@ def _of_pack(rows: list[list[int]], pack: int) -> list[int]:
 
 
 class _Reader(Dataset):
-    """Reads what a list of `Batches` names: items of `Rows`, or lists of them."""
+    """Reads what a list of `Batches` names, as a batch; a future of one where threads read."""
 
-    def __init__(self, rows: Rows):
+    def __init__(self, rows: Rows, packed: bool, workers: int):
         self.rows = rows
+        self.collate: Callable[[Any], dict[str, Any]] = collate_packed if packed else collate
+        self.pool = ThreadPoolExecutor(workers, "headstart-rows") if workers else None
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def __getitems__(self, units: list[Any]) -> list[Any]:
-        return [list(map(self._item, u)) if isinstance(u, list) else self._item(u) for u in units]
+    def __getitems__(self, units: list[Any]) -> Any:
+        return self._read(units) if self.pool is None else self.pool.submit(self._read, units)
+
+    def _read(self, units: list[Any]) -> dict[str, Any]:
+        return self.collate(
+            [list(map(self._item, u)) if isinstance(u, list) else self._item(u) for u in units]
+        )
 
     def _item(self, number: int) -> dict[str, Any]:
         if number >= 0:
@@ -137,26 +146,38 @@ class _Reader(Dataset):
 
 
 def batch_loader(rows: Rows, batches: Batches, workers: int = 0, pin: bool = False) -> DataLoader:
-    """Loads the batches, with `workers` processes that read ahead; see `collate` for a batch."""
+    """Loads the batches, see `collate` for one; with `workers` threads futures, see `read_ahead`.
+
+    Reading a batch is short work on mapped memory, which threads share. A process for it would
+    have to be forked from one whose collectives have threads of their own, and where one of these
+    enters the interpreter just then, Python 3.11 stops in the forked process for good.
+    """
     return DataLoader(
-        _Reader(rows),
+        _Reader(rows, batches.packs is not None, workers),
         batch_sampler=batches,
-        collate_fn=collate if batches.packs is None else collate_packed,
-        num_workers=workers,
-        pin_memory=pin,
+        collate_fn=_as_it_is,
+        pin_memory=pin and not workers,
         generator=torch.Generator(),  # it draws, and must not from what training draws from
-        worker_init_fn=_outlive_signals,
     )
 
 
-def _outlive_signals(worker: int) -> None:
-    """Leave it to the training to end this worker, with the step that it is in.
+def _as_it_is(batch: Any) -> Any:
+    return batch
 
-    Launchers and schedulers send a signal to all processes of a run, and torch's handler would end
-    the worker at once, and with it the training, before its checkpoint.
+
+def read_ahead(
+    futures: Iterator[Future[dict[str, Any]]], count: int, pin: bool = False
+) -> Iterator[dict[str, Any]]:
+    """The batches of a `batch_loader` with workers, up to `count` of which are read at a time.
+
+    Args:
+        pin: whether their tensors are put in pinned memory.
     """
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)
+    ahead = deque(itertools.islice(futures, count))
+    while ahead:
+        batch = ahead.popleft().result()
+        ahead.extend(itertools.islice(futures, 1))
+        yield {name: value.pin_memory() for name, value in batch.items()} if pin else batch
 
 
 def collate(items: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import logging
+import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -99,8 +100,8 @@ def is_whole(path: Path) -> bool:
 class Rows(Dataset):
     """Training rows, in files or in memory, numbered from 0 in the order of the shards.
 
-    An item is a dict: `row` its number, `tokens` [L] int64, and `supervised` [L] bool. Pickling
-    copies the names of the files, not what is in them.
+    An item is a dict: `row` its number, `tokens` [L] int64, and `supervised` [L] bool. Threads
+    may read items at the same time.
 
     Attributes:
         lengths: [n] int64, tokens of each row.
@@ -120,6 +121,7 @@ class Rows(Dataset):
         self.offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
         self._paths, self._first, self._memory = list(paths), list(first_rows), memory
         self._maps: OrderedDict[int, tuple[np.ndarray, np.ndarray]] = OrderedDict()
+        self._opening = threading.Lock()
 
     @classmethod
     def load(cls, folder: Path) -> Self:
@@ -200,18 +202,17 @@ class Rows(Dataset):
 
     def _arrays(self, shard: int) -> tuple[np.ndarray, np.ndarray]:
         """The memory maps of a shard's tokens and supervised; the most recent ones stay open."""
-        if shard in self._maps:
-            self._maps.move_to_end(shard)
-            return self._maps[shard]
-        files = (_beside(self._paths[shard], f"{name}.npy") for name in ("tokens", "supervised"))
-        tokens, supervised = (np.load(file, mmap_mode="r").view(np.ndarray) for file in files)
-        self._maps[shard] = tokens, supervised
-        if len(self._maps) > _OPEN:
-            self._maps.popitem(last=False)
-        return tokens, supervised
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_maps": OrderedDict()}
+        with self._opening:
+            if shard in self._maps:
+                self._maps.move_to_end(shard)
+                return self._maps[shard]
+            names = ("tokens.npy", "supervised.npy")
+            files = (_beside(self._paths[shard], name) for name in names)
+            tokens, supervised = (np.load(file, mmap_mode="r").view(np.ndarray) for file in files)
+            self._maps[shard] = tokens, supervised
+            if len(self._maps) > _OPEN:
+                self._maps.popitem(last=False)
+            return tokens, supervised
 
 
 def _beside(path: Path, suffix: str) -> Path:

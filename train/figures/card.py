@@ -30,7 +30,7 @@ def training_card(
         ("tokens per round, τ", _tau(measured)),
         *((f"τ of {name}", _tau(of)) for name, of in measured.get("tau_by_source", {}).items()),
         ("acceptance at depth 1, 2, …", shares),
-        ("tree", f"{tree}, {tree.nodes} nodes with the root"),
+        ("tree", f"{tree.label}, {tree.nodes} nodes with the root"),
         ("rule", decode.rule),
         ("prompts", f"{decode.validation_prompts} {_kind(recipe)}"),
         ("new tokens a prompt", str(decode.new_tokens)),

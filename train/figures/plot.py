@@ -84,7 +84,7 @@ def draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
     if simulated := [line for line in lines if line.get("simulated_tau") is not None]:
         axes.plot(
             [line["step"] for line in simulated], [line["simulated_tau"] for line in simulated],
-            "s--", color="C1", ms=4, label="simulated from ranks",
+            "s--", color="C1", ms=7, mfc="none", zorder=3, label="simulated from ranks",
         )  # fmt: skip
     axes.errorbar(steps, taus, errors, color="C0", marker="o", ms=4, capsize=2, label="decoded")
     if best is not None and best in steps:

@@ -21,6 +21,7 @@ from ..data.training_rows import Rows
 from ..losses.draft_loss import DraftLoss, head_labels, label_counts
 from ..processes.engine import weights_are_sharded
 from ..processes.tensor_parallel import in_parts
+from .feature_files import FeatureFiles, FeatureFolder
 
 logger = logging.getLogger(__name__)
 
@@ -66,8 +67,10 @@ class TargetWithDrafter(nn.Module):
             start = layers.index(FINAL) * size
             self.final = slice(start, start + size)
         self.captured = len(layers) * size  # C
+        self.layers = layers  # where they are captured
         self.tap = FeatureTap(target, layers) if layers else None
         self.cache: Tensor | None = None  # [tokens of all rows, C]
+        self.files: FeatureFiles | None = None
 
     def train(self, mode: bool = True) -> Self:
         """Switch the drafter alone; the target's own dropout stays off."""
@@ -148,10 +151,12 @@ class TargetWithDrafter(nn.Module):
         segments: Tensor | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """The target's features at tokens [B, T], from the cache where it has them.  # [B, T, C]
+        """The target's features at tokens [B, T], as they are kept if they are.  # [B, T, C]
 
-        Of the cache, what stands in the padding are features of other tokens.
+        In the padding stand other features then: the cache's of other tokens, or zeros.
         """
+        if self.files is not None and rows is not None:
+            return self.files.features(rows, tokens, positions, self.features)
         if self.cache is None or rows is None:
             return self.features(tokens, positions)
         rows, device = rows.to(self.cache.device), self.cache.device
@@ -210,6 +215,12 @@ class TargetWithDrafter(nn.Module):
         self.cache = cache
         return True
 
+    def open_files(self, folder: FeatureFolder, rows: Rows, together: bool) -> None:
+        """Keep rows' features in files from now on; see `FeatureFolder.open`."""
+        if self.captured:
+            what = self.layers, self.captured, self.target.dtype
+            self.files = folder.open(rows, *what, together)
+
     def trained(self) -> list[nn.Module]:
         """What learns, as modules."""
         return [self.drafter]
@@ -220,7 +231,7 @@ class TargetWithDrafter(nn.Module):
 
     def release(self) -> None:
         """Drop the cache and remove the hooks from the target."""
-        self.cache = None
+        self.cache = self.files = None
         if self.tap is not None:
             self.tap.close()
 

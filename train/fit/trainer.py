@@ -26,7 +26,7 @@ from headstart.heads import Drafter
 from headstart.heads.artifacts.files import METRICS
 from headstart.heads.core import gathered, in_shards, output_layer
 
-from ..data.batches import batch_loader
+from ..data.batches import batch_loader, read_ahead
 from ..data.training_rows import Rows
 from ..figures.metrics import Metrics, scalars
 from ..processes.agreement import from_process_0, is_process_0, sum_over_processes, wait_for_all
@@ -40,6 +40,7 @@ from ..processes.engine import (
     leave_out_frozen,
     shard_layers,
     size_buckets,
+    weights_are_sharded,
 )
 from ..processes.stopping import Interrupted, StopSignals
 from ..processes.tensor_parallel import in_parts
@@ -56,6 +57,7 @@ from .checkpoints import (
 )
 from .clock import Clock, Progress
 from .epochs import NextEpoch, make_batches, steps_of
+from .feature_files import FeatureFolder
 from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
 from .on_policy import StudentText
 from .target_with_drafter import TargetWithDrafter
@@ -70,6 +72,7 @@ class DrafterTrainer(Trainer):
         progress: whether to draw a bar on stderr.
         student_text: the text that the drafter writes itself, for the steps that learn from it.
         flops: products of a training step for each token, see `Metrics`.
+        features: where the target's features are kept that do not fit in memory; None for nowhere.
     """
 
     loss_is_scaled_for_ga = True
@@ -84,9 +87,10 @@ class DrafterTrainer(Trainer):
         progress: bool = True,
         student_text: StudentText | None = None,
         flops: float | None = None,
+        features: FeatureFolder | None = None,
     ):
         self.module, self.rows, self.spec, self.validation = module, rows, spec, validation
-        self.student_text = student_text
+        self.student_text, self.features = student_text, features
         self.folder = Path(args.output_dir or "")
         self.batches = make_batches(module, args, rows, spec)
         if spec.epochs is not None:
@@ -99,6 +103,8 @@ class DrafterTrainer(Trainer):
         self.signals, self.stopped = StopSignals(), False
         self.loss_total = 0.0  # of all steps so far
         self.parts: list[Part] = []  # of the coming step, on this process
+        self.futures: Any = None  # an epoch's iterator, where threads read batches
+        self.ahead: Iterator = iter(())  # the batches of those futures
         size_buckets(args, module.drafter.config.hidden_size)
         super().__init__(
             model=module,
@@ -136,6 +142,9 @@ class DrafterTrainer(Trainer):
         self.clock.start(reached.seconds)
         self.loss_total = reached.loss
         cached = self.module.fill_cache(self.rows, self.spec.feature_cache_mb)
+        if self.features is not None and not cached:
+            together = self.is_fsdp_enabled or weights_are_sharded()
+            self.module.open_files(self.features, self.rows, together)
         with self.signals:
             self.train(resume_from_checkpoint=str(resume) if resume else None)
         self.module.release()
@@ -236,11 +245,22 @@ class DrafterTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, Tensor]:
-        batches = list(itertools.islice(epoch_iterator, num_batches))
+        batches = list(itertools.islice(self._batches_of(epoch_iterator), num_batches))
         if self.student_text is not None:
             batches = self.student_text.in_place_of(batches, self.state.global_step)
         self.metrics.count(batches)
         return batches, self._get_num_items_in_batch(batches, device)
+
+    def _batches_of(self, epoch_iterator: Iterator) -> Iterator:
+        """The batches of an epoch, whose iterator gives futures where threads read them."""
+        workers = self.spec.dataloader_workers
+        if not workers:
+            return epoch_iterator
+        if self.futures is not epoch_iterator:
+            self.futures = epoch_iterator
+            pin = self.args.dataloader_pin_memory
+            self.ahead = read_ahead(epoch_iterator, 2 * workers, pin)
+        return self.ahead
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
         """See `TargetWithDrafter.counts`: over one step's micro-batches of all processes."""

@@ -22,7 +22,7 @@ from headstart.infer import RULES, Speculator, StaticTree, Stats, parse_static
 from headstart.infer.measure.greedy_text import BATCH, Written, write_texts
 from headstart.infer.measure.ranks import best_tree, measure_ranks, path_shares, replay
 from headstart.infer.rules.registry import find_rule
-from headstart.infer.trees.parse import sparse_nodes
+from headstart.infer.trees.texts import sparse_nodes
 
 from ..data.prefixes import HeldOutPrompt
 from ..processes.agreement import from_each, in_parallel, in_turn, own_share

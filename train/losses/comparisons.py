@@ -1,7 +1,8 @@
 """What a drafter's logits are compared with: the text's tokens, or the target's distribution.
 
 A comparison is walked in chunks. Each gives some positions of a depth, and a function that takes
-their logits to the summed loss in nats and to its gradient.
+their logits to the summed loss in nats and to its gradient. Those who call it and do not need the
+logits again let it write the gradient over them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from .divergences import Divergence, Loss
-from .teacher import Teacher, at_least_float32
+from .room import Room, at_least_float32
+from .teacher import Teacher
 
 IGNORED = -100
 """The label of a position that is left out of the loss."""
@@ -29,13 +31,16 @@ What is smaller goes to its heap, which fragmented to ten times what was in use.
 GPU_BYTES = 2**30
 """What they may take on a GPU, or a quarter of its free memory rounded down to a power of two."""
 
-_CACHED = 2**18
+_CACHED = 2**17
 """Logits that a CPU works on at once, one operation after the other."""
 
-Chunk = tuple[int, Tensor, Callable[[Tensor], tuple[Tensor, Tensor | None]]]
-"""A depth, from 0, [n] its positions, and logits [n, Vd] -> nats, and their gradient [n, Vd].
+Compare = Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]
+"""Logits [n, Vd], and whether they may be written over -> nats, and their gradient [n, Vd].
 
 The gradient is None where none was asked for. It may lie in the memory of the next chunk's."""
+
+Chunk = tuple[int, Tensor, Compare]
+"""A depth, from 0, [n] its positions, and what compares their logits."""
 
 
 def tensors(loss: Loss) -> int:
@@ -70,31 +75,30 @@ class HardLabels:
     Args:
         labels: [K, M] int64; `IGNORED` where a position does not count.
         size: see `rows_at_once`.
+        room: for the distributions; a new one when None.
     """
 
-    def __init__(self, labels: Tensor, size: int):
-        self.labels, self.size = labels, size
+    def __init__(self, labels: Tensor, size: int, room: Room | None = None):
+        self.labels, self.size, self.room = labels, size, room or Room()
 
     def chunks(self, learns: bool) -> Iterator[Chunk]:
         """Walk all positions that count."""
-        room = _Room()
         counts: list[int] = (self.labels != IGNORED).sum(1).tolist()
         chosen = (self.labels != IGNORED).nonzero()[:, 1]
         for depth, positions in enumerate(chosen.split(counts)):
             for part in positions.split(self.size):
                 if len(part):
                     wanted = self.labels[depth].index_select(0, part)
-                    yield depth, part, partial(self._compare, wanted, room, learns)
+                    yield depth, part, partial(self._compare, wanted, learns)
 
-    @staticmethod
     def _compare(
-        wanted: Tensor, room: _Room, learns: bool, logits: Tensor
+        self, wanted: Tensor, learns: bool, logits: Tensor, over: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         if fused := fused_cross_entropy(logits.device.type):
             with torch.set_grad_enabled(learns):
                 nats = fused(logits.requires_grad_(learns), wanted)
             return nats.detach(), torch.autograd.grad(nats, logits)[0] if learns else None
-        q, column = room.softmax(logits, "q"), wanted.unsqueeze(1)
+        q, column = self.room.softmax(logits, "gradient"), wanted.unsqueeze(1)
         nats = (log_sum_exp(logits.amax(-1), q) - logits.gather(1, column).squeeze(1)).sum()
         if not learns:
             return nats, None
@@ -113,6 +117,7 @@ class SoftLabels:
         rows: [K, M], which of them a position is compared with, ascending over M.
         counts: [K, M] bool, whether it is.
         size: how many rows of the teacher at once, see `rows_at_once`.
+        room: for logits and distributions; a new one when None.
     """
 
     def __init__(
@@ -123,15 +128,16 @@ class SoftLabels:
         rows: Tensor,
         counts: Tensor,
         size: int,
+        room: Room | None = None,
     ):
         self.loss, self.teacher, self.features = loss, teacher, features
-        self.rows, self.counts, self.size = rows, counts, size
+        self.rows, self.counts, self.size, self.room = rows, counts, size, room or Room()
 
     def chunks(self, learns: bool) -> Iterator[Chunk]:
         """Walk all positions that count."""
         assert self.loss.divergence is not None
         compare = self._difference if self.loss.difference else self._divergence
-        room, size = _Room(), self.size
+        size = self.size
         depth, chosen = self.counts.nonzero().unbind(1)  # [n] each, by depth, then position
         rows = self.rows[depth, chosen]
         taught = torch.zeros(len(self.features), dtype=torch.bool, device=rows.device)
@@ -149,55 +155,57 @@ class SoftLabels:
         for turn, each in enumerate(spans.transpose(0, 1).tolist()):
             first = turn * size
             asked = taught[first : first + size]
-            said = self._ask(self.features.index_select(0, asked), room)
+            said = self._ask(self.features.index_select(0, asked))
             for k, (start, stop, low, high) in enumerate(each):
                 if start == stop:
                     continue
                 mine: slice | Tensor = slice(low - first, high - first + 1)
                 if high - low != stop - start - 1:  # some in between are asked for by others alone
                     mine = among[start:stop] - first
-                yield k, chosen[start:stop], partial(compare, said, mine, room, learns)
+                yield k, chosen[start:stop], partial(compare, said, mine, learns)
 
-    def _ask(self, features: Tensor, room: _Room) -> tuple[Tensor, Tensor | None]:
+    def _ask(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """The log-probabilities; or for a difference the probabilities, and what p alone adds."""
         if not self.loss.difference:
             return self.teacher(features), None
         with torch.no_grad():
-            logits = self.teacher.logits(self.teacher.output.layer, features)
-            p = room.softmax(logits, "p")
+            # Where the students' will be, which are computed only after this is done with.
+            logits = self.teacher.logits(self.teacher.output.layer, features, self.room)
+            p = self.room.softmax(logits, "p")
             return p, -cross_entropy(p, logits, p) if self.loss.own else None
 
     def _difference(
         self,
         said: tuple[Tensor, Tensor | None],
         mine: slice | Tensor,
-        room: _Room,
         learns: bool,
         logits: Tensor,
+        over: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Of a divergence -sum p log q, plus what does not depend on q: its gradient is q - p."""
-        p, own = said
-        out = room.distribution(logits, "q")
-        nats = torch.zeros((), dtype=out.dtype, device=out.device)
+        (p, own), room, dtype = said, self.room, at_least_float32(logits)
+        rise = logits if over and logits.dtype == dtype else room.tensor("gradient", logits, dtype)
+        found: list[Tensor] = []  # nats, [n] of each part
         for part in parts(logits):
-            taught = p[_within(mine, part)]
-            given, q = logits[part], out[part]
-            mean, largest = mean_of(given, taught), given.amax(-1)
-            torch.softmax(given, -1, dtype=q.dtype, out=q)
-            nats += (log_sum_exp(largest, q) - mean).sum()
+            given, taught = logits[part], p[_within(mine, part)]
+            q = room.tensor("q", given, dtype) if rise is logits else rise[part]
+            mean, largest = mean_of(given, taught, q), given.amax(-1)
+            torch.softmax(given, -1, dtype=dtype, out=q)
+            found.append(log_sum_exp(largest, q) - mean)
             if learns:
-                q.sub_(taught)
+                torch.sub(q, taught, out=rise[part])
+        nats = torch.cat(found)
         if own is not None:
-            nats += own[mine].sum()
-        return nats, out if learns else None
+            nats += own[mine]
+        return nats.sum(), rise if learns else None
 
     def _divergence(
         self,
         said: tuple[Tensor, None],
         mine: slice | Tensor,
-        room: _Room,
         learns: bool,
         logits: Tensor,
+        over: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         divergence: Divergence = self.loss.divergence  # type: ignore[assignment]
         log_p = said[0][mine]
@@ -229,37 +237,22 @@ def cross_entropy(p: Tensor, logits: Tensor, q: Tensor) -> Tensor:
     return log_sum_exp(logits.amax(-1), q) - mean_of(logits, p)
 
 
-def mean_of(logits: Tensor, p: Tensor) -> Tensor:
-    """The mean of logits [n, Vd] under probabilities [n, Vd]: [n]."""
-    logits = logits.to(p.dtype)
-    if p.device.type == "cpu":  # where products of single rows are slow in a batch
-        return torch.stack([torch.dot(*row) for row in zip(p, logits, strict=True)])
-    return torch.bmm(p.unsqueeze(1), logits.unsqueeze(2)).view(-1)
+def mean_of(logits: Tensor, p: Tensor, spare: Tensor | None = None) -> Tensor:
+    """The mean of logits [n, Vd] under probabilities [n, Vd]: [n].
+
+    `spare`, [n, Vd] of the probabilities' dtype, is memory that a CPU writes the products to.
+    """
+    if p.device.type != "cpu":
+        return torch.bmm(p.unsqueeze(1), logits.to(p.dtype).unsqueeze(2)).view(-1)
+    if spare is not None:
+        return torch.mul(logits, p, out=spare).sum(-1)
+    logits = logits.to(p.dtype)  # products of single rows are slow in a batch
+    return torch.stack([torch.dot(*row) for row in zip(p, logits, strict=True)])
 
 
 def log_sum_exp(largest: Tensor, q: Tensor) -> Tensor:
     """Of logits whose softmax is q [n, Vd], as the largest of each row [n] shows it: [n]."""
     return largest.to(q.dtype) - q.amax(-1).log()
-
-
-class _Room:
-    """Memory for distributions, which one chunk after another uses."""
-
-    def __init__(self) -> None:
-        self.kept: dict[str, Tensor] = {}
-
-    def softmax(self, logits: Tensor, name: str) -> Tensor:
-        """The probabilities of logits [n, Vd]; valid until the name is given again."""
-        out = self.distribution(logits, name)
-        return torch.softmax(logits, -1, dtype=out.dtype, out=out)
-
-    def distribution(self, logits: Tensor, name: str) -> Tensor:
-        """Room for the probabilities of logits [n, Vd]; valid until the name is given again."""
-        dtype, kept = at_least_float32(logits), self.kept.get(name)
-        if kept is None or kept.numel() < logits.numel():
-            kept = torch.empty(logits.numel(), dtype=dtype, device=logits.device)
-            self.kept[name] = kept
-        return kept[: logits.numel()].view(logits.shape)
 
 
 @cache

@@ -15,6 +15,7 @@ from headstart.heads.core import gathered, output_layer
 from .comparisons import IGNORED, HardLabels, SoftLabels, rows_at_once
 from .divergences import LOSSES
 from .fused import summed_loss
+from .room import Room
 from .teacher import Teacher
 
 
@@ -93,6 +94,7 @@ class DraftLoss:
     ):
         self.drafter, self.decay, self.feature_weight = drafter, decay, feature_weight
         self.kind, self.size, self._teacher = LOSSES[loss], size, None
+        self._room = Room()  # kept on a CPU
         if self.kind.divergence is not None:
             self._teacher = Teacher(drafter.target, drafter.draft_vocabulary)
         shared = getattr(drafter.config, "output", None) == "shared"
@@ -158,11 +160,12 @@ class DraftLoss:
         ahead = (places + depths.unsqueeze(1)).clamp(max=where.numel() - 1)  # [K, M]
         teaching: Any = None if final is None else final.flatten(0, 1)  # [B * T, D]
         size = self.size or rows_at_once(self.kind, self._width(), states.device)
+        room = self._room if states.device.type == "cpu" else Room()
         if self._teacher is None:
-            comparison = HardLabels(labels, size)
+            comparison = HardLabels(labels, size, room)
         else:
             comparison = SoftLabels(
-                self.kind, self._teacher, teaching, ahead, labels != IGNORED, size
+                self.kind, self._teacher, teaching, ahead, labels != IGNORED, size, room
             )
         outputs = [drafter.draft_output(k) for k in range(1, len(labels) + 1)]
         total = summed_loss(outputs, states, factors, comparison)

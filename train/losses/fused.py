@@ -11,7 +11,7 @@ of the teacher is computed once, for all the depths that are compared with it:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 
 from headstart.heads.trainable import DraftLogits
 
-from .comparisons import HardLabels, SoftLabels
+from .comparisons import Compare, HardLabels, SoftLabels
+from .room import Room
 
 Comparison = HardLabels | SoftLabels
 
@@ -58,10 +59,10 @@ class _Fused(torch.autograd.Function):
         factors: Tensor,
         *weights: Tensor,
     ) -> Tensor:
-        slopes = _Slopes(weights if learns else ())
+        slopes = _Slopes(weights if learns else (), comparison.room)
         slope = torch.zeros_like(states) if learns and states.requires_grad else None
         total = torch.zeros_like(factors)
-        chain = _Chain(slopes, slope is not None)
+        chain = _Chain(slopes, slope is not None, comparison.room)
         for depth, chosen, compare in comparison.chunks(chain.learns):
             part = states[depth].index_select(0, chosen)
             nats, below = chain(outputs[depth], part, factors[depth], compare)
@@ -77,8 +78,11 @@ class _Fused(torch.autograd.Function):
         if ctx.slopes is None:
             raise RuntimeError("the gradient of this loss was taken before; it is found only once")
         (slope, slopes), ctx.slopes = ctx.slopes, None
-        found = [None if s is None else s.mul_(outer.to(s.dtype)) for s in (slope, *slopes)]
-        return None, None, None, found[0], None, *found[1:]
+        if outer.device.type != "cpu" or outer != 1:  # to look at it would wait for a GPU
+            for each in (slope, *slopes):
+                if each is not None:
+                    each.mul_(outer.to(each.dtype))
+        return None, None, None, slope, None, *slopes
 
 
 class _Chain:
@@ -87,12 +91,12 @@ class _Chain:
     Args:
         slopes: of the weights that learn.
         below: whether states have a gradient.
+        room: for the logits.
     """
 
-    def __init__(self, slopes: _Slopes, below: bool):
-        self.slopes, self.below = slopes, below
+    def __init__(self, slopes: _Slopes, below: bool, room: Room):
+        self.slopes, self.below, self.room = slopes, below, room
         self.learns = below or bool(slopes.weights)
-        self.room: dict[torch.dtype, Tensor] = {}
         self.cast: tuple[int, Tensor] | None = None  # the last matrix, in autocast's dtype
 
     def __call__(
@@ -100,7 +104,7 @@ class _Chain:
         output: DraftLogits,
         states: Tensor,
         factor: Tensor,
-        compare: Callable[[Tensor], tuple[Tensor, Tensor | None]],
+        compare: Compare,
     ) -> tuple[Tensor, Tensor | None]:
         """The loss of n states [n, D'], summed, and `factor` times its gradient there."""
         inner = list({id(w): w for w in output.inner() if w in self.slopes}.values())
@@ -109,12 +113,12 @@ class _Chain:
             hidden = leaf if output.body is None else output.body(leaf)  # [n, D], or logits
         entry = hidden.detach()
         if output.weight is None:
-            nats, rise = compare(entry)
+            nats, rise = compare(entry, False)
             slope = rise if rise is None else rise.mul_(factor)
         else:
             matrix, entry = self._matrix(output, entry)
             with torch.autocast(entry.device.type, enabled=False):
-                nats, rise = compare(self._product(entry, matrix, output))
+                nats, rise = compare(self._product(entry, matrix, output), True)
                 slope = None if rise is None else self._back(output, matrix, entry, rise, factor)
         if slope is None or output.body is None:
             return nats, slope
@@ -142,11 +146,8 @@ class _Chain:
 
     def _product(self, hidden: Tensor, matrix: Tensor, output: DraftLogits) -> Tensor:
         """The logits [n, Vd], in memory that all chunks share."""
-        size = len(hidden) * len(matrix)
-        room = self.room.get(hidden.dtype)
-        if room is None or room.numel() < size:
-            room = self.room[hidden.dtype] = hidden.new_empty(size)
-        logits = room[:size].view(len(hidden), len(matrix))
+        shape = len(hidden), len(matrix)
+        logits = self.room.empty("logits", shape, hidden.dtype, hidden.device)
         if output.bias is None:
             return torch.mm(hidden, matrix.mT, out=logits)
         return torch.addmm(output.bias.detach().to(hidden.dtype), hidden, matrix.mT, out=logits)
@@ -171,8 +172,9 @@ class _Chain:
 class _Slopes:
     """The gradients of weights so far; where a product comes first, there was no 0 before it."""
 
-    def __init__(self, weights: Sequence[Tensor]):
-        self.weights = {id(weight): weight for weight in weights}
+    def __init__(self, weights: Sequence[Tensor], room: Room):
+        self.weights, self.room = {id(weight): weight for weight in weights}, room
+        self.number = {each: number for number, each in enumerate(self.weights)}
         self.found: dict[int, Tensor] = {}
         self.due: dict[int, set[int]] = {}  # matrices of a weight that hold nothing yet
 
@@ -204,7 +206,7 @@ class _Slopes:
 
     def _room(self, weight: Tensor) -> tuple[Tensor, set[int]]:
         if id(weight) not in self.found:
-            slope = self.found[id(weight)] = torch.empty_like(weight)
+            slope = self.found[id(weight)] = self.room.lend(self.number[id(weight)], weight)
             self.due[id(weight)] = set(range(len(_matrices(slope))))
         return self.found[id(weight)], self.due[id(weight)]
 

@@ -9,6 +9,8 @@ from transformers import PreTrainedModel
 
 from headstart.heads.core import OutputLayer, device_of, offloaded, weight_of
 
+from .room import Room, at_least_float32
+
 
 class Teacher:
     """Gives the target's log-probabilities at chosen positions, from its final features there.
@@ -32,12 +34,15 @@ class Teacher:
         logits = self.logits(self.output.layer, features)
         return logits.log_softmax(-1, dtype=at_least_float32(logits))
 
-    def logits(self, layer: nn.Module, features: Tensor) -> Tensor:
-        """Final features [M, D] -> logits [M, Vd], through any output layer."""
+    def logits(self, layer: nn.Module, features: Tensor, room: Room | None = None) -> Tensor:
+        """Final features [M, D] -> logits [M, Vd], through any output layer.
+
+        They may lie in the `room`, as "logits", where gradients are not recorded.
+        """
         with torch.autocast(features.device.type, enabled=False):
             place = device_of(layer)
             if layer is self.output.layer and (rows := self._own_rows()) is not None:
-                found = self.output.finish(functional.linear(features.to(place), *rows))
+                found = self.output.finish(_product(features.to(place), *rows, room))
             else:
                 found = self.output(features.to(place), layer)
             return found.to(features.device)
@@ -55,10 +60,10 @@ class Teacher:
         return self._rows
 
 
-def at_least_float32(tensor: Tensor) -> torch.dtype:
-    """The dtype that a distribution is computed in: the tensor's own, or float32 if that is more.
-
-    >>> [at_least_float32(torch.empty(0, dtype=dtype)) for dtype in (torch.half, torch.double)]
-    [torch.float32, torch.float64]
-    """
-    return torch.promote_types(tensor.dtype, torch.float32)
+def _product(features: Tensor, weight: Tensor, bias: Tensor | None, room: Room | None) -> Tensor:
+    """The logits of a linear layer, in the room if there is one and it has no bias."""
+    if room is None or bias is not None:
+        return functional.linear(features, weight, bias)
+    shape = len(features), len(weight)
+    out = room.empty("logits", shape, features.dtype, features.device)
+    return torch.mm(features, weight.mT, out=out)

@@ -8,7 +8,6 @@ other nodes it has their signs of life.
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import select
 import sys
@@ -88,8 +87,6 @@ class Lifetime:
         rank = os.environ.get("RANK")
         message = f"{reason}, and so process {rank} ends; a new start goes on from there"
         print(f"headstart: {message}", file=sys.stderr, flush=True)
-        for child in multiprocessing.active_children():
-            child.kill()
         os._exit(1)
 
 

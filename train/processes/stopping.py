@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import threading
@@ -34,7 +33,6 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            self._owner = os.getpid()
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._before[number] = signal.signal(number, self._received)
             StopSignals.active = self
@@ -62,8 +60,6 @@ class StopSignals:
         return "RANK" not in os.environ or time.monotonic() - self._since > 1
 
     def _received(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._owner:
-            return  # a worker of the data loader, which its owner ends
         if number == signal.SIGINT == self.number and self.again():
             end("ended in the middle of a step; earlier checkpoints and finished stages are kept")
         self.announce()
@@ -93,7 +89,6 @@ class CtrlC:
             told, self._told = os.pipe()
             os.set_blocking(self._told, False)
             self._before = signal.set_wakeup_fd(self._told, warn_on_full_buffer=False)
-            os.register_at_fork(after_in_child=_deaf)
             threading.Thread(target=self._watch, args=(told,), daemon=True).start()
         return self
 
@@ -121,14 +116,6 @@ def say(message: str) -> None:
 
 
 def end(message: str) -> None:
-    """Say so, and end the process and its workers at once, as Ctrl-C does."""
-    for child in multiprocessing.active_children():
-        child.kill()
+    """Say so, and end the process at once, as Ctrl-C does."""
     say(message)
     os._exit(128 + signal.SIGINT)
-
-
-def _deaf() -> None:
-    """In a forked process: its signals are not those of the process that watches."""
-    with suppress(ValueError):
-        signal.set_wakeup_fd(-1)

@@ -10,6 +10,8 @@ from urllib.parse import urlsplit
 
 from huggingface_hub.dataclasses import as_validated_field, validated_field
 
+from headstart.infer.trees.texts import check_static, read_tree, sparse_nodes
+
 COLUMNS = (  # that rows may have, for `columns`
     "messages", "conversations", "tools", "system", "prompt", "completion", "response",
     "instruction", "input", "output", "question", "answer", "text",
@@ -62,6 +64,8 @@ def tree_field(tree: str | list[Any]) -> None:
     for place, path in enumerate(tree if isinstance(tree, list) else []):
         if not isinstance(path, list) or any(type(index) is not int for index in path):
             raise ValueError(f"path {place} is {path!r}, expected a list of integers")
+    if isinstance(tree, str) and not tree.endswith(".json") and not sparse_nodes(tree):
+        check_static(read_tree(tree))
 
 
 @as_validated_field

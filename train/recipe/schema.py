@@ -11,6 +11,8 @@ from typing import Any
 
 from huggingface_hub.dataclasses import strict
 
+from headstart.infer.rules.registry import RULES
+
 from ..losses import LOSSES
 from .fields import (
     RecipeError,
@@ -254,7 +256,7 @@ class Train:
     packed_length: int | None = positive(None)  # null: as many as the longest row has
     dataloader_workers: int = number(
         0, ge=0, le=256
-    )  # processes that read rows ahead, for each process
+    )  # threads that read rows ahead, in each process
     # rows a step, of all processes and micro-batches; replaces gradient_accumulation, so that a
     # step is the same on any number of GPUs
     rows_per_step: int | None = positive(None)
@@ -269,6 +271,9 @@ class Train:
     eval_every: int | None = positive(None)  # steps between validations by real decoding
     feature_weight: float = number(0.0, ge=0)  # of the distance to the target's features (EAGLE)
     feature_cache_mb: float = number(512.0, ge=0)  # keep the target's features up to this size
+    # where that is too little: the first rows' features in files of so many GB, from which later
+    # epochs and runs read them; 0 computes them anew each time
+    feature_disk_gb: float = number(0.0, ge=0)
     from_: str | None = None  # key `from`: a head of the same family, whose weights are the first
     # go on from the last checkpoint of this run's training of fewer max_steps, with the schedule of
     # the new one from there on; without it, other max_steps are trained from the start
@@ -308,7 +313,8 @@ class Decode:
 
     # chain:K, cartesian:A,B,…, sparse:N, a list of paths (lists of integers), or a file of them
     tree: str | list[Any] = tree_field(default="chain:4")  # noqa: RUF009
-    rule: str = one_of("greedy", "match", "coupled")
+    # one of those whose text is that of plain decoding
+    rule: str = one_of(*(name for name, rule in RULES.items() if rule.same_text))
     # what validation and the benchmark continue: "same" as distillation (distill.prefix; prompts of
     # at most distill.prefix_tokens), or "window"
     prefix: str = one_of("same", "window")

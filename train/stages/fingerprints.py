@@ -18,7 +18,7 @@ NOT_DECIDING = frozenset({
     "distill.rounds", "distill.round_steps",
     "distill.openai.url", "distill.openai.api_key_env", "distill.openai.concurrency",
     "distill.openai.retries", "distill.openai.timeout",
-    "train.feature_cache_mb", "train.dataloader_workers", "train.compile",
+    "train.feature_cache_mb", "train.feature_disk_gb", "train.dataloader_workers", "train.compile",
     "train.activation_checkpointing", "target.device_map", "target.tp_plan",
     "target.attn_implementation",
     # what is told of it

@@ -3,15 +3,19 @@
 import copy
 import json
 import threading
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.heads import OptionError, UnsupportedTarget
-from headstart.heads.core import FusedLayers, fused, fused_products
+from headstart.heads import OptionError, TokenTree, UnsupportedTarget
+from headstart.heads.core import FusedLayers, fused, fused_products, fused_writes
+from headstart.heads.core.cache import SlabCache
 from headstart.infer import Speculator
 from headstart.infer.target import Target
+from headstart.infer.trees.static import StaticTree
 from tests.support.families import TREES, drafter, target
 from tests.support.interpreter import run_interpreted, without_triton
 from tests.support.tape import SAMPLED, decode
@@ -71,21 +75,89 @@ def test_on_a_cpu_fewer_operators_compute_the_same(name: str, dtype: torch.dtype
 def test_another_thread_runs_the_model_as_it_is() -> None:
     model, seen = target("tiny"), []
     with FusedLayers(model):
-        assert fused.is_fused()
-        thread = threading.Thread(target=lambda: seen.append(fused.is_fused()))
+        assert fused.fused_writes() is not None
+        thread = threading.Thread(target=lambda: seen.append(fused.fused_writes() is not None))
         thread.start()
         thread.join()
-    assert seen == [False] and not fused.is_fused()
+    assert seen == [False] and fused.fused_writes() is None
 
 
 def test_a_fused_layer_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="fused and compile") as caught:
         Speculator(target("tiny"), fused=True, compile="default")
     one_line(caught.value)
-    monkeypatch.setattr(fused, "rotate", lambda query, key, cos, sin: (query, key))
+    monkeypatch.setattr(fused_writes, "rotate", lambda q, k, cos, sin: (q.clone(), k.clone()))
     with pytest.raises(UnsupportedTarget, match="other logits with fused layers") as refused:
         Target(target("tiny"), fused=True)
     one_line(refused.value)
+
+
+class Names(TorchDispatchMode):
+    """How often each operator was called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def logits_of(runner: Target) -> tuple[torch.Tensor, Counter[str]]:
+    ids = torch.arange(10).view(2, -1)
+    topology, row = StaticTree([[0], [1], [0, 0]]).shape(2, ids.device)
+    tree = TokenTree(ids[:, :4], topology, None, row)
+    with torch.no_grad():
+        runner.prefill(ids, [5, 3], 16)
+        with Names() as names:
+            logits, _ = runner.verify(tree, torch.tensor([5, 3]), 5)
+        runner.commit(torch.tensor([[0, 1, 3], [0, 2, 2]]))
+        again, _ = runner.verify(tree, torch.tensor([6, 5]), 6)
+    return torch.cat([logits, again]), names.seen
+
+
+CHANGES = {
+    "another tensor": lambda key, value: (key.clone(), value),
+    "in place": lambda key, value: (key.mul_(2), value),
+    "values in place": lambda key, value: (key, value.add_(1)),
+    "a layer's heads in another order": lambda key, value: (key, value.flip(1)),
+}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_the_cache_is_written_with_the_rotary_embedding(name: str) -> None:
+    model = copy.deepcopy(tiny(name)).double()
+    layers = model.config.num_hidden_layers
+    found, seen = logits_of(Target(model, fused=True, attention="tree"))
+    expected, _ = logits_of(Target(model, attention="tree"))
+    assert torch.equal(found, expected)
+    assert (seen["rotate_and_write"], seen["rotate"], seen["write"]) == (layers, 0, 0)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_model_changes_is_written_as_it_is(
+    change: str, late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the first forward on, and once it was known that it changes nothing."""
+    model = copy.deepcopy(tiny("llama")).double()
+    runner, plain = Target(model, fused=True, attention="tree"), Target(model, attention="tree")
+    layers = [layer.self_attn.q_proj.forward.args[-1] for layer in model.model.layers]
+    assert all(layer.hands_on for layer in layers)
+    for layer in layers:
+        layer.hands_on = late
+    true = SlabCache.update
+
+    def update(cache: SlabCache, key: Any, value: Any, layer: int, *args: Any) -> Any:
+        return true(cache, *CHANGES[change](key, value), layer, *args)
+
+    monkeypatch.setattr(SlabCache, "update", update)
+    found, seen = logits_of(runner)
+    assert torch.equal(found, logits_of(plain)[0])
+    assert seen["write"] == len(layers)
+    assert seen["rotate_and_write"] == (len(layers) if late else 0)
+    assert not any(layer.hands_on for layer in layers)
 
 
 def worst() -> dict[str, float]:
@@ -104,13 +176,24 @@ def worst() -> dict[str, float]:
     for rows in (2, 1):
         given: list[Any] = [query[:rows], key[:rows]]
         given += [angle.expand(rows, -1, -1) for angle in angles]
-        plain: Any = fused.rotate(*given)
+        plain: Any = fused_writes.rotate(*given)
         pairs = zip(kernels.rotate(*given), plain, strict=True)
         found[f"rotate {rows}"] = torch.stack([(a - b).abs().max() for a, b in pairs])
     slots, value = torch.tensor([3, 4, 5, 12, 9, 8]), torch.randn(2, 2, 3, 10)
     ours, theirs = ([torch.zeros(16, 2, 24), torch.zeros(16, 2, 10)] for _ in range(2))
     kernels.write(ours[0], ours[1], slots, key, value)
-    fused.write(theirs[0], theirs[1], slots, key, value)
+    fused_writes.write(theirs[0], theirs[1], slots, key, value)
+    written = [[torch.zeros(16, 2, 24), torch.zeros(16, 2, 10)] for _ in range(2)]
+    both: list[list[Any]] = [
+        [query, key, *(angle.expand(2, -1, -1) for angle in angles), *each, slots, value]
+        for each in written
+    ]
+    turned: list[Any] = [
+        kernels.rotate_and_write(*both[0]), fused_writes.rotate_and_write(*both[1])
+    ]  # fmt: skip
+    pairs = zip([*turned[0], *written[0]], [*turned[1], *written[1]], strict=True)
+    found["rotate and write"] = torch.stack([(a - b).abs().max() for a, b in pairs])
+    assert all(bool(each.any()) for each in written[0])
     states = torch.randn(2, 9, 40)
     for sizes, bias in (((70, 20, 33), True), ((16, 16, 16), False)):
         weights = [torch.randn(size, 40) / 8 for size in sizes]
@@ -132,7 +215,7 @@ def worst() -> dict[str, float]:
 @without_triton
 def test_kernels_in_the_interpreter() -> None:
     off = run_interpreted(__name__)
-    assert len(off) == 9 and all(each <= 3e-5 for each in off.values()), off
+    assert len(off) == 10 and all(each <= 3e-5 for each in off.values()), off
 
 
 if __name__ == "__main__":

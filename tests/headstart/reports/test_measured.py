@@ -27,7 +27,6 @@ def test_the_table_says_what_was_measured() -> None:
     assert line(text, "speedup against plain") == "1.50× (1.25–2.00)"
     assert line(text, "speedup against generate") == "1.75× (1.50–2.25)"
     assert line(text, "plain decoding") == "2.00 ms a token"
-    assert line(text, "a bare loop") == "1.90 ms a token"
     assert line(text, "identical to plain") == "yes"
     assert line(text, "distinct 4-grams") == "75%"
     assert line(text, "tree") == "cartesian:2,1,1, 8 nodes"
@@ -50,10 +49,20 @@ def test_sampled_text_stands_beside_the_other() -> None:
     assert line(text, "sampled at temperature 0.6") == "τ 1.50, 1.25× plain (1.00–1.50)"
     assert line(text, "its text") == "identical to plain"
     assert line(text, "its distinct 4-grams") == "93%"
+    said = "at temperature 0.6, which repeats itself less: the same text, 1.2 times as fast"
+    assert said in " ".join(text.split()) and "drafting costs more" not in text
+    slower = SAMPLED | {"speedup_vs_plain": {"median": 0.9, "min": 0.8, "max": 1.1}}
+    (costs,) = remarks(REPORT | {"sampled": slower})
+    assert "drafting costs more than it saves" in costs
     wrong = table(REPORT | {"sampled": SAMPLED | {"identical_to_plain": False}})
     assert line(wrong, "its text") == "NOT as plain"
     before_commands = text.split("To try next:")[0]
     assert max(map(len, before_commands.splitlines())) <= 80
+
+
+def test_what_a_tiny_target_means_is_told() -> None:
+    (tiny,) = remarks(REPORT | {"target_parameters": 2_840_000, "target_seconds": 89.6})
+    assert "2.8 million parameters, trained for 90 s" in tiny
 
 
 def test_a_target_that_hardly_learnt_is_told() -> None:

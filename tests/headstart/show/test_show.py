@@ -91,6 +91,15 @@ def test_a_terminal_shows_the_text_and_figures_below_it(width: int) -> None:
     assert written.count("\x1b[?25l") == written.count("\x1b[?25h") == 1  # the cursor is back
 
 
+def test_what_the_text_continues_stands_in_front_of_it() -> None:
+    screen = Screen()
+    console = Console(file=screen, width=40, force_terminal=True, color_system="truecolor")
+    with ShowStreamer(Characters(), view=TerminalView(console, "def read(\x1b")) as streamer:
+        streamer.put_round(emitted([ord("x"), ord(")")], 0, 1))
+    assert screen_of(screen.getvalue(), 40)[0] == "def read(\\x1bx)"
+    assert str(streamer.text) == "x)"
+
+
 def test_control_characters_never_reach_a_terminal() -> None:
     evil = "a\x1b]0;title\x07b\x9b2Jc\rd\u202ee"
     written, _ = shown(evil, 80)

@@ -17,7 +17,7 @@ from headstart.heads.core import gumbel
 from headstart.infer.rules.matching import accept_matches, target_choices
 from headstart.infer.rules.registry import RULES, choose_rule, find_rule
 from headstart.infer.rules.rule_api import Text, Verified
-from headstart.infer.trees.children import Expansion
+from headstart.infer.trees.expansions import Expansion
 from headstart.train.recipe.schema import Decode
 from tests.support.tiny import one_line, path_to, random_parents
 
@@ -86,7 +86,6 @@ def test_the_rule_of_a_request() -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_a_recipe_takes_the_rules_of_plain_decodings_text(name: str) -> None:
-    """Its schema imports no torch, and so lists them itself."""
     if RULES[name].same_text:
         assert Decode(rule=name).rule == name
     else:

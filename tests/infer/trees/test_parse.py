@@ -11,7 +11,7 @@ import torch
 from headstart.heads import OptionError
 from headstart.infer import Beam, BestFirst, Policy, StaticTree, Union, parse_static, parse_tree
 from headstart.infer.measure.ranks import best_tree
-from headstart.infer.trees.parse import sparse_nodes
+from headstart.infer.trees.texts import read_tree, sparse_nodes
 from tests.support.tiny import one_line
 
 SPARSE = [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 1], [1, 0, 0], [0, 0, 1, 0]]
@@ -34,6 +34,8 @@ def test_forms(text: str) -> None:
     tree = parse_tree(text)
     assert (tree.nodes, tree.max_depth) == FORMS[text]
     assert str(tree) == text and parse_tree(tree) is tree
+    shape = read_tree(text)  # without torch
+    assert (shape.nodes, shape.max_depth) == FORMS[text]
     assert tree.in_place == (text in ("chain:3", "plain"))
 
 

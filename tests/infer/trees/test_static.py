@@ -12,7 +12,8 @@ from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 from headstart.heads import Drafter, OptionError, Sampling, Step, TokenTree
 from headstart.heads.core import Stream, place, row_seeds
 from headstart.infer import Speculator, StaticTree
-from headstart.infer.trees.children import SAMPLED, Children
+from headstart.infer.trees.children import Children
+from headstart.infer.trees.expansions import SAMPLED
 from headstart.infer.trees.parse import parse_static
 from headstart.infer.trees.policy import Committed
 from tests.support.scripted import ScriptedConfig, committed

@@ -1,9 +1,6 @@
 """Batches: each row once an epoch, equal work for processes, little padding, exact tensors."""
 
-import multiprocessing
-import os
-import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,14 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from headstart.train.data.batches import Batches, batch_loader, collate, collate_packed
+from headstart.train.data import training_rows
+from headstart.train.data.batches import (
+    Batches,
+    batch_loader,
+    collate,
+    collate_packed,
+    read_ahead,
+)
 from headstart.train.data.packing import Packs
 from headstart.train.data.prefixes import encode
 from headstart.train.data.reading import read_documents
@@ -144,6 +148,11 @@ def same(one: dict[str, Any], two: dict[str, Any]) -> bool:
     return one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
 
 
+def loaded(rows: Rows, batches: Batches, workers: int) -> list[dict[str, Any]]:
+    loader = iter(batch_loader(rows, batches, workers))
+    return list(read_ahead(loader, 2 * workers) if workers else loader)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_workers_load_what_the_process_loads_itself(tmp_path: Path, packed: bool) -> None:
     write_shard(tmp_path / "train-00000-of-00001", drawn(40), {})
@@ -151,34 +160,46 @@ def test_workers_load_what_the_process_loads_itself(tmp_path: Path, packed: bool
 
     def load(workers: int) -> list[dict[str, Any]]:
         packs = Packs(rows.lengths) if packed else None
-        return list(batch_loader(rows, Batches(rows.lengths, 4, packs=packs), workers))
+        return loaded(rows, Batches(rows.lengths, 4, packs=packs), workers)
 
     alone, helped = load(0), load(2)
     assert len(alone) == len(helped) and all(map(same, alone, helped))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_workers_outlive_the_signal_that_asks_training_to_end(number: signal.Signals) -> None:
-    """Which launchers send to all processes; the training ends its workers itself."""
+def test_rows_are_read_ahead_and_no_further() -> None:
+    """A batch for each slot is begun before it is asked for; a fault is raised where it is used."""
     stored = Rows.of(drawn(40))
-    alone = list(batch_loader(stored, Batches(stored.lengths, 4)))
-    before = set(multiprocessing.active_children())
-    batches = iter(batch_loader(stored, Batches(stored.lengths, 4), workers=2))
-    helped = [next(batches), next(batches)]  # one of each worker, which both have begun
-    workers = set(multiprocessing.active_children()) - before
-    for worker in workers:
-        os.kill(worker.pid or 0, number)
-    helped += batches
-    assert len(workers) == 2 and len(alone) == len(helped) and all(map(same, alone, helped))
-    del batches
-    assert not any(worker.is_alive() for worker in workers)
+    asked: list[int] = []
+
+    class Seen(Batches):
+        def __iter__(self) -> Iterator[list[Any]]:
+            for at, units in enumerate(super().__iter__()):
+                asked.append(at)
+                yield units if at != 7 else [len(stored)]
+
+    batches = read_ahead(iter(batch_loader(stored, Seen(stored.lengths, 4), workers=2)), 4)
+    for at in range(7):
+        next(batches)
+        assert asked == list(range(at + 5)[:10])
+    with pytest.raises(IndexError, match="row 40 of 40"):
+        next(batches)
+
+
+def test_threads_read_many_shards_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More files than stay open: what one thread closes another may be about to read."""
+    monkeypatch.setattr(training_rows, "_OPEN", 2)
+    for shard in range(8):
+        write_shard(tmp_path / f"train-{shard:05d}-of-00008", drawn(25), {})
+    rows = Rows.load(tmp_path)
+    alone = list(batch_loader(rows, Batches(rows.lengths, 4)))
+    assert all(map(same, alone, loaded(rows, Batches(rows.lengths, 4), 8)))
 
 
 def test_loading_draws_nothing_that_training_draws_from() -> None:
     rows = Rows.of(drawn(10))
     state = torch.get_rng_state()
     for workers in (0, 1):
-        list(batch_loader(rows, Batches(rows.lengths, 4), workers))
+        loaded(rows, Batches(rows.lengths, 4), workers)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -1,6 +1,7 @@
 """Tokenising: the ids that the tokenizer itself gives, in order, and little memory for them."""
 
 import random
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +16,6 @@ from headstart.train.data.documents import Document
 from headstart.train.data.tokenising import Encoder, Ragged, tokenise
 from headstart.train.scratch_target import train_tokenizer
 from tests.support.chats import CHATML, chat_tokenizer
-from tests.support.memory import own_megabytes
 
 TEXTS = [f"{word} of text {number}" * (number % 5) for number, word in enumerate("abcdefghij")]
 
@@ -132,11 +132,15 @@ def test_many_ids_take_no_memory_of_the_process(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(tokenising, "_encoded", many)
     found = []
-    for limit in (1 << 24, 1 << 30):
-        monkeypatch.setattr(tokenising, "_IN_MEMORY", limit)
-        before = own_megabytes()
-        rows = tokenise(None, [])  # type: ignore[arg-type]
-        assert [int(row[7]) for row in rows] == list(range(300))
-        found.append(own_megabytes() - before)
-        del rows
+    tracemalloc.start()
+    try:
+        for limit in (1 << 24, 1 << 30):
+            monkeypatch.setattr(tokenising, "_IN_MEMORY", limit)
+            before = tracemalloc.get_traced_memory()[0]
+            rows = tokenise(None, [])  # type: ignore[arg-type]
+            assert [int(row[7]) for row in rows] == list(range(300))
+            found.append((tracemalloc.get_traced_memory()[0] - before) / 1e6)
+            del rows
+    finally:
+        tracemalloc.stop()
     assert found[0] < 25 and found[1] > 50, found

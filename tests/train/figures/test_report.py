@@ -45,7 +45,7 @@ def page() -> Page:
     tree = tree_picture([[0], [1], [0, 0], [0, 0, 0]], [0.6, 0.2, 0.3, 0.1])
     return Page(
         EVIL, EVIL, [(EVIL, EVIL)], [*pictures, tree], [Table(EVIL, [EVIL], [[EVIL]])],
-        [Sample(EVIL, [(EVIL, 0), (EVIL, 3), (EVIL, 99)])], EVIL, [(EVIL, EVIL)], [EVIL],
+        [Sample(EVIL, [(EVIL, 0), (EVIL, 3), (EVIL, 99)], EVIL)], EVIL, [(EVIL, EVIL)], [EVIL],
     )  # fmt: skip
 
 
@@ -74,7 +74,11 @@ def read(text: str) -> References:
 
 
 def test_nothing_outside_of_the_file_is_asked_for(tmp_path: Path) -> None:
-    text = write_page(page(), tmp_path / "report.html", pictures=True).read_text()
+    names = [each.name for each in page().pictures]
+    (tmp_path / "earlier.png").touch()
+    (tmp_path / "of a user.png").touch()
+    written = write_page(page(), tmp_path / "report.html", [*names, "earlier"])
+    text = written.read_text()
     found = read(text)
     assert {"svg", "table", "figure"} <= set(found.tags)
     assert not {"script", "iframe", "img", "object", "embed"} & set(found.tags)
@@ -85,7 +89,7 @@ def test_nothing_outside_of_the_file_is_asked_for(tmp_path: Path) -> None:
     assert "#010203" not in text  # ink is the page's
     assert 'class="d8" title="drafted at depth 99"' in text
     drawn = {path.stem for path in tmp_path.glob("*.png")}
-    assert drawn == {each.name for each in page().pictures}
+    assert drawn == {*names, "of a user"}
 
 
 def test_a_reference_would_be_found() -> None:
@@ -97,7 +101,7 @@ def test_without_matplotlib_the_page_says_so(
 ) -> None:
     shown = page()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    text = write_page(shown, tmp_path / "report.html", pictures=True).read_text()
+    text = write_page(shown, tmp_path / "report.html", ["bars"]).read_text()
     assert "pip install matplotlib" in text and "<svg" not in text
     assert not list(tmp_path.glob("*.png"))
 
@@ -111,7 +115,8 @@ def test_pieces_are_whole_characters_with_their_depth() -> None:
     rounds = [(3, 3), (3, 4)]
     assert depths_of(rounds) == [0, 1, 2, 0, 1, 2, 3]
     # é is drafted at depth 1 and 2; of the three bytes of € one is the target's own.
-    found = sample("x", Bytes(), ids, rounds)
+    found = sample("x", Bytes(), ids, rounds, list(b"one\ntwo("))
+    assert found.before == "two("
     assert found.pieces == [("a", 0), ("é", 2), ("€", 0), ("b", 3)]
 
 

@@ -1,8 +1,6 @@
 """Epochs, and runs that go on within one: exactly, and without reading what was trained on."""
 
-import json
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +11,13 @@ from headstart.heads import OptionError
 from headstart.train.data.training_rows import Rows
 from headstart.train.fit import epochs
 from headstart.train.fit.epochs import steps_of
-from tests.support.paths import ROOT
-from tests.support.ragged_run import COUNT, cut_in_two, ragged_rows, ragged_trainer
-from tests.support.recipes import launch
+from tests.support.ragged_run import (
+    COUNT,
+    cut_in_two,
+    ragged_rows,
+    ragged_trainer,
+    run_in_two_processes,
+)
 from tests.support.training import IDLE, check_same_checkpoints, tensors
 
 FILES = ("model.safetensors", "optimizer.pt")
@@ -125,12 +127,7 @@ def test_two_processes_go_on_within_an_epoch(tmp_path: Path) -> None:
     """Byte for byte, and to the weights of one process that takes twice the rows."""
     rows = ragged_rows(tmp_path / "rows")
     train = {"batch_size": 3, "gradient_accumulation": 2, "dataloader_workers": 1}
-    done = launch(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2",
-         "-m", "tests.support.ragged_run", str(tmp_path), json.dumps(train)],
-        ACCELERATE_USE_CPU="true", PYTHONPATH=str(ROOT),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
+    run_in_two_processes(tmp_path, train)
     for rank in (0, 1):
         assert (tmp_path / f"witness-{rank}").read_text() == "MULTI_CPU 2"
     check_same_checkpoints(tmp_path, *FILES)

@@ -100,15 +100,16 @@ def token_tree(axes: Axes, paths: Sequence[Sequence[int]], shares: Sequence[floa
         return height[path]
 
     likely = sorted(known, key=lambda path: -share.get(path, 0.0))[:_LABELLED]
+    likely = [path for path in likely if share.get(path, 0.0) >= 0.005]
     axes.plot(0, place(()), "o", ms=9, color="gray")
     for path in known:
         x, y = len(path), place(path)
         axes.plot([x - 1, x], [place(path[:-1]), y], color="gray", lw=1, alpha=0.6, zorder=0)
         size = 4 + 8 * math.sqrt(share.get(path, 0.3))
         axes.plot(x, y, "o", ms=size, color=depth_color(len(path)))
-        if path in share and path in likely:
-            axes.annotate(f"{share[path]:.0%}", (x, y), (0, 7), textcoords="offset points",
-                          ha="center", fontsize="x-small")  # fmt: skip
+        if path in likely:  # to the right of the line that comes from above
+            axes.annotate(f"{share[path]:.0%}", (x, y), (3, 6), textcoords="offset points",
+                          fontsize="x-small")  # fmt: skip
     deepest = max(map(len, known), default=1)
     axes.set(xlim=(-0.4, deepest + 0.4), ylim=(-len(leaves) + 0.4, 0.8), yticks=[])
     axes.set_xticks(range(deepest + 1), ["root", *map(str, range(1, deepest + 1))])
@@ -117,21 +118,28 @@ def token_tree(axes: Axes, paths: Sequence[Sequence[int]], shares: Sequence[floa
 
 
 def round_parts(axes: Axes, parts: Mapping[str, Mapping[str, float]]) -> None:
-    """A bar for each way: milliseconds of a round by what takes them."""
+    """A bar for each way: milliseconds of a round by what takes them.
+
+    What is too narrow for its figure has none among several ways; of a single one the legend has
+    all figures.
+    """
     labels = {"verify": "the target verifies", "draft": "the drafter drafts", "loop": "the loop"}
     left = [0.0] * len(parts)
     for (name, label), color in zip(labels.items(), COLORS, strict=False):
         widths = [max(of.get(name, 0.0), 0.0) for of in parts.values()]
+        if len(parts) == 1:
+            label = f"{label}: {widths[0]:.2f}"
         axes.barh(range(len(parts)), widths, left=left, color=color, height=0.55, label=label)
         for row, (start, width) in enumerate(zip(left, widths, strict=True)):
-            if width > 0.13 * max(sum(of.values()) for of in parts.values()):
+            widest = max(sum(of.values()) for of in parts.values())
+            if len(parts) > 1 and width > 0.13 * widest:
                 axes.annotate(f"{width:.2f}", (start + width / 2, row), ha="center", va="center",
                               color="white", fontsize="small")  # fmt: skip
         left = [start + width for start, width in zip(left, widths, strict=True)]
     _rows(axes, list(parts))
     axes.set_xlabel("milliseconds a round")
-    axes.legend(fontsize="small", loc="upper center", bbox_to_anchor=(0.45, 1.2), ncols=3,
-                handlelength=1, columnspacing=0.9)  # fmt: skip
+    axes.figure.legend(fontsize="small", loc="outside lower center", ncols=3, handlelength=1,
+                       columnspacing=0.9)  # fmt: skip
 
 
 def ratios(axes: Axes, found: Mapping[str, Mapping[str, Any]], label: str) -> None:

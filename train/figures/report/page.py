@@ -10,7 +10,7 @@ import html
 import importlib.util
 import io
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,10 +56,15 @@ class Picture:
 
 @dataclass(frozen=True)
 class Sample:
-    """A text in pieces, each with the depth at which it was drafted; 0 for the target's own."""
+    """A text in pieces, each with the depth at which it was drafted; 0 for the target's own.
+
+    Attributes:
+        before: what the text continues, on the same line.
+    """
 
     title: str
     pieces: list[tuple[str, int]]
+    before: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,15 +98,22 @@ class Page:
     notes: list[str] = field(default_factory=list)
 
 
-def write_page(page: Page, path: Path, pictures: bool = False) -> Path:
-    """Write the page, and beside it each of its `pictures` as PNG; returns the page's path.
+def write_page(page: Page, path: Path, pictures: Collection[str] = ()) -> Path:
+    """Write the page, and beside it its pictures as PNG; returns the page's path.
+
+    Args:
+        pictures: the names of all that such a page may have; those that an earlier page in its
+            place had, and this one has not, are removed. Without names there is no PNG.
 
     Without matplotlib the page has its tables and texts, and says why it has no picture.
     """
     drawn = importlib.util.find_spec("matplotlib") is not None
     shown = [(each, _svg(each)) for each in page.pictures] if drawn else []
     if drawn and pictures:
+        for name in set(pictures).difference(each.name for each in page.pictures):
+            path.with_name(f"{name}.png").unlink(missing_ok=True)
         for each in page.pictures:
+            assert each.name in pictures
             save_png(each, path.with_name(f"{each.name}.png"))
     write_atomically(path, render(page, shown, drawn))
     return path
@@ -140,7 +152,9 @@ def draw(picture: Picture, ink: str) -> Figure:
         axes = figure.subplots()
         picture.draw(axes)
         axes.set_title("")  # the page has it as text
-        axes.set_title("" if ink == _INK else picture.title, loc="left")
+        if ink != _INK:  # over the whole width: beside long names the axes are narrow
+            size = mpl.rcParams["axes.titlesize"]
+            figure.suptitle(picture.title, x=0.01, ha="left", fontsize=size)
     return figure
 
 

@@ -27,9 +27,11 @@ def environment(device: str, dtype: str) -> list[tuple[str, str]]:
     import torch
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    count = torch.get_num_threads()
+    threads = f"{count} thread{'s' if count > 1 else ''} used"
     rows = [
         ("device, dtype", f"{device}, {dtype}"),
-        ("processor", f"{_processor()}, {cores} cores, {torch.get_num_threads()} threads used"),
+        ("processor", f"{_processor()}, {cores} cores, {threads}"),
         ("system", f"{platform.system()} {platform.machine()}, Python {sys.version.split()[0]}"),
     ]
     if torch.cuda.is_available():
@@ -71,9 +73,18 @@ def depths_of(rounds: Iterable[Sequence[int]]) -> list[int]:
 
 
 def sample(
-    title: str, tokenizer: Any, ids: Sequence[int], rounds: Iterable[Sequence[int]]
+    title: str,
+    tokenizer: Any,
+    ids: Sequence[int],
+    rounds: Iterable[Sequence[int]],
+    prompt: Sequence[int] = (),
 ) -> Sample:
-    """New tokens as a text with the depth of each piece; whole characters alone are pieces."""
+    """New tokens as a text with the depth of each piece; whole characters alone are pieces.
+
+    Args:
+        prompt: the last tokens before them, of which the last line is shown.
+    """
     reader = PieceReader(tokenizer)
     pieces = [*reader.add(ids, depths_of(rounds)), *reader.end()]
-    return Sample(title, [(piece.text, piece.depth) for piece in pieces])
+    before = tokenizer.decode(list(prompt)).rpartition("\n")[2] if prompt else ""
+    return Sample(title, [(piece.text, piece.depth) for piece in pieces], before)

@@ -79,7 +79,7 @@ def tree_picture(paths: Sequence[Sequence[int]], shares: Sequence[float] | None)
     leaves = {tuple(path) for path in paths} - {tuple(path[:-1]) for path in paths}
     said = "A node is a drafted token; siblings stand in the drafter's order, its best on top."
     if shares:
-        said += " The share of positions at which the target wrote just this path; the likeliest."
+        said += " A figure is the share of positions at which the target wrote just this path."
     draw = partial(drawings.token_tree, paths=paths, shares=shares)
     return Picture("tree", "The token tree", said, draw, rows=min(len(leaves), 26))
 

@@ -1,0 +1,76 @@
+"""The items of `smoke` about choosing tokens: kernels, and what they do without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers.generation.logits_process import TopPLogitsWarper
+
+from headstart.heads.core import nucleus
+from headstart.heads.core.cache import no_kernel
+from headstart.infer.measure.timing import Stopwatch
+from headstart.infer.rules import traversal
+from headstart.infer.rules.levels import judge_all
+
+from ..rule_launches import top_p, verified_at
+from .smoke_items import Items, Place
+
+
+def sampling(place: Place) -> Items:
+    """Top-p for one row and for a tree's, and traversal by level and from node to node."""
+    vocabulary = 128_256 if place.full else 500
+    for rows in (1, 64):
+        yield f"top-p, {rows} rows", partial(_top_p, place, rows, vocabulary)
+    for tree in ("chain:5", "cartesian:2,2,2,2,2"):
+        yield f"traversal, {tree}", partial(_traversal, place, tree, vocabulary)
+
+
+def _top_p(place: Place, rows: int, vocabulary: int) -> dict[str, Any]:
+    """The sets are alike but for a token where rounding decides."""
+    generator = torch.Generator().manual_seed(0)
+    scores = (4 * torch.randn(rows, vocabulary, generator=generator)).to(place.device)
+    share = torch.tensor(0.9, dtype=torch.float64, device=place.device)
+    warper: Any = TopPLogitsWarper(0.9)
+    warper.top_p = share
+    own, true = nucleus.top_p(scores, share, -torch.inf), warper(None, scores)
+    off = int(((own == -torch.inf) != (true == -torch.inf)).sum(-1).max())
+    if off > 2:
+        raise AssertionError(f"it keeps other tokens than the warper: {off} of them in a row")
+    ways = {"ms": partial(nucleus.top_p, scores, share, -torch.inf)}
+    ways["sorting_ms"] = partial(warper, None, scores)
+    kept = int((own > -torch.inf).sum(-1).max())
+    return {"off": off, "kept": kept, **_times(place, ways), **_missing(place)}
+
+
+@torch.no_grad()
+def _traversal(place: Place, tree: str, vocabulary: int) -> dict[str, Any]:
+    """The weights of all nodes are alike."""
+    verified = verified_at(tree, vocabulary, top_p(place.device), place.device)
+    plain, found = traversal.node_weights(verified)[1], judge_all(verified)[1]
+    difference = (plain - found).abs().max().item()
+    if not difference <= 1e-3:
+        raise AssertionError(f"its weights differ from the definition's by {difference:.2g}")
+    ways = {"ms": partial(_by, True, verified), "by_node_ms": partial(_by, False, verified)}
+    return {"difference": difference, **_times(place, ways), **_missing(place)}
+
+
+def _by(level: bool, verified: Any) -> object:
+    with mock.patch.object(traversal, "at_once", lambda verified: level):
+        return traversal.traversal(verified)
+
+
+def _times(place: Place, ways: dict[str, Callable[[], object]]) -> dict[str, float]:
+    watch, found = Stopwatch(place.device), {}
+    for name, work in ways.items():
+        watch.time(work, 2)
+        found[name] = min(watch.time(work, 5) for _ in range(3))
+    return found
+
+
+def _missing(place: Place) -> dict[str, str]:
+    reason = no_kernel(place.device)
+    return {} if reason is None else {"kernel": reason}

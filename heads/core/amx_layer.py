@@ -1,0 +1,273 @@
+"""A Llama's whole decoder layer as one call of a kernel, over a slab cache.
+
+Between a layer's products Python and torch take as long as reading a tenth of its weights, and the
+cores wait. In one call they read on. Layers are found by what they are made of, and run so where a
+trial shows that they do the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import functools
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaModel
+from transformers.models.mistral.modeling_mistral import MistralModel
+
+from .amx import MOST_ROWS, AmxLinear, attention_of, kernels, plain
+from .cache import LayerShape, SlabCache
+from .few_rows import attends_in_few_rows
+
+_NORMS = ("input_layernorm", "post_attention_layernorm")
+_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+_GATED = ("gate_proj", "up_proj", "down_proj")
+_WEIGHTS, _BIASES = ctypes.c_void_p * 9, ctypes.c_void_p * 7
+_LOOPS = (LlamaModel, MistralModel)  # they call all layers in order, alike, and nothing in between
+_SLACK = 1.5  # the kernel may be so many times as far from float32: few numbers, much chance
+_KNOWN = {"position_ids", "use_cache"}  # and what is used
+
+
+class WholeLayer:
+    """What a decoder layer is made of, and the call that runs it.
+
+    Attributes:
+        norms, products: of these layers; products in the order of `amx.c`.
+        sizes: a head's dimension, and what scores are multiplied by.
+    """
+
+    def __init__(self, layer: Any):
+        self.layer, self.attention = layer, layer.self_attn
+        self.norms: list[Any] = [getattr(layer, name) for name in _NORMS]
+        self.products: list[Any] = [getattr(layer.self_attn, name) for name in _ATTENTION]
+        self.products += [getattr(layer.mlp, name) for name in _GATED]
+        self._parts = [layer.self_attn, layer.mlp, *self.norms, *self.products]
+        self.sizes = layer.self_attn.head_dim, layer.self_attn.scaling
+        self._eps = [norm.variance_epsilon for norm in self.norms]
+
+    @classmethod
+    def of(cls, layer: Any) -> WholeLayer | None:
+        """A decoder layer that is made as a Llama's is; None for others."""
+        names = {name for name, _ in layer.named_children()}
+        if names != {*_NORMS, "self_attn", "mlp"}:
+            return None
+        for part, inner in ((layer.self_attn, _ATTENTION), (layer.mlp, (*_GATED, "act_fn"))):
+            if {name for name, _ in part.named_children()} != {*inner}:
+                return None
+        if not all(hasattr(layer.self_attn, name) for name in ("head_dim", "scaling", "layer_idx")):
+            return None
+        if not all(hasattr(getattr(layer, name), "variance_epsilon") for name in _NORMS):
+            return None
+        if layer.self_attn.head_dim % 32:
+            return None
+        found = cls(layer)
+        return found if all(type(each) is AmxLinear for each in found.products) else None
+
+    def run(self, states: Tensor, **options: Any) -> Tensor | None:
+        """The layer's output [B, N, D]; None, with nothing done, where it does not fit."""
+        return self.compute(states, **options) if self.fits(states, **options) else None
+
+    def fits(
+        self,
+        states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        position_embeddings: Any = None,
+        **options: Any,
+    ) -> bool:
+        """Whether the kernel does what the layer would with these arguments."""
+        if not isinstance(past_key_values, SlabCache) or position_embeddings is None:
+            return False
+        if not _KNOWN.issuperset(options) or self.attention.config._attn_implementation != "sdpa":
+            return False
+        key = past_key_values.places(self.attention.layer_idx)[0]
+        return self._takes(states, attention_mask, position_embeddings, key) and self.is_ready()
+
+    def compute(
+        self,
+        states: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        position_embeddings: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        """The layer's output [B, N, D], of arguments that fit."""
+        key, value, slots, first = past_key_values.places(self.attention.layer_idx)
+        (batch, nodes, width), (size, scale) = states.shape, self.sizes
+        out = torch.empty_like(states)
+        group = self.products[0].out_features // self.products[1].out_features
+        shape = batch, key.shape[1] * group, nodes, size
+        now = attention_of(shape, key, value, attention_mask, scale)
+        weights = [each.weight.data_ptr() for each in (*self.norms, *self.products)]
+        biases = [None if e.bias is None else e.bias.data_ptr() for e in self.products]
+        cos, sin = position_embeddings
+        kernels().decoder_layer(
+            states.data_ptr(), out.data_ptr(), _WEIGHTS(*weights), _BIASES(*biases), *self._eps,
+            width, self.products[4].out_features, cos.data_ptr(), sin.data_ptr(), now,
+            None if slots is None else slots.data_ptr(), first, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
+
+    def _takes(
+        self, states: Tensor, mask: Tensor | None, angles: tuple[Tensor, Tensor], key: Tensor
+    ) -> bool:
+        batch, nodes = states.shape[:2]
+        cos, sin = angles
+        if not 0 < batch * nodes <= MOST_ROWS or not plain(states, cos, sin):
+            return False
+        if cos.shape != (batch, nodes, self.sizes[0]) or cos.shape != sin.shape:
+            return False
+        if mask is None and nodes > 1:
+            return False
+        if mask is not None:
+            shape = (mask.shape[1], *mask.shape[2:])
+            known = mask.dtype == states.dtype and mask.stride(-1) == 1
+            if not known or shape != (1, nodes, key.shape[2]):
+                return False
+        return key.dtype == states.dtype and key.shape[0] == batch
+
+    def is_ready(self) -> bool:
+        """Whether the parts are what they were: they may have been given hooks, or another type."""
+        for part in self._parts:
+            if part._forward_hooks or part._forward_pre_hooks:
+                return False
+        for each in self.products:
+            if type(each) is not AmxLinear:
+                return False
+        return plain(*[each.weight for each in (*self.norms, *self.products)])
+
+
+class _Found(threading.local):
+    """What all layers made of this thread's states, until the last one has passed it on."""
+
+    def __init__(self) -> None:  # in each thread; compilers overlook what hides a class's own
+        self.states: Tensor | None = None
+
+
+class Stack:
+    """Decoder layers that follow each other; the first runs all, and the others pass that on.
+
+    Args:
+        layers: of a model whose loop over them does nothing in between; else one alone.
+    """
+
+    def __init__(self, layers: list[tuple[nn.Module, WholeLayer]]):
+        self.layers, self._found = layers, _Found()
+
+    def run(self, layer: nn.Module, whole: WholeLayer, states: Tensor, options: Any) -> Any:
+        """What comes out of a layer; None where it must run as it is."""
+        if self._found.states is not None and states is self._found.states:
+            if layer is self.layers[-1][0]:
+                self._found.states = None
+            return states
+        self._found.states = None
+        if not whole.fits(states, **options):
+            return None
+        first = layer is self.layers[0][0] and len(self.layers) > 1
+        if not first or not self._unheard():
+            return whole.compute(states, **options)
+        for _, each in self.layers:
+            states = each.compute(states, **options)
+        self._found.states = states
+        return states
+
+    def _unheard(self) -> bool:
+        """Whether nobody listens to a layer, and all are as they were."""
+        for layer, whole in self.layers:
+            if layer._forward_hooks or layer._forward_pre_hooks or not whole.is_ready():
+                return False
+        return True
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
+        memo[id(self)] = made = Stack([])
+        made.layers = copy.deepcopy(self.layers, memo)
+        return made
+
+
+def take_whole_layers(model: nn.Module) -> int:
+    """Let decoder layers of a packed model run as one call in forwards over trees; how many do.
+
+    The first is tried on made-up states, and the others are like it: see `_is_as_exact`. Layers
+    that do already are not tried again.
+    """
+    parts: list[Any] = list(model.modules())
+    found = [(layer, WholeLayer.of(layer)) for layer in parts if "forward" not in vars(layer)]
+    new = [(layer, whole) for layer, whole in found if whole is not None]
+    if new and kernels() is not None and _is_as_exact(*new[0]):
+        _take_all(parts, dict(new))
+    return sum(map(_is_taken, parts))
+
+
+def _take_all(parts: list[Any], wholes: dict[nn.Module, WholeLayer]) -> None:
+    """Take decoder layers, and those together that a model of `parts` calls in order."""
+    for part in parts:
+        listed: Any = getattr(part, "layers", None)
+        looped = type(part) in _LOOPS and len(listed) == part.config.num_hidden_layers
+        if looped and all(layer in wholes for layer in listed):
+            _take(Stack([(layer, wholes.pop(layer)) for layer in listed]))
+    for layer, whole in wholes.items():
+        _take(Stack([(layer, whole)]))
+
+
+def _take(stack: Stack) -> None:
+    for layer, whole in stack.layers:
+        layer.forward = functools.partial(_either, layer, whole, stack)
+
+
+def _is_taken(layer: nn.Module) -> bool:
+    forward = vars(layer).get("forward")
+    return isinstance(forward, functools.partial) and forward.func is _either
+
+
+def _either(
+    layer: nn.Module, whole: WholeLayer, stack: Stack, states: Tensor, *args: Any, **options: Any
+) -> Any:
+    if not args and attends_in_few_rows():
+        found = stack.run(layer, whole, states, options)
+        if found is not None:
+            return found
+    return type(layer).forward(layer, states, *args, **options)
+
+
+@torch.no_grad()
+def _is_as_exact(layer: Any, whole: WholeLayer) -> bool:
+    """Whether the kernel is no further from float32 than the layer itself, over made-up states.
+
+    Of two rows of five nodes, and then of one each that sees them without a mask.
+    """
+    draws = torch.Generator().manual_seed(0)
+    wide: Any = copy.deepcopy(layer).float()
+    size, heads = layer.self_attn.head_dim, whole.products[1].out_features // whole.sizes[0]
+    number = layer.self_attn.layer_idx + 1
+    ways: dict[str, Any] = {"own": layer, "true": wide, "whole": whole.run}
+    caches = {}
+    for name in ways:
+        dtype = torch.float32 if name == "true" else torch.bfloat16
+        shape = LayerShape(torch.device("cpu"), dtype, (heads, size), (heads, size))
+        caches[name] = SlabCache([shape] * number, 2, 64)
+    errors = []
+    for first, nodes in ((0, 5), (5, 1)):
+        states = torch.randn(2, nodes, whole.products[0].in_features, generator=draws)
+        angles = torch.rand(2, nodes, size // 2, generator=draws).repeat(1, 1, 2) * 6
+        later = torch.ones(nodes, 64).triu(1 + first)[None, None] * -1e9
+        found = {}
+        for name, way in ways.items():
+            dtype = caches[name].dtype
+            live = 64 if nodes > 1 else first + 1
+            caches[name].set_slots(range(first, first + nodes), live)
+            found[name] = way(
+                states.bfloat16().to(dtype),
+                attention_mask=later.to(dtype) if nodes > 1 else None,
+                past_key_values=caches[name],
+                position_embeddings=tuple(
+                    each.bfloat16().to(dtype) for each in (angles.cos(), angles.sin())
+                ),
+            )
+            if found[name] is None:
+                return False
+        true = found.pop("true")
+        errors.append([(found[name].float() - true).norm().item() for name in ("whole", "own")])
+    return all(ours <= _SLACK * own for ours, own in errors)

@@ -1,0 +1,100 @@
+"""The numbers of trees that are searched for, and the parts of a union; they need no torch."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
+
+from headstart.heads import OptionError
+
+from .limits import check_size
+
+
+class Shape(Protocol):
+    """What is known of a tree from its text: N, the root counted, and the deepest level."""
+
+    nodes: int
+    max_depth: int
+
+
+class BestFirstShape:
+    """The numbers of `best-first:NODES,WIDTH,DEPTH[,FRONTIER]`, see `BestFirst`.
+
+    Raises:
+        OptionError: numbers that make no tree, leave nodes without a use, or exceed the `limits`.
+    """
+
+    def __init__(self, nodes: int, width: int, depth: int, frontier: int | None = None):
+        self.nodes, self.width, self.max_depth, self.frontier = nodes, width, depth, frontier
+        if min(nodes - 1, width, depth, frontier or 1) < 1:
+            raise OptionError(
+                f"tree {self} has no node beside the root; expected at least 2 nodes, and width, "
+                "depth and frontier from 1."
+            )
+        check_size(str(self), nodes, depth)
+        narrowest = frontier or min(width, nodes - 1)  # with any drafter at least so many
+        check_size(str(self), candidates=self.ranked(narrowest))
+        self.check_ranked(frontier or nodes - 1)
+
+    def __str__(self) -> str:
+        numbers = [self.nodes, self.width, self.max_depth, self.frontier]
+        return "best-first:" + ",".join(str(number) for number in numbers if number is not None)
+
+    def ranked(self, frontier: int) -> int:
+        """How many nodes are ranked in a round when so many of a level are extended."""
+        extended, candidates = 1, 0
+        for _ in range(self.max_depth):
+            candidates += extended * self.width
+            extended = min(frontier, extended * self.width)
+        return candidates
+
+    def check_ranked(self, frontier: int) -> None:
+        """Refuse a tree of more nodes than are ranked."""
+        candidates = self.ranked(frontier)
+        if candidates < self.nodes - 1:
+            raise OptionError(
+                f"tree {self} never has more than {candidates + 1} nodes when {frontier} of a "
+                "level are extended; lower its nodes, or raise width, depth or frontier."
+            )
+
+
+class BeamShape:
+    """The numbers of `beam:WIDTH,LENGTH[,NODES]`, see `Beam`.
+
+    Raises:
+        OptionError: numbers that make no tree, leave nodes without a use, or exceed the `limits`.
+    """
+
+    def __init__(self, width: int, length: int, nodes: int | None = None):
+        self.width, self.max_depth, self._cut = width, length, nodes
+        most = 1 + width * length
+        self.nodes = most if nodes is None else nodes
+        if min(width, length) < 1 or not 1 < self.nodes <= most:
+            raise OptionError(
+                f"tree {self} makes no beams; expected width and length from 1, and from 2 to "
+                "1 + width * length nodes."
+            )
+        check_size(str(self), self.nodes, length, width * width * length)
+
+    def __str__(self) -> str:
+        cut = "" if self._cut is None else f",{self._cut}"
+        return f"beam:{self.width},{self.max_depth}{cut}"
+
+
+class UnionShape:
+    """The parts of `TREE+TREE`, see `Union`.
+
+    Raises:
+        OptionError: fewer than two, one without a node, or together more than the `limits` allow.
+    """
+
+    def __init__(self, parts: Sequence[Shape]):
+        text = "+".join(getattr(part, "label", str(part)) for part in parts)
+        if len(parts) < 2 or any(part.nodes < 2 for part in parts):
+            raise OptionError(
+                f"tree {text} is no union; expected two or more trees, each with a node "
+                "beside the root: leave out a drafter that is to propose nothing."
+            )
+        *firsts, self.nodes = accumulate((part.nodes - 1 for part in parts), initial=1)
+        self.first_nodes = tuple(firsts)
+        check_size(text, self.nodes)
+        self.max_depth = max(part.max_depth for part in parts)

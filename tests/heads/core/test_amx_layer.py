@@ -1,0 +1,109 @@
+"""A decoder layer as one call writes what the layer itself writes, or leaves the work to it."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from headstart.heads import TokenTree
+from headstart.heads.core import Packing, amx, amx_layer
+from headstart.heads.core.amx_layer import WholeLayer, take_whole_layers
+from headstart.infer import Speculator
+from headstart.infer.measure.lossless_greedy import compare_greedy
+from headstart.infer.target import Target
+from headstart.infer.trees.static import StaticTree
+from tests.support.tiny import prompts, tiny
+
+pytestmark = pytest.mark.skipif(amx.kernels() is None, reason="needs AMX and a C compiler")
+GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
+
+
+def model_of(name: str = "llama", **sizes: Any) -> Any:
+    """A tiny model in bfloat16 whose layers are large enough for the kernels."""
+    config = copy.deepcopy(tiny(name).config)
+    given: dict[str, Any] = {
+        "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "intermediate_size": 512, "initializer_range": 0.1, **sizes,
+    }  # fmt: skip
+    for key, value in given.items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    return type(tiny(name))(config).to(torch.bfloat16).eval()
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call of a layer was one that the kernel computed."""
+    seen, true = list[bool](), amx_layer.Stack.run
+
+    def counted(self: amx_layer.Stack, *args: Any, **options: Any) -> Any:
+        found = true(self, *args, **options)
+        seen.append(found is not None)
+        return found
+
+    monkeypatch.setattr(amx_layer.Stack, "run", counted)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_what_it_writes_is_the_models_text_but_for_near_ties(name: str, ran: list[bool]) -> None:
+    model = model_of(name)
+    ours = Speculator(model, compile=True)
+    fused: Any = ours.target.fused
+    assert fused.found["whole layers"] == model.config.num_hidden_layers
+    rows = [row.unsqueeze(0) for row in prompts([9] * 3, seed=5)[0]]
+    assert compare_greedy(ours, rows, 24).holds
+    assert ran and all(ran) == (name == "llama")  # a window has a mask of its own kind
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
+
+
+def test_rows_of_uneven_length_run_whole_and_listened_layers_as_they_are(ran: list[bool]) -> None:
+    model = model_of()
+    ours = Speculator(model, compile=True)
+    ids, mask = prompts([4, 9])
+    both = ours.generate(ids, attention_mask=mask, **GREEDY)
+    assert ran and all(ran)
+    alone = ours.generate(ids[:1, -4:], **GREEDY)  # the shorter one without its padding
+    assert torch.equal(both[0, -24:], alone[0, -24:])
+    runner: Any = ours.target.runner
+    heard = list[int]()
+    handle = runner.model.layers[0].mlp.register_forward_hook(lambda *_: heard.append(1))
+    ran.clear()
+    ours.generate(ids[1:], **GREEDY)
+    assert any(ran) and not all(ran) and len(heard) > 20
+    handle.remove()
+
+
+def test_a_layer_that_is_not_a_llamas_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("qwen3", "gemma3", "gpt2"):
+        model = copy.deepcopy(tiny(name)).to(torch.bfloat16)
+        assert all(WholeLayer.of(layer) is None for layer in model.modules())
+    model = Packing().copy(model_of())
+    monkeypatch.setattr(amx_layer, "_SLACK", 1e-3)
+    assert take_whole_layers(model) == 0
+    monkeypatch.undo()
+    model.model.layers[0].mlp.act_fn = torch.nn.GELU()
+    assert take_whole_layers(model) == 0
+    model.model.layers[0].mlp.act_fn = torch.nn.SiLU()
+    assert take_whole_layers(model) == model.config.num_hidden_layers
+
+
+@pytest.mark.parametrize("nodes", [1, 6])
+def test_features_are_those_of_the_layers(nodes: int) -> None:
+    """The hooks that capture them stand around the layers; and logits are as exact."""
+    model = model_of()
+    ids = prompts([9])[0]
+    siblings = StaticTree([[rank] for rank in range(nodes - 1)])
+    topology, row = siblings.shape(1, ids.device)
+    tree = TokenTree(ids[:, :1].repeat(1, nodes), topology, None, row)
+    found = []
+    for made, packed in ((model, True), (model, False), (copy.deepcopy(model).float(), False)):
+        target = Target(made, (0, 1, 2), compile=packed)
+        with torch.no_grad():
+            target.prefill(ids, [9], 9 + nodes)
+            found.append(target.verify(tree, torch.tensor([9]), 9, True))
+    for ours, own, true in zip(*found, strict=True):
+        assert ours.shape == true.shape
+        errors = [(each.float() - true).norm() for each in (ours, own)]
+        assert errors[0] <= 1.2 * errors[1]
