@@ -51,5 +51,6 @@ def deep() -> Any:
     """A Llama as `tiny`, of five layers."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        config = LlamaConfig(**(COMMON | {"num_hidden_layers": 5}))
+        options: dict[str, Any] = COMMON | {"num_hidden_layers": 5}
+        config = LlamaConfig(**options)
         return LlamaForCausalLM(config).double().eval()

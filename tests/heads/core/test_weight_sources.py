@@ -1,5 +1,6 @@
 """Where weights that are streamed in come from, and that they are read as accelerate reads them."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from accelerate.utils import has_offloaded_params
 from transformers import AutoModelForCausalLM
 
+from headstart.heads import DecodingError
 from headstart.heads.core.weight_sources import InFile, InMemory, sources_of
 from tests.support.streamed import PLACES, deep, streamed
 from tests.support.tiny import tiny
@@ -22,7 +24,8 @@ def check(model: Any) -> list[Any]:
         for name, source in sources.items():
             own = torch.empty_like(getattr(module, name), device="cpu")
             source.read(own)
-            fetched = module._hf_hook.weights_map[name].to(own.dtype)
+            hook: Any = module._hf_hook
+            fetched = hook.weights_map[name].to(own.dtype)
             assert torch.equal(own.view(torch.uint8), fetched.view(torch.uint8))
             assert source.attached and source.like.shape == own.shape
             found.append(source)
@@ -70,3 +73,18 @@ def test_what_is_not_plain_has_no_source(tmp_path: Path) -> None:
     assert sources_of(layer) is not None
     layer._parameters["weight"] = torch.nn.Parameter(torch.empty(3, 3, device="meta"))
     assert sources_of(layer) is None
+
+
+def test_a_file_that_ends_early(tmp_path: Path) -> None:
+    """Where nothing but the reading itself can tell."""
+    model = streamed(tiny("llama"), "disk", tmp_path)
+    sources: Any = sources_of(model.lm_head)
+    source = sources["weight"]
+    with open(source.path, "r+b") as file:
+        file.truncate(source.stamp[1] - 8)
+    shorter = source.path.stat()
+    stamp = shorter.st_ino, shorter.st_size, shorter.st_mtime_ns
+    with pytest.raises(DecodingError, match="it was changed"):
+        source.read(torch.empty_like(source.like, device="cpu"))
+    with pytest.raises(DecodingError, match="it ended early"):
+        replace(source, stamp=stamp).read(torch.empty_like(source.like, device="cpu"))
