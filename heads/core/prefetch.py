@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from .features import decoder_layers
 from .offload import device_of, offloaded, set_fetching
 from .read_ahead import ReadAhead
-from .weight_sources import InMemory, Source, sources_of
+from .weight_sources import InMemory, OpenFiles, Source, sources_of
 
 _Found = TypeVar("_Found")
 
@@ -139,8 +139,9 @@ class _Layer:
 
     def read(self, memory: Tensor) -> None:
         """Write the weights to memory of at least `size` bytes."""
-        for _, _, first, source, like in self._places:
-            source.read(_view(memory, first, like))
+        with OpenFiles() as files:
+            for _, _, first, source, like in self._places:
+                source.read(_view(memory, first, like), files)
 
     def place(self, memory: Tensor) -> None:
         """Let the modules compute with the weights in a buffer."""
