@@ -59,7 +59,7 @@ class OpenFiles(ExitStack):
     def find(self, path: Path, stamp: tuple[int, ...]) -> FileIO:
         """A file, open; OSError where it is not the one that was there, see `_stamp`."""
         if path not in self._open:
-            file = self.enter_context(open(path, "rb", buffering=0))
+            file = self.enter_context(FileIO(path))
             self._open[path] = file
             if _stamp(os.fstat(file.fileno())) != stamp:
                 raise OSError("it was changed")

@@ -28,11 +28,12 @@ from headstart.infer.measure.costs import Costs, measure_costs
 from headstart.infer.measure.greedy_text import write_texts
 from headstart.infer.measure.planner import make_plan
 from headstart.infer.measure.ranks import MISSED
+from headstart.infer.measure.round_parts import round_parts
 from headstart.infer.measure.timing import interleaved
 from headstart.infer.trees.static import StaticTree
 from tests.support.counting import counting_drafter, counting_rows, counting_target
 from tests.support.families import TREES
-from tests.support.streamed import PLACES, streamed, streamed_tiny
+from tests.support.streamed import PLACES, fetched, streamed, streamed_tiny
 from tests.support.tiny import one_line, prompts, tiny
 
 
@@ -195,3 +196,7 @@ def test_a_streamed_target_is_measured_and_left_as_it_was(tmp_path: Path) -> Non
     report = bench(speculator, [ids], 8, repeats=1)
     assert report
     assert torch.equal(speculator.generate(ids, **options), before)
+    with fetched() as keys:  # forwards are replayed as they ran
+        parts = round_parts(speculator, lambda: speculator.generate(ids, **options), 1e3, 1)
+    assert parts is not None and parts.verify > 0
+    assert keys and not any("layers" in key for key in keys)

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from accelerate.utils.offload import OffloadedWeightsLoader
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -20,7 +19,7 @@ from headstart.heads.core import Prefetch, prefetch
 from headstart.heads.core.weight_sources import InFile, OpenFiles
 from headstart.infer import Speculator
 from tests.support.families import TREES, drafter
-from tests.support.streamed import deep, streamed, streamed_tiny
+from tests.support.streamed import deep, fetched, streamed, streamed_tiny
 from tests.support.tape import DeadMemory, Place
 from tests.support.tiny import one_line, prompts, tiny
 
@@ -202,28 +201,18 @@ def test_the_text_is_that_of_generate(
 
 
 @pytest.mark.parametrize("where", ["disk", "map", "both"])
-def test_on_a_cpu_files_are_read_ahead(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_cpu_files_are_read_ahead(where: str, tmp_path: Path) -> None:
     """accelerate fetches nothing of those layers; layers in memory are left to it."""
     assert Prefetch.of(streamed_tiny("cpu", tmp_path)) is None and Prefetch.of(deep()) is None
-    model, fetched = streamed(deep(), where, tmp_path), list[str]()
-    fetch = OffloadedWeightsLoader.__getitem__
-
-    def noted(self: Any, key: str) -> Any:
-        if key not in self.state_dict:
-            fetched.append(key)
-        return fetch(self, key)
-
-    monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", noted)
+    model = streamed(deep(), where, tmp_path)
     ids = prompts([7])[0]
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     with torch.inference_mode():  # its memory serves other forwards as well
         first = Speculator(model).generate(ids, **options)
     again = Speculator(model)
-    fetched.clear()
-    assert torch.equal(again.generate(ids, **options), first)
-    assert not any("layers" in key for key in fetched)
+    with fetched() as keys:
+        assert torch.equal(again.generate(ids, **options), first)
+    assert keys and not any("layers" in key for key in keys)
     assert torch.equal(first, deep().generate(ids, **options))
     found = Prefetch.of(model)
     assert found is not None and found.layers == found.on_disk == ON_DISK[where]
