@@ -200,7 +200,7 @@ class Prefetch(AbstractContextManager):
         self._layers = [
             (module, found)
             for module in decoder_layers(model)
-            if (found := _streamed(module)) is not None
+            if (found := streamed_layer(module)) is not None
         ]
         self.layers, self.size = len(self._layers), sum(layer.size for _, layer in self._layers)
         for number, (module, layer) in enumerate(self._layers):
@@ -306,7 +306,7 @@ def _after(
         found.after(number)
 
 
-def _streamed(layer: nn.Module) -> _Layer | None:
+def streamed_layer(layer: nn.Module) -> _Layer | None:
     """A layer as it is streamed in; None for one that is not, or not in a way known here."""
     parts = []
     for module in filter(has_offloaded_params, layer.modules()):
