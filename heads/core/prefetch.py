@@ -117,11 +117,11 @@ class _Layer:
     def __init__(self, parts: list[tuple[nn.Module, dict[str, Source]]]):
         self._modules, self.size, self.host = [module for module, _ in parts], 0, torch.empty(0)
         self._places: list[tuple[nn.Module, str, int, Source, Tensor]] = []
-        for module, sources in parts:
-            for name, source in sources.items():
-                none = torch.empty_like(source.like, device="meta")
-                self._places.append((module, name, self.size, source, none))
-                self.size += -(-none.nbytes // _ALIGNED) * _ALIGNED
+        found = [(module, name, s) for module, sources in parts for name, s in sources.items()]
+        for module, name, source in sorted(found, key=lambda each: each[2].place):
+            none = torch.empty_like(source.like, device="meta")
+            self._places.append((module, name, self.size, source, none))
+            self.size += -(-none.nbytes // _ALIGNED) * _ALIGNED
 
     @property
     def on_disk(self) -> bool:
