@@ -22,6 +22,7 @@ from headstart.heads.core.files import write_atomically
 from ..figures.progress import progress_bar
 from ..recipe import Chat, Distill
 from .documents import Document
+from .garbage import older_objects_kept
 from .prefixes import chat_renderer
 from .training_rows import Row, Rows, is_whole, write_shard
 from .writers import make_writer
@@ -42,6 +43,7 @@ class Pace:
     seconds: float
 
 
+@older_objects_kept()
 def distill(
     spec: Distill,
     target: PreTrainedModel | Callable[[], PreTrainedModel],

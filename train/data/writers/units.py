@@ -84,7 +84,7 @@ class Written:
 
 def written(id: str, rendered: Sequence[Rendered], counts: Counts) -> Written:
     """Rows of a unit, counted, on top of what is in `counts`; `empty` where nothing is taught."""
-    taught = [row for row in rendered if row.supervised.any()]
+    taught = [row for row in rendered if np.count_nonzero(row.supervised)]
     rows = [Row(id, row.tokens.astype(np.int32, copy=False), row.supervised) for row in taught]
     answers = [(row, answer) for row in taught for answer in row.answers]
     supervised = sum(int(np.count_nonzero(row.supervised)) for row in rows)
@@ -102,7 +102,7 @@ def written(id: str, rendered: Sequence[Rendered], counts: Counts) -> Written:
 
 def _opening(row: Rendered, first: int, end: int) -> bool:
     """Whether an answer's first two tokens are supervised, or its only one."""
-    return bool(row.supervised[first : min(first + 2, end)].all())
+    return all(row.supervised[first : min(first + 2, end)].tolist())
 
 
 Tick = Callable[[int, int], Any]
