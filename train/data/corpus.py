@@ -18,7 +18,6 @@ import numpy as np
 from ..recipe import Corpus, Source
 from .document_files import Documents, write_documents
 from .documents import CorpusError, Document
-from .garbage import older_objects_kept
 from .parsing import OPENINGS
 from .reading import SUPPORTED, Skipped, order, read_source, source_name
 from .selection import Spool, choose, hold_out
@@ -27,7 +26,6 @@ from .target_text import sample_documents
 logger = logging.getLogger(__name__)
 
 
-@older_objects_kept()
 def build_corpus(
     spec: Corpus, folder: Path, seed: int = 0, first_rows: bool = False
 ) -> dict[str, Any]:

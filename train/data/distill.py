@@ -22,7 +22,6 @@ from headstart.heads.core.files import write_atomically
 from ..figures.progress import progress_bar
 from ..recipe import Chat, Distill
 from .documents import Document
-from .garbage import older_objects_kept
 from .prefixes import chat_renderer
 from .training_rows import Row, Rows, is_whole, write_shard
 from .writers import make_writer
@@ -43,7 +42,6 @@ class Pace:
     seconds: float
 
 
-@older_objects_kept()
 def distill(
     spec: Distill,
     target: PreTrainedModel | Callable[[], PreTrainedModel],
