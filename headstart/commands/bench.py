@@ -1,4 +1,4 @@
-"""Measure against plain decoding and generate.
+"""Measure speedups over plain decoding and generate.
 
 headstart bench --drafter runs/my-model/heads --prompts prompts.jsonl --limit 20
 headstart bench --target ORG/MODEL --drafter lookup --prompts prompts.jsonl --tree chain:7

@@ -80,11 +80,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _original(options: argparse.Namespace, source: Any) -> Any:
     """What loads the target that the manifest names, in the type of training."""
-    from headstart.inputs import own_target
+    from headstart.heads import ArtifactError
 
     try:
-        name = own_target(source)
-    except UsageError:
+        name = source.own_target
+    except ArtifactError:
         return None
     dtype = (source.manifest.trained.get("target") or {}).get("dtype")
     told = vars(options) | {"target": name, "drafter": None, "dtype": dtype or options.dtype}

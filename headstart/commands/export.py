@@ -30,8 +30,10 @@ def run(options: argparse.Namespace) -> int:
     check_name(options.drafter)
     from headstart.heads import Drafter
     from headstart.heads.artifacts.export import check_format, export_drafter
+    from headstart.heads.artifacts.files import check_is_free
 
     check_format(options.to)
+    check_is_free(options.folder)
     speculator = load_speculator(options)
     drafter = speculator.drafter
     assert drafter is None or isinstance(drafter, Drafter), "one drafter is named"

@@ -1,4 +1,4 @@
-"""Show what an artifact is, or somebody else's drafter, and check it.
+"""Show what a drafter is, and check its files.
 
 headstart inspect runs/quickstart/heads --tree
 headstart inspect runs/quickstart/heads --prompt 'import os' --round 2

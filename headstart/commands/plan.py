@@ -1,4 +1,4 @@
-"""Choose the tree that decodes fastest on this machine.
+"""Find the tree that decodes fastest on this machine.
 
 headstart plan --drafter runs/my-model/heads --prompts prompts.jsonl --limit 32
 headstart plan --drafter runs/my-model/heads --prompts prompts.jsonl --batch-size 4

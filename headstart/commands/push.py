@@ -1,4 +1,4 @@
-"""Publish an artifact on the Hub.
+"""Publish a drafter on the Hub.
 
 headstart push runs/my-model/heads ORG/NAME --license apache-2.0 --dry-run
 headstart push runs/my-model/heads ORG/NAME --license apache-2.0 --private

@@ -1,4 +1,4 @@
-"""Train a small drafter and measure.
+"""Train a small drafter from nothing and measure it, in a few minutes.
 
 headstart quickstart
 headstart quickstart --drafter eagle3

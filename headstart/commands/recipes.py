@@ -1,4 +1,4 @@
-"""List the shipped recipes, their parts, and what they take by estimate.
+"""List the shipped recipes, with estimated memory, disk and hours.
 
 headstart recipes
 headstart recipes medusa+llama-3.1-8b+1x80gb

@@ -1,4 +1,4 @@
-"""Test on your own models that the text is theirs.
+"""Test on your own models that the output is unchanged.
 
 headstart verify-lossless --drafter runs/my-model/heads --prompts prompts.jsonl
 headstart verify-lossless --drafter ORG/NAME --prompts prompts.jsonl --rule rejection

@@ -146,6 +146,8 @@ def _speed_rows(report: Report) -> list[tuple[str, str]]:
     each = report.get("tau_by_prompt")
     spread = f"  (prompts {min(each):.2f}–{max(each):.2f})" if each else ""
     loop = shown(report, "loop_overhead_ms", ", of which the loop costs {:.2f} ms")
+    if (report.get("loop_overhead_ms") or 0) < 0:
+        loop = "; the loop's cost is lost in noise"
     rows = [
         ("tokens per round (τ)", shown(report, "tau", "{:.2f}" + spread)),
         ("acceptance at depth 1, 2, …", percentages(report.get("acceptance_by_depth") or ())),
