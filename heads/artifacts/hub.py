@@ -174,6 +174,11 @@ def _check_folder(folder: Path) -> None:
 
 def _find(name: str, revision: str | None) -> tuple[str, bool]:
     """The commit that a model's name stands for, and whether the Hub said so, not the cache."""
+    if name == "ORG/MODEL":
+        raise ArtifactError(
+            "ORG/MODEL stands for a model of yours; give its folder, or its name on the Hub: "
+            "target.model=… in a recipe, --target … elsewhere."
+        )
     with _one_line(f"{name} is no folder here, and not found on the Hub"):
         try:
             return str(HfApi().model_info(name, revision=revision, timeout=10).sha), True

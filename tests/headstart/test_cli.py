@@ -585,6 +585,8 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         (["generate", "--drafter", "medusa", "--prompt", "x"], "quickstart --drafter medusa"),
         (["inspect", "."], "neither headstart.json nor config.json"),
         (["recipes", "quickstrat"], "did you mean 'quickstart'"),
+        (["check", "own-model", "corpus.source=x.txt"], "ORG/MODEL stands for a model of yours"),
+        (["generate", "--target", "ORG/MODEL", "--prompt", "x"], "ORG/MODEL stands for a model"),
         (["bench", "--target", "t"], "--prompts"),
         (["bench", "--target", "t", "--prompts", "none.txt"], "none.txt"),
         (["bench", "--target", "t", "--prompts", "empty.txt"], "empty.txt: no prompts found"),
