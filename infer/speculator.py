@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import Drafter, DrafterGroup, OptionError, SlabCache
-from headstart.heads.core import current, device_and_dtype, language_model_in
+from headstart.heads.core import alone, current, device_and_dtype, language_model_in
 
 from .generate_options import (
     Ending,
@@ -161,7 +161,8 @@ class Speculator:
         """Find how the target is run, where it is and in its dtype."""
         place = device_and_dtype(target)
         # Autocast would give what a trial caches other types than requests find.
-        with torch.autocast(place[0].type, enabled=False), current(place[0]):
+        quiet = torch.autocast(place[0].type, enabled=False)
+        with alone(target), quiet, current(place[0]):
             self.target = Target(target, self.drafters.feature_layers, **self._runs)
             self.decoding_drafters = self.target.drafters_to_run(self.drafters)
         if self._captures and (reason := never_captured(target)) is not None:
