@@ -17,7 +17,7 @@ _FORMAT = "vllm, sglang, speculators, transformers, or original, that of the met
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("drafter", metavar="ARTIFACT", help=f"{shared.ARTIFACT}; or another's checkpoint")
+    add("drafter", metavar="ARTIFACT", help=f"{shared.ARTIFACT}; or a drafter of another project")
     add("folder", metavar="FOLDER", type=Path, help="a new folder to write to")
     add("--to", metavar="FORMAT", required=True, help=_FORMAT)
     add("--target", metavar="MODEL", help=shared.TARGET)

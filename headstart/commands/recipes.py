@@ -9,7 +9,9 @@ import sys
 
 from . import options as shared
 
-_PARTS = "only recipes with these parts, e.g. medusa 1x24gb; a single recipe is shown in full"
+_PARTS = (
+    "only recipes with these parts, e.g. medusa 1x24gb; the name of one recipe shows it in full"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -115,14 +115,14 @@ def remarks(report: Report) -> list[str]:
     said, distinct = [], report.get("distinct_4grams")
     if distinct is not None and distinct < _REPETITIVE:
         said.append(
-            f"Only {distinct:.0%} of the 4-grams are distinct: the target repeats "
-            "itself, and repeating text flatters every drafter."
+            f"Only {distinct:.0%} of the 4-grams are distinct: the target repeats itself, and "
+            "repetitive text makes every drafter look good."
         )
     if (parameters := report.get("target_parameters")) is not None:
         said.append(
             f"The target is tiny: {parameters / 1e6:.1f} million parameters, trained for "
-            f"{report['target_seconds']:.0f} s. Its text looks like code and means nothing, and "
-            "what a larger model gains cannot be told from these figures."
+            f"{report['target_seconds']:.0f} s. Its text looks like code without meaning, and "
+            "these figures do not tell what a larger model would gain."
         )
     sampled = report.get("sampled")
     if sampled and sampled["speedup_vs_plain"]["median"] < 1:
