@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.terminal import UsageError, one_line, quiet_stdout
+from headstart.terminal import UsageError, blank, one_line, quiet_stdout, tell
 
 NEW_TOKENS = 128
 """How many tokens a command writes where it is not told."""
@@ -110,6 +111,8 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
     target_options(options.target)  # what is not there is said before torch is imported
     for source in drafters:
         _ = source.kind
+    if sys.stderr.isatty():  # importing and loading take seconds, of a large model minutes
+        tell([f"Loading {blank(str(options.target))}"])
     with quiet_stdout():
         import headstart
         from headstart.heads.core import use_physical_cores
