@@ -1,11 +1,12 @@
-"""Forwards of a target whose decoder layers are on disk: read ahead, or fetched by accelerate.
+"""How fast layers on disk come into host memory: read as for a GPU, or fetched by accelerate.
 
-    python -m benchmarks.streamed FOLDER [--shape 1b] [--layers 16] [--nodes 1 64] [--turns 5]
+    python -m benchmarks.streamed FOLDER [--shape 1b] [--layers 16] [--turns 5]
 
 A model of a known shape with random weights is saved to FOLDER and loaded from there, all of its
-layers on disk; embedding and output layer stay, as where a drafter borrows them. Forwards over
-trees run one after another, both ways in turns, with the files in the page cache and with the
-cache told to forget them before each forward (Linux; what other caches a disk has is not touched).
+layers on disk. Each layer is read into one block of memory, as `Prefetch` does in its thread, or
+its weights are copied there one by one from accelerate's map, which is what a copy to a GPU reads.
+Both in turns, with the file in the page cache and with the cache told to forget it before each turn
+(Linux; what other caches a disk has is not touched). No GPU is needed, and nothing is computed.
 """
 
 from __future__ import annotations
@@ -18,19 +19,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
+from accelerate.utils import has_offloaded_params
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
-from headstart.heads import TokenTree
-from headstart.heads.core import Prefetch, keep_resident
-from headstart.infer.target import Target
-from headstart.infer.trees.static import StaticTree
+from headstart.heads.core import decoder_layers
+from headstart.heads.core.prefetch import streamed_layer
 
 from .gpu.shapes import SHAPES, random_target
-
-_CONTEXT = 64
 
 
 def load(folder: Path, shape: str, layers: int) -> Any:
@@ -48,8 +46,7 @@ def load(folder: Path, shape: str, layers: int) -> Any:
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, device_map={**places, **ends}
     )
-    keep_resident(model, [model.model.embed_tokens, model.lm_head])
-    return model.eval()
+    return model
 
 
 def forget(folder: Path) -> None:
@@ -59,22 +56,29 @@ def forget(folder: Path) -> None:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
+def read(layers: list[nn.Module], memory: Tensor) -> int:
+    """Bring each layer into memory as `Prefetch` does; the bytes of all."""
+    found = [layer for each in layers if (layer := streamed_layer(each)) is not None]
+    for layer in found:
+        layer.read(memory)
+    return sum(layer.size for layer in found)
+
+
 @torch.no_grad()
-def seconds(model: Any, nodes: int, cold: Path | None, count: int) -> list[float]:
-    """What each of so many forwards over a tree took, after one more."""
-    target = Target(model, ())
-    ids = torch.arange(_CONTEXT).view(1, -1)
-    target.prefill(ids, [_CONTEXT], _CONTEXT + nodes)
-    topology, row = StaticTree([[rank] for rank in range(nodes - 1)]).shape(1, ids.device)
-    tree, lengths = TokenTree(ids[:, :1].expand(1, nodes), topology, None, row), ids[:, -1] + 1
-    took = []
-    for _ in range(count + 1):
-        if cold is not None:
-            forget(cold)
-        begun = time.perf_counter()
-        target.verify(tree, lengths, _CONTEXT)
-        took.append(time.perf_counter() - begun)
-    return took[1:]
+def fetch(layers: list[nn.Module], memory: Tensor) -> int:
+    """Bring each layer into memory by accelerate's map; the bytes of all."""
+    size = 0
+    for layer in layers:
+        at = 0
+        for module in filter(has_offloaded_params, layer.modules()):
+            hook: Any = module._hf_hook
+            for name, _ in module.named_parameters(recurse=False):
+                weight = hook.weights_map[name]
+                to = memory[at : at + weight.nbytes].view(weight.dtype).view(weight.shape)
+                to.copy_(weight)
+                at += weight.nbytes
+        size += at
+    return size
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -85,31 +89,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shape", choices=list(SHAPES), default="1b")
     parser.add_argument("--layers", type=int, default=16)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 64])
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=5)
     chosen = parser.parse_args(arguments)
-    model = load(chosen.folder, chosen.shape, chosen.layers)
-    ahead = Prefetch.of(model)
-    assert ahead is not None and ahead.on_disk == chosen.layers
-    print(f"{chosen.layers} layers of {chosen.shape}, {ahead.size / 1e9:.2f} GB a forward\n")
-    print(
-        "| cache | nodes | accelerate, ms | read ahead, ms | × | GB/s |\n|---|---|---|---|---|---|"
-    )
-    fetched = mock.patch.object(Prefetch, "of", lambda model: None)
+    layers = list(decoder_layers(load(chosen.folder, chosen.shape, chosen.layers)))
+    memory = torch.zeros(1 << 30, dtype=torch.uint8)
+    print("| cache | by accelerate, GB/s | read, GB/s |\n|---|---|---|")
     for cold in (False, True):
-        for nodes in chosen.nodes:
-            times: tuple[list[float], list[float]] = [], []
-            for _ in range(chosen.turns):
-                where = chosen.folder if cold else None
-                with fetched:
-                    times[0].extend(seconds(model, nodes, where, 2))
-                times[1].extend(seconds(model, nodes, where, 2))
-            before, after = map(statistics.median, times)
-            print(
-                f"| {'cold' if cold else 'warm'} | {nodes} | {1e3 * before:.0f} | "
-                f"{1e3 * after:.0f} | {before / after:.2f} | {ahead.size / after / 1e9:.2f} |",
-                flush=True,
-            )
+        speeds: dict[Any, list[float]] = {fetch: [], read: []}
+        for turn in range(chosen.turns + 1):
+            for way, found in speeds.items():
+                if cold:
+                    forget(chosen.folder)
+                begun = time.perf_counter()
+                size = way(layers, memory)
+                if turn:  # the first one fills the page cache
+                    found.append(size / (time.perf_counter() - begun) / 1e9)
+        shown = " | ".join(
+            f"{statistics.median(each):.2f} ({min(each):.2f}–{max(each):.2f})"
+            for each in speeds.values()
+        )
+        print(f"| {'cold' if cold else 'warm'} | {shown} |", flush=True)
     return 0
 
 

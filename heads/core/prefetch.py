@@ -1,7 +1,7 @@
-"""Weights on their way to a layer while the one before it computes.
+"""Weights on their way to a GPU while the layer before them computes.
 
 accelerate's hooks fetch each weight when its layer is called: from memory that is not pinned, so
-that a GPU waits for every copy, or from a disk. Here the weights of a decoder layer lie side by
+that the GPU waits for every copy, or from a disk. Here the weights of a decoder layer lie side by
 side in pinned memory, and one copy, on a stream of its own, brings the next layer's while this one
 computes. Two buffers on the GPU take turns:
 
@@ -15,7 +15,7 @@ beneath a copy.
 
 Layers in CPU memory stay in pinned memory. Layers on disk share two blocks of it, which a thread
 reads them into ahead of their copies, see `ReadAhead`. The host waits for a layer that is not read
-yet when it is called, and no earlier. On a CPU layers compute with what was read, where it is.
+yet when it is called, and no earlier.
 """
 
 import threading
@@ -34,7 +34,7 @@ from transformers import PreTrainedModel
 from .features import decoder_layers
 from .offload import device_of, offloaded, set_fetching
 from .read_ahead import ReadAhead
-from .weight_sources import InMemory, Source, sources_of
+from .weight_sources import InMemory, OpenFiles, Source, sources_of
 
 _Found = TypeVar("_Found")
 
@@ -139,8 +139,9 @@ class _Layer:
 
     def read(self, memory: Tensor) -> None:
         """Write the weights to memory of at least `size` bytes."""
-        for _, _, first, source, like in self._places:
-            source.read(_view(memory, first, like))
+        with OpenFiles() as files:
+            for _, _, first, source, like in self._places:
+                source.read(_view(memory, first, like), files)
 
     def place(self, memory: Tensor) -> None:
         """Let the modules compute with the weights in a buffer."""
@@ -168,13 +169,13 @@ class _Brought:
 
     Attributes:
         layer: its number; memory: what it computes with.
-        buffer: the number of the buffer on the GPU; event: behind the copy to it. None on a CPU.
+        buffer: the number of the buffer on the GPU; event: behind the copy to it.
     """
 
     layer: int
     memory: Tensor
-    buffer: int = 0
-    event: Any = None
+    buffer: int
+    event: Any
 
 
 class Prefetch(AbstractContextManager):
@@ -184,14 +185,13 @@ class Prefetch(AbstractContextManager):
 
     Args:
         model: with accelerate's hooks; its weights in CPU memory are moved to pinned memory.
-        stream: None for a model that runs on the CPU; its layers in memory are left to accelerate.
 
     Attributes:
         layers: how many are brought ahead; size: bytes of all that a forward brings.
         on_disk: how many of them are read from files.
     """
 
-    def __init__(self, model: PreTrainedModel, stream: CopyStream | None):
+    def __init__(self, model: PreTrainedModel, stream: CopyStream):
         self._stream, self._thread = stream, None
         self._read: list[Any] = [None, None]  # the event behind the layer that read each buffer
         self._coming: _Brought | None = None
@@ -200,19 +200,18 @@ class Prefetch(AbstractContextManager):
         self._layers = [
             (module, found)
             for module in decoder_layers(model)
-            if (found := _streamed(module)) is not None and (stream is not None or found.on_disk)
+            if (found := streamed_layer(module)) is not None
         ]
         self.layers, self.size = len(self._layers), sum(layer.size for _, layer in self._layers)
         for number, (module, layer) in enumerate(self._layers):
-            if stream is not None and not layer.on_disk:
+            if not layer.on_disk:
                 layer.move_to(stream.host_memory(layer.size))
             module.register_forward_pre_hook(partial(_before, weakref.ref(self), number))
             module.register_forward_hook(partial(_after, weakref.ref(self), number))
-        if stream is not None and self._layers:
-            most = max(layer.size for _, layer in self._layers)
-            self._buffers = [
-                torch.empty(most, dtype=torch.uint8, device=stream.device) for _ in range(2)
-            ]
+        most = max((layer.size for _, layer in self._layers), default=0)
+        self._buffers = [
+            torch.empty(most, dtype=torch.uint8, device=stream.device) for _ in range(2)
+        ]
         from_disk = [number for number, (_, layer) in enumerate(self._layers) if layer.on_disk]
         self._part = {number: part for part, number in enumerate(from_disk)}  # of `_ahead`
         self.on_disk = len(from_disk)
@@ -222,13 +221,12 @@ class Prefetch(AbstractContextManager):
     def of(cls, model: PreTrainedModel) -> Self | None:
         """The one of a model; None where nothing of it is to be brought ahead."""
         device = device_of(model)
-        if not offloaded(model) or device.type not in ("cuda", "cpu"):
+        if not offloaded(model) or device.type != "cuda":
             return None
         found: Any = _known.get(model)
         if found is None or not found.layers or not found.attached:
-            stream = CopyStream(device) if device.type == "cuda" else None
             with torch.inference_mode(False):  # later forwards and threads write to its memory
-                found = _known[model] = cls(model, stream)
+                found = _known[model] = cls(model, CopyStream(device))
         return found if found.layers else None
 
     @property
@@ -257,13 +255,12 @@ class Prefetch(AbstractContextManager):
         coming, self._coming = self._coming, None
         if coming is None or coming.layer != number:  # not read before, or after an error
             coming = self._bring(number)
-        if self._stream is not None:
-            self._stream.wait(coming.event)
+        self._stream.wait(coming.event)
         self._layers[number][1].place(coming.memory)
         self._now, self._last = coming, coming.buffer
         following = (number + 1) % self.layers
         part = self._part.get(following)
-        if self._stream is not None and (part is None or self._ahead.ready(part)):
+        if part is None or self._ahead.ready(part):
             self._coming = self._bring(following)
 
     def after(self, number: int) -> None:
@@ -274,17 +271,13 @@ class Prefetch(AbstractContextManager):
 
     def _end(self) -> None:
         found, self._now = self._now, None
-        if found is not None and self._stream is not None:
+        if found is not None:
             self._read[found.buffer] = self._stream.mark()
-        elif found is not None:
-            self._ahead.give_back(found.memory)
 
     def _bring(self, number: int) -> _Brought:
         """Start to copy a layer's weights to the buffer that no layer computes with."""
         layer, part, event = self._layers[number][1], self._part.get(number), None
         host = layer.host if part is None else self._ahead.take(part)
-        if self._stream is None:
-            return _Brought(number, host)
         buffer = 1 - self._last
         to = self._buffers[buffer][: layer.size]
         try:
@@ -295,12 +288,10 @@ class Prefetch(AbstractContextManager):
         return _Brought(number, to, buffer, event)
 
 
-def _read_ahead(layers: list[_Layer], stream: CopyStream | None) -> ReadAhead:
+def _read_ahead(layers: list[_Layer], stream: CopyStream) -> ReadAhead:
     most = max((layer.size for layer in layers), default=0)
-    memory = partial(torch.empty, dtype=torch.uint8) if stream is None else stream.host_memory
-    blocks = [memory(most) for _ in range(2 if layers else 0)]
-    reached = None if stream is None else stream.reached
-    return ReadAhead([layer.read for layer in layers], blocks, reached)
+    blocks = [stream.host_memory(most) for _ in range(2 if layers else 0)]
+    return ReadAhead([layer.read for layer in layers], blocks, stream.reached)
 
 
 def _before(owner: "weakref.ref[Prefetch]", number: int, module: nn.Module, args: Any) -> None:
@@ -315,7 +306,7 @@ def _after(
         found.after(number)
 
 
-def _streamed(layer: nn.Module) -> _Layer | None:
+def streamed_layer(layer: nn.Module) -> _Layer | None:
     """A layer as it is streamed in; None for one that is not, or not in a way known here."""
     parts = []
     for module in filter(has_offloaded_params, layer.modules()):

@@ -24,14 +24,11 @@ class ReadAhead:
 
     Args:
         parts: how each is read.
-        reached: waits for an event of `give_back`; None where there are none.
+        reached: waits for an event of `give_back`.
     """
 
     def __init__(
-        self,
-        parts: Sequence[Read],
-        blocks: Sequence[Tensor],
-        reached: Callable[[Any], None] | None = None,
+        self, parts: Sequence[Read], blocks: Sequence[Tensor], reached: Callable[[Any], None]
     ):
         self._parts, self._reached, self._next = parts, reached, 0
         self._free = deque[tuple[Tensor, Any]]((block, None) for block in blocks)
@@ -64,7 +61,7 @@ class ReadAhead:
             raise
         return self._due.popleft()[1]
 
-    def give_back(self, block: Tensor, event: Any = None) -> None:
+    def give_back(self, block: Tensor, event: Any) -> None:
         """Let a block be read into again, once an event was reached (None: at once)."""
         self._free.append((block, event))
         self.begin()
@@ -79,7 +76,7 @@ class ReadAhead:
             self.begin()
 
     def _read(self, part: int, block: Tensor, after: Any) -> None:
-        if self._reached is not None and after is not None:
+        if after is not None:
             self._reached(after)
         self._parts[part](block)
 

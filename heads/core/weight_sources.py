@@ -1,8 +1,7 @@
 """Where accelerate keeps weights that it streams in: tensors in CPU memory, or bytes in files.
 
-A file is read as bytes, at the place that its header gives: one read for each weight, where
-accelerate opens the file anew and maps it, and where a file that was cut short meanwhile would end
-the process.
+A file is read as bytes, at the places that its header gives. accelerate opens it anew for each
+weight and maps it, so that a file which was cut short meanwhile would end the process.
 """
 
 from __future__ import annotations
@@ -11,7 +10,9 @@ import functools
 import json
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -43,9 +44,26 @@ class Source(Protocol):
     @property
     def attached(self) -> bool: ...
 
-    def read(self, to: Tensor) -> None:
+    def read(self, to: Tensor, files: OpenFiles) -> None:
         """Write the weight to a tensor on the CPU."""
         ...
+
+
+class OpenFiles(ExitStack):
+    """Files that weights are read from, each opened once, and closed at the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: dict[Path, FileIO] = {}
+
+    def find(self, path: Path, stamp: tuple[int, ...]) -> FileIO:
+        """A file, open; OSError where it is not the one that was there, see `_stamp`."""
+        if path not in self._open:
+            file = self.enter_context(FileIO(path))
+            self._open[path] = file
+            if _stamp(os.fstat(file.fileno())) != stamp:
+                raise OSError("it was changed")
+        return self._open[path]
 
 
 class InMemory:
@@ -64,13 +82,13 @@ class InMemory:
         """Whether accelerate still has that very tensor."""
         return self._kept.get(self._key) is self._own
 
-    def read(self, to: Tensor) -> None:
+    def read(self, to: Tensor, files: OpenFiles) -> None:
         """Copy the weight."""
         to.copy_(self._own.detach())  # in a thread of its own gradients are on
 
     def move(self, to: Tensor) -> None:
         """Copy the weight, and let accelerate find the copy in its place."""
-        self.read(to)
+        self.read(to, OpenFiles())
         self._kept[self._key] = self._own = to
 
 
@@ -100,7 +118,7 @@ class InFile:
         """Whether accelerate would still read it there."""
         return self.index.get(self.key) is self.info
 
-    def read(self, to: Tensor) -> None:
+    def read(self, to: Tensor, files: OpenFiles) -> None:
         """Read the weight, in its module's type.
 
         Raises:
@@ -109,16 +127,14 @@ class InFile:
         own = to if to.dtype == self.dtype else torch.empty(to.shape, dtype=self.dtype)
         memory: Any = own.reshape(-1).view(torch.uint8).numpy()
         try:
-            with open(self.path, "rb", buffering=0) as file:
-                if _stamp(os.fstat(file.fileno())) != self.stamp:
-                    raise OSError("it was changed")
-                file.seek(self.first)
-                done = 0
-                while done < len(memory):  # one call reads 2 GB at most
-                    count = file.readinto(memory[done:])
-                    if not count:
-                        raise OSError("it ended early")
-                    done += count
+            file = files.find(self.path, self.stamp)
+            file.seek(self.first)
+            done = 0
+            while done < len(memory):  # one call reads 2 GB at most
+                count = file.readinto(memory[done:])
+                if not count:
+                    raise OSError("it ended early")
+                done += count
         except OSError as error:
             raise DecodingError(
                 f"{self.path}, where weights of the target are, cannot be read ({brief(error)}); "

@@ -75,8 +75,8 @@ def test_a_family_is_compared_over_three_requests(capsys: pytest.CaptureFixture[
 def test_layers_are_read_from_disk(capsys: pytest.CaptureFixture[str]) -> None:
     works = dict(GROUPS["streamed"](Place(torch.device("cpu"), "toy")))
     assert len(works) == 4
-    assert works["the same text, from disk"]() == {"brought_ahead": 2}
-    assert works["share of the link, from disk"]()["gb_per_s"] > 0
+    assert works["the same text, from disk"]() == {"brought_ahead": 0}, "accelerate fetches them"
+    assert works["share of the link, from disk"]()["forward_ms"] > 0
 
 
 @pytest.mark.proof

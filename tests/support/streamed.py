@@ -1,12 +1,16 @@
 """The tiny models with accelerate's hooks: their weights streamed in for every forward."""
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate
 import torch
+from accelerate.utils.offload import OffloadedWeightsLoader
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.support.tiny import COMMON, tiny
@@ -54,3 +58,17 @@ def deep() -> Any:
         options: dict[str, Any] = COMMON | {"num_hidden_layers": 5}
         config = LlamaConfig(**options)
         return LlamaForCausalLM(config).double().eval()
+
+
+@contextmanager
+def fetched() -> Iterator[list[str]]:
+    """The names of weights that accelerate reads from a disk while this lasts."""
+    keys, true = list[str](), OffloadedWeightsLoader.__getitem__
+
+    def noted(self: Any, key: str) -> Any:
+        if key not in self.state_dict:
+            keys.append(key)
+        return true(self, key)
+
+    with mock.patch.object(OffloadedWeightsLoader, "__getitem__", noted):
+        yield keys

@@ -11,70 +11,20 @@ from typing import Any, cast
 
 import pytest
 import torch
-from accelerate.utils.offload import OffloadedWeightsLoader
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from headstart.heads import DecodingError
-from headstart.heads.core import Prefetch, prefetch
-from headstart.heads.core.weight_sources import InFile
+from headstart.heads.core import Prefetch
+from headstart.heads.core.weight_sources import InFile, OpenFiles
 from headstart.infer import Speculator
 from tests.support.families import TREES, drafter
-from tests.support.streamed import deep, streamed, streamed_tiny
-from tests.support.tape import DeadMemory, Place
+from tests.support.late_copies import Late, as_on_a_gpu
+from tests.support.streamed import deep, fetched, streamed, streamed_tiny
+from tests.support.tape import DeadMemory
 from tests.support.tiny import one_line, prompts, tiny
 
 IDS = torch.arange(12).view(2, 6)
 ON_DISK = {"cpu": 0, "disk": 5, "both": 2, "map": 2}
-
-
-def place(tensor: Tensor) -> Place:
-    return Place(tensor, StorageWeakRef(tensor.untyped_storage()), "a copy")
-
-
-class Late:
-    """In the place of `CopyStream`: a copy is done when it is waited for, and holds no memory.
-
-    Until then there is NaN where it goes to. A copy that does not wait for who reads there fails.
-    """
-
-    device = torch.device("cpu")
-
-    def __init__(self, device: Any = None) -> None:
-        self.pending: list[tuple[Place, Place]] = []
-        self.copies = self.pinned = 0
-        self._reader: dict[int, object] = {}  # by the address: the event behind who reads there
-        self._lock = threading.Lock()
-
-    def host_memory(self, size: int) -> Tensor:
-        self.pinned += size
-        return torch.empty(size, dtype=torch.uint8)
-
-    def copy(self, to: Tensor, source: Tensor, after: Any) -> Any:
-        reader = self._reader.get(to.data_ptr())
-        assert reader is None or reader is after, "somebody may be reading what is overwritten"
-        to.fill_(255)
-        with self._lock:
-            self.pending.append((event := place(to), place(source)))
-        self.copies += 1
-        return event
-
-    def wait(self, event: Any) -> None:
-        self.reached(event)
-        self._reader[event.tensor().data_ptr()] = "it computes"
-
-    def reached(self, event: Any) -> None:
-        with self._lock:
-            while event in [each for each, _ in self.pending]:
-                to, source = self.pending.pop(0)
-                to.tensor().copy_(source.tensor())
-
-    def mark(self) -> Any:
-        event = object()
-        for address, reader in self._reader.items():
-            if reader == "it computes":
-                self._reader[address] = event
-        return event
 
 
 def logits(model: Any) -> Tensor:
@@ -121,7 +71,7 @@ def test_a_copy_that_is_not_waited_for_is_seen(
     for number, (fault, where, caught) in enumerate(
         (
             ("wait", "cpu", None), ("mark", "cpu", AssertionError), ("memory", "cpu", DeadMemory),
-            ("wait", "disk", None), ("mark", "disk", AssertionError), ("reached", "disk", None),
+            ("mark", "disk", AssertionError), ("reached", "disk", None),
             ("memory", "disk", DeadMemory),
         )
     ):  # fmt: skip
@@ -134,7 +84,7 @@ def test_a_copy_that_is_not_waited_for_is_seen(
         elif fault == "memory":
             monkeypatch.setattr(stream, "wait", dropped(ahead, stream.wait))
         else:  # a block is read into while it is copied from
-            monkeypatch.setattr(ahead._ahead, "_reached", None)
+            monkeypatch.setattr(ahead._ahead, "_reached", lambda event: None)
             monkeypatch.setattr(stream, "wait", when_read(ahead, stream.wait))
         if caught is None:
             with ahead:
@@ -157,7 +107,7 @@ def when_read(ahead: Prefetch, wait: Any) -> Any:
 
 def dropped(ahead: Prefetch, wait: Any) -> Any:
     """A wait before which the layers' memory is given back, without waiting for the copies."""
-    cast(Any, ahead._ahead)._reached = None
+    cast(Any, ahead._ahead)._reached = lambda event: None
 
     def run(event: Any) -> None:
         for _, layer in ahead._layers:
@@ -177,14 +127,7 @@ def test_the_text_is_that_of_generate(
     name: str | None, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts and trees both run so; the stream is there once for each model."""
-    made = list[Late]()
-
-    def stream(device: torch.device) -> Late:
-        made.append(Late())
-        return made[-1]
-
-    monkeypatch.setattr(prefetch, "CopyStream", stream)
-    monkeypatch.setattr(prefetch, "device_of", lambda model: torch.device("cuda"))
+    made = as_on_a_gpu(monkeypatch)
     model = streamed_tiny(where, tmp_path)
     draft = None if name is None else copy.deepcopy(drafter(name, "tiny")).bind(model)
     ids, mask = prompts([9, 4])
@@ -202,35 +145,28 @@ def test_the_text_is_that_of_generate(
 
 
 @pytest.mark.parametrize("where", ["disk", "map", "both"])
-def test_on_a_cpu_files_are_read_ahead(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """accelerate fetches nothing of those layers; layers in memory are left to it."""
-    assert Prefetch.of(streamed_tiny("cpu", tmp_path)) is None and Prefetch.of(deep()) is None
-    model, fetched = streamed(deep(), where, tmp_path), list[str]()
-    fetch = OffloadedWeightsLoader.__getitem__
-
-    def noted(self: Any, key: str) -> Any:
-        if key not in self.state_dict:
-            fetched.append(key)
-        return fetch(self, key)
-
-    monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", noted)
+def test_files_are_read_ahead(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate fetches nothing of those layers."""
+    model = streamed(deep(), where, tmp_path)
+    assert Prefetch.of(model) is None and Prefetch.of(deep()) is None, "on a CPU"
+    as_on_a_gpu(monkeypatch)
     ids = prompts([7])[0]
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     with torch.inference_mode():  # its memory serves other forwards as well
         first = Speculator(model).generate(ids, **options)
     again = Speculator(model)
-    fetched.clear()
-    assert torch.equal(again.generate(ids, **options), first)
-    assert not any("layers" in key for key in fetched)
+    with fetched() as keys:
+        assert torch.equal(again.generate(ids, **options), first)
+    assert keys and not any("layers" in key for key in keys)
     assert torch.equal(first, deep().generate(ids, **options))
-    found = Prefetch.of(model)
-    assert found is not None and found.layers == found.on_disk == ON_DISK[where]
+    assert ahead_of(model).on_disk == ON_DISK[where]
 
 
-def test_a_file_that_cannot_be_read_is_an_error_of_one_line(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_read_is_an_error_of_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Raised by the forward that needs the layer; where the file is back the next one goes on."""
+    as_on_a_gpu(monkeypatch)
     model = streamed(deep(), "disk", tmp_path)
     speculator, ids = Speculator(model), prompts([7])[0]
     options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
@@ -266,11 +202,12 @@ def reading() -> int:
 
 def test_nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread once there is nothing to read, and no memory once the model is gone."""
+    as_on_a_gpu(monkeypatch)
     true = InFile.read
 
-    def slowly(self: InFile, to: Tensor) -> None:
+    def slowly(self: InFile, to: Tensor, files: OpenFiles) -> None:
         time.sleep(0.002)
-        true(self, to)
+        true(self, to, files)
 
     monkeypatch.setattr(InFile, "read", slowly)
     model = streamed(deep(), "disk", tmp_path)
@@ -290,9 +227,13 @@ def test_nothing_stays_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [each() for each in gone] == [None] * 3
 
 
-@pytest.mark.parametrize("where", ["disk", "both"])
-def test_requests_in_threads(where: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("where", "gpu"), [("disk", True), ("both", True), ("disk", False)])
+def test_requests_in_threads(
+    where: str, gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Several speculators of one model, some of them made meanwhile, each with its own text."""
+    if gpu:
+        as_on_a_gpu(monkeypatch)
     model = streamed(deep(), where, tmp_path)
     options: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     wrong, shared = list[object](), Speculator(model)
@@ -318,8 +259,7 @@ def test_requests_in_threads(where: str, tmp_path: Path) -> None:
 def test_a_model_that_was_loaded_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from accelerate.hooks import remove_hook_from_submodules
 
-    monkeypatch.setattr(prefetch, "CopyStream", Late)
-    monkeypatch.setattr(prefetch, "device_of", lambda model: torch.device("cuda"))
+    as_on_a_gpu(monkeypatch)
     model = streamed_tiny("cpu", tmp_path)
     first = Prefetch.of(model)
     assert first is not None and Prefetch.of(model) is first and first.attached

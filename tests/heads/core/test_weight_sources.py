@@ -10,7 +10,7 @@ from accelerate.utils import has_offloaded_params
 from transformers import AutoModelForCausalLM
 
 from headstart.heads import DecodingError
-from headstart.heads.core.weight_sources import InFile, InMemory, sources_of
+from headstart.heads.core.weight_sources import InFile, InMemory, OpenFiles, sources_of
 from tests.support.streamed import PLACES, deep, streamed
 from tests.support.tiny import tiny
 
@@ -23,7 +23,7 @@ def check(model: Any) -> list[Any]:
         assert sources is not None
         for name, source in sources.items():
             own = torch.empty_like(getattr(module, name), device="cpu")
-            source.read(own)
+            source.read(own, OpenFiles())
             hook: Any = module._hf_hook
             fetched = hook.weights_map[name].to(own.dtype)
             assert torch.equal(own.view(torch.uint8), fetched.view(torch.uint8))
@@ -83,8 +83,9 @@ def test_a_file_that_ends_early(tmp_path: Path) -> None:
     with open(source.path, "r+b") as file:
         file.truncate(source.stamp[1] - 8)
     shorter = source.path.stat()
+    own = torch.empty_like(source.like, device="cpu")
     stamp = shorter.st_ino, shorter.st_size, shorter.st_mtime_ns
     with pytest.raises(DecodingError, match="it was changed"):
-        source.read(torch.empty_like(source.like, device="cpu"))
+        source.read(own, OpenFiles())
     with pytest.raises(DecodingError, match="it ended early"):
-        replace(source, stamp=stamp).read(torch.empty_like(source.like, device="cpu"))
+        replace(source, stamp=stamp).read(own, OpenFiles())
