@@ -171,7 +171,7 @@ def drafter_sources(options: argparse.Namespace) -> list[DrafterSource]:
     sources = [DrafterSource.of(name, allow_pickle) for name in named if name is not None]
     for source in sources:
         if options.target is None and source.kind is SourceKind.ARTIFACT:
-            options.target = own_target(source)
+            options.target = source.own_target
     if sources and options.target is None:
         raise UsageError(
             f"--drafter {' --drafter '.join(map(str, sources))} belongs to no target; name one "
@@ -216,11 +216,6 @@ def find_device(name: str | None) -> torch.device:
             "cpu, or another GPU"
         )
     return device
-
-
-def own_target(source: DrafterSource) -> str:
-    """See `DrafterSource.own_target`."""
-    return source.own_target
 
 
 def read_documents(options: argparse.Namespace) -> list[Any]:
