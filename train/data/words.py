@@ -56,11 +56,20 @@ class Words:
 
     def __call__(self, texts: Sequence[str]) -> list[bytes]:
         """The ids of each text, as bytes of int32."""
-        words = [_words(text) for text in texts]
         kept = self.kept
-        new = list(set().union(*words).difference(kept))
+        found: list[bytes] = []
+        unknown: dict[int, list[str]] = {}  # the words of texts that hold a new one
+        for number, text in enumerate(texts):
+            words = _words(text)
+            try:
+                found.append(b"".join(map(kept.__getitem__, words)))
+            except KeyError:
+                found.append(b"")
+                unknown[number] = words
+        new = list(set().union(*unknown.values()).difference(kept))
         kept.update(zip(new, self.encode(new), strict=True))
-        found = [b"".join(map(kept.__getitem__, each)) for each in words]
+        for number, words in unknown.items():
+            found[number] = b"".join(map(kept.__getitem__, words))
         self.room -= sum(_EACH + len(word) + len(kept[word]) for word in new)
         if self.room < 0:  # not emptied: another thread may read it
             self.kept, self.room = {}, _KEPT
