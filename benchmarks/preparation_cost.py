@@ -12,7 +12,7 @@ Both checkouts run in processes of their own, in turns; a line of JSON tells of 
 What a checkout imports is imported before the clock starts.
 
 Memory is what a process and its children hold alone, without mapped files, at the most (Linux:
-`Anonymous` of smaps_rollup, looked at twenty times a second), and what it held before.
+`Anonymous` of smaps_rollup, looked at twenty times a second from outside), and what it held before.
 """
 
 from __future__ import annotations
@@ -34,13 +34,12 @@ ROOT = Path(__file__).resolve().parent.parent
 LONG = 1_000_000  # tokens of a prompt or a row at most
 
 
-def private_megabytes() -> float:
-    """Memory of this process and its children that is neither shared nor a file's."""
-    own = os.getpid()
+def private_megabytes(process: int) -> float:
+    """Memory of a process and its children that is neither shared nor a file's."""
     found = 0.0
-    for process in [own, *children(own)]:
+    for each in [process, *children(process)]:
         try:
-            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+            lines = Path(f"/proc/{each}/smaps_rollup").read_text().splitlines()
         except (FileNotFoundError, ProcessLookupError):  # it has just ended
             continue
         found += sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
@@ -59,15 +58,16 @@ def children(process: int) -> list[int]:
 
 
 class Peak(threading.Thread):
-    """The most memory between `start` and `join`."""
+    """The memory of a process at first, and the most between `start` and `join`."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: int) -> None:
         super().__init__(daemon=True)
-        self.megabytes, self.done = 0.0, threading.Event()
+        self.process, self.done = process, threading.Event()
+        self.before = self.megabytes = private_megabytes(process)
 
     def run(self) -> None:
         while not self.done.wait(0.05):
-            self.megabytes = max(self.megabytes, private_megabytes())
+            self.megabytes = max(self.megabytes, private_megabytes(self.process))
 
 
 def prepare(
@@ -117,23 +117,17 @@ def measure(job: str, source: Path, tokenizer_at: Path) -> dict[str, float]:
     """Do a job once and measure it."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(tokenizer_at)
-    peak, at_first = Peak(), []
+    tokenizer, at_first = AutoTokenizer.from_pretrained(tokenizer_at), []
 
     def begin() -> None:
-        at_first.extend([private_megabytes(), time.perf_counter(), sum(os.times()[:4])])
-        peak.start()
+        print(flush=True)
+        sys.stdin.readline()  # whoever measures memory is ready
+        at_first.extend([time.perf_counter(), sum(os.times()[:4])])
 
     with tempfile.TemporaryDirectory() as folder:
         found = prepare(job, source, tokenizer, Path(folder), begin)
-        before, started, busy = at_first
-        seconds, busy = time.perf_counter() - started, sum(os.times()[:4]) - busy
-    peak.done.set()
-    peak.join()
-    return {
-        "seconds": round(seconds, 2), "cpu_seconds": round(busy, 2),
-        "megabytes_before": round(before), "megabytes": round(peak.megabytes), **found,
-    }  # fmt: skip
+        seconds, busy = time.perf_counter() - at_first[0], sum(os.times()[:4]) - at_first[1]
+    return {"seconds": round(seconds, 2), "cpu_seconds": round(busy, 2), **found}
 
 
 def run(root: Path, job: str, options: argparse.Namespace) -> dict[str, float]:
@@ -141,10 +135,22 @@ def run(root: Path, job: str, options: argparse.Namespace) -> dict[str, float]:
     command = [sys.executable, str(Path(__file__).resolve()), str(options.chats.resolve())]
     command += [str(options.tokenizer.resolve()), "--worker", job]
     environment = os.environ | {"PYTHONPATH": str(root), "TOKENIZERS_PARALLELISM": "true"}
-    done = subprocess.run(
-        command, cwd=root, env=environment, text=True, stdout=subprocess.PIPE, check=True
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=root, env=environment, text=True, stdin=pipe, stdout=pipe
+    ) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdout.readline()
+        peak = Peak(process.pid)
+        peak.start()
+        print(file=process.stdin, flush=True)
+        found = process.stdout.readlines()
+        peak.done.set()
+        peak.join()
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+    memory = {"megabytes_before": round(peak.before), "megabytes": round(peak.megabytes)}
+    return json.loads(found[-1]) | memory
 
 
 def main() -> None:
