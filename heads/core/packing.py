@@ -2,7 +2,7 @@
 
 A product with few rows is bound by reading the weight. oneDNN reads one fastest in blocks that fit
 its registers, and torch lays a weight out so anew, or not at all, in each call. A packed copy is
-laid out once, and serves any number of rows. Where `amx` has kernels that are faster still and
+laid out once, and serves any number of rows. Where `cpu_kernels` has kernels that are faster still and
 need no copy, a layer runs by those instead.
 
 A model that somebody else holds is never changed: a packed copy shares all of it but the packed
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .amx import AmxLinear, fits_amx, use_huge_pages
+from .cpu_kernels import CpuLinear, fits_kernels, use_huge_pages
 from .offload import offloaded
 
 logger = logging.getLogger(__name__)
@@ -178,7 +178,7 @@ class Packing:
         layers = [layer for layer in layers if id(layer) not in self._copies]
         if offloaded(model) or not (layers or self._copies):
             return model
-        size = sum(layer.weight.nbytes for layer in layers if not fits_amx(layer))
+        size = sum(layer.weight.nbytes for layer in layers if not fits_kernels(layer))
         if size >= _WORTH_SAYING:
             logger.warning(
                 "Packing the weights takes %.0f MB beside the model's own; a model that "
@@ -191,7 +191,7 @@ class Packing:
         self._copies.update((id(each), each) for each in _shared(model))
         made = copy.deepcopy(model, self._copies)
         _mark(made)
-        use_huge_pages(_on_amx(made))
+        use_huge_pages(_by_kernels(made))
         return made
 
     def pack_in_place(self, model: nn.Module) -> None:
@@ -207,8 +207,8 @@ class Packing:
         for layer in [layer for layer in model.modules() if packable(layer)]:
             if (packed := self._packed(layer)) is None:
                 continue
-            if isinstance(packed, AmxLinear):
-                layer.__class__ = AmxLinear
+            if isinstance(packed, CpuLinear):
+                layer.__class__ = CpuLinear
                 continue
             alone = held[id(layer.weight)] == 1
             layer._packed = packed._packed  # type: ignore[assignment]
@@ -225,9 +225,9 @@ class Packing:
                 weight.data = weight.data.clone()
         _mark(model)
         _return_memory()
-        use_huge_pages(_on_amx(model))
+        use_huge_pages(_by_kernels(model))
 
-    def _packed(self, layer: nn.Linear) -> PackedLinear | AmxLinear | None:
+    def _packed(self, layer: nn.Linear) -> PackedLinear | CpuLinear | None:
         """The layer as it runs from now on; None where it would err more."""
         packed = _faster(layer)
         kind = (layer.weight.dtype, *layer.weight.shape)
@@ -236,13 +236,13 @@ class Packing:
         return packed if self._exact[kind] else None
 
 
-def _faster(layer: nn.Linear) -> PackedLinear | AmxLinear:
-    return AmxLinear(layer) if fits_amx(layer) else PackedLinear(layer)
+def _faster(layer: nn.Linear) -> PackedLinear | CpuLinear:
+    return CpuLinear(layer) if fits_kernels(layer) else PackedLinear(layer)
 
 
-def _on_amx(model: nn.Module) -> Iterator[Tensor]:
+def _by_kernels(model: nn.Module) -> Iterator[Tensor]:
     """Weights that the kernels read."""
-    return (part.weight for part in model.modules() if isinstance(part, AmxLinear))
+    return (part.weight for part in model.modules() if isinstance(part, CpuLinear))
 
 
 def runs_packed(model: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """Names of `core` whose modules import torch; the package imports this file on first use."""
 
-from .amx import AmxLinear, use_huge_pages
-from .amx_layer import take_whole_layers
+from .cpu_kernels import CpuLinear, use_huge_pages
+from .whole_layer import take_whole_layers
 from .cache import LayerShape, SlabCache, free_bytes, in_steps, total_bytes
 from .features import FeatureTap, OutputLayer, capture, decoder_layers, output_layer
 from .forward import attending, causal_run, prefill_forward, tree_forward, tree_run

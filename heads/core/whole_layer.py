@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralModel
 
-from .amx import MOST_ROWS, AmxLinear, attention_of, kernels, plain
 from .cache import LayerShape, SlabCache
+from .cpu_compile import kernels
+from .cpu_kernels import MOST_ROWS, CpuLinear, attention_of, plain
 from .few_rows import attends_in_few_rows
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
@@ -35,7 +36,7 @@ class WholeLayer:
     """What a decoder layer is made of, and the call that runs it.
 
     Attributes:
-        norms, products: of these layers; products in the order of `amx.c`.
+        norms, products: of these layers; products in the order of `cpu_kernels.c`.
         sizes: a head's dimension, and what scores are multiplied by.
     """
 
@@ -64,7 +65,7 @@ class WholeLayer:
         if layer.self_attn.head_dim % 32:
             return None
         found = cls(layer)
-        return found if all(type(each) is AmxLinear for each in found.products) else None
+        return found if all(type(each) is CpuLinear for each in found.products) else None
 
     def run(self, states: Tensor, **options: Any) -> Tensor | None:
         """The layer's output [B, N, D]; None, with nothing done, where it does not fit."""
@@ -104,7 +105,7 @@ class WholeLayer:
         weights = [each.weight.data_ptr() for each in (*self.norms, *self.products)]
         biases = [None if e.bias is None else e.bias.data_ptr() for e in self.products]
         cos, sin = position_embeddings
-        kernels().decoder_layer(
+        kernels(states.dtype).decoder_layer(
             states.data_ptr(), out.data_ptr(), _WEIGHTS(*weights), _BIASES(*biases), *self._eps,
             width, self.products[4].out_features, cos.data_ptr(), sin.data_ptr(), now,
             None if slots is None else slots.data_ptr(), first, torch.get_num_threads(),
@@ -135,7 +136,7 @@ class WholeLayer:
             if part._forward_hooks or part._forward_pre_hooks:
                 return False
         for each in self.products:
-            if type(each) is not AmxLinear:
+            if type(each) is not CpuLinear:
                 return False
         return plain(*[each.weight for each in (*self.norms, *self.products)])
 
@@ -196,7 +197,7 @@ def take_whole_layers(model: nn.Module) -> int:
     parts: list[Any] = list(model.modules())
     found = [(layer, WholeLayer.of(layer)) for layer in parts if "forward" not in vars(layer)]
     new = [(layer, whole) for layer, whole in found if whole is not None]
-    if new and kernels() is not None and _is_as_exact(*new[0]):
+    if new and _is_as_exact(*new[0]):
         _take_all(parts, dict(new))
     return sum(map(_is_taken, parts))
 
@@ -234,19 +235,21 @@ def _either(
 
 @torch.no_grad()
 def _is_as_exact(layer: Any, whole: WholeLayer) -> bool:
-    """Whether the kernel is no further from float32 than the layer itself, over made-up states.
+    """Whether the kernel errs no more than the layer itself, over made-up states.
 
-    Of two rows of five nodes, and then of one each that sees them without a mask.
+    Of two rows of five nodes, and then of one each that sees them without a mask. What is true is
+    computed in the next wider type.
     """
-    draws = torch.Generator().manual_seed(0)
-    wide: Any = copy.deepcopy(layer).float()
+    draws, own = torch.Generator().manual_seed(0), whole.norms[0].weight.dtype
+    wider = torch.float32 if own == torch.bfloat16 else torch.float64
     size, heads = layer.self_attn.head_dim, whole.products[1].out_features // whole.sizes[0]
     number = layer.self_attn.layer_idx + 1
-    ways: dict[str, Any] = {"own": layer, "true": wide, "whole": whole.run}
+    ways: dict[str, Any] = {"own": layer, "true": _widened(layer, wider), "whole": whole.run}
     caches = {}
     for name in ways:
-        dtype = torch.float32 if name == "true" else torch.bfloat16
-        shape = LayerShape(torch.device("cpu"), dtype, (heads, size), (heads, size))
+        shape = LayerShape(
+            torch.device("cpu"), wider if name == "true" else own, (heads, size), (heads, size)
+        )
         caches[name] = SlabCache([shape] * number, 2, 64)
     errors = []
     for first, nodes in ((0, 5), (5, 1)):
@@ -259,15 +262,26 @@ def _is_as_exact(layer: Any, whole: WholeLayer) -> bool:
             live = 64 if nodes > 1 else first + 1
             caches[name].set_slots(range(first, first + nodes), live)
             found[name] = way(
-                states.bfloat16().to(dtype),
+                states.to(own).to(dtype),
                 attention_mask=later.to(dtype) if nodes > 1 else None,
                 past_key_values=caches[name],
                 position_embeddings=tuple(
-                    each.bfloat16().to(dtype) for each in (angles.cos(), angles.sin())
+                    each.to(own).to(dtype) for each in (angles.cos(), angles.sin())
                 ),
             )
             if found[name] is None:
                 return False
         true = found.pop("true")
-        errors.append([(found[name].float() - true).norm().item() for name in ("whole", "own")])
+        errors.append([(found[name].to(wider) - true).norm().item() for name in ("whole", "own")])
     return all(ours <= _SLACK * own for ours, own in errors)
+
+
+def _widened(layer: Any, dtype: torch.dtype) -> Any:
+    """A copy in a wider type, also within its norms, which transformers computes in float32."""
+    made = copy.deepcopy(layer).to(dtype)
+    for name in _NORMS:
+        own = getattr(made, name)
+        norm = nn.RMSNorm(len(own.weight), own.variance_epsilon, dtype=dtype)
+        norm.weight = own.weight
+        setattr(made, name, norm)
+    return made

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from headstart.heads import TokenTree
-from headstart.heads.core import Packing, amx, amx_layer
-from headstart.heads.core.amx_layer import WholeLayer, take_whole_layers
+from headstart.heads.core import Packing, amx, whole_layer
+from headstart.heads.core.whole_layer import WholeLayer, take_whole_layers
 from headstart.infer import Speculator
 from headstart.infer.measure.lossless_greedy import compare_greedy
 from headstart.infer.target import Target
@@ -35,14 +35,14 @@ def model_of(name: str = "llama", **sizes: Any) -> Any:
 @pytest.fixture
 def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Whether each call of a layer was one that the kernel computed."""
-    seen, true = list[bool](), amx_layer.Stack.run
+    seen, true = list[bool](), whole_layer.Stack.run
 
-    def counted(self: amx_layer.Stack, *args: Any, **options: Any) -> Any:
+    def counted(self: whole_layer.Stack, *args: Any, **options: Any) -> Any:
         found = true(self, *args, **options)
         seen.append(found is not None)
         return found
 
-    monkeypatch.setattr(amx_layer.Stack, "run", counted)
+    monkeypatch.setattr(whole_layer.Stack, "run", counted)
     return seen
 
 
@@ -80,7 +80,7 @@ def test_a_layer_that_is_not_a_llamas_is_left(monkeypatch: pytest.MonkeyPatch) -
         model = copy.deepcopy(tiny(name)).to(torch.bfloat16)
         assert all(WholeLayer.of(layer) is None for layer in model.modules())
     model = Packing().copy(model_of())
-    monkeypatch.setattr(amx_layer, "_SLACK", 1e-3)
+    monkeypatch.setattr(whole_layer, "_SLACK", 1e-3)
     assert take_whole_layers(model) == 0
     monkeypatch.undo()
     model.model.layers[0].mlp.act_fn = torch.nn.GELU()
