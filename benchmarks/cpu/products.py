@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial, wraps
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,7 +54,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for name in instruction_sets(dtype):
         with instruction_set(name):
             if kernels(dtype) is not None:
-                ways[name] = [(size, _by(name, call)) for size, call in _layers(map(CpuLinear, own))]
+                ways[name] = [
+                    (size, _by(name, call)) for size, call in _layers(map(CpuLinear, own))
+                ]
                 ways[f"{name}, layers together"] = [
                     (size, _by(name, call)) for size, call in _together(model)
                 ]
@@ -95,7 +97,11 @@ def _together(model: nn.Module) -> Iterator[_Way]:
             if not alone.keys() >= set(group):
                 continue
             layers = [CpuLinear(alone.pop(name)) for name in group]
-            call = partial(cpu_kernels.gated, *layers) if gated else partial(cpu_kernels.products, layers)
+            call = (
+                partial(cpu_kernels.gated, *layers)
+                if gated
+                else partial(cpu_kernels.products, layers)
+            )
             yield layers[0].in_features, call
         yield from ((layer.in_features, CpuLinear(layer)) for layer in alone.values())
 

@@ -1,7 +1,7 @@
 """Our kernels for CPUs, compiled once for a user by a C compiler, for what the processor has.
 
-`cpu_kernels.c` is one source for all types and instruction sets. Each pair of them that is asked for
-is compiled in about a second, into a file of its own, so machines that share a home do not meet.
+`cpu_kernels.c` is one source for all types and instruction sets. Each pair of them that is asked
+for is compiled in about a second, into a file of its own: machines may share a home.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Attention(ctypes.Structure):
     ]  # fmt: skip
 
 
-_LAYER, _ATTENTION = [_POINTER, _POINTER, _POINTER, _LONG], ctypes.POINTER(Attention)
+_ATTENTION = ctypes.POINTER(Attention)
 _ARGUMENTS = {
-    "products": [_POINTER, _LONG, _LONG, _INT, _INT, _INT, *_LAYER * 3],
+    "products": [ctypes.c_char_p],
     "norm": [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _FLOAT],
     "rotate": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
     "attend": [_ATTENTION, _INT],

@@ -47,17 +47,20 @@ static void *space_for(long rows, long in) {
   return bytes ? aligned_alloc(64, (bytes + 63) / 64 * 64) : NULL;
 }
 
+typedef struct {
+  const number *states;
+  long rows, in, threads, gated, count;
+  Layer layers[3];
+} Products;
+
 // See product. in is a multiple of 32, outputs are multiples of 16, there are at most 64 rows.
-void products(const number *states, long rows, long in, int threads, int gated, int count,
-              const number *w0, const number *b0, number *y0, long n0,
-              const number *w1, const number *b1, number *y1, long n1,
-              const number *w2, const number *b2, number *y2, long n2) {
-  Layer layers[3] = {{w0, b0, y0, n0}, {w1, b1, y1, n1}, {w2, b2, y2, n2}};
+void products(const Products *given) {
+  long rows = given->rows, in = given->in;
   void *space = space_for(rows, in);
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(given->threads)
   {
     begin_products(rows);
-    product(layers, count, gated, NULL, states, space, rows, in);
+    product(given->layers, given->count, given->gated, NULL, given->states, space, rows, in);
     end_products(rows);
   }
   free(space);

@@ -9,6 +9,7 @@ types are.
 from __future__ import annotations
 
 import ctypes
+import struct
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
@@ -23,6 +24,8 @@ MOST_ROWS = 64
 
 _MOST_QUERIES = 64
 """Rows of queries of a head for which attention is ours."""
+
+_PRODUCTS = struct.Struct("18q")  # what the kernel is given, see `cpu_kernels.c`
 
 _HUGE, _COLLAPSE = 2 << 20, 25  # bytes of a huge page, and Linux's number of MADV_COLLAPSE
 
@@ -63,20 +66,23 @@ class CpuLinear(nn.Linear):
 
 def together(layers: Sequence[Any], states: Tensor) -> bool:
     """Whether the kernels compute what layers make of states [..., in], at once."""
-    size = states.shape[-1]
+    size, dtype = states.shape[-1], states.dtype
     rows = states.numel() // size if size else 0
     if not 0 < rows <= MOST_ROWS or not states.is_cpu:
         return False
     learns = torch.is_grad_enabled()
     for layer in layers:
         # It may have been moved, recast, or given a hook since.
-        if type(layer) is not CpuLinear or layer.in_features != size or not _fits(layer):
+        if type(layer) is not CpuLinear or layer.in_features != size:
             return False
-        if layer.weight.dtype != states.dtype:
+        weight = layer._parameters["weight"]
+        if weight.dtype != dtype or not weight.is_cpu or not weight.is_contiguous():
             return False
-        if learns and (states.requires_grad or layer.weight.requires_grad):
+        if learns and (states.requires_grad or weight.requires_grad):
             return False
-    return len(layers) == 1 or not any(e._forward_hooks or e._forward_pre_hooks for e in layers)
+    if len(layers) > 1 and any(e._forward_hooks or e._forward_pre_hooks for e in layers):
+        return False
+    return kernels(dtype) is not None
 
 
 def products(layers: Sequence[nn.Linear], states: Tensor) -> list[Tensor]:
@@ -95,14 +101,15 @@ def _products(
     states = states.contiguous()
     shape, size = states.shape[:-1], states.shape[-1]
     found = [states.new_empty(*shape, each) for each in sizes]
-    given: list[int | None] = []
+    given = [states.data_ptr(), states.numel() // size, size, torch.get_num_threads()]
+    given += [gated, len(layers)]
     for number, layer in enumerate(layers):
-        bias = None if layer.bias is None else layer.bias.data_ptr()
-        out = found[number].data_ptr() if number < len(found) else None
-        given += [layer.weight.data_ptr(), bias, out, layer.out_features]
-    given += [None, None, None, 0] * (3 - len(layers))
-    rows, threads = states.numel() // size, torch.get_num_threads()
-    kernels(states.dtype).products(states.data_ptr(), rows, size, threads, gated, len(layers), *given)
+        weight, bias = layer._parameters["weight"], layer.bias
+        out = found[number].data_ptr() if number < len(found) else 0
+        bias = 0 if bias is None else bias.data_ptr()
+        given += [weight.data_ptr(), bias, out, layer.out_features]
+    given += [0, 0, 0, 0] * (3 - len(layers))
+    kernels(states.dtype).products(_PRODUCTS.pack(*given))
     return found
 
 
@@ -125,7 +132,9 @@ def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         return None
     found = torch.empty_like(states)
     rows = states.numel() // size
-    kernels(states.dtype).norm(states.data_ptr(), weight.data_ptr(), found.data_ptr(), rows, size, eps)
+    kernels(states.dtype).norm(
+        states.data_ptr(), weight.data_ptr(), found.data_ptr(), rows, size, eps
+    )
     return found
 
 

@@ -1,9 +1,9 @@
-"""Linear layers in oneDNN's own layout, for decoding on a CPU.
+"""Linear layers by our kernels or in oneDNN's own layout, for decoding on a CPU.
 
-A product with few rows is bound by reading the weight. oneDNN reads one fastest in blocks that fit
-its registers, and torch lays a weight out so anew, or not at all, in each call. A packed copy is
-laid out once, and serves any number of rows. Where `cpu_kernels` has kernels that are faster still and
-need no copy, a layer runs by those instead.
+A product with few rows is bound by reading the weight. The kernels of `cpu_kernels` are fastest,
+and read it as it is. Where there are none a layer is packed for oneDNN, which reads a weight
+fastest in blocks that fit its registers: torch lays it out so anew, or not at all, in each call. A
+packed copy is laid out once, and serves any number of rows. What is neither stays torch's own.
 
 A model that somebody else holds is never changed: a packed copy shares all of it but the packed
 weights. One that nobody else holds is packed in place, and has each weight once.
@@ -40,6 +40,9 @@ _NEEDS = {
 _LEAST = {torch.float32: 512 << 10, torch.bfloat16: 32 << 10, torch.float16: 32 << 10}
 """Bytes of the smallest weight that is packed: a call costs about 10 µs more than torch's own,
 which counts most where a small model's weights stay in the processor's cache."""
+
+_LEAST_OF_KERNELS = {torch.float32: 64 << 10, torch.bfloat16: 32 << 10}
+"""The same for kernels, whose call costs about 3 µs more, and nothing within a whole layer."""
 
 _ROWS = 16
 """Rows that a layout is chosen for: those of a tree. Others are only a little slower with it."""
@@ -148,13 +151,20 @@ def _pack(weight: Tensor) -> Tensor:
 
 def packable(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer is one that packing makes faster here, and is exactly torch's own."""
-    if type(layer) is not nn.Linear or not torch.backends.mkldnn.is_available():
-        return False
-    weight: Any = layer.weight
-    plain = type(weight) is nn.Parameter and weight.device.type == "cpu"
-    if not plain or weight.dtype not in _NEEDS or weight.nbytes < _LEAST[weight.dtype]:
-        return False
-    return bool(_NEEDS[weight.dtype]())
+    return next(_ways(layer), None) is not None
+
+
+def _ways(layer: nn.Module) -> Iterator[type[CpuLinear] | type[PackedLinear]]:
+    """How a layer runs faster than torch's own, the fastest first."""
+    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
+        return
+    weight = layer.weight
+    if fits_kernels(layer) and weight.nbytes >= _LEAST_OF_KERNELS[weight.dtype]:
+        yield CpuLinear
+    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
+        return
+    if weight.dtype in _NEEDS and weight.nbytes >= _LEAST[weight.dtype] and _NEEDS[weight.dtype]():
+        yield PackedLinear
 
 
 class Packing:
@@ -162,7 +172,7 @@ class Packing:
 
     def __init__(self) -> None:
         self._copies: dict[Any, Any] = {}  # what stands for an object, by its id, as in deepcopy
-        self._exact: dict[tuple[Any, ...], bool] = {}
+        self._chosen: dict[tuple[Any, ...], type[CpuLinear] | type[PackedLinear] | None] = {}
 
     def copy(self, model: _Model) -> _Model:
         """A copy of a model that runs packed; it shares weights, buffers, config and hooks.
@@ -178,7 +188,7 @@ class Packing:
         layers = [layer for layer in layers if id(layer) not in self._copies]
         if offloaded(model) or not (layers or self._copies):
             return model
-        size = sum(layer.weight.nbytes for layer in layers if not fits_kernels(layer))
+        size = sum(layer.weight.nbytes for layer in layers if next(_ways(layer)) is PackedLinear)
         if size >= _WORTH_SAYING:
             logger.warning(
                 "Packing the weights takes %.0f MB beside the model's own; a model that "
@@ -229,15 +239,12 @@ class Packing:
 
     def _packed(self, layer: nn.Linear) -> PackedLinear | CpuLinear | None:
         """The layer as it runs from now on; None where it would err more."""
-        packed = _faster(layer)
         kind = (layer.weight.dtype, *layer.weight.shape)
-        if kind not in self._exact:
-            self._exact[kind] = _is_as_exact(packed, layer)
-        return packed if self._exact[kind] else None
-
-
-def _faster(layer: nn.Linear) -> PackedLinear | CpuLinear:
-    return CpuLinear(layer) if fits_kernels(layer) else PackedLinear(layer)
+        if kind not in self._chosen:
+            exact = (way for way in _ways(layer) if _is_as_exact(way(layer), layer))
+            self._chosen[kind] = next(exact, None)
+        way = self._chosen[kind]
+        return None if way is None else way(layer)
 
 
 def _by_kernels(model: nn.Module) -> Iterator[Tensor]:
@@ -263,7 +270,7 @@ def packing_pays(model: nn.Module, rows: Sequence[int] = (1, 8)) -> bool:
     with torch.no_grad():
         for (dtype, _, size), layers in kinds.items():
             tried = layers[: max(1, _TRIED // layers[0].weight.nbytes)]
-            pairs = [(layer, _faster(layer)) for layer in tried]
+            pairs = [(layer, next(_ways(layer))(layer)) for layer in tried]
             for count in rows:
                 states = torch.randn(count, size).to(dtype)
                 times = [

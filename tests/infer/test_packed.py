@@ -16,7 +16,7 @@ import headstart
 from headstart.heads import DrafterGroup
 from headstart.heads.artifacts.manifest import fingerprint
 from headstart.heads.core import (
-    AmxLinear,
+    CpuLinear,
     OnlyPacked,
     PackedLinear,
     Packing,
@@ -54,7 +54,7 @@ def own(name: str | None, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]
 
 
 def packed_in(module: Any) -> list[Any]:
-    return [part for part in module.modules() if isinstance(part, PackedLinear | AmxLinear)]
+    return [part for part in module.modules() if isinstance(part, PackedLinear | CpuLinear)]
 
 
 def state(module: Any) -> list[Any]:
@@ -126,7 +126,7 @@ def test_what_differs_from_generate_is_a_near_tie(name: str, dtype: torch.dtype)
     rows = [row.unsqueeze(0) for row in prompts([9] * 3, seed=5)[0]]
     assert compare_greedy(ours, rows, 24).holds
     head, wrong = packed_in(ours.target.runner)[-1], model.lm_head.weight.detach().flip(0)
-    if isinstance(head, AmxLinear):
+    if isinstance(head, CpuLinear):
         head.weight = torch.nn.Parameter(wrong, requires_grad=False)
     else:
         head._packed = packing._pack(wrong)

@@ -28,9 +28,7 @@ def off(found: Tensor, true: Tensor) -> float:
     return ((found.double() - true).norm() / true.norm()).item()
 
 
-def layers(
-    size: int, outputs: tuple[int, ...], bias: bool, dtype: torch.dtype
-) -> list[nn.Linear]:
+def layers(size: int, outputs: tuple[int, ...], bias: bool, dtype: torch.dtype) -> list[nn.Linear]:
     torch.manual_seed(0)
     made = [nn.Linear(size, each, bias=bias, dtype=dtype) for each in outputs]
     return [each.requires_grad_(False) for each in made]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from headstart.heads import TokenTree
-from headstart.heads.core import Packing, amx, whole_layer
+from headstart.heads.core import Packing, whole_layer
 from headstart.heads.core.whole_layer import WholeLayer, take_whole_layers
 from headstart.infer import Speculator
 from headstart.infer.measure.lossless_greedy import compare_greedy
@@ -15,12 +15,11 @@ from headstart.infer.target import Target
 from headstart.infer.trees.static import StaticTree
 from tests.support.tiny import prompts, tiny
 
-pytestmark = pytest.mark.skipif(amx.kernels() is None, reason="needs AMX and a C compiler")
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 
 
-def model_of(name: str = "llama", **sizes: Any) -> Any:
-    """A tiny model in bfloat16 whose layers are large enough for the kernels."""
+def model_of(dtype: torch.dtype, name: str = "llama", **sizes: Any) -> Any:
+    """A tiny model whose layers are large enough for the kernels."""
     config = copy.deepcopy(tiny(name).config)
     given: dict[str, Any] = {
         "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
@@ -29,7 +28,7 @@ def model_of(name: str = "llama", **sizes: Any) -> Any:
     for key, value in given.items():
         setattr(config, key, value)
     torch.manual_seed(0)
-    return type(tiny(name))(config).to(torch.bfloat16).eval()
+    return type(tiny(name))(config).to(dtype).eval()
 
 
 @pytest.fixture
@@ -47,8 +46,10 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral"])
-def test_what_it_writes_is_the_models_text_but_for_near_ties(name: str, ran: list[bool]) -> None:
-    model = model_of(name)
+def test_what_it_writes_is_the_models_text_but_for_near_ties(
+    name: str, ran: list[bool], kernel_type: torch.dtype
+) -> None:
+    model = model_of(kernel_type, name)
     ours = Speculator(model, compile=True)
     fused: Any = ours.target.fused
     assert fused.found["whole layers"] == model.config.num_hidden_layers
@@ -58,8 +59,10 @@ def test_what_it_writes_is_the_models_text_but_for_near_ties(name: str, ran: lis
     assert not any("forward" in vars(layer) for layer in model.model.layers)
 
 
-def test_rows_of_uneven_length_run_whole_and_listened_layers_as_they_are(ran: list[bool]) -> None:
-    model = model_of()
+def test_rows_of_uneven_length_run_whole_and_listened_layers_as_they_are(
+    ran: list[bool], kernel_type: torch.dtype
+) -> None:
+    model = model_of(kernel_type)
     ours = Speculator(model, compile=True)
     ids, mask = prompts([4, 9])
     both = ours.generate(ids, attention_mask=mask, **GREEDY)
@@ -75,11 +78,13 @@ def test_rows_of_uneven_length_run_whole_and_listened_layers_as_they_are(ran: li
     handle.remove()
 
 
-def test_a_layer_that_is_not_a_llamas_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_is_not_a_llamas_is_left(
+    monkeypatch: pytest.MonkeyPatch, kernel_type: torch.dtype
+) -> None:
     for name in ("qwen3", "gemma3", "gpt2"):
-        model = copy.deepcopy(tiny(name)).to(torch.bfloat16)
+        model = copy.deepcopy(tiny(name)).to(kernel_type)
         assert all(WholeLayer.of(layer) is None for layer in model.modules())
-    model = Packing().copy(model_of())
+    model = Packing().copy(model_of(kernel_type))
     monkeypatch.setattr(whole_layer, "_SLACK", 1e-3)
     assert take_whole_layers(model) == 0
     monkeypatch.undo()
@@ -90,20 +95,20 @@ def test_a_layer_that_is_not_a_llamas_is_left(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("nodes", [1, 6])
-def test_features_are_those_of_the_layers(nodes: int) -> None:
+def test_features_are_those_of_the_layers(nodes: int, kernel_type: torch.dtype) -> None:
     """The hooks that capture them stand around the layers; and logits are as exact."""
-    model = model_of()
+    model = model_of(kernel_type)
     ids = prompts([9])[0]
     siblings = StaticTree([[rank] for rank in range(nodes - 1)])
     topology, row = siblings.shape(1, ids.device)
     tree = TokenTree(ids[:, :1].repeat(1, nodes), topology, None, row)
     found = []
-    for made, packed in ((model, True), (model, False), (copy.deepcopy(model).float(), False)):
+    for made, packed in ((model, True), (model, False), (copy.deepcopy(model).double(), False)):
         target = Target(made, (0, 1, 2), compile=packed)
         with torch.no_grad():
             target.prefill(ids, [9], 9 + nodes)
             found.append(target.verify(tree, torch.tensor([9]), 9, True))
     for ours, own, true in zip(*found, strict=True):
         assert ours.shape == true.shape
-        errors = [(each.float() - true).norm() for each in (ours, own)]
+        errors = [(each.double() - true).norm() for each in (ours, own)]
         assert errors[0] <= 1.2 * errors[1]
