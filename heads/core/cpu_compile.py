@@ -88,9 +88,9 @@ _ARGUMENTS = {
     "norm": [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _FLOAT],
     "rotate": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
     "attend": [_ATTENTION, _INT],
-    "decoder_layer": [
-        *[_POINTER] * 4, _FLOAT, _FLOAT, _LONG, _LONG, _POINTER, _POINTER, _ATTENTION, _POINTER,
-        _LONG, _INT,
+    "decoder_layers": [
+        ctypes.c_char_p, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _ATTENTION,
+        _POINTER, _LONG, _INT,
     ],
 }  # fmt: skip
 

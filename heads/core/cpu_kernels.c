@@ -213,64 +213,73 @@ void attend(const Attention *attention, int threads) {
   attend_in_team(attention);
 }
 
-// A decoder layer of a Llama on states [rows, in], in one piece: norms, attention with what it
-// writes to the cache, and the gated product. weights are those of the norms, of queries, keys,
-// values and output, of gate, up and down; biases are of the last seven, or NULL. Of attention,
-// query and out are not given. New keys and values go to slots [batch, nodes], counted through all
-// texts, or where slots is NULL to those from first on.
-void decoder_layer(const number *states, number *out, const number *const *weights,
-                   const number *const *biases, float eps, float other_eps, long in, long inner,
-                   const number *cos, const number *sin, const Attention *given, const int64_t *slots,
-                   long first_slot, int threads) {
+// What is a decoder layer's own: weights of the norms, of queries, keys, values and output, of gate,
+// up and down; biases of the last seven, or NULL; keys and values of its cache.
+typedef struct {
+  const number *weights[9], *biases[7];
+  number *key, *value;
+  float eps[2];
+} Decoder;
+
+// Decoder layers of a Llama on states [rows, in], one after the other, in one piece: norms,
+// attention with what it writes to the cache, and the gated product. Of attention, query, key, value
+// and out are not given. New keys and values go to slots [batch, nodes], counted through all texts,
+// or where slots is NULL to those from first on.
+void decoder_layers(const Decoder *layers, long count, const number *states, number *out, long in,
+                    long inner, const number *cos, const number *sin, const Attention *given,
+                    const int64_t *slots, long first_slot, int threads) {
   Attention now = *given;
   long rows = now.batch * now.nodes, size = now.size, heads = now.heads * now.group;
   long asked = heads * size, kept = now.heads * size, widest = inner > asked ? inner : asked;
   long numbers = rows * (2 * in + 2 * asked + 2 * kept + inner);
-  number *states_between = aligned_alloc(64, (numbers * sizeof(number) + 63) / 64 * 64);
-  number *normed = states_between, *middle = normed + rows * in, *query = middle + rows * in;
+  number *between = aligned_alloc(64, (numbers * sizeof(number) + 63) / 64 * 64);
+  number *normed = between, *middle = normed + rows * in, *query = middle + rows * in;
   number *found = query + rows * asked, *key = found + rows * asked, *value = key + rows * kept;
   number *gated = value + rows * kept;
   void *space = space_for(rows, widest > in ? widest : in);
-  Layer first[3] = {{weights[2], biases[0], query, asked}, {weights[3], biases[1], key, kept},
-                    {weights[4], biases[2], value, kept}};
-  Layer output = {weights[5], biases[3], middle, in}, down = {weights[8], biases[6], out, in};
-  Layer both[2] = {{weights[6], biases[4], gated, inner}, {weights[7], biases[5], gated, inner}};
   now.query = query, now.out = found;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(threads) firstprivate(now, states)
   {
     begin_products(rows);
+    for (const Decoder *own = layers; own < layers + count; own++, states = out) {
+      const number *const *w = own->weights, *const *b = own->biases;
+      Layer first[3] = {{w[2], b[0], query, asked}, {w[3], b[1], key, kept},
+                        {w[4], b[2], value, kept}};
+      Layer output = {w[5], b[3], middle, in}, down = {w[8], b[6], out, in};
+      Layer both[2] = {{w[6], b[4], gated, inner}, {w[7], b[5], gated, inner}};
+      now.key = own->key, now.value = own->value;
 #pragma omp for
-    for (long row = 0; row < rows; row++)
-      norm_row(states + row * in, weights[0], normed + row * in, in, eps);
-    product(first, 3, 0, NULL, normed, space, rows, in);
+      for (long row = 0; row < rows; row++)
+        norm_row(states + row * in, w[0], normed + row * in, in, own->eps[0]);
+      product(first, 3, 0, NULL, normed, space, rows, in);
 #pragma omp for
-    for (long task = 0; task < rows * (heads + now.heads); task++) {
-      long row = task / (heads + now.heads), head = task % (heads + now.heads) - now.heads;
-      const number *c = cos + row * size, *s = sin + row * size;
-      if (head >= 0) {
-        number *mine = query + row * asked + head * size;
-        rotate_head(mine, c, s, mine, size);
-        continue;
+      for (long task = 0; task < rows * (heads + now.heads); task++) {
+        long row = task / (heads + now.heads), head = task % (heads + now.heads) - now.heads;
+        const number *c = cos + row * size, *s = sin + row * size;
+        if (head >= 0) {
+          number *mine = query + row * asked + head * size;
+          rotate_head(mine, c, s, mine, size);
+          continue;
+        }
+        head += now.heads;
+        long text = row / now.nodes, slot = first_slot + row % now.nodes;
+        long from = row * kept + head * size;
+        if (slots) text = 0, slot = slots[row];
+        const long *k = now.key_steps, *v = now.value_steps;
+        rotate_head(key + from, c, s, own->key + text * k[0] + head * k[1] + slot * k[2], size);
+        memcpy(own->value + text * v[0] + head * v[1] + slot * v[2], value + from,
+               size * sizeof(number));
       }
-      head += now.heads;
-      long text = row / now.nodes, slot = first_slot + row % now.nodes;
-      long from = row * kept + head * size;
-      if (slots) text = 0, slot = slots[row];
-      const long *k = now.key_steps, *v = now.value_steps;
-      number *new_key = (number *)now.key + text * k[0] + head * k[1] + slot * k[2];
-      number *new_value = (number *)now.value + text * v[0] + head * v[1] + slot * v[2];
-      rotate_head(key + from, c, s, new_key, size);
-      memcpy(new_value, value + from, size * sizeof(number));
-    }
-    attend_in_team(&now);
-    product(&output, 1, 0, states, found, space, rows, asked);
+      attend_in_team(&now);
+      product(&output, 1, 0, states, found, space, rows, asked);
 #pragma omp for
-    for (long row = 0; row < rows; row++)
-      norm_row(middle + row * in, weights[1], normed + row * in, in, other_eps);
-    product(both, 2, 1, NULL, normed, space, rows, in);
-    product(&down, 1, 0, middle, gated, space, rows, inner);
+      for (long row = 0; row < rows; row++)
+        norm_row(middle + row * in, w[1], normed + row * in, in, own->eps[1]);
+      product(both, 2, 1, NULL, normed, space, rows, in);
+      product(&down, 1, 0, middle, gated, space, rows, inner);
+    }
     end_products(rows);
   }
   free(space);
-  free(states_between);
+  free(between);
 }

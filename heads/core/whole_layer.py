@@ -8,9 +8,10 @@ trial shows that they do the same.
 from __future__ import annotations
 
 import copy
-import ctypes
 import functools
+import struct
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from .few_rows import attends_in_few_rows
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _GATED = ("gate_proj", "up_proj", "down_proj")
-_WEIGHTS, _BIASES = ctypes.c_void_p * 9, ctypes.c_void_p * 7
+_DECODER = struct.Struct("18q2f")  # addresses, and what norms add; see `cpu_kernels.c`
 _LOOPS = (LlamaModel, MistralModel)  # they call all layers in order, alike, and nothing in between
 _SLACK = 1.5  # the kernel may be so many times as far from float32: few numbers, much chance
 _KNOWN = {"position_ids", "use_cache"}  # and what is used
@@ -48,6 +49,7 @@ class WholeLayer:
         self._parts = [layer.self_attn, layer.mlp, *self.norms, *self.products]
         self.sizes = layer.self_attn.head_dim, layer.self_attn.scaling
         self._eps = [norm.variance_epsilon for norm in self.norms]
+        self._known: list[int] = []  # addresses of weights that were found to be as they must
 
     @classmethod
     def of(cls, layer: Any) -> WholeLayer | None:
@@ -69,7 +71,7 @@ class WholeLayer:
 
     def run(self, states: Tensor, **options: Any) -> Tensor | None:
         """The layer's output [B, N, D]; None, with nothing done, where it does not fit."""
-        return self.compute(states, **options) if self.fits(states, **options) else None
+        return compute([self], states, **options) if self.fits(states, **options) else None
 
     def fits(
         self,
@@ -85,32 +87,7 @@ class WholeLayer:
         if not _KNOWN.issuperset(options) or self.attention.config._attn_implementation != "sdpa":
             return False
         key = past_key_values.places(self.attention.layer_idx)[0]
-        return self._takes(states, attention_mask, position_embeddings, key) and self.is_ready()
-
-    def compute(
-        self,
-        states: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Any = None,
-        position_embeddings: Any = None,
-        **options: Any,
-    ) -> Tensor:
-        """The layer's output [B, N, D], of arguments that fit."""
-        key, value, slots, first = past_key_values.places(self.attention.layer_idx)
-        (batch, nodes, width), (size, scale) = states.shape, self.sizes
-        out = torch.empty_like(states)
-        group = self.products[0].out_features // self.products[1].out_features
-        shape = batch, key.shape[1] * group, nodes, size
-        now = attention_of(shape, key, value, attention_mask, scale)
-        weights = [each.weight.data_ptr() for each in (*self.norms, *self.products)]
-        biases = [None if e.bias is None else e.bias.data_ptr() for e in self.products]
-        cos, sin = position_embeddings
-        kernels(states.dtype).decoder_layer(
-            states.data_ptr(), out.data_ptr(), _WEIGHTS(*weights), _BIASES(*biases), *self._eps,
-            width, self.products[4].out_features, cos.data_ptr(), sin.data_ptr(), now,
-            None if slots is None else slots.data_ptr(), first, torch.get_num_threads(),
-        )  # fmt: skip
-        return out
+        return self._takes(states, attention_mask, position_embeddings, key)
 
     def _takes(
         self, states: Tensor, mask: Tensor | None, angles: tuple[Tensor, Tensor], key: Tensor
@@ -130,15 +107,61 @@ class WholeLayer:
                 return False
         return key.dtype == states.dtype and key.shape[0] == batch
 
-    def is_ready(self) -> bool:
-        """Whether the parts are what they were: they may have been given hooks, or another type."""
+    def addresses(self) -> list[int] | None:
+        """Of weights and biases; None where parts have been given hooks, or another type."""
         for part in self._parts:
             if part._forward_hooks or part._forward_pre_hooks:
-                return False
+                return None
+        found = [each._parameters["weight"].data_ptr() for each in self.norms]
         for each in self.products:
             if type(each) is not CpuLinear:
-                return False
-        return plain(*[each.weight for each in (*self.norms, *self.products)])
+                return None
+            found.append(each._parameters["weight"].data_ptr())
+        if found != self._known or torch.is_grad_enabled():
+            if not plain(*[each.weight for each in (*self.norms, *self.products)]):
+                return None
+            self._known = found
+        biases = [each._parameters.get("bias") for each in self.products]
+        return found + [0 if each is None else each.data_ptr() for each in biases]
+
+    def packed(self, cache: SlabCache) -> bytes | None:
+        """The layer as `cpu_kernels.c` is given it; None as of `addresses`."""
+        if (found := self.addresses()) is None:
+            return None
+        key, value, _, _ = cache.places(self.attention.layer_idx)
+        return _DECODER.pack(*found, key.data_ptr(), value.data_ptr(), *self._eps)
+
+
+def compute(
+    layers: Sequence[WholeLayer],
+    states: Tensor,
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    position_embeddings: Any = None,
+    **options: Any,
+) -> Tensor | None:
+    """What layers that are alike make of states, one after the other, of arguments that fit.
+
+    Returns:
+        [B, N, D]; None, with nothing done, where a layer is no more what it was.
+    """
+    given = [each.packed(past_key_values) for each in layers]
+    if None in given:
+        return None
+    first = layers[0]
+    key, value, slots, start = past_key_values.places(first.attention.layer_idx)
+    (batch, nodes, width), (size, scale) = states.shape, first.sizes
+    out = torch.empty_like(states)
+    group = first.products[0].out_features // first.products[1].out_features
+    shape = batch, key.shape[1] * group, nodes, size
+    now = attention_of(shape, key, value, attention_mask, scale)
+    cos, sin = position_embeddings
+    kernels(states.dtype).decoder_layers(
+        b"".join(given), len(given), states.data_ptr(), out.data_ptr(), width,
+        first.products[4].out_features, cos.data_ptr(), sin.data_ptr(), now,
+        None if slots is None else slots.data_ptr(), start, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
 
 
 class _Found(threading.local):
@@ -167,20 +190,15 @@ class Stack:
         self._found.states = None
         if not whole.fits(states, **options):
             return None
-        first = layer is self.layers[0][0] and len(self.layers) > 1
-        if not first or not self._unheard():
-            return whole.compute(states, **options)
-        for _, each in self.layers:
-            states = each.compute(states, **options)
-        self._found.states = states
-        return states
+        if layer is self.layers[0][0] and len(self.layers) > 1 and self._unheard():
+            self._found.states = compute([each for _, each in self.layers], states, **options)
+            if self._found.states is not None:
+                return self._found.states
+        return compute([whole], states, **options)
 
     def _unheard(self) -> bool:
-        """Whether nobody listens to a layer, and all are as they were."""
-        for layer, whole in self.layers:
-            if layer._forward_hooks or layer._forward_pre_hooks or not whole.is_ready():
-                return False
-        return True
+        """Whether nobody listens to a layer."""
+        return not any(each._forward_hooks or each._forward_pre_hooks for each, _ in self.layers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
         memo[id(self)] = made = Stack([])
@@ -207,10 +225,16 @@ def _take_all(parts: list[Any], wholes: dict[nn.Module, WholeLayer]) -> None:
     for part in parts:
         listed: Any = getattr(part, "layers", None)
         looped = type(part) in _LOOPS and len(listed) == part.config.num_hidden_layers
-        if looped and all(layer in wholes for layer in listed):
+        if looped and all(layer in wholes for layer in listed) and _alike(wholes, listed):
             _take(Stack([(layer, wholes.pop(layer)) for layer in listed]))
     for layer, whole in wholes.items():
         _take(Stack([(layer, whole)]))
+
+
+def _alike(wholes: dict[nn.Module, WholeLayer], layers: Sequence[nn.Module]) -> bool:
+    """Whether layers are of the same sizes."""
+    kinds = {(w.sizes, *(each.weight.shape for each in w.products)) for w in map(wholes.get, layers)}
+    return len(kinds) == 1
 
 
 def _take(stack: Stack) -> None:
