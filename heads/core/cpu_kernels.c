@@ -214,14 +214,15 @@ void attend(const Attention *attention, int threads) {
 }
 
 // What is a decoder layer's own: weights of the norms, of queries, keys, values and output, of gate,
-// up and down; biases of the last seven, or NULL; keys and values of its cache.
+// up and down; biases of the last seven, or NULL; weights of the norms of each head's query and key,
+// as Qwen3's layers have, or NULL; keys and values of its cache; what norms add, in this order.
 typedef struct {
-  const number *weights[9], *biases[7];
+  const number *weights[9], *biases[7], *head_norms[2];
   number *key, *value;
-  float eps[2];
+  float eps[4];
 } Decoder;
 
-// Decoder layers of a Llama on states [rows, in], one after the other, in one piece: norms,
+// Decoder layers of a Llama or Qwen on states [rows, in], one after the other, in one piece: norms,
 // attention with what it writes to the cache, and the gated product. Of attention, query, key, value
 // and out are not given. New keys and values go to slots [batch, nodes], counted through all texts,
 // or where slots is NULL to those from first on.
@@ -243,6 +244,7 @@ void decoder_layers(const Decoder *layers, long count, const number *states, num
     begin_products(rows);
     for (const Decoder *own = layers; own < layers + count; own++, states = out) {
       const number *const *w = own->weights, *const *b = own->biases;
+      const number *const *h = own->head_norms;
       Layer first[3] = {{w[2], b[0], query, asked}, {w[3], b[1], key, kept},
                         {w[4], b[2], value, kept}};
       Layer output = {w[5], b[3], middle, in}, down = {w[8], b[6], out, in};
@@ -258,6 +260,7 @@ void decoder_layers(const Decoder *layers, long count, const number *states, num
         const number *c = cos + row * size, *s = sin + row * size;
         if (head >= 0) {
           number *mine = query + row * asked + head * size;
+          if (h[0]) norm_row(mine, h[0], mine, size, own->eps[2]);
           rotate_head(mine, c, s, mine, size);
           continue;
         }
@@ -266,6 +269,7 @@ void decoder_layers(const Decoder *layers, long count, const number *states, num
         long from = row * kept + head * size;
         if (slots) text = 0, slot = slots[row];
         const long *k = now.key_steps, *v = now.value_steps;
+        if (h[1]) norm_row(key + from, h[1], key + from, size, own->eps[3]);
         rotate_head(key + from, c, s, own->key + text * k[0] + head * k[1] + slot * k[2], size);
         memcpy(own->value + text * v[0] + head * v[1] + slot * v[2], value + from,
                size * sizeof(number));

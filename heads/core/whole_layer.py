@@ -1,4 +1,4 @@
-"""A Llama's whole decoder layer as one call of a kernel, over a slab cache.
+"""Whole decoder layers of a Llama or Qwen as one call of a kernel, over a slab cache.
 
 Between a layer's products Python and torch take as long as reading a tenth of its weights, and the
 cores wait. In one call they read on. Layers are found by what they are made of, and run so where a
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaModel
 from transformers.models.mistral.modeling_mistral import MistralModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from .cache import LayerShape, SlabCache
 from .cpu_compile import kernels
@@ -25,10 +27,12 @@ from .cpu_kernels import MOST_ROWS, CpuLinear, attention_of, plain
 from .few_rows import attends_in_few_rows
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
+_HEAD_NORMS = ("q_norm", "k_norm")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _GATED = ("gate_proj", "up_proj", "down_proj")
-_DECODER = struct.Struct("18q2f")  # addresses, and what norms add; see `cpu_kernels.c`
-_LOOPS = (LlamaModel, MistralModel)  # they call all layers in order, alike, and nothing in between
+_DECODER = struct.Struct("20q4f")  # addresses, and what norms add; see `cpu_kernels.c`
+# They call all layers in order, those of a type alike, and nothing in between.
+_LOOPS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 _SLACK = 1.5  # the kernel may be so many times as far from float32: few numbers, much chance
 _KNOWN = {"position_ids", "use_cache"}  # and what is used
 
@@ -37,36 +41,38 @@ class WholeLayer:
     """What a decoder layer is made of, and the call that runs it.
 
     Attributes:
-        norms, products: of these layers; products in the order of `cpu_kernels.c`.
+        norms, products: of these layers, in the order of `cpu_kernels.c`; norms of heads last.
         sizes: a head's dimension, and what scores are multiplied by.
     """
 
     def __init__(self, layer: Any):
         self.layer, self.attention = layer, layer.self_attn
         self.norms: list[Any] = [getattr(layer, name) for name in _NORMS]
+        self.norms += [getattr(layer.self_attn, name) for name in _head_norms(layer)]
         self.products: list[Any] = [getattr(layer.self_attn, name) for name in _ATTENTION]
         self.products += [getattr(layer.mlp, name) for name in _GATED]
         self._parts = [layer.self_attn, layer.mlp, *self.norms, *self.products]
         self.sizes = layer.self_attn.head_dim, layer.self_attn.scaling
-        self._eps = [norm.variance_epsilon for norm in self.norms]
+        self._eps = [getattr(norm, "variance_epsilon", None) for norm in self.norms]
         self._known: list[int] = []  # addresses of weights that were found to be as they must
 
     @classmethod
     def of(cls, layer: Any) -> WholeLayer | None:
-        """A decoder layer that is made as a Llama's is; None for others."""
+        """A decoder layer that is made as a Llama's or Qwen's is; None for others."""
         names = {name for name, _ in layer.named_children()}
         if names != {*_NORMS, "self_attn", "mlp"}:
             return None
-        for part, inner in ((layer.self_attn, _ATTENTION), (layer.mlp, (*_GATED, "act_fn"))):
+        of_attention = (*_ATTENTION, *_head_norms(layer))
+        for part, inner in ((layer.self_attn, of_attention), (layer.mlp, (*_GATED, "act_fn"))):
             if {name for name, _ in part.named_children()} != {*inner}:
                 return None
         if not all(hasattr(layer.self_attn, name) for name in ("head_dim", "scaling", "layer_idx")):
             return None
-        if not all(hasattr(getattr(layer, name), "variance_epsilon") for name in _NORMS):
-            return None
         if layer.self_attn.head_dim % 32:
             return None
         found = cls(layer)
+        if None in found._eps or any(len(e.weight) != found.sizes[0] for e in found.norms[2:]):
+            return None
         return found if all(type(each) is CpuLinear for each in found.products) else None
 
     def run(self, states: Tensor, **options: Any) -> Tensor | None:
@@ -108,28 +114,36 @@ class WholeLayer:
         return key.dtype == states.dtype and key.shape[0] == batch
 
     def addresses(self) -> list[int] | None:
-        """Of weights and biases; None where parts have been given hooks, or another type."""
+        """Of what `cpu_kernels.c` reads; None where parts have hooks now, or another type."""
         for part in self._parts:
             if part._forward_hooks or part._forward_pre_hooks:
                 return None
-        found = [each._parameters["weight"].data_ptr() for each in self.norms]
         for each in self.products:
             if type(each) is not CpuLinear:
                 return None
-            found.append(each._parameters["weight"].data_ptr())
-        if found != self._known or torch.is_grad_enabled():
+        weights = [e._parameters["weight"].data_ptr() for e in (*self.norms, *self.products)]
+        if weights != self._known or torch.is_grad_enabled():
             if not plain(*[each.weight for each in (*self.norms, *self.products)]):
                 return None
-            self._known = found
+            self._known = weights
         biases = [each._parameters.get("bias") for each in self.products]
-        return found + [0 if each is None else each.data_ptr() for each in biases]
+        count = len(self.norms)
+        found = weights[:2] + weights[count:]
+        found += [0 if each is None else each.data_ptr() for each in biases]
+        return found + (weights[2:count] or [0, 0])
 
     def packed(self, cache: SlabCache) -> bytes | None:
         """The layer as `cpu_kernels.c` is given it; None as of `addresses`."""
         if (found := self.addresses()) is None:
             return None
         key, value, _, _ = cache.places(self.attention.layer_idx)
-        return _DECODER.pack(*found, key.data_ptr(), value.data_ptr(), *self._eps)
+        eps = self._eps if len(self._eps) == 4 else [*self._eps, 0.0, 0.0]
+        return _DECODER.pack(*found, key.data_ptr(), value.data_ptr(), *eps)
+
+
+def _head_norms(layer: Any) -> tuple[str, ...]:
+    """Names of the norms of each head's query and key, as Qwen3's layers have; none elsewhere."""
+    return _HEAD_NORMS if hasattr(layer.self_attn, _HEAD_NORMS[0]) else ()
 
 
 def compute(
@@ -232,8 +246,16 @@ def _take_all(parts: list[Any], wholes: dict[nn.Module, WholeLayer]) -> None:
 
 
 def _alike(wholes: dict[nn.Module, WholeLayer], layers: Sequence[nn.Module]) -> bool:
-    """Whether layers are of the same sizes."""
-    kinds = {(w.sizes, *(each.weight.shape for each in w.products)) for w in map(wholes.get, layers)}
+    """Whether layers are of the same type and sizes, so that they are given the same."""
+    kinds = {
+        (
+            getattr(whole.attention, "layer_type", None),
+            len(whole.norms),
+            whole.sizes,
+            *(each.weight.shape for each in whole.products),
+        )
+        for whole in (wholes[layer] for layer in layers)
+    }
     return len(kinds) == 1
 
 
@@ -303,9 +325,11 @@ def _is_as_exact(layer: Any, whole: WholeLayer) -> bool:
 def _widened(layer: Any, dtype: torch.dtype) -> Any:
     """A copy in a wider type, also within its norms, which transformers computes in float32."""
     made = copy.deepcopy(layer).to(dtype)
-    for name in _NORMS:
-        own = getattr(made, name)
+    parts = [(made, name) for name in _NORMS]
+    parts += [(made.self_attn, name) for name in _head_norms(layer)]
+    for part, name in parts:
+        own = getattr(part, name)
         norm = nn.RMSNorm(len(own.weight), own.variance_epsilon, dtype=dtype)
         norm.weight = own.weight
-        setattr(made, name, norm)
+        setattr(part, name, norm)
     return made

@@ -28,7 +28,11 @@ def model_of(dtype: torch.dtype, name: str = "llama", **sizes: Any) -> Any:
     for key, value in given.items():
         setattr(config, key, value)
     torch.manual_seed(0)
-    return type(tiny(name))(config).to(dtype).eval()
+    model = type(tiny(name))(config).to(dtype).eval()
+    for part, weight in model.named_parameters():
+        if "norm" in part:  # else ones, which hide what is left out
+            weight.data = torch.rand(weight.shape).add(0.5).to(dtype)
+    return model
 
 
 @pytest.fixture
@@ -45,7 +49,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     return seen
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 def test_what_it_writes_is_the_models_text_but_for_near_ties(
     name: str, ran: list[bool], kernel_type: torch.dtype
 ) -> None:
@@ -55,7 +59,7 @@ def test_what_it_writes_is_the_models_text_but_for_near_ties(
     assert fused.found["whole layers"] == model.config.num_hidden_layers
     rows = [row.unsqueeze(0) for row in prompts([9] * 3, seed=5)[0]]
     assert compare_greedy(ours, rows, 24).holds
-    assert ran and all(ran) == (name == "llama")  # a window has a mask of its own kind
+    assert ran and all(ran) == (name != "mistral")  # a window has a mask of its own kind
     assert not any("forward" in vars(layer) for layer in model.model.layers)
 
 
@@ -81,7 +85,7 @@ def test_rows_of_uneven_length_run_whole_and_listened_layers_as_they_are(
 def test_a_layer_that_is_not_a_llamas_is_left(
     monkeypatch: pytest.MonkeyPatch, kernel_type: torch.dtype
 ) -> None:
-    for name in ("qwen3", "gemma3", "gpt2"):
+    for name in ("gemma3", "gpt2"):
         model = copy.deepcopy(tiny(name)).to(kernel_type)
         assert all(WholeLayer.of(layer) is None for layer in model.modules())
     model = Packing().copy(model_of(kernel_type))
