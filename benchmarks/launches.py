@@ -17,7 +17,7 @@ import re
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -137,58 +137,42 @@ class Launch:
 
     def compiled(self, capability: int) -> dict[str, Any]:
         """Shared bytes and warps of a program, registers of a thread and bytes that it spills."""
-        names = self.kernel.arg_names
-        values = dict(zip(names, self.given, strict=False)) | self.options
-        constants = {name: values[name] for name in names if name.isupper()}
-        kinds = {name: _kind(values[name]) for name in names if name not in constants}
-        even = {
-            name
-            for name, kind in kinds.items()
-            if kind[0] == "*" or (kind == "i32" and values[name] % 16 == 0)
-        }
-        options = {name: values[name] for name in ("num_warps", "num_stages") if name in values}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            made = compile_for(capability, self.kernel, kinds, constants, even, options)
+            made = self.compile(capability)
         found = {"shared": made.metadata.shared, "warps": made.metadata.num_warps}
         return found | _of_ptxas(made.asm["ptx"])
 
+    def compile(self, capability: int) -> Any:
+        """What Triton makes of the kernel for this launch, on a GPU that need not be there.
 
-def compile_for(
-    capability: int,
-    kernel: Any,
-    kinds: Mapping[str, str],
-    constants: Mapping[str, Any],
-    even: Collection[str],
-    options: Mapping[str, int],
-) -> Any:
-    """What Triton makes of a kernel for a GPU that need not be there.
+        Triton itself finds types, constants and what is a multiple of 16, as when it launches.
+        """
+        from triton.runtime import driver  # type: ignore[import-not-found]
 
-    Args:
-        kinds: the type of each argument that is not among the constants, as Triton names it.
-        even: arguments that are multiples of 16, as pointers are.
-        options: `num_warps` and `num_stages`.
-    """
-    import triton  # type: ignore[import-not-found]
-    from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
-
-    names = kernel.arg_names
-    signature = {n: "constexpr" if n in constants else kinds[n] for n in names}
-    places = {(p,): [["tt.divisibility", 16]] for p, name in enumerate(names) if name in even}
-    return triton.compile(
-        triton.compiler.ASTSource(kernel, signature, dict(constants), places),
-        target=GPUTarget("cuda", capability, 32),
-        options=dict(options),
-    )
+        with mock.patch.object(driver, "_active", _Absent(capability)):
+            return self.kernel.warmup(*self.given, grid=self.grid, **self.options)
 
 
-def _kind(value: Any) -> str:
-    """A value's type, as Triton names it."""
-    if isinstance(value, Tensor):
-        names = {torch.int64: "i64", torch.int32: "i32", torch.bfloat16: "bf16"}
-        names |= {torch.float64: "fp64", torch.uint8: "u8"}
-        return "*" + names.get(value.dtype, "fp32")
-    return "fp32" if isinstance(value, float) else "i32"
+class _Absent:
+    """In the place of Triton's driver: a GPU of a capability, which nothing can be run on."""
+
+    def __init__(self, capability: int):
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        """A number of its own for each capability, since Triton keeps kernels by it."""
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        """None that is used."""
+        return 0
+
+    def get_current_target(self) -> Any:
+        """What is compiled for."""
+        from triton.backends.compiler import GPUTarget  # type: ignore[import-not-found]
+
+        return GPUTarget("cuda", self.capability, 32)
 
 
 def _of_ptxas(ptx: str) -> dict[str, int]:
@@ -210,8 +194,8 @@ def _of_ptxas(ptx: str) -> dict[str, int]:
     return {}
 
 
-def kernel_launches(nodes: int, context: int, vocabulary: int = 128_256) -> dict[str, Launch]:
-    """Each kernel of a layer of that shape, as it would be launched; nothing is computed."""
+def recorded(module: Any, names: Sequence[str], call: Callable[[], Any]) -> list[Launch]:
+    """The launches of a module's kernels, named by those, that a call would make; none is."""
     found: list[Launch] = []
 
     class Recorder:
@@ -221,6 +205,14 @@ def kernel_launches(nodes: int, context: int, vocabulary: int = 128_256) -> dict
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             return lambda *given, **options: found.append(Launch(self.kernel, grid, given, options))
 
+    recorders: Any = {name: Recorder(getattr(module, name)) for name in names}
+    with mock.patch.multiple(module, **recorders):
+        call()
+    return found
+
+
+def kernel_launches(nodes: int, context: int, vocabulary: int = 128_256) -> dict[str, Launch]:
+    """Each kernel of a layer of that shape, as it would be launched; nothing is computed."""
     from headstart.heads.core import fused_kernels, kernels, product_kernels
 
     shape = SHAPES["8b"]
@@ -255,11 +247,8 @@ def kernel_launches(nodes: int, context: int, vocabulary: int = 128_256) -> dict
     calls |= rule_launches.kernel_calls(nodes, vocabulary)
     launches: dict[str, Launch] = {}
     for name, (module, parts, call) in calls.items():
-        found.clear()
-        recorders: Any = {part: Recorder(getattr(module, part)) for part in parts}
-        full = mock.patch.object(kernels, "processors", lambda device: 132)  # an H100's
-        with full, mock.patch.multiple(module, **recorders):
-            call()
+        with mock.patch.object(kernels, "processors", lambda device: 132):  # an H100's
+            found = recorded(module, parts, call)
         for part, launch in zip(parts, found, strict=True):
             launches[name if part == parts[0] else f"{name}, {part[1:]}"] = launch
     return launches

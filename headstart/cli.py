@@ -7,6 +7,7 @@ with one line and exit status 2; set HEADSTART_DEBUG=1 to see its traceback.
 import argparse
 import io
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -19,6 +20,8 @@ from headstart import __version__
 from headstart.commands import COMMANDS
 from headstart.terminal import UsageError, one_line
 from headstart.train.processes.stopping import CtrlC
+
+_SEE_HELP = "see headstart --help"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
             epilog="examples:\n" + indent(dedent(examples).strip(), "  "),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        own.set_defaults(run=command.run, kept=getattr(command, "KEPT", ""))
+        own.set_defaults(run=command.run, kept=getattr(command, "KEPT", ""), parser=own)
         command.add_arguments(own)
     return parser
 
@@ -94,20 +97,49 @@ class Parser(argparse.ArgumentParser):
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The arguments of one command, whose function is `run`. Raises UsageError."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        raise UsageError(f"no command {words[0]!r}{_nearest(words[0], COMMANDS)}; {_SEE_HELP}")
     # Overrides may stand anywhere, which argparse cannot express: it fills an optional list of
     # positionals once, at the first gap between options.
-    options, rest = build_parser().parse_known_args(argv)
-    if hasattr(options, "overrides"):
-        for word in rest:
-            if word.startswith("-") or "=" not in word:
-                raise UsageError(f"unknown argument {word!r}; an override has the form a.b=value")
+    options, rest = build_parser().parse_known_args(words)
+    if rest:
+        _refuse_unknown(rest, options.parser)
         options.overrides += rest
-    elif rest:  # not repeated: it may be the prompt
-        raise UsageError(f"arguments too many: {len(rest)}; a prompt is given with --prompt")
     return options
 
 
+def _refuse_unknown(rest: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """A UsageError for what is left of a command line, but for overrides of a recipe.
+
+    Only names of options are repeated: another word may belong to a prompt.
+    """
+    actions = parser._actions
+    flags = [flag for action in actions for flag in action.option_strings]
+    named = [word.partition("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)]
+    see = f"see {parser.prog} --help"
+    if named:
+        raise UsageError(f"no option {named[0]}{_nearest(named[0], flags)}; {see}")
+    if any(action.dest == "overrides" for action in actions):
+        if wrong := [word for word in rest if "=" not in word]:
+            raise UsageError(
+                f"unknown argument {wrong[0]!r}; a setting of the recipe has the form a.b=value"
+            )
+        return
+    prompt = "; give the prompt with --prompt" if "--prompt" in flags else ""
+    raise UsageError(f"too many arguments: {len(rest)} more than expected{prompt} ({see})")
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    from headstart.train.recipe.fields import nearest
+
+    return nearest(name, known)
+
+
 def _run(argv: Sequence[str] | None) -> int:
+    if not (sys.argv[1:] if argv is None else argv):
+        build_parser().print_help(sys.stderr)
+        return 2
     options = parse(argv)
     message = "interrupted" + options.kept
     try:

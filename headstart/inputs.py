@@ -216,20 +216,8 @@ def find_device(name: str | None) -> torch.device:
 
 
 def own_target(source: DrafterSource) -> str:
-    """The target that an artifact was trained for: its folder on this machine, or its Hub name."""
-    from headstart.heads.artifacts.hub import is_hub_name
-
-    name = source.manifest.target
-    target = Path(name)
-    # A relative path holds where the training ran; a run's folder that was moved keeps its parts,
-    # and runs that share a target may have moved together.
-    run = source.folder.parent
-    for found in (target, run / target.name, run.parent / target.parent.name / target.name):
-        if found.is_dir():
-            return str(found)
-    if is_hub_name(name):
-        return name
-    raise UsageError(f"the target of {source} is not on this machine; pass --target {target}")
+    """See `DrafterSource.own_target`."""
+    return source.own_target
 
 
 def read_documents(options: argparse.Namespace) -> list[Any]:

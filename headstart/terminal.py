@@ -19,8 +19,13 @@ def one_line(error: BaseException) -> str:
 
     >>> one_line(OSError("no such model\\n  at https://me:pw@host/x with hf_abcdefghijkl"))
     'no such model at https://…@host/x with hf_…'
+    >>> one_line(FileNotFoundError(2, "No such file or directory", "chats/a.jsonl"))
+    'chats/a.jsonl: No such file or directory'
     """
-    return blank(" ".join(str(error).split()) or type(error).__name__)
+    text = str(error)
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        text = f"{error.filename}: {error.strerror}"
+    return blank(" ".join(text.split()) or type(error).__name__)
 
 
 def blank(text: Any) -> Any:

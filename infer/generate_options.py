@@ -98,6 +98,17 @@ class GenerateOptions:
             )
 
 
+def check_ids(ids: Any) -> None:
+    """Refuse prompts that are no token ids [B, P]."""
+    if ids is None or (isinstance(ids, Tensor) and ids.dim() == 2):
+        return
+    shape = f"a tensor of shape {[*ids.shape]}" if isinstance(ids, Tensor) else type(ids).__name__
+    raise OptionError(
+        f"input_ids is {shape}; expected token ids [batch, tokens], such as "
+        "generate(**tokenizer(text, return_tensors='pt'))."
+    )
+
+
 def without_stop_strings(model: PreTrainedModel) -> PreTrainedModel:
     """The model as `generate` is to be called on it, which has no tokenizer for a callable.
 

@@ -1,7 +1,7 @@
 """Loading of a target and its drafters for decoding."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,9 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from headstart.heads import Drafter, load_drafter
+from headstart.heads import Drafter, OptionError, load_drafter
 from headstart.heads.artifacts.hub import target_options
-from headstart.heads.artifacts.source import DrafterSource
+from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.core import (
     Packing,
     device_of,
@@ -37,7 +37,7 @@ _LARGE = 64 << 20  # bytes of weights, below which a type hardly matters
 
 
 def load(
-    target: PreTrainedModel | str | Path,
+    target: PreTrainedModel | str | Path | None = None,
     drafter: Drafter | NamedDrafter | Sequence[Drafter | NamedDrafter] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -51,29 +51,47 @@ def load(
     in_place: bool = True,
     **options: Any,
 ) -> Speculator:
-    """Load target and drafter and return the Speculator over them.
+    """Load a model and its drafter, and return the Speculator that decodes with them.
+
+        speculator = headstart.load("ORG/MODEL", "ORG/DRAFTER", dtype="bfloat16")
+        inputs = speculator.tokenizer("Hello", return_tensors="pt").to(speculator.device)
+        output = speculator.generate(**inputs, max_new_tokens=128)  # [1, P + new]
 
     Args:
-        target: a model, such as transformers or peft load it, or the folder or Hub name of one (its
-            tokenizer is then loaded too).
-        drafter: a drafter, or the name or source of one, see `load_drafter`; None decodes plainly;
-            several decode together, see `Union`.
-        tree: see `Speculator`; None takes the artifact's plan for this machine, which decodes
-            plainly where no tree is faster, or else the tree that it was measured with; for several
-            drafters the union of theirs.
+        target: the model to make faster: its folder or Hub name (the tokenizer is then loaded too),
+            or a model that transformers or peft has loaded. None takes the one that the drafter was
+            trained for.
+        drafter: the folder or Hub name (`ORG/NAME` or `ORG/NAME@REVISION`) of a drafter or of a
+            smaller language model with the same tokenizer; `"lookup"`; or a `Drafter`. A list of
+            these decodes with all of them together. None decodes plainly.
+        tokenizer: of a target that is passed as a model; for `stop_strings` and checks.
+        tree: how many tokens are drafted, and in which form, such as `"chain:4"`, see
+            `Speculator`. None takes the plan for this machine that `headstart plan` has saved with
+            the drafter (plain decoding where no tree is faster), or else the tree that training
+            measured it with; for several drafters the union of theirs.
         rule, expansion, graphs, attention, compile: see `Speculator`.
-        allow_pickle: see `DrafterSource`.
-        in_place: where weights are packed, whether what is loaded here by name is packed as it is,
-            so that each weight is in memory once, and plain calls of `speculator.model` run packed
-            too; if not, a copy is, as of a model that was passed in.
-        options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`.
-            `trust_remote_code=True` runs code that comes with the target and its tokenizer; a
-            drafter's is never run.
+        allow_pickle: read weights of a drafter from a pickle where there are no safetensors; only
+            tensors are read.
+        in_place: with `compile=True` on a CPU, whether the models that are loaded here by name are
+            packed in place, so that each weight is in memory once, and plain calls of
+            `speculator.model` run packed too. If False, a packed copy is made, as it is of a model
+            that is passed in.
+        options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`, `device_map` or
+            `revision`. `trust_remote_code=True` runs code that comes with the target and its
+            tokenizer; a drafter's is never run.
 
     Raises:
-        ArtifactError: there is no such target; the drafter is damaged or was trained for another.
-        UnsupportedTarget: the target cannot be driven by a token tree.
+        ArtifactError: there is no such target or drafter, its files are damaged, or the drafter was
+            trained for another target.
+        OptionError: an argument that cannot be used, by name.
+        UnsupportedTarget: a model that cannot decode token trees exactly, with the reason.
     """
+    single = drafter is None or isinstance(drafter, Drafter | NamedDrafter)
+    named: Any = [drafter] if single else drafter
+    drafters = _known_drafters(named)
+    if target is None:
+        target = _own_target(drafters, options)
+    _check_dtype(options)
     if isinstance(target, str | Path):
         local = target_options(target, options.get("revision"))
         model = load_pretrained(AutoModelForCausalLM, target, **{**local, **options}).eval()
@@ -85,9 +103,6 @@ def load(
         model = language_model_in(target)
     if compile == AUTO:
         compile = way_to_run(model, compile) or False
-    single = drafter is None or isinstance(drafter, Drafter | NamedDrafter)
-    named: Any = [drafter] if single else drafter
-    drafters: list[Any] = [each for each in named if each is not None]
     ours = [] if not isinstance(target, str | Path) else [model]  # what nobody else holds
     trees: list[Any] = [None] * len(drafters)
     for number, each in enumerate(drafters):
@@ -118,6 +133,41 @@ def load(
         attention=attention,
         compile=compile,
     )
+
+
+def _known_drafters(named: Any) -> list[Any]:
+    """What is named as drafters, but for None; an OptionError for anything else."""
+    found = list(named) if isinstance(named, Iterable) else [named]
+    for each in found:
+        if not isinstance(each, Drafter | NamedDrafter | None):
+            raise OptionError(
+                f"drafter is of type {type(each).__name__}; expected the folder or Hub name of a "
+                "drafter or of a smaller model, 'lookup', or a Drafter."
+            )
+    return [each for each in found if each is not None]
+
+
+def _own_target(drafters: list[Any], options: dict[str, Any]) -> str:
+    """The target that the first artifact among drafters was trained for."""
+    if options.get("trust_remote_code"):  # a drafter may name any model as its target
+        raise OptionError("trust_remote_code=True trusts the code of a target; name the target.")
+    for each in drafters:
+        if isinstance(each, NamedDrafter):
+            source = DrafterSource.of(each)
+            if source.kind is SourceKind.ARTIFACT:
+                return source.own_target
+    raise OptionError("no target is given, and no drafter that was trained for one; give a target.")
+
+
+def _check_dtype(options: dict[str, Any]) -> None:
+    """Refuse the name of a type that torch does not have."""
+    name = options.get("dtype", options.get("torch_dtype"))
+    if isinstance(name, str) and name != "auto":
+        known = getattr(torch, name.removeprefix("torch."), None)
+        if not isinstance(known, torch.dtype) or not known.is_floating_point:
+            raise OptionError(
+                f"dtype is {name!r}; expected 'auto', 'float32', 'bfloat16' or 'float16'."
+            )
 
 
 def faster_type(model: PreTrainedModel) -> str | None:

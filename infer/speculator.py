@@ -19,13 +19,14 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import Drafter, DrafterGroup, OptionError, SlabCache
-from headstart.heads.core import current, device_and_dtype, language_model_in
+from headstart.heads.core import alone, current, device_and_dtype, language_model_in
 
 from .generate_options import (
     Ending,
     GenerateOptions,
     check_autocast,
     check_config,
+    check_ids,
     read_inputs,
     read_sampling,
     without_stop_strings,
@@ -160,7 +161,8 @@ class Speculator:
         """Find how the target is run, where it is and in its dtype."""
         place = device_and_dtype(target)
         # Autocast would give what a trial caches other types than requests find.
-        with torch.autocast(place[0].type, enabled=False), current(place[0]):
+        quiet = torch.autocast(place[0].type, enabled=False)
+        with alone(target), quiet, current(place[0]):
             self.target = Target(target, self.drafters.feature_layers, **self._runs)
             self.decoding_drafters = self.target.drafters_to_run(self.drafters)
         if self._captures and (reason := never_captured(target)) is not None:
@@ -177,6 +179,13 @@ class Speculator:
         spare._lock, spare._decodes = threading.RLock(), False
         return spare
 
+    def __repr__(self) -> str:
+        names = [type(each).__name__ for each in self.drafters.drafters]
+        return (
+            f"Speculator({type(self.model).__name__}, {' + '.join(names) or 'no drafter'}, "
+            f"tree={self.tree.label!r}, rule={self.rule or 'greedy, or coupled when sampling'!r})"
+        )
+
     @property
     def drafter(self) -> Drafter | DrafterGroup | None:
         """The only drafter; the group where there are several, None where there is none."""
@@ -191,17 +200,42 @@ class Speculator:
     def device(self) -> torch.device:
         return self.target.device
 
-    def generate(self, input_ids: Tensor | None = None, **options: Any) -> Any:
-        """`model.generate(input_ids, custom_generate=self, **options)`, and what that cannot do.
+    def generate(
+        self,
+        input_ids: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        **options: Any,
+    ) -> Any:
+        """Generate text as `model.generate` does, with the same arguments and result, but faster.
 
-        These work here alone: a `streamer`; `stop_strings` (with `tokenizer`, unless the speculator
-        has it); `max_new_tokens=0`, which returns the prompt; `temperature=0`, which is greedy.
-        Also takes `seed`. An `assistant_model` is refused here; `model.generate` drops it unseen.
+            inputs = tokenizer(["a prompt", "another"], return_tensors="pt", padding=True)
+            output = speculator.generate(**inputs, max_new_tokens=64, do_sample=True, seed=0)
+
+        Also available as `model.generate(…, custom_generate=speculator)`, where a `streamer`,
+        `stop_strings`, `max_new_tokens=0` and `temperature=0` do not work.
+
+        Args:
+            input_ids: [B, P] int64, the prompts, padded on the left.
+            generation_config: as in transformers; options given by name come before it.
+            options: what `model.generate` takes, such as `attention_mask` [B, P] (1 at tokens, 0 at
+                padding), `max_new_tokens`, `do_sample`, `temperature`, `top_p`, `top_k`,
+                `logits_processor`, `stopping_criteria`, `num_return_sequences`,
+                `return_dict_in_generate`; a `streamer`, for a single row; `stop_strings` (with
+                `tokenizer`, unless the speculator has it). `temperature=0` is greedy. And `seed`,
+                one for the batch or one per row, which makes sampling repeatable.
+
+        Returns:
+            [B, P + new] int64, prompts included, or a `GenerateDecoderOnlyOutput` with
+            `return_dict_in_generate=True`. `stats` then describes this call.
 
         Raises:
             OptionError: an option that cannot be honoured, by name.
+            DecodingError: the target's logits are NaN, or it has no further position.
         """
         input_ids = options.pop("inputs", None) if input_ids is None else input_ids
+        check_ids(input_ids)
+        if generation_config is not None:
+            options["generation_config"] = generation_config
         given = GenerateOptions(options, self.model.generation_config)
         for name in ("assistant_model", "custom_generate", "synced_gpus"):
             if options.pop(name, None):

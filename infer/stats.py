@@ -64,15 +64,18 @@ class Drafted:
 
 
 class Stats:
-    """What the rounds of a request did. A row-round is one round of one unfinished row.
+    """What the rounds of the last call did. A row-round is one round of one unfinished row.
 
     Args:
         depth: D of the trees.
 
     Attributes:
-        prefill_seconds: until the first token was there.
-        decode_seconds: from the first token to the last; what a streamer did with them counts too.
-        drafted: who wrote each new token, once a call of the Speculator has ended.
+        tau: tokens per round; NaN before the first.
+        tokens: emitted in rounds; rounds: active row-rounds.
+        acceptance_by_depth: D shares from 0 to 1.
+        prefill_seconds: seconds until the first token was there.
+        decode_seconds: seconds from the first token to the last, a streamer's time included.
+        drafted: who wrote each new token [B, new], once the call has ended.
     """
 
     def __init__(self, depth: int = 0) -> None:
@@ -80,6 +83,21 @@ class Stats:
         self.prefill_seconds = self.decode_seconds = 0.0
         self.drafted = Drafted.nothing()
         self._rounds: list[Emitted] = []
+
+    def __repr__(self) -> str:
+        """The figures that a notebook shows.
+
+        >>> Stats()
+        Stats(no rounds)
+        """
+        if not self.rounds:
+            return "Stats(no rounds)"
+        shares = ", ".join(f"{share:.0%}" for share in self.acceptance_by_depth)
+        return (
+            f"Stats(tau={self.tau:.2f}, tokens={self.tokens}, rounds={self.rounds}, "
+            f"acceptance_by_depth=[{shares}], prefill_seconds={self.prefill_seconds:.3g}, "
+            f"decode_seconds={self.decode_seconds:.3g})"
+        )
 
     def add(self, emitted: Emitted) -> None:
         self._rounds.append(emitted)

@@ -19,7 +19,6 @@ from headstart.heads.core import (
     LayerShape,
     Packing,
     PositionLimit,
-    Prefetch,
     check_fused,
     choose_attention,
     device_of,
@@ -28,6 +27,7 @@ from headstart.heads.core import (
     packing_pays,
     prefill_forward,
     probe_layers,
+    run_streamed,
     runs_packed,
     take_whole_layers,
     tree_forward,
@@ -250,8 +250,8 @@ class Target:
 
     def _run_tapped(self, tokens: Tensor, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """The logits of a forward over tokens [B, T], and its features [B, T, F]."""
-        if self._streamed and (ahead := Prefetch.of(self.runner)) is not None:
-            true, forward = forward, lambda: ahead.run(true)
+        if self._streamed:
+            forward = partial(run_streamed, self.runner, forward)
         if self.tap is not None:
             logits, features = self.tap.run(forward)
             return logits, features.to(logits.device)  # layers may lie on several GPUs

@@ -267,6 +267,25 @@ def test_no_file_names_a_machine_or_a_registry() -> None:
     assert FOREIGN.search("cd /wo" + "rk/main")
 
 
+LACKING = {"datasets", "deepspeed", "fastapi", "liger_kernel", "openai", "pydantic", "torchao"}
+"""What a machine with a GPU to measure on need not have; `docs/gpu.md` runs the tests there."""
+
+
+def test_tests_are_collected_where_packages_are_missing() -> None:
+    """One module that cannot be imported stops all of them."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert len(files) > 100
+    for file in files:
+        for node in ast.parse(file.read_text()).body:
+            names = imported_names(ast.unparse(node), "tests") if _imports(node) else set()
+            found = {name.partition(".")[0] for name in names} & LACKING
+            assert not found, f"{file} imports {found}; use pytest.importorskip"
+
+
+def _imports(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
 def documented_folders(text: str) -> Iterator[tuple[str, str]]:
     """(folder, purpose) of each line of the tree in docs/layout.md, four columns a level."""
     drawing = re.search(r"```text\n\.\n(.*?)```", text, re.DOTALL)

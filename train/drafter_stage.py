@@ -226,10 +226,10 @@ def write_drafter(
             pictured = draw_acceptance(manifest.metrics, folder / ACCEPTANCE)
             card = training_card(recipe, manifest, plotted, pictured)
             write_artifact(drafter, folder, manifest, card)
-            texts = [
-                sample(f"{number}. {each['source']}", tokenizer, each["ids"], each["rounds"])
-                for number, each in enumerate(samples, start=1)
-            ]
+            texts = []
+            for number, each in enumerate(samples, start=1):
+                title, before = f"{number}. {each['source']}", each.get("prompt", ())
+                texts.append(sample(title, tokenizer, each["ids"], each["rounds"], before))
             place = device_name(target.device), dtype_name(target)
             write_training_report(
                 recipe, manifest, folder / METRICS, texts, *place, folder / REPORT

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import copy
 import gc
-import itertools
 import math
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import product
-from typing import Any, cast
+from typing import Any
 
 import torch
-from accelerate import cpu_offload
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from headstart.heads import FAMILIES, Drafter
-from headstart.heads.core import FusedLayers, Prefetch, decoder_layers
+from headstart.heads.core import FusedLayers
 from headstart.heads.core.cache import no_kernel
 from headstart.infer.capture import CudaCapture
 from headstart.infer.graphs import RoundGraphs
 from headstart.infer.measure.costs import measure_costs
-from headstart.infer.measure.forward_costs import verify_costs
 from headstart.infer.measure.greedy_text import write_texts
 from headstart.infer.measure.timing import Stopwatch
 from headstart.infer.speculator import Speculator
@@ -40,7 +36,7 @@ from .shapes import SHAPES, random_drafter, random_target
 Items = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 
 _TREES = {"static": "[[0],[1],[2],[0,0],[0,1]]", "dynamic": "best-first:6,2,3"}
-_NEW = 24
+NEW = 24
 
 
 @dataclass(frozen=True)
@@ -60,17 +56,17 @@ class Place:
 
 
 @cache
-def _small(device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def small_target(device: torch.device, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     torch.manual_seed(0)
     return random_target(SHAPES["toy"], device, dtype)
 
 
 @cache
 def _drafter(name: str, device: torch.device) -> Drafter:
-    return random_drafter(name, _small(device))
+    return random_drafter(name, small_target(device))
 
 
-def _prompts(device: torch.device, batch: int, turn: int) -> Tensor:
+def make_prompts(device: torch.device, batch: int, turn: int) -> Tensor:
     generator = torch.Generator().manual_seed(turn)
     return torch.randint(1, 500, (batch, 9 + turn), generator=generator).to(device)
 
@@ -81,13 +77,13 @@ def _texts(
     """Requests one after another, by a speculator of its own."""
     sampled = options.pop("sampled", False)
     drafter = None if name is None else _drafter(name, place.device)
-    speculator = Speculator(_small(place.device), drafter, graphs=True, **options)
+    speculator = Speculator(small_target(place.device), drafter, graphs=True, **options)
     if not captured:  # the same rounds, run as they are written
         speculator.graphs = RoundGraphs()
     texts = []
     for turn, batch in enumerate(batches):
-        ids = _prompts(place.device, batch, turn)
-        given: dict[str, Any] = {"max_new_tokens": _NEW, "pad_token_id": 0, "do_sample": sampled}
+        ids = make_prompts(place.device, batch, turn)
+        given: dict[str, Any] = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": sampled}
         if sampled:
             given |= {"temperature": 0.8, "top_k": 20, "seed": list(range(batch))}
         else:
@@ -180,7 +176,8 @@ def _kernel(place: Place, context: int, tile: tuple[int, int, int] | None) -> di
 
 
 def families(place: Place) -> Items:
-    for name, kind, sampled, batch in product(FAMILIES, _TREES, (False, True), (1, 3)):
+    # Families in the inner loop: were the group cut off, each would have run in some way.
+    for kind, sampled, batch, name in product(_TREES, (False, True), (1, 3), FAMILIES):
         if not place.full and (batch == 1) != (kind == "static"):
             continue
         title = f"{name}, {kind}, {'coupled' if sampled else 'greedy'}, batch {batch}"
@@ -197,14 +194,14 @@ def lifetimes(place: Place) -> Items:
 
 
 def _nine(place: Place) -> dict[str, Any]:
-    model, drafter = _small(place.device), _drafter("medusa", place.device)
+    model, drafter = small_target(place.device), _drafter("medusa", place.device)
     trees = [f"chain:{n}" for n in (1, 2, 3)] + [f"[[0],[{n}]]" for n in range(1, 7)]
     ours = [Speculator(model, drafter, tree=tree, graphs=True) for tree in trees]
-    ids = _prompts(place.device, 1, 0)
+    ids = make_prompts(place.device, 1, 0)
     texts = []
     for _ in range(3):
         for speculator in ours:
-            texts.append(speculator.generate(ids, max_new_tokens=_NEW, do_sample=False))
+            texts.append(speculator.generate(ids, max_new_tokens=NEW, do_sample=False))
         gc.collect()
     if not all(torch.equal(text, texts[0]) for text in texts):
         raise AssertionError("a speculator writes another text")
@@ -249,13 +246,13 @@ def _fused_layers(place: Place) -> dict[str, Any]:
 
 def _compiled(place: Place, how: dict[str, Any]) -> dict[str, Any]:
     """In float32, where rounding seldom matters."""
-    ids = _prompts(place.device, 1, 0)
-    speculator = Speculator(_small(place.device), **how)
-    options: dict[str, Any] = {"max_new_tokens": _NEW, "do_sample": False}
+    ids = make_prompts(place.device, 1, 0)
+    speculator = Speculator(small_target(place.device), **how)
+    options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
     text = speculator.generate(ids, **options)
     seconds = speculator.stats.decode_seconds
     again = speculator.generate(ids, **options)
-    expected = Speculator(_small(place.device)).generate(ids, **options)
+    expected = Speculator(small_target(place.device)).generate(ids, **options)
     if not (torch.equal(text, expected) and torch.equal(again, expected)):
         raise AssertionError("such forwards write another text")
     graphs = speculator.graphs
@@ -272,9 +269,9 @@ def costs(place: Place) -> Items:
 
 def _costs(place: Place, name: str) -> dict[str, Any]:
     """What the planner measures is a time, and none is of memory that was gone."""
-    model, drafter = _small(place.device), _drafter(name, place.device)
+    model, drafter = small_target(place.device), _drafter(name, place.device)
     with watched_paths() as paths:
-        texts = write_texts(model, drafter, list(_prompts(place.device, 2, 3)), 12)
+        texts = write_texts(model, drafter, list(make_prompts(place.device, 2, 3)), 12)
         found = measure_costs(model, drafter, texts, 8, min(3, drafter.max_depth or 3))
     paths.check()
     times = [found.plain, found.begin, *found.verify.values(), *found.extend.values()]
@@ -328,73 +325,3 @@ def _profile(place: Place, nodes: int, fused: bool) -> dict[str, Any]:
         "longest": {name: [sum(times[name]) / rounds, len(times[name]) / rounds] for name in most},
         **paths.to_dict(),
     }
-
-
-def streamed(place: Place) -> Items:
-    """A target whose decoder layers are in CPU memory."""
-    yield "the same text", partial(_streamed_text, place)
-    yield "share of the link", partial(_link, place)
-
-
-def _away(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    model = cast(Any, model).to("cpu")
-    for layer in decoder_layers(model):
-        cpu_offload(layer, device)
-    return _rest_to(model, device)
-
-
-def _rest_to(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
-    """Move what is not streamed."""
-    for tensor in itertools.chain(model.parameters(), model.buffers()):
-        if not tensor.is_meta:
-            tensor.data = tensor.data.to(device)
-    return model
-
-
-def _streamed_text(place: Place) -> dict[str, Any]:
-    ids = _prompts(place.device, 2, 0)
-    options: dict[str, Any] = {"max_new_tokens": _NEW, "do_sample": False, "pad_token_id": 0}
-    given: dict[str, Any] = {"attention_mask": torch.ones_like(ids), **options}
-    expected = Speculator(_small(place.device)).generate(ids, **given)
-    away = _away(copy.deepcopy(_small(place.device)), place.device)
-    for turn in range(2):
-        if not torch.equal(Speculator(away).generate(ids, **given), expected):
-            raise AssertionError(f"another text when its layers are streamed, request {turn + 1}")
-    ahead = Prefetch.of(away)
-    if place.on_gpu and (ahead is None or ahead.layers != SHAPES["toy"].layers):
-        raise AssertionError("no layer is copied ahead")
-    return {"copied_ahead": 0 if ahead is None else ahead.layers}
-
-
-def _link(place: Place) -> dict[str, Any]:
-    """A forward over 64 nodes of a 1 B shape, as a share of what one large copy gets."""
-    shape, dtype = ("1b", torch.bfloat16) if place.full else ("toy", torch.float32)
-    away = _away(random_target(SHAPES[shape], place.device, dtype), place.device)
-    ids = torch.randint(1, 500, (1, 128)).to(place.device)
-    seconds = verify_costs(away, (), ids, [64])[64] / 1e3
-    ahead = Prefetch.of(away)
-    if ahead is None:
-        return {"forward_ms": 1e3 * seconds, "copied_ahead": 0}
-    host = torch.empty(1 << 29, dtype=torch.uint8, pin_memory=True)
-    there, watch = torch.empty_like(host, device=place.device), Stopwatch(place.device)
-    best = min(watch.time(lambda: there.copy_(host, non_blocking=True), 2) for _ in range(3))
-    link = host.nbytes / best / 1e6
-    speed = ahead.size / seconds / 1e9
-    return {
-        "forward_ms": 1e3 * seconds, "copied_ahead": ahead.layers, "bytes": ahead.size,
-        "gb_per_s": speed, "link_gb_per_s": link, "share": speed / link,
-    }  # fmt: skip
-
-
-GROUPS: dict[str, Callable[[Place], Items]] = {
-    "machine": about_machine,
-    "kernels": kernels,
-    "families": families,
-    "lifetimes": lifetimes,
-    "fused": fused,
-    "compile": compiled,
-    "streamed": streamed,
-    "costs": costs,
-    "profile": profile,
-}
-"""In the order in which they run: what takes least and tells most comes first."""

@@ -54,7 +54,7 @@ def split_revision(name: str) -> tuple[str, str | None]:
 def download(name: str, files: Sequence[str]) -> Path:
     """The folder of huggingface_hub's cache with these files, downloaded or there before."""
     repository, revision = split_revision(name)
-    with _one_line(f"no drafter at {name!r}"):
+    with _one_line(f"no drafter at {name!r}, which is no folder here"):
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
 
 
@@ -174,6 +174,11 @@ def _check_folder(folder: Path) -> None:
 
 def _find(name: str, revision: str | None) -> tuple[str, bool]:
     """The commit that a model's name stands for, and whether the Hub said so, not the cache."""
+    if name == "ORG/MODEL":
+        raise ArtifactError(
+            "ORG/MODEL stands for a model of yours; give its folder, or its name on the Hub: "
+            "target.model=… in a recipe, --target … elsewhere."
+        )
     with _one_line(f"{name} is no folder here, and not found on the Hub"):
         try:
             return str(HfApi().model_info(name, revision=revision, timeout=10).sha), True
@@ -235,5 +240,6 @@ def reason(error: BaseException) -> str:
         return "neither a folder nor the name of a Hub repository; check the name"
     # A ValueError is the Hub's verdict on the card, or on a malformed answer.
     if isinstance(error, _TRANSPORT) and not isinstance(error, ValueError):
-        return f"the Hub cannot be reached ({type(error).__name__}); check network and HF_ENDPOINT"
+        what = f"the Hub cannot be reached ({type(error).__name__})"
+        return f"{what}; check the name, the network and HF_ENDPOINT"
     return brief(error, None).rstrip(".")

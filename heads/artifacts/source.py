@@ -73,6 +73,12 @@ class DrafterSource:
                 f"no drafter at {self.name!r}: neither a folder nor the name of a Hub repository; "
                 "check the name."
             )
+        if self.name in FAMILIES:
+            raise ArtifactError(
+                f"{self.name!r} is a family of drafters, and not a trained one; give the folder of "
+                f"one, such as `headstart quickstart --drafter {self.name}` trains, or its name on "
+                "the Hub."
+            )
         folder = download(self.name, files_to_download(self._listed, self.allow_pickle))
         if not folder.is_dir():  # the repository has none of the files
             raise ArtifactError(
@@ -100,13 +106,34 @@ class DrafterSource:
     def manifest(self) -> Manifest:
         """The artifact's manifest; an ArtifactError for any other kind."""
         if self.kind is SourceKind.ARTIFACT:
-            self._check_is_no_run()
+            self._check_is_artifact()
             return read_manifest(self.folder)
         pickles = pickled(self.files) if self.kind is SourceKind.CHECKPOINT else []
         found = f"{self.kind} with {pickles[0]}, a pickle" if pickles else str(self.kind)
         raise ArtifactError(
             f"{self} is no artifact of headstart (it is {found}); make an artifact of a checkpoint "
             "with headstart convert."
+        )
+
+    @property
+    def own_target(self) -> str:
+        """The target that an artifact was trained for: its folder on this machine, or its Hub name.
+
+        An ArtifactError where it is neither.
+        """
+        name = self.manifest.target
+        target = Path(name)
+        # A relative path holds where the training ran; a run's folder that was moved keeps its
+        # parts, and runs that share a target may have moved together.
+        run = self.folder.parent
+        for found in (target, run / target.name, run.parent / target.parent.name / target.name):
+            if found.is_dir():
+                return str(found)
+        if is_hub_name(name):
+            return name
+        raise ArtifactError(
+            f"the target of {self} is not on this machine; pass --target {target}, as a folder or "
+            "a name on the Hub."
         )
 
     @cached_property
@@ -132,10 +159,12 @@ class DrafterSource:
             pairs.append(("tokenizer", manifest.tokenizer_hash, tokenizer_hash(tokenizer)))
         for what, expected, found in pairs:
             if expected != found:
+                remedy = f"load the {what} it was trained for, or train a drafter for this one"
+                if what == "target" and str(target.dtype) == "torch.float16":
+                    remedy = "float16 rounds some weights otherwise: load it as bfloat16 or float32"
                 raise ArtifactError(
                     f"{self.folder} was trained for another {what}: expected fingerprint "
-                    f"{expected[:12]} ({manifest.target}), found {found[:12]}; load the {what} it "
-                    "was trained for, or train a drafter for this one."
+                    f"{expected[:12]} ({manifest.target}), found {found[:12]}; {remedy}."
                 )
 
     def check_files(self) -> Path:
@@ -164,11 +193,17 @@ class DrafterSource:
                 read_header(path)
         return weights
 
-    def _check_is_no_run(self) -> None:
-        inner = self.folder / "heads"
-        if not (self.folder / MANIFEST).is_file() and (inner / MANIFEST).is_file():
+    def _check_is_artifact(self) -> None:
+        if (self.folder / MANIFEST).is_file():
+            return
+        for run in (self.folder, self.folder.parent):
+            if ((inner := run / "heads") / MANIFEST).is_file():
+                where = "the folder of a run" if run == self.folder else "another folder of a run"
+                raise ArtifactError(f"{self} is {where}, and its drafter is in {inner}; give that.")
+        if not (self.folder / CONFIG).is_file():
             raise ArtifactError(
-                f"{self} is the folder of a run, and its drafter is in {inner}; give that folder."
+                f"{self} is not the folder of a drafter: it holds neither {MANIFEST} nor {CONFIG}; "
+                "give one that headstart saved, such as runs/NAME/heads."
             )
 
     def _check_config(self) -> None:

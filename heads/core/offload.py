@@ -18,10 +18,24 @@ from transformers import PreTrainedModel
 
 from .errors import UnsupportedTarget
 
+_BY_US = "_weights_are_brought_ahead"  # the attribute of a module whose hook does not fetch now
+
 
 def offloaded(model: nn.Module) -> bool:
     """Whether any weight of a model is brought in for every forward."""
-    return any(map(has_offloaded_params, model.modules()))
+    return any(map(streams, model.modules()))
+
+
+def streams(module: nn.Module) -> bool:
+    """Whether a module's own weights are brought in for every forward, by whomever."""
+    return has_offloaded_params(module) or getattr(module, _BY_US, False)
+
+
+def set_fetching(module: nn.Module, on: bool) -> None:
+    """Whether accelerate's hook fetches the weights of a module, or somebody else brings them."""
+    hook: Any = module._hf_hook
+    hook.offload = on
+    setattr(module, _BY_US, not on)
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -29,7 +43,7 @@ def device_of(module: nn.Module) -> torch.device:
     found: Any = ((part, w) for part in module.modules() for w in part.parameters(recurse=False))
     holder: Any = module  # a packed layer has no weight, and says itself where it is
     first, weight = next(found, (holder, holder))
-    if not has_offloaded_params(first):
+    if not streams(first):
         return weight.device
     hook: Any = first._hf_hook
     return torch.empty(0, device=hook.execution_device).device  # with its index, as weights have it
@@ -166,7 +180,7 @@ def _ends(model: PreTrainedModel) -> tuple[Any, Any]:
 
 def _place(module: nn.Module, name: str) -> str:
     """Where a module's weight is fetched from: `cpu` or `disk`; empty where it stays."""
-    if not has_offloaded_params(module):
+    if not streams(module):
         return ""
     hook: Any = module._hf_hook
     kept, prefix = hook.weights_map, ""

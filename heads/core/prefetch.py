@@ -1,9 +1,9 @@
-"""Weights in CPU memory on their way to a GPU while the layer before them computes.
+"""Weights on their way to a GPU while the layer before them computes.
 
-accelerate's hooks fetch each weight when its layer is called, from memory that is not pinned, so
-the GPU waits for every copy. Here the weights of a decoder layer lie side by side in pinned memory,
-and one copy, on a stream of its own, brings the next layer's while this one computes. Two buffers
-on the GPU take turns:
+accelerate's hooks fetch each weight when its layer is called: from memory that is not pinned, so
+that the GPU waits for every copy, or from a disk. Here the weights of a decoder layer lie side by
+side in pinned memory, and one copy, on a stream of its own, brings the next layer's while this one
+computes. Two buffers on the GPU take turns:
 
     copies     | layer 0 -> A | layer 1 -> B | waits | layer 2 -> A | …
     computes                  | layer 0 in A         | layer 1 in B | …
@@ -12,12 +12,17 @@ A layer waits for the event behind its copy, and a copy for the event behind the
 read its buffer; the host waits for neither. The last layer's copy is followed by the first one's,
 for the next forward. All memory is held as long as this is, so an allocator never gives it away
 beneath a copy.
+
+Layers in CPU memory stay in pinned memory. Layers on disk share two blocks of it, which a thread
+reads them into ahead of their copies, see `ReadAhead`. The host waits for a layer that is not read
+yet when it is called, and no earlier.
 """
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self, TypeVar
 
@@ -27,13 +32,36 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .features import decoder_layers
-from .offload import device_of, offloaded
+from .offload import device_of, offloaded, set_fetching
+from .read_ahead import ReadAhead
+from .weight_sources import InMemory, OpenFiles, Source, sources_of
 
 _Found = TypeVar("_Found")
 
 _ALIGNED = 256  # bytes that a weight begins at a multiple of
 
 _known: "weakref.WeakKeyDictionary[nn.Module, Prefetch]" = weakref.WeakKeyDictionary()
+_locks: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def run_streamed(model: PreTrainedModel, forward: Callable[[], _Found]) -> _Found:
+    """What a forward of a model returns whose weights are streamed in, ahead of it where possible.
+
+    One thread at a time: the modules hold a forward's weights, and lose them when it ends.
+    """
+    with alone(model):
+        ahead = Prefetch.of(model)
+        with ahead or nullcontext():
+            return forward()
+
+
+def alone(model: PreTrainedModel) -> AbstractContextManager[Any]:
+    """While this lasts, no other thread runs a model whose weights are streamed in."""
+    if not offloaded(model):
+        return nullcontext()
+    with _making:
+        return _locks.setdefault(model, threading.RLock())
 
 
 class CopyStream:
@@ -66,113 +94,139 @@ class CopyStream:
         event.record(torch.cuda.current_stream(self.device))
         return event
 
+    def reached(self, event: Any) -> None:
+        """Have the host's thread wait for an event."""
+        event.synchronize()
+
 
 class _Layer:
-    """A decoder layer whose weights are in CPU memory.
+    """A decoder layer whose weights are streamed in.
 
     Args:
-        parts: its modules with such weights, and where accelerate's hooks look for each weight.
+        parts: its modules with such weights, and where each comes from.
+
+    Attributes:
+        size: bytes of its weights; host: where they stay, if they do.
     """
 
-    def __init__(self, parts: list[tuple[nn.Module, dict[str, tuple[Any, str]]]]):
-        self.parts, self.size = parts, 0
-        self._places: list[tuple[nn.Module, str, int, Tensor]] = []
-        for module, weights in parts:
-            for name, (kept, key) in weights.items():
-                self._places.append((module, name, self.size, kept[key]))
-                self.size += -(-kept[key].nbytes // _ALIGNED) * _ALIGNED
-        self.host = torch.empty(0)
+    def __init__(self, parts: list[tuple[nn.Module, dict[str, Source]]]):
+        self._modules, self.size, self.host = [module for module, _ in parts], 0, torch.empty(0)
+        self._places: list[tuple[nn.Module, str, int, Source, Tensor]] = []
+        for module, sources in parts:
+            for name, source in sources.items():
+                none = torch.empty_like(source.like, device="meta")
+                self._places.append((module, name, self.size, source, none))
+                self.size += -(-none.nbytes // _ALIGNED) * _ALIGNED
 
-    def move_to(self, host: Tensor) -> None:
-        """Put the weights into memory [size], in bytes; hooks find them there as well."""
-        self.host, found = host, iter(self._places)
-        self._given = list[list[tuple[Any, str, Tensor]]]()
-        for _, weights in self.parts:
-            self._given.append([])
-            for kept, key in weights.values():
-                _, _, first, weight = next(found)
-                own = _view(host, first, weight)
-                own.copy_(weight)
-                kept[key] = own
-                self._given[-1].append((kept, key, own))
-        self._places = [(m, name, at, _like(weight)) for m, name, at, weight in self._places]
-
-    def place(self, memory: Tensor) -> None:
-        """Let the modules compute with the weights in a buffer, and their hooks fetch none."""
-        for module, name, first, weight in self._places:
-            module._parameters[name] = nn.Parameter(_view(memory, first, weight), False)
-
-    def take_away(self) -> None:
-        """Let the modules have no weights again."""
-        for module, name, _, weight in self._places:
-            module._parameters[name] = nn.Parameter(weight, False)
+    @property
+    def on_disk(self) -> bool:
+        """Whether any weight is."""
+        return not all(isinstance(source, InMemory) for *_, source, _ in self._places)
 
     @property
     def attached(self) -> bool:
         """Whether accelerate's hooks are there still, with the weights that were found."""
-        return all(
-            has_offloaded_params(module) and all(kept.get(key) is own for kept, key, own in given)
-            for (module, _), given in zip(self.parts, self._given, strict=True)
+        return all(map(has_offloaded_params, self._modules)) and all(
+            source.attached for *_, source, _ in self._places
         )
 
-    def hooks(self, fetch: bool) -> None:
+    def move_to(self, host: Tensor) -> None:
+        """Put the weights into memory [size], in bytes; hooks find them there as well."""
+        self.host = host
+        for _, _, first, source, like in self._places:
+            assert isinstance(source, InMemory)
+            source.move(_view(host, first, like))
+
+    def read(self, memory: Tensor) -> None:
+        """Write the weights to memory of at least `size` bytes."""
+        with OpenFiles() as files:
+            for _, _, first, source, like in self._places:
+                source.read(_view(memory, first, like), files)
+
+    def place(self, memory: Tensor) -> None:
+        """Let the modules compute with the weights in a buffer."""
+        for module, name, first, _, like in self._places:
+            module._parameters[name] = nn.Parameter(_view(memory, first, like), False)
+
+    def take_away(self) -> None:
+        """Let the modules have no weights again."""
+        for module, name, _, _, like in self._places:
+            module._parameters[name] = nn.Parameter(like, False)
+
+    def fetching(self, on: bool) -> None:
         """Whether accelerate's hooks fetch the weights."""
-        for module, _ in self.parts:
-            module._hf_hook.offload = fetch  # type: ignore[union-attr]
+        for module in self._modules:
+            set_fetching(module, on)
 
 
-def _view(memory: Tensor, first: int, weight: Tensor) -> Tensor:
-    return memory[first : first + weight.nbytes].view(weight.dtype).view(weight.shape)
+def _view(memory: Tensor, first: int, like: Tensor) -> Tensor:
+    return memory[first : first + like.nbytes].view(like.dtype).view(like.shape)
 
 
-def _like(weight: Tensor) -> Tensor:
-    return torch.empty_like(weight, device="meta")
+@dataclass(frozen=True)
+class _Brought:
+    """A layer's weights, there or on their way.
+
+    Attributes:
+        layer: its number; memory: what it computes with.
+        buffer: the number of the buffer on the GPU; event: behind the copy to it.
+    """
+
+    layer: int
+    memory: Tensor
+    buffer: int
+    event: Any
 
 
 class Prefetch(AbstractContextManager):
-    """While this lasts, decoder layers find their weights on the device, copied ahead of them.
+    """While this lasts, decoder layers find their weights on the device, brought ahead of them.
 
-    For one thread at a time; others wait. Layers that have weights on disk are left to accelerate.
+    For one thread at a time, see `run_streamed`.
 
     Args:
         model: with accelerate's hooks; its weights in CPU memory are moved to pinned memory.
 
     Attributes:
-        layers: how many are copied ahead; size: bytes of all that a forward copies.
+        layers: how many are brought ahead; size: bytes of all that a forward brings.
+        on_disk: how many of them are read from files.
     """
 
     def __init__(self, model: PreTrainedModel, stream: CopyStream):
-        self._stream, self._lock, self._depth = stream, threading.RLock(), 0
-        self._thread: int | None = None
+        self._stream, self._thread = stream, None
         self._read: list[Any] = [None, None]  # the event behind the layer that read each buffer
-        self._coming: tuple[int, int, Any] | None = None  # layer, buffer, the event of its copy
-        self._now = 0  # the buffer of the layer that computes, or did last
-        self._computing = False
+        self._coming: _Brought | None = None
+        self._now: _Brought | None = None  # what the layer that computes has
+        self._last = 0  # the buffer that a layer had last
         self._layers = [
             (module, found)
             for module in decoder_layers(model)
-            if (found := _in_memory(module)) is not None
+            if (found := streamed_layer(module)) is not None
         ]
         self.layers, self.size = len(self._layers), sum(layer.size for _, layer in self._layers)
-        if not self._layers:
-            return
         for number, (module, layer) in enumerate(self._layers):
-            layer.move_to(stream.host_memory(layer.size))
+            if not layer.on_disk:
+                layer.move_to(stream.host_memory(layer.size))
             module.register_forward_pre_hook(partial(_before, weakref.ref(self), number))
             module.register_forward_hook(partial(_after, weakref.ref(self), number))
-        most = max(layer.size for _, layer in self._layers)
+        most = max((layer.size for _, layer in self._layers), default=0)
         self._buffers = [
             torch.empty(most, dtype=torch.uint8, device=stream.device) for _ in range(2)
         ]
+        from_disk = [number for number, (_, layer) in enumerate(self._layers) if layer.on_disk]
+        self._part = {number: part for part, number in enumerate(from_disk)}  # of `_ahead`
+        self.on_disk = len(from_disk)
+        self._ahead = _read_ahead([self._layers[number][1] for number in from_disk], stream)
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self | None:
-        """The one of a model; None where nothing of it is to be copied to a GPU."""
-        if not offloaded(model) or device_of(model).type != "cuda":
+        """The one of a model; None where nothing of it is to be brought ahead."""
+        device = device_of(model)
+        if not offloaded(model) or device.type != "cuda":
             return None
         found: Any = _known.get(model)
         if found is None or not found.layers or not found.attached:
-            found = _known[model] = cls(model, CopyStream(device_of(model)))
+            with torch.inference_mode(False):  # later forwards and threads write to its memory
+                found = _known[model] = cls(model, CopyStream(device))
         return found if found.layers else None
 
     @property
@@ -180,41 +234,34 @@ class Prefetch(AbstractContextManager):
         """Whether the layers have their hooks still, and not been loaded or moved meanwhile."""
         return all(layer.attached for _, layer in self._layers)
 
-    def run(self, forward: Callable[[], _Found]) -> _Found:
-        """What a forward of the model returns, with weights that are copied ahead."""
-        with self:
-            return forward()
-
     def __enter__(self) -> Self:
-        self._lock.acquire()
-        self._depth += 1
         self._thread = threading.get_ident()
-        for _, layer in self._layers if self._depth == 1 else ():
-            layer.hooks(fetch=False)
+        for _, layer in self._layers:
+            layer.fetching(False)
+        self._ahead.begin()
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._depth -= 1
-        if not self._depth:
-            self._thread = None
-            self._end()  # of a layer that raised an error
-            for _, layer in self._layers:
-                layer.hooks(fetch=True)
-                layer.take_away()
-        self._lock.release()
+        self._thread = None
+        self._end()  # of a layer that raised an error
+        for _, layer in self._layers:
+            layer.fetching(True)
+            layer.take_away()
 
     def before(self, number: int) -> None:
         """A layer is about to compute."""
         if self._thread != threading.get_ident():
             return
-        coming = self._coming
-        if coming is None or coming[0] != number:  # the first forward, or one after an error
-            coming = self._copy(number)
-        _, buffer, event = coming
-        self._stream.wait(event)
-        self._layers[number][1].place(self._buffers[buffer])
-        self._now, self._computing = buffer, True
-        self._coming = self._copy((number + 1) % len(self._layers))
+        coming, self._coming = self._coming, None
+        if coming is None or coming.layer != number:  # not read before, or after an error
+            coming = self._bring(number)
+        self._stream.wait(coming.event)
+        self._layers[number][1].place(coming.memory)
+        self._now, self._last = coming, coming.buffer
+        following = (number + 1) % self.layers
+        part = self._part.get(following)
+        if part is None or self._ahead.ready(part):
+            self._coming = self._bring(following)
 
     def after(self, number: int) -> None:
         """A layer has been told to compute."""
@@ -223,14 +270,28 @@ class Prefetch(AbstractContextManager):
             self._end()
 
     def _end(self) -> None:
-        if self._computing:
-            self._read[self._now], self._computing = self._stream.mark(), False
+        found, self._now = self._now, None
+        if found is not None:
+            self._read[found.buffer] = self._stream.mark()
 
-    def _copy(self, number: int) -> tuple[int, int, Any]:
-        """Start a layer's copy to the buffer that no layer computes with."""
-        layer, buffer = self._layers[number][1], 1 - self._now
+    def _bring(self, number: int) -> _Brought:
+        """Start to copy a layer's weights to the buffer that no layer computes with."""
+        layer, part, event = self._layers[number][1], self._part.get(number), None
+        host = layer.host if part is None else self._ahead.take(part)
+        buffer = 1 - self._last
         to = self._buffers[buffer][: layer.size]
-        return number, buffer, self._stream.copy(to, layer.host, self._read[buffer])
+        try:
+            event = self._stream.copy(to, host[: layer.size], self._read[buffer])
+        finally:
+            if part is not None:
+                self._ahead.give_back(host, event)
+        return _Brought(number, to, buffer, event)
+
+
+def _read_ahead(layers: list[_Layer], stream: CopyStream) -> ReadAhead:
+    most = max((layer.size for layer in layers), default=0)
+    blocks = [stream.host_memory(most) for _ in range(2 if layers else 0)]
+    return ReadAhead([layer.read for layer in layers], blocks, stream.reached)
 
 
 def _before(owner: "weakref.ref[Prefetch]", number: int, module: nn.Module, args: Any) -> None:
@@ -245,29 +306,11 @@ def _after(
         found.after(number)
 
 
-def _in_memory(layer: nn.Module) -> _Layer | None:
-    """A layer whose weights that are streamed are all in CPU memory; None for another one."""
+def streamed_layer(layer: nn.Module) -> _Layer | None:
+    """A layer as it is streamed in; None for one that is not, or not in a way known here."""
     parts = []
-    for module in layer.modules():
-        if not has_offloaded_params(module):
-            continue
-        hook: Any = module._hf_hook
-        places = dict(_places(hook.weights_map, module))
-        plain = all(kept is not None for kept, _ in places.values())
-        if not plain or hook.tied_params_names or hook.offload_buffers:
+    for module in filter(has_offloaded_params, layer.modules()):
+        if (sources := sources_of(module)) is None:
             return None
-        parts.append((module, places))
+        parts.append((module, sources))
     return _Layer(parts) if parts else None
-
-
-def _places(kept: Any, module: nn.Module) -> Iterator[tuple[str, tuple[Any, str]]]:
-    """Where each weight of a module is in CPU memory, as a dictionary and a key; None if not."""
-    prefix = ""
-    if hasattr(kept, "prefix"):
-        kept, prefix = kept.dataset, kept.prefix
-    in_memory: Any = getattr(kept, "state_dict", kept)
-    for name, _ in module.named_parameters(recurse=False):
-        key = f"{prefix}{name}"
-        found = isinstance(in_memory, Mapping) and key in in_memory
-        plain = found and type(in_memory[key]) in (Tensor, nn.Parameter)
-        yield name, (in_memory if plain else None, key)

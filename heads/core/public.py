@@ -19,7 +19,7 @@ from .offload import (
     weight_of,
 )
 from .packing import OnlyPacked, PackedLinear, Packing, packing_pays, runs_packed
-from .prefetch import Prefetch
+from .prefetch import Prefetch, alone, run_streamed
 from .pretrained import language_model_in, load_pretrained
 from .probe import (
     ATTENTION,

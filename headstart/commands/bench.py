@@ -1,4 +1,4 @@
-"""Measure against plain decoding and generate.
+"""Measure speedups over plain decoding and generate.
 
 headstart bench --drafter runs/my-model/heads --prompts prompts.jsonl --limit 20
 headstart bench --target ORG/MODEL --drafter lookup --prompts prompts.jsonl --tree chain:7
@@ -32,7 +32,7 @@ _REPORT = "where report.html, its pictures and results are written (default: run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="MATRIX", type=Path, nargs="?", help=_MATRIX)
-    add("--matrix", metavar="MATRIX", type=Path, help="the same")
+    add("--matrix", metavar="MATRIX", type=Path, help="the same, as an option")
     shared.add_model_arguments(parser, compare=True)
     add("--separately", action="store_true", help=_SEPARATELY)
     shared.add_prompt_arguments(parser, compare=True)

@@ -1,4 +1,4 @@
-"""Chat with a target, with its drafter or without.
+"""Chat with a model, with or without its drafter.
 
 headstart chat --drafter runs/my-model/heads
 headstart chat --target ORG/MODEL --drafter ORG/NAME --temperature 0.7 --show

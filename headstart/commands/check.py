@@ -1,4 +1,4 @@
-"""Try a recipe on its real target, before any stage runs.
+"""Check a recipe on its real model and data, before training.
 
 headstart check quickstart
 headstart check own-model target.model=ORG/MODEL corpus.source=prompts.jsonl

@@ -1,4 +1,4 @@
-"""Print the script that completes this command line in a shell.
+"""Print the script for completion in a shell.
 
 source <(headstart completion bash)
 headstart completion zsh > "${fpath[1]}/_headstart"

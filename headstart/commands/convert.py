@@ -1,4 +1,4 @@
-"""Make an artifact of another's checkpoint of a drafter.
+"""Convert another project's drafter to an artifact.
 
 headstart convert ORG/NAME runs/converted --target ORG/MODEL
 headstart convert ORG/NAME runs/converted --target ORG/MODEL --allow-pickle

@@ -1,4 +1,4 @@
-"""Write the text that a recipe's drafter is trained on, and no more.
+"""Generate the training text of a recipe, without training.
 
 headstart distill quickstart
 headstart distill own-model target.model=ORG/MODEL corpus.source=prompts.jsonl

@@ -17,25 +17,39 @@ from headstart.terminal import UsageError, quiet_stdout
 
 from . import options as shared
 
+_NEW = "generate N tokens after each prompt (default: 64)"
 _KWARGS = (
     "settings of the chat template that your prompts are rendered with, as JSON, e.g. "
     "'{\"enable_thinking\": false}' (default: none)"
 )
-_PROMPTS = f"{shared.PROMPTS}; a row's category is told apart"
-_ORIGINAL = "do not load the target that the drafter was trained for, where that is another one"
+_DRAFTER = f"{shared.ARTIFACT}; or a drafter of another project"
+_PROMPTS = f"{shared.PROMPTS}; rows with a category are also reported by category"
+_ORIGINAL = "do not load the target of training to compare with, if it is not the one that decodes"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--target", metavar="MODEL", help=shared.TARGET)
     add("--trust-remote-code", action="store_true", help=shared.TRUST)
-    add("--drafter", metavar="ARTIFACT", required=True, help=f"{shared.ARTIFACT}; or another's")
+    add("--drafter", metavar="ARTIFACT", required=True, help=_DRAFTER)
     add("--allow-pickle", action="store_true", help=shared.PICKLE)
     shared.add_placing_arguments(parser)
     add("--prompts", metavar="FILE", type=Path, required=True, help=_PROMPTS)
-    add("--limit", metavar="N", type=shared.positive, default=32, help="use only N (default: 32)")
-    add("--new-tokens", metavar="N", type=shared.positive, default=64)
-    add("--depth", metavar="K", type=shared.positive, default=4, help="of the chain (default: 4)")
+    add(
+        "--limit",
+        metavar="N",
+        type=shared.positive,
+        default=32,
+        help="use only N prompts (default: 32)",
+    )
+    add("--new-tokens", metavar="N", type=shared.positive, default=64, help=_NEW)
+    add(
+        "--depth",
+        metavar="K",
+        type=shared.positive,
+        default=4,
+        help="depth of the chain that is drafted (default: 4)",
+    )
     add("--template-kwargs", metavar="JSON", type=_settings, default={}, help=_KWARGS)
     add("--system", metavar="TEXT", help="the system prompt of your chats (default: none)")
     add("--no-original", action="store_true", help=_ORIGINAL)
@@ -80,11 +94,11 @@ def run(options: argparse.Namespace) -> int:
 
 def _original(options: argparse.Namespace, source: Any) -> Any:
     """What loads the target that the manifest names, in the type of training."""
-    from headstart.inputs import own_target
+    from headstart.heads import ArtifactError
 
     try:
-        name = own_target(source)
-    except UsageError:
+        name = source.own_target
+    except ArtifactError:
         return None
     dtype = (source.manifest.trained.get("target") or {}).get("dtype")
     told = vars(options) | {"target": name, "drafter": None, "dtype": dtype or options.dtype}

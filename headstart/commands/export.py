@@ -17,7 +17,7 @@ _FORMAT = "vllm, sglang, speculators, transformers, or original, that of the met
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("drafter", metavar="ARTIFACT", help=f"{shared.ARTIFACT}; or another's checkpoint")
+    add("drafter", metavar="ARTIFACT", help=f"{shared.ARTIFACT}; or a drafter of another project")
     add("folder", metavar="FOLDER", type=Path, help="a new folder to write to")
     add("--to", metavar="FORMAT", required=True, help=_FORMAT)
     add("--target", metavar="MODEL", help=shared.TARGET)
@@ -30,8 +30,10 @@ def run(options: argparse.Namespace) -> int:
     check_name(options.drafter)
     from headstart.heads import Drafter
     from headstart.heads.artifacts.export import check_format, export_drafter
+    from headstart.heads.artifacts.files import check_is_free
 
     check_format(options.to)
+    check_is_free(options.folder)
     speculator = load_speculator(options)
     drafter = speculator.drafter
     assert drafter is None or isinstance(drafter, Drafter), "one drafter is named"

@@ -1,4 +1,4 @@
-"""Continue a prompt, streamed to stdout.
+"""Generate text from a prompt, streamed to stdout.
 
 headstart generate --drafter runs/quickstart/heads --prompt 'import os' --show
 headstart generate --target ORG/MODEL --drafter ORG/NAME --chat --prompt 'Hello'
@@ -84,6 +84,8 @@ def _read_prompt(options: argparse.Namespace) -> str:
         raise UsageError("no prompt; give --prompt or --file, or pipe the text in")
     if options.file is not None and not options.file.exists():
         raise UsageError(f"--file {options.file}: no such file; check the path, or give --prompt")
+    if options.file is not None and options.file.is_dir():
+        raise UsageError(f"--file {options.file}: a folder; expected a text file")
     try:
         if options.file is not None:
             text = options.file.read_text(encoding="utf-8")

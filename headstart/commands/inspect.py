@@ -1,4 +1,4 @@
-"""Show what an artifact is, or somebody else's drafter, and check it.
+"""Show what a drafter is, and check its files.
 
 headstart inspect runs/quickstart/heads --tree
 headstart inspect runs/quickstart/heads --prompt 'import os' --round 2
@@ -20,7 +20,7 @@ _PROMPT = "replay one round after this text: what was drafted, what was accepted
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("artifact", metavar="ARTIFACT", help=shared.ARTIFACT)
-    add("--target", metavar="MODEL", help="load this model: does it fit?")
+    add("--target", metavar="MODEL", help="also check that the drafter fits this model")
     add("--trust-remote-code", action="store_true", help=shared.TRUST)
     add("--allow-pickle", action="store_true", help=shared.PICKLE)
     shared.add_json_argument(parser)
@@ -28,7 +28,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = look.add_argument
     add("--tree", metavar="TREE", nargs="?", const="", help=_TREE)
     add("--prompt", metavar="TEXT", help=_PROMPT)
-    add("--round", metavar="N", type=shared.positive, default=1, help="which one (default: 1)")
+    add(
+        "--round",
+        metavar="N",
+        type=shared.positive,
+        default=1,
+        help="which round to replay (default: 1)",
+    )
     add("--rule", metavar="RULE", help=shared.RULE)
     add("--expansion", metavar="EXPANSION", help=shared.EXPANSION)
     shared.add_sampling_arguments(look)

@@ -1,4 +1,4 @@
-"""Write a target that was trained with its drafter as a model of its own, the drafter beside it.
+"""Write a target adapted in training (Medusa-2) as an ordinary model, with its drafter.
 
 headstart merge runs/medusa2/heads merged
 headstart merge ORG/NAME merged --target ORG/MODEL

@@ -14,46 +14,46 @@ RECIPE = (
     "a path, a shipped name, or parts joined by +: FAMILY+MODEL+HARDWARE (`headstart recipes` "
     "lists them)"
 )
-TARGET = "the model to make faster: a folder or a Hub name (default: the artifact's own)"
-TRUST = "run Python code that comes with the target; a drafter's is never run"
-PROMPTS = "text, one prompt a line, or JSONL with prompt, messages, turns or text"
-PICKLE = "read the tensors alone of a drafter's file that is a pickle"
+TARGET = "the model to make faster: a folder or a Hub name (default: the drafter's own target)"
+TRUST = "run Python code that comes with the target; code of a drafter is never run"
+PROMPTS = "text with one prompt per line, or JSONL with prompt, messages, turns or text"
+PICKLE = "also read drafters saved as a pickle; only tensors are read from it"
 
 KEPT = "; finished stages are kept, and the same command goes on"
 """What is true of a run when Ctrl-C has ended it."""
 
 _DRAFTER = (
-    f"{ARTIFACT}; or another's checkpoint; or a smaller model; or lookup; several times to decode "
-    "with all of them together (default: none, plain decoding)"
+    f"{ARTIFACT}; a drafter of another project, a smaller model, or `lookup`; given several times, "
+    "all of them decode together (default: no drafter, plain decoding)"
 )
 _TREE = (
     "chain:K, cartesian:A,B,…, best-first:NODES,WIDTH,DEPTH, beam:WIDTH,LENGTH or a JSON file of "
-    "rank paths; with several drafters one for each, joined by + (default: the artifact's plan or "
-    "tree)"
+    "rank paths; for several drafters one tree each, joined by + (default: the drafter's plan for "
+    "this machine, or the tree of its training)"
 )
 RULE = (
-    "how drafted tokens are accepted, e.g. coupled or rejection; an unknown name lists all of them "
-    "(default: greedy, or coupled when sampling)"
+    "how drafted tokens are accepted: greedy, coupled, match, rejection, block, traversal or "
+    "typical (default: greedy, or coupled when sampling)"
 )
 EXPANSION = (
-    "how children are chosen, e.g. topk; an unknown name lists those that the rule takes (default: "
-    "what the rule is best with)"
+    "how the children of a node are chosen: topk, coupled, with_replacement or "
+    "without_replacement, as far as the rule allows it (default: the best one for the rule)"
 )
 _MEMORY = (
-    "for a target that does not fit: so much of its weights is kept on each device, and the rest "
-    "is streamed in from CPU memory, then disk; e.g. 0=20GB,cpu=100GB, or cpu=8GB without a GPU"
+    "for a target that does not fit: how much of its weights each device keeps; the rest is "
+    "streamed from CPU memory, then from disk; e.g. 0=20GB,cpu=100GB, or cpu=8GB without a GPU"
 )
 OVERRIDES = "settings of the recipe, e.g. train.max_seconds=30 (values are read as YAML)"
 _FOLDER = (
-    "where weights are written that --max-memory leaves to the disk and that are not read from the "
+    "where to write weights that --max-memory leaves to the disk, if they cannot be read from the "
     "target's own safetensors"
 )
 
 
-LENGTH = "at most so many (default: 128, or what the target's context has room for)"
+LENGTH = "generate at most N tokens (default: 128, or what the target's context has room for)"
 SHOW = (
-    "colour accepted draft tokens by the depth at which they were drafted, with figures below; on "
-    "a terminal only"
+    "colour accepted draft tokens by the depth at which they were drafted, and print figures below "
+    "(only on a terminal)"
 )
 
 
@@ -108,8 +108,8 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _COMPILE = (
-    "pack the weights on a CPU, with auto where a short trial finds it faster; on a GPU, compile "
-    "the target's forwards"
+    "on a CPU, pack the weights into a faster layout (auto: only if a short trial is faster); on a "
+    "GPU, compile the target's forwards"
 )
 
 
@@ -158,14 +158,14 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, compare: bool = False)
     add("--prompts", metavar="FILE", type=Path, required=not compare, help=PROMPTS)
     add("--limit", metavar="N", type=positive, help="use only N prompts")
     add("--prefix-tokens", metavar="N", type=positive, help="cut each prompt to its first N tokens")
-    new_tokens = "after each prompt (default: 128)"
+    new_tokens = "generate N tokens after each prompt (default: 128)"
     default = None if compare else 128
     add("--new-tokens", metavar="N", type=positive, default=default, help=new_tokens)
 
 
 def add_sampling_arguments(parser: argparse._ActionsContainer, compare: bool = False) -> None:
     """Temperature and seed; to `compare`, a list of temperatures."""
-    add, greedy = parser.add_argument, "0 is greedy (default)"
+    add, greedy = parser.add_argument, "sampling temperature; 0 is greedy (default)"
     if compare:
         several = f"{greedy}; several times to compare"
         add("--temperature", metavar="T", type=temperature, action="append", help=several)
@@ -174,10 +174,14 @@ def add_sampling_arguments(parser: argparse._ActionsContainer, compare: bool = F
     add("--seed", metavar="S", type=int, help="makes sampling repeatable")
 
 
+_TOP_P = "sample from the most likely tokens, up to a probability of P together"
+_TOP_K = "sample from the K most likely tokens"
+
+
 def add_top_arguments(parser: argparse._ActionsContainer) -> None:
     """Among how many tokens sampling chooses."""
-    parser.add_argument("--top-p", metavar="P", type=probability, help="nucleus sampling")
-    parser.add_argument("--top-k", metavar="K", type=positive, help="sample from the K best")
+    parser.add_argument("--top-p", metavar="P", type=probability, help=_TOP_P)
+    parser.add_argument("--top-k", metavar="K", type=positive, help=_TOP_K)
 
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:

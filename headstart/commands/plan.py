@@ -1,4 +1,4 @@
-"""Choose the tree that decodes fastest on this machine.
+"""Find the tree that decodes fastest on this machine.
 
 headstart plan --drafter runs/my-model/heads --prompts prompts.jsonl --limit 32
 headstart plan --drafter runs/my-model/heads --prompts prompts.jsonl --batch-size 4
@@ -31,7 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_compile_argument(parser, _COMPILE)
     shared.add_placing_arguments(parser)
     shared.add_prompt_arguments(parser)
-    add("--batch-size", metavar="N", type=positive, default=1, help="prompts decoded at once")
+    add(
+        "--batch-size",
+        metavar="N",
+        type=positive,
+        default=1,
+        help="prompts decoded at once (default: 1)",
+    )
     add("--max-nodes", metavar="N", type=positive, help=_NODES)
     add("--measure", metavar="K", type=whole, default=4, help=_MEASURE)
     add("--plot", metavar="FILE", type=Path, help="draw speedup against tree size (.png, .svg, …)")

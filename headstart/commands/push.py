@@ -1,4 +1,4 @@
-"""Publish an artifact on the Hub.
+"""Publish a drafter on the Hub.
 
 headstart push runs/my-model/heads ORG/NAME --license apache-2.0 --dry-run
 headstart push runs/my-model/heads ORG/NAME --license apache-2.0 --private
@@ -29,14 +29,14 @@ _EXPORT = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("artifact", metavar="ARTIFACT", help=shared.ARTIFACT)
-    add("repository", metavar="ORG/NAME", help="made where it is missing")
+    add("repository", metavar="ORG/NAME", help="the repository; created if there is none")
     add("--target-name", metavar="NAME", help=_TARGET_NAME)
     add("--license", metavar="ID", type=license_id, help="for the model card, e.g. apache-2.0")
-    add("--private", action="store_true", help="if the repository is new")
+    add("--private", action="store_true", help="make a new repository private")
     add("--revision", metavar="BRANCH", help="push to a branch (default: main)")
     add("--export", metavar="FORMAT,…", type=_formats, default=[], help=_EXPORT)
     add("--target", metavar="MODEL", help=f"for --export: {shared.TARGET}")
-    add("--dry-run", action="store_true", help="list files, sizes and card; no network")
+    add("--dry-run", action="store_true", help="list files and sizes and show the card, offline")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""Train a small drafter and measure.
+"""Train a small drafter from nothing and measure it, in a few minutes.
 
 headstart quickstart
 headstart quickstart --drafter eagle3
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 
 _BASE, _ALL = "quickstart", "all"
 _FAMILY = (
-    "a family's own quickstart, e.g. medusa; an unknown name lists them; or all: each of them on "
-    "one target, compared"
+    "the family to train, e.g. medusa or eagle3; all: train every family on the same target and "
+    "compare them"
 )
 
 _STEPS = (
-    "A small model is trained from nothing (target) and writes text (distill).",
-    "A drafter learns from that text (heads); held-out text is then decoded (bench).",
+    "Stages: a small model is trained from scratch (target) and writes text (distill);",
+    "a drafter learns from that text (train, heads) and decodes held-out files (bench).",
 )
 
 KEPT = shared.KEPT

@@ -1,4 +1,4 @@
-"""List the shipped recipes, their parts, and what they take by estimate.
+"""List the shipped recipes, with estimated memory, disk and hours.
 
 headstart recipes
 headstart recipes medusa+llama-3.1-8b+1x80gb
@@ -9,7 +9,9 @@ import sys
 
 from . import options as shared
 
-_PARTS = "only recipes with these parts, e.g. medusa 1x24gb; a single recipe is shown in full"
+_PARTS = (
+    "only recipes with these parts, e.g. medusa 1x24gb; the name of one recipe shows it in full"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""List runs and their stages, and remove stages.
+"""List runs and their stages, or remove stages.
 
 headstart runs
 headstart runs quickstart --remove 'heads-*'
@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> int:
             raise UsageError("--remove needs the run's name: headstart runs NAME --remove STAGE")
         folders = sorted(p for p in options.output.glob("*/") if _stages(p))
         found = [_run(folder) for folder in folders]
-        title = f"{len(found)} runs in {options.output}"
-        columns = ("run", "stages", "in use by"), ("of them current", "MB", "last finished")
+        title = f"runs in {options.output}" if found else f"no runs in {options.output}"
+        columns = ("run", "in use by"), ("stages", "current", "MB", "last finished")
     else:
         folder = _folder(options)
         if options.remove:
@@ -75,7 +75,7 @@ def _run(folder: Path) -> dict[str, Any]:
     return {
         "run": folder.name,
         "stages": len(stages),
-        "of them current": sum(stage.current for stage in stages),
+        "current": sum(stage.current for stage in stages),
         "MB": round(sum(stage.size() for stage in stages) / 1e6, 1),
         "last finished": max(finished, default=""),
         "in use by": holder_of(folder),

@@ -1,4 +1,4 @@
-"""Test on your own models that the text is theirs.
+"""Test on your own models that the output is unchanged.
 
 headstart verify-lossless --drafter runs/my-model/heads --prompts prompts.jsonl
 headstart verify-lossless --drafter ORG/NAME --prompts prompts.jsonl --rule rejection
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from headstart.infer.measure.lossless_sampled import Sampled
 
 _EXPLAINED = 5  # divergences described one by one
+_TEMPERATURE = "of the sampled texts (default: 1)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     shared.add_model_arguments(parser)
     shared.add_prompt_arguments(parser)
-    add("--draws", metavar="N", type=positive, default=4096, help="texts sampled (default: 4096)")
-    add("--temperature", metavar="T", type=temperature, default=1.0, help="of the sampled texts")
-    add("--seed", metavar="N", type=int, default=0)
+    add("--draws", metavar="N", type=positive, default=4096, help="sample N texts (default: 4096)")
+    add("--temperature", metavar="T", type=temperature, default=1.0, help=_TEMPERATURE)
+    add("--seed", metavar="S", type=int, default=0, help="of the sampled texts (default: 0)")
     shared.add_json_argument(parser)
 
 

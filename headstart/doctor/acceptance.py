@@ -18,6 +18,7 @@ from headstart.heads.core import row_seeds, trained_context
 from headstart.infer import Speculator, Stats
 from headstart.infer.measure.greedy_text import BATCH, continue_greedily, with_features
 from headstart.infer.measure.ranks import measure_ranks
+from headstart.long_prompts import is_cut, room_for, taken
 from headstart.train.data.documents import Document
 
 from .pairs import Pair
@@ -171,10 +172,18 @@ class Decodes:
         return {"tau": tau, "by_depth": shares, "texts": texts}
 
     def _prompts(self, pair: Pair) -> tuple[list[int], list[Tensor]]:
-        """The prompts that leave room for new tokens, and their documents' numbers."""
-        context = trained_context(pair.target)
+        """The prompts that leave room for new tokens, and their documents' numbers.
+
+        A text that does not fit is cut, as `bench` cuts it; a chat is left out.
+        """
+        context, limit = trained_context(pair.target), room_for(pair.target, self.new_tokens)
+        cuts = not pair.rendering.as_chats  # a chat's end belongs to its template
         every = [pair.rendering.ids(pair.tokenizer, document) for document in self.documents]
-        room = len(max(every, key=len)) if context is None else context - self.new_tokens
+        every = [
+            ids[: taken(limit)] if cuts and is_cut(document, len(ids), limit) else ids
+            for document, ids in zip(self.documents, every, strict=True)
+        ]
+        room = len(max(every, key=len)) if limit is None else limit
         kept = [i for i, ids in enumerate(every) if 0 < len(ids) <= room]
         if not kept:
             raise OptionError(

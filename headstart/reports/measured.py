@@ -115,14 +115,14 @@ def remarks(report: Report) -> list[str]:
     said, distinct = [], report.get("distinct_4grams")
     if distinct is not None and distinct < _REPETITIVE:
         said.append(
-            f"Only {distinct:.0%} of the 4-grams are distinct: the target repeats "
-            "itself, and repeating text flatters every drafter."
+            f"Only {distinct:.0%} of the 4-grams are distinct: the target repeats itself, and "
+            "repetitive text makes every drafter look good."
         )
     if (parameters := report.get("target_parameters")) is not None:
         said.append(
             f"The target is tiny: {parameters / 1e6:.1f} million parameters, trained for "
-            f"{report['target_seconds']:.0f} s. Its text looks like code and means nothing, and "
-            "what a larger model gains cannot be told from these figures."
+            f"{report['target_seconds']:.0f} s. Its text looks like code without meaning, and "
+            "these figures do not tell what a larger model would gain."
         )
     sampled = report.get("sampled")
     if sampled and sampled["speedup_vs_plain"]["median"] < 1:
@@ -146,6 +146,8 @@ def _speed_rows(report: Report) -> list[tuple[str, str]]:
     each = report.get("tau_by_prompt")
     spread = f"  (prompts {min(each):.2f}–{max(each):.2f})" if each else ""
     loop = shown(report, "loop_overhead_ms", ", of which the loop costs {:.2f} ms")
+    if (report.get("loop_overhead_ms") or 0) < 0:
+        loop = "; the loop's cost is lost in noise"
     rows = [
         ("tokens per round (τ)", shown(report, "tau", "{:.2f}" + spread)),
         ("acceptance at depth 1, 2, …", percentages(report.get("acceptance_by_depth") or ())),

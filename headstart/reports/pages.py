@@ -68,11 +68,10 @@ def write_quickstart_page(report: Report, name: str, folder: Path) -> Path:
     from headstart.heads.artifacts.manifest import read_manifest
     from headstart.heads.artifacts.source import DrafterSource
     from headstart.heads.core import load_pretrained
-    from headstart.inputs import own_target
 
     artifact = Path(report["artifact"])
     manifest = read_manifest(artifact)
-    tokenizer = load_pretrained(AutoTokenizer, own_target(DrafterSource(str(artifact))))
+    tokenizer = load_pretrained(AutoTokenizer, DrafterSource(str(artifact)).own_target)
     against = report["speedup_vs_plain"]
     known = manifest.metrics.get("tree_shares")
     report = {**report} | ({"tree_shares": known} if known else {})

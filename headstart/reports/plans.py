@@ -28,7 +28,7 @@ def print_plan(plan: Plan, out: TextIO) -> None:
         table.add_row(*_row(candidate), style="bold green" if chosen else None)
     print_apart(console, table)
     if (more := len(plan.candidates) - _SHOWN) > 0:
-        console.print(f"  … and {more} slower ones", style="dim")
+        console.print(f"  … and {more} slower", style="dim")
     print_apart(console, grid(_cost_rows(plan)), *_sentences(plan))
 
 

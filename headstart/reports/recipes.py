@@ -26,15 +26,18 @@ _NOTE = (
 
 def describe_recipes(chosen: Sequence[str]) -> dict[str, Any]:
     """The recipes and parts by name, and the estimates of those combinations that have all of
-    `chosen`; with fewer chosen parts than a family and a model or hardware, everything is listed.
+    `chosen`; with nothing chosen, everything is listed. Of a whole recipe: its file.
 
     Raises:
-        UsageError: a part that is not shipped.
+        UsageError: a name that is not shipped.
     """
     parts, whole = shipped_parts(), shipped_recipes()
+    if len(chosen) == 1 and chosen[0] in whole.keys() - parts.keys():
+        path = whole[chosen[0]]
+        return {"recipe": str(path), "text": path.read_text(encoding="utf-8")}
     for name in chosen:
         if name not in parts:
-            near = nearest(name, parts)
+            near = nearest(name, [*parts, *whole])
             raise UsageError(f"no part {name!r}{near}; expected some of {', '.join(parts)}")
     names = [name for name in shipped_combinations() if {*chosen} <= {*name.split("+")}]
     found: dict[str, Any] = {"estimates": _estimates(names)}
@@ -64,7 +67,10 @@ def _estimates(names: Sequence[str]) -> dict[str, Any]:
 
 
 def print_recipes(found: dict[str, Any], out: TextIO) -> None:
-    """Print the tables; of a single combination all of its figures."""
+    """Print the tables; of a single combination all of its figures, of a recipe its file."""
+    if "recipe" in found:
+        print(f"# {found['recipe']}\n{found['text']}", end="", file=out)
+        return
     estimates = found["estimates"]
     if len(estimates) == 1:
         ((name, of),) = estimates.items()

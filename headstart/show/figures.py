@@ -72,17 +72,25 @@ class Figures:
         return " · ".join(parts)
 
     def legend(self, width: int, colours: bool) -> Text:
-        """Acceptance by depth, each depth in its colour, as far as `width` columns hold it."""
+        """Acceptance by depth, each depth in its colour, as far as `width` columns hold it.
+
+        What a plain token means is left out first.
+        """
         shares = self.acceptance
+        if not self.rounds:
+            return Text("no round yet", "dim")
         if not any(shares):
             return Text("nothing drafted was accepted" if shares else "no drafter", "dim")
-        end = "plain: the target's own" if colours else "underlined: drafted"
+        end = " · plain: the target's own" if colours else " · underlined: drafted"
         found = Text("accepted at depth", "dim")
-        for depth, share in enumerate(shares, start=1):
-            part, gap = f"{depth}: {share:.0%}", " " if depth == 1 else "  "
-            if found.cell_len + len(gap + part) + 5 + len(end) > width:
-                found.append(" …", "dim")
-                break
+        parts = [f"{depth}: {share:.0%}" for depth, share in enumerate(shares, start=1)]
+        if found.cell_len + len(" " + "  ".join(parts) + end) > width:
+            end = ""
+        for depth, part in enumerate(parts, start=1):
+            gap = " " if depth == 1 else "  "
+            more = len(" …") if depth < len(parts) else 0
+            if found.cell_len + len(gap + part + end) + more > width:
+                return found.append(" …", "dim")
             found.append(gap)
             found.append(part, colour(depth) if colours else "")
-        return found.append(f" · {end}", "dim")
+        return found.append(end, "dim")

@@ -23,8 +23,8 @@ from .matrix import PLAIN, Answer, Cell, Chat, Settings, measure_cell
 from .noise import Ratio, compare
 from .round_parts import RoundParts
 
-_SHOWN = 3  # texts kept to be looked at
-_BEFORE = 32  # tokens of the prompt that are kept with each
+SHOWN = 3  # texts kept to be looked at
+SHOWN_BEFORE = 32  # tokens of the prompt that are kept with each
 
 
 def bench(
@@ -193,11 +193,11 @@ def _samples(chats: Sequence[Chat], answers: Sequence[Sequence[Answer]]) -> list
     )
     firsts = {chats[i].category: i for i in reversed(order)}
     several = len(firsts) > 1
-    kept = sorted(firsts.values(), key=order.index)[:_SHOWN] if several else order[:_SHOWN]
+    kept = sorted(firsts.values(), key=order.index)[:SHOWN] if several else order[:SHOWN]
     return [
         {
             "id": chats[number].id, "category": chats[number].category,
-            "prompt": chats[number].prompt([])[-_BEFORE:].tolist(),
+            "prompt": chats[number].prompt([])[-SHOWN_BEFORE:].tolist(),
             "ids": answers[number][0].ids, "rounds": answers[number][0].rounds,
         }
         for number in kept

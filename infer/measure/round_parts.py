@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from headstart.heads.core import attending
+from headstart.heads.core import attending, offloaded, run_streamed
 
 from ..speculator import Speculator
 from .timing import Stopwatch
@@ -93,15 +93,19 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> tuple[float
         stack.enter_context(attending(target.runner, target.windows))
         return stack
 
+    streams = offloaded(target.runner)
     with torch.no_grad():
         for function, args, kwargs in calls[1:]:
+            call = functools.partial(function, *args, **kwargs)
             if (slab := kwargs.get("past_key_values")) is not None:
                 root, nodes = int(kwargs["position_ids"].min()), kwargs["input_ids"].shape[1]
                 masks = kwargs.get("attention_mask")  # a lone node has none
                 mask = next(iter(masks.values())) if isinstance(masks, dict) else masks
                 live = root + 1 if mask is None else mask.shape[3]
                 slab.set_slots(range(root, root + nodes), live, root if mask is None else 0)
+                if streams:
+                    call = functools.partial(run_streamed, target.runner, call)
             with contexts() if slab is not None else nullcontext():
-                took = watch.time(functools.partial(function, *args, **kwargs))
+                took = watch.time(call)
             verify, draft = (verify, draft + took) if slab is None else (verify + took, draft)
     return verify, draft

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.gpu import smoke, smoke_items
-from benchmarks.gpu.smoke import main
-from benchmarks.gpu.smoke_items import GROUPS, Place
+from benchmarks.gpu.smoke import GROUPS, main
+from benchmarks.gpu.smoke_items import Place
 
 HERE = ["--here", "--device", "cpu", "--size", "toy"]
 
@@ -46,6 +46,9 @@ def test_what_fails_costs_the_others_nothing(
     killed = [sys.executable, "-c", "import os; print('{\"ok\": true}', flush=True); os.abort()"]
     found, error = smoke._apart(killed)
     assert found == [{"ok": True}] and "ended with status -6" in error
+    monkeypatch.setattr(smoke, "_LIMIT", 0.5)
+    hangs = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert smoke._apart(hangs) == ([], "it took more than 0.5 seconds")
 
 
 def test_another_text_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,6 +70,13 @@ def test_a_family_is_compared_over_three_requests(capsys: pytest.CaptureFixture[
     works = dict(GROUPS["families"](place))
     assert len(works) == 4 * len(smoke_items.FAMILIES)
     assert works["eagle, static, coupled, batch 1"]()["requests"] == 3
+
+
+def test_layers_are_read_from_disk(capsys: pytest.CaptureFixture[str]) -> None:
+    works = dict(GROUPS["streamed"](Place(torch.device("cpu"), "toy")))
+    assert len(works) == 4
+    assert works["the same text, from disk"]() == {"brought_ahead": 0}, "accelerate fetches them"
+    assert works["share of the link, from disk"]()["forward_ms"] > 0
 
 
 @pytest.mark.proof

@@ -16,9 +16,9 @@ import pytest
 
 from headstart import cli, inputs
 from headstart.cli import main
+from headstart.heads import ArtifactError
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.inputs import encode
-from headstart.terminal import UsageError
 from tests.support.paths import ROOT
 
 SECRET = "the secret words"
@@ -530,7 +530,7 @@ def test_the_artifact_names_its_target(tmp_path: Path) -> None:
     def own_target(folder: Path, trained_for: str) -> str:
         source = DrafterSource("org/drafter")
         vars(source).update(folder=folder, manifest=SimpleNamespace(target=trained_for))
-        return inputs.own_target(source)
+        return source.own_target
 
     here, moved, heads = tmp_path / "here", tmp_path / "run" / "target", tmp_path / "run" / "heads"
     here.mkdir()
@@ -538,7 +538,7 @@ def test_the_artifact_names_its_target(tmp_path: Path) -> None:
     assert own_target(Path("somewhere"), str(here)) == str(here)
     assert own_target(heads, "runs/elsewhere/target") == str(moved)
     assert own_target(Path("somewhere"), "org/model") == "org/model"  # on the Hub
-    with pytest.raises(UsageError, match="pass --target runs/elsewhere/gone"):
+    with pytest.raises(ArtifactError, match="pass --target runs/elsewhere/gone"):
         own_target(heads, "runs/elsewhere/gone")
 
 
@@ -550,9 +550,11 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ([], "COMMAND"),
-        (["fly"], "invalid choice: 'fly'"),
-        (["quickstart", "--frsh"], "unknown argument '--frsh'"),
+        (["fly"], "no command 'fly'; see headstart --help"),
+        (["trian"], "no command 'trian' (did you mean 'train'?)"),
+        (["quickstart", "--frsh"], "no option --frsh (did you mean '--fresh'?)"),
+        (["generate", "--promt", SECRET], "no option --promt (did you mean '--prompt'?)"),
+        (["bench", "--promts", "x.txt"], "no option --promts (did you mean '--prompts'?)"),
         (["quickstart", "loose"], "override 'loose'"),
         (["quickstart", "train.max_stps=3"], "did you mean 'max_steps'"),
         (["quickstart", "--recipe", "quickstrat"], "did you mean 'quickstart'"),
@@ -564,7 +566,7 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         (["generate", "--target", "t", "--file", "none.txt"], "none.txt"),
         (["generate", "--target", "t", "--file", "latin.txt"], "latin.txt: not valid UTF-8"),
         (["generate", "--target", "t", "--file", "empty.txt"], "empty.txt: the prompt is empty"),
-        (["generate", "--target", "t", "--file", "."], "Is a directory"),
+        (["generate", "--target", "t", "--file", "."], "--file .: a folder; expected a text file"),
         (["generate", "--chat", "--target", "t", "--file", "none.jsonl"], "none.jsonl"),
         (["generate", "--prompt", "a", "--file", "b"], "not allowed with"),
         (["generate", "--target", "t", "--prompt", "x", "--top-p", "0.9"], "--temperature"),
@@ -578,7 +580,13 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         ([*_PLACED, "--max-memory", "99=1GB,cpu=1GB"], "--max-memory names GPU 99"),
         ([*_PLACED, "--max-memory", "cpu=1GB", "--device", "cpu"], "leave --device out"),
         ([*_PLACED, "--offload-folder", "there"], "--offload-folder without --max-memory"),
-        (["generate", SECRET], "arguments too many: 1"),
+        (["generate", SECRET], "1 more than expected; give the prompt with --prompt"),
+        (["runs", "a", "b"], "too many arguments: 1 more than expected (see headstart runs"),
+        (["generate", "--drafter", "medusa", "--prompt", "x"], "quickstart --drafter medusa"),
+        (["inspect", "."], "neither headstart.json nor config.json"),
+        (["recipes", "quickstrat"], "did you mean 'quickstart'"),
+        (["check", "own-model", "corpus.source=x.txt"], "ORG/MODEL stands for a model of yours"),
+        (["generate", "--target", "ORG/MODEL", "--prompt", "x"], "ORG/MODEL stands for a model"),
         (["bench", "--target", "t"], "--prompts"),
         (["bench", "--target", "t", "--prompts", "none.txt"], "none.txt"),
         (["bench", "--target", "t", "--prompts", "empty.txt"], "empty.txt: no prompts found"),
@@ -587,7 +595,6 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         (["bench", "--target", "t", "--prompts", "x.csv"], "x.csv"),
         (["inspect"], "ARTIFACT"),
         (["inspect", "./no-such-folder"], "no-such-folder"),
-        (["inspect", "."], "headstart.json"),
         (["push", "."], "ORG/NAME"),
         (["push", ".", "name"], "expected ORG/NAME"),
         (["push", ".", "org/name"], "headstart.json"),
@@ -611,6 +618,12 @@ def test_a_mistake_is_one_line(
     assert error.startswith("headstart: error: ")
     assert said in error
     assert SECRET not in error
+
+
+def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "usage: headstart" in printed.err and "quickstart" in printed.err
 
 
 @pytest.mark.parametrize("option", ["--tree", "--rule", "--expansion"])

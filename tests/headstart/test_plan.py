@@ -69,7 +69,7 @@ def artifact(model: Path, folder: Path, hopeless: bool = False) -> str:
 def command(heads: str, folder: Path, *more: str) -> list[str]:
     (folder / "prompts.txt").write_text(ROWS)
     prompts = ["--prompts", str(folder / "prompts.txt"), "--new-tokens", "20", "--max-nodes", "8"]
-    return ["plan", "--drafter", heads, *prompts, *more]
+    return ["plan", "--drafter", heads, *prompts, "--report", str(folder / "report"), *more]
 
 
 def test_a_plan_belongs_into_an_artifact(

@@ -45,6 +45,12 @@ def test_parts_choose_and_a_single_recipe_is_shown_in_full(
     assert "headstart train eagle3+mistral-7b+1x80gb corpus.source=PROMPTS.jsonl" in text
 
 
+def test_a_whole_recipe_is_shown_as_its_file(capsys: pytest.CaptureFixture[str]) -> None:
+    path = shipped_recipes()["own-model"]
+    assert said(capsys, "own-model") == f"# {path}\n{path.read_text()}"
+    assert json.loads(said(capsys, "own-model", "--json"))["recipe"] == str(path)
+
+
 def test_an_unknown_part_is_answered_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "medusa", "llama"]) == 2
     error = capsys.readouterr().err

@@ -45,7 +45,7 @@ def call(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 def test_runs_and_stages_are_listed(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, said = call(capsys, "--output", str(runs), "--json")
     (run,) = json.loads(said)
-    assert status == 0 and (run["run"], run["stages"], run["of them current"]) == ("first", 4, 2)
+    assert status == 0 and (run["run"], run["stages"], run["current"]) == ("first", 4, 2)
     assert run["MB"] == 0.6 and run["in use by"] == "" and run["last finished"].startswith("20")
     with RunLock(runs / "first"):
         assert "this process" in call(capsys, "--output", str(runs))[1]

@@ -28,11 +28,13 @@ from headstart.infer.measure.costs import Costs, measure_costs
 from headstart.infer.measure.greedy_text import write_texts
 from headstart.infer.measure.planner import make_plan
 from headstart.infer.measure.ranks import MISSED
+from headstart.infer.measure.round_parts import round_parts
 from headstart.infer.measure.timing import interleaved
 from headstart.infer.trees.static import StaticTree
 from tests.support.counting import counting_drafter, counting_rows, counting_target
 from tests.support.families import TREES
-from tests.support.streamed import PLACES, streamed, streamed_tiny
+from tests.support.late_copies import as_on_a_gpu
+from tests.support.streamed import PLACES, fetched, streamed, streamed_tiny
 from tests.support.tiny import one_line, prompts, tiny
 
 
@@ -183,7 +185,9 @@ def test_nodes_that_cost_nothing_make_huge_trees(most: int, depth: int) -> None:
     assert StaticTree(best.tree).nodes == best.nodes
 
 
-def test_a_streamed_target_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_streamed_target_is_measured_and_left_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its rounds are replayed through a patched forward, and its hooks stand there."""
     target, cls = streamed_tiny("disk", tmp_path), family("lookup")
     config: Any = cls.config_class
@@ -195,3 +199,8 @@ def test_a_streamed_target_is_measured_and_left_as_it_was(tmp_path: Path) -> Non
     report = bench(speculator, [ids], 8, repeats=1)
     assert report
     assert torch.equal(speculator.generate(ids, **options), before)
+    as_on_a_gpu(monkeypatch)
+    with fetched() as keys:  # forwards are replayed as they ran, with layers read ahead
+        parts = round_parts(speculator, lambda: speculator.generate(ids, **options), 1e3, 1)
+    assert parts is not None and parts.verify > 0
+    assert keys and not any("layers" in key for key in keys)

@@ -1,5 +1,6 @@
 """The public face: what `generate` hands over is obeyed; what cannot be is refused in a line."""
 
+import copy
 import gc
 import threading
 from pathlib import Path
@@ -27,6 +28,7 @@ from headstart.heads import (
 )
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, StaticTree, load
+from tests.support.bytewise import save_target
 from tests.support.scripted import make
 from tests.support.tiny import CONFIGS, VOCAB, one_line, prompts, tiny
 
@@ -453,6 +455,62 @@ def test_load_refuses_another_target(artifact: Path) -> None:
     one_line(caught.value)
 
 
+def test_float16_that_rounds_otherwise_is_named(artifact: Path) -> None:
+    target = copy.deepcopy(tiny("llama")).half()
+    with torch.no_grad():
+        target.get_input_embeddings().weight.mul_(1.001)
+    with pytest.raises(ArtifactError, match=r"float16 rounds .* load it as bfloat16") as caught:
+        load(target, artifact)
+    one_line(caught.value)
+
+
+def test_load_finds_the_drafters_own_target(tmp_path: Path) -> None:
+    folder, ids = tmp_path / "target", prompts([6])[0]
+    save_target(folder)
+    target = tf.AutoModelForCausalLM.from_pretrained(folder)
+    drafter = Medusa(MedusaConfig.for_target(target, heads=2))
+    save_drafter(drafter, tmp_path / "head", Manifest("medusa", str(folder), fingerprint(target)))
+    ours = load(drafter=tmp_path / "head")
+    assert isinstance(ours.drafter, Medusa) and ours.tokenizer is not None
+    assert ours.generate(ids, max_new_tokens=4).shape == (1, 10)
+    with pytest.raises(OptionError, match="name the target"):
+        load(drafter=tmp_path / "head", trust_remote_code=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((None, None), "no target is given"),
+        ((None, "lookup"), "no target is given"),
+        ((tiny("llama"), tiny("llama")), "drafter is of type LlamaForCausalLM; expected"),
+        ((tiny("llama"), ["lookup", 3]), "drafter is of type int; expected"),
+    ],
+)
+def test_load_refuses_what_it_cannot_use(arguments: tuple[Any, Any], said: str) -> None:
+    with pytest.raises(OptionError, match=said) as caught:
+        load(*arguments)
+    one_line(caught.value)
+
+
+@pytest.mark.parametrize("name", ["fp16", "half precision", "int8", "nn"])
+def test_load_refuses_a_type_that_there_is_not(name: str) -> None:
+    with pytest.raises(OptionError, match=f"dtype is '{name}'; expected 'auto'"):
+        load("somewhere", dtype=name)
+
+
+@pytest.mark.parametrize("ids", ["a text", [[1, 2]], {"input_ids": 1}, torch.ones(3)])
+def test_prompts_that_are_no_token_ids_are_refused(ids: Any) -> None:
+    with pytest.raises(OptionError, match="expected token ids") as caught:
+        Speculator(tiny("llama")).generate(ids)
+    one_line(caught.value)
+
+
+def test_a_generation_config_is_the_second_argument_as_in_transformers() -> None:
+    ids, _ = prompts([6])
+    config = GenerationConfig(max_new_tokens=NEW, do_sample=False, pad_token_id=0)
+    assert torch.equal(speculator(ids).generate(ids, config), greedy(ids))
+
+
 def test_stats_are_of_the_last_call() -> None:
     ids, _ = prompts([6])
     ours = speculator(ids)
@@ -460,6 +518,9 @@ def test_stats_are_of_the_last_call() -> None:
         ours.generate(ids, max_new_tokens=new, do_sample=False, pad_token_id=0)
         assert ours.stats.tokens == new - 1
         assert np.isfinite(ours.stats.acceptance_by_depth[0])
+    assert repr(ours.stats).startswith(f"Stats(tau={ours.stats.tau:.2f}, tokens=3, rounds=")
+    assert repr(ours).startswith("Speculator(LlamaForCausalLM, ")
+    assert "tree='cartesian:3,2,1'" in repr(ours)
 
 
 def test_no_gradient_and_no_change_to_the_target() -> None:

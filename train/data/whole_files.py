@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from secrets import token_hex
 from typing import IO, Any, Self
 
 import numpy as np
@@ -15,11 +16,16 @@ HEADER = 128
 
 
 class WholeFile:
-    """A file that gets its name once it is written to the end and on the disk."""
+    """A file that gets its name once it is written to the end; after an error there is none.
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    Args:
+        lasts: whether it must be on the disk by then. One that is checked when it is read need not,
+            and many small ones are written faster so.
+    """
+
+    def __init__(self, path: Path, lasts: bool = True):
+        self.path, self.lasts = path, lasts
+        self.temporary = path.with_name(f".{path.name}.{token_hex(4)}.tmp")  # on no other host too
 
     def __enter__(self) -> Self:
         self.file: IO[bytes] = open(self.temporary, "wb", buffering=1 << 18)
@@ -29,14 +35,16 @@ class WholeFile:
         """Write what is due at the end."""
 
     def __exit__(self, kind: type | None, *error: Any) -> None:
-        with self.file:
+        try:
+            with self.file:
+                if kind is None:
+                    self.finish()
             if kind is None:
-                self.finish()
-        if kind is None:
-            flush_to_disk(self.temporary)
-            os.replace(self.temporary, self.path)
-        else:
-            self.temporary.unlink()
+                if self.lasts:
+                    flush_to_disk(self.temporary)
+                os.replace(self.temporary, self.path)
+        finally:
+            self.temporary.unlink(missing_ok=True)
 
 
 class NumbersFile(WholeFile):

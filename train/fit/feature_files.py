@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
 import sys
 import time
@@ -30,6 +29,7 @@ from torch import Tensor
 from headstart.heads import OptionError
 
 from ..data.training_rows import Rows
+from ..data.whole_files import WholeFile
 from ..processes.agreement import on_process_0, sum_over_processes
 from ..recipe import Recipe
 
@@ -227,15 +227,12 @@ class FeatureFiles:
         if not self.writes or not features.isfinite().all():
             return
         path = self.path(number)
-        temporary = path.with_name(f".{path.name}.{os.environ.get('RANK', '0')}-{os.getpid()}.tmp")
         data: Any = features.contiguous().view(torch.uint8).numpy().reshape(-1)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(temporary, "wb") as file:
-                file.write(data)
-                file.write(zlib.crc32(data).to_bytes(_CHECK, "little"))
-            os.replace(temporary, path)
+            with WholeFile(path, lasts=False) as whole:
+                whole.file.write(data)
+                whole.file.write(zlib.crc32(data).to_bytes(_CHECK, "little"))
         except OSError as error:
             self.writes = False
             logger.warning("features are not kept any more: %s", error)
-            temporary.unlink(missing_ok=True)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from headstart.heads import Drafter
 from headstart.heads.core import in_shards, row_seeds
 from headstart.infer import RULES, Speculator, StaticTree, Stats, parse_static
+from headstart.infer.measure.bench import SHOWN, SHOWN_BEFORE
 from headstart.infer.measure.greedy_text import BATCH, Written, write_texts
 from headstart.infer.measure.ranks import best_tree, measure_ranks, path_shares, replay
 from headstart.infer.rules.registry import find_rule
@@ -26,8 +27,6 @@ from headstart.infer.trees.texts import sparse_nodes
 
 from ..data.prefixes import HeldOutPrompt
 from ..processes.agreement import from_each, in_parallel, in_turn, own_share
-
-_SHOWN = 3  # texts kept to be looked at
 
 Prompts = Sequence[HeldOutPrompt] | Sequence[Tensor]
 """Prompts of any lengths; tensors [P] count as prompts of different documents."""
@@ -45,8 +44,9 @@ def measure_tau(
 ) -> dict[str, Any]:
     """Decode prompts: what `tau_of` says, and `acceptance_by_depth`, None where none came.
 
-    Also `samples`: of the first prompts of different documents what was written, `ids`, and of each
-    round the tokens that it emitted and the nodes of its accepted path, `rounds`.
+    Also `samples`: of the first prompts of different documents their last tokens, `prompt`, what
+    was written, `ids`, and of each round the tokens that it emitted and the nodes of its accepted
+    path, `rounds`.
 
     Prompts are decoded in batches, padded on the left. Rules that sample do so at temperature 1.
 
@@ -64,7 +64,7 @@ def measure_tau(
         how |= {"do_sample": True, "temperature": 1.0, "top_k": 0}
     seeds = row_seeds(seed, len(given)).tolist()
     firsts = {prompt.document: number for number, prompt in reversed([*enumerate(given)])}
-    shown: dict[int, dict[str, Any]] = {key: {} for key in sorted(firsts.values())[:_SHOWN]}
+    shown: dict[int, dict[str, Any]] = {key: {} for key in sorted(firsts.values())[:SHOWN]}
     counts = np.zeros((len(given), 2), dtype=int)  # tokens and rounds of each prompt
     # Prompts of about the same length go together, so that little is padding.
     by_length = sorted(range(len(given)), key=lambda i: len(given[i].tokens))
@@ -84,7 +84,10 @@ def measure_tau(
             if number in shown:
                 rounds = speculator.stats.rounds_of(row)
                 new = text[row, ids.shape[1] :].tolist()[: 1 + sum(count for count, _ in rounds)]
-                shown[number] = {"source": given[number].source, "ids": new, "rounds": rounds}
+                before = given[number].tokens[-SHOWN_BEFORE:].tolist()
+                shown[number] = {
+                    "source": given[number].source, "prompt": before, "ids": new, "rounds": rounds
+                }  # fmt: skip
         own_stats.extend(speculator.stats)
     stats, found = Stats(tree.max_depth), (decoded, counts[decoded], own_stats, shown)
     for theirs, counted, rounds, texts in from_each(found) if divided else [found]:

@@ -392,8 +392,8 @@ def test_a_drafter_is_downloaded_by_one_call(
     commands = [
         ["load", target[1], PLACE, PROMPT, "8"],
         *(generate(run, name) for name in (PLACE, "them/medusa", "them/small")),
-        ["bench", *target, "--drafter", PLACE, *measured],
-        ["plan", *target, "--drafter", PLACE, *measured, "--measure", "1"],
+        ["bench", *target, "--drafter", PLACE, *measured, "--report", "none"],
+        ["plan", *target, "--drafter", PLACE, *measured, "--measure", "1", "--report", "none"],
         ["verify-lossless", *target, "--drafter", PLACE, *measured, "--draws", "128"],
         ["inspect", PLACE, *target],
         ["convert", "them/medusa", str(tmp_path / "ours"), *target],

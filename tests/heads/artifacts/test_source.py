@@ -17,6 +17,17 @@ def test_names_of_nothing(name: str) -> None:
     one_line(caught.value)
 
 
+def test_a_folder_beside_the_drafters_names_it(tmp_path: Path) -> None:
+    heads = save(tmp_path / "heads")
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "config.json").write_text('{"model_type": "headstart_medusa"}')
+    with pytest.raises(ArtifactError, match="is another folder of a run") as caught:
+        _ = DrafterSource(tmp_path / "train").manifest
+    assert f"its drafter is in {heads}" in str(caught.value)
+    with pytest.raises(ArtifactError, match="is the folder of a run"):
+        _ = DrafterSource(tmp_path).manifest
+
+
 def test_the_tree(tmp_path: Path) -> None:
     folder = save(tmp_path / "head")
     assert DrafterSource(folder).tree is None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.launches import compile_for
+from benchmarks.launches import recorded
 from headstart.heads.core.tree_attention import plain_attention
 from tests.support.interpreter import run_interpreted, without_triton
 from tests.support.trees import SCALING, Case, Tree, make_tree
@@ -97,35 +97,29 @@ def test_it_compiles_for_gpus_that_are_not_here(
     capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The compiler refuses what the interpreter runs; and shared memory must suffice."""
-    from headstart.heads.core.kernels import Tile, _attend, _merge, _move
+    from headstart.heads.core import kernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that it does compile
-    tile = Tile.fit(256, 128, 128, 2)
-    types = dict.fromkeys("qkv", "*bf16") | {"out": "*bf16", "packed": "*i32"}
-    types |= {"rows": "*bf16", "slots": "*i64", "path": "*i64"}
-    types |= {"partial": "*fp32", "lse": "*fp32", "scale": "fp32", "softcap": "fp32"}
-    sizes = {"D": 128, "DV": 128, "D_BLOCK": 128, "DV_BLOCK": 128, "PARTS": 16}
-    sizes |= {"ROWS": tile.rows, "SLOTS": tile.slots, "CAPPED": True}
-    sizes |= {"STEPS": 8, "COLUMNS": 512}
-    kernels: list[Any] = [_attend, _merge, _move]
-    for kernel in kernels:
-        names = kernel.arg_names
-        kinds = {name: types.get(name, "i32") for name in names if name not in sizes}
-        constants = {name: size for name, size in sizes.items() if name in names}
-        even = {  # pointers and strides, as a launch finds them
-            name
-            for name, kind in kinds.items()
-            if kind[0] == "*" or name[:2] in ("q_", "k_", "v_") or name in ("per_entry", "columns")
-        }
-        options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        made = compile_for(capability, kernel, kinds, constants, even, options)
-        assert made.metadata.shared <= 99 * 1024
-        if kernel is _attend:
-            assert "mma" in made.asm["ptx"] and "cp.async" in made.asm["ptx"]
-        if kernel is _move:
-            ptx = made.asm["ptx"]
-            assert ptx.rindex("ld.global") < ptx.rindex("bar.sync") < ptx.index("st.global")
-            assert "ld.global.v4" in ptx and "st.global.v4" in ptx  # sixteen bytes at once
+    query = torch.empty(1, 32, 64, 128, dtype=BF16)
+    slab = torch.empty(1, 8, 2048, 128, dtype=BF16)
+    packed = torch.empty(1, 1, 64, 2 + 64, dtype=torch.int32)
+    rows, slots = torch.empty(64, 2048, 8, 128, dtype=BF16), torch.zeros(1, 64, dtype=torch.int64)
+    made = [
+        launch.compile(capability)
+        for launch in (
+            *recorded(
+                kernels,
+                ["_attend", "_merge"],
+                lambda: kernels.split_attention(query, slab, slab, packed, 0.1, 30.0),
+            ),
+            *recorded(kernels, ["_move"], lambda: kernels.move_path(rows, slots, slots[:, :8])),
+        )
+    ]
+    assert all(each.metadata.shared <= 99 * 1024 for each in made)
+    attend, _, move = (each.asm["ptx"] for each in made)
+    assert "mma" in attend and "cp.async" in attend
+    assert move.rindex("ld.global") < move.rindex("bar.sync") < move.index("st.global")
+    assert "ld.global.v4" in move and "st.global.v4" in move  # sixteen bytes at once
 
 
 @pytest.mark.gpu

@@ -158,6 +158,18 @@ def test_another_target_is_measured_and_not_refused(
     assert "only a training could tell" in capsys.readouterr().out
 
 
+def test_long_texts_are_cut_as_bench_cuts_them(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = save(model, tmp_path / "heads")
+    arguments = command(heads, tmp_path)
+    context = counting_target().config.max_position_embeddings
+    row = json.dumps({"text": " ".join("abcdefghij"[i % 10] for i in range(context + 1))})
+    (tmp_path / "prompts.jsonl").write_text(f"{row}\n" * 5)
+    assert main([*arguments, "--json"]) != 2, capsys.readouterr().err
+    assert json.loads(capsys.readouterr().out)["measured"]
+
+
 def test_mistakes(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     heads = save(model, tmp_path / "heads")
     assert main(command(heads, tmp_path, "--limit", "2")) == 2

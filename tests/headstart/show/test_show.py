@@ -179,6 +179,17 @@ def test_a_legend_is_cut_to_the_width() -> None:
     assert "…" in figures.legend(80, True).plain
 
 
+def test_what_a_plain_token_means_is_left_out_before_a_share() -> None:
+    figures = Figures()
+    assert figures.legend(80, True).plain == "no round yet"
+    figures.add(emitted([1], 1, 1))
+    assert figures.legend(80, True).plain == "no round yet"  # the prefill is none
+    figures.add(emitted(list(range(4)), 4, 5))
+    whole = "accepted at depth 1: 100%  2: 100%  3: 100%  4: 0%"
+    assert figures.legend(80, True).plain == f"{whole} · plain: the target's own"
+    assert figures.legend(50, True).plain == whole
+
+
 def test_a_report_is_a_page_within_the_notebook(tmp_path: Path) -> None:
     page = '<style>body { margin: 0 }</style><p title="a">1 < 2 & "3"</p>'
     (tmp_path / "report.html").write_text(page)

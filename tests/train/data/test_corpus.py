@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from headstart.train.data.corpus import build_corpus, load_documents
@@ -280,6 +279,7 @@ def test_one_document_is_never_held_out(tmp_path: Path) -> None:
 
 def test_rows_of_parquet(tmp_path: Path) -> None:
     rows = [{"text": "2024-01-01"}, {"text": " "}, {"text": "three"}]
+    datasets: Any = pytest.importorskip("datasets")
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     with pytest.raises(CorpusError, match=r"rows\.parquet row 2: text is empty"):
         read_documents(tmp_path / "rows.parquet")

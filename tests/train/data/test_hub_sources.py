@@ -7,7 +7,6 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
-import datasets.config
 import huggingface_hub
 import pytest
 
@@ -16,6 +15,8 @@ from headstart.train.data.fingerprints import source_fingerprint
 from headstart.train.data.reading import Skipped, read_source
 from headstart.train.recipe import Corpus, Source
 from tests.support.hub_server import TOKEN, Hub, serving
+
+datasets: Any = pytest.importorskip("datasets")
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 SHARE = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]

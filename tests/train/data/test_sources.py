@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from headstart.train.data.corpus import build_corpus, load_documents
@@ -142,6 +141,7 @@ def test_broken_tables_name_the_line(tmp_path: Path) -> None:
 
 def test_parquet_keeps_dates_and_chats(tmp_path: Path) -> None:
     rows = [{"messages": [USER, REPLY], "at": "2024-01-01"}, {"messages": [USER], "at": "x"}]
+    datasets: Any = pytest.importorskip("datasets")
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     found = {d.id: d.messages for d in corpus(tmp_path, tmp_path / "rows.parquet")}
     assert found == {"rows.parquet:1": [USER, REPLY], "rows.parquet:2": [USER]}

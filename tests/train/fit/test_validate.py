@@ -40,6 +40,7 @@ def test_ranks_fit_the_decode_loop() -> None:
         "tau": 4.0, "tau_se": 0.0, "tau_by_prompt": [4.0, 4.0], "rounds": 6,
         "acceptance_by_depth": [1.0, 1.0, 1.0],
     }  # fmt: skip
+    assert [each["prompt"] for each in samples] == [prompt.tolist() for prompt in prompts]
     for each in samples:  # the first token came with the prefill
         assert each["rounds"] == [(4, 4)] * 3 and len(each["ids"]) == 13
     chain = measure_tau(target, drafter, StaticTree.chain(3), "greedy", prompts, 13)
