@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from headstart.heads.core import CpuLinear, PackedLinear, cpu_kernels, use_huge_pages
 from headstart.heads.core.cpu_compile import instruction_set, instruction_sets, kernels
+from headstart.heads.core.packing import onednn_packs
 from headstart.infer.measure.timing import interleaved, medians
 
 from .shapes import SHAPES, random_llama
@@ -50,7 +51,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     dtype = getattr(torch, options.dtype)
     model = random_llama(options.shape, dtype).requires_grad_(False)
     own = [part for part in model.modules() if isinstance(part, nn.Linear)]
-    ways = {"torch": _layers(own), "packed for oneDNN": _layers(map(PackedLinear, own))}
+    ways = {"torch": _layers(own)}
+    if onednn_packs(dtype):
+        ways["packed for oneDNN"] = _layers(map(PackedLinear, own))
     for name in instruction_sets(dtype):
         with instruction_set(name):
             if kernels(dtype) is not None:

@@ -38,9 +38,36 @@ INLINED void four_outputs(const int rows, const number *weight, const state *sta
     _mm_storeu_ps(sums + row * LINES, sums_of(sum[0][row], sum[1][row], sum[2][row], sum[3][row]));
 }
 
+#ifndef __AMX_BF16__
+// Four outputs of one row. Lines of weights are read one after the other, as a core fetches ahead
+// by itself: with one row nothing is gained by reading four at once.
+static void four_outputs_of_one(const number *weight, const state *states, long in, float *sums) {
+  floats found[4];
+#pragma GCC unroll 4
+  for (int each = 0; each < 4; each++) {
+    const number *line = weight + each * in;
+    floats sum[4] = {all(0), all(0), all(0), all(0)};
+    long at = 0;
+    for (; at + 4 * SPAN <= in; at += 4 * SPAN)
+#pragma GCC unroll 4
+      for (int part = 0; part < 4; part++) {
+        long now = at + part * SPAN;
+        sum[part] = plus(sum[part], piece_of(line + now), states + now);
+      }
+    for (; at < in; at += SPAN) sum[0] = plus(sum[0], piece_of(line + at), states + at);
+    found[each] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  }
+  _mm_storeu_ps(sums, sums_of(found[0], found[1], found[2], found[3]));
+}
+#endif
+
 static void few_outputs(int rows, const number *weight, const state *states, long in, float *sums) {
   switch (rows) {
+#ifdef __AMX_BF16__
     case 1: four_outputs(1, weight, states, in, sums); break;
+#else
+    case 1: four_outputs_of_one(weight, states, in, sums); break;
+#endif
     case 2: four_outputs(2, weight, states, in, sums); break;
 #if defined(__AVX512F__) || defined(FLOAT32)
     case 3: four_outputs(3, weight, states, in, sums); break;

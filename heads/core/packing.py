@@ -161,10 +161,14 @@ def _ways(layer: nn.Module) -> Iterator[type[CpuLinear] | type[PackedLinear]]:
     weight = layer.weight
     if fits_kernels(layer) and weight.nbytes >= _LEAST_OF_KERNELS[weight.dtype]:
         yield CpuLinear
-    if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return
-    if weight.dtype in _NEEDS and weight.nbytes >= _LEAST[weight.dtype] and _NEEDS[weight.dtype]():
+    if weight.is_cpu and onednn_packs(weight.dtype) and weight.nbytes >= _LEAST[weight.dtype]:
         yield PackedLinear
+
+
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of a type on this processor."""
+    known = torch.backends.mkldnn.is_available() and dtype in _NEEDS
+    return known and bool(_NEEDS[dtype]())
 
 
 class Packing:
