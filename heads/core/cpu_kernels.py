@@ -75,7 +75,7 @@ def together(layers: Sequence[Any], states: Tensor) -> bool:
         # It may have been moved, recast, or given a hook since.
         if type(layer) is not CpuLinear or layer.in_features != size:
             return False
-        weight = layer._parameters["weight"]
+        weight: Any = layer._parameters["weight"]  # found at once
         if weight.dtype != dtype or not weight.is_cpu or not weight.is_contiguous():
             return False
         if learns and (states.requires_grad or weight.requires_grad):
@@ -104,9 +104,9 @@ def _products(
     given = [states.data_ptr(), states.numel() // size, size, torch.get_num_threads()]
     given += [gated, len(layers)]
     for number, layer in enumerate(layers):
-        weight, bias = layer._parameters["weight"], layer.bias
+        weight: Any = layer._parameters["weight"]
+        bias = 0 if layer.bias is None else layer.bias.data_ptr()
         out = found[number].data_ptr() if number < len(found) else 0
-        bias = 0 if bias is None else bias.data_ptr()
         given += [weight.data_ptr(), bias, out, layer.out_features]
     given += [0, 0, 0, 0] * (3 - len(layers))
     kernels(states.dtype).products(_PRODUCTS.pack(*given))

@@ -159,8 +159,9 @@ def compute(
     Returns:
         [B, N, D]; None, with nothing done, where a layer is no more what it was.
     """
-    given = [each.packed(past_key_values) for each in layers]
-    if None in given:
+    packed = [each.packed(past_key_values) for each in layers]
+    given = [each for each in packed if each is not None]
+    if len(given) < len(layers):
         return None
     first = layers[0]
     key, value, slots, start = past_key_values.places(first.attention.layer_idx)
