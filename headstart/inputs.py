@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.terminal import UsageError, one_line, quiet_stdout
+from headstart.terminal import UsageError, blank, one_line, quiet_stdout, tell
 
 NEW_TOKENS = 128
 """How many tokens a command writes where it is not told."""
@@ -110,6 +111,8 @@ def load_speculator(options: argparse.Namespace) -> Speculator:
     target_options(options.target)  # what is not there is said before torch is imported
     for source in drafters:
         _ = source.kind
+    if sys.stderr.isatty():  # importing and loading take seconds, of a large model minutes
+        tell([f"Loading {blank(str(options.target))}"])
     with quiet_stdout():
         import headstart
         from headstart.heads.core import use_physical_cores
@@ -168,7 +171,7 @@ def drafter_sources(options: argparse.Namespace) -> list[DrafterSource]:
     sources = [DrafterSource.of(name, allow_pickle) for name in named if name is not None]
     for source in sources:
         if options.target is None and source.kind is SourceKind.ARTIFACT:
-            options.target = own_target(source)
+            options.target = source.own_target
     if sources and options.target is None:
         raise UsageError(
             f"--drafter {' --drafter '.join(map(str, sources))} belongs to no target; name one "
@@ -213,11 +216,6 @@ def find_device(name: str | None) -> torch.device:
             "cpu, or another GPU"
         )
     return device
-
-
-def own_target(source: DrafterSource) -> str:
-    """See `DrafterSource.own_target`."""
-    return source.own_target
 
 
 def read_documents(options: argparse.Namespace) -> list[Any]:

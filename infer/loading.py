@@ -163,7 +163,7 @@ def _check_dtype(options: dict[str, Any]) -> None:
     """Refuse the name of a type that torch does not have."""
     name = options.get("dtype", options.get("torch_dtype"))
     if isinstance(name, str) and name != "auto":
-        known = getattr(torch, name.removeprefix("torch."), None)
+        known = getattr(torch, name, None)
         if not isinstance(known, torch.dtype) or not known.is_floating_point:
             raise OptionError(
                 f"dtype is {name!r}; expected 'auto', 'float32', 'bfloat16' or 'float16'."

@@ -25,7 +25,6 @@ from headstart.infer.measure.baselines import (
     timed_speculator,
 )
 from headstart.infer.measure.noise import compare
-from headstart.inputs import own_target
 
 _CHAINS = (5, 7, 12, 16)
 
@@ -61,7 +60,7 @@ def _interval(row: dict[str, Any]) -> str:
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    name = own_target(DrafterSource(options.drafter[0]))
+    name = DrafterSource(options.drafter[0]).own_target
     dtype = getattr(torch, options.dtype)
     first = headstart.load(name, dtype=dtype)
     model, tokenizer = first.model, first.tokenizer

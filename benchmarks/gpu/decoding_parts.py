@@ -24,7 +24,6 @@ from headstart.infer.measure.greedy_text import write_texts
 from headstart.infer.measure.lossless_greedy import compare_greedy
 from headstart.infer.measure.planner import make_plan
 from headstart.infer.measure.ranks import measure_ranks, replay
-from headstart.inputs import own_target
 from headstart.reports.description import describe
 from headstart.train import pipeline
 
@@ -40,7 +39,7 @@ def heads(job: Job, entries: Entries) -> None:
     def work(name: str) -> dict[str, Any]:
         folder = pipeline.train(recipe_of(job, name))
         found = describe(folder)
-        metrics = Path(own_target(DrafterSource(folder))) / "metrics.json"
+        metrics = Path(DrafterSource(folder).own_target) / "metrics.json"
         return {
             "parameters": found["parameters"],
             "metrics": found["metrics"],

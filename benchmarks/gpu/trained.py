@@ -15,7 +15,6 @@ from headstart.commands.quickstart import quickstart_of
 from headstart.heads import Drafter, load_drafter
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.infer import StaticTree
-from headstart.inputs import own_target
 from headstart.train import pipeline
 from headstart.train.data.corpus import load_documents
 from headstart.train.data.prefixes import held_out_prompts
@@ -66,7 +65,7 @@ def trained_pair(job: Job, name: str, dtype: torch.dtype) -> Pair:
     recipe = recipe_of(job, name)
     folder = pipeline.train(recipe)
     source = DrafterSource(folder)
-    target = Path(own_target(source))
+    target = Path(source.own_target)
     model = AutoModelForCausalLM.from_pretrained(target, dtype=dtype)
     model.to(job.on).eval()  # type: ignore[arg-type]
     tokenizer = AutoTokenizer.from_pretrained(target)

@@ -74,11 +74,16 @@ class CopyStream:
         """So many bytes of pinned memory."""
         return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
+    def device_memory(self, size: int) -> Tensor:
+        """So many bytes on the GPU, which nobody else gets while a copy to them is on its way."""
+        found = torch.empty(size, dtype=torch.uint8, device=self.device)
+        found.record_stream(self._stream)
+        return found
+
     def copy(self, to: Tensor, source: Tensor, after: Any) -> Any:
-        """Start a copy once the event `after` was reached (None: at once); the event behind it."""
+        """Start a copy once the event `after` was reached; the event behind it."""
         with torch.cuda.stream(self._stream):
-            if after is not None:
-                self._stream.wait_event(after)
+            self._stream.wait_event(after)
             to.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record(self._stream)
@@ -112,11 +117,11 @@ class _Layer:
     def __init__(self, parts: list[tuple[nn.Module, dict[str, Source]]]):
         self._modules, self.size, self.host = [module for module, _ in parts], 0, torch.empty(0)
         self._places: list[tuple[nn.Module, str, int, Source, Tensor]] = []
-        for module, sources in parts:
-            for name, source in sources.items():
-                none = torch.empty_like(source.like, device="meta")
-                self._places.append((module, name, self.size, source, none))
-                self.size += -(-none.nbytes // _ALIGNED) * _ALIGNED
+        found = [(module, name, s) for module, sources in parts for name, s in sources.items()]
+        for module, name, source in sorted(found, key=lambda each: each[2].place):
+            none = torch.empty_like(source.like, device="meta")
+            self._places.append((module, name, self.size, source, none))
+            self.size += -(-none.nbytes // _ALIGNED) * _ALIGNED
 
     @property
     def on_disk(self) -> bool:
@@ -193,7 +198,6 @@ class Prefetch(AbstractContextManager):
 
     def __init__(self, model: PreTrainedModel, stream: CopyStream):
         self._stream, self._thread = stream, None
-        self._read: list[Any] = [None, None]  # the event behind the layer that read each buffer
         self._coming: _Brought | None = None
         self._now: _Brought | None = None  # what the layer that computes has
         self._last = 0  # the buffer that a layer had last
@@ -209,9 +213,9 @@ class Prefetch(AbstractContextManager):
             module.register_forward_pre_hook(partial(_before, weakref.ref(self), number))
             module.register_forward_hook(partial(_after, weakref.ref(self), number))
         most = max((layer.size for _, layer in self._layers), default=0)
-        self._buffers = [
-            torch.empty(most, dtype=torch.uint8, device=stream.device) for _ in range(2)
-        ]
+        self._buffers = [stream.device_memory(most) for _ in range(2)]
+        # The event behind the layer that read each buffer; at first, behind who had its memory.
+        self._read: list[Any] = [stream.mark()] * 2
         from_disk = [number for number, (_, layer) in enumerate(self._layers) if layer.on_disk]
         self._part = {number: part for part, number in enumerate(from_disk)}  # of `_ahead`
         self.on_disk = len(from_disk)

@@ -18,6 +18,17 @@ from headstart.train.recipe.files import KINDS, first_line
 
 from .tables import column_table, grid, print_apart, titled
 
+_ASSUMED = {
+    "training": ("training", "{:.0%} of the GPU's peak"),
+    "writing": ("writing", "{:.0%} of its bandwidth and peak"),
+    "quantized": ("a 4-bit forward", "{:g} times as long"),
+    "answers": ("answers", "{:.0%} of distill.new_tokens"),
+    "prompts": ("prompts", "{:.0%} of distill.prefix_tokens"),
+    "context_gb": ("libraries", "{:g} GB of memory"),
+    "slack": ("allocator", "{:.0%} more memory than in use"),
+}
+"""What each of the `Assumptions` of an estimate means, and its figure with the unit."""
+
 _NOTE = (
     "Estimates by arithmetic, nothing was measured: GB of each GPU's memory at most, GB of disk, "
     "hours until the target has written the text and the drafter is trained."
@@ -105,7 +116,10 @@ def _print_one(name: str, of: dict[str, Any], out: TextIO) -> None:
         *((f"memory: {what}", value) for what, value in memory.items()),
         *((f"disk: {what}", _gb(value)) for what, value in of["disk"].items()),
         *((f"time: {what}", _hours(value)) for what, value in of["hours"].items()),
-        ("assumed", ", ".join(f"{key} {value}" for key, value in of["assumed"].items())),
+        *(
+            (f"assumed: {_ASSUMED[key][0]}", _ASSUMED[key][1].format(value))
+            for key, value in of["assumed"].items()
+        ),
     ]
     print_apart(console, grid(rows))
     run = f"{name} corpus.source=PROMPTS.jsonl"

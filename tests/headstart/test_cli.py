@@ -5,12 +5,13 @@ import io
 import json
 import os
 import pickle
+import re
 import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -618,6 +619,26 @@ def test_a_mistake_is_one_line(
     assert error.startswith("headstart: error: ")
     assert said in error
     assert SECRET not in error
+
+
+def test_help_names_every_rule_and_expansion() -> None:
+    from headstart.commands import options
+    from headstart.infer.rules.registry import RULES
+    from headstart.infer.trees.expansions import Expansion
+
+    assert all(re.search(rf"\b{name}\b", options.RULE) for name in RULES)
+    assert all(re.search(rf"\b{name}\b", options.EXPANSION) for name in get_args(Expansion))
+
+
+def test_a_terminal_is_told_what_is_loaded(
+    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", "--target", target, "--prompt", "hi", "--max-new-tokens", "2"]
+    assert main(command) == 0
+    assert "Loading" not in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(command) == 0
+    assert capsys.readouterr().err.startswith(f"Loading {target}\n")
 
 
 def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

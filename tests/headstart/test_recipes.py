@@ -5,6 +5,7 @@ import json
 import pytest
 
 from headstart.cli import main
+from headstart.reports import recipes
 from headstart.train.recipe import shipped_combinations, shipped_parts, shipped_recipes
 
 
@@ -40,6 +41,9 @@ def test_parts_choose_and_a_single_recipe_is_shown_in_full(
     text = said(capsys, name)
     assert f"{name}: estimates by arithmetic" in text
     assert "memory: peak" in text and "time: training" in text
+    assert "35% of the GPU's peak" in text and "40% of distill.prefix_tokens" in text
+    assert all(f"assumed: {what}" in text for what, _ in recipes._ASSUMED.values())
+    assert recipes._ASSUMED.keys() == of["assumed"].keys()
     assert f"ddp) --num_processes 8 -m headstart.train {name} corpus.source=" in text
     text = said(capsys, "eagle3+mistral-7b+1x80gb")
     assert "headstart train eagle3+mistral-7b+1x80gb corpus.source=PROMPTS.jsonl" in text

@@ -133,7 +133,7 @@ def test_a_call_from_within_a_request_is_refused(how: str, graphs: bool) -> None
     found: list[str] = []
 
     def inner(*values: Any) -> None:
-        short = options | {"max_new_tokens": 0 if how == "no token" else 2}
+        short: dict[str, Any] = options | {"max_new_tokens": 0 if how == "no token" else 2}
         with pytest.raises(OptionError, match="within its own request") as caught:
             if how == "generate":
                 tiny("llama").generate(ids[:, :3], custom_generate=ours, **short)

@@ -47,9 +47,14 @@ class Late:
         self.pinned += size
         return torch.empty(size, dtype=torch.uint8)
 
+    def device_memory(self, size: int) -> Tensor:
+        found = torch.empty(size, dtype=torch.uint8)
+        self._reader[found.data_ptr()] = "who had this memory before"
+        return found
+
     def copy(self, to: Tensor, source: Tensor, after: Any) -> Any:
-        reader = self._reader.get(to.data_ptr())
-        assert reader is None or reader is after, "somebody may be reading what is overwritten"
+        reader = self._reader[to.data_ptr()]
+        assert reader is after, "somebody may be reading what is overwritten"
         to.fill_(255)
         with self._lock:
             self.pending.append((event := place(to), place(source)))
@@ -58,6 +63,10 @@ class Late:
 
     def wait(self, event: Any) -> None:
         self.reached(event)
+        self.computes(event)
+
+    def computes(self, event: Any) -> None:
+        """From now on what was copied is read."""
         self._reader[event.tensor().data_ptr()] = "it computes"
 
     def reached(self, event: Any) -> None:
@@ -69,6 +78,6 @@ class Late:
     def mark(self) -> Any:
         event = object()
         for address, reader in self._reader.items():
-            if reader == "it computes":
+            if isinstance(reader, str):
                 self._reader[address] = event
         return event

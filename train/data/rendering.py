@@ -30,7 +30,6 @@ from .tokenising import Encoder, Text
 
 Tools = list[Any] | None
 """What a template is told of tools: JSON schemas."""
-Ids = Sequence[int] | np.ndarray
 
 _ANSWER = "\u2063answer\u2063"  # stands for an answer where its end is looked for
 _MARKS = re.compile(r"\{%-?\s*generation\b")
@@ -75,26 +74,30 @@ class Turn:
 
 
 def add_answer(
-    rows: list[Rendered], prompt: Ids, answer: Ids, marked: Sequence[bool] | None = None
+    rows: list[Rendered], tokens: np.ndarray, first: int, marked: Sequence[bool] | None = None
 ) -> None:
     """Add an answer to the last row where its prompt begins exactly with that, else in a new row.
 
     Args:
-        marked: for each token of both, whether a template marks it to be trained on; the end of the
-            answer is trained on in any case. All of it, when None.
+        tokens: the prompt and, from `first` on, the answer.  # [L] int32
+        marked: for each token, whether a template marks it to be trained on; the end of the answer
+            is trained on in any case. All of it, when None.
     """
-    tokens = np.concatenate([prompt, answer]).astype(np.int32)
-    first, taught = len(prompt), np.ones(len(tokens), bool)
+    taught = np.zeros(len(tokens), bool)
+    taught[first:] = True
     if marked is not None:
         taught[first:-1] = marked[first:-1]
-    taught[:first] = False
-    before = rows[-1] if rows else None
-    if before is not None and np.array_equal(tokens[: len(before.tokens)], before.tokens):
+    answers = [(first, len(tokens))]
+    if rows and begins(tokens, rows[-1].tokens):
+        before = rows.pop()
         taught[: len(before.tokens)] = before.supervised
-        answers = rows.pop().answers
-    else:
-        answers = []
-    rows.append(Rendered(tokens, taught, [*answers, (first, len(tokens))]))
+        answers = before.answers + answers
+    rows.append(Rendered(tokens, taught, answers))
+
+
+def begins(tokens: np.ndarray, start: np.ndarray) -> bool:
+    """Whether tokens begin with all of `start`; both int32, which are compared as bytes."""
+    return tokens[: len(start)].tobytes() == start.tobytes()
 
 
 class ChatRenderer:
@@ -119,6 +122,7 @@ class ChatRenderer:
         self.encoder = Encoder(tokenizer)
         date = datetime.date.fromisoformat(self.chat.date)
         self.template = None if self.plain else self._on(date)
+        self._marks = bool(_MARKS.search(self.template or ""))
         self._options = {"date_string": date.strftime("%d %b %Y")} | self.chat.template_kwargs
 
     def _on(self, date: datetime.date) -> str:
@@ -167,13 +171,15 @@ class ChatRenderer:
         Raises:
             ChatTemplateError: the template refuses the chat's roles, or does not end.
         """
-        return in_time(lambda: self._text(messages, prompt, tools))
+        return in_time(lambda: self._texts([messages], prompt, tools)[0])
 
-    def _text(self, messages: Sequence[Message], prompt: bool = False, tools: Tools = None) -> str:
-        messages = self.whole(messages)
+    def _texts(
+        self, chats: Sequence[Sequence[Message]], prompt: bool = False, tools: Tools = None
+    ) -> list[str]:
+        chats = [self.whole(messages) for messages in chats]
         if self.template is None:
-            return plain_chat(messages)
-        return self._apply(messages, tools, add_generation_prompt=prompt, tokenize=False)
+            return [plain_chat(messages) for messages in chats]
+        return self._apply(chats, tools, add_generation_prompt=prompt, tokenize=False)
 
     def whole(self, messages: Sequence[Message]) -> list[Message]:
         """The chat, opened by `chat.system` where it has no system prompt of its own."""
@@ -182,7 +188,7 @@ class ChatRenderer:
             return list(messages)
         return [{"role": "system", "content": system}, *messages]
 
-    def _apply(self, messages: list[Message], tools: Tools, **how: Any) -> Any:
+    def _apply(self, messages: list[Any], tools: Tools, **how: Any) -> Any:
         how |= {"tools": tools or self.chat.tools or None, "chat_template": self.template}
         return apply_template(self.tokenizer, messages, **how, **self._options)
 
@@ -217,14 +223,13 @@ class ChatRenderer:
         rows: list[Rendered] = []
         for turn in turns:
             prompt, whole = next(ids), next(ids)
-            if np.array_equal(whole[: len(prompt)], prompt):
-                answer = whole[len(prompt) :]
-            else:  # a token would cross the prompt's end, where no model writes one
+            if not begins(whole, prompt):  # a token crosses its end, where no model writes one
                 answer = self._alone(turn.whole[len(turn.prompt) :])
-            add_answer(rows, prompt, answer, self._marked(turn, prompt, answer))
+                whole = np.array([*prompt, *answer], np.int32)
+            add_answer(rows, whole, len(prompt), self._marked(turn, whole))
         return rows
 
-    def _alone(self, answer: str) -> Ids:
+    def _alone(self, answer: str) -> list[int]:
         """The ids of an answer that a token of a kind of its own stands before."""
         before = self.tokenizer.eos_token
         if before is None:
@@ -246,13 +251,23 @@ class ChatRenderer:
         """The same, for a caller that has a time limit of its own."""
         asked = next((at for at, m in enumerate(messages) if m["role"] == "user"), len(messages))
         places = [at for at, m in enumerate(messages) if m["role"] == "assistant" and at > asked]
+        if not places:
+            return []
+        prompts = self._texts([messages[:at] for at in places], True, tools)
+        wholes = self._texts([messages[: at + 1] for at in places], False, tools)
         return [
-            self._turn(messages[: at + 1], tools, open_end and at == places[-1]) for at in places
+            self._turn(messages[: at + 1], prompt, text, tools, open_end and at == places[-1])
+            for at, prompt, text in zip(places, prompts, wholes, strict=True)
         ]
 
-    def _turn(self, messages: Sequence[Message], tools: Tools, open_end: bool) -> Turn:
-        """The last answer of a chat, to the end of its end-of-turn token."""
-        prompt, text = self._text(messages[:-1], True, tools), self._text(messages, False, tools)
+    def _turn(
+        self, messages: Sequence[Message], prompt: str, text: str, tools: Tools, open_end: bool
+    ) -> Turn:
+        """The last answer of a chat, to the end of its end-of-turn token.
+
+        Args:
+            prompt, text: the chat up to that answer, and all of it, as the template writes them.
+        """
         tail, end = self._tail
         if not text.endswith(tail):  # calls of tools may have an end of their own
             tail, end = text[len(text.rstrip()) :], ""
@@ -276,12 +291,12 @@ class ChatRenderer:
             )
         return Turn(prompt, prompt + rest + end, None, tools)
 
-    def _marked(self, turn: Turn, prompt: Ids, answer: Ids) -> list[bool] | None:
-        """For each of the ids, whether a `{% generation %}` block holds it; None without one."""
-        if self.template is None or turn.messages is None or not _MARKS.search(self.template):
+    def _marked(self, turn: Turn, tokens: np.ndarray) -> list[bool] | None:
+        """For each of the tokens, whether a `{% generation %}` block holds it; None without one."""
+        if not self._marks or turn.messages is None:
             return None
         how = {"return_dict": True, "return_assistant_tokens_mask": True}
-        found, ids = self._apply(turn.messages, turn.tools, **how), [*prompt, *answer]
+        found, ids = self._apply(turn.messages, turn.tools, **how), tokens.tolist()
         same = found["input_ids"][: len(ids)] == ids
         return [bool(on) for on in found["assistant_masks"][: len(ids)]] if same else None
 
@@ -292,7 +307,7 @@ class ChatRenderer:
         That ends with the first token that the tokenizer has as a whole, such as `<|im_end|>`.
         """
         question = {"role": "user", "content": "?"}
-        text = self._text([question, {"role": "assistant", "content": _ANSWER}])
+        (text,) = self._texts([[question, {"role": "assistant", "content": _ANSWER}]])
         _, found, tail = text.rpartition(_ANSWER)
         if not found:
             raise ChatTemplateError(

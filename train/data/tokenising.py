@@ -6,6 +6,7 @@ import io
 import itertools
 import re
 import tempfile
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -79,6 +80,7 @@ class Encoder:
         self.tokenizer = tokenizer
         own = getattr(type(tokenizer), "_encode_plus", None)
         self.backend: Any = None  # of the `tokenizers` library, where it is called directly
+        self.words: Words | None = None
         if own is PreTrainedTokenizerFast._encode_plus:
             self.backend = tokenizer.backend_tokenizer
             self.whole = _whole_tokens(self.backend)
@@ -91,33 +93,39 @@ class Encoder:
             places = [at for at, (_, kind) in enumerate(texts) if kind is special]
             rows = self._alike([texts[at][0] for at in places], special)
             for place, row in zip(places, rows, strict=True):
-                found[place] = row
+                found[place] = np.frombuffer(row, np.int32)
         return found
 
-    def _alike(self, texts: list[str], special: bool) -> list[np.ndarray]:
+    def _alike(self, texts: list[str], special: bool) -> list[bytes]:
+        """The ids of each text, as bytes of int32."""
         tokenizer: Any = self.tokenizer
         if self.backend is None:
             rows = tokenizer(texts, add_special_tokens=special, verbose=False)["input_ids"]
-            return [np.array(row, np.int32) for row in rows]
+            return [_packed(row) for row in rows]
         if special and self.backend.num_special_tokens_to_add(False):
             return self._each(texts, True)
         if self.whole is None:
             return self._in_words(texts)
-        parts = [self.whole.parts(text) for text in texts]
-        distinct = list(dict.fromkeys(part for each in parts for part in each))
+        parts = list(self.whole.parts(texts))
+        distinct = list(dict.fromkeys(itertools.chain.from_iterable(parts)))
         ids = dict(zip(distinct, self._in_words(distinct), strict=True))
-        return [np.concatenate([ids[part] for part in each]) for each in parts]
+        return [b"".join(map(ids.__getitem__, each)) for each in parts]
 
-    def _in_words(self, texts: list[str]) -> list[np.ndarray]:
+    def _in_words(self, texts: list[str]) -> list[bytes]:
         return self._bare(texts) if self.words is None else self.words(texts)
 
-    def _bare(self, texts: list[str]) -> list[np.ndarray]:
+    def _bare(self, texts: list[str]) -> list[bytes]:
         return self._each(texts, False)
 
-    def _each(self, texts: list[str], special: bool) -> list[np.ndarray]:
+    def _each(self, texts: list[str], special: bool) -> list[bytes]:
         self.tokenizer([""])  # turns truncation and padding off, as it does before each batch
         found = self.backend.encode_batch_fast(texts, add_special_tokens=special)
-        return [np.array(encoding.ids, np.int32) for encoding in found]
+        return [_packed(encoding.ids) for encoding in found]
+
+
+def _packed(ids: list[int]) -> bytes:
+    """Ids as bytes of int32."""
+    return array("i", ids).tobytes()
 
 
 @dataclass(frozen=True)
@@ -127,8 +135,19 @@ class _Whole:
     pattern: re.Pattern[str]
     cut: frozenset[str]
 
-    def parts(self, text: str) -> list[str]:
-        """A text's parts, each with the token before which it is cut; one of an empty text."""
+    def parts(self, texts: Iterable[str]) -> Iterator[list[str]]:
+        """Each text's parts, each with the token before which it is cut; one of an empty text.
+
+        A text that begins with all of the one before it is looked at from that one's last part on.
+        """
+        before, parts = "", [""]
+        for text in texts:
+            known = parts[:-1] if text.startswith(before) else []
+            rest = text[len(before) - len(parts[-1]) :] if known else text
+            before, parts = text, [*known, *self._parts(rest)]
+            yield parts
+
+    def _parts(self, text: str) -> list[str]:
         found = [match.start() for match in self.pattern.finditer(text) if match[0] in self.cut]
         places = itertools.pairwise([0, *found, len(text)])
         return [text[start:end] for start, end in places if end > start or not text]
@@ -145,9 +164,12 @@ def _whole_tokens(backend: Any) -> _Whole | None:
     spaces = any(token.content[0].isspace() for token in known)
     if backend.encode_special_tokens or (spaces and any(token.rstrip for token in known)):
         return None
-    cut = frozenset(t.content for t in known if not (t.lstrip or t.single_word))
     # Where several begin at a place, the tokenizer finds the longest.
     contents = sorted((token.content for token in known), key=len, reverse=True)
+    # One that another holds may be a part of that, once more text follows.
+    said = "\n".join(contents)
+    alone = [token for token in known if said.count(token.content) == 1]
+    cut = frozenset(t.content for t in alone if not (t.lstrip or t.single_word))
     return _Whole(re.compile("|".join(map(re.escape, contents))), cut) if cut else None
 
 
@@ -176,7 +198,8 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Ragge
 
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Iterator[np.ndarray]:
-    batches = made_ahead(Encoder(tokenizer), _together(texts))
+    encoder = Encoder(tokenizer)
+    batches = (made_ahead if encoder.words is None else map)(encoder, _together(texts))
     return itertools.chain.from_iterable(batches)
 
 

@@ -60,7 +60,7 @@ class NumbersFile(WholeFile):
         return self
 
     def append(self, numbers: np.ndarray) -> None:
-        self.file.write(numbers.astype(self.kind).tobytes())
+        self.file.write(numbers.astype(self.kind, copy=False).tobytes())
         self.count += len(numbers)
 
     def finish(self) -> None:

@@ -16,9 +16,8 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 _WORD = re.compile(r"\s?\S+(?:[^\S ]\s*\S*)*|\s+\S*(?:[^\S ]\s*\S*)*")
+_UNCUT = re.compile(r" (?<!\S )")  # a space before which a text is not cut
 _KEPT = 1 << 26  # bytes of words and their ids, more or less, before they are found anew
 _EACH = 160  # bytes that a word takes beside its characters
 
@@ -47,26 +46,45 @@ class Words:
     """The ids of texts by a tokenizer of the `tokenizers` library that `are_apart` holds for.
 
     Args:
-        encode: the ids of many texts at once, without special tokens added.
+        encode: the ids of many texts at once, as bytes of int32, without special tokens added.
     """
 
-    def __init__(self, encode: Callable[[list[str]], Sequence[np.ndarray]]):
+    def __init__(self, encode: Callable[[list[str]], Sequence[bytes]]):
         self.encode = encode
         self.kept: dict[str, bytes] = {}  # a word's ids, as int32
         self.room = _KEPT
 
-    def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """The ids of each text, [L] int32."""
-        words = [_WORD.findall(text) for text in texts]
+    def __call__(self, texts: Sequence[str]) -> list[bytes]:
+        """The ids of each text, as bytes of int32."""
         kept = self.kept
-        new = list(set().union(*words).difference(kept))
-        for word, ids in zip(new, self.encode(new), strict=True):
-            kept[word] = ids.tobytes()
-        found = [b"".join(map(kept.__getitem__, each)) for each in words]
+        found: list[bytes] = []
+        unknown: dict[int, list[str]] = {}  # the words of texts that hold a new one
+        for number, text in enumerate(texts):
+            words = _words(text)
+            try:
+                found.append(b"".join(map(kept.__getitem__, words)))
+            except KeyError:
+                found.append(b"")
+                unknown[number] = words
+        new = list(set().union(*unknown.values()).difference(kept))
+        kept.update(zip(new, self.encode(new), strict=True))
+        for number, words in unknown.items():
+            found[number] = b"".join(map(kept.__getitem__, words))
         self.room -= sum(_EACH + len(word) + len(kept[word]) for word in new)
         if self.room < 0:  # not emptied: another thread may read it
             self.kept, self.room = {}, _KEPT
-        return [np.frombuffer(ids, np.int32) for ids in found]
+        return found
+
+
+def _words(text: str) -> list[str]:
+    """The words of a text; an empty one of an empty text.
+
+    >>> _words("It is.\\nIt is"), _words("It is  so.\\n It is")
+    (['It', ' is.\\nIt', ' is'], ['It', ' is', '  so.\\n It', ' is'])
+    """
+    if "\0" in text or _UNCUT.search(text):
+        return _WORD.findall(text)
+    return text.replace(" ", "\0 ").split("\0")  # the same, in half the time
 
 
 def are_apart(backend: Any) -> bool:

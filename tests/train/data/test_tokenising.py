@@ -76,13 +76,16 @@ def test_texts_in_parts_have_the_ids_of_whole_texts(kind: str, whole: str) -> No
     for token in WHOLE[whole]:
         tokenizer.backend_tokenizer.add_tokens([token])
     texts = ["", *("".join(draw.choices(PIECES, k=draw.randint(1, 12))) for _ in range(300))]
+    for text in texts[1:100]:  # others that begin with the one before them, as the turns of a chat
+        places = sorted(draw.choices(range(len(text) + 1), k=3))
+        texts += [text[:place] for place in places]
     expected = tokenizer(texts, add_special_tokens=False)["input_ids"]
     encoder = Encoder(tokenizer)
     assert [row.tolist() for row in encoder([(text, False) for text in texts])] == expected
     cut = encoder.whole is not None
     assert cut is (whole != "spaces after, and of spaces")
     if encoder.whole is not None:
-        assert max(len(encoder.whole.parts(text)) for text in texts) > 5
+        assert max(len(parts) for parts in encoder.whole.parts(texts)) > 5
 
 
 def test_parts_that_are_equal_are_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,16 +50,20 @@ def bytes_of() -> Any:
 def in_words(made: Tokenizer) -> Words:
     return Words(
         lambda some: [
-            np.array(each.ids, np.int32)
+            np.array(each.ids, np.int32).tobytes()
             for each in made.encode_batch_fast(some, add_special_tokens=False)
         ]
     )
 
 
+def ids_of(apart: Words, given: list[str]) -> list[list[int]]:
+    return [np.frombuffer(row, np.int32).tolist() for row in apart(given)]
+
+
 def both(made: Tokenizer, given: list[str]) -> tuple[list[list[int]], list[list[int]]]:
     """The ids of texts in words, and as a whole."""
     whole = [made.encode(text, add_special_tokens=False).ids for text in given]
-    return [row.tolist() for row in in_words(made)(given)], whole
+    return ids_of(in_words(made), given), whole
 
 
 KNOWN: dict[str, list[Any]] = {
@@ -127,13 +131,17 @@ def test_words_end_before_spaces_alone() -> None:
     assert space <= here
     cut = words._WORD.findall("It is  so.\nIt is \n x  ")
     assert cut == ["It", " is", "  so.\nIt", " is", " \n x", "  "]
+    quick = 0
     for text in texts(2, 300):
         found = words._WORD.findall(text)
+        assert words._words(text) == (found or [""])
+        quick += not words._UNCUT.search(text)
         assert "".join(found) == text
         assert all(
             not before[-1].isspace() and after[0] == " "
             for before, after in itertools.pairwise(found)
         )
+    assert words._words("a\0 b") == ["a\0", " b"] and 0 < quick < 300
 
 
 def test_each_word_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,14 +149,14 @@ def test_each_word_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def encode(some: list[str]) -> list[np.ndarray]:
         asked.append(sorted(some))
-        return [np.array([len(word)], np.int32) for word in some]
+        return [np.array([len(word)][: len(word)], np.int32).tobytes() for word in some]
 
     apart = Words(encode)
-    assert [row.tolist() for row in apart(["a bc a bc", "", "a"])] == [[1, 3, 2, 3], [], [1]]
-    assert apart(["a bc d"])[0].tolist() == [1, 3, 2]
-    assert asked == [[" a", " bc", "a"], [" d"]]
+    assert ids_of(apart, ["a bc a bc", "", "a"]) == [[1, 3, 2, 3], [], [1]]
+    assert ids_of(apart, ["a bc d"]) == [[1, 3, 2]]
+    assert asked == [["", " a", " bc", "a"], [" d"]]
     monkeypatch.setattr(words, "_KEPT", 400)
     apart = Words(encode)
     for _ in range(2):  # forgotten, once they are too many
-        assert apart(["a bc d"])[0].tolist() == [1, 3, 2]
+        assert ids_of(apart, ["a bc d"]) == [[1, 3, 2]]
     assert asked[2] == asked[3] == [" bc", " d", "a"]

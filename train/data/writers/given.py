@@ -10,11 +10,11 @@ import numpy as np
 
 from ..documents import ChatTemplateError, Document, in_time
 from ..prefixes import DistillError
-from ..rendering import ChatRenderer, Rendered, Turn
+from ..rendering import ChatRenderer, Rendered, Turn, begins
 from ..tokenising import Text, made_ahead
 from .units import Counts, Tick, Written, order_of, written
 
-_AT_ONCE = 1 << 22  # characters that are rendered and tokenised at once, more or less
+_AT_ONCE = 1 << 20  # characters that are rendered and tokenised at once, more or less
 _IN_TIME = 1000  # messages that a template may be asked to write in one time limit, more or less
 
 
@@ -66,7 +66,9 @@ def given_rows(
     def tokenised(given: list[_Texts]) -> tuple[list[_Texts], Iterator[np.ndarray]]:
         return given, iter(renderer.encoder([text for each in given for text in each.texts]))
 
-    for given, ids in made_ahead(tokenised, _together(renderer, documents)):
+    # Python's part of it gains nothing from a thread.
+    ahead = made_ahead if renderer.encoder.words is None else map
+    for given, ids in ahead(tokenised, _together(renderer, documents)):
         found = []
         for each in given:
             document, turns = each.document, bool(each.document.messages)
@@ -149,7 +151,7 @@ def _text_row(renderer: ChatRenderer, document: Document, ids: Iterator[np.ndarr
     if document.answer is None:
         return _row(tokens, 1)
     whole = next(ids)
-    if not np.array_equal(whole[: len(tokens)], tokens):
+    if not begins(whole, tokens):
         answer = tokenizer(document.answer, add_special_tokens=False)["input_ids"]
         whole = np.concatenate([tokens, np.array(answer, np.int32)])
     if tokenizer.eos_token_id is not None and whole[-1] != tokenizer.eos_token_id:

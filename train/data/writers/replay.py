@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from ...recipe import Distill
 from ..documents import ChatTemplateError, Document, Message
 from ..prefixes import DistillError
@@ -75,7 +77,8 @@ class Replay:
     def add(self, answer: list[int]) -> None:
         """Put the ids of an answer after the last prompt."""
         assert self._asked is not None
-        add_answer(self.rows, self._asked.tokens, answer)
+        prompt = self._asked.tokens
+        add_answer(self.rows, np.array([*prompt, *answer], np.int32), len(prompt))
 
     def take(self, answer: list[int]) -> None:
         """Take an answer by its ids, and go on; one without an end token ends the chat."""

@@ -7,7 +7,7 @@ it belongs to, so a row is the same whichever process writes it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,8 +47,7 @@ class Counts:
     near_ties: int = 0
 
     def __add__(self, other: Counts) -> Counts:
-        names = [field.name for field in fields(self)]
-        return Counts(**{name: getattr(self, name) + getattr(other, name) for name in names})
+        return Counts(**{name: n + getattr(other, name) for name, n in vars(self).items()})
 
     def known(self) -> dict[str, int]:
         """Those that are not 0, and always `rows`, `tokens` and `supervised`."""
@@ -85,10 +84,10 @@ class Written:
 
 def written(id: str, rendered: Sequence[Rendered], counts: Counts) -> Written:
     """Rows of a unit, counted, on top of what is in `counts`; `empty` where nothing is taught."""
-    taught = [row for row in rendered if row.supervised.any()]
-    rows = [Row(id, row.tokens.astype(np.int32), row.supervised) for row in taught]
+    taught = [row for row in rendered if np.count_nonzero(row.supervised)]
+    rows = [Row(id, row.tokens.astype(np.int32, copy=False), row.supervised) for row in taught]
     answers = [(row, answer) for row in taught for answer in row.answers]
-    supervised = sum(int(row.supervised.sum()) for row in rows)
+    supervised = sum(int(np.count_nonzero(row.supervised)) for row in rows)
     found = Counts(
         kept=bool(rows),
         empty=not rows and not (counts.too_long or counts.refused),
@@ -103,7 +102,7 @@ def written(id: str, rendered: Sequence[Rendered], counts: Counts) -> Written:
 
 def _opening(row: Rendered, first: int, end: int) -> bool:
     """Whether an answer's first two tokens are supervised, or its only one."""
-    return bool(row.supervised[first : min(first + 2, end)].all())
+    return all(row.supervised[first : min(first + 2, end)].tolist())
 
 
 Tick = Callable[[int, int], Any]
