@@ -3,7 +3,7 @@
 Two things cost most of a round's attention there. transformers repeats keys and values for each
 query head that shares them: here the queries of a group stand below one another instead, as rows
 that read the same keys. And products of a single row in 16 bits are several times as slow as those
-of two: a lone row is computed in float32. Where `amx` has a kernel, it attends.
+of two: a lone row is computed in float32. Where `cpu_kernels` has a kernel, it attends.
 """
 
 import threading
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import amx
+from . import cpu_kernels
 
 _OTHERS = ("softcap", "position_bias", "cache", "s_aux", "sinks")
 """What else models hand to their attention: theirs is then used."""
@@ -71,7 +71,7 @@ def attention(
     known = not dropout and all(options.get(name) is None for name in _OTHERS)
     shaped = nodes == 1 if mask is None else mask.dim() == 4 and mask.shape[1] == 1
     if known and shaped:
-        ours = amx.attend(query, key, value, mask, scaling)
+        ours = cpu_kernels.attend(query, key, value, mask, scaling)
         if ours is not None:
             return ours, None
     group, dtype = query_heads // heads, query.dtype

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from . import amx
+from . import cpu_kernels
 from .fused_products import MOST_ROWS, alike, gated_layers, rows_together, three_layers
 from .fused_products import weights_of as weights
 from .fused_writes import AttentionLayer, Writes, kernels_for, rotate
@@ -188,7 +188,7 @@ def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
     if not _directly(query):
         turned = _now.writes.turn(query, key, cos, sin) if _now.depth else None
         return rotate(query, key, cos, sin) if turned is None else turned
-    if (found := amx.rotate((query, key), cos, sin)) is not None:
+    if (found := cpu_kernels.rotate((query, key), cos, sin)) is not None:
         return found[0], found[1]
     if _now.sines is None or _now.sines[0] is not sin:  # all layers are given the same
         first, second = sin.unsqueeze(1).chunk(2, -1)
@@ -202,7 +202,7 @@ def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 def _norm(module: Any, states: Tensor) -> Tensor:
     eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if _directly(states):
-        if (found := amx.norm(states, module.weight, eps)) is not None:
+        if (found := cpu_kernels.norm(states, module.weight, eps)) is not None:
             return found
         return F.rms_norm(states, module.weight.shape, module.weight, eps)
     return rms_norm(states, module.weight, eps)
@@ -210,8 +210,8 @@ def _norm(module: Any, states: Tensor) -> Tensor:
 
 def _gated_layer(module: Any, states: Tensor, most: int = MOST_ROWS) -> Tensor:
     both = [module.gate_proj, module.up_proj]
-    if amx.together(both, states):
-        return module.down_proj(amx.gated(both[0], both[1], states))
+    if cpu_kernels.together(both, states):
+        return module.down_proj(cpu_kernels.gated(both[0], both[1], states))
     if not _directly(states) and alike(both):
         return module.down_proj(gated_layers(states, *weights(both), most))
     gate, up = module.gate_proj(states), module.up_proj(states)
@@ -237,8 +237,8 @@ def _of_three(
         return _now.ready.pop(module)
     if not _now.depth or module is not three[0]:
         return type(module).forward(module, states)
-    if amx.together(three, states):
-        found: Any = amx.products(three, states)
+    if cpu_kernels.together(three, states):
+        found: Any = cpu_kernels.products(three, states)
     elif alike(three):
         found = three_layers(states, *weights(three), most)
     else:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .amx import AmxLinear
+from .cpu_kernels import CpuLinear
 
 MOST_ROWS = 64
 """Rows that a kernel takes; of more, it would read the weights again for each so many."""
@@ -76,7 +76,7 @@ def weights_of(layers: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
 
 def alike(layers: Sequence[Any]) -> bool:
     """Whether layers are torch's own, of the same states, and nobody listens to one of them."""
-    if not all(type(layer) in (nn.Linear, AmxLinear) for layer in layers):
+    if not all(type(layer) in (nn.Linear, CpuLinear) for layer in layers):
         return False
     if any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers):
         return False

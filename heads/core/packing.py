@@ -1,9 +1,9 @@
-"""Linear layers in oneDNN's own layout, for decoding on a CPU.
+"""Linear layers by our kernels or in oneDNN's own layout, for decoding on a CPU.
 
-A product with few rows is bound by reading the weight. oneDNN reads one fastest in blocks that fit
-its registers, and torch lays a weight out so anew, or not at all, in each call. A packed copy is
-laid out once, and serves any number of rows. Where `amx` has kernels that are faster still and
-need no copy, a layer runs by those instead.
+A product with few rows is bound by reading the weight. The kernels of `cpu_kernels` are fastest,
+and read it as it is. Where there are none a layer is packed for oneDNN, which reads a weight
+fastest in blocks that fit its registers: torch lays it out so anew, or not at all, in each call. A
+packed copy is laid out once, and serves any number of rows. What is neither stays torch's own.
 
 A model that somebody else holds is never changed: a packed copy shares all of it but the packed
 weights. One that nobody else holds is packed in place, and has each weight once.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .amx import AmxLinear, fits_amx, use_huge_pages
+from .cpu_kernels import CpuLinear, fits_kernels, use_huge_pages
 from .offload import offloaded
 
 logger = logging.getLogger(__name__)
@@ -40,6 +40,9 @@ _NEEDS = {
 _LEAST = {torch.float32: 512 << 10, torch.bfloat16: 32 << 10, torch.float16: 32 << 10}
 """Bytes of the smallest weight that is packed: a call costs about 10 µs more than torch's own,
 which counts most where a small model's weights stay in the processor's cache."""
+
+_LEAST_OF_KERNELS = {torch.float32: 64 << 10, torch.bfloat16: 32 << 10}
+"""The same for kernels, whose call costs about 3 µs more, and nothing within a whole layer."""
 
 _ROWS = 16
 """Rows that a layout is chosen for: those of a tree. Others are only a little slower with it."""
@@ -148,13 +151,24 @@ def _pack(weight: Tensor) -> Tensor:
 
 def packable(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer is one that packing makes faster here, and is exactly torch's own."""
-    if type(layer) is not nn.Linear or not torch.backends.mkldnn.is_available():
-        return False
-    weight: Any = layer.weight
-    plain = type(weight) is nn.Parameter and weight.device.type == "cpu"
-    if not plain or weight.dtype not in _NEEDS or weight.nbytes < _LEAST[weight.dtype]:
-        return False
-    return bool(_NEEDS[weight.dtype]())
+    return next(_ways(layer), None) is not None
+
+
+def _ways(layer: nn.Module) -> Iterator[type[CpuLinear] | type[PackedLinear]]:
+    """How a layer runs faster than torch's own, the fastest first."""
+    if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
+        return
+    weight = layer.weight
+    if fits_kernels(layer) and weight.nbytes >= _LEAST_OF_KERNELS[weight.dtype]:
+        yield CpuLinear
+    if weight.is_cpu and onednn_packs(weight.dtype) and weight.nbytes >= _LEAST[weight.dtype]:
+        yield PackedLinear
+
+
+def onednn_packs(dtype: torch.dtype) -> bool:
+    """Whether oneDNN packs weights of a type on this processor."""
+    known = torch.backends.mkldnn.is_available() and dtype in _NEEDS
+    return known and bool(_NEEDS[dtype]())
 
 
 class Packing:
@@ -162,7 +176,7 @@ class Packing:
 
     def __init__(self) -> None:
         self._copies: dict[Any, Any] = {}  # what stands for an object, by its id, as in deepcopy
-        self._exact: dict[tuple[Any, ...], bool] = {}
+        self._chosen: dict[tuple[Any, ...], type[CpuLinear] | type[PackedLinear] | None] = {}
 
     def copy(self, model: _Model) -> _Model:
         """A copy of a model that runs packed; it shares weights, buffers, config and hooks.
@@ -178,7 +192,7 @@ class Packing:
         layers = [layer for layer in layers if id(layer) not in self._copies]
         if offloaded(model) or not (layers or self._copies):
             return model
-        size = sum(layer.weight.nbytes for layer in layers if not fits_amx(layer))
+        size = sum(layer.weight.nbytes for layer in layers if next(_ways(layer)) is PackedLinear)
         if size >= _WORTH_SAYING:
             logger.warning(
                 "Packing the weights takes %.0f MB beside the model's own; a model that "
@@ -191,7 +205,7 @@ class Packing:
         self._copies.update((id(each), each) for each in _shared(model))
         made = copy.deepcopy(model, self._copies)
         _mark(made)
-        use_huge_pages(_on_amx(made))
+        use_huge_pages(_by_kernels(made))
         return made
 
     def pack_in_place(self, model: nn.Module) -> None:
@@ -207,8 +221,8 @@ class Packing:
         for layer in [layer for layer in model.modules() if packable(layer)]:
             if (packed := self._packed(layer)) is None:
                 continue
-            if isinstance(packed, AmxLinear):
-                layer.__class__ = AmxLinear
+            if isinstance(packed, CpuLinear):
+                layer.__class__ = CpuLinear
                 continue
             alone = held[id(layer.weight)] == 1
             layer._packed = packed._packed  # type: ignore[assignment]
@@ -225,24 +239,21 @@ class Packing:
                 weight.data = weight.data.clone()
         _mark(model)
         _return_memory()
-        use_huge_pages(_on_amx(model))
+        use_huge_pages(_by_kernels(model))
 
-    def _packed(self, layer: nn.Linear) -> PackedLinear | AmxLinear | None:
+    def _packed(self, layer: nn.Linear) -> PackedLinear | CpuLinear | None:
         """The layer as it runs from now on; None where it would err more."""
-        packed = _faster(layer)
         kind = (layer.weight.dtype, *layer.weight.shape)
-        if kind not in self._exact:
-            self._exact[kind] = _is_as_exact(packed, layer)
-        return packed if self._exact[kind] else None
+        if kind not in self._chosen:
+            exact = (way for way in _ways(layer) if _is_as_exact(way(layer), layer))
+            self._chosen[kind] = next(exact, None)
+        way = self._chosen[kind]
+        return None if way is None else way(layer)
 
 
-def _faster(layer: nn.Linear) -> PackedLinear | AmxLinear:
-    return AmxLinear(layer) if fits_amx(layer) else PackedLinear(layer)
-
-
-def _on_amx(model: nn.Module) -> Iterator[Tensor]:
+def _by_kernels(model: nn.Module) -> Iterator[Tensor]:
     """Weights that the kernels read."""
-    return (part.weight for part in model.modules() if isinstance(part, AmxLinear))
+    return (part.weight for part in model.modules() if isinstance(part, CpuLinear))
 
 
 def runs_packed(model: nn.Module) -> bool:
@@ -263,7 +274,7 @@ def packing_pays(model: nn.Module, rows: Sequence[int] = (1, 8)) -> bool:
     with torch.no_grad():
         for (dtype, _, size), layers in kinds.items():
             tried = layers[: max(1, _TRIED // layers[0].weight.nbytes)]
-            pairs = [(layer, _faster(layer)) for layer in tried]
+            pairs = [(layer, next(_ways(layer))(layer)) for layer in tried]
             for count in rows:
                 states = torch.randn(count, size).to(dtype)
                 times = [

@@ -1,8 +1,7 @@
 """Names of `core` whose modules import torch; the package imports this file on first use."""
 
-from .amx import AmxLinear, use_huge_pages
-from .amx_layer import take_whole_layers
 from .cache import LayerShape, SlabCache, free_bytes, in_steps, total_bytes
+from .cpu_kernels import CpuLinear, use_huge_pages
 from .features import FeatureTap, OutputLayer, capture, decoder_layers, output_layer
 from .forward import attending, causal_run, prefill_forward, tree_forward, tree_run
 from .fused import FusedLayers
@@ -34,3 +33,4 @@ from .probe import (
 from .sampling import STATEFUL, Sampling, Stream, argmax, draw, gumbel, place, row_seeds, uniform
 from .time_limit import within
 from .tree import TokenTree, Topology, ancestor_mask
+from .whole_layer import take_whole_layers

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import limit, shapes
-from headstart.heads.core import amx
+from headstart.heads.core.cpu_compile import instruction_sets, kernels
 from headstart.infer import Speculator
 from headstart.infer.measure.roofline import Roofline, round_bytes
 
@@ -28,8 +28,9 @@ def test_products_are_timed_in_each_way(capsys: pytest.CaptureFixture[str]) -> N
     cpu.main(["products", "--shape", "toy", "--repeats", "1", "--rows", "2", "--json"])
     found = json.loads(capsys.readouterr().out)
     ways = ["torch", "packed for oneDNN"]
-    if amx.kernels() is not None:
-        ways += ["kernels", "kernels, layers together"]
+    if kernels(torch.bfloat16) is not None:
+        for name in instruction_sets(torch.bfloat16):
+            ways += [name, f"{name}, layers together"]
     assert [*found["ms"]] == [*ways, *(f"{way}, pages of 2 MB" for way in ways)]
     assert found["MB"] == 2e-6 * (2 * (4 * 64 * 64 + 3 * 64 * 128) + 256 * 64)
 

@@ -16,13 +16,14 @@ import headstart
 from headstart.heads import DrafterGroup
 from headstart.heads.artifacts.manifest import fingerprint
 from headstart.heads.core import (
-    AmxLinear,
+    CpuLinear,
     OnlyPacked,
     PackedLinear,
     Packing,
     packing,
     use_physical_cores,
 )
+from headstart.heads.core.cpu_compile import kernels
 from headstart.infer import Speculator
 from headstart.infer.measure.lossless_greedy import compare_greedy
 from tests.support.families import TREES, UNIONS, drafter
@@ -38,7 +39,9 @@ FAMILIES = [
 
 @pytest.fixture(autouse=True)
 def small_layers_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By oneDNN; the kernels have tests of their own, and take no layer that is so small."""
     monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(packing._LEAST, 0))
+    monkeypatch.setattr(packing, "_LEAST_OF_KERNELS", {**packing._LEAST_OF_KERNELS})
 
 
 def own(name: str | None, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
@@ -54,7 +57,7 @@ def own(name: str | None, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]
 
 
 def packed_in(module: Any) -> list[Any]:
-    return [part for part in module.modules() if isinstance(part, PackedLinear | AmxLinear)]
+    return [part for part in module.modules() if isinstance(part, PackedLinear | CpuLinear)]
 
 
 def state(module: Any) -> list[Any]:
@@ -126,7 +129,7 @@ def test_what_differs_from_generate_is_a_near_tie(name: str, dtype: torch.dtype)
     rows = [row.unsqueeze(0) for row in prompts([9] * 3, seed=5)[0]]
     assert compare_greedy(ours, rows, 24).holds
     head, wrong = packed_in(ours.target.runner)[-1], model.lm_head.weight.detach().flip(0)
-    if isinstance(head, AmxLinear):
+    if isinstance(head, CpuLinear):
         head.weight = torch.nn.Parameter(wrong, requires_grad=False)
     else:
         head._packed = packing._pack(wrong)
@@ -161,12 +164,29 @@ def test_a_layer_that_errs_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> Non
     )
 
 
+@pytest.mark.skipif(kernels(torch.float32) is None, reason="needs our kernels")
+def test_a_layer_runs_by_kernels_else_packed_else_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What errs gives way to the next; float32, which all processors pack."""
+    model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.Linear(250, 250))
+    found = [type(part) for part in Packing().copy(model)]
+    assert found == [CpuLinear, PackedLinear]  # whose sizes the kernels do not take
+    true, packed = CpuLinear.forward, packing._product
+    monkeypatch.setattr(CpuLinear, "forward", lambda self, x: true(self, x.bfloat16().float()))
+    assert type(Packing().copy(model)[0]) is PackedLinear
+    monkeypatch.setattr(packing, "_product", lambda x, *rest: packed(x.bfloat16().float(), *rest))
+    assert type(Packing().copy(model)[0]) is torch.nn.Linear
+
+
 def test_a_layer_whose_call_costs_more_than_its_product_is_not_packed() -> None:
     sizes = {torch.float32: 384, torch.bfloat16: 128}
-    for dtype, size in sizes.items():
-        packing._LEAST[dtype] = size * 128 * dtype.itemsize
-        assert packing.packable(torch.nn.Linear(128, size, dtype=dtype))
-        assert not packing.packable(torch.nn.Linear(128, size - 1, dtype=dtype))
+    for least in (packing._LEAST, packing._LEAST_OF_KERNELS):
+        others = packing._LEAST if least is packing._LEAST_OF_KERNELS else packing._LEAST_OF_KERNELS
+        for dtype, size in sizes.items():
+            least[dtype], others[dtype] = size * 128 * dtype.itemsize, 1 << 30
+            own = [torch.nn.Linear(128, n, dtype=dtype) for n in (size, size - 16)]
+            if least is packing._LEAST or kernels(dtype) is not None:
+                assert packing.packable(own[0])
+            assert not packing.packable(own[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

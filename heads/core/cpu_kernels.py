@@ -1,32 +1,23 @@
-"""Forwards of few rows in bfloat16 on a CPU, by kernels of our own that read weights once.
+"""Forwards of few rows on a CPU, by kernels of our own that read weights once.
 
 Decoding few rows is bound by memory, and neither torch's products nor those on weights packed for
-oneDNN read it as fast as a core can. `amx.c` does, from weights as they are, in no second
-copy. It needs a processor with AMX and a C compiler, which compiles it once for a user in about two
-seconds; without one of them layers are packed for oneDNN, as other types are.
+oneDNN read it as fast as a core can. `cpu_kernels.c` does, from weights as they are, in no second
+copy. It needs a C compiler, see `cpu_compile`; without one layers are packed for oneDNN, as other
+types are.
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import logging
-import os
-import platform
-import re
-import shutil
-import subprocess
+import struct
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-logger = logging.getLogger(__name__)
+from .cpu_compile import TYPES, Attention, kernels
 
 MOST_ROWS = 64
 """Rows that a kernel takes; more are no longer bound by memory."""
@@ -34,112 +25,30 @@ MOST_ROWS = 64
 _MOST_QUERIES = 64
 """Rows of queries of a head for which attention is ours."""
 
-_SOURCE = Path(__file__).with_name("amx.c")
-_FLAGS = ("-O3", "-march=sapphirerapids", "-fopenmp", "-shared", "-fPIC")
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-
-
-class Attention(ctypes.Structure):
-    """What a kernel of attention reads and writes, see `amx.c`."""
-
-    _fields_ = [
-        *((name, _POINTER) for name in ("query", "key", "value", "mask", "out")),
-        *((n, _LONG) for n in ("batch", "nodes", "heads", "group", "slots", "size", "value_size")),
-        ("key_steps", _LONG * 3), ("value_steps", _LONG * 3), ("mask_steps", _LONG * 2),
-        ("scale", _FLOAT),
-    ]  # fmt: skip
-
-
-_LAYER, _ATTENTION = [_POINTER, _POINTER, _POINTER, _LONG], ctypes.POINTER(Attention)
-_ARGUMENTS = {
-    "products": [_POINTER, _LONG, _LONG, _INT, _INT, _INT, *_LAYER * 3],
-    "norm": [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _FLOAT],
-    "rotate": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
-    "attend": [_ATTENTION, _INT],
-    "decoder_layer": [
-        *[_POINTER] * 4, _FLOAT, _FLOAT, _LONG, _LONG, _POINTER, _POINTER, _ATTENTION, _POINTER,
-        _LONG, _INT,
-    ],
-}  # fmt: skip
+_PRODUCTS = struct.Struct("18q")  # what the kernel is given, see `cpu_kernels.c`
 
 _HUGE, _COLLAPSE = 2 << 20, 25  # bytes of a huge page, and Linux's number of MADV_COLLAPSE
 
 
-def _has_tiles() -> bool:
-    """Whether this processor has AMX for bfloat16, on a system that the kernels are written for."""
-    known = sys.platform == "linux" and platform.machine() == "x86_64"
-    test = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return known and test is not None and bool(test())
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept between runs."""
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "headstart"
-
-
-def _threads_of_torch() -> list[str]:
-    """The library whose threads torch runs on: ours would wait in turns with those of another."""
-    with open("/proc/self/maps") as maps:
-        found = re.search(r"/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", maps.read())
-    return ["-Wl,--as-needed", found[0]] if found else []
-
-
-def _compile(into: Path) -> None:
-    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        raise OSError("no C compiler was found")
-    into.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=into.parent) as folder:
-        made = Path(folder) / into.name
-        libraries = [*_threads_of_torch(), "-lmvec", "-lm"]
-        command = [*compiler.split(), *_FLAGS, str(_SOURCE), "-o", str(made), *libraries]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise OSError((done.stderr.strip().splitlines() or ["the C compiler failed"])[-1])
-        os.replace(made, into)  # whole, whoever else compiles it now
-
-
-@functools.cache
-def kernels() -> Any:
-    """The compiled kernels; None where they cannot be had, which is said once."""
-    if not _has_tiles():
-        return None
-    key = hashlib.sha256(_SOURCE.read_bytes() + repr((_FLAGS, _threads_of_torch())).encode())
-    file = cache_folder() / f"amx-{key.hexdigest()[:16]}.so"
-    try:
-        if not file.exists():
-            _compile(file)
-        library = ctypes.CDLL(str(file))
-        if library.ask_for_tiles() != 0:
-            raise OSError("the system does not grant the use of AMX")
-    except OSError as error:
-        logger.warning("Weights are packed for oneDNN, which is slower than our kernels: %s", error)
-        return None
-    for name, arguments in _ARGUMENTS.items():
-        getattr(library, name).argtypes, getattr(library, name).restype = arguments, None
-    return library
-
-
-def fits_amx(layer: nn.Module) -> TypeGuard[nn.Linear]:
+def fits_kernels(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Whether a layer is torch's own, and one that the kernels compute."""
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
         return False
-    return _fits(layer) and kernels() is not None
+    return _fits(layer) and kernels(layer.weight.dtype) is not None
 
 
 def _fits(layer: nn.Linear) -> bool:
     weight = layer.weight
-    if weight.dtype != torch.bfloat16 or not weight.is_cpu or not weight.is_contiguous():
+    if weight.dtype not in TYPES or not weight.is_cpu or not weight.is_contiguous():
         return False
     return layer.in_features % 32 == 0 and layer.out_features % 16 == 0
 
 
-class AmxLinear(nn.Linear):
+class CpuLinear(nn.Linear):
     """A linear layer that few rows pass through the kernels; all else is torch's own.
 
     Args:
-        layer: that `fits_amx` is true of; its weight and bias are shared.
+        layer: that `fits_kernels` is true of; its weight and bias are shared.
     """
 
     def __init__(self, layer: nn.Linear):
@@ -157,18 +66,23 @@ class AmxLinear(nn.Linear):
 
 def together(layers: Sequence[Any], states: Tensor) -> bool:
     """Whether the kernels compute what layers make of states [..., in], at once."""
-    size = states.shape[-1]
+    size, dtype = states.shape[-1], states.dtype
     rows = states.numel() // size if size else 0
-    if not 0 < rows <= MOST_ROWS or states.dtype != torch.bfloat16 or not states.is_cpu:
+    if not 0 < rows <= MOST_ROWS or not states.is_cpu:
         return False
     learns = torch.is_grad_enabled()
     for layer in layers:
         # It may have been moved, recast, or given a hook since.
-        if type(layer) is not AmxLinear or layer.in_features != size or not _fits(layer):
+        if type(layer) is not CpuLinear or layer.in_features != size:
             return False
-        if learns and (states.requires_grad or layer.weight.requires_grad):
+        weight: Any = layer._parameters["weight"]  # found at once
+        if weight.dtype != dtype or not weight.is_cpu or not weight.is_contiguous():
             return False
-    return len(layers) == 1 or not any(e._forward_hooks or e._forward_pre_hooks for e in layers)
+        if learns and (states.requires_grad or weight.requires_grad):
+            return False
+    if len(layers) > 1 and any(e._forward_hooks or e._forward_pre_hooks for e in layers):
+        return False
+    return kernels(dtype) is not None
 
 
 def products(layers: Sequence[nn.Linear], states: Tensor) -> list[Tensor]:
@@ -187,26 +101,28 @@ def _products(
     states = states.contiguous()
     shape, size = states.shape[:-1], states.shape[-1]
     found = [states.new_empty(*shape, each) for each in sizes]
-    given: list[int | None] = []
+    given = [states.data_ptr(), states.numel() // size, size, torch.get_num_threads()]
+    given += [gated, len(layers)]
     for number, layer in enumerate(layers):
-        bias = None if layer.bias is None else layer.bias.data_ptr()
-        out = found[number].data_ptr() if number < len(found) else None
-        given += [layer.weight.data_ptr(), bias, out, layer.out_features]
-    given += [None, None, None, 0] * (3 - len(layers))
-    rows, threads = states.numel() // size, torch.get_num_threads()
-    kernels().products(states.data_ptr(), rows, size, threads, gated, len(layers), *given)
+        weight: Any = layer._parameters["weight"]
+        bias = 0 if layer.bias is None else layer.bias.data_ptr()
+        out = found[number].data_ptr() if number < len(found) else 0
+        given += [weight.data_ptr(), bias, out, layer.out_features]
+    given += [0, 0, 0, 0] * (3 - len(layers))
+    kernels(states.dtype).products(_PRODUCTS.pack(*given))
     return found
 
 
 def plain(*tensors: Tensor) -> bool:
-    """Whether there are kernels, and tensors are in their type and order, and not learned."""
+    """Whether there are kernels of the tensors' one type, which are in order and not learned."""
     learns = torch.is_grad_enabled()
+    dtype = tensors[0].dtype
     for each in tensors:
-        if each.dtype != torch.bfloat16 or not each.is_cpu or not each.is_contiguous():
+        if each.dtype != dtype or not each.is_cpu or not each.is_contiguous():
             return False
         if learns and each.requires_grad:
             return False
-    return kernels() is not None
+    return dtype in TYPES and kernels(dtype) is not None
 
 
 def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor | None:
@@ -216,7 +132,9 @@ def norm(states: Tensor, weight: Tensor, eps: float) -> Tensor | None:
         return None
     found = torch.empty_like(states)
     rows = states.numel() // size
-    kernels().norm(states.data_ptr(), weight.data_ptr(), found.data_ptr(), rows, size, eps)
+    kernels(states.dtype).norm(
+        states.data_ptr(), weight.data_ptr(), found.data_ptr(), rows, size, eps
+    )
     return found
 
 
@@ -234,7 +152,7 @@ def rotate(states: Sequence[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor] |
         return None
     found = [torch.empty_like(each) for each in rows]
     for each, out in zip(rows, found, strict=True):
-        kernels().rotate(
+        kernels(cos.dtype).rotate(
             each.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), nodes, each.shape[2],
             size,
         )  # fmt: skip
@@ -259,12 +177,12 @@ def attend(
     if not plain(rows) or key.requires_grad or value.requires_grad:
         return None
     given = (key, value) if mask is None else (key, value, mask)
-    if any(e.dtype != torch.bfloat16 or not e.is_cpu or e.stride(-1) != 1 for e in given):
+    if any(e.dtype != query.dtype or not e.is_cpu or e.stride(-1) != 1 for e in given):
         return None
     found = rows.new_empty(batch, nodes, query_heads, wide)
     now = attention_of(query.shape, key, value, mask, scale)
     now.query, now.out = rows.data_ptr(), found.data_ptr()
-    kernels().attend(now, torch.get_num_threads())
+    kernels(query.dtype).attend(now, torch.get_num_threads())
     return found
 
 
@@ -295,6 +213,6 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> None:
     spans = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors]
     pages = {page for first, end in spans for page in range(first // _HUGE, -(-end // _HUGE))}
     madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = [_POINTER, ctypes.c_size_t, _INT]
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     for page in sorted(pages):
         madvise(page * _HUGE, _HUGE, _COLLAPSE)

@@ -1,0 +1,289 @@
+// Products of few rows with weights as torch keeps them, and all else of a Llama's decoder layer.
+//
+// A thread reads its share of the weights from front to back, sixteen outputs at a time, so that
+// memory is the only limit. Sums are in float32.
+#include "cpu_products.h"
+
+typedef struct { const number *weight, *bias; number *out; long outputs; } Layer;
+
+enum { AHEAD = 16 };  // slots whose keys are fetched ahead
+
+static floats silu(floats values) { return values / (all(1) + exp_of(-values)); }
+
+// What layers make of the same states [rows, in]; or, gated, SiLU(first) * second; or plus added,
+// which is as large as the output. By all threads of a team; space is for the states' layout.
+static void product(const Layer *layers, int count, int gated, const number *added,
+                    const number *states, void *space, long rows, long in) {
+  float sums[64 * LINES] __attribute__((aligned(64))), gates[64 * LINES];
+  float *own = gated ? gates : sums;
+  long blocks = 0;
+  for (int each = 0; each < (gated ? 1 : count); each++) blocks += layers[each].outputs / LINES;
+  const void *ready = lay_out_rows(states, space, rows, in);
+#pragma omp for schedule(static)
+  for (long block = 0; block < blocks; block++) {
+    const Layer *layer = layers;
+    long first = block * LINES;
+    while (first >= layer->outputs) first -= layer++->outputs;
+    sixteen_outputs(layer->weight + first * in, ready, rows, in, own);
+    if (gated) sixteen_outputs(layer[1].weight + first * in, ready, rows, in, sums);
+    for (long row = 0; row < rows; row++)
+      for (long at = 0; at < LINES; at += LANES) {
+        long place = row * layer->outputs + first + at;
+        floats found = load(own + row * LINES + at);
+        if (layer->bias) found += wide(layer->bias + first + at);
+        if (gated) {
+          floats other = load(sums + row * LINES + at);
+          if (layer[1].bias) other += wide(layer[1].bias + first + at);
+          found = as_kept(silu(as_kept(found))) * as_kept(other);
+        }
+        if (added) found = as_kept(found) + wide(added + place);
+        keep(layer->out + place, found);
+      }
+  }
+}
+
+static void *space_for(long rows, long in) {
+  long bytes = layout_bytes(rows, in);
+  return bytes ? aligned_alloc(64, (bytes + 63) / 64 * 64) : NULL;
+}
+
+typedef struct {
+  const number *states;
+  long rows, in, threads, gated, count;
+  Layer layers[3];
+} Products;
+
+// See product. in is a multiple of 32, outputs are multiples of 16, there are at most 64 rows.
+void products(const Products *given) {
+  long rows = given->rows, in = given->in;
+  void *space = space_for(rows, in);
+#pragma omp parallel num_threads(given->threads)
+  {
+    begin_products(rows);
+    product(given->layers, given->count, given->gated, NULL, given->states, space, rows, in);
+    end_products(rows);
+  }
+  free(space);
+}
+
+static void norm_row(const number *states, const number *weight, number *out, long in, float eps) {
+  floats squares = all(0);
+  for (long at = 0; at < in; at += LANES) squares += wide(states + at) * wide(states + at);
+  floats scale = all(1 / sqrtf(sum_of(squares) / in + eps));
+  for (long at = 0; at < in; at += LANES)
+    keep(out + at, as_kept(wide(states + at) * scale) * wide(weight + at));
+}
+
+// Llama's norm of rows [rows, in]: over the root mean square, kept, times a weight.
+void norm(const number *states, const number *weight, number *out, long rows, long in, float eps) {
+  for (long row = 0; row < rows; row++)
+    norm_row(states + row * in, weight, out + row * in, in, eps);
+}
+
+// The rotary embedding of a head [size]; out may be the same. Half of it is a multiple of 16.
+static void rotate_head(const number *states, const number *cos, const number *sin, number *out,
+                        long size) {
+  long half = size / 2;
+  for (long at = 0; at < half; at += LANES) {
+    floats low = wide(states + at), high = wide(states + half + at);
+    keep(out + at, low * wide(cos + at) - high * wide(sin + at));
+    keep(out + half + at, high * wide(cos + half + at) + low * wide(sin + half + at));
+  }
+}
+
+// The rotary embedding of rows [rows, heads, size] by cos and sin [rows, size].
+void rotate(const number *states, const number *cos, const number *sin, number *out, long rows, long heads,
+            long size) {
+  for (long head = 0; head < rows * heads; head++) {
+    long angle = head / heads * size;
+    rotate_head(states + head * size, cos + angle, sin + angle, out + head * size, size);
+  }
+}
+
+// A row's scores of slots, padded to whole vectors, become their exponentials; returns the sum.
+static float soften(float *scores, long slots, float scale, const number *mask) {
+  long padded = (slots + LANES - 1) / LANES * LANES;
+  floats largest = all(-INFINITY), sum = all(0);
+  for (long slot = slots; slot < padded; slot++) scores[slot] = -INFINITY;
+  for (long slot = 0; slot < padded; slot += LANES) {
+    floats now = load(scores + slot) * scale;
+    if (mask) {
+      number last[LANES] = {0};
+      if (slots - slot < LANES) memcpy(last, mask + slot, (slots - slot) * sizeof(number));
+      now += wide(slots - slot < LANES ? last : mask + slot);
+    }
+    store(scores + slot, now);
+    largest = OF_VECTOR(max_ps)(largest, now);
+  }
+  floats most = all(largest_of(largest));
+  for (long slot = 0; slot < padded; slot += LANES) {
+    floats now = exp_of(load(scores + slot) - most);
+    store(scores + slot, now);
+    sum += now;
+  }
+  return sum_of(sum);
+}
+
+// Attention of a few rows that read the same keys [slots, size] and values; scores and space are
+// scratch.
+INLINED void attend_rows(
+    const int rows, const number *const *query, const number *key, const number *value,
+    long key_step, long value_step, long slots, long size, long value_size, float scale,
+    const number *const *mask, number *const *out, float *scores, float *space) {
+  long padded = (slots + LANES - 1) / LANES * LANES;
+  const state *states[4];
+  float total[4];
+  for (int row = 0; row < rows; row++)
+    states[row] = lay_out(query[row], space + row * size, size);
+  for (long slot = 0; slot < slots; slot++) {
+    floats sum[4] = {all(0), all(0), all(0), all(0)};
+    for (long at = 0; at < value_size; at += STEP)  // read in steps that no core foresees
+      _mm_prefetch((const char *)(value + slot * value_step + at), _MM_HINT_T0);
+    for (long at = 0; at < size; at += SPAN) {
+      _mm_prefetch((const char *)(key + (slot + AHEAD) * key_step + at), _MM_HINT_T0);
+      piece keys = piece_of(key + slot * key_step + at);
+      for (int row = 0; row < rows; row++) sum[row] = plus(sum[row], keys, states[row] + at);
+    }
+    for (int row = 0; row < rows; row++) scores[row * padded + slot] = sum_of(sum[row]);
+  }
+  for (int row = 0; row < rows; row++)
+    total[row] = soften(scores + row * padded, slots, scale, mask[row]);
+  for (long at = 0; at < value_size; at += 2 * LANES) {
+    floats sum[4][2];
+    for (int row = 0; row < rows; row++) sum[row][0] = sum[row][1] = all(0);
+    for (long slot = 0; slot < slots; slot++) {
+      const number *from = value + slot * value_step + at;
+      floats low = wide(from), high = wide(from + LANES);
+      for (int row = 0; row < rows; row++) {
+        floats share = all(scores[row * padded + slot]);
+        sum[row][0] += share * low;
+        sum[row][1] += share * high;
+      }
+    }
+    for (int row = 0; row < rows; row++)
+      for (int half = 0; half < 2; half++)
+        keep(out[row] + at + LANES * half, sum[row][half] / total[row]);
+  }
+}
+
+// What attention reads and writes: query and out are [batch, nodes, heads * group, size], keys,
+// values and masks have steps of their own. Sizes are multiples of 32.
+typedef struct {
+  const number *query, *key, *value, *mask;
+  number *out;
+  long batch, nodes, heads, group, slots, size, value_size;
+  long key_steps[3], value_steps[3], mask_steps[2];  // text, head, slot; text, node
+  float scale;
+} Attention;
+
+// By all threads of a team.
+static void attend_in_team(const Attention *now) {
+  long rows = now->nodes * now->group, parts = (rows + 3) / 4;
+  float *scores = aligned_alloc(64, 4 * ((now->slots + 15) / 16 * 16 + now->size) * sizeof(float));
+  float *space = scores + 4 * ((now->slots + 15) / 16 * 16);
+#pragma omp for schedule(static)
+  for (long task = 0; task < now->batch * now->heads * parts; task++) {
+    long part = task % parts, head = task / parts % now->heads, text = task / parts / now->heads;
+    const number *from[4], *hidden[4];
+    number *to[4];
+    int count = rows - 4 * part < 4 ? rows - 4 * part : 4;
+    for (int each = 0; each < count; each++) {
+      long row = 4 * part + each, node = row / now->group;
+      long place = (text * now->nodes + node) * now->heads * now->group + head * now->group +
+                   row % now->group;
+      from[each] = now->query + place * now->size, to[each] = now->out + place * now->value_size;
+      hidden[each] =
+          now->mask ? now->mask + text * now->mask_steps[0] + node * now->mask_steps[1] : NULL;
+    }
+    const number *keys = now->key + text * now->key_steps[0] + head * now->key_steps[1];
+    const number *values = now->value + text * now->value_steps[0] + head * now->value_steps[1];
+#define ROWS(count)                                                                            \
+  attend_rows(count, from, keys, values, now->key_steps[2], now->value_steps[2], now->slots,   \
+              now->size, now->value_size, now->scale, hidden, to, scores, space)
+    if (count == 1) ROWS(1);
+    else if (count == 2) ROWS(2);
+    else if (count == 3) ROWS(3);
+    else ROWS(4);
+  }
+  free(scores);
+}
+
+void attend(const Attention *attention, int threads) {
+#pragma omp parallel num_threads(threads)
+  attend_in_team(attention);
+}
+
+// What is a decoder layer's own: weights of the norms, of queries, keys, values and output, of gate,
+// up and down; biases of the last seven, or NULL; weights of the norms of each head's query and key,
+// as Qwen3's layers have, or NULL; keys and values of its cache; what norms add, in this order.
+typedef struct {
+  const number *weights[9], *biases[7], *head_norms[2];
+  number *key, *value;
+  float eps[4];
+} Decoder;
+
+// Decoder layers of a Llama or Qwen on states [rows, in], one after the other, in one piece: norms,
+// attention with what it writes to the cache, and the gated product. Of attention, query, key, value
+// and out are not given. New keys and values go to slots [batch, nodes], counted through all texts,
+// or where slots is NULL to those from first on.
+void decoder_layers(const Decoder *layers, long count, const number *states, number *out, long in,
+                    long inner, const number *cos, const number *sin, const Attention *given,
+                    const int64_t *slots, long first_slot, int threads) {
+  Attention now = *given;
+  long rows = now.batch * now.nodes, size = now.size, heads = now.heads * now.group;
+  long asked = heads * size, kept = now.heads * size, widest = inner > asked ? inner : asked;
+  long numbers = rows * (2 * in + 2 * asked + 2 * kept + inner);
+  number *between = aligned_alloc(64, (numbers * sizeof(number) + 63) / 64 * 64);
+  number *normed = between, *middle = normed + rows * in, *query = middle + rows * in;
+  number *found = query + rows * asked, *key = found + rows * asked, *value = key + rows * kept;
+  number *gated = value + rows * kept;
+  void *space = space_for(rows, widest > in ? widest : in);
+  now.query = query, now.out = found;
+#pragma omp parallel num_threads(threads) firstprivate(now, states)
+  {
+    begin_products(rows);
+    for (const Decoder *own = layers; own < layers + count; own++, states = out) {
+      const number *const *w = own->weights, *const *b = own->biases;
+      const number *const *h = own->head_norms;
+      Layer first[3] = {{w[2], b[0], query, asked}, {w[3], b[1], key, kept},
+                        {w[4], b[2], value, kept}};
+      Layer output = {w[5], b[3], middle, in}, down = {w[8], b[6], out, in};
+      Layer both[2] = {{w[6], b[4], gated, inner}, {w[7], b[5], gated, inner}};
+      now.key = own->key, now.value = own->value;
+#pragma omp for
+      for (long row = 0; row < rows; row++)
+        norm_row(states + row * in, w[0], normed + row * in, in, own->eps[0]);
+      product(first, 3, 0, NULL, normed, space, rows, in);
+#pragma omp for
+      for (long task = 0; task < rows * (heads + now.heads); task++) {
+        long row = task / (heads + now.heads), head = task % (heads + now.heads) - now.heads;
+        const number *c = cos + row * size, *s = sin + row * size;
+        if (head >= 0) {
+          number *mine = query + row * asked + head * size;
+          if (h[0]) norm_row(mine, h[0], mine, size, own->eps[2]);
+          rotate_head(mine, c, s, mine, size);
+          continue;
+        }
+        head += now.heads;
+        long text = row / now.nodes, slot = first_slot + row % now.nodes;
+        long from = row * kept + head * size;
+        if (slots) text = 0, slot = slots[row];
+        const long *k = now.key_steps, *v = now.value_steps;
+        if (h[1]) norm_row(key + from, h[1], key + from, size, own->eps[3]);
+        rotate_head(key + from, c, s, own->key + text * k[0] + head * k[1] + slot * k[2], size);
+        memcpy(own->value + text * v[0] + head * v[1] + slot * v[2], value + from,
+               size * sizeof(number));
+      }
+      attend_in_team(&now);
+      product(&output, 1, 0, states, found, space, rows, asked);
+#pragma omp for
+      for (long row = 0; row < rows; row++)
+        norm_row(middle + row * in, w[1], normed + row * in, in, own->eps[1]);
+      product(both, 2, 1, NULL, normed, space, rows, in);
+      product(&down, 1, 0, middle, gated, space, rows, inner);
+    }
+    end_products(rows);
+  }
+  free(space);
+  free(between);
+}
