@@ -14,6 +14,7 @@ import threading
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +88,8 @@ def write_shard(path: Path, rows: Iterable[Row], info: dict[str, Any]) -> None:
             line = (json.dumps(row.id) + "\n").encode()
             ids.update(line)
             names.file.write(line)
+    with ThreadPoolExecutor() as pool:  # several take no longer than one
+        list(pool.map(flush_to_disk, [file.path for file in (*files.values(), names)]))
     flush_to_disk(path.parent)
     whole = {**info, **counts, "ids": ids.hexdigest()}
     write_atomically(_beside(path, "json"), json.dumps(whole, indent=2) + "\n")

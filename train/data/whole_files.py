@@ -9,8 +9,6 @@ from typing import IO, Any, Self
 
 import numpy as np
 
-from headstart.heads.core.files import flush_to_disk
-
 HEADER = 128
 """Bytes before the numbers of a `NumbersFile`."""
 
@@ -18,13 +16,11 @@ HEADER = 128
 class WholeFile:
     """A file that gets its name once it is written to the end; after an error there is none.
 
-    Args:
-        lasts: whether it must be on the disk by then. One that is checked when it is read need not,
-            and many small ones are written faster so.
+    The disk need not hold it by then, see `flush_to_disk`.
     """
 
-    def __init__(self, path: Path, lasts: bool = True):
-        self.path, self.lasts = path, lasts
+    def __init__(self, path: Path):
+        self.path = path
         self.temporary = path.with_name(f".{path.name}.{token_hex(4)}.tmp")  # on no other host too
 
     def __enter__(self) -> Self:
@@ -40,8 +36,6 @@ class WholeFile:
                 if kind is None:
                     self.finish()
             if kind is None:
-                if self.lasts:
-                    flush_to_disk(self.temporary)
                 os.replace(self.temporary, self.path)
         finally:
             self.temporary.unlink(missing_ok=True)

@@ -230,7 +230,7 @@ class FeatureFiles:
         data: Any = features.contiguous().view(torch.uint8).numpy().reshape(-1)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with WholeFile(path, lasts=False) as whole:
+            with WholeFile(path) as whole:
                 whole.file.write(data)
                 whole.file.write(zlib.crc32(data).to_bytes(_CHECK, "little"))
         except OSError as error:

@@ -8,15 +8,14 @@ from headstart.train.data.whole_files import WholeFile
 from tests.support.disks import files_of_at_most
 
 
-@pytest.mark.parametrize("lasts", [True, False])
-def test_a_whole_file(lasts: bool, tmp_path: Path) -> None:
+def test_a_whole_file(tmp_path: Path) -> None:
     path = tmp_path / "some.bin"
     for text in (b"one", b"two"):
-        with WholeFile(path, lasts) as whole:
+        with WholeFile(path) as whole:
             whole.file.write(text)
             assert text == b"one" or path.read_bytes() == b"one"
         assert path.read_bytes() == text
-    with pytest.raises(ZeroDivisionError), WholeFile(path, lasts) as whole:
+    with pytest.raises(ZeroDivisionError), WholeFile(path) as whole:
         whole.file.write(b"three" * (1 // 0))
     assert path.read_bytes() == b"two" and list(tmp_path.iterdir()) == [path]
 
