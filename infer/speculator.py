@@ -203,7 +203,7 @@ class Speculator:
     def generate(
         self,
         input_ids: Tensor | None = None,
-        generation_config: GenerationConfig | None = None,
+        generation_config: Any = None,
         **options: Any,
     ) -> Any:
         """Generate text as `model.generate` does, with the same arguments and result, but faster.
@@ -216,7 +216,7 @@ class Speculator:
 
         Args:
             input_ids: [B, P] int64, the prompts, padded on the left.
-            generation_config: as in transformers; options given by name come before it.
+            generation_config: a GenerationConfig; options given by name come before it.
             options: what `model.generate` takes, such as `attention_mask` [B, P] (1 at tokens, 0 at
                 padding), `max_new_tokens`, `do_sample`, `temperature`, `top_p`, `top_k`,
                 `logits_processor`, `stopping_criteria`, `num_return_sequences`,

@@ -147,7 +147,7 @@ def test_words_end_before_spaces_alone() -> None:
 def test_each_word_is_tokenised_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
 
-    def encode(some: list[str]) -> list[np.ndarray]:
+    def encode(some: list[str]) -> list[bytes]:
         asked.append(sorted(some))
         return [np.array([len(word)][: len(word)], np.int32).tobytes() for word in some]
 
