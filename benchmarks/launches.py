@@ -235,8 +235,8 @@ def kernel_launches(nodes: int, context: int, vocabulary: int = 128_256) -> dict
         "queries, keys and values": (product_kernels, ["_three"],
                  lambda: product_kernels.three_layers(some, three, [])),
         "rotary and cache write": (fused_kernels, ["_turn"],
-                 lambda: fused_kernels.rotate_and_write(
-                     query, key, angle, angle, cached, cached, slots, key)),
+                 lambda: fused_kernels.rotate(
+                     query, key, angle, angle, (cached, cached, slots, key))),
         "attention": (kernels, ["_attend", "_merge"],
                  lambda: kernels.split_attention(query, slab, slab, packed, 0.1)),
         "gated layers": (product_kernels, ["_gated"],

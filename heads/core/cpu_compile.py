@@ -66,7 +66,6 @@ INSTRUCTION_SETS = (
 """Best first."""
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.c")
-_PARTS = (_SOURCE, *sorted(_SOURCE.parent.glob("cpu_*.h")))
 _FLAGS = ("-O3", "-fopenmp", "-shared", "-fPIC")
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 
@@ -144,7 +143,7 @@ def _say(why: str) -> None:
 def _load(chosen: InstructionSet, dtype: torch.dtype) -> Any:
     flags = (*_FLAGS, *chosen.flags, *TYPES[dtype])
     key = hashlib.sha256(repr((flags, _threads_of_torch())).encode())
-    for part in _PARTS:
+    for part in (_SOURCE, *sorted(_SOURCE.parent.glob("cpu_*.h"))):
         key.update(part.read_bytes())
     type_name = str(dtype).removeprefix("torch.")
     file = cache_folder() / f"{chosen.name}-{type_name}-{key.hexdigest()[:16]}.so"

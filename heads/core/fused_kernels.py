@@ -118,32 +118,19 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """See `fused_writes.rotate`; what is returned is laid out as what is given."""
-    return _rotate(query, key, cos, sin, None)
-
-
-def rotate_and_write(
+def rotate(
     query: Tensor,
     key: Tensor,
     cos: Tensor,
     sin: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    slots: Tensor,
-    value: Tensor,
+    written: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `fused_writes.rotate_and_write`; keys and values are contiguous."""
-    return _rotate(query, key, cos, sin, (keys, values, slots, value))
+    """See `fused_writes.rotate`; what is returned is laid out as what is given.
 
-
-def _rotate(
-    query: Tensor,
-    key: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    written: tuple[Tensor, Tensor, Tensor, Tensor] | None,
-) -> tuple[Tensor, Tensor]:
+    Args:
+        written: keys, values, slots and value of `fused_writes.rotate_and_write`, which is done
+            then; keys and values are contiguous.
+    """
     kernel: Any = _turn
     (batch, heads, nodes), half = query.shape[:3], query.shape[-1] // 2
     cos, sin = (angle.expand(batch, -1, -1) for angle in (cos, sin))

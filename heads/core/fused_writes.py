@@ -65,7 +65,7 @@ def rotate_and_write(
 ) -> tuple[Tensor, Tensor]:
     """What `rotate` gives, of which the key is written as by `write`, with the value."""
     if (kernels := kernels_for(query)) is not None:
-        return kernels.rotate_and_write(query, key, cos, sin, keys, values, slots, value)
+        return kernels.rotate(query, key, cos, sin, (keys, values, slots, value))
     found = rotate(query, key, cos, sin)
     write(keys, values, slots, found[1], value)
     return found

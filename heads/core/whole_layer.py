@@ -16,10 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaModel
-from transformers.models.mistral.modeling_mistral import MistralModel
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Model
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Model
 
 from .cache import LayerShape, SlabCache
 from .cpu_compile import kernels
@@ -31,8 +27,6 @@ _HEAD_NORMS = ("q_norm", "k_norm")
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _GATED = ("gate_proj", "up_proj", "down_proj")
 _DECODER = struct.Struct("20q4f")  # addresses, and what norms add; see `cpu_kernels.c`
-# They call all layers in order, those of a type alike, and nothing in between.
-_LOOPS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
 _SLACK = 1.5  # the kernel may be so many times as far from float32: few numbers, much chance
 _KNOWN = {"position_ids", "use_cache"}  # and what is used
 
@@ -235,11 +229,19 @@ def take_whole_layers(model: nn.Module) -> int:
     return sum(map(_is_taken, parts))
 
 
+@functools.cache
+def _loops() -> tuple[type, ...]:
+    """Models that call all layers in order, those of a type alike, and nothing in between."""
+    from transformers import LlamaModel, MistralModel, Qwen2Model, Qwen3Model
+
+    return LlamaModel, MistralModel, Qwen2Model, Qwen3Model
+
+
 def _take_all(parts: list[Any], wholes: dict[nn.Module, WholeLayer]) -> None:
     """Take decoder layers, and those together that a model of `parts` calls in order."""
     for part in parts:
         listed: Any = getattr(part, "layers", None)
-        looped = type(part) in _LOOPS and len(listed) == part.config.num_hidden_layers
+        looped = type(part) in _loops() and len(listed) == part.config.num_hidden_layers
         if looped and all(layer in wholes for layer in listed) and _alike(wholes, listed):
             _take(Stack([(layer, wholes.pop(layer)) for layer in listed]))
     for layer, whole in wholes.items():

@@ -141,21 +141,26 @@ def in_time(call: Callable[[], Result]) -> Result:
         ) from None
 
 
-def apply_template(tokenizer: Any, messages: list[Any], **how: Any) -> Any:
+def apply_template(tokenizer: Any, messages: list[Message], **how: Any) -> Any:
     """What `apply_chat_template` returns; a ChatTemplateError where the template refuses roles.
 
     The template may take any time, see `in_time`.
-
-    Args:
-        messages: of a chat, or of each of several.
     """
     from jinja2 import TemplateError
 
     try:
         return tokenizer.apply_chat_template(messages, **how)
     except (TemplateError, TypeError):  # its message may quote the chat
-        if isinstance(messages[0], list):
-            return [apply_template(tokenizer, each, **how) for each in messages]
         roles = ", ".join(message["role"] for message in messages)[:80]
         said = f"the tokenizer's chat template refuses the roles {roles}"
         raise ChatTemplateError(said) from None
+
+
+def apply_template_to_each(tokenizer: Any, chats: list[list[Message]], **how: Any) -> list[Any]:
+    """`apply_template` of each chat; one call of the tokenizer, where no chat is refused."""
+    from jinja2 import TemplateError
+
+    try:
+        return tokenizer.apply_chat_template(chats, **how)
+    except (TemplateError, TypeError):  # one of them is; which one is found by itself
+        return [apply_template(tokenizer, messages, **how) for messages in chats]

@@ -25,7 +25,14 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from ..recipe import Chat
-from .documents import ChatTemplateError, Message, apply_template, in_time, plain_chat
+from .documents import (
+    ChatTemplateError,
+    Message,
+    apply_template,
+    apply_template_to_each,
+    in_time,
+    plain_chat,
+)
 from .tokenising import Encoder, Text
 
 Tools = list[Any] | None
@@ -79,7 +86,7 @@ def add_answer(
     """Add an answer to the last row where its prompt begins exactly with that, else in a new row.
 
     Args:
-        tokens: the prompt and, from `first` on, the answer.  # [L] int32
+        tokens: [L] int32, the prompt and, from `first` on, the answer.
         marked: for each token, whether a template marks it to be trained on; the end of the answer
             is trained on in any case. All of it, when None.
     """
@@ -179,7 +186,8 @@ class ChatRenderer:
         chats = [self.whole(messages) for messages in chats]
         if self.template is None:
             return [plain_chat(messages) for messages in chats]
-        return self._apply(chats, tools, add_generation_prompt=prompt, tokenize=False)
+        how = self._how(tools, add_generation_prompt=prompt, tokenize=False)
+        return apply_template_to_each(self.tokenizer, chats, **how)
 
     def whole(self, messages: Sequence[Message]) -> list[Message]:
         """The chat, opened by `chat.system` where it has no system prompt of its own."""
@@ -188,9 +196,10 @@ class ChatRenderer:
             return list(messages)
         return [{"role": "system", "content": system}, *messages]
 
-    def _apply(self, messages: list[Any], tools: Tools, **how: Any) -> Any:
+    def _how(self, tools: Tools, **how: Any) -> dict[str, Any]:
+        """What the template is applied with, to chats that have these tools of their own."""
         how |= {"tools": tools or self.chat.tools or None, "chat_template": self.template}
-        return apply_template(self.tokenizer, messages, **how, **self._options)
+        return dict(**how, **self._options)
 
     def rows(
         self, messages: Sequence[Message], open_end: bool = False, tools: Tools = None
@@ -295,8 +304,8 @@ class ChatRenderer:
         """For each of the tokens, whether a `{% generation %}` block holds it; None without one."""
         if not self._marks or turn.messages is None:
             return None
-        how = {"return_dict": True, "return_assistant_tokens_mask": True}
-        found, ids = self._apply(turn.messages, turn.tools, **how), tokens.tolist()
+        how = self._how(turn.tools, return_dict=True, return_assistant_tokens_mask=True)
+        found, ids = apply_template(self.tokenizer, turn.messages, **how), tokens.tolist()
         same = found["input_ids"][: len(ids)] == ids
         return [bool(on) for on in found["assistant_masks"][: len(ids)]] if same else None
 

@@ -96,6 +96,13 @@ class Encoder:
                 found[place] = np.frombuffer(row, np.int32)
         return found
 
+    def ahead(self, make: Callable[[Given], Made], given: Iterable[Given]) -> Iterator[Made]:
+        """`make` of each item, which tokenises it, in order; while the next are read, if that pays.
+
+        Words are looked up in Python, which gains nothing from a thread.
+        """
+        return (_made_ahead if self.words is None else map)(make, given)
+
     def _alike(self, texts: list[str], special: bool) -> list[bytes]:
         """The ids of each text, as bytes of int32."""
         tokenizer: Any = self.tokenizer
@@ -199,11 +206,10 @@ def tokenise(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Ragge
 
 def _encoded(tokenizer: PreTrainedTokenizerBase, texts: Iterable[Text]) -> Iterator[np.ndarray]:
     encoder = Encoder(tokenizer)
-    batches = (made_ahead if encoder.words is None else map)(encoder, _together(texts))
-    return itertools.chain.from_iterable(batches)
+    return itertools.chain.from_iterable(encoder.ahead(encoder, _together(texts)))
 
 
-def made_ahead(make: Callable[[Given], Made], given: Iterable[Given]) -> Iterator[Made]:
+def _made_ahead(make: Callable[[Given], Made], given: Iterable[Given]) -> Iterator[Made]:
     """`make` of each item, in order, in a thread of its own while the next items are read."""
     with ThreadPoolExecutor(1) as pool:
         due: deque[Future[Made]] = deque()

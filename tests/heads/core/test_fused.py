@@ -189,7 +189,7 @@ def worst() -> dict[str, float]:
         for each in written
     ]
     turned: list[Any] = [
-        kernels.rotate_and_write(*both[0]), fused_writes.rotate_and_write(*both[1])
+        kernels.rotate(*both[0][:4], (*both[0][4:],)), fused_writes.rotate_and_write(*both[1])
     ]  # fmt: skip
     pairs = zip([*turned[0], *written[0]], [*turned[1], *written[1]], strict=True)
     found["rotate and write"] = torch.stack([(a - b).abs().max() for a, b in pairs])

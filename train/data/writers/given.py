@@ -11,7 +11,7 @@ import numpy as np
 from ..documents import ChatTemplateError, Document, in_time
 from ..prefixes import DistillError
 from ..rendering import ChatRenderer, Rendered, Turn, begins
-from ..tokenising import Text, made_ahead
+from ..tokenising import Text
 from .units import Counts, Tick, Written, order_of, written
 
 _AT_ONCE = 1 << 20  # characters that are rendered and tokenised at once, more or less
@@ -66,9 +66,7 @@ def given_rows(
     def tokenised(given: list[_Texts]) -> tuple[list[_Texts], Iterator[np.ndarray]]:
         return given, iter(renderer.encoder([text for each in given for text in each.texts]))
 
-    # Python's part of it gains nothing from a thread.
-    ahead = made_ahead if renderer.encoder.words is None else map
-    for given, ids in ahead(tokenised, _together(renderer, documents)):
+    for given, ids in renderer.encoder.ahead(tokenised, _together(renderer, documents)):
         found = []
         for each in given:
             document, turns = each.document, bool(each.document.messages)

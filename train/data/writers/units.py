@@ -84,16 +84,16 @@ class Written:
 
 def written(id: str, rendered: Sequence[Rendered], counts: Counts) -> Written:
     """Rows of a unit, counted, on top of what is in `counts`; `empty` where nothing is taught."""
-    taught = [row for row in rendered if np.count_nonzero(row.supervised)]
+    supervised = [int(np.count_nonzero(row.supervised)) for row in rendered]
+    taught = [row for row, count in zip(rendered, supervised, strict=True) if count]
     rows = [Row(id, row.tokens.astype(np.int32, copy=False), row.supervised) for row in taught]
     answers = [(row, answer) for row in taught for answer in row.answers]
-    supervised = sum(int(np.count_nonzero(row.supervised)) for row in rows)
     found = Counts(
         kept=bool(rows),
         empty=not rows and not (counts.too_long or counts.refused),
         rows=len(rows),
         tokens=sum(len(row.tokens) for row in rows),
-        supervised=supervised,
+        supervised=sum(supervised),
         answers=len(answers),
         openings=sum(_opening(row, *answer) for row, answer in answers),
     )
