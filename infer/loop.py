@@ -51,7 +51,7 @@ class Decoding:
         Raises:
             OptionError: a prompt has more tokens than the target has positions.
         """
-        with current(self.request.target.device):
+        with current(self.request.device):
             return self._prefill(ids, mask, new_tokens)
 
     def _prefill(self, ids: Tensor, mask: Tensor, new_tokens: int) -> Emitted:
@@ -93,7 +93,7 @@ class Decoding:
 
     def round(self) -> Emitted:
         """Draft, verify, accept and commit once, for every row; finished rows emit nothing."""
-        with current(self.request.target.device):
+        with current(self.request.device):
             emitted = self._take(*self.runner.next_report())
         self.stats.add(emitted)
         return emitted
@@ -101,7 +101,7 @@ class Decoding:
     def settle(self) -> Iterator[Emitted]:
         """End the rounds that have started, without starting another."""
         for report in self.runner.settle():
-            with current(self.request.target.device):
+            with current(self.request.device):
                 emitted = self._take(*report)
             self.stats.add(emitted)
             yield emitted

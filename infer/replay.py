@@ -127,7 +127,7 @@ def replay_round(
                 )
             if done < number - 1:
                 emitted = decoding.round()
-        with current(request.target.device):
+        with current(request.device):
             found.append(_look(request, text, name))
         return input_ids
 

@@ -71,6 +71,7 @@ class Request:
         criteria: further stopping criteria, called after every token as `generate` calls them.
         rows: what the host knows of each row. This and the following are there from the prefill on.
         text, committed, states: what the device holds; the states are the drafters' own.
+        device: that the target runs on.
         offset: [B, A], from a root's position to the text's columns of the tokens after it.
     """
 
@@ -92,6 +93,7 @@ class Request:
     offset: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        self.device = self.target.device
         self.reads_text = bool(self.criteria or self.sampling.readers)
         self.first_nodes = self.policy.first_nodes
         self.set_sampling(self.sampling)

@@ -171,7 +171,7 @@ class _Stream:
     @torch.no_grad()
     def fill(self, prompts: Sequence[Prompt]) -> None:
         """Give prompts to free rows."""
-        with current(self.request.target.device):
+        with current(self.request.device):
             self._fill(prompts)
 
     def _fill(self, prompts: Sequence[Prompt]) -> None:

@@ -29,7 +29,7 @@ from headstart.heads.core import (
     probe_layers,
     run_streamed,
     runs_packed,
-    take_whole_layers,
+    take_whole_models,
     tree_forward,
 )
 
@@ -102,7 +102,7 @@ def _fused_layers(
             raise
         return None
     if runs_packed(model):
-        fused.found["whole layers"] = take_whole_layers(model)
+        fused.found["whole layers"] = take_whole_models(model)
     return fused
 
 
@@ -171,7 +171,7 @@ class Target:
             return drafters
         packed = [self._packing.copy(each) for each in drafters.drafters]
         for each in packed:
-            take_whole_layers(each)
+            take_whole_models(each)
         return DrafterGroup(packed)
 
     def prefill(

@@ -205,10 +205,9 @@ class SlabCache(Cache):
         self._full = self._views(0, capacity)
         firsts = torch.arange(self.batch, device=self.shapes[0].device) * capacity
         self._firsts = firsts.unsqueeze(1)  # [B, 1], the flat index of each row's first slot
-        self._seen = self._views(0, self.live)
 
     def _views_gone(self) -> None:
-        self._rows, self._heads, self._flat, self._full, self._seen = [], [], [], [], []
+        self._rows, self._heads, self._flat, self._full = [], [], [], []
         self._written = None
 
     def _views(self, first: int, count: int) -> list[Tensor]:
@@ -246,9 +245,7 @@ class SlabCache(Cache):
         Args:
             slots: [B, N] int64, or the range of slots that every row writes.
         """
-        self.seen, self._written = seen, None
-        if live != self.live:
-            self.live, self._seen = live, self._views(0, live)
+        self.live, self.seen, self._written = live, seen, None
         if isinstance(slots, range):
             self._flat_slots = slots
             return
@@ -302,7 +299,11 @@ class SlabCache(Cache):
             keys, values = key_states.transpose(1, 2), value_states.transpose(1, 2)
             self._flat[key].index_copy_(0, slots, keys.flatten(0, 1))
             self._flat[value].index_copy_(0, slots, values.flatten(0, 1))
-        return self._seen[key], self._seen[value]
+        return self._live(key), self._live(value)
+
+    def _live(self, entry: int) -> Tensor:
+        """What the next forward attends to of an entry, [B, H, live, D]."""
+        return self._full[entry].narrow(2, 0, self.live)
 
     def places(self, layer_idx: int) -> tuple[Tensor, Tensor, Tensor | None, int]:
         """What `update` returns, and where it writes: by whom both is done in another way.
@@ -311,11 +312,11 @@ class SlabCache(Cache):
             Keys and values [B, H, live, D]; the set slots [B * N] as flat indices, or None where
             all rows write the slots from the last value on.
         """
-        key, value = self._entries[layer_idx]
+        key, value = (self._live(entry) for entry in self._entries[layer_idx])
         given = self._flat_slots
         if isinstance(given, range):
-            return self._seen[key], self._seen[value], None, given.start
-        return self._seen[key], self._seen[value], self._slots[self._seen[key].device], 0
+            return key, value, None, given.start
+        return key, value, self._slots[key.device], 0
 
     def commit(self, path: Tensor) -> None:
         """Move what the last forward wrote for nodes `path` [B, A] to its first A slots, in order.

@@ -89,7 +89,7 @@ _ARGUMENTS = {
     "attend": [_ATTENTION, _INT],
     "decoder_layers": [
         ctypes.c_char_p, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _ATTENTION,
-        _POINTER, _LONG, _INT,
+        _POINTER, _LONG, _POINTER, _FLOAT, _INT,
     ],
 }  # fmt: skip
 

@@ -225,10 +225,11 @@ typedef struct {
 // Decoder layers of a Llama or Qwen on states [rows, in], one after the other, in one piece: norms,
 // attention with what it writes to the cache, and the gated product. Of attention, query, key, value
 // and out are not given. New keys and values go to slots [batch, nodes], counted through all texts,
-// or where slots is NULL to those from first on.
+// or where slots is NULL to those from first on. A last norm comes after them, but where it is NULL.
 void decoder_layers(const Decoder *layers, long count, const number *states, number *out, long in,
                     long inner, const number *cos, const number *sin, const Attention *given,
-                    const int64_t *slots, long first_slot, int threads) {
+                    const int64_t *slots, long first_slot, const number *last, float last_eps,
+                    int threads) {
   Attention now = *given;
   long rows = now.batch * now.nodes, size = now.size, heads = now.heads * now.group;
   long asked = heads * size, kept = now.heads * size, widest = inner > asked ? inner : asked;
@@ -282,6 +283,10 @@ void decoder_layers(const Decoder *layers, long count, const number *states, num
       product(both, 2, 1, NULL, normed, space, rows, in);
       product(&down, 1, 0, middle, gated, space, rows, inner);
     }
+    if (last)
+#pragma omp for
+      for (long row = 0; row < rows; row++)
+        norm_row(out + row * in, last, out + row * in, in, last_eps);
     end_products(rows);
   }
   free(space);

@@ -107,7 +107,7 @@ class FusedLayers:
             first: Any = getattr(module, "gate_proj", module)
             shape, place = (3, 2, first.weight.shape[-1]), device_of(first)
             states = torch.randn(*shape, dtype=first.weight.dtype, device=place)
-            if not _alike(module(states), fused(module, states)):
+            if not nearly_equal(module(states), fused(module, states)):
                 return
             if fused is _gated_layer:
                 self._time("gated layers", lambda: _rows_of_gated(module, states[0, :1]))
@@ -125,7 +125,8 @@ class FusedLayers:
             weight = three[0].weight
             states = torch.randn(3, weight.shape[1], dtype=weight.dtype, device=weight.device)
             found = three_layers(states, *weights(three), MOST_ROWS)
-            if not all(_alike(each(states), own) for each, own in zip(three, found, strict=True)):
+            pairs = zip(three, found, strict=True)
+            if not all(nearly_equal(each(states), own) for each, own in pairs):
                 return
             most = self._time(
                 "projections",
@@ -161,7 +162,7 @@ class FusedLayers:
                 except Exception:  # it has other arguments
                     continue
                 pairs = zip(found, _rotated(query, key, cos, sin), strict=True)
-                if not all(_alike(*pair) for pair in pairs):
+                if not all(nearly_equal(*pair) for pair in pairs):
                     continue
                 setattr(home, _ROTARY, _rotary_of(true))
             self.found["rotary"] += 1
@@ -266,7 +267,8 @@ def _rotary_of(true: Callable[..., Any]) -> Callable[..., Any]:
     return either
 
 
-def _alike(one: Any, other: Tensor) -> bool:
+def nearly_equal(one: Any, other: Tensor) -> bool:
+    """Whether a tensor is like another one, but for how a few operators round."""
     if not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
         return False
     close = 4 * torch.finfo(one.dtype).eps if one.dtype.itemsize < 4 else 1e-5

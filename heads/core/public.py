@@ -33,4 +33,4 @@ from .probe import (
 from .sampling import STATEFUL, Sampling, Stream, argmax, draw, gumbel, place, row_seeds, uniform
 from .time_limit import within
 from .tree import TokenTree, Topology, ancestor_mask
-from .whole_layer import take_whole_layers
+from .whole_model import take_whole_models

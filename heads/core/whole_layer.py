@@ -10,9 +10,9 @@ from __future__ import annotations
 import copy
 import functools
 import struct
-import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from operator import getitem, is_
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,23 +32,23 @@ _KNOWN = {"position_ids", "use_cache"}  # and what is used
 
 
 class WholeLayer:
-    """What a decoder layer is made of, and the call that runs it.
+    """What a decoder layer is made of.
 
     Attributes:
         norms, products: of these layers, in the order of `cpu_kernels.c`; norms of heads last.
+        eps: what each norm adds.
         sizes: a head's dimension, and what scores are multiplied by.
     """
 
     def __init__(self, layer: Any):
         self.layer, self.attention = layer, layer.self_attn
+        heads = _head_norms(layer)
         self.norms: list[Any] = [getattr(layer, name) for name in _NORMS]
-        self.norms += [getattr(layer.self_attn, name) for name in _head_norms(layer)]
+        self.norms += [getattr(layer.self_attn, name) for name in heads]
         self.products: list[Any] = [getattr(layer.self_attn, name) for name in _ATTENTION]
         self.products += [getattr(layer.mlp, name) for name in _GATED]
-        self._parts = [layer.self_attn, layer.mlp, *self.norms, *self.products]
+        self.eps = [getattr(norm, "variance_epsilon", None) for norm in self.norms]
         self.sizes = layer.self_attn.head_dim, layer.self_attn.scaling
-        self._eps = [getattr(norm, "variance_epsilon", None) for norm in self.norms]
-        self._known: list[int] = []  # addresses of weights that were found to be as they must
 
     @classmethod
     def of(cls, layer: Any) -> WholeLayer | None:
@@ -65,38 +65,130 @@ class WholeLayer:
         if layer.self_attn.head_dim % 32:
             return None
         found = cls(layer)
-        if None in found._eps or any(len(e.weight) != found.sizes[0] for e in found.norms[2:]):
+        if None in found.eps or any(len(e.weight) != found.sizes[0] for e in found.norms[2:]):
             return None
         return found if all(type(each) is CpuLinear for each in found.products) else None
 
-    def run(self, states: Tensor, **options: Any) -> Tensor | None:
-        """The layer's output [B, N, D]; None, with nothing done, where it does not fit."""
-        return compute([self], states, **options) if self.fits(states, **options) else None
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """The same of layers that are given the same and are of the same sizes."""
+        shapes = [each.weight.shape for each in self.products]
+        return getattr(self.attention, "layer_type", None), len(self.norms), self.sizes, *shapes
 
-    def fits(
+    @property
+    def parts(self) -> list[tuple[nn.Module, str]]:
+        """What the layer is made of: what holds each part, and its name there."""
+        places = [(self.layer, name) for name in (*_NORMS, "self_attn", "mlp")]
+        places += [(self.attention, name) for name in (*_head_norms(self.layer), *_ATTENTION)]
+        return [*places, *((self.layer.mlp, name) for name in _GATED)]
+
+    @property
+    def weights(self) -> list[tuple[nn.Module, str]]:
+        """What the kernel reads, in its order: what holds each tensor, and its name there."""
+        found = [(part, "weight") for part in (*self.norms[:2], *self.products)]
+        found += [(part, "bias") for part in self.products]
+        return [*found, *((norm, "weight") for norm in self.norms[2:])]
+
+    def packed(self, cache: SlabCache) -> bytes:
+        """The layer as `cpu_kernels.c` is given it."""
+        key, value, _, _ = cache.places(self.attention.layer_idx)
+        tensors = [getattr(holder, name) for holder, name in self.weights]
+        unused = 4 - len(self.norms)
+        found = [0 if each is None else each.data_ptr() for each in tensors] + [0] * unused
+        eps = [*self.eps, *[0.0] * unused]
+        return _DECODER.pack(*found, key.data_ptr(), value.data_ptr(), *eps)
+
+
+def _head_norms(layer: Any) -> tuple[str, ...]:
+    """Names of the norms of each head's query and key, as Qwen3's layers have; none elsewhere."""
+    return _HEAD_NORMS if hasattr(layer.self_attn, _HEAD_NORMS[0]) else ()
+
+
+class _Packed(NamedTuple):
+    """What the kernel is given of layers and a cache, and what it was made of.
+
+    Attributes:
+        cache: its address; tensors: weights and biases, None where there is none.
+        present: those that are not None; addresses: where these stand.
+    """
+
+    cache: tuple[int, ...]
+    tensors: list[Tensor | None]
+    present: list[Tensor]
+    addresses: list[int]
+    layers: bytes
+
+
+class WholeLayers:
+    """Decoder layers of one kind, one after the other, as one call.
+
+    What the kernel is given of them is put together once. Since then a layer may have been moved or
+    recast, or a part of it replaced or given a hook: each call looks whether one was.
+
+    Args:
+        norm: of a model, which comes after its last layer.
+    """
+
+    def __init__(self, layers: Sequence[WholeLayer], norm: Any = None):
+        self.layers, self._norm = layers, norm
+        parts = [part for each in layers for part in each.parts]
+        self._holders = [holder._modules for holder, _ in parts]
+        self._names = [name for _, name in parts]
+        self._parts = [getattr(*part) for part in parts]
+        called = [each.layer for each in layers] if len(layers) > 1 else []  # one alone was called
+        self._hooks = [
+            hooks
+            for part in (*called, *self._parts, *([] if norm is None else [norm]))
+            for hooks in (part._forward_hooks, part._forward_pre_hooks)
+        ]
+        weights = [weight for each in layers for weight in each.weights]
+        weights += [] if norm is None else [(norm, "weight")]
+        self._tensors_of = [holder._parameters for holder, _ in weights]
+        self._kinds = [kind for _, kind in weights]
+        self._packed = _Packed((), [], [], [], b"")
+
+    def run(
         self,
         states: Tensor,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         position_embeddings: Any = None,
         **options: Any,
-    ) -> bool:
-        """Whether the kernel does what the layer would with these arguments."""
+    ) -> Tensor | None:
+        """The last layer's output [B, N, D]; None, with nothing done, where this does not fit."""
         if not isinstance(past_key_values, SlabCache) or position_embeddings is None:
-            return False
-        if not _KNOWN.issuperset(options) or self.attention.config._attn_implementation != "sdpa":
-            return False
-        key = past_key_values.places(self.attention.layer_idx)[0]
-        return self._takes(states, attention_mask, position_embeddings, key)
+            return None
+        first = self.layers[0]
+        if not _KNOWN.issuperset(options) or first.attention.config._attn_implementation != "sdpa":
+            return None
+        key, value, slots, start = past_key_values.places(first.attention.layer_idx)
+        if not self._fits(states, attention_mask, position_embeddings, key):
+            return None
+        if (packed := self._pack(past_key_values)) is None:
+            return None
+        (batch, nodes, width), (size, scale) = states.shape, first.sizes
+        out = torch.empty_like(states)
+        group = first.products[0].out_features // first.products[1].out_features
+        shape = batch, key.shape[1] * group, nodes, size
+        now = attention_of(shape, key, value, attention_mask, scale)
+        cos, sin = position_embeddings
+        norm: Any = self._norm
+        last = (None, 0.0) if norm is None else (norm.weight.data_ptr(), norm.variance_epsilon)
+        kernels(states.dtype).decoder_layers(
+            packed, len(self.layers), states.data_ptr(), out.data_ptr(), width,
+            first.products[4].out_features, cos.data_ptr(), sin.data_ptr(), now,
+            None if slots is None else slots.data_ptr(), start, *last, torch.get_num_threads(),
+        )  # fmt: skip
+        return out
 
-    def _takes(
+    def _fits(
         self, states: Tensor, mask: Tensor | None, angles: tuple[Tensor, Tensor], key: Tensor
     ) -> bool:
         batch, nodes = states.shape[:2]
         cos, sin = angles
         if not 0 < batch * nodes <= MOST_ROWS or not plain(states, cos, sin):
             return False
-        if cos.shape != (batch, nodes, self.sizes[0]) or cos.shape != sin.shape:
+        if cos.shape != (batch, nodes, self.layers[0].sizes[0]) or cos.shape != sin.shape:
             return False
         if mask is None and nodes > 1:
             return False
@@ -107,112 +199,24 @@ class WholeLayer:
                 return False
         return key.dtype == states.dtype and key.shape[0] == batch
 
-    def addresses(self) -> list[int] | None:
-        """Of what `cpu_kernels.c` reads; None where parts have hooks now, or another type."""
-        for part in self._parts:
-            if part._forward_hooks or part._forward_pre_hooks:
-                return None
-        for each in self.products:
-            if type(each) is not CpuLinear:
-                return None
-        weights = [e._parameters["weight"].data_ptr() for e in (*self.norms, *self.products)]
-        if weights != self._known or torch.is_grad_enabled():
-            if not plain(*[each.weight for each in (*self.norms, *self.products)]):
-                return None
-            self._known = weights
-        biases = [each._parameters.get("bias") for each in self.products]
-        count = len(self.norms)
-        found = weights[:2] + weights[count:]
-        found += [0 if each is None else each.data_ptr() for each in biases]
-        return found + (weights[2:count] or [0, 0])
-
-    def packed(self, cache: SlabCache) -> bytes | None:
-        """The layer as `cpu_kernels.c` is given it; None as of `addresses`."""
-        if (found := self.addresses()) is None:
+    def _pack(self, cache: SlabCache) -> bytes | None:
+        """The layers as `cpu_kernels.c` is given them; None where one is not what it was."""
+        if any(self._hooks):
             return None
-        key, value, _, _ = cache.places(self.attention.layer_idx)
-        eps = self._eps if len(self._eps) == 4 else [*self._eps, 0.0, 0.0]
-        return _DECODER.pack(*found, key.data_ptr(), value.data_ptr(), *eps)
-
-
-def _head_norms(layer: Any) -> tuple[str, ...]:
-    """Names of the norms of each head's query and key, as Qwen3's layers have; none elsewhere."""
-    return _HEAD_NORMS if hasattr(layer.self_attn, _HEAD_NORMS[0]) else ()
-
-
-def compute(
-    layers: Sequence[WholeLayer],
-    states: Tensor,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    position_embeddings: Any = None,
-    **options: Any,
-) -> Tensor | None:
-    """What layers that are alike make of states, one after the other, of arguments that fit.
-
-    Returns:
-        [B, N, D]; None, with nothing done, where a layer is no more what it was.
-    """
-    packed = [each.packed(past_key_values) for each in layers]
-    given = [each for each in packed if each is not None]
-    if len(given) < len(layers):
-        return None
-    first = layers[0]
-    key, value, slots, start = past_key_values.places(first.attention.layer_idx)
-    (batch, nodes, width), (size, scale) = states.shape, first.sizes
-    out = torch.empty_like(states)
-    group = first.products[0].out_features // first.products[1].out_features
-    shape = batch, key.shape[1] * group, nodes, size
-    now = attention_of(shape, key, value, attention_mask, scale)
-    cos, sin = position_embeddings
-    kernels(states.dtype).decoder_layers(
-        b"".join(given), len(given), states.data_ptr(), out.data_ptr(), width,
-        first.products[4].out_features, cos.data_ptr(), sin.data_ptr(), now,
-        None if slots is None else slots.data_ptr(), start, torch.get_num_threads(),
-    )  # fmt: skip
-    return out
-
-
-class _Found(threading.local):
-    """What all layers made of this thread's states, until the last one has passed it on."""
-
-    def __init__(self) -> None:  # in each thread; compilers overlook what hides a class's own
-        self.states: Tensor | None = None
-
-
-class Stack:
-    """Decoder layers that follow each other; the first runs all, and the others pass that on.
-
-    Args:
-        layers: of a model whose loop over them does nothing in between; else one alone.
-    """
-
-    def __init__(self, layers: list[tuple[nn.Module, WholeLayer]]):
-        self.layers, self._found = layers, _Found()
-
-    def run(self, layer: nn.Module, whole: WholeLayer, states: Tensor, options: Any) -> Any:
-        """What comes out of a layer; None where it must run as it is."""
-        if self._found.states is not None and states is self._found.states:
-            if layer is self.layers[-1][0]:
-                self._found.states = None
-            return states
-        self._found.states = None
-        if not whole.fits(states, **options):
+        if not all(map(is_, map(getitem, self._holders, self._names), self._parts)):
             return None
-        if layer is self.layers[0][0] and len(self.layers) > 1 and self._unheard():
-            self._found.states = compute([each for _, each in self.layers], states, **options)
-            if self._found.states is not None:
-                return self._found.states
-        return compute([whole], states, **options)
-
-    def _unheard(self) -> bool:
-        """Whether nobody listens to a layer."""
-        return not any(each._forward_hooks or each._forward_pre_hooks for each, _ in self.layers)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Stack:
-        memo[id(self)] = made = Stack([])
-        made.layers = copy.deepcopy(self.layers, memo)
-        return made
+        tensors = list(map(dict.get, self._tensors_of, self._kinds))
+        found = self._packed  # read once: other threads decode too
+        same = bool(found.tensors) and all(map(is_, tensors, found.tensors))
+        present = found.present if same else [each for each in tensors if each is not None]
+        addresses = [each.data_ptr() for each in present]
+        same = same and addresses == found.addresses
+        if (not same or torch.is_grad_enabled()) and not plain(*present):
+            return None
+        if not same or found.cache != cache.address:
+            layers = b"".join(each.packed(cache) for each in self.layers)
+            found = self._packed = _Packed(cache.address, tensors, present, addresses, layers)
+        return found.layers
 
 
 def take_whole_layers(model: nn.Module) -> int:
@@ -222,76 +226,47 @@ def take_whole_layers(model: nn.Module) -> int:
     that do already are not tried again.
     """
     parts: list[Any] = list(model.modules())
-    found = [(layer, WholeLayer.of(layer)) for layer in parts if "forward" not in vars(layer)]
-    new = [(layer, whole) for layer, whole in found if whole is not None]
-    if new and _is_as_exact(*new[0]):
-        _take_all(parts, dict(new))
-    return sum(map(_is_taken, parts))
+    found = [WholeLayer.of(layer) for layer in parts if "forward" not in vars(layer)]
+    new = [WholeLayers([whole]) for whole in found if whole is not None]
+    if new and _is_as_exact(new[0]):
+        for whole in new:
+            run_instead(whole.layers[0].layer, whole.run)
+    return sum(map(_runs_whole, parts))
 
 
-@functools.cache
-def _loops() -> tuple[type, ...]:
-    """Models that call all layers in order, those of a type alike, and nothing in between."""
-    from transformers import LlamaModel, MistralModel, Qwen2Model, Qwen3Model
+def run_instead(module: nn.Module, run: Callable[..., Any]) -> None:
+    """In forwards of few rows, let a module's forward be `run`, but where that gives None.
 
-    return LlamaModel, MistralModel, Qwen2Model, Qwen3Model
-
-
-def _take_all(parts: list[Any], wholes: dict[nn.Module, WholeLayer]) -> None:
-    """Take decoder layers, and those together that a model of `parts` calls in order."""
-    for part in parts:
-        listed: Any = getattr(part, "layers", None)
-        looped = type(part) in _loops() and len(listed) == part.config.num_hidden_layers
-        if looped and all(layer in wholes for layer in listed) and _alike(wholes, listed):
-            _take(Stack([(layer, wholes.pop(layer)) for layer in listed]))
-    for layer, whole in wholes.items():
-        _take(Stack([(layer, whole)]))
+    Args:
+        run: takes what the module's own forward is given by name, and the states of a layer first.
+    """
+    module.forward = functools.partial(_either, module, run)
 
 
-def _alike(wholes: dict[nn.Module, WholeLayer], layers: Sequence[nn.Module]) -> bool:
-    """Whether layers are of the same type and sizes, so that they are given the same."""
-    kinds = {
-        (
-            getattr(whole.attention, "layer_type", None),
-            len(whole.norms),
-            whole.sizes,
-            *(each.weight.shape for each in whole.products),
-        )
-        for whole in (wholes[layer] for layer in layers)
-    }
-    return len(kinds) == 1
+def _runs_whole(layer: nn.Module) -> bool:
+    run = getattr(vars(layer).get("forward"), "args", (None, None))[1]
+    return isinstance(getattr(run, "__self__", None), WholeLayers)
 
 
-def _take(stack: Stack) -> None:
-    for layer, whole in stack.layers:
-        layer.forward = functools.partial(_either, layer, whole, stack)
-
-
-def _is_taken(layer: nn.Module) -> bool:
-    forward = vars(layer).get("forward")
-    return isinstance(forward, functools.partial) and forward.func is _either
-
-
-def _either(
-    layer: nn.Module, whole: WholeLayer, stack: Stack, states: Tensor, *args: Any, **options: Any
-) -> Any:
-    if not args and attends_in_few_rows():
-        found = stack.run(layer, whole, states, options)
+def _either(module: nn.Module, run: Callable[..., Any], *states: Any, **options: Any) -> Any:
+    if len(states) < 2 and attends_in_few_rows():
+        found = run(*states, **options)
         if found is not None:
             return found
-    return type(layer).forward(layer, states, *args, **options)
+    return type(module).forward(module, *states, **options)
 
 
 @torch.no_grad()
-def _is_as_exact(layer: Any, whole: WholeLayer) -> bool:
+def _is_as_exact(whole: WholeLayers) -> bool:
     """Whether the kernel errs no more than the layer itself, over made-up states.
 
     Of two rows of five nodes, and then of one each that sees them without a mask. What is true is
     computed in the next wider type.
     """
-    draws, own = torch.Generator().manual_seed(0), whole.norms[0].weight.dtype
+    layer, parts = whole.layers[0].layer, whole.layers[0]
+    draws, own = torch.Generator().manual_seed(0), parts.norms[0].weight.dtype
     wider = torch.float32 if own == torch.bfloat16 else torch.float64
-    size, heads = layer.self_attn.head_dim, whole.products[1].out_features // whole.sizes[0]
+    size, heads = parts.sizes[0], parts.products[1].out_features // parts.sizes[0]
     number = layer.self_attn.layer_idx + 1
     ways: dict[str, Any] = {"own": layer, "true": _widened(layer, wider), "whole": whole.run}
     caches = {}
@@ -302,7 +277,7 @@ def _is_as_exact(layer: Any, whole: WholeLayer) -> bool:
         caches[name] = SlabCache([shape] * number, 2, 64)
     errors = []
     for first, nodes in ((0, 5), (5, 1)):
-        states = torch.randn(2, nodes, whole.products[0].in_features, generator=draws)
+        states = torch.randn(2, nodes, parts.products[0].in_features, generator=draws)
         angles = torch.rand(2, nodes, size // 2, generator=draws).repeat(1, 1, 2) * 6
         later = torch.ones(nodes, 64).triu(1 + first)[None, None] * -1e9
         found = {}

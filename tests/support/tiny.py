@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
@@ -71,6 +72,23 @@ def tiny(name: str, seed: int = 1) -> Any:
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return CLASSES[name](CONFIGS[name]()).double().eval()
+
+
+def large_enough(dtype: torch.dtype, name: str = "llama", **sizes: Any) -> Any:
+    """A tiny model of that family whose layers are large enough for the kernels of a CPU."""
+    config = copy.deepcopy(tiny(name).config)
+    given: dict[str, Any] = {
+        "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+        "intermediate_size": 512, "initializer_range": 0.1, **sizes,
+    }  # fmt: skip
+    for key, value in given.items():
+        setattr(config, key, value)
+    torch.manual_seed(0)
+    model = type(tiny(name))(config).to(dtype).eval()
+    for part, weight in model.named_parameters():
+        if "norm" in part:  # else ones, which hide what is left out
+            weight.data = torch.rand(weight.shape).add(0.5).to(dtype)
+    return model
 
 
 def random_parents(nodes: int, generator: torch.Generator) -> list[int]:

@@ -8,69 +8,53 @@ import torch
 
 from headstart.heads import TokenTree
 from headstart.heads.core import Packing, whole_layer
-from headstart.heads.core.whole_layer import WholeLayer, take_whole_layers
+from headstart.heads.core.whole_layer import WholeLayer, WholeLayers, take_whole_layers
 from headstart.infer import Speculator
 from headstart.infer.measure.lossless_greedy import compare_greedy
 from headstart.infer.target import Target
 from headstart.infer.trees.static import StaticTree
-from tests.support.tiny import prompts, tiny
+from tests.support.tiny import large_enough, prompts, tiny
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 
 
-def model_of(dtype: torch.dtype, name: str = "llama", **sizes: Any) -> Any:
-    """A tiny model whose layers are large enough for the kernels."""
-    config = copy.deepcopy(tiny(name).config)
-    given: dict[str, Any] = {
-        "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
-        "intermediate_size": 512, "initializer_range": 0.1, **sizes,
-    }  # fmt: skip
-    for key, value in given.items():
-        setattr(config, key, value)
-    torch.manual_seed(0)
-    model = type(tiny(name))(config).to(dtype).eval()
-    for part, weight in model.named_parameters():
-        if "norm" in part:  # else ones, which hide what is left out
-            weight.data = torch.rand(weight.shape).add(0.5).to(dtype)
-    return model
-
-
 @pytest.fixture
-def ran(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call of a layer was one that the kernel computed."""
-    seen, true = list[bool](), whole_layer.Stack.run
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """For each call of layers how many of them the kernel computed: 0, one or all."""
+    seen, true = list[int](), WholeLayers.run
 
-    def counted(self: whole_layer.Stack, *args: Any, **options: Any) -> Any:
+    def counted(self: WholeLayers, *args: Any, **options: Any) -> Any:
         found = true(self, *args, **options)
-        seen.append(found is not None)
+        seen.append(0 if found is None else len(self.layers))
         return found
 
-    monkeypatch.setattr(whole_layer.Stack, "run", counted)
+    monkeypatch.setattr(WholeLayers, "run", counted)
     return seen
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3"])
 def test_what_it_writes_is_the_models_text_but_for_near_ties(
-    name: str, ran: list[bool], kernel_type: torch.dtype
+    name: str, ran: list[int], kernel_type: torch.dtype
 ) -> None:
-    model = model_of(kernel_type, name)
+    model = large_enough(kernel_type, name)
     ours = Speculator(model, compile=True)
     fused: Any = ours.target.fused
     assert fused.found["whole layers"] == model.config.num_hidden_layers
     rows = [row.unsqueeze(0) for row in prompts([9] * 3, seed=5)[0]]
     assert compare_greedy(ours, rows, 24).holds
     assert ran and all(ran) == (name != "mistral")  # a window has a mask of its own kind
-    assert not any("forward" in vars(layer) for layer in model.model.layers)
+    assert not any("forward" in vars(part) for part in model.modules())
 
 
 def test_rows_of_uneven_length_run_whole_and_listened_layers_as_they_are(
-    ran: list[bool], kernel_type: torch.dtype
+    ran: list[int], kernel_type: torch.dtype
 ) -> None:
-    model = model_of(kernel_type)
+    model = large_enough(kernel_type)
     ours = Speculator(model, compile=True)
     ids, mask = prompts([4, 9])
+    ran.clear()
     both = ours.generate(ids, attention_mask=mask, **GREEDY)
-    assert ran and all(ran)
+    assert set(ran) == {model.config.num_hidden_layers}
     alone = ours.generate(ids[:1, -4:], **GREEDY)  # the shorter one without its padding
     assert torch.equal(both[0, -24:], alone[0, -24:])
     runner: Any = ours.target.runner
@@ -78,7 +62,7 @@ def test_rows_of_uneven_length_run_whole_and_listened_layers_as_they_are(
     handle = runner.model.layers[0].mlp.register_forward_hook(lambda *_: heard.append(1))
     ran.clear()
     ours.generate(ids[1:], **GREEDY)
-    assert any(ran) and not all(ran) and len(heard) > 20
+    assert set(ran) == {0, 1} and len(heard) > 20
     handle.remove()
 
 
@@ -88,7 +72,7 @@ def test_a_layer_that_is_not_a_llamas_is_left(
     for name in ("gemma3", "gpt2"):
         model = copy.deepcopy(tiny(name)).to(kernel_type)
         assert all(WholeLayer.of(layer) is None for layer in model.modules())
-    model = Packing().copy(model_of(kernel_type))
+    model = Packing().copy(large_enough(kernel_type))
     monkeypatch.setattr(whole_layer, "_SLACK", 1e-3)
     assert take_whole_layers(model) == 0
     monkeypatch.undo()
@@ -101,7 +85,7 @@ def test_a_layer_that_is_not_a_llamas_is_left(
 @pytest.mark.parametrize("nodes", [1, 6])
 def test_features_are_those_of_the_layers(nodes: int, kernel_type: torch.dtype) -> None:
     """The hooks that capture them stand around the layers; and logits are as exact."""
-    model = model_of(kernel_type)
+    model = large_enough(kernel_type)
     ids = prompts([9])[0]
     siblings = StaticTree([[rank] for rank in range(nodes - 1)])
     topology, row = siblings.shape(1, ids.device)
