@@ -12,19 +12,16 @@
 #define LANES 16
 #define OF_VECTOR(name) _mm512_##name
 typedef __m512 floats;
-floats _ZGVeN16v_expf(floats);  // exp of sixteen numbers, in glibc's libmvec
-#define exp_of _ZGVeN16v_expf
 #else
 #define LANES 8
 #define OF_VECTOR(name) _mm256_##name
 typedef __m256 floats;
-floats _ZGVdN8v_expf(floats);
-#define exp_of _ZGVdN8v_expf
 #endif
 
 #define UNALIGNED(bytes, least) \
   __attribute__((vector_size(bytes), aligned(least), may_alias))
 typedef uint32_t words UNALIGNED(4 * LANES, 4);
+typedef int32_t whole_numbers UNALIGNED(4 * LANES, 4);
 typedef uint16_t shorts UNALIGNED(2 * LANES, 2);
 
 #define INLINED static inline __attribute__((always_inline))
@@ -75,6 +72,25 @@ INLINED void keep_pair(number *to, const floats *pair) {
   *(words *)to = (words)as_kept(pair[0]) >> 16 | (words)as_kept(pair[1]);
 }
 #endif
+
+// e to the power of values, but for the last bit: 2^n, for a whole n, times e to the power of a rest
+// within half of ln 2, which is a polynomial (that of Cephes). Adding a number so large that no bits
+// are left for fractions rounds to n; 2^n is made as two factors, of which each is a normal number.
+INLINED floats exp_of(floats values) {
+  const floats large = all(0x1.8p23f);
+  values = OF_VECTOR(min_ps)(all(89), OF_VECTOR(max_ps)(all(-104), values));  // infinity, and 0
+  floats rounded = OF_VECTOR(fmadd_ps)(values, all(1.44269504f), large), n = rounded - large;
+  floats rest = values - n * 0.693359375f + n * 2.12194440e-4f;
+  floats sum = all(1.9875691500e-4f);
+  sum = sum * rest + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  sum = sum * (rest * rest) + (rest + 1);
+  whole_numbers power = (whole_numbers)rounded - (whole_numbers)large, half = power >> 1;
+  return sum * (floats)(half + 127 << 23) * (floats)(power - half + 127 << 23);
+}
 
 INLINED float sum_of(floats values) {
 #ifdef __AVX512F__
