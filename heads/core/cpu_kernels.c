@@ -8,10 +8,7 @@
 
 typedef struct { const number *weight, *bias; number *out; long outputs; } Layer;
 
-enum { AHEAD = 16, TOGETHER = 64 };  // slots whose keys are fetched ahead; rows that read them together
-#ifndef MIXED
-#define MIXED 6
-#endif
+enum { AHEAD = 16, TOGETHER = 64 };  // slots whose keys are fetched ahead; rows that read the same
 
 static floats silu(floats values) { return values / (all(1) + exp_of(-values)); }
 
@@ -129,16 +126,17 @@ static float soften(float *scores, long slots, float scale, const number *mask) 
   return sum_of(sum);
 }
 
-// Values [slots, size], summed up by each row's shares [rows, apart], over its total.
-INLINED void mix(const int rows, const float *shares, long apart, const float *total,
-                 const number *value, long step, long slots, long size, number *const *out) {
+// What few rows attend to: the sum of values [slots, size] by their shares [rows, apart], over the
+// total of these.
+INLINED void sum_values(const int rows, const float *shares, long apart, const float *total,
+                        const number *values, long step, long slots, long size, number *const *out) {
   for (long at = 0; at < size; at += 2 * LANES) {
-    floats sum[MIXED][2];
+    floats sum[6][2];
     for (int row = 0; row < rows; row++) sum[row][0] = sum[row][1] = all(0);
     for (long slot = 0; slot < slots; slot++) {
       floats pair[2];
-      wide_pair(value + slot * step + at, pair);
-#pragma GCC unroll 8
+      wide_pair(values + slot * step + at, pair);
+#pragma GCC unroll 6
       for (int row = 0; row < rows; row++) {
         floats share = all(shares[row * apart + slot]);
         sum[row][0] += share * pair[0], sum[row][1] += share * pair[1];
@@ -151,6 +149,28 @@ INLINED void mix(const int rows, const float *shares, long apart, const float *t
   }
 }
 
+// See sum_values; of any number of rows, in groups that are alike.
+static void sums_of_values(long rows, const float *shares, long apart, const float *total,
+                           const number *values, long step, long slots, long size,
+                           number *const *out) {
+  int groups = (rows + 5) / 6;
+  for (int group = 0; group < groups; group++) {
+    long from = rows * group / groups, to = rows * (group + 1) / groups;
+    const float *own = shares + from * apart;
+#define OF_ROWS(count)                                                                          \
+  case count:                                                                                   \
+    sum_values(count, own, apart, total + from, values, step, slots, size, out + from); break
+    switch (to - from) {
+      OF_ROWS(1); OF_ROWS(2); OF_ROWS(3); OF_ROWS(4); OF_ROWS(5); OF_ROWS(6);
+    }
+#undef OF_ROWS
+  }
+}
+
+static void fetch(const number *from, long count) {
+  for (long at = 0; at < count; at += STEP) FETCH(from + at);
+}
+
 // What attention reads and writes: query and out are [batch, nodes, heads * group, size], keys,
 // values and masks have steps of their own. Sizes are multiples of 32.
 typedef struct {
@@ -161,81 +181,56 @@ typedef struct {
   float scale;
 } Attention;
 
-// Scores of slots are so far from those of the next row; four are written at once, from any slot on.
+// So far are a row's scores from the next row's: four are written at once, from any slot on.
 static long apart_of(const Attention *now) { return (now->slots + 3 + 15) / 16 * 16; }
 
-// Room for attend_rows.
 static float *room_for(const Attention *now) {
   return aligned_alloc(64, TOGETHER * (apart_of(now) + now->size) * sizeof(float));
 }
 
-// Attention of some rows of a head, from `first` on, which read the same keys and values.
+// Attention of some rows of a head, from `first` on, at most TOGETHER. They have their scores in room.
 static void attend_rows(const Attention *now, long text, long head, long first, long rows,
-                        float *scores) {
-  long apart = apart_of(now), size = now->size, slots = now->slots;
-  long key_step = now->key_steps[2], value_step = now->value_steps[2];
-  const number *key = now->key + text * now->key_steps[0] + head * now->key_steps[1];
-  const number *value = now->value + text * now->value_steps[0] + head * now->value_steps[1];
-  state *states = (state *)(scores + TOGETHER * apart);
+                        float *room) {
+  long apart = apart_of(now), size = now->size, wide = now->value_size, slots = now->slots;
+  const long *k = now->key_steps, *v = now->value_steps, *m = now->mask_steps;
+  const number *keys = now->key + text * k[0] + head * k[1];
+  const number *values = now->value + text * v[0] + head * v[1];
+  state *states = (state *)(room + TOGETHER * apart);
   float total[TOGETHER];
   number *out[TOGETHER];
   for (long row = 0; row < rows; row++) {
-    long node = (first + row) / now->group, place = (text * now->nodes + node) * now->heads + head;
-    place = place * now->group + (first + row) % now->group;
+    long node = (first + row) / now->group, each = (first + row) % now->group;
+    long place = ((text * now->nodes + node) * now->heads + head) * now->group + each;
     lay_out(now->query + place * size, states + row * size, size);
-    out[row] = now->out + place * now->value_size;
+    out[row] = now->out + place * wide;
   }
-  for (long slot = 0, step = key_step; slot < slots; slot += step ? 4 : 1) {
+  for (long slot = 0, step = k[2]; slot < slots; slot += step ? 4 : 1) {
     if (slots - slot < 4) step = 0;  // the last slots one by one, as four that are the same
-    for (long each = slot; each < slot + (step ? 4 : 1); each++) {
-      // Read in steps that no core foresees.
-      for (long at = 0; at < now->value_size; at += STEP)
-        _mm_prefetch((const char *)(value + each * value_step + at), _MM_HINT_T0);
-      for (long at = 0; at < size; at += STEP)
-        _mm_prefetch((const char *)(key + (each + AHEAD) * key_step + at), _MM_HINT_T0);
+    for (long each = slot; each < slot + 4; each++) {  // read in steps that no core foresees
+      fetch(keys + (each + AHEAD) * k[2], size);
+      fetch(values + each * v[2], wide);
     }
-    dots(key + slot * key_step, step, states, rows, size, scores + slot, apart);
+    dots(keys + slot * k[2], step, states, rows, size, room + slot, apart);
   }
   for (long row = 0; row < rows; row++) {
     const number *mask = now->mask;
-    if (mask) mask += text * now->mask_steps[0] + (first + row) / now->group * now->mask_steps[1];
-    total[row] = soften(scores + row * apart, slots, now->scale, mask);
+    if (mask) mask += text * m[0] + (first + row) / now->group * m[1];
+    total[row] = soften(room + row * apart, slots, now->scale, mask);
   }
-  for (long from = 0, groups = (rows + MIXED - 1) / MIXED, group = 0; group < groups; group++) {
-    long to = rows * (group + 1) / groups;
-#define OF_ROWS(count)                                                                          \
-  case count:                                                                                   \
-    mix(count, scores + from * apart, apart, total + from, value, value_step, slots,           \
-        now->value_size, out + from);                                                           \
-    break
-    switch (to - from) {
-      OF_ROWS(1);
-      OF_ROWS(2);
-      OF_ROWS(3);
-      OF_ROWS(4);
-      OF_ROWS(5);
-      OF_ROWS(6);
-#if MIXED > 6
-      OF_ROWS(7);
-      OF_ROWS(8);
-#endif
-    }
-#undef OF_ROWS
-    from = to;
-  }
+  sums_of_values(rows, room, apart, total, values, v[2], slots, wide, out);
 }
 
-// By all threads of a team; each has room of its own. Rows of a head are divided only if they are
-// many, or threads would have unlike shares.
+// By all threads of a team, each with room of its own. Rows of a head are divided only where they
+// are very many, or threads would have unlike shares.
 static void attend_in_team(const Attention *now, float *room) {
   long rows = now->nodes * now->group, heads = now->batch * now->heads;
   long parts = (rows + TOGETHER - 1) / TOGETHER;
   while (heads * parts % omp_get_num_threads() && parts < (rows + 3) / 4) parts++;
 #pragma omp for schedule(static)
   for (long task = 0; task < heads * parts; task++) {
-    long part = task % parts, head = task / parts, first = rows * part / parts;
-    attend_rows(now, head / now->heads, head % now->heads, first, rows * (part + 1) / parts - first,
-                room);
+    long part = task % parts, head = task / parts;
+    long first = rows * part / parts, count = rows * (part + 1) / parts - first;
+    attend_rows(now, head / now->heads, head % now->heads, first, count, room);
   }
 }
 

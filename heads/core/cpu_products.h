@@ -67,20 +67,16 @@ static void dots(const number *lines, long step, const state *states, long rows,
   int groups = (rows + MOST - 1) / MOST;
   for (int group = 0; group < groups; group++) {
     long from = rows * group / groups, to = rows * (group + 1) / groups;
-#define OF_ROWS(count)                                                                      \
-  case count:                                                                               \
-    four_lines(count, lines, step, states + from * in, in, sums + from * apart, apart); \
-    break
+#define OF_ROWS(count)                                                                  \
+  case count:                                                                           \
+    four_lines(count, lines, step, states + from * in, in, sums + from * apart, apart); break
     switch (to - from) {
-      OF_ROWS(1);
-      OF_ROWS(2);
+      OF_ROWS(1); OF_ROWS(2);
 #if defined(__AVX512F__) || defined(FLOAT32)
       OF_ROWS(3);
 #endif
 #ifdef __AVX512F__
-      OF_ROWS(4);
-      OF_ROWS(5);
-      OF_ROWS(6);
+      OF_ROWS(4); OF_ROWS(5); OF_ROWS(6);
 #endif
     }
 #undef OF_ROWS
