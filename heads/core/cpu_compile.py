@@ -178,7 +178,7 @@ def _compile(into: Path, flags: tuple[str, ...]) -> None:
     into.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=into.parent) as folder:
         made = Path(folder) / into.name
-        libraries = [*_threads_of_torch(), "-lmvec", "-lm"]
+        libraries = [*_threads_of_torch(), "-lm"]
         command = [*compiler.split(), *flags, str(_SOURCE), "-o", str(made), *libraries]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:

@@ -4,9 +4,11 @@
 // memory is the only limit. Sums are in float32.
 #include "cpu_products.h"
 
+#include <omp.h>
+
 typedef struct { const number *weight, *bias; number *out; long outputs; } Layer;
 
-enum { AHEAD = 16 };  // slots whose keys are fetched ahead
+enum { AHEAD = 16, TOGETHER = 64 };  // slots whose keys are fetched ahead; rows that read the same
 
 static floats silu(floats values) { return values / (all(1) + exp_of(-values)); }
 
@@ -124,46 +126,49 @@ static float soften(float *scores, long slots, float scale, const number *mask) 
   return sum_of(sum);
 }
 
-// Attention of a few rows that read the same keys [slots, size] and values; scores and space are
-// scratch.
-INLINED void attend_rows(
-    const int rows, const number *const *query, const number *key, const number *value,
-    long key_step, long value_step, long slots, long size, long value_size, float scale,
-    const number *const *mask, number *const *out, float *scores, float *space) {
-  long padded = (slots + LANES - 1) / LANES * LANES;
-  const state *states[4];
-  float total[4];
-  for (int row = 0; row < rows; row++)
-    states[row] = lay_out(query[row], space + row * size, size);
-  for (long slot = 0; slot < slots; slot++) {
-    floats sum[4] = {all(0), all(0), all(0), all(0)};
-    for (long at = 0; at < value_size; at += STEP)  // read in steps that no core foresees
-      _mm_prefetch((const char *)(value + slot * value_step + at), _MM_HINT_T0);
-    for (long at = 0; at < size; at += SPAN) {
-      _mm_prefetch((const char *)(key + (slot + AHEAD) * key_step + at), _MM_HINT_T0);
-      piece keys = piece_of(key + slot * key_step + at);
-      for (int row = 0; row < rows; row++) sum[row] = plus(sum[row], keys, states[row] + at);
-    }
-    for (int row = 0; row < rows; row++) scores[row * padded + slot] = sum_of(sum[row]);
-  }
-  for (int row = 0; row < rows; row++)
-    total[row] = soften(scores + row * padded, slots, scale, mask[row]);
-  for (long at = 0; at < value_size; at += 2 * LANES) {
-    floats sum[4][2];
+// What few rows attend to: the sum of values [slots, size] by their shares [rows, apart], over the
+// total of these.
+INLINED void sum_values(const int rows, const float *shares, long apart, const float *total,
+                        const number *values, long step, long slots, long size, number *const *out) {
+  for (long at = 0; at < size; at += 2 * LANES) {
+    floats sum[6][2];
     for (int row = 0; row < rows; row++) sum[row][0] = sum[row][1] = all(0);
     for (long slot = 0; slot < slots; slot++) {
-      const number *from = value + slot * value_step + at;
-      floats low = wide(from), high = wide(from + LANES);
+      floats pair[2];
+      wide_pair(values + slot * step + at, pair);
+#pragma GCC unroll 6
       for (int row = 0; row < rows; row++) {
-        floats share = all(scores[row * padded + slot]);
-        sum[row][0] += share * low;
-        sum[row][1] += share * high;
+        floats share = all(shares[row * apart + slot]);
+        sum[row][0] += share * pair[0], sum[row][1] += share * pair[1];
       }
     }
-    for (int row = 0; row < rows; row++)
-      for (int half = 0; half < 2; half++)
-        keep(out[row] + at + LANES * half, sum[row][half] / total[row]);
+    for (int row = 0; row < rows; row++) {
+      sum[row][0] /= total[row], sum[row][1] /= total[row];
+      keep_pair(out[row] + at, sum[row]);
+    }
   }
+}
+
+// See sum_values; of any number of rows, in groups that are alike.
+static void sums_of_values(long rows, const float *shares, long apart, const float *total,
+                           const number *values, long step, long slots, long size,
+                           number *const *out) {
+  int groups = (rows + 5) / 6;
+  for (int group = 0; group < groups; group++) {
+    long from = rows * group / groups, to = rows * (group + 1) / groups;
+    const float *own = shares + from * apart;
+#define OF_ROWS(count)                                                                          \
+  case count:                                                                                   \
+    sum_values(count, own, apart, total + from, values, step, slots, size, out + from); break
+    switch (to - from) {
+      OF_ROWS(1); OF_ROWS(2); OF_ROWS(3); OF_ROWS(4); OF_ROWS(5); OF_ROWS(6);
+    }
+#undef OF_ROWS
+  }
+}
+
+static void fetch(const number *from, long count) {
+  for (long at = 0; at < count; at += STEP) FETCH(from + at);
 }
 
 // What attention reads and writes: query and out are [batch, nodes, heads * group, size], keys,
@@ -176,41 +181,66 @@ typedef struct {
   float scale;
 } Attention;
 
-// By all threads of a team.
-static void attend_in_team(const Attention *now) {
-  long rows = now->nodes * now->group, parts = (rows + 3) / 4;
-  float *scores = aligned_alloc(64, 4 * ((now->slots + 15) / 16 * 16 + now->size) * sizeof(float));
-  float *space = scores + 4 * ((now->slots + 15) / 16 * 16);
-#pragma omp for schedule(static)
-  for (long task = 0; task < now->batch * now->heads * parts; task++) {
-    long part = task % parts, head = task / parts % now->heads, text = task / parts / now->heads;
-    const number *from[4], *hidden[4];
-    number *to[4];
-    int count = rows - 4 * part < 4 ? rows - 4 * part : 4;
-    for (int each = 0; each < count; each++) {
-      long row = 4 * part + each, node = row / now->group;
-      long place = (text * now->nodes + node) * now->heads * now->group + head * now->group +
-                   row % now->group;
-      from[each] = now->query + place * now->size, to[each] = now->out + place * now->value_size;
-      hidden[each] =
-          now->mask ? now->mask + text * now->mask_steps[0] + node * now->mask_steps[1] : NULL;
-    }
-    const number *keys = now->key + text * now->key_steps[0] + head * now->key_steps[1];
-    const number *values = now->value + text * now->value_steps[0] + head * now->value_steps[1];
-#define ROWS(count)                                                                            \
-  attend_rows(count, from, keys, values, now->key_steps[2], now->value_steps[2], now->slots,   \
-              now->size, now->value_size, now->scale, hidden, to, scores, space)
-    if (count == 1) ROWS(1);
-    else if (count == 2) ROWS(2);
-    else if (count == 3) ROWS(3);
-    else ROWS(4);
+// So far are a row's scores from the next row's: four are written at once, from any slot on.
+static long apart_of(const Attention *now) { return (now->slots + 3 + 15) / 16 * 16; }
+
+static float *room_for(const Attention *now) {
+  return aligned_alloc(64, TOGETHER * (apart_of(now) + now->size) * sizeof(float));
+}
+
+// Attention of some rows of a head, from `first` on, at most TOGETHER. They have their scores in room.
+static void attend_rows(const Attention *now, long text, long head, long first, long rows,
+                        float *room) {
+  long apart = apart_of(now), size = now->size, wide = now->value_size, slots = now->slots;
+  const long *k = now->key_steps, *v = now->value_steps, *m = now->mask_steps;
+  const number *keys = now->key + text * k[0] + head * k[1];
+  const number *values = now->value + text * v[0] + head * v[1];
+  state *states = (state *)(room + TOGETHER * apart);
+  float total[TOGETHER];
+  number *out[TOGETHER];
+  for (long row = 0; row < rows; row++) {
+    long node = (first + row) / now->group, each = (first + row) % now->group;
+    long place = ((text * now->nodes + node) * now->heads + head) * now->group + each;
+    lay_out(now->query + place * size, states + row * size, size);
+    out[row] = now->out + place * wide;
   }
-  free(scores);
+  for (long slot = 0, step = k[2]; slot < slots; slot += step ? 4 : 1) {
+    if (slots - slot < 4) step = 0;  // the last slots one by one, as four that are the same
+    for (long each = slot; each < slot + 4; each++) {  // read in steps that no core foresees
+      fetch(keys + (each + AHEAD) * k[2], size);
+      fetch(values + each * v[2], wide);
+    }
+    dots(keys + slot * k[2], step, states, rows, size, room + slot, apart);
+  }
+  for (long row = 0; row < rows; row++) {
+    const number *mask = now->mask;
+    if (mask) mask += text * m[0] + (first + row) / now->group * m[1];
+    total[row] = soften(room + row * apart, slots, now->scale, mask);
+  }
+  sums_of_values(rows, room, apart, total, values, v[2], slots, wide, out);
+}
+
+// By all threads of a team, each with room of its own. Rows of a head are divided only where they
+// are very many, or threads would have unlike shares.
+static void attend_in_team(const Attention *now, float *room) {
+  long rows = now->nodes * now->group, heads = now->batch * now->heads;
+  long parts = (rows + TOGETHER - 1) / TOGETHER;
+  while (heads * parts % omp_get_num_threads() && parts < (rows + 3) / 4) parts++;
+#pragma omp for schedule(static)
+  for (long task = 0; task < heads * parts; task++) {
+    long part = task % parts, head = task / parts;
+    long first = rows * part / parts, count = rows * (part + 1) / parts - first;
+    attend_rows(now, head / now->heads, head % now->heads, first, count, room);
+  }
 }
 
 void attend(const Attention *attention, int threads) {
 #pragma omp parallel num_threads(threads)
-  attend_in_team(attention);
+  {
+    float *room = room_for(attention);
+    attend_in_team(attention, room);
+    free(room);
+  }
 }
 
 // What is a decoder layer's own: weights of the norms, of queries, keys, values and output, of gate,
@@ -242,6 +272,7 @@ void decoder_layers(const Decoder *layers, long count, const number *states, num
   now.query = query, now.out = found;
 #pragma omp parallel num_threads(threads) firstprivate(now, states)
   {
+    float *room = room_for(&now);
     begin_products(rows);
     for (const Decoder *own = layers; own < layers + count; own++, states = out) {
       const number *const *w = own->weights, *const *b = own->biases;
@@ -275,7 +306,7 @@ void decoder_layers(const Decoder *layers, long count, const number *states, num
         memcpy(own->value + text * v[0] + head * v[1] + slot * v[2], value + from,
                size * sizeof(number));
       }
-      attend_in_team(&now);
+      attend_in_team(&now, room);
       product(&output, 1, 0, states, found, space, rows, asked);
 #pragma omp for
       for (long row = 0; row < rows; row++)
@@ -288,6 +319,7 @@ void decoder_layers(const Decoder *layers, long count, const number *states, num
       for (long row = 0; row < rows; row++)
         norm_row(out + row * in, last, out + row * in, in, last_eps);
     end_products(rows);
+    free(room);
   }
   free(space);
   free(between);

@@ -17,25 +17,25 @@ enum { MOST = 2 };
 #define FETCH(address) _mm_prefetch((const char *)(address), _MM_HINT_T1)
 #endif
 
-// Four outputs of some rows; sums [rows, 16]. Weights are fetched four outputs ahead.
-INLINED void four_outputs(const int rows, const number *weight, const state *states, long in,
-                          float *sums) {
+// Four lines, of weights or keys, with some rows; sums [rows, apart]. The next four are fetched.
+INLINED void four_lines(const int rows, const number *lines, long step, const state *states,
+                        long in, float *sums, long apart) {
   floats sum[4][MOST];
   for (int each = 0; each < 4; each++)
     for (int row = 0; row < rows; row++) sum[each][row] = all(0);
   for (long at = 0; at < in; at += SPAN) {
 #pragma GCC unroll 4
     for (int each = 0; each < 4; each++) {
-      FETCH(weight + (4 + each) * in + at);
-      piece weights = piece_of(weight + each * in + at);
+      FETCH(lines + (4 + each) * step + at);
+      piece numbers = piece_of(lines + each * step + at);
 #pragma GCC unroll 6
       for (int row = 0; row < rows; row++)
-        sum[each][row] = plus(sum[each][row], weights, states + row * in + at);
+        sum[each][row] = plus(sum[each][row], numbers, states + row * in + at);
     }
   }
 #pragma GCC unroll 6
   for (int row = 0; row < rows; row++)
-    _mm_storeu_ps(sums + row * LINES, sums_of(sum[0][row], sum[1][row], sum[2][row], sum[3][row]));
+    _mm_storeu_ps(sums + row * apart, sums_of(sum[0][row], sum[1][row], sum[2][row], sum[3][row]));
 }
 
 #ifndef __AMX_BF16__
@@ -61,34 +61,36 @@ static void four_outputs_of_one(const number *weight, const state *states, long 
 }
 #endif
 
-static void few_outputs(int rows, const number *weight, const state *states, long in, float *sums) {
-  switch (rows) {
-#ifdef __AMX_BF16__
-    case 1: four_outputs(1, weight, states, in, sums); break;
-#else
-    case 1: four_outputs_of_one(weight, states, in, sums); break;
-#endif
-    case 2: four_outputs(2, weight, states, in, sums); break;
+// See four_lines; of any number of rows, in groups that are alike.
+static void dots(const number *lines, long step, const state *states, long rows, long in,
+                 float *sums, long apart) {
+  int groups = (rows + MOST - 1) / MOST;
+  for (int group = 0; group < groups; group++) {
+    long from = rows * group / groups, to = rows * (group + 1) / groups;
+#define OF_ROWS(count)                                                                  \
+  case count:                                                                           \
+    four_lines(count, lines, step, states + from * in, in, sums + from * apart, apart); break
+    switch (to - from) {
+      OF_ROWS(1); OF_ROWS(2);
 #if defined(__AVX512F__) || defined(FLOAT32)
-    case 3: four_outputs(3, weight, states, in, sums); break;
+      OF_ROWS(3);
 #endif
 #ifdef __AVX512F__
-    case 4: four_outputs(4, weight, states, in, sums); break;
-    case 5: four_outputs(5, weight, states, in, sums); break;
-    case 6: four_outputs(6, weight, states, in, sums); break;
+      OF_ROWS(4); OF_ROWS(5); OF_ROWS(6);
 #endif
+    }
+#undef OF_ROWS
   }
 }
 
-// Sixteen outputs of some rows, four at a time, with rows in groups that are alike.
+// Sixteen outputs of some rows, four at a time.
 static void by_dots(const number *weight, const state *states, long rows, long in, float *sums) {
-  int groups = (rows + MOST - 1) / MOST;
   for (int first = 0; first < LINES; first += 4)
-    for (int group = 0; group < groups; group++) {
-      long from = rows * group / groups, to = rows * (group + 1) / groups;
-      few_outputs(to - from, weight + first * in, states + from * in, in,
-                  sums + from * LINES + first);
-    }
+#ifndef __AMX_BF16__
+    if (rows == 1) four_outputs_of_one(weight + first * in, states, in, sums + first);
+    else
+#endif
+      dots(weight + first * in, in, states, rows, in, sums + first, LINES);
 }
 
 #ifdef __AMX_BF16__
@@ -174,7 +176,7 @@ static long layout_bytes(long rows, long in) { return rows * in * sizeof(float);
 static const void *lay_out_rows(const number *states, void *space, long rows, long in) {
 #pragma omp for
   for (long row = 0; row < rows; row++)
-    lay_out(states + row * in, (float *)space + row * in, in);
+    lay_out(states + row * in, (state *)space + row * in, in);
   return space;
 }
 #else

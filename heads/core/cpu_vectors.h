@@ -12,19 +12,16 @@
 #define LANES 16
 #define OF_VECTOR(name) _mm512_##name
 typedef __m512 floats;
-floats _ZGVeN16v_expf(floats);  // exp of sixteen numbers, in glibc's libmvec
-#define exp_of _ZGVeN16v_expf
 #else
 #define LANES 8
 #define OF_VECTOR(name) _mm256_##name
 typedef __m256 floats;
-floats _ZGVdN8v_expf(floats);
-#define exp_of _ZGVdN8v_expf
 #endif
 
 #define UNALIGNED(bytes, least) \
   __attribute__((vector_size(bytes), aligned(least), may_alias))
 typedef uint32_t words UNALIGNED(4 * LANES, 4);
+typedef int32_t whole_numbers UNALIGNED(4 * LANES, 4);
 typedef uint16_t shorts UNALIGNED(2 * LANES, 2);
 
 #define INLINED static inline __attribute__((always_inline))
@@ -38,6 +35,12 @@ typedef float number;
 INLINED floats wide(const number *from) { return load(from); }
 INLINED void keep(number *to, floats values) { store(to, values); }
 INLINED floats as_kept(floats values) { return values; }
+INLINED void wide_pair(const number *from, floats *pair) {
+  pair[0] = load(from), pair[1] = load(from + LANES);
+}
+INLINED void keep_pair(number *to, const floats *pair) {
+  store(to, pair[0]), store(to + LANES, pair[1]);
+}
 #else
 typedef uint16_t number;
 INLINED floats wide(const number *from) {
@@ -56,7 +59,38 @@ INLINED void keep(number *to, floats values) { *(shorts *)to = narrow(values); }
 INLINED floats as_kept(floats values) {  // rounded as if it had been stored
   return (floats)(__builtin_convertvector(narrow(values), words) << 16);
 }
+
+// Numbers of two vectors at once: the even ones and the odd ones, which takes fewer instructions
+// than to make them wide in order. Of float32 they are the first and the last.
+INLINED floats even(words numbers) { return (floats)(numbers << 16); }
+INLINED floats odd(words numbers) { return (floats)(numbers & 0xffff0000); }
+INLINED void wide_pair(const number *from, floats *pair) {
+  words numbers = *(const words *)from;
+  pair[0] = even(numbers), pair[1] = odd(numbers);
+}
+INLINED void keep_pair(number *to, const floats *pair) {
+  *(words *)to = (words)as_kept(pair[0]) >> 16 | (words)as_kept(pair[1]);
+}
 #endif
+
+// e to the power of values, but for the last bit: 2^n, for a whole n, times e to the power of a rest
+// within half of ln 2, which is a polynomial (that of Cephes). Adding a number so large that no bits
+// are left for fractions rounds to n; 2^n is made as two factors, of which each is a normal number.
+INLINED floats exp_of(floats values) {
+  const floats large = all(0x1.8p23f);
+  values = OF_VECTOR(min_ps)(all(89), OF_VECTOR(max_ps)(all(-104), values));  // infinity, and 0
+  floats rounded = OF_VECTOR(fmadd_ps)(values, all(1.44269504f), large), n = rounded - large;
+  floats rest = values - n * 0.693359375f + n * 2.12194440e-4f;
+  floats sum = all(1.9875691500e-4f);
+  sum = sum * rest + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  sum = sum * (rest * rest) + (rest + 1);
+  whole_numbers power = (whole_numbers)rounded - (whole_numbers)large, half = power >> 1;
+  return sum * (floats)(half + 127 << 23) * (floats)(power - half + 127 << 23);
+}
 
 INLINED float sum_of(floats values) {
 #ifdef __AVX512F__
@@ -114,8 +148,6 @@ INLINED floats plus(floats sum, piece weights, const state *states) {
 #else
 #define LAID_OUT
 typedef float state;
-INLINED floats even(piece numbers) { return (floats)(numbers << 16); }
-INLINED floats odd(piece numbers) { return (floats)(numbers & 0xffff0000); }
 INLINED floats plus(floats sum, piece weights, const state *states) {
   sum = OF_VECTOR(fmadd_ps)(even(weights), load(states), sum);
   return OF_VECTOR(fmadd_ps)(odd(weights), load(states + LANES), sum);
@@ -123,15 +155,14 @@ INLINED floats plus(floats sum, piece weights, const state *states) {
 #endif
 #endif
 
-// Numbers [count] as dot products read them: in `space`, or where they are.
-INLINED const state *lay_out(const number *from, float *space, long count) {
+// Numbers [count] as dot products read them.
+INLINED void lay_out(const number *from, state *to, long count) {
 #ifdef LAID_OUT
   for (long at = 0; at < count; at += SPAN) {
-    store(space + at, even(piece_of(from + at)));
-    store(space + at + LANES, odd(piece_of(from + at)));
+    store(to + at, even(piece_of(from + at)));
+    store(to + at + LANES, odd(piece_of(from + at)));
   }
-  return space;
 #else
-  return from;
+  memcpy(to, from, count * sizeof(number));
 #endif
 }

@@ -82,7 +82,7 @@ def test_a_layer_that_is_not_a_llamas_is_left(
     assert take_whole_layers(model) == model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize("nodes", [1, 6])
+@pytest.mark.parametrize("nodes", [1, 6, 43])
 def test_features_are_those_of_the_layers(nodes: int, kernel_type: torch.dtype) -> None:
     """The hooks that capture them stand around the layers; and logits are as exact."""
     model = large_enough(kernel_type)
