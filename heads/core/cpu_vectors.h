@@ -89,7 +89,7 @@ INLINED floats exp_of(floats values) {
   sum = sum * rest + 5.0000001201e-1f;
   sum = sum * (rest * rest) + (rest + 1);
   whole_numbers power = (whole_numbers)rounded - (whole_numbers)large, half = power >> 1;
-  return sum * (floats)(half + 127 << 23) * (floats)(power - half + 127 << 23);
+  return sum * (floats)((half + 127) << 23) * (floats)((power - half + 127) << 23);
 }
 
 INLINED float sum_of(floats values) {
