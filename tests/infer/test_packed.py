@@ -375,6 +375,18 @@ def test_what_is_loaded_by_name_is_tried_and_what_is_passed_in_stays(
     assert [state(each)[::2] for each in (model, *group.drafters)] == before
 
 
+def test_what_cannot_run_fused_runs_packed_all_the_same() -> None:
+    """GPT-NeoX turns a part of each head alone."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {"vocab_size": COMMON["vocab_size"], "hidden_size": 64, "intermediate_size": 96}
+    torch.manual_seed(0)
+    config = transformers.GPTNeoXConfig(**sizes, **more, rotary_pct=0.25, eos_token_id=None)
+    model: Any = transformers.GPTNeoXForCausalLM(config).eval()
+    ours = Speculator(model, compile=True)
+    assert ours.target.forwards == "packed weights"
+    assert torch.equal(ours.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+
+
 def test_copies_of_a_model_share_what_is_packed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
