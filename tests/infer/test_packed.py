@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -380,7 +381,7 @@ def test_what_cannot_run_fused_runs_packed_all_the_same() -> None:
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2}
     more = {"vocab_size": COMMON["vocab_size"], "hidden_size": 64, "intermediate_size": 96}
     torch.manual_seed(0)
-    config = transformers.GPTNeoXConfig(**sizes, **more, rotary_pct=0.25, eos_token_id=None)
+    config = transformers.GPTNeoXConfig(**sizes, **more, eos_token_id=None)
     model: Any = transformers.GPTNeoXForCausalLM(config).eval()
     ours = Speculator(model, compile=True)
     assert ours.target.forwards == "packed weights"
@@ -414,6 +415,14 @@ def test_auto_makes_no_copy_that_would_fill_the_memory(monkeypatch: pytest.Monke
         monkeypatch.setattr("psutil.virtual_memory", lambda there=there: there)
         assert way_to_run(model, "auto") == ("packed" if packs else None)
         assert way_to_run(model, "auto", in_place=True) == "packed"
+
+
+def test_auto_leaves_weights_that_are_streamed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = own(None)
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: time.sleep(1e-3))
+    assert way_to_run(model, "auto") == "packed"
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert way_to_run(model, "auto") is None
 
 
 def test_auto_compiles_no_kernels_for_layers_too_small_for_them(
