@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=128)
     parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
-    loaded = headstart.load(options.target, options.drafter)
+    loaded = headstart.load(options.target, options.drafter, compile=False)
     assert loaded.tokenizer is not None
     texts = [loaded.tokenizer(d.text)["input_ids"] for d in read_documents(options.prompts)]
     windows = [t[at : at + 64] for t in texts for at in range(0, len(t) - 64, 64)]

@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--prefix-tokens", type=int, default=64)
     options = parser.parse_args()
-    loaded = headstart.load(options.target, options.drafter)
+    loaded = headstart.load(options.target, options.drafter, compile=False)
     model, drafter, tokenizer = loaded.model, loaded.drafter, loaded.tokenizer
     assert isinstance(drafter, Drafter) and tokenizer is not None
     other = load_drafter(options.other, model, tokenizer)

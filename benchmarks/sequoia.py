@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--part", default="size,sampling")
     options = parser.parse_args()
-    loaded = headstart.load(options.target, options.drafter, tree="plain")
+    loaded = headstart.load(options.target, options.drafter, tree="plain", compile=False)
     assert loaded.tokenizer is not None
     texts = [loaded.tokenizer(d.text)["input_ids"] for d in read_documents(options.prompts)]
     windows = [text[at : at + 64] for text in texts for at in range(0, len(text) - 64, 64)]

@@ -130,7 +130,9 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
         _check_adapters(sources)
     for names in sources[1:]:
         tree = "plain" if matrix.trees else None
-        more = headstart.load(first.model, names, tokenizer=first.tokenizer, tree=tree)
+        more = headstart.load(
+            first.model, names, tokenizer=first.tokenizer, tree=tree, compile=first.target.compile
+        )
         loaded.append(more)
     names = _names(sources)
     ways: dict[float, dict[str, Way]] = {}

@@ -47,7 +47,7 @@ def load(
     graphs: bool | None = None,
     attention: str = "auto",
     allow_pickle: bool = False,
-    compile: bool | str = False,
+    compile: bool | str | None = None,
     in_place: bool = True,
     **options: Any,
 ) -> Speculator:
@@ -69,11 +69,13 @@ def load(
             `Speculator`. None takes the plan for this machine that `headstart plan` has saved with
             the drafter (plain decoding where no tree is faster), or else the tree that training
             measured it with; for several drafters the union of theirs.
-        rule, expansion, graphs, attention, compile: see `Speculator`.
+        rule, expansion, graphs, attention: see `Speculator`.
+        compile: see `Speculator`. None is `auto` where target and drafters are all given by name,
+            and False where one of them is passed in, which is then neither changed nor copied.
         allow_pickle: read weights of a drafter from a pickle where there are no safetensors; only
             tensors are read.
-        in_place: with `compile=True` on a CPU, whether the models that are loaded here by name are
-            packed in place, so that each weight is in memory once, and plain calls of
+        in_place: where forwards on a CPU are made faster, whether the models that are loaded here
+            by name are packed in place, so that each weight is in memory once, and plain calls of
             `speculator.model` run packed too. If False, a packed copy is made, as it is of a model
             that is passed in.
         options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`, `device_map` or
@@ -92,7 +94,8 @@ def load(
     if target is None:
         target = _own_target(drafters, options)
     _check_dtype(options)
-    if isinstance(target, str | Path):
+    by_name = isinstance(target, str | Path)
+    if by_name:
         local = target_options(target, options.get("revision"))
         model = load_pretrained(AutoModelForCausalLM, target, **{**local, **options}).eval()
         local["trust_remote_code"] = options.get("trust_remote_code", False)
@@ -101,9 +104,11 @@ def load(
             logger.warning(hint)
     else:
         model = language_model_in(target)
+    if compile is None:
+        compile = by_name and not any(isinstance(each, Drafter) for each in drafters) and AUTO
     if compile == AUTO:
-        compile = way_to_run(model, compile) or False
-    ours = [] if not isinstance(target, str | Path) else [model]  # what nobody else holds
+        compile = way_to_run(model, compile, in_place and by_name) or False
+    ours: list[Any] = [model] if by_name else []  # what nobody else holds
     trees: list[Any] = [None] * len(drafters)
     for number, each in enumerate(drafters):
         if isinstance(each, Drafter):

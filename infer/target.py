@@ -21,8 +21,10 @@ from headstart.heads.core import (
     PositionLimit,
     check_fused,
     choose_attention,
+    copy_fits,
     device_of,
     in_steps,
+    layers_run_by,
     offloaded,
     packing_pays,
     prefill_forward,
@@ -40,17 +42,19 @@ MODES = (PACKED, "default", "max-autotune-no-cudagraphs")
 """Ways to compile: packed weights, or the modes of `torch.compile` that capture no graphs."""
 
 
-def way_to_run(model: PreTrainedModel, compile: bool | str) -> str | None:
+def way_to_run(model: PreTrainedModel, compile: bool | str, in_place: bool = False) -> str | None:
     """The one of `MODES` that is asked for, by name or by what suits the device; None for none.
 
-    `auto` is packed weights on a CPU, where a short trial finds them faster, and none elsewhere.
+    `auto` is packed weights on a CPU, where a short trial finds them faster and a copy that is not
+    `in_place` fits into memory, and none elsewhere.
     """
     if compile is False:
         return None
     mode = compile
     if mode == AUTO:
-        pays = device_of(model).type == "cpu" and (runs_packed(model) or packing_pays(model))
-        return PACKED if pays else None
+        here, packed = device_of(model).type == "cpu", runs_packed(model)
+        pays = packed or (here and (in_place or copy_fits(model)) and packing_pays(model))
+        return PACKED if here and pays else None
     if mode is True:
         mode = PACKED if device_of(model).type == "cpu" else "default"
     if mode not in MODES:
@@ -164,6 +168,11 @@ class Target:
     @property
     def device(self) -> torch.device:
         return device_of(self.model)
+
+    @property
+    def forwards(self) -> str:
+        """What forwards run by, as reports name it, such as `kernels`; `torch` for nothing else."""
+        return "compiled forwards" if self._run else layers_run_by(self.runner) or "torch"
 
     def drafters_to_run(self, drafters: DrafterGroup) -> DrafterGroup:
         """The drafters themselves, or copies of them that run packed as the target does."""

@@ -315,14 +315,17 @@ class _Run:
 
         def work(folder: Path) -> dict[str, Any]:
             model, tokenizer = self._load(target)
-            speculator = load(model, artifact.folder, tokenizer=tokenizer, rule=decode.rule)
+            speculator = load(
+                model, artifact.folder, tokenizer=tokenizer, rule=decode.rule, compile="auto"
+            )
             documents = load_documents(corpus.folder, "held_out")
             prompts = recipe_prompts(self.recipe, tokenizer, documents, "bench")
             tokens = [prompt.tokens.to(model.device) for prompt in prompts]
             temperature = 1.0 if RULES[decode.rule].samples else 0.0
             report = bench(speculator, tokens, decode.new_tokens, temperature=temperature)
             if decode.sampled is not None:
-                again = Speculator(model, speculator.drafter, tree=speculator.tree)
+                tree, faster = speculator.tree, speculator.target.compile
+                again = Speculator(model, speculator.drafter, tree=tree, compile=faster)
                 report["sampled"] = bench(
                     again, tokens, decode.new_tokens, repeats=1, temperature=decode.sampled,
                     generate=False,

@@ -62,7 +62,7 @@ def _interval(row: dict[str, Any]) -> str:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     name = DrafterSource(options.drafter[0]).own_target
     dtype = getattr(torch, options.dtype)
-    first = headstart.load(name, dtype=dtype)
+    first = headstart.load(name, dtype=dtype, compile=False)
     model, tokenizer = first.model, first.tokenizer
     rows = []
     with Path(options.prompts).open(encoding="utf-8") as file:

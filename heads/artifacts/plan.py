@@ -101,11 +101,11 @@ def find_plan(
 ) -> Plan | None:
     """The plan for a target's device and dtype and the artifact's weights; None without one.
 
-    Where forwards run `compiled` and no plan is for such, it is the one for those that do not.
+    Where no plan is for forwards that run `compiled`, or do not, it is the one for the others.
     """
     plans = {key: _plan(found, folder) for key, found in _read(folder).items()}
     own = read_manifest(folder).weights_sha256 if plans else ""
-    for faster in (True, False) if compiled else (False,):
+    for faster in (compiled, not compiled):
         plan = plans.get(plan_key(machine(target), dtype_name(target), batch_size, faster))
         if plan is not None and plan.weights_sha256 == own:
             return plan

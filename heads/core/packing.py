@@ -12,14 +12,19 @@ weights. One that nobody else holds is packed in place, and has each weight once
 import copy
 import ctypes
 import logging
+import math
+import mmap
 import sys
 import time
+import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self, TypeGuard, TypeVar
 
+import psutil
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
 from .cpu_kernels import CpuLinear, fits_kernels, use_huge_pages
@@ -52,7 +57,11 @@ _WORTH_SAYING = 100 << 20
 
 _MARK = "_runs_packed"  # the attribute of a model that does
 
-_TRIED, _TURNS = 32 << 20, 4  # bytes of a trial, and how often it is timed
+_TRIED, _TURNS = 32 << 20, 8  # bytes of a trial, and how often it is timed
+
+_SAVED = 1.25
+"""So many times as slow as torch's own may layers be in a trial, where each is called alone: in a
+forward that runs packed the calls between them are fewer too, and whole decoder layers are one."""
 
 _TRIMMED = 16 << 20
 """Bytes of weights that are given up before the system gets them back."""
@@ -145,8 +154,22 @@ def _return_memory() -> None:
         library.malloc_trim(0)
 
 
+_made: Any = WeakTensorKeyDictionary()  # by a weight, a reference to what was packed of it
+
+
+def _packed_before(weight: Tensor) -> Tensor | None:
+    """What some copy of a model holds packed of a weight."""
+    return _made[weight]() if weight in _made else None
+
+
 def _pack(weight: Tensor) -> Tensor:
-    return torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+    """A weight laid out for oneDNN; several copies of a model share it."""
+    known = _packed_before(weight)
+    if known is not None and torch.equal(known.to_dense(), weight):  # it may have been changed
+        return known
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+    _made[weight] = weakref.ref(packed)
+    return packed
 
 
 def packable(layer: nn.Module) -> TypeGuard[nn.Linear]:
@@ -159,7 +182,8 @@ def _ways(layer: nn.Module) -> Iterator[type[CpuLinear] | type[PackedLinear]]:
     if type(layer) is not nn.Linear or type(layer.weight) is not nn.Parameter:
         return
     weight = layer.weight
-    if fits_kernels(layer) and weight.nbytes >= _LEAST_OF_KERNELS[weight.dtype]:
+    # The size first: whether there are kernels is known once they are compiled.
+    if weight.nbytes >= _LEAST_OF_KERNELS.get(weight.dtype, math.inf) and fits_kernels(layer):
         yield CpuLinear
     if weight.is_cpu and onednn_packs(weight.dtype) and weight.nbytes >= _LEAST[weight.dtype]:
         yield PackedLinear
@@ -192,8 +216,7 @@ class Packing:
         layers = [layer for layer in layers if id(layer) not in self._copies]
         if offloaded(model) or not (layers or self._copies):
             return model
-        size = sum(layer.weight.nbytes for layer in layers if next(_ways(layer)) is PackedLinear)
-        if size >= _WORTH_SAYING:
+        if (size := _packed_beside(layers)) >= _WORTH_SAYING:
             logger.warning(
                 "Packing the weights takes %.0f MB beside the model's own; a model that "
                 "headstart.load gets by name is packed in place.",
@@ -236,7 +259,7 @@ class Packing:
         # What is left may be parts of a mapped file, which stays as long as any of them does.
         for weight in model.parameters():
             if type(weight) is nn.Parameter:
-                weight.data = weight.data.clone()
+                weight.data = _copied(weight.data)
         _mark(model)
         _return_memory()
         use_huge_pages(_by_kernels(model))
@@ -251,6 +274,32 @@ class Packing:
         return None if way is None else way(layer)
 
 
+def _copied(weight: Tensor) -> Tensor:
+    """A copy of a weight, written to pages of 2 MB at once, so that none is made of others later.
+
+    `use_huge_pages` sees to what is left.
+    """
+    made = torch.empty_like(weight)
+    if sys.platform == "linux":
+        first, end = made.data_ptr() // mmap.PAGESIZE + 1, made.data_ptr() + made.nbytes
+        if (size := end // mmap.PAGESIZE - first) > 0:
+            madvise = ctypes.CDLL(None).madvise
+            madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+            madvise(first * mmap.PAGESIZE, size * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
+    return made.copy_(weight)
+
+
+def _packed_beside(layers: Iterable[nn.Module]) -> int:
+    """Bytes that packed copies of layers take beside the layers' own."""
+    found = [each for each in layers if packable(each) and next(_ways(each)) is PackedLinear]
+    return sum(each.weight.nbytes for each in found if _packed_before(each.weight) is None)
+
+
+def copy_fits(model: nn.Module) -> bool:
+    """Whether a packed copy beside a model takes at most half of the memory that is free."""
+    return 2 * _packed_beside(model.modules()) <= psutil.virtual_memory().available
+
+
 def _by_kernels(model: nn.Module) -> Iterator[Tensor]:
     """Weights that the kernels read."""
     return (part.weight for part in model.modules() if isinstance(part, CpuLinear))
@@ -261,29 +310,41 @@ def runs_packed(model: nn.Module) -> bool:
     return getattr(model, _MARK, False)
 
 
-def packing_pays(model: nn.Module, rows: Sequence[int] = (1, 8)) -> bool:
-    """Whether a model's linear layers are faster packed, by a short trial over a few rows.
+def layers_run_by(model: nn.Module) -> str | None:
+    """What computes a model's linear layers, as reports name it; None for torch alone."""
+    parts = list(model.modules())
+    found = {
+        "kernels": any(isinstance(part, CpuLinear) for part in parts),
+        "packed weights": any(isinstance(part, PackedLinear) for part in parts),
+    }
+    return " and ".join(name for name, here in found.items() if here) or None
 
-    Of each kind of layer as many are packed meanwhile as fill `_TRIED`, so that their weights come
-    from memory as in decoding, and those of a kind are timed in turns with torch's own.
+
+def packing_pays(model: nn.Module, rows: Sequence[int] = (1, 8)) -> bool:
+    """Whether a model's forwards are faster packed, by a short trial of its linear layers.
+
+    Never where weights are streamed in. Of each kind of layer as many are packed meanwhile as fill
+    `_TRIED`, so that their weights come from memory as in decoding, and those of a kind are timed
+    in turns with torch's own.
     """
     kinds: dict[tuple[Any, ...], list[nn.Linear]] = {}
+    if offloaded(model):
+        return False
     for layer in filter(packable, model.modules()):
         kinds.setdefault((layer.weight.dtype, *layer.weight.shape), []).append(layer)
     own = packed = 0.0
     with torch.no_grad():
         for (dtype, _, size), layers in kinds.items():
             tried = layers[: max(1, _TRIED // layers[0].weight.nbytes)]
-            pairs = [(layer, next(_ways(layer))(layer)) for layer in tried]
+            ways = tried, [next(_ways(layer))(layer) for layer in tried]
             for count in rows:
                 states = torch.randn(count, size).to(dtype)
-                times = [
-                    min(_seconds([pair[way] for pair in pairs], states) for _ in range(_TURNS))
-                    for way in (0, 1)
+                turns = [[_seconds(way, states) for way in ways] for _ in range(_TURNS)]
+                fastest = [
+                    min(each) * len(layers) / len(tried) for each in zip(*turns, strict=True)
                 ]
-                own += times[0] * len(layers) / len(tried)
-                packed += times[1] * len(layers) / len(tried)
-    return packed < own
+                own, packed = own + fastest[0], packed + fastest[1]
+    return packed < _SAVED * own
 
 
 def _seconds(layers: Sequence[nn.Linear], states: Tensor) -> float:

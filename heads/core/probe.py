@@ -176,7 +176,7 @@ def check_fused(
     By the first it is known which layers' writes may come early, see `fused_writes`.
 
     Raises:
-        UnsupportedTarget: they differ by more than rounding.
+        UnsupportedTarget: they differ by more than rounding, or cannot run.
     """
     config = model.config.get_text_config(decoder=True)
     ids = torch.arange(16, device=device_of(model)).view(2, -1) + config.vocab_size // 2
@@ -192,11 +192,18 @@ def check_fused(
     with eval_mode(model):
         plain = logits(SlabCache(shapes, 2, SLOT_STEP))
         slab = SlabCache(shapes, 2, SLOT_STEP)
-        with fused:
-            logits(slab)
-        slab.clear()
-        with fused:
-            other = logits(slab)
+        try:
+            with fused:
+                logits(slab)
+            slab.clear()
+            with fused:
+                other = logits(slab)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}".partition("\n")[0]
+            reason = f"cannot run with fused layers ({what}); leave fused out"
+            raise undrivable(config.model_type, reason) from error
     difference = ((other - plain).std(-1) / plain.std(-1)).median().item()
     if not difference <= tolerance(model.dtype):
         raise undrivable(

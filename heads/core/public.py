@@ -18,7 +18,15 @@ from .offload import (
     streamed_from,
     weight_of,
 )
-from .packing import OnlyPacked, PackedLinear, Packing, packing_pays, runs_packed
+from .packing import (
+    OnlyPacked,
+    PackedLinear,
+    Packing,
+    copy_fits,
+    layers_run_by,
+    packing_pays,
+    runs_packed,
+)
 from .prefetch import Prefetch, alone, run_streamed
 from .pretrained import language_model_in, load_pretrained
 from .probe import (

@@ -159,5 +159,8 @@ class Session:
         if not self.plain or not self.drafts:
             return self.speculator
         if self._without is None:
-            self._without = Speculator(self.speculator.model, tokenizer=self.tokenizer)
+            own = self.speculator
+            self._without = Speculator(
+                own.model, tokenizer=self.tokenizer, compile=own.target.compile
+            )
         return self._without

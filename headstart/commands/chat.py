@@ -34,11 +34,13 @@ def run(options: argparse.Namespace) -> int:
     from headstart.chat.dialogue import Dialogue
     from headstart.chat.lines import messages_of
     from headstart.chat.session import Session
+    from headstart.reports.tables import said_of_forwards
 
     session = Session(speculator, options.system, options.max_new_tokens, sampling)
     how = f"tree {speculator.tree.label}" if session.drafts else "no drafter: plain decoding"
     size = f", context of {session.context:,} tokens" if session.context else ""
-    print(f"{options.target} · {how}{size}", file=sys.stderr)
+    by = said_of_forwards(speculator.target.forwards)
+    print(f"{options.target} · {how}{size}{by}", file=sys.stderr)
     if not session.templated:
         print("(no chat template: turns are written as User: … Assistant: …)", file=sys.stderr)
     print("(/help lists the commands)", file=sys.stderr)

@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
     messages = _read_chat(options) if options.chat else None
     prompt = "" if messages else _read_prompt(options)
     speculator = load_speculator(options)
+    from headstart.reports.tables import said_of_forwards
     from headstart.show import ShowStreamer
     from headstart.train.data.documents import render_chat
 
@@ -72,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
     if stats.rounds:
         said = f"τ {stats.tau:.2f} tokens per round: {stats.tokens} tokens after the first, "
         said += f"{stats.rounds} rounds, {seconds:.2f} s with the prompt"
+    said += said_of_forwards(speculator.target.forwards)
     if not streamer.shows_figures:
         print(said, file=sys.stderr)
     return 0

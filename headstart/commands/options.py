@@ -108,21 +108,23 @@ def add_recipe_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 _COMPILE = (
-    "on a CPU, pack the weights into a faster layout (auto: only if a short trial is faster); on a "
-    "GPU, compile the target's forwards"
+    "auto (default): on a CPU, run layers by faster kernels or on packed weights if a short trial "
+    "finds that faster; on (or no value): always, and on a GPU compile the target's forwards; off: "
+    "run layers as transformers does"
 )
+_FASTER = {"auto": "auto", "on": True, "off": False}
 
 
-def _way(text: str) -> str:
-    if text != "auto":
-        raise argparse.ArgumentTypeError(f"found {text!r}, expected auto, or no value")
-    return text
+def _faster(text: str) -> str | bool:
+    if text not in _FASTER:
+        raise argparse.ArgumentTypeError(f"found {text!r}, expected auto, on or off")
+    return _FASTER[text]
 
 
-def add_compile_argument(parser: argparse.ArgumentParser, help: str = _COMPILE) -> None:
-    """Whether forwards are made faster, or `auto`."""
-    add = parser.add_argument
-    add("--compile", metavar="auto", nargs="?", const=True, default=False, type=_way, help=help)
+def add_compile_argument(parser: argparse.ArgumentParser) -> None:
+    """Whether forwards are made faster; `auto` where a trial on a CPU finds them so."""
+    how: dict[str, Any] = {"nargs": "?", "const": True, "default": "auto", "type": _faster}
+    parser.add_argument("--compile", metavar="auto|on|off", **how, help=_COMPILE)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) -> None:

@@ -19,7 +19,6 @@ from .options import positive, whole
 
 _NODES = "the largest tree considered (default: 64, or 768 with --max-memory)"
 _REPORT = "where report.html and its pictures are written (default: runs/plan; or none)"
-_COMPILE = "plan for --compile: packed weights on a CPU, compiled forwards on a GPU"
 _MEASURE = "decode with the K best, and let that decide (default: 4)"
 
 
@@ -28,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--target", metavar="MODEL", help=shared.TARGET)
     add("--trust-remote-code", action="store_true", help=shared.TRUST)
     add("--drafter", metavar="ARTIFACT", required=True, help=shared.ARTIFACT)
-    shared.add_compile_argument(parser, _COMPILE)
+    shared.add_compile_argument(parser)
     shared.add_placing_arguments(parser)
     shared.add_prompt_arguments(parser)
     add(
@@ -66,7 +65,6 @@ def run(options: argparse.Namespace) -> int:
     if not os.access(folder := source.folder, os.W_OK):
         raise UsageError(f"{folder} cannot be written, and the plan belongs there; copy it first")
     options.tree = "plain"  # the drafter is needed, whatever an earlier plan says
-    faster, options.compile = options.compile, False  # as it is measured, not as it is loaded
     speculator = load_speculator(options)
     check_new_tokens(speculator, options.new_tokens)
     assert speculator.drafter is not None
@@ -88,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
             max_nodes=options.max_nodes,
             new_tokens=options.new_tokens,
             measure=options.measure,
-            compile=faster,
+            compile=speculator.target.compile,
             progress=True,
         )
         written = write_plan(folder, found)

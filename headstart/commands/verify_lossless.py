@@ -60,19 +60,19 @@ def run(options: argparse.Namespace) -> int:
         found = dict(greedy=greedy, sampled=sampled)
         print(to_json({k: {**dataclasses.asdict(v), "holds": v.holds} for k, v in found.items()}))
     else:
-        _print(greedy, sampled)
+        _print(greedy, sampled, speculator.target.forwards)
     return 0 if greedy.holds and sampled.holds else 1
 
 
-def _print(greedy: Greedy, sampled: Sampled) -> None:
+def _print(greedy: Greedy, sampled: Sampled, forwards: str) -> None:
     from rich.padding import Padding
 
-    from headstart.reports.tables import plain_console
+    from headstart.reports.tables import plain_console, said_of_forwards
 
-    console = plain_console(sys.stdout)
+    console, by = plain_console(sys.stdout), said_of_forwards(forwards)
     for holds, title, said in (
-        (greedy.holds, "Greedy text", _greedy_sentences(greedy)),
-        (sampled.holds, f"Sampled text, rule {sampled.rule}", _sampled_sentences(sampled)),
+        (greedy.holds, f"Greedy text{by}", _greedy_sentences(greedy)),
+        (sampled.holds, f"Sampled text{by}, rule {sampled.rule}", _sampled_sentences(sampled)),
     ):
         answer, style = ("holds", "green") if holds else ("DIFFERS", "red")
         console.print()

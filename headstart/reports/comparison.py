@@ -13,7 +13,15 @@ from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, TextIO
 
-from .measured import print_next_steps, print_remarks, rule_name, setting_rows, shown, tree_name
+from .measured import (
+    faster_forwards,
+    print_next_steps,
+    print_remarks,
+    rule_name,
+    setting_rows,
+    shown,
+    tree_name,
+)
 from .tables import Report, column_table, grid, print_apart, titled, to_json
 
 if TYPE_CHECKING:
@@ -80,7 +88,8 @@ def _unsure(report: Report, name: str) -> bool:
 
 def _print_shared(reports: Sequence[Report], console: Console) -> None:
     """Print the settings that compared runs share, and every remark once."""
-    shared = {key: reports[0].get(key) for key in ("dtype", "prompts", "tokens", "threads")}
+    names = ("dtype", "forwards", "prompts", "tokens", "threads")
+    shared = {key: reports[0].get(key) for key in names}
     print_apart(console, grid(setting_rows(shared)))
     print_remarks(reports, console)
 
@@ -161,7 +170,8 @@ def draw_drafters(reports: Mapping[str, Report], folder: Path) -> Path | None:
     first = rows[0]
     figure.suptitle(
         f"Drafters on one target. Prompts: {first['prompts']}; {first['dtype']}; threads: "
-        f"{first['threads']}. Distinct: share of the text's 4-grams.",
+        f"{first['threads']}. Distinct: share of the text's 4-grams."
+        f"{f' All but generate with {faster}.' if (faster := faster_forwards(first)) else ''}",
         x=0.01, ha="left", fontsize="large",
     )  # fmt: skip
     path = folder / "drafters.png"

@@ -231,7 +231,8 @@ def _planned(plan: Description) -> str:
         said = f"{plan['policy']}, τ {plan['tau']:.2f}, {plan['speedup']:.2f} × plain"
     if not plan["current"]:
         said = f"for other weights, not used ({said})"
-    return f"{said}: {plan['device']}, {plan['dtype']}, {at_once(plan['batch_size'])}"
+    how = ", faster forwards" if plan["compiled"] else ""
+    return f"{said}: {plan['device']}, {plan['dtype']}, {at_once(plan['batch_size'])}{how}"
 
 
 def _number(value: Any) -> bool:

@@ -79,9 +79,12 @@ def gained(report: Report) -> list[str]:
     >>> gained({"speedup_vs_plain": {"median": 2.9}, "identical_to_plain": True})
     ['The same text, 2.9 times as fast as plain decoding.']
     """
+    plain, generate = "plain decoding", "generate of transformers"
+    if (faster := faster_forwards(report)) is not None:
+        plain, generate = f"{plain} with the same {faster}", f"{generate} without them"
     times = {
         said: report[f"speedup_vs_{name}"]["median"]
-        for name, said in (("plain", "plain decoding"), ("generate", "generate of transformers"))
+        for name, said in (("plain", plain), ("generate", generate))
         if report.get(f"speedup_vs_{name}")
     }
     if not times or False in (
@@ -94,6 +97,12 @@ def gained(report: Report) -> list[str]:
         what = f"Greedy: {what[0].lower()}{what[1:]}"
     each = " and ".join(f"{of:.1f} times as fast as {said}" for said, of in times.items())
     return [f"{what}, {each}.", *gained_sampled(report)]
+
+
+def faster_forwards(report: Report) -> str | None:
+    """By what forwards ran faster than those of transformers, in all ways but its own."""
+    forwards = report.get("forwards")
+    return None if forwards == "torch" else forwards
 
 
 def gained_sampled(report: Report) -> list[str]:
@@ -113,6 +122,12 @@ def gained_sampled(report: Report) -> list[str]:
 def remarks(report: Report) -> list[str]:
     """Sentences that the numbers must not be read without."""
     said, distinct = [], report.get("distinct_4grams")
+    if (faster := faster_forwards(report)) is not None and report.get("speedup_vs_generate"):
+        said.append(
+            f"Plain decoding runs with the same {faster} as drafting, and generate without them: "
+            "the speedup against plain decoding is the drafter's alone, that against generate is "
+            f"the drafter's and that of the {faster}."
+        )
     if distinct is not None and distinct < _REPETITIVE:
         said.append(
             f"Only {distinct:.0%} of the 4-grams are distinct: the target repeats itself, and "
@@ -160,6 +175,9 @@ def _speed_rows(report: Report) -> list[tuple[str, str]]:
     labels = {"plain": "plain decoding", "generate": "generate"}
     for name, label in labels.items():
         rows.append((label, shown(report, f"{name}_ms_per_token", "{:.2f} ms a token")))
+    if faster_forwards(report) is not None and report.get("generate_ms_per_token"):
+        times = report["generate_ms_per_token"] / report["plain_ms_per_token"]
+        rows.append(("plain against generate", f"{times:.2f}×, without a drafter"))
     return rows
 
 
@@ -199,6 +217,7 @@ def setting_rows(report: Report) -> list[tuple[str, str]]:
     return [
         ("tree", tree),
         ("rule, dtype", ", ".join(filter(None, (rule, report.get("dtype"))))),
+        ("forwards", f"with {faster}" if (faster := faster_forwards(report)) else ""),
         ("prompts", shown(report, "prompts", "{}" + shown(report, "tokens", ", {:,} tokens"))),
         ("threads", shown(report, "threads", "{}")),
         ("seconds a stage", f"{seconds}  (sum {sum(stages.values()):.0f})" if stages else ""),

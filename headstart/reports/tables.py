@@ -21,6 +21,15 @@ def to_json(report: Report) -> str:
     return json.dumps(finite, indent=2, ensure_ascii=False)
 
 
+def said_of_forwards(forwards: str) -> str:
+    """The end of a line on decoding, where forwards do not run by torch alone.
+
+    >>> said_of_forwards("kernels"), said_of_forwards("torch")
+    (', with kernels', '')
+    """
+    return "" if forwards == "torch" else f", with {forwards}"
+
+
 def plain_console(out: TextIO, width: int | None = None) -> Console:
     """A console on `out`: colours on a terminal, plain text anywhere else."""
     # Without markup: a tree or a path may hold square brackets.

@@ -71,7 +71,8 @@ def way_report(
         `Ratio`; min and max are the extreme prompts), milliseconds per token of each,
         `ms_per_round` (of all rows of a batch), `loop_overhead_ms` (a round minus its forwards
         replayed alone; NaN where rounds are captured whole, or attend as trees), `round_parts_ms`
-        (see `RoundParts`), the settings, `distinct_4grams` of the text, `by_prompt`, `samples` with
+        (see `RoundParts`), the settings (`forwards`: by what those of ours run, plain decoding's
+        too, see `Target`), `distinct_4grams` of the text, `by_prompt`, `samples` with
         the prompt's last tokens, ids and rounds (see `Answer`), `tree_paths` of a static tree, and
         `by_category` where there are categories.
     """
@@ -113,6 +114,7 @@ def way_report(
         "temperature": cell.temperature,
         "batch_size": cell.batch_size,
         "dtype": dtype_name(speculator.model),
+        "forwards": speculator.target.forwards,
         "device": speculator.device.type,
         "prompts": len(chats),
         "answers": len(texts),

@@ -16,7 +16,7 @@ from typing import Any, get_args
 import pytest
 
 from headstart import cli, inputs
-from headstart.cli import main
+from headstart.cli import main, parse
 from headstart.heads import ArtifactError
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.inputs import encode
@@ -344,6 +344,33 @@ def test_generate_streams_what_the_model_writes(
     assert "τ 1.00 tokens per round: 11 tokens after the first, 11 rounds" in printed.err
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "plan", "verify-lossless"])
+def test_decoding_is_made_faster_unless_it_is_turned_off(command: str) -> None:
+    needed = ["--drafter", "a", "--prompts", "b"] if command in ("plan", "verify-lossless") else []
+    for given, meant in (
+        ([], "auto"), (["auto"], "auto"), (["on"], True), (["off"], False), ([None], True),
+    ):  # fmt: skip
+        option = ["--compile", *filter(None, given)] if given else []
+        assert parse([command, *needed, *option]).compile == meant
+
+
+def test_generate_says_what_it_runs_with(
+    target: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from headstart.heads.core import packing
+    from headstart.infer import target as module
+
+    monkeypatch.setattr(packing, "_LEAST", dict.fromkeys(packing._LEAST, 0))
+    monkeypatch.setattr(packing, "_LEAST_OF_KERNELS", {})
+    monkeypatch.setattr(module, "packing_pays", lambda model: True)
+    command = ["generate", "--target", target, "--prompt", "hi", "--max-new-tokens", "12"]
+    for option, said in (([], True), (["--compile", "off"], False)):
+        assert main([*command, *option]) == 0
+        printed = capsys.readouterr()
+        assert printed.out.rstrip("\n") == plain_text(target, "hi", 12).rstrip("\n")
+        assert printed.err.rstrip().endswith(", with packed weights") == said
+
+
 def test_generate_reads_a_file_or_stdin(
     target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -581,6 +608,7 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         ([*_PLACED, "--max-memory", "99=1GB,cpu=1GB"], "--max-memory names GPU 99"),
         ([*_PLACED, "--max-memory", "cpu=1GB", "--device", "cpu"], "leave --device out"),
         ([*_PLACED, "--offload-folder", "there"], "--offload-folder without --max-memory"),
+        (["generate", "--compile", "fast"], "found 'fast', expected auto, on or off"),
         (["generate", SECRET], "1 more than expected; give the prompt with --prompt"),
         (["runs", "a", "b"], "too many arguments: 1 more than expected (see headstart runs"),
         (["generate", "--drafter", "medusa", "--prompt", "x"], "quickstart --drafter medusa"),

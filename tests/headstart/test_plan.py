@@ -3,13 +3,14 @@
 import itertools
 import json
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headstart.cli import main
+from headstart.cli import main, parse
 
 ROWS = "\n".join("abcdefghij"[i:] for i in range(4)) + "\n"
 
@@ -144,6 +145,32 @@ def test_a_drafter_that_does_not_pay(
     )
     assert headstart.load(target, heads, tree="chain:2").drafter is not None
     assert "nothing pays" in table(command(heads, tmp_path), capsys)  # it can be planned again
+
+
+@pytest.mark.usefixtures("even_clock")
+def test_a_plan_is_followed_by_what_decodes_as_it_was_planned(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both go by the same trial, unless they are told otherwise."""
+    from headstart.heads.artifacts.plan import read_plans
+    from headstart.inputs import load_speculator
+
+    heads = artifact(model, tmp_path / "heads")
+    given = Namespace(target=None, drafter=heads, tree=None, rule=None)
+    for pays, option, compiled in (
+        (True, [], True), (False, [], False), (True, ["--compile", "off"], False),
+    ):  # fmt: skip
+        monkeypatch.setattr("headstart.infer.target.packing_pays", lambda model, pays=pays: pays)
+        (tmp_path / "heads" / "plan.json").unlink(missing_ok=True)
+        printed = table(command(heads, tmp_path, *option), capsys)
+        said = "made faster (--compile)" if compiled else "those of transformers"
+        (plan,) = read_plans(tmp_path / "heads")
+        assert plan.compiled == compiled and f"forwards {said}" in " ".join(printed.split())
+        given.compile = parse(["generate", *option]).compile
+        loaded = load_speculator(given)
+        assert loaded.target.compile == ("packed" if compiled else False)
+        assert [list(path) for path in loaded.tree.paths] == plan.tree  # type: ignore[union-attr]
+    assert "faster forwards" not in table(["inspect", heads], capsys)
 
 
 def test_the_plot_is_drawn(model: Path, tmp_path: Path) -> None:

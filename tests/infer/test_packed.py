@@ -4,8 +4,10 @@ import copy
 import gc
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import accelerate
 import pytest
 import torch
 import transformers
@@ -26,6 +28,7 @@ from headstart.heads.core import (
 from headstart.heads.core.cpu_compile import kernels
 from headstart.infer import Speculator
 from headstart.infer.measure.lossless_greedy import compare_greedy
+from headstart.infer.target import way_to_run
 from tests.support.families import TREES, UNIONS, drafter
 from tests.support.tiny import COMMON, letters, prompts, tiny
 
@@ -351,6 +354,84 @@ def test_auto_takes_what_a_trial_finds_faster(monkeypatch: pytest.MonkeyPatch) -
     ours = Speculator(model, compile="auto")
     assert packed_in(ours.target.runner) and ours.target.compile == "packed"
     assert torch.equal(ours.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+
+
+def test_what_is_loaded_by_name_is_tried_and_what_is_passed_in_stays(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("headstart.infer.target.packing_pays", lambda model: True)
+    name = saved(tmp_path)
+    ours = headstart.load(name, "lookup", tokenizer=letters())
+    assert ours.target.runner is ours.model and ours.target.forwards == "packed weights"
+    off = headstart.load(name, tokenizer=letters(), compile=False)
+    assert not packed_in(off.model) and off.target.forwards == "torch"
+    model, group = own("medusa")
+    model.save_pretrained(tmp_path)
+    before = [state(each)[::2] for each in (model, *group.drafters)]  # features have hooks
+    for given in ((model, "lookup"), (model, *group.drafters)):
+        passed = headstart.load(*given)
+        assert passed.target.runner is model and passed.target.forwards == "torch"
+    beside = headstart.load(str(tmp_path), group.drafters[0], tokenizer=letters())
+    assert not packed_in(beside.model) and beside.target.compile is False
+    assert [state(each)[::2] for each in (model, *group.drafters)] == before
+
+
+def test_what_cannot_run_fused_runs_packed_all_the_same() -> None:
+    """GPT-NeoX turns a part of each head alone."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2}
+    more = {"vocab_size": COMMON["vocab_size"], "hidden_size": 64, "intermediate_size": 96}
+    torch.manual_seed(0)
+    config = transformers.GPTNeoXConfig(**sizes, **more, eos_token_id=None)
+    model: Any = transformers.GPTNeoXForCausalLM(config).eval()
+    ours = Speculator(model, compile=True)
+    assert ours.target.forwards == "packed weights"
+    assert torch.equal(ours.generate(IDS, **GREEDY), model.generate(IDS, **GREEDY))
+
+
+def test_copies_of_a_model_share_what_is_packed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(packing, "_WORTH_SAYING", 1)
+    model, _ = own(None)
+    first = Speculator(model, compile=True)
+    assert len(caplog.messages) == 1
+    second = Speculator(model, compile=True)
+    assert len(caplog.messages) == 1  # nothing more is taken
+    pairs = zip(packed_in(first.target.runner), packed_in(second.target.runner), strict=True)
+    assert all(one is not other and one._packed is other._packed for one, other in pairs)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(-1)
+    runners: list[Any] = [Speculator(model, compile=True).target.runner, first.target.runner]
+    new, old = (each.lm_head._packed.to_dense() for each in runners)
+    assert torch.equal(new, model.lm_head.weight) and torch.equal(old, -new)
+
+
+def test_auto_makes_no_copy_that_would_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headstart.infer.target.packing_pays", lambda model: True)
+    model, _ = own(None)
+    size = sum(layer.weight.nbytes for layer in model.modules() if packing.packable(layer))
+    for free, packs in ((2 * size, True), (2 * size - 1, False)):
+        there = SimpleNamespace(available=free)
+        monkeypatch.setattr("psutil.virtual_memory", lambda there=there: there)
+        assert way_to_run(model, "auto") == ("packed" if packs else None)
+        assert way_to_run(model, "auto", in_place=True) == "packed"
+
+
+def test_auto_leaves_weights_that_are_streamed_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = own(None)
+    monkeypatch.setattr(torch.nn.Linear, "forward", lambda self, x: time.sleep(1e-3))
+    assert way_to_run(model, "auto") == "packed"
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    assert way_to_run(model, "auto") is None
+
+
+def test_auto_compiles_no_kernels_for_layers_too_small_for_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(packing, "_LEAST", {torch.float32: 1 << 40})
+    monkeypatch.setattr("headstart.heads.core.cpu_kernels.kernels", lambda dtype: pytest.fail())
+    model, _ = own(None)
+    assert Speculator(model, compile="auto").target.forwards == "torch"
 
 
 def test_a_faster_type_is_named_and_not_taken(

@@ -193,6 +193,7 @@ def test_run_adds_the_benchmark(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
     measure = bench.bench
     monkeypatch.setattr(bench, "bench", counted)
+    monkeypatch.setattr("headstart.infer.target.packing_pays", lambda model: True)
     recipe = load_recipe(tiny)
     report = pipeline.run(recipe)
     assert report["artifact"] == str(recipe.folder / "heads")
@@ -204,6 +205,7 @@ def test_run_adds_the_benchmark(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> 
     recipe = load_recipe(tiny, more[:2])
     first, sampled = ids(recipe.folder), pipeline.run(recipe)["sampled"]
     assert len(calls) == 3 and ids(recipe.folder) == first
+    assert all(speculator.target.compile == "packed" for speculator, *_ in calls)
     assert sampled["temperature"] == 0.7 and sampled["rule"] == "coupled"
     assert sampled["identical_to_plain"] and "generate_ms_per_token" not in sampled
     report = pipeline.run(load_recipe(tiny, more))

@@ -62,6 +62,24 @@ def test_sampled_text_stands_beside_the_other() -> None:
     assert max(map(len, before_commands.splitlines())) <= 80
 
 
+def test_what_the_forwards_gain_is_told_apart_from_drafting() -> None:
+    faster = REPORT | {"forwards": "kernels"}
+    text = " ".join(table(faster).split())
+    assert (
+        "The same text, 1.5 times as fast as plain decoding with the same kernels and 1.8 times as "
+        "fast as generate of transformers without them." in text
+    )
+    assert "plain against generate 1.25×, without a drafter" in text
+    assert line(table(faster), "forwards") == "with kernels"
+    assert line(table(faster), "plain decoding") == "2.00 ms a token"
+    (said,) = remarks(faster)
+    assert "against plain decoding is the drafter's alone" in said
+    assert "kernels" not in table(REPORT | {"forwards": "torch"})
+    assert remarks(REPORT | {"forwards": "torch"}) == []
+    alone = {**faster, "speedup_vs_generate": None, "generate_ms_per_token": None}
+    assert remarks(alone) == [] and "against generate" not in table(alone)
+
+
 def test_what_a_tiny_target_means_is_told() -> None:
     (tiny,) = remarks(REPORT | {"target_parameters": 2_840_000, "target_seconds": 89.6})
     assert "2.8 million parameters, trained for 90 s" in tiny

@@ -259,11 +259,15 @@ def test_plans_for_several_machines_live_in_one_file(
     batched = find_plan(folder, target, batch_size=8)
     assert batched is not None and batched.tree == [[0]]
     assert find_plan(folder, target, batch_size=3) is None
-    # One for compiled forwards is for those alone, which otherwise follow the other one.
+    # Forwards that are made faster have a plan of their own; without it they follow the other one,
+    # and the other way round.
     assert find_plan(folder, target, compiled=True) == found
     write_plan(folder, replace(plan, compiled=True, tree=[[1]]))
     faster = find_plan(folder, target, compiled=True)
     assert faster is not None and faster.tree == [[1]] and find_plan(folder, target) == found
+    write_plan(folder, replace(plan, batch_size=5, compiled=True))
+    other = find_plan(folder, target, batch_size=5)
+    assert other is not None and other.compiled
     assert find_plan(folder, target.double()) is None
     target.float()
     assert not list(folder.glob(".plan*"))
