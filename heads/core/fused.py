@@ -259,7 +259,8 @@ def _either(module: nn.Module, fused: Callable[..., Tensor], *args: Any, **optio
 def _rotary_of(true: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(true)
     def either(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
-        if _now.depth and not rest and not options:
+        whole = q.shape[-1] == cos.shape[-1]  # some models turn a part of each head alone
+        if _now.depth and whole and not rest and not options:
             return _rotated(q, k, cos, sin)
         return true(q, k, cos, sin, *rest, **options)
 
