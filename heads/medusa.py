@@ -14,6 +14,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .core import each_product, runs_packed
 from .declared.medusa import MedusaFields
 from .drafter import DrafterConfig, Step, last_true
 from .parts.published.medusa import MEDUSA, medusa
@@ -86,12 +87,20 @@ class Medusa(TrimmedVocabulary):
     def begin(self, state: None, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         states = self._blocks(last_true(features, count), self.config.heads)  # [K, B, D]
         shared = self.output is None
-        logits = self.target_logits(states) if shared else torch.bmm(states, self.output.mT)
+        logits = self.target_logits(states) if shared else self._products(states, self.output)
         return Step(logits.transpose(0, 1), self.draft_vocabulary)  # [B, K, Vd]
 
     def _blocks(self, features: Tensor, heads: int) -> Tensor:
         """The first heads' states of features [M, D]: [heads, M, D]."""
         states = features.to(self.weight.dtype).expand(heads, -1, -1)
         for weight, bias in zip(self.weight[:, :heads], self.bias[:, :heads], strict=True):
-            states = states + F.silu(torch.baddbmm(bias.unsqueeze(1), states, weight.mT))
+            states = states + F.silu(self._products(states, weight, bias.unsqueeze(1)))
         return states
+
+    def _products(self, states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Each head's states [K, M, D] by its own weight [K, out, D]: [K, M, out]."""
+        if runs_packed(self) and (found := each_product(states, weight)) is not None:
+            return found if bias is None else found + bias
+        if bias is None:
+            return torch.bmm(states, weight.mT)
+        return torch.baddbmm(bias, states, weight.mT)

@@ -100,7 +100,8 @@ class Request:
 
     def set_sampling(self, sampling: Sampling) -> None:
         """Use these seeds and processors from now on."""
-        self.sampling, self.children = sampling, Children(self.expansion, sampling)
+        self.sampling = replace(sampling, kernels=self.target.kernels)
+        self.children = Children(self.expansion, self.sampling)
 
     @property
     def lengths(self) -> Tensor:

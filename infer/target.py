@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from headstart.heads import DrafterGroup, OptionError, SlabCache, TokenTree, UnsupportedTarget
 from headstart.heads.core import (
     AttentionWindows,
+    CpuLinear,
     FeatureTap,
     FusedLayers,
     LayerShape,
@@ -124,6 +125,7 @@ class Target:
 
     Attributes:
         model: the model that was given; runner: what its forwards run, itself or a packed copy.
+        kernels: whether layers run by the kernels for CPUs.
 
     Raises:
         OptionError: a mode that captures graphs itself, or masked attention to be compiled; or
@@ -152,6 +154,7 @@ class Target:
         if self._packing is not None:
             model = self._packing.copy(model)
         self.runner = model  # the model that forwards run
+        self.kernels = any(isinstance(part, CpuLinear) for part in model.modules())
         windows = AttentionWindows.of(model)
         self.shapes = probe_layers(model)
         self.windows = choose_attention(

@@ -81,12 +81,23 @@ class Attention(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Choice(ctypes.Structure):
+    """What a kernel that chooses tokens reads and writes, see `cpu_choices.h`."""
+
+    _fields_ = [
+        *((n, _POINTER) for n in ("scores", "seeds", "positions", "tokens", "out", "best")),
+        *((n, _LONG) for n in ("batch", "rows", "size", "score_rows", "position_rows")),
+        ("stream", _LONG), ("threads", _LONG),
+    ]  # fmt: skip
+
+
 _ATTENTION = ctypes.POINTER(Attention)
 _ARGUMENTS = {
     "products": [ctypes.c_char_p],
     "norm": [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _FLOAT],
     "rotate": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
     "attend": [_ATTENTION, _INT],
+    "choose": [ctypes.POINTER(Choice)],
     "decoder_layers": [
         ctypes.c_char_p, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _ATTENTION,
         _POINTER, _LONG, _POINTER, _FLOAT, _INT,

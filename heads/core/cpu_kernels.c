@@ -2,6 +2,7 @@
 //
 // A thread reads its share of the weights from front to back, sixteen outputs at a time, so that
 // memory is the only limit. Sums are in float32.
+#include "cpu_choices.h"
 #include "cpu_products.h"
 
 #include <omp.h>

@@ -90,6 +90,20 @@ def products(layers: Sequence[nn.Linear], states: Tensor) -> list[Tensor]:
     return _products(layers, states, [layer.out_features for layer in layers], False)
 
 
+def each_product(states: Tensor, weights: Tensor) -> Tensor | None:
+    """States [K, M, in] by weights [K, out, in] of their own: [K, M, out]; None where none fits."""
+    count, rows, size = states.shape
+    outputs, states = weights.shape[1], states.contiguous()
+    shaped = 0 < rows <= MOST_ROWS and size % 32 == 0 and outputs % 16 == 0
+    if not shaped or not plain(states, weights):
+        return None
+    found = states.new_empty(count, rows, outputs)
+    for each in range(count):
+        own = (tensor[each].data_ptr() for tensor in (states, weights, found))
+        _run_products(states.dtype, [next(own), rows, size], [next(own), 0, next(own), outputs])
+    return found
+
+
 def gated(gate: nn.Linear, up: nn.Linear, states: Tensor) -> Tensor:
     """SiLU(gate) · up of states [..., in], elementwise."""
     return _products((gate, up), states, [gate.out_features], True)[0]
@@ -101,16 +115,24 @@ def _products(
     states = states.contiguous()
     shape, size = states.shape[:-1], states.shape[-1]
     found = [states.new_empty(*shape, each) for each in sizes]
-    given = [states.data_ptr(), states.numel() // size, size, torch.get_num_threads()]
-    given += [gated, len(layers)]
+    given = []
     for number, layer in enumerate(layers):
         weight: Any = layer._parameters["weight"]
         bias = 0 if layer.bias is None else layer.bias.data_ptr()
         out = found[number].data_ptr() if number < len(found) else 0
         given += [weight.data_ptr(), bias, out, layer.out_features]
-    given += [0, 0, 0, 0] * (3 - len(layers))
-    kernels(states.dtype).products(_PRODUCTS.pack(*given))
+    rows = states.numel() // size
+    _run_products(states.dtype, [states.data_ptr(), rows, size], given, gated)
     return found
+
+
+def _run_products(
+    dtype: torch.dtype, states: Sequence[int], layers: Sequence[int], gated: bool = False
+) -> None:
+    """Call the kernel: addresses and sizes of states, and of up to three layers."""
+    how = torch.get_num_threads(), gated, len(layers) // 4
+    unused = [0] * (12 - len(layers))
+    kernels(dtype).products(_PRODUCTS.pack(*states, *how, *layers, *unused))
 
 
 def plain(*tensors: Tensor) -> bool:

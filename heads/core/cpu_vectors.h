@@ -2,6 +2,7 @@
 //
 // Compiled for one type, bfloat16 or with -DFLOAT32 float32, and one instruction set of x86-64:
 // AVX-512, with or without products of bfloat16, or AVX2 with FMA.
+#pragma once
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>

@@ -1,7 +1,7 @@
 """Names of `core` whose modules import torch; the package imports this file on first use."""
 
 from .cache import LayerShape, SlabCache, free_bytes, in_steps, total_bytes
-from .cpu_kernels import CpuLinear, use_huge_pages
+from .cpu_kernels import CpuLinear, each_product, use_huge_pages
 from .features import FeatureTap, OutputLayer, capture, decoder_layers, output_layer
 from .forward import attending, causal_run, prefill_forward, tree_forward, tree_run
 from .fused import FusedLayers

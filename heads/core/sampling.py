@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from .cpu_choices import best_tokens, with_noise
 from .nucleus import warped
 
 WARPERS = (
@@ -59,6 +60,7 @@ STATEFUL = (
 
 
 _GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, the increment of splitmix64
+_STREAM = 40  # the bit of a key that the number of its stream begins at
 _MIX = (-4658895280553007687, -7723592293110705685)  # its two multipliers
 
 
@@ -117,7 +119,7 @@ def place(positions: Tensor, nodes: Tensor) -> Tensor:
 
 def in_stream(numbers: Tensor, stream: Stream) -> Tensor:
     """Token ids, or numbers of draws, as keys that no other stream uses."""
-    return numbers + (stream << 40) if stream else numbers
+    return numbers + (stream << _STREAM) if stream else numbers
 
 
 def read_on_device(
@@ -158,11 +160,13 @@ class Sampling:
         seeds: [B] int64 for sampling, None for greedy decoding.
         processors: the logits processors of transformers, applied to the target.
         dtype: what scores are processed in; float32 as in `generate`, float64 for proofs.
+        kernels: whether `cpu_choices` chooses on a CPU, as where the target runs by its kernels.
     """
 
     seeds: Tensor | None = None
     processors: LogitsProcessorList | None = None
     dtype: torch.dtype = torch.float32
+    kernels: bool = False
 
     @cached_property
     def rowwise(self) -> bool:
@@ -242,9 +246,16 @@ class Sampling:
         where the scores are no distribution.
         """
         if self.seeds is None:
-            return argmax(scores)
+            return self.best(scores)
+        if (found := self._noisy(scores, positions, None, Stream.TARGET, True)) is not None:
+            return found
         best, token = self.perturb(scores, positions).max(-1)
         return token.masked_fill_((best - best).isnan(), -1)  # NaN, or nothing but one infinity
+
+    def best(self, scores: Tensor) -> Tensor:
+        """See `argmax`."""
+        found = best_tokens(scores) if self.kernels else None
+        return argmax(scores) if found is None else found
 
     def perturb(
         self,
@@ -259,9 +270,18 @@ class Sampling:
             tokens: [V] the token ids that the columns stand for; 0 … V - 1 when None.
         """
         assert self.seeds is not None
+        if (found := self._noisy(scores, positions, tokens, stream, False)) is not None:
+            return found
         if tokens is None:
             tokens = torch.arange(scores.shape[-1], device=scores.device)
         return scores.double() + gumbel(self.seeds, positions, in_stream(tokens, stream))
+
+    def _noisy(
+        self, scores: Tensor, positions: Tensor, tokens: Tensor | None, stream: Stream, choose: bool
+    ) -> Tensor | None:
+        if not self.kernels or self.seeds is None:
+            return None
+        return with_noise(scores, self.seeds, positions, tokens, stream << _STREAM, choose)
 
     def uniforms(self, positions: Tensor, draws: int, stream: Stream) -> Tensor:
         """`draws` uniforms in (0, 1) for each of the positions: [B, M] -> [B, M, draws] float64."""

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from headstart.heads import TokenTree
-from headstart.heads.core import argmax
 
 from .rule_api import Accepted, Verified
 
@@ -33,7 +32,7 @@ def target_choices(verified: Verified) -> Tensor:
         # Like generate, compare in float32; narrower types keep their order.
         if kept is not None:
             kept.append(logits.float())
-        return argmax(logits.float() if logits.dtype == torch.float64 else logits)
+        return sampling.best(logits.float() if logits.dtype == torch.float64 else logits)
     positions = verified.lengths.unsqueeze(1) + verified.tree.topology.depth + 1  # [B, N]
     if not sampling.rowwise or logits.numel() > _AT_ONCE:
         return _walk(verified, positions)

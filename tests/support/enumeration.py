@@ -437,7 +437,7 @@ class Round:
             boxes.start()
             batch = len(boxes.weight)
             seeds = torch.zeros(batch, dtype=torch.long)
-            sampling = Boxed(seeds, self.processors, torch.float64, boxes)
+            sampling = Boxed(seeds, self.processors, torch.float64, boxes=boxes)
             with watched(boxes):
                 accepted = self.play(sampling, batch)
             done, pieces = boxes.split()

@@ -53,6 +53,24 @@ def test_products_are_as_exact_as_torchs(rows: int, bias: bool, kernel_type: tor
             assert off(found, exact) <= 1.03 * SLACK[kernel_type] * off(torchs, exact)
 
 
+@pytest.mark.parametrize("rows", [1, 3, 64, 65])
+def test_products_by_weights_of_their_own(rows: int, kernel_type: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weights = torch.randn(3, 48, 96).to(kernel_type)
+    for states in (torch.randn(3, rows, 96), torch.randn(1, rows, 96).expand(3, -1, -1)):
+        states = states.to(kernel_type)
+        found, exact = (
+            cpu_kernels.each_product(states, weights),
+            states.double() @ weights.double().mT,
+        )
+        assert (found is None) == (rows > cpu_kernels.MOST_ROWS)
+        if found is not None:
+            assert off(found, exact) <= SLACK[kernel_type] * off(
+                torch.bmm(states, weights.mT), exact
+            )
+    assert cpu_kernels.each_product(states[..., :90].contiguous(), weights[..., :90]) is None
+
+
 def test_a_gate_is_exact_however_large_its_numbers(kernel_type: torch.dtype) -> None:
     own = [CpuLinear(each) for each in layers(32, (32, 32), False, kernel_type)]
     for each in own:

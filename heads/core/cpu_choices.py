@@ -1,0 +1,71 @@
+"""Choosing tokens on a CPU: the best of scores, and Gumbel noise, in one pass each.
+
+torch takes some twenty passes over the vocabulary for the noise, in float64, and a slow one for the
+best of scores in bfloat16. `cpu_choices.h` does both; see `sampling` for what they are.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .cpu_compile import TYPES, Choice, kernels
+
+
+def _fit(*given: Tensor | None) -> bool:
+    return all(each is None or (each.is_cpu and not each.requires_grad) for each in given)
+
+
+def best_tokens(scores: Tensor) -> Tensor | None:
+    """See `sampling.argmax`; None where no kernel fits."""
+    size = scores.shape[-1]
+    if not _fit(scores) or scores.dtype not in TYPES or not scores.numel():
+        return None
+    if (found := kernels(scores.dtype)) is None:
+        return None
+    scores, rows = scores.contiguous(), scores.numel() // size
+    best = torch.empty(scores.shape[:-1], dtype=torch.long)
+    now = Choice(batch=1, rows=rows, size=size, score_rows=rows, threads=torch.get_num_threads())
+    now.scores, now.best = scores.data_ptr(), best.data_ptr()
+    found.choose(now)
+    return best
+
+
+def with_noise(
+    scores: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    tokens: Tensor | None,
+    stream: int,
+    choose: bool,
+) -> Tensor | None:
+    """Scores [B, M or 1, V] plus the noise of positions [B, M or 1]; None where no kernel fits.
+
+    Args:
+        seeds: [B]; tokens: [V], or None for 0 … V - 1.
+        stream: added to tokens, see `sampling.in_stream`.
+        choose: whether the best tokens alone are asked for.
+
+    Returns:
+        [B, M, V] float64, or the best of them, [B, M] int64, -1 where that is no finite number.
+    """
+    known = scores.dtype == torch.float32 and _fit(scores, seeds, positions, tokens)
+    if not known or not scores.numel() or (found := kernels(torch.float32)) is None:
+        return None
+    scores, positions, seeds = scores.contiguous(), positions.contiguous(), seeds.contiguous()
+    tokens = None if tokens is None else tokens.contiguous()
+    (batch, score_rows, size), position_rows = scores.shape, positions.shape[1]
+    rows = max(score_rows, position_rows)
+    now = Choice(
+        scores.data_ptr(), seeds.data_ptr(), positions.data_ptr(),
+        None if tokens is None else tokens.data_ptr(), None, None,
+        batch, rows, size, score_rows, position_rows, stream, torch.get_num_threads(),
+    )  # fmt: skip
+    if choose:
+        made = torch.empty(batch, rows, dtype=torch.long)
+        now.best = made.data_ptr()
+    else:
+        made = torch.empty(batch, rows, size, dtype=torch.float64)
+        now.out = made.data_ptr()
+    found.choose(now)
+    return made
