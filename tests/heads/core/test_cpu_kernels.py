@@ -161,7 +161,7 @@ def test_attention_is_torchs(groups: int, nodes: int, slots: int, kernel_type: t
             for each in (narrow, wide)
         )
         assert found is not None and found.is_contiguous()
-        least = torch.finfo(torch.float32).eps  # of so few slots torch's may all but be exact
+        least = 2 * torch.finfo(torch.float32).eps  # of few slots torch's may all but be exact
         assert off(found, true) <= max(1.03 * SLACK[kernel_type] * off(own, true), least)
     assert cpu_kernels.attend(query.half(), key, value, None, 0.3) is None
     assert cpu_kernels.attend(query[..., :16], key[..., :16], value, None, 0.3) is None
