@@ -94,6 +94,7 @@ class Choice(ctypes.Structure):
 _ATTENTION = ctypes.POINTER(Attention)
 _ARGUMENTS = {
     "products": [ctypes.c_char_p],
+    "each_product": [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG, _LONG, _INT],
     "norm": [_POINTER, _POINTER, _POINTER, _LONG, _LONG, _FLOAT],
     "rotate": [_POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG],
     "attend": [_ATTENTION, _INT],

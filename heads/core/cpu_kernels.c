@@ -69,6 +69,23 @@ void products(const Products *given) {
   free(space);
 }
 
+// What layers [count, outputs, in] make of states of their own [count, rows, in]: [count, rows,
+// outputs]. Sizes are as of products.
+void each_product(const number *states, const number *weights, number *out, long count, long rows,
+                  long in, long outputs, int threads) {
+  void *space = space_for(rows, in);
+#pragma omp parallel num_threads(threads)
+  {
+    begin_products(rows);
+    for (long each = 0; each < count; each++) {
+      Layer own = {weights + each * outputs * in, NULL, out + each * rows * outputs, outputs};
+      product(&own, 1, 0, NULL, states + each * rows * in, space, rows, in);
+    }
+    end_products(rows);
+  }
+  free(space);
+}
+
 static void norm_row(const number *states, const number *weight, number *out, long in, float eps) {
   floats squares = all(0);
   for (long at = 0; at < in; at += LANES) squares += wide(states + at) * wide(states + at);

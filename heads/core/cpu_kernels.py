@@ -98,9 +98,10 @@ def each_product(states: Tensor, weights: Tensor) -> Tensor | None:
     if not shaped or not plain(states, weights):
         return None
     found = states.new_empty(count, rows, outputs)
-    for each in range(count):
-        own = (tensor[each].data_ptr() for tensor in (states, weights, found))
-        _run_products(states.dtype, [next(own), rows, size], [next(own), 0, next(own), outputs])
+    kernels(states.dtype).each_product(
+        states.data_ptr(), weights.data_ptr(), found.data_ptr(), count, rows, size, outputs,
+        torch.get_num_threads(),
+    )  # fmt: skip
     return found
 
 
@@ -115,24 +116,16 @@ def _products(
     states = states.contiguous()
     shape, size = states.shape[:-1], states.shape[-1]
     found = [states.new_empty(*shape, each) for each in sizes]
-    given = []
+    given = [states.data_ptr(), states.numel() // size, size, torch.get_num_threads()]
+    given += [gated, len(layers)]
     for number, layer in enumerate(layers):
         weight: Any = layer._parameters["weight"]
         bias = 0 if layer.bias is None else layer.bias.data_ptr()
         out = found[number].data_ptr() if number < len(found) else 0
         given += [weight.data_ptr(), bias, out, layer.out_features]
-    rows = states.numel() // size
-    _run_products(states.dtype, [states.data_ptr(), rows, size], given, gated)
+    given += [0, 0, 0, 0] * (3 - len(layers))
+    kernels(states.dtype).products(_PRODUCTS.pack(*given))
     return found
-
-
-def _run_products(
-    dtype: torch.dtype, states: Sequence[int], layers: Sequence[int], gated: bool = False
-) -> None:
-    """Call the kernel: addresses and sizes of states, and of up to three layers."""
-    how = torch.get_num_threads(), gated, len(layers) // 4
-    unused = [0] * (12 - len(layers))
-    kernels(dtype).products(_PRODUCTS.pack(*states, *how, *layers, *unused))
 
 
 def plain(*tensors: Tensor) -> bool:
