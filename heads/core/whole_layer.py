@@ -145,6 +145,7 @@ class WholeLayers:
         weights += [] if norm is None else [(norm, "weight")]
         self._tensors_of = [holder._parameters for holder, _ in weights]
         self._kinds = [kind for _, kind in weights]
+        self._shapes = _shapes(self._now())
         self._packed = _Packed((), [], [], [], b"")
 
     def run(
@@ -164,7 +165,7 @@ class WholeLayers:
         key, value, slots, start = past_key_values.places(first.attention.layer_idx)
         if not self._fits(states, attention_mask, position_embeddings, key):
             return None
-        if (packed := self._pack(past_key_values)) is None:
+        if (packed := self._pack(past_key_values, states.dtype)) is None:
             return None
         (batch, nodes, width), (size, scale) = states.shape, first.sizes
         out = torch.empty_like(states)
@@ -199,24 +200,32 @@ class WholeLayers:
                 return False
         return key.dtype == states.dtype and key.shape[0] == batch
 
-    def _pack(self, cache: SlabCache) -> bytes | None:
+    def _now(self) -> list[Tensor | None]:
+        return list(map(dict.get, self._tensors_of, self._kinds))
+
+    def _pack(self, cache: SlabCache, dtype: torch.dtype) -> bytes | None:
         """The layers as `cpu_kernels.c` is given them; None where one is not what it was."""
         if any(self._hooks):
             return None
         if not all(map(is_, map(getitem, self._holders, self._names), self._parts)):
             return None
-        tensors = list(map(dict.get, self._tensors_of, self._kinds))
-        found = self._packed  # read once: other threads decode too
+        found, tensors = self._packed, self._now()  # read once: other threads decode too
         same = bool(found.tensors) and all(map(is_, tensors, found.tensors))
         present = found.present if same else [each for each in tensors if each is not None]
         addresses = [each.data_ptr() for each in present]
         same = same and addresses == found.addresses
+        if present[0].dtype != dtype or not (same or _shapes(tensors) == self._shapes):
+            return None
         if (not same or torch.is_grad_enabled()) and not plain(*present):
             return None
         if not same or found.cache != cache.address:
             layers = b"".join(each.packed(cache) for each in self.layers)
             found = self._packed = _Packed(cache.address, tensors, present, addresses, layers)
         return found.layers
+
+
+def _shapes(tensors: Sequence[Tensor | None]) -> list[torch.Size | None]:
+    return [None if each is None else each.shape for each in tensors]
 
 
 def take_whole_layers(model: nn.Module) -> int:

@@ -132,6 +132,28 @@ def test_weights_that_are_moved_or_changed_are_read_where_they_are() -> None:
     assert torch.equal(ours.generate(ids, **GREEDY), before)
 
 
+@pytest.mark.parametrize("what", ["type", "shape"])
+def test_weights_that_do_not_fit_are_left_to_torch(what: str, ran: list[bool]) -> None:
+    ours = Speculator(large_enough(torch.float32), compile=True)
+    ours.generate(prompts([9])[0], **GREEDY)
+    inner, cache = decoder(ours), ours.target.cache
+    for layer in inner.layers:
+        down = layer.mlp.down_proj
+        if what == "type":
+            layer.to(torch.bfloat16)
+        else:
+            down.weight = nn.Parameter(down.weight[:, :256].contiguous())
+    if what == "type":
+        inner.norm.to(torch.bfloat16)
+    cache.set_slots(range(9, 10), 10, 9)
+    whole: Any = vars(inner)["forward"].args[1].__self__
+    place, states = torch.tensor([[9]]), torch.randn(1, 1, 256)
+    with torch.no_grad():
+        given: dict[str, Any] = {"position_ids": place, "past_key_values": cache}
+        assert whole.run(inputs_embeds=states, **given) is None
+    assert any(ran)
+
+
 def test_a_model_that_does_something_else_keeps_its_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = Speculator(large_enough(torch.float32), compile=True)
     copied = copy.deepcopy(decoder(ours))
