@@ -188,8 +188,9 @@ def worst() -> dict[str, float]:
         [query, key, *(angle.expand(2, -1, -1) for angle in angles), *each, slots, value]
         for each in written
     ]
+    query, key, cos, sin, *given = both[0]
     turned: list[Any] = [
-        kernels.rotate(*both[0][:4], (*both[0][4:],)), fused_writes.rotate_and_write(*both[1])
+        kernels.rotate(query, key, cos, sin, tuple(given)), fused_writes.rotate_and_write(*both[1])
     ]  # fmt: skip
     pairs = zip([*turned[0], *written[0]], [*turned[1], *written[1]], strict=True)
     found["rotate and write"] = torch.stack([(a - b).abs().max() for a, b in pairs])
