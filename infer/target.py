@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from headstart.heads import DrafterGroup, OptionError, SlabCache, TokenTree, UnsupportedTarget
 from headstart.heads.core import (
     AttentionWindows,
-    CpuLinear,
     FeatureTap,
     FusedLayers,
     LayerShape,
@@ -31,6 +30,7 @@ from headstart.heads.core import (
     prefill_forward,
     probe_layers,
     run_streamed,
+    runs_by_kernels,
     runs_packed,
     take_whole_models,
     tree_forward,
@@ -154,7 +154,7 @@ class Target:
         if self._packing is not None:
             model = self._packing.copy(model)
         self.runner = model  # the model that forwards run
-        self.kernels = any(isinstance(part, CpuLinear) for part in model.modules())
+        self.kernels = runs_by_kernels(model)
         windows = AttentionWindows.of(model)
         self.shapes = probe_layers(model)
         self.windows = choose_attention(

@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
+from tqdm import tqdm
 from transformers.generation.configuration_utils import CompileConfig
 
 from headstart.heads import TokenTree
@@ -68,7 +70,8 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     watch = Stopwatch(device)
     reads = {f"read: {name}": partial(_read, watch, call) for name, call in kernels.items()}
     take_turns({**ways, **reads}, [ids])  # warms up
-    turns = take_turns({**ways, **reads}, [ids] * options.repeats)
+    repeats = tqdm([ids] * options.repeats, desc=f"{shape}: decode", file=sys.stderr)
+    turns = take_turns({**ways, **reads}, repeats)
     runs = {name: Runs.of(turns[name], ids.shape[1]) for name in ways}
     taken = medians({name: turns[name] for name in reads})
     loops = {name: loop_share(each, ways[name], ids) for name, each in ours.items()}

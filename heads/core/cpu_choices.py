@@ -9,25 +9,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .cpu_compile import TYPES, Choice, kernels
-
-
-def _fit(*given: Tensor | None) -> bool:
-    return all(each is None or (each.is_cpu and not each.requires_grad) for each in given)
+from .cpu_compile import Choice, kernels
+from .cpu_kernels import plain
 
 
 def best_tokens(scores: Tensor) -> Tensor | None:
     """See `sampling.argmax`; None where no kernel fits."""
+    scores = scores.contiguous()
+    if not scores.numel() or not plain(scores):
+        return None
     size = scores.shape[-1]
-    if not _fit(scores) or scores.dtype not in TYPES or not scores.numel():
-        return None
-    if (found := kernels(scores.dtype)) is None:
-        return None
-    scores, rows = scores.contiguous(), scores.numel() // size
+    rows = scores.numel() // size
     best = torch.empty(scores.shape[:-1], dtype=torch.long)
     now = Choice(batch=1, rows=rows, size=size, score_rows=rows, threads=torch.get_num_threads())
     now.scores, now.best = scores.data_ptr(), best.data_ptr()
-    found.choose(now)
+    kernels(scores.dtype).choose(now)
     return best
 
 
@@ -49,10 +45,9 @@ def with_noise(
     Returns:
         [B, M, V] float64, or the best of them, [B, M] int64, -1 where that is no finite number.
     """
-    known = scores.dtype == torch.float32 and _fit(scores, seeds, positions, tokens)
-    if not known or not scores.numel() or (found := kernels(torch.float32)) is None:
-        return None
     scores, positions, seeds = scores.contiguous(), positions.contiguous(), seeds.contiguous()
+    if scores.dtype != torch.float32 or not scores.numel() or not plain(scores):
+        return None
     tokens = None if tokens is None else tokens.contiguous()
     (batch, score_rows, size), position_rows = scores.shape, positions.shape[1]
     rows = max(score_rows, position_rows)
@@ -67,5 +62,5 @@ def with_noise(
     else:
         made = torch.empty(batch, rows, size, dtype=torch.float64)
         now.out = made.data_ptr()
-    found.choose(now)
+    kernels(scores.dtype).choose(now)
     return made

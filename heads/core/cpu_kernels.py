@@ -9,6 +9,7 @@ types are.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import struct
 import sys
 from collections.abc import Iterable, Sequence
@@ -27,7 +28,8 @@ _MOST_QUERIES = 64
 
 _PRODUCTS = struct.Struct("18q")  # what the kernel is given, see `cpu_kernels.c`
 
-_HUGE, _COLLAPSE = 2 << 20, 25  # bytes of a huge page, and Linux's number of MADV_COLLAPSE
+_HUGE = 2 << 20  # bytes of a huge page
+_HUGE_LATER, _COLLAPSE = 14, 25  # Linux's numbers of MADV_HUGEPAGE and MADV_COLLAPSE
 
 
 def fits_kernels(layer: nn.Module) -> TypeGuard[nn.Linear]:
@@ -223,11 +225,25 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> None:
     At each page of 4 KB a core waits for where the next one is. Nothing of the tensors changes, nor
     their addresses; a mapped file's pages stay what they are.
     """
-    if sys.platform != "linux":
-        return
     spans = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors]
     pages = {page for first, end in spans for page in range(first // _HUGE, -(-end // _HUGE))}
+    for page in sorted(pages):
+        _advise(page * _HUGE, _HUGE, _COLLAPSE)
+
+
+def in_huge_pages(tensor: Tensor) -> Tensor:
+    """A copy, written to pages of 2 MB at once; at its ends `use_huge_pages` makes some later."""
+    made, page = torch.empty_like(tensor), mmap.PAGESIZE
+    first, end = -(-made.data_ptr() // page), (made.data_ptr() + made.nbytes) // page
+    if end > first:
+        _advise(first * page, (end - first) * page, _HUGE_LATER)
+    return made.copy_(tensor)
+
+
+def _advise(address: int, size: int, advice: int) -> None:
+    """Tell Linux how memory is to be kept, which it may not heed."""
+    if sys.platform != "linux":
+        return
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    for page in sorted(pages):
-        madvise(page * _HUGE, _HUGE, _COLLAPSE)
+    madvise(address, size, advice)

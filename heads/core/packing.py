@@ -13,7 +13,6 @@ import copy
 import ctypes
 import logging
 import math
-import mmap
 import sys
 import time
 import weakref
@@ -27,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
 
-from .cpu_kernels import CpuLinear, fits_kernels, use_huge_pages
+from .cpu_kernels import CpuLinear, fits_kernels, in_huge_pages, use_huge_pages
 from .offload import offloaded
 
 logger = logging.getLogger(__name__)
@@ -259,7 +258,7 @@ class Packing:
         # What is left may be parts of a mapped file, which stays as long as any of them does.
         for weight in model.parameters():
             if type(weight) is nn.Parameter:
-                weight.data = _copied(weight.data)
+                weight.data = in_huge_pages(weight.data)
         _mark(model)
         _return_memory()
         use_huge_pages(_by_kernels(model))
@@ -272,21 +271,6 @@ class Packing:
             self._chosen[kind] = next(exact, None)
         way = self._chosen[kind]
         return None if way is None else way(layer)
-
-
-def _copied(weight: Tensor) -> Tensor:
-    """A copy of a weight, written to pages of 2 MB at once, so that none is made of others later.
-
-    `use_huge_pages` sees to what is left.
-    """
-    made = torch.empty_like(weight)
-    if sys.platform == "linux":
-        first, end = made.data_ptr() // mmap.PAGESIZE + 1, made.data_ptr() + made.nbytes
-        if (size := end // mmap.PAGESIZE - first) > 0:
-            madvise = ctypes.CDLL(None).madvise
-            madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-            madvise(first * mmap.PAGESIZE, size * mmap.PAGESIZE, mmap.MADV_HUGEPAGE)
-    return made.copy_(weight)
 
 
 def _packed_beside(layers: Iterable[nn.Module]) -> int:
@@ -310,13 +294,15 @@ def runs_packed(model: nn.Module) -> bool:
     return getattr(model, _MARK, False)
 
 
+def runs_by_kernels(model: nn.Module) -> bool:
+    """Whether the kernels for CPUs compute some of a model's linear layers."""
+    return any(isinstance(part, CpuLinear) for part in model.modules())
+
+
 def layers_run_by(model: nn.Module) -> str | None:
     """What computes a model's linear layers, as reports name it; None for torch alone."""
-    parts = list(model.modules())
-    found = {
-        "kernels": any(isinstance(part, CpuLinear) for part in parts),
-        "packed weights": any(isinstance(part, PackedLinear) for part in parts),
-    }
+    packed = any(isinstance(part, PackedLinear) for part in model.modules())
+    found = {"kernels": runs_by_kernels(model), "packed weights": packed}
     return " and ".join(name for name, here in found.items() if here) or None
 
 

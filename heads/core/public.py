@@ -25,6 +25,7 @@ from .packing import (
     copy_fits,
     layers_run_by,
     packing_pays,
+    runs_by_kernels,
     runs_packed,
 )
 from .prefetch import Prefetch, alone, run_streamed

@@ -148,6 +148,11 @@ class WholeLayers:
         self._shapes = _shapes(self._now())
         self._packed = _Packed((), [], [], [], b"")
 
+    @property
+    def heard(self) -> bool:
+        """Whether somebody listens to a part."""
+        return any(self._hooks)
+
     def run(
         self,
         states: Tensor,
@@ -205,7 +210,7 @@ class WholeLayers:
 
     def _pack(self, cache: SlabCache, dtype: torch.dtype) -> bytes | None:
         """The layers as `cpu_kernels.c` is given them; None where one is not what it was."""
-        if any(self._hooks):
+        if self.heard:
             return None
         if not all(map(is_, map(getitem, self._holders, self._names), self._parts)):
             return None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from .cache import LayerShape, SlabCache
+from .cpu_kernels import MOST_ROWS
 from .few_rows import few_rows
 from .fused import nearly_equal
 from .whole_layer import WholeLayer, WholeLayers, run_instead, take_whole_layers
@@ -53,8 +54,10 @@ class WholeModel:
         past_key_values: Any = None,
         **options: Any,
     ) -> BaseModelOutputWithPast | None:
-        """What the model returns; None, with nothing done, where this does not fit."""
+        """What the model returns; None where this does not fit."""
         if position_ids is None or not isinstance(past_key_values, SlabCache):
+            return None
+        if self.layers.heard or position_ids.numel() > MOST_ROWS:  # before anything is computed
             return None
         if isinstance(attention_mask, dict):
             attention_mask = attention_mask.get(self._kind)

@@ -376,7 +376,7 @@ def test_what_is_loaded_by_name_is_tried_and_what_is_passed_in_stays(
     assert [state(each)[::2] for each in (model, *group.drafters)] == before
 
 
-def test_what_cannot_run_fused_runs_packed_all_the_same() -> None:
+def test_a_model_that_turns_a_part_of_each_head_runs_packed() -> None:
     """GPT-NeoX turns a part of each head alone."""
     sizes: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 2}
     more = {"vocab_size": COMMON["vocab_size"], "hidden_size": 64, "intermediate_size": 96}

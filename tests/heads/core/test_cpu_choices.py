@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads.core import cpu_choices, row_seeds
+from headstart.heads.core import cpu_choices, cpu_kernels, row_seeds
 from headstart.heads.core.sampling import Sampling, Stream, argmax
 
 SIZES = (1, 5, 16, 1000, 4096, 12_293)
@@ -98,6 +98,6 @@ def test_what_does_not_fit_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     for scores in (torch.randn(1, 1, 4).double(), torch.randn(1, 1, 4, requires_grad=True)):
         given = scores, seeds, positions, None, 0, True
         assert cpu_choices.best_tokens(scores) is None and cpu_choices.with_noise(*given) is None
-    monkeypatch.setattr(cpu_choices, "kernels", lambda dtype: None)
+    monkeypatch.setattr(cpu_kernels, "kernels", lambda dtype: None)
     assert cpu_choices.best_tokens(torch.randn(1, 4)) is None
     assert Sampling(kernels=True).best(torch.tensor([[1.0, 3.0]])).tolist() == [1]

@@ -103,6 +103,16 @@ def test_hooks_are_called(part: str, ran: list[bool]) -> None:
     assert len(heard) < 60 and ran and all(ran[1:])
 
 
+def test_nothing_is_done_twice_where_a_layer_is_listened_to() -> None:
+    ours = Speculator(large_enough(torch.float32), compile=True)
+    inner, heard = decoder(ours), list[int]()
+    inner.layers[1].register_forward_hook(lambda *_: None)
+    for part in (inner.embed_tokens, inner.rotary_emb):
+        part.register_forward_hook(lambda *_: heard.append(1))
+    ours.generate(prompts([9])[0], **GREEDY)
+    assert len(heard) == 2 * 24  # the prompt, and each round
+
+
 @pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp", "input_layernorm"])
 def test_a_part_that_is_replaced_runs(name: str, ran: list[bool]) -> None:
     ours = Speculator(large_enough(torch.float32), compile=True)
