@@ -11,8 +11,10 @@ weights. One that nobody else holds is packed in place, and has each weight once
 
 import copy
 import ctypes
+import itertools
 import logging
 import math
+import operator
 import sys
 import time
 import weakref
@@ -310,34 +312,42 @@ def packing_pays(model: nn.Module, rows: Sequence[int] = (1, 8)) -> bool:
     """Whether a model's forwards are faster packed, by a short trial of its linear layers.
 
     Never where weights are streamed in. Of each kind of layer as many are packed meanwhile as fill
-    `_TRIED`, so that their weights come from memory as in decoding, and those of a kind are timed
-    in turns with torch's own.
+    `_TRIED`, so that their weights come from memory as in decoding. Packed layers and torch's own
+    take turns, and the fastest turn of each layer counts: on a busy machine there is hardly one in
+    which no layer waits for a core. The trial ends once two turns or more show that packing pays.
     """
     kinds: dict[tuple[Any, ...], list[nn.Linear]] = {}
     if offloaded(model):
         return False
     for layer in filter(packable, model.modules()):
         kinds.setdefault((layer.weight.dtype, *layer.weight.shape), []).append(layer)
-    own = packed = 0.0
-    with torch.no_grad():
-        for (dtype, _, size), layers in kinds.items():
-            tried = layers[: max(1, _TRIED // layers[0].weight.nbytes)]
-            ways = tried, [next(_ways(layer))(layer) for layer in tried]
-            for count in rows:
-                states = torch.randn(count, size).to(dtype)
-                turns = [[_seconds(way, states) for way in ways] for _ in range(_TURNS)]
-                fastest = [
-                    min(each) * len(layers) / len(tried) for each in zip(*turns, strict=True)
-                ]
-                own, packed = own + fastest[0], packed + fastest[1]
-    return packed < _SAVED * own
+    own, packed, weights, states = [], [], [], []  # for each call of a layer that is tried
+    for (dtype, _, size), layers in kinds.items():
+        tried = layers[: max(1, _TRIED // layers[0].weight.nbytes)]
+        ways = [next(_ways(layer))(layer) for layer in tried]
+        for count in rows:
+            own += tried
+            packed += ways
+            weights += [len(layers) / len(tried)] * len(tried)
+            states += [torch.randn(count, size).to(dtype)] * len(tried)
+    fastest = [[math.inf] * len(own)] * 2  # seconds of each call, torch's own and packed
+    for turn in range(_TURNS):
+        for way, calls in enumerate((own, packed)):
+            fastest[way] = list(map(min, fastest[way], _seconds(calls, states)))
+        taken = [sum(map(operator.mul, weights, each)) for each in fastest]
+        if turn and taken[1] < _SAVED * taken[0]:
+            return True
+    return False
 
 
-def _seconds(layers: Sequence[nn.Linear], states: Tensor) -> float:
-    start = time.perf_counter()
-    for layer in layers:
-        layer(states)
-    return time.perf_counter() - start
+@torch.no_grad()
+def _seconds(layers: Sequence[nn.Linear], states: Sequence[Tensor]) -> list[float]:
+    """How long each layer takes."""
+    ends = [time.perf_counter()]
+    for layer, given in zip(layers, states, strict=True):
+        layer(given)
+        ends.append(time.perf_counter())
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 def _mark(model: nn.Module) -> None:

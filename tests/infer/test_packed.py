@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import itertools
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -404,6 +405,23 @@ def test_copies_of_a_model_share_what_is_packed(
     runners: list[Any] = [Speculator(model, compile=True).target.runner, first.target.runner]
     new, old = (each.lm_head._packed.to_dense() for each in runners)
     assert torch.equal(new, model.lm_head.weight) and torch.equal(old, -new)
+
+
+def test_the_trial_is_not_led_astray_by_a_busy_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    (model, _), calls, packed_seconds = own(None), itertools.count(), 0.5
+
+    def seconds(layers: list[Any], states: list[Tensor]) -> list[float]:
+        """Packed layers wait for a core in three of four turns, never all in the same one."""
+        turn = next(calls) // 2
+        if not isinstance(layers[0], PackedLinear):
+            return [1.0] * len(layers)
+        return [packed_seconds + 9.0 * bool((turn + at) % 4) for at in range(len(layers))]
+
+    monkeypatch.setattr(packing, "_seconds", seconds)
+    assert packing.packing_pays(model)
+    assert next(calls) == 2 * 4  # as soon as each layer had its turn
+    packed_seconds = 2.0
+    assert not packing.packing_pays(model)
 
 
 def test_auto_makes_no_copy_that_would_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
