@@ -258,7 +258,7 @@ class Target:
     def commit(self, path: Tensor) -> None:
         """Keep the keys and values of the last tree's `path` [B, A] (nodes from the root on)."""
         # Entries past the accepted count land in slots that the next round overwrites.
-        self.cache.commit(path)
+        self.cache.commit(path, self.kernels)
 
     def _run_tapped(self, tokens: Tensor, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """The logits of a forward over tokens [B, T], and its features [B, T, F]."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from . import cpu_kernels
 from .fused import fused_writes
 from .fused_writes import write
 
@@ -131,6 +132,7 @@ class SlabCache(Cache):
 
     Attributes:
         batch, capacity: B rows of S slots.
+        contents: another object with each text or batch of texts.
         live: slots of each row that the next forward attends to.
         seen: what `get_seq_length` reports, for forwards without an explicit mask.
     """
@@ -230,12 +232,14 @@ class SlabCache(Cache):
 
     def clear(self) -> None:
         """Overwrite all with zeros: masked slots count as zero times what they hold, a NaN too."""
+        self.contents = object()
         for slab in self._slabs:
             slab.zero_()
 
     def adopt(self, other: SlabCache, rows: Tensor, slots: int) -> None:
         """Copy the first `slots` slots of another cache's rows into `rows` [R] of this one."""
         self.reserve(slots)
+        self.contents = object()
         for own, theirs in zip(self._slabs, other._slabs, strict=True):
             own.narrow(2, 0, slots).index_copy_(1, rows.to(own.device), theirs.narrow(2, 0, slots))
 
@@ -318,16 +322,21 @@ class SlabCache(Cache):
             return key, value, None, given.start
         return key, value, self._slots[key.device], 0
 
-    def commit(self, path: Tensor) -> None:
+    def commit(self, path: Tensor, kernels: bool = False) -> None:
         """Move what the last forward wrote for nodes `path` [B, A] to its first A slots, in order.
 
         One `plain_move` for all layers of a slab; on CUDA one launch, where triton is.
+
+        Args:
+            kernels: whether the kernels for CPUs may do it.
         """
         slots = self._flat_slots
-        if isinstance(slots, range):
-            numbers = torch.arange(slots.start, slots.stop, device=self._firsts.device)
-            slots = self._firsts + numbers
         for rows in self._rows:  # [entries, B*S, H, D]
+            if kernels and cpu_kernels.move_path(rows, slots, path):
+                continue
+            if isinstance(slots, range):
+                numbers = torch.arange(slots.start, slots.stop, device=self._firsts.device)
+                slots = self._firsts + numbers
             move = plain_move
             if no_kernel(rows.device) is None:
                 from .kernels import move_path as move

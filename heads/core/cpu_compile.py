@@ -103,6 +103,9 @@ _ARGUMENTS = {
         ctypes.c_char_p, _LONG, _POINTER, _POINTER, _LONG, _LONG, _POINTER, _POINTER, _ATTENTION,
         _POINTER, _LONG, _POINTER, _FLOAT, _INT,
     ],
+    "move_path": [
+        _POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _LONG, _POINTER, _LONG, _LONG,
+    ],
 }  # fmt: skip
 
 

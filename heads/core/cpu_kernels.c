@@ -342,3 +342,22 @@ void decoder_layers(const Decoder *layers, long count, const number *states, num
   free(space);
   free(between);
 }
+
+// Move what a cache's rows hold for nodes path [batch, steps] to their text's first slots, in order.
+// Of rows [entries, batch * apart, bytes], slots [batch, nodes] count through all texts; where slots
+// is NULL, those of each text are from first on. All that a text moves is read before it is written.
+void move_path(char *rows, long entries, long apart, long bytes, const int64_t *slots, long first,
+               long nodes, const int64_t *path, long batch, long steps) {
+  char *read = malloc(steps * bytes);
+  for (long each = 0; each < entries * batch; each++) {
+    long text = each % batch;
+    const int64_t *own = slots + text * nodes, *from = path + text * steps;
+    char *all = rows + each / batch * batch * apart * bytes;
+#define SLOT(node) (all + (slots ? own[node] : text * apart + first + (node)) * bytes)
+    for (long step = 0; step < steps; step++)
+      memcpy(read + step * bytes, SLOT(from[step]), bytes);
+    for (long step = 0; step < steps; step++) memcpy(SLOT(step), read + step * bytes, bytes);
+#undef SLOT
+  }
+  free(read);
+}

@@ -219,6 +219,30 @@ def attention_of(
     return Attention(None, key.data_ptr(), value.data_ptr(), pointer, None, *sizes, *steps, scale)
 
 
+def move_path(rows: Tensor, slots: Tensor | range, path: Tensor) -> bool:
+    """See `cache.plain_move`; False, with nothing done, where no kernel fits.
+
+    Args:
+        slots: also the range of slots that each of B rows wrote.
+    """
+    (batch, steps), (entries, places) = path.shape, rows.shape[:2]
+    whole = all(each.is_cpu and each.is_contiguous() for each in (rows, path))
+    if not whole or rows.dtype not in TYPES or (library := kernels(rows.dtype)) is None:
+        return False
+    flat, first, nodes = None, 0, len(slots)
+    if isinstance(slots, Tensor):
+        slots = slots.contiguous()
+        flat, nodes = slots.data_ptr(), slots.shape[1]
+    else:
+        first = slots.start
+    size = rows.stride(1) * rows.itemsize  # of a place
+    library.move_path(
+        rows.data_ptr(), entries, places // batch, size, flat, first, nodes, path.data_ptr(), batch,
+        steps,
+    )  # fmt: skip
+    return True
+
+
 def use_huge_pages(tensors: Iterable[Tensor]) -> None:
     """Have the system keep tensors in pages of 2 MB, where it can: reading them is faster.
 

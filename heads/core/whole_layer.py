@@ -11,7 +11,7 @@ import copy
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from operator import getitem, is_
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
@@ -108,22 +108,24 @@ class _Packed(NamedTuple):
     """What the kernel is given of layers and a cache, and what it was made of.
 
     Attributes:
-        cache: its address; tensors: weights and biases, None where there is none.
-        present: those that are not None; addresses: where these stand.
+        contents, cache: the cache's, and its address.
+        present: weights and biases that are not None; addresses: where these stand.
+        layers: None where the kernel does not fit.
     """
 
+    contents: object
     cache: tuple[int, ...]
-    tensors: list[Tensor | None]
     present: list[Tensor]
     addresses: list[int]
-    layers: bytes
+    layers: bytes | None
 
 
 class WholeLayers:
     """Decoder layers of one kind, one after the other, as one call.
 
-    What the kernel is given of them is put together once. Since then a layer may have been moved or
-    recast, or a part of it replaced or given a hook: each call looks whether one was.
+    What the kernel is given of them is put together once for each text. Before that a layer may
+    have been moved or recast, or a part of it replaced or given a hook: it is looked whether one
+    was. Where the weights stand is looked up in each call.
 
     Args:
         norm: of a model, which comes after its last layer.
@@ -146,12 +148,7 @@ class WholeLayers:
         self._tensors_of = [holder._parameters for holder, _ in weights]
         self._kinds = [kind for _, kind in weights]
         self._shapes = _shapes(self._now())
-        self._packed = _Packed((), [], [], [], b"")
-
-    @property
-    def heard(self) -> bool:
-        """Whether somebody listens to a part."""
-        return any(self._hooks)
+        self._packed = _Packed(None, (), [], [], None)
 
     def run(
         self,
@@ -159,9 +156,14 @@ class WholeLayers:
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         position_embeddings: Any = None,
+        packed: bytes | None = None,
         **options: Any,
     ) -> Tensor | None:
-        """The last layer's output [B, N, D]; None, with nothing done, where this does not fit."""
+        """The last layer's output [B, N, D]; None, with nothing done, where this does not fit.
+
+        Args:
+            packed: what the method `packed` gives; asked for when None.
+        """
         if not isinstance(past_key_values, SlabCache) or position_embeddings is None:
             return None
         first = self.layers[0]
@@ -170,7 +172,7 @@ class WholeLayers:
         key, value, slots, start = past_key_values.places(first.attention.layer_idx)
         if not self._fits(states, attention_mask, position_embeddings, key):
             return None
-        if (packed := self._pack(past_key_values, states.dtype)) is None:
+        if packed is None and (packed := self.packed(past_key_values)) is None:
             return None
         (batch, nodes, width), (size, scale) = states.shape, first.sizes
         out = torch.empty_like(states)
@@ -205,28 +207,29 @@ class WholeLayers:
                 return False
         return key.dtype == states.dtype and key.shape[0] == batch
 
+    def packed(self, cache: SlabCache) -> bytes | None:
+        """The layers as `cpu_kernels.c` is given them; None where one is not what it was."""
+        found = self._packed  # read once: other threads decode too
+        same = found.contents is cache.contents and found.cache == cache.address
+        if not same or list(map(Tensor.data_ptr, found.present)) != found.addresses:
+            found = self._packed = self._look(cache)
+        if torch.is_grad_enabled() and not plain(*found.present):
+            return None
+        return found.layers
+
+    @torch.no_grad()
+    def _look(self, cache: SlabCache) -> _Packed:
+        tensors, parts = self._now(), list(map(getitem, self._holders, self._names))
+        present = [each for each in tensors if each is not None]
+        fits = parts == self._parts and not any(self._hooks)
+        fits = fits and present[0].dtype == cache.dtype and _shapes(tensors) == self._shapes
+        fits = fits and plain(*present)
+        layers = b"".join(each.packed(cache) for each in self.layers) if fits else None
+        addresses = [each.data_ptr() for each in present]
+        return _Packed(cache.contents, cache.address, present, addresses, layers)
+
     def _now(self) -> list[Tensor | None]:
         return list(map(dict.get, self._tensors_of, self._kinds))
-
-    def _pack(self, cache: SlabCache, dtype: torch.dtype) -> bytes | None:
-        """The layers as `cpu_kernels.c` is given them; None where one is not what it was."""
-        if self.heard:
-            return None
-        if not all(map(is_, map(getitem, self._holders, self._names), self._parts)):
-            return None
-        found, tensors = self._packed, self._now()  # read once: other threads decode too
-        same = bool(found.tensors) and all(map(is_, tensors, found.tensors))
-        present = found.present if same else [each for each in tensors if each is not None]
-        addresses = [each.data_ptr() for each in present]
-        same = same and addresses == found.addresses
-        if present[0].dtype != dtype or not (same or _shapes(tensors) == self._shapes):
-            return None
-        if (not same or torch.is_grad_enabled()) and not plain(*present):
-            return None
-        if not same or found.cache != cache.address:
-            layers = b"".join(each.packed(cache) for each in self.layers)
-            found = self._packed = _Packed(cache.address, tensors, present, addresses, layers)
-        return found.layers
 
 
 def _shapes(tensors: Sequence[Tensor | None]) -> list[torch.Size | None]:

@@ -57,7 +57,8 @@ class WholeModel:
         """What the model returns; None where this does not fit."""
         if position_ids is None or not isinstance(past_key_values, SlabCache):
             return None
-        if self.layers.heard or position_ids.numel() > MOST_ROWS:  # before anything is computed
+        packed = self.layers.packed(past_key_values)
+        if packed is None or position_ids.numel() > MOST_ROWS:  # before anything is computed
             return None
         if isinstance(attention_mask, dict):
             attention_mask = attention_mask.get(self._kind)
@@ -69,6 +70,7 @@ class WholeModel:
             attention_mask=attention_mask,
             past_key_values=past_key_values,
             position_embeddings=self._angles(states, position_ids, past_key_values.capacity),
+            packed=packed,
         )
         if found is None:
             return None

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from headstart.heads.core import cpu_compile, cpu_kernels
+from headstart.heads.core.cache import plain_move
 from headstart.heads.core.cpu_compile import kernels
 from headstart.heads.core.cpu_kernels import CpuLinear
 
@@ -230,6 +231,23 @@ def test_a_set_that_fails_gives_way_to_the_next(
         monkeypatch.setattr(torch, "cpu", SimpleNamespace())
         assert asked(torch.bfloat16, None) is None
     assert len(tried) == 2 and not caplog.text
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_accepted_paths_are_moved_as_torch_moves_them(batch: int, kernel_type: torch.dtype) -> None:
+    slots = 40
+    rows = torch.arange(5 * batch * slots * 6).view(5, batch * slots, 2, 3).to(kernel_type)
+    paths = torch.tensor([[0, 2, 4, 4], [3, 2, 1, 0], [1, 1, 5, 3]])[:batch]
+    firsts = torch.arange(batch).unsqueeze(1) * slots
+    even = firsts + torch.arange(7, 13)  # as `range(7, 13)` says it
+    uneven = even + torch.tensor([[3], [0], [21]])[:batch]
+    strided = uneven.mT.contiguous().mT
+    for given, flat in ((range(7, 13), even), (uneven, uneven), (strided, uneven)):
+        plain, ours = rows.clone(), rows.clone()
+        plain_move(plain, flat, paths)
+        assert cpu_kernels.move_path(ours, given, paths) and torch.equal(ours, plain)
+    assert not cpu_kernels.move_path(rows.mT, even, paths)
+    assert not cpu_kernels.move_path(rows.double(), even, paths)
 
 
 def test_huge_pages_change_no_number() -> None:

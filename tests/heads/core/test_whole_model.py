@@ -10,6 +10,7 @@ from torch import nn
 
 import headstart
 from headstart.heads.core import whole_model
+from headstart.heads.core.few_rows import few_rows
 from headstart.heads.core.whole_layer import WholeLayers
 from headstart.heads.core.whole_model import WholeModel, take_whole_models
 from headstart.infer import Speculator
@@ -142,6 +143,26 @@ def test_weights_that_are_moved_or_changed_are_read_where_they_are() -> None:
     assert torch.equal(ours.generate(ids, **GREEDY), before)
 
 
+def test_weights_that_are_moved_within_a_text_are_not_read_where_they_were() -> None:
+    ours = Speculator(large_enough(torch.float32), compile=True)
+    ours.generate(prompts([9])[0], **GREEDY)
+    inner, cache = decoder(ours), ours.target.cache
+    states = torch.randn(1, 1, 256)
+
+    def run() -> torch.Tensor:
+        cache.set_slots(range(9, 10), 10, 9)
+        place = torch.tensor([[9]])
+        with torch.no_grad(), few_rows():
+            return inner(inputs_embeds=states, position_ids=place, past_key_values=cache)[0]
+
+    before, weight = run(), inner.layers[0].mlp.down_proj.weight
+    old = weight.data
+    weight.data = -old
+    changed = run()
+    old.fill_(torch.nan)
+    assert not torch.equal(changed, before) and torch.equal(run(), changed)
+
+
 @pytest.mark.parametrize("what", ["type", "shape"])
 def test_weights_that_do_not_fit_are_left_to_torch(what: str, ran: list[bool]) -> None:
     ours = Speculator(large_enough(torch.float32), compile=True)
@@ -155,6 +176,7 @@ def test_weights_that_do_not_fit_are_left_to_torch(what: str, ran: list[bool]) -
             down.weight = nn.Parameter(down.weight[:, :256].contiguous())
     if what == "type":
         inner.norm.to(torch.bfloat16)
+    cache.clear()  # as for another text
     cache.set_slots(range(9, 10), 10, 9)
     whole: Any = vars(inner)["forward"].args[1].__self__
     place, states = torch.tensor([[9]]), torch.randn(1, 1, 256)
