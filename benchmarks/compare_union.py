@@ -20,7 +20,7 @@ import headstart
 from headstart.heads import Drafter, load_drafter
 from headstart.infer import Speculator, StaticTree, Union
 from headstart.infer.measure.baselines import decode_in_turns, timed_speculator
-from headstart.infer.measure.greedy_text import write_texts
+from headstart.infer.measure.own_text import write_texts
 from headstart.infer.measure.ranks import best_tree, measure_ranks
 from headstart.train.data.reading import read_documents
 

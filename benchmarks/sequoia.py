@@ -26,7 +26,7 @@ import torch
 
 import headstart
 from headstart.infer import Speculator
-from headstart.infer.measure.greedy_text import write_texts
+from headstart.infer.measure.own_text import write_texts
 from headstart.infer.measure.ranks import acceptance, measure_ranks, replay
 from headstart.infer.trees.optimal import OptimalTrees
 from headstart.train.data.reading import read_documents

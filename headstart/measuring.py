@@ -204,7 +204,7 @@ def measure(prepared: Prepared, matrix: Matrix) -> Measured:
 def _add_tree_shares(prepared: Prepared, matrix: Matrix, reports: Sequence[dict[str, Any]]) -> None:
     """Tell the fastest way how often each node of its tree is right, from recorded ranks."""
     from headstart.heads import Drafter
-    from headstart.infer.measure.greedy_text import write_texts
+    from headstart.infer.measure.own_text import write_texts
     from headstart.infer.measure.ranks import measure_ranks, path_shares
 
     best = max(reports, key=lambda report: report["speedup_vs_plain"]["median"])

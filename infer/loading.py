@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 NamedDrafter = DrafterSource | str | Path
 
+_USUAL = (1, 0.0)  # a single prompt, decoded greedily
 _LARGE = 64 << 20  # bytes of weights, below which a type hardly matters
 
 
@@ -109,28 +110,36 @@ def load(
     if compile == AUTO:
         compile = way_to_run(model, compile, in_place and by_name) or False
     ours: list[Any] = [model] if by_name else []  # what nobody else holds
-    trees: list[Any] = [None] * len(drafters)
+    trees: list[dict[tuple[int, float], Any]] = [{_USUAL: None} for _ in drafters]
     for number, each in enumerate(drafters):
         if isinstance(each, Drafter):
             continue
         source = DrafterSource.of(each, allow_pickle)
         if tree is None:
-            # A plan's tree is empty where only plain decoding pays; one of several drafters stays.
-            plan = source.plan(model, compiled=bool(compile))
-            planned = plan is not None and (plan.tree or len(drafters) == 1)
-            trees[number] = plan.tree if plan is not None and planned else source.tree
+            planned = {
+                (plan.batch_size, plan.temperature): plan.tree
+                for plan in source.plans(model, bool(compile))
+                # A plan's tree is empty where only plain decoding pays; one of several drafts on.
+                if plan.tree or len(drafters) == 1
+            }
+            trees[number] = {_USUAL: source.tree} | planned
         drafters[number] = load_drafter(source, model, tokenizer)
         ours.append(drafters[number])
     if in_place and way_to_run(model, compile) == PACKED:
         packing = Packing()
         for module in ours:
             packing.pack_in_place(module)
-    if trees == [[]]:
-        drafters = []  # no tree pays; the drafter was loaded because it may have adapted the target
+    chosen: Any = tree
+    if tree is None and len(drafters) == 1:
+        chosen = trees[0]
+        if all(each == [] for each in chosen.values()):
+            drafters = []  # it was loaded because it may have adapted the target
+    elif tree is None:
+        chosen = default_tree(drafters, [each[_USUAL] for each in trees])
     return Speculator(
         model,
         drafters,
-        tree=default_tree(drafters, trees) if tree is None else tree,
+        tree=chosen,
         rule=rule,
         expansion=expansion,
         tokenizer=tokenizer,

@@ -23,6 +23,7 @@ from .request import Request
 from .rules.reasons import reasons
 from .rules.rule_api import Verified
 from .speculator import Speculator
+from .trees.by_request import heat_of
 
 
 @dataclass(frozen=True)
@@ -131,7 +132,9 @@ def replay_round(
             found.append(_look(request, text, name))
         return input_ids
 
-    options.setdefault("max_new_tokens", 1 + number * (speculator.tree.max_depth + 1))
+    heat = heat_of(options.get("do_sample"), options.get("temperature"))
+    steps = speculator.tree_of(1, heat).max_depth + 1
+    options.setdefault("max_new_tokens", 1 + number * steps)
     with torch.inference_mode(False), torch.no_grad():
         generate: Any = speculator.model.generate
         generate(input_ids, custom_generate=replay, **options)

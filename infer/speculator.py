@@ -3,7 +3,7 @@
 import copy
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -38,11 +38,13 @@ from .rules.registry import choose_rule, find_rule
 from .stats import Drafted, Record, Stats
 from .streamer import RoundStreamer
 from .target import Target
+from .trees.by_request import TreesByRequest, heat_of
 from .trees.expansions import Expansion
 from .trees.parse import default_tree, parse_tree
 from .trees.policy import Policy
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+TreeOrNone = Policy | str | Sequence[Sequence[int]] | None
 
 
 class _Requests(threading.local):
@@ -104,7 +106,8 @@ class Speculator:
             be moved or recast between requests.
         drafter: bound to that target, or None to decode plainly in the same runtime; or several,
             whose trees are verified together, see `Union`.
-        tree: a policy, or what `parse_tree` reads; the deepest chain (of each) when None.
+        tree: a policy, or what `parse_tree` reads; the deepest chain (of each) when None. Or
+            one for each kind of request, by batch size and temperature, see `TreesByRequest`.
         rule: who is accepted when sampling, a name in `RULES`; None takes `coupled`. All but
             `typical` keep the target's distribution. Without sampling every rule is `greedy`.
         expansion: how children are chosen when sampling, see `Children`; None: the rule's own.
@@ -133,7 +136,7 @@ class Speculator:
         target: PreTrainedModel,
         drafter: Drafter | DrafterGroup | Sequence[Drafter] | None = None,
         *,
-        tree: Policy | str | Sequence[Sequence[int]] | None = None,
+        tree: TreeOrNone | Mapping[tuple[int, float], TreeOrNone] = None,
         rule: str | None = None,
         expansion: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -146,16 +149,21 @@ class Speculator:
         self.drafters = DrafterGroup.of(drafter)
         self.drafters.bind(target)
         self.rule, self.tokenizer = rule, tokenizer
-        self.tree = default_tree(self.drafters.drafters) if tree is None else parse_tree(tree)
+        trees = tree if isinstance(tree, Mapping) else {(1, 0.0): tree}
+        self._trees = TreesByRequest({kind: self._policy(each) for kind, each in trees.items()})
         record = find_rule(rule)
         self.expansion: Expansion = record.check_expansion(expansion)
-        record.check_tree(self.tree)
-        self.tree.check(self.drafter, self.expansion)  # type: ignore[arg-type]
+        for each in self._trees:
+            record.check_tree(each)
+            each.check(self.drafter, self.expansion)  # type: ignore[arg-type]
         self.stats = Stats()
         self._runs = {"attention": attention, "compile": compile, "fused": fused}
         self._captures = graphs
         self._lock, self._decodes = threading.RLock(), False
         self._set_up(target)
+
+    def _policy(self, tree: TreeOrNone) -> Policy:
+        return default_tree(self.drafters.drafters) if tree is None else parse_tree(tree)
 
     def _set_up(self, target: PreTrainedModel) -> None:
         """Find how the target is run, where it is and in its dtype."""
@@ -185,6 +193,15 @@ class Speculator:
             f"Speculator({type(self.model).__name__}, {' + '.join(names) or 'no drafter'}, "
             f"tree={self.tree.label!r}, rule={self.rule or 'greedy, or coupled when sampling'!r})"
         )
+
+    @property
+    def tree(self) -> Policy:
+        """The tree of a single prompt that is decoded greedily."""
+        return self.tree_of()
+
+    def tree_of(self, batch: int = 1, temperature: float = 0.0) -> Policy:
+        """The tree of requests of so many prompts, sampled at a temperature; 0 is greedily."""
+        return self._trees.of(batch, temperature)
 
     @property
     def drafter(self) -> Drafter | DrafterGroup | None:
@@ -364,7 +381,7 @@ class Speculator:
         request = Request(
             self.target,
             self.decoding_drafters,
-            self.tree,
+            self.tree_of(len(input_ids), heat_of(config.do_sample, config.temperature)),
             sampling,
             rule=rule,
             expansion=self.expansion if rule.samples else rule.children,

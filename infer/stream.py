@@ -110,8 +110,9 @@ class _Stream:
             processors.append(TemperatureLogitsWarper(temperature))
         seeds = torch.zeros(batch, dtype=torch.long, device=device) if temperature else None
         self.request = Request(
-            speculator.target, speculator.drafters, speculator.tree, Sampling(seeds, processors),
-            rule=rule, expansion=speculator.expansion if rule.samples else rule.children,
+            speculator.target, speculator.drafters, speculator.tree_of(batch, temperature),
+            Sampling(seeds, processors), rule=rule,
+            expansion=speculator.expansion if rule.samples else rule.children,
             eos=eos.flatten().tolist(),
         )  # fmt: skip
         rule.check_sampling(self.request.sampling)

@@ -24,7 +24,7 @@ from headstart.infer.measure.baselines import (
 )
 from headstart.infer.measure.costs import Costs, decode_times, measure_costs
 from headstart.infer.measure.forward_costs import verify_costs
-from headstart.infer.measure.greedy_text import decode_greedily, write_texts
+from headstart.infer.measure.own_text import decode_texts, write_texts
 from headstart.infer.speculator import Speculator
 from headstart.infer.trees.optimal import OptimalTrees
 from headstart.infer.trees.static import StaticTree
@@ -91,7 +91,7 @@ def compiled_costs(
     ids = random_prompt(model, context - new_tokens // 2)
     options = {"max_new_tokens": new_tokens, "do_sample": False}
     compiled = Speculator(model, compile="default")
-    decode_greedily(compiled, list(ids), 2)
+    decode_texts(compiled, list(ids), 2)
     seconds = compiled.stats.decode_seconds
     decoders = {
         "compiled": timed_speculator(compiled, **options),
@@ -209,9 +209,9 @@ def peak(
     """
     if ids.device.type != "cuda":
         return None
-    decode_greedily(Speculator(model, drafter, tree=tree), list(ids), new_tokens)  # libraries' own
+    decode_texts(Speculator(model, drafter, tree=tree), list(ids), new_tokens)  # libraries' own
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(ids.device)
-    decode_greedily(Speculator(model, drafter, tree=tree), list(ids), new_tokens)
+    decode_texts(Speculator(model, drafter, tree=tree), list(ids), new_tokens)
     return torch.cuda.max_memory_allocated(ids.device)

@@ -20,8 +20,8 @@ from headstart.infer.measure.baselines import (
     timed_generate,
     timed_speculator,
 )
-from headstart.infer.measure.greedy_text import write_texts
 from headstart.infer.measure.lossless_greedy import compare_greedy
+from headstart.infer.measure.own_text import write_texts
 from headstart.infer.measure.planner import make_plan
 from headstart.infer.measure.ranks import measure_ranks, replay
 from headstart.reports.description import describe

@@ -21,7 +21,7 @@ from headstart.heads.core.cache import no_kernel
 from headstart.infer.capture import CudaCapture
 from headstart.infer.graphs import RoundGraphs
 from headstart.infer.measure.costs import measure_costs
-from headstart.infer.measure.greedy_text import write_texts
+from headstart.infer.measure.own_text import write_texts
 from headstart.infer.measure.timing import Stopwatch
 from headstart.infer.speculator import Speculator
 

@@ -1,4 +1,4 @@
-"""Plans: the tree that the planner chose for a drafter, one for each kind of machine."""
+"""Plans: trees that the planner chose for a drafter, by kind of machine and of request."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -25,7 +25,7 @@ class Plan:
 
     Attributes:
         device, dtype: see `machine` and `dtype_name`.
-        batch_size: prompts decoded at once.
+        batch_size: prompts decoded at once; temperature: that they are sampled at, 0 for greedily.
         policy: the chosen candidate's name; `plain` where no tree is faster than plain decoding.
         tree: its rank paths; empty for plain decoding.
         tau, speedup: what is expected of it; 1 for plain decoding.
@@ -50,6 +50,7 @@ class Plan:
     new_tokens: int
     weights_sha256: str = ""  # of the drafter
     compiled: bool = False
+    temperature: int | float = 0.0
 
 
 def device_name(device: "torch.device") -> str:
@@ -90,26 +91,25 @@ def write_plan(folder: Path, plan: Plan) -> Path:
     document = asdict(plan)
     for candidate in document["candidates"]:
         candidate.pop("tree", None)  # hundreds of candidates, each of up to hundreds of paths
-    plans[plan_key(plan.device, plan.dtype, plan.batch_size, plan.compiled)] = document
+    kind = plan.device, plan.dtype, plan.batch_size, plan.compiled, plan.temperature
+    plans[plan_key(*kind)] = document
     with writing("the plan", folder):
         write_atomically(folder / PLAN, json.dumps(plans, indent=2, allow_nan=False) + "\n")
     return folder / PLAN
 
 
-def find_plan(
-    folder: Path, target: "PreTrainedModel", batch_size: int = 1, compiled: bool = False
-) -> Plan | None:
-    """The plan for a target's device and dtype and the artifact's weights; None without one.
+def find_plans(folder: Path, target: "PreTrainedModel", compiled: bool = False) -> list[Plan]:
+    """Plans for a target's device and dtype and the artifact's weights, for any requests.
 
-    Where no plan is for forwards that run `compiled`, or do not, it is the one for the others.
+    Where none of a batch size and temperature is for forwards that run `compiled`, or do not, it is
+    the one for the others.
     """
-    plans = {key: _plan(found, folder) for key, found in _read(folder).items()}
+    plans = read_plans(folder)
     own = read_manifest(folder).weights_sha256 if plans else ""
-    for faster in (compiled, not compiled):
-        plan = plans.get(plan_key(machine(target), dtype_name(target), batch_size, faster))
-        if plan is not None and plan.weights_sha256 == own:
-            return plan
-    return None
+    here = machine(target), dtype_name(target), own
+    plans = [each for each in plans if (each.device, each.dtype, each.weights_sha256) == here]
+    plans.sort(key=lambda each: each.compiled == compiled)
+    return list({(each.batch_size, each.temperature): each for each in plans}.values())
 
 
 def read_plans(folder: Path) -> list[Plan]:
@@ -117,8 +117,11 @@ def read_plans(folder: Path) -> list[Plan]:
     return [_plan(found, folder) for found in _read(folder).values()]
 
 
-def plan_key(device: str, dtype: str, batch_size: int, compiled: bool = False) -> str:
-    return f"{device}, {dtype}, batch {batch_size}{', compiled' if compiled else ''}"
+def plan_key(
+    device: str, dtype: str, batch_size: int, compiled: bool = False, temperature: float = 0.0
+) -> str:
+    sampled = f", temperature {temperature:g}" if temperature else ""
+    return f"{device}, {dtype}, batch {batch_size}{sampled}{', compiled' if compiled else ''}"
 
 
 def _plan(found: Any, folder: Path) -> Plan:

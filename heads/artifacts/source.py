@@ -25,7 +25,7 @@ from .files import (
 )
 from .hub import download, file_names, is_hub_name, split_revision
 from .manifest import Manifest, fingerprint, read_manifest, sha256, tokenizer_hash
-from .plan import Plan, find_plan
+from .plan import Plan, find_plans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -142,12 +142,9 @@ class DrafterSource:
         known = self.kind is SourceKind.ARTIFACT and (self.folder / TREE).is_file()
         return read_json(self.folder / TREE) if known else None
 
-    def plan(
-        self, target: PreTrainedModel, batch_size: int = 1, compiled: bool = False
-    ) -> Plan | None:
-        """An artifact's plan for a target's device and dtype; see `find_plan`."""
-        ours = self.kind is SourceKind.ARTIFACT
-        return find_plan(self.folder, target, batch_size, compiled) if ours else None
+    def plans(self, target: PreTrainedModel, compiled: bool = False) -> list[Plan]:
+        """An artifact's plans for a target's device and dtype; see `find_plans`."""
+        return find_plans(self.folder, target, compiled) if self.kind is SourceKind.ARTIFACT else []
 
     def check_target(
         self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None

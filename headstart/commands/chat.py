@@ -37,7 +37,8 @@ def run(options: argparse.Namespace) -> int:
     from headstart.reports.tables import said_of_forwards
 
     session = Session(speculator, options.system, options.max_new_tokens, sampling)
-    how = f"tree {speculator.tree.label}" if session.drafts else "no drafter: plain decoding"
+    tree = speculator.tree_of(1, options.temperature)
+    how = f"tree {tree.label}" if session.drafts else "no drafter: plain decoding"
     size = f", context of {session.context:,} tokens" if session.context else ""
     by = said_of_forwards(speculator.target.forwards)
     print(f"{options.target} · {how}{size}{by}", file=sys.stderr)

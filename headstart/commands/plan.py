@@ -2,6 +2,7 @@
 
 headstart plan --drafter runs/my-model/heads --prompts prompts.jsonl --limit 32
 headstart plan --drafter runs/my-model/heads --prompts prompts.jsonl --batch-size 4
+headstart plan --drafter runs/my-model/heads --prompts prompts.jsonl --temperature 0.7
 """
 
 import argparse
@@ -15,10 +16,11 @@ from headstart.long_prompts import prompts_of
 from headstart.terminal import UsageError, quiet_stdout, tell
 
 from . import options as shared
-from .options import positive, whole
+from .options import positive, temperature, whole
 
 _NODES = "the largest tree considered (default: 64, or 768 with --max-memory)"
 _REPORT = "where report.html and its pictures are written (default: runs/plan; or none)"
+_TEMPERATURE = "plan for text that is sampled at T (default: 0, greedy)"
 _MEASURE = "decode with the K best, and let that decide (default: 4)"
 
 
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="prompts decoded at once (default: 1)",
     )
+    add("--temperature", metavar="T", type=temperature, default=0.0, help=_TEMPERATURE)
     add("--max-nodes", metavar="N", type=positive, help=_NODES)
     add("--measure", metavar="K", type=whole, default=4, help=_MEASURE)
     add("--plot", metavar="FILE", type=Path, help="draw speedup against tree size (.png, .svg, …)")
@@ -83,6 +86,7 @@ def run(options: argparse.Namespace) -> int:
             speculator.drafter,
             prompts,
             batch_size=options.batch_size,
+            temperature=options.temperature,
             max_nodes=options.max_nodes,
             new_tokens=options.new_tokens,
             measure=options.measure,

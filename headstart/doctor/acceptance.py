@@ -16,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from headstart.heads import OptionError
 from headstart.heads.core import row_seeds, trained_context
 from headstart.infer import Speculator, Stats
-from headstart.infer.measure.greedy_text import BATCH, continue_greedily, with_features
+from headstart.infer.measure.own_text import BATCH, continue_texts, with_features
 from headstart.infer.measure.ranks import measure_ranks
 from headstart.long_prompts import is_cut, room_for, taken
 from headstart.train.data.documents import Document
@@ -200,7 +200,7 @@ class Decodes:
             with torch.no_grad():
                 for first in range(0, len(prompts), BATCH):
                     batch = prompts[first : first + BATCH]
-                    texts += continue_greedily(pair.target, batch, self.new_tokens)
+                    texts += continue_texts(pair.target, batch, self.new_tokens)
             long = [i for i, (text, prompt) in enumerate(texts) if len(text) - prompt > 1]
             if not long:
                 raise OptionError(

@@ -29,7 +29,7 @@ from headstart.heads.families import is_language_model
 from headstart.infer.trees.paths import RankPaths
 
 from .measured import percentages
-from .plans import at_once
+from .plans import requests_of
 from .tables import grid, print_apart, titled
 
 Description = dict[str, Any]
@@ -231,8 +231,9 @@ def _planned(plan: Description) -> str:
         said = f"{plan['policy']}, τ {plan['tau']:.2f}, {plan['speedup']:.2f} × plain"
     if not plan["current"]:
         said = f"for other weights, not used ({said})"
+    requests = requests_of(plan["batch_size"], plan["temperature"])
     how = ", faster forwards" if plan["compiled"] else ""
-    return f"{said}: {plan['device']}, {plan['dtype']}, {at_once(plan['batch_size'])}{how}"
+    return f"{said}: {plan['device']}, {plan['dtype']}, {requests}{how}"
 
 
 def _number(value: Any) -> bool:

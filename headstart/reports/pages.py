@@ -15,7 +15,7 @@ from headstart.train.figures.report.parts import NOTES, environment, sample
 from headstart.train.figures.report.training import training_pictures, tree_picture
 
 from .measured import gained_sampled, percentages, remarks, rule_name, shown, tree_name
-from .plans import at_once, draw_candidates, said_of_plan
+from .plans import draw_candidates, requests_of, said_of_plan
 from .tables import Report
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ def write_plan_page(plan: Plan, folder: Path) -> Path:
             ("tokens a round, τ", f"{plan.tau:.2f}"),
             ("trees considered", str(len(plan.candidates))),
             ("prompts", str(plan.prompts)),
-            ("decoded", at_once(plan.batch_size)),
+            ("decoded", requests_of(plan.batch_size, plan.temperature)),
         ],
         pictures=pictures,
         tables=[Table("The best trees", header, rows)],

@@ -34,7 +34,8 @@ def print_plan(plan: Plan, out: TextIO) -> None:
 
 def said_of_plan(plan: Plan) -> str:
     """What the plan expects, in a sentence or two."""
-    where = f"On this machine ({plan.device}, {plan.dtype}, {at_once(plan.batch_size)})"
+    requests = requests_of(plan.batch_size, plan.temperature)
+    where = f"On this machine ({plan.device}, {plan.dtype}, {requests})"
     best = plan.candidates[0]
     fast = _times(best)
     if plan.tree:
@@ -69,11 +70,14 @@ def _trimming(plan: Plan) -> list[str]:
 
 def _sentences(plan: Plan) -> list[str]:
     """What the plan expects, and what that holds for."""
+    written, others = "greedily", "at a temperature above 0 fewer drafted tokens are right"
+    if plan.temperature:
+        written, others = f"at temperature {plan.temperature:g}", "others have plans of their own"
     return [
         said_of_plan(plan),
         *_trimming(plan),
-        f"It holds for text like these {plan.prompts} prompts, written greedily: the ranks were "
-        "recorded on greedy text, and at a temperature above 0 fewer drafted tokens are right.",
+        f"It holds for text like that of these {plan.prompts} prompts, written {written}; "
+        f"{others} (headstart plan --temperature).",
     ]
 
 
@@ -114,9 +118,14 @@ def _times(candidate: dict[str, Any]) -> str:
     return f"{candidate['speedup']:.2f} times{real}"
 
 
-def at_once(batch_size: int) -> str:
-    """How many prompts are decoded together, in words."""
-    return "one prompt at a time" if batch_size == 1 else f"{batch_size} prompts at a time"
+def requests_of(batch_size: int, temperature: float) -> str:
+    """The requests that a plan is for, in words.
+
+    >>> requests_of(1, 0.0), requests_of(4, 0.7)
+    ('one prompt at a time', '4 prompts at a time at temperature 0.7')
+    """
+    prompts = "one prompt at a time" if batch_size == 1 else f"{batch_size} prompts at a time"
+    return f"{prompts} at temperature {temperature:g}" if temperature else prompts
 
 
 def check_plot(path: Path) -> None:
@@ -137,7 +146,8 @@ def draw_plan(plan: Plan, path: Path) -> None:
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
     draw_candidates(axes, plan)
-    axes.set_title(f"{plan.device}, {plan.dtype}, {at_once(plan.batch_size)}")
+    requests = requests_of(plan.batch_size, plan.temperature)
+    axes.set_title(f"{plan.device}, {plan.dtype}, {requests}")
     figure.savefig(path, dpi=150)
 
 

@@ -25,7 +25,8 @@ def print_tree(name: str, tree: str | None) -> int:
 
     source = DrafterSource(name)
     own = source.manifest.weights_sha256
-    plan = next((p for p in read_plans(source.folder) if p.weights_sha256 == own), None)
+    plans = [plan for plan in read_plans(source.folder) if plan.weights_sha256 == own]
+    plan = min(plans, key=lambda each: (each.temperature, each.batch_size), default=None)
     if tree:
         policy: Any = parse_tree(tree)
     elif plan is not None and plan.tree:
@@ -57,14 +58,15 @@ def print_round(options: argparse.Namespace, sampling: dict[str, Any]) -> int:
     inputs = tokenizer(options.prompt, return_tensors="pt", verbose=False).to(speculator.device)
     if inputs.input_ids.shape[1] == 0:
         raise UsageError("the prompt has no token in this model's vocabulary; give another")
-    if speculator.drafter is None:
+    tree = speculator.tree_of(1, options.temperature)
+    if speculator.drafter is None or tree.nodes == 1:
         raise UsageError("its plan for this machine is plain decoding; give --tree to draft anyway")
     found = replay_round(speculator, inputs.input_ids, options.round, **sampling)
     if options.json:
         print(to_json(json.loads(json.dumps(asdict(found)))))
         return 0
     name = token_name(tokenizer)
-    title = f"headstart inspect: round {options.round}, rule {found.rule}, {speculator.tree.label}"
+    title = f"headstart inspect: round {options.round}, rule {found.rule}, {tree.label}"
     console = titled(sys.stdout, title)
     tail = visible(tokenizer.decode(found.text[-40:]))
     print_apart(console, Text(f"…{tail}" if len(found.text) > 40 else tail, "dim"))

@@ -77,6 +77,7 @@ def way_report(
         `by_category` where there are categories.
     """
     ours, sampled = cell.found[name], cell.temperature > 0
+    tree = speculator.tree_of(cell.batch_size, cell.temperature)
     rule = choose_rule(speculator.rule, sampled)
     parts = RoundParts.middle(ours.parts)
     answers: list[list[Answer]] = [[] for _ in chats]
@@ -106,9 +107,9 @@ def way_report(
         "loop_overhead_ms": parts.get("loop", math.nan),
         "round_parts_ms": parts,
         "prefill_ms": median(ours.prefill_ms),
-        "nodes": speculator.tree.nodes,
-        "tree": str(speculator.tree),
-        "tree_label": speculator.tree.label,
+        "nodes": tree.nodes,
+        "tree": str(tree),
+        "tree_label": tree.label,
         "rule": rule.name,
         "exact": rule.exact,
         "temperature": cell.temperature,
@@ -124,8 +125,8 @@ def way_report(
         "by_prompt": _by_prompt(cell, name, chats, answers),
         "samples": _samples(chats, answers),
     }
-    if isinstance(speculator.tree, StaticTree):
-        report["tree_paths"] = [list(path) for path in speculator.tree.paths]
+    if isinstance(tree, StaticTree):
+        report["tree_paths"] = [list(path) for path in tree.paths]
     if any(chat.category for chat in chats):
         report["by_category"] = _by_category(cell, name, chats, answers)
     return report

@@ -19,7 +19,7 @@ from ..speculator import Speculator
 from ..stats import Stats
 from ..trees.static import StaticTree
 from .forward_costs import SECONDS, TURNS, context_of, draft_costs, output_cost, verify_costs
-from .greedy_text import Tick, Written, decode_greedily
+from .own_text import Tick, Written, decode_texts
 from .timing import take_turns
 
 _RUNS = 5  # times each probe decodes
@@ -72,6 +72,7 @@ def measure_costs(
     depth: int,
     tick: Tick = lambda: None,
     compile: bool | str = False,
+    temperature: float = 0.0,
 ) -> Costs:
     """Time forwards and real rounds, each kind in turn, at the texts' middle length.
 
@@ -80,6 +81,7 @@ def measure_costs(
         depth: the deepest level that trees will have.
         tick: called after each of `STEPS` parts.
         compile: how forwards run, see `Speculator`.
+        temperature: that the rounds sample at, 0 for greedily.
     """
     layers = drafter.config.feature_layers
     verify = verify_costs(target, layers, context_of(texts), sizes(max_nodes), tick, compile)
@@ -94,7 +96,7 @@ def measure_costs(
     prompts = [text.tokens[: text.prompt] for text in texts]
     new_tokens = max(len(text.tokens) - text.prompt for text in texts)
     speculators |= {"plain": Speculator(target, compile=compile)}
-    done = decode_times(speculators, [prompts] * _RUNS, new_tokens, tick, SECONDS)
+    done = decode_times(speculators, [prompts] * _RUNS, new_tokens, tick, SECONDS, temperature)
     rounds = {name: 1e3 * statistics.median(each) for name, each in done.per_round.items()}
     costs = Costs(rounds["plain"], verify, begin, extend, (0.0, 0.0, 0.0), output)
     rest = [rounds[str(tree)] - costs.forwards(tree) for tree in probes]
@@ -119,19 +121,21 @@ def decode_times(
     new_tokens: int,
     tick: Tick = lambda: None,
     seconds: float = math.inf,
+    temperature: float = 0.0,
 ) -> DecodeTimes:
-    """Decode batches of prompts [P] greedily with every speculator in turn, after a warm-up.
+    """Decode batches of prompts [P] with every speculator in turn, after a warm-up.
 
     Args:
         tick: called after each batch, also for those that are left out.
         seconds: no batch but the first one begins after this time.
+        temperature: 0 is greedily.
     """
     for speculator in speculators.values():
         warm = new_tokens if speculator.graphs is not None else min(new_tokens, _WARM)
-        decode_greedily(speculator, batches[0], warm)
+        decode_texts(speculator, batches[0], warm, temperature)
 
     def decode(speculator: Speculator, prompts: Sequence[Tensor]) -> Stats:
-        decode_greedily(speculator, prompts, new_tokens)
+        decode_texts(speculator, prompts, new_tokens, temperature)
         return speculator.stats
 
     runs = {name: partial(decode, speculator) for name, speculator in speculators.items()}

@@ -16,7 +16,7 @@ from headstart.heads.parts.vocabulary import TrimmedVocabulary
 from ..graphs import as_now, captures_rounds, repeated
 from ..target import Target
 from ..trees.static import StaticTree
-from .greedy_text import Tick, Written
+from .own_text import Tick, Written
 from .timing import Call, interleaved, medians
 
 SECONDS = 300.0  # no timing goes on for longer, but everything that is timed has a turn

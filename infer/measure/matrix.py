@@ -148,7 +148,7 @@ def measure_cell(
     decoders = _decoders(model, speculators, settings, temperature, batch_size)
     found = {name: Decoded() for name in decoders}
     for name, speculator in speculators.items():
-        found[name].stats = Stats(speculator.tree.max_depth)
+        found[name].stats = Stats(speculator.tree_of(batch_size, temperature).max_depth)
     batches = list(_batches(chats, batch_size))
     title = f"bench, temperature {temperature:g}"
     for number, batch in enumerate(tqdm(batches, desc=title, unit="batch", file=sys.stderr)):

@@ -18,9 +18,9 @@ from ..speculator import Speculator
 from ..target import AUTO, way_to_run
 from ..trees.limits import check_size
 from .candidates import SMALL, Candidate, rank_trees, reach
-from .costs import STEPS, decode_times, measure_costs
+from .costs import STEPS, DecodeTimes, decode_times, measure_costs
 from .forward_costs import SECONDS
-from .greedy_text import BATCH, Tick, write_texts
+from .own_text import BATCH, write_texts
 from .ranks import acceptance, measure_ranks
 
 MIN_SPEEDUP = 1.02
@@ -36,6 +36,7 @@ def make_plan(
     prompts: Sequence[Tensor],
     *,
     batch_size: int = 1,
+    temperature: float = 0.0,
     max_nodes: int | None = None,
     new_tokens: int = 128,
     measure: int = 0,
@@ -47,6 +48,8 @@ def make_plan(
     Args:
         drafter: bound to the target.
         prompts: token ids, each [P] or [1, P].
+        batch_size, temperature: of the requests that the plan is for. Sampled ones are decoded by
+            the rule `coupled`; 0 is greedily.
         max_nodes: the largest tree considered, the root counted; None takes 64, or 768 for a target
             whose weights are streamed in, where a node costs next to nothing.
         measure: decode with this many of the best candidates, and choose among them by that.
@@ -77,15 +80,16 @@ def make_plan(
     trials = batches * -(-_RUNS // len(batches)) if measure else []
     parts = 2 * -(-len(prompts) // BATCH) + STEPS + len(trials)
     with tqdm(total=parts, desc="plan", unit="part", disable=not progress) as bar:
-        texts = write_texts(target, drafter, prompts, new_tokens, bar.update)
-        ranks = measure_ranks(drafter, texts, min(max_nodes - 1, reach(max_nodes)[0]), bar.update)
+        texts = write_texts(target, drafter, prompts, new_tokens, bar.update, temperature)
+        most = min(max_nodes - 1, reach(max_nodes)[0])
+        ranks = measure_ranks(drafter, texts, most, bar.update, temperature)
         if not sum(map(len, ranks)):
             raise OptionError(
                 "the target ends every text after its first token, so there is no round to plan; "
                 "give other prompts."
             )
         depth = ranks[0].shape[1]
-        given = texts[:batch_size], max_nodes, depth, bar.update, compile
+        given = texts[:batch_size], max_nodes, depth, bar.update, compile, temperature
         costs = measure_costs(target, drafter, *given)
         found = rank_trees(ranks, costs, drafter.independent, max_nodes, batch_size)
         if measure:
@@ -93,7 +97,8 @@ def make_plan(
             for each in found[:measure]:
                 made = Speculator(target, drafter, tree=each.tree, compile=compile)
                 speculators[each.name] = made
-            found = _measured(found, speculators, trials, new_tokens, bar.update)
+            given = speculators, trials, new_tokens, bar.update, SECONDS, temperature
+            found = _measured(found, decode_times(*given))
     best = found[0]
     policy, tree, tau, speedup = best.name, best.tree, best.tau, best.best_known
     if speedup < MIN_SPEEDUP:
@@ -106,18 +111,12 @@ def make_plan(
         prompts=len(prompts),
         new_tokens=new_tokens,
         compiled=bool(compile),
+        temperature=temperature,
     )  # fmt: skip
 
 
-def _measured(
-    found: list[Candidate],
-    speculators: dict[str, Speculator],
-    batches: Sequence[Sequence[Tensor]],
-    new_tokens: int,
-    tick: Tick,
-) -> list[Candidate]:
-    """The candidates that have a speculator, with measured figures, best first; then the others."""
-    done = decode_times(speculators, batches, new_tokens, tick, SECONDS)
+def _measured(found: list[Candidate], done: DecodeTimes) -> list[Candidate]:
+    """The candidates that have decoded, with measured figures, best first; then the others."""
 
     def measured(candidate: Candidate) -> Candidate:
         # The median over the runs, since a machine that stalls does so in a few of them.
@@ -129,5 +128,5 @@ def _measured(
             measured_speedup=faster * done.loops["plain"] / max(done.loops[candidate.name], 1),
         )
 
-    known = [measured(each) for each in found if each.name in speculators]
+    known = [measured(each) for each in found if each.name in done.per_round]
     return sorted(known, key=lambda each: -each.best_known) + found[len(known) :]

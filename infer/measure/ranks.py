@@ -1,6 +1,6 @@
 """Recorded ranks: the rank at which a drafter's proposals hold each token of the target's text.
 
-Recorded once along the target's own greedy text, they give what any tree of the drafter's best
+Recorded once along the target's own text, they give what any tree of the drafter's best
 tokens would have accepted, round by round, without running the target again (see `replay`), and
 the tree that would have accepted most.
 """
@@ -10,16 +10,19 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from headstart.heads import Drafter, Step
+from headstart.heads import Drafter, Sampling, Step
+from headstart.heads.core import row_seeds
 
-from .greedy_text import BATCH, Tick, Written
+from ..trees.children import Children, rows_of
+from .own_text import BATCH, Tick, Written
 
 MISSED = 1 << 20
 """The rank of a token that was not proposed, or that is past the end of the text."""
@@ -32,7 +35,11 @@ _DEPTH = 8  # levels recorded of a drafter that has no bound of its own
 
 @torch.no_grad()
 def measure_ranks(
-    drafter: Drafter, texts: Sequence[Written], depth: int | None = None, tick: Tick = lambda: None
+    drafter: Drafter,
+    texts: Sequence[Written],
+    depth: int | None = None,
+    tick: Tick = lambda: None,
+    temperature: float = 0.0,
 ) -> list[Tensor]:
     """Record a drafter's ranks through the calls of its contract alone.
 
@@ -46,6 +53,8 @@ def measure_ranks(
         texts: see `write_texts`.
         depth: K, the levels recorded; None takes the drafter's own bound, or 8.
         tick: called after each batch of texts.
+        temperature: that the texts were sampled at, with their seeds; 0 is greedily. The ranks are
+            then those after the noise of the text, which children of the rule `coupled` share.
 
     Returns:
         For each text [M, K] int64 on the CPU, M its written tokens but one; entry (i, d - 1) is the
@@ -56,14 +65,33 @@ def measure_ranks(
     was_training = drafter.training
     drafter.eval()
     ranks: list[Tensor] = []
+    sampling = _sampling_at(drafter.target, temperature) if temperature else None
     for start in range(0, len(texts), BATCH):
-        ranks += _record(drafter, texts[start : start + BATCH], depth)
+        ranks += _record(drafter, texts[start : start + BATCH], depth, sampling)
         tick()
     drafter.train(was_training)
     return ranks
 
 
-def _record(drafter: Drafter, texts: Sequence[Written], depth: int) -> list[Tensor]:
+def _sampling_at(target: Any, temperature: float) -> Sampling:
+    """How a target's requests sample at a temperature, by its own generation config; no seeds."""
+    found: list[Any] = []
+
+    def take(model: Any, input_ids: Tensor, logits_processor: Any = None, **_: Any) -> Tensor:
+        found.append(logits_processor)
+        return input_ids
+
+    ids = torch.zeros(1, 1, dtype=torch.long, device=target.device)
+    target.generate(
+        ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=temperature,
+        max_new_tokens=1, custom_generate=take,
+    )  # fmt: skip
+    return Sampling(None, found[0])
+
+
+def _record(
+    drafter: Drafter, texts: Sequence[Written], depth: int, sampling: Sampling | None
+) -> list[Tensor]:
     """`measure_ranks` of one batch."""
     tokens = pad_sequence([text.tokens for text in texts], batch_first=True)  # [B, T]
     features = pad_sequence([text.features for text in texts], batch_first=True)  # [B, T, F]
@@ -75,6 +103,10 @@ def _record(drafter: Drafter, texts: Sequence[Written], depth: int) -> list[Tens
     state = drafter.start(batch, longest + depth + 1)
     drafter.prefill(state, features[:, :first], tokens[:, :first], prompt)
     row = torch.arange(batch, device=device)
+    children = Children()
+    if sampling is not None:
+        seeds = row_seeds([text.seed for text in texts], batch, device)
+        children = Children("coupled", replace(sampling, seeds=seeds))
     ranks = torch.full((batch, max(rounds), depth), MISSED, device=device)  # [B, M, K]
     for place in range(max(rounds)):
         root = (prompt + place).clamp(max=longest - 1)  # [B]
@@ -89,18 +121,23 @@ def _record(drafter: Drafter, texts: Sequence[Written], depth: int) -> list[Tens
                 # The first node's parent is the root (-1), each later one's the node before it.
                 parent = torch.full((batch, 1), level - 2, device=device)
                 step = drafter.extend(state, after[level].unsqueeze(1), parent)
-            rank = _rank(step, level if drafter.independent else 0, after[level + 1])
+            own = rows_of(step, level, level + 1) if drafter.independent else step
+            rank = _rank(own, children.scores(own, root, level + 1), after[level + 1])
             ranks[:, place, level] = rank.masked_fill(root + level + 1 >= length, MISSED)
     return [each[:count] for each, count in zip(ranks.cpu(), rounds, strict=True)]
 
 
-def _rank(step: Step, row: int, wanted: Tensor) -> Tensor:
-    """The ranks of the tokens `wanted` [B] in a Step's row; equal logits rank by id.  # [B]"""
+def _rank(step: Step, scores: Tensor | None, wanted: Tensor) -> Tensor:
+    """The ranks of the tokens `wanted` [B] in a Step of one row; equal scores rank by id.  # [B]
+
+    Args:
+        scores: see `Children.scores`.
+    """
     if step.ids is not None:
-        hit = step.ids[:, row] == wanted.unsqueeze(1)  # [B, k]
+        hit = step.ids[:, 0] == wanted.unsqueeze(1)  # [B, k]
         return torch.where(hit.any(1), hit.byte().argmax(1), MISSED)
-    assert step.logits is not None
-    logits, column, known = step.logits[:, row].float(), wanted, torch.ones_like(wanted).bool()
+    given: Any = step.logits if scores is None else scores
+    logits, column, known = given[:, 0], wanted, torch.ones_like(wanted).bool()
     if step.vocabulary is not None:
         hit = step.vocabulary == wanted.unsqueeze(1)  # [B, Vd]
         column, known = hit.byte().argmax(1), hit.any(1)

@@ -109,7 +109,8 @@ def against_the_limit(
         without the drafter; and `parts_ms`: target, drafter and loop, where they were measured.
     """
     target, batch = speculator.target, report["batch_size"]
-    weights = round_bytes(target.model, batch * speculator.tree.nodes)
+    tree = speculator.tree_of(batch, report["temperature"])
+    weights = round_bytes(target.model, batch * tree.nodes)
     cache = target.cache.bytes_of(target.cache.batch, length)
     own = {k: v for each in speculator.drafters.drafters for k, v in weight_bytes(each).items()}
     drafter = sum(own.values())

@@ -5,6 +5,7 @@ import json
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def test_a_drafter_that_pays(
     assert key.endswith(", float32, batch 2")
     printed = " ".join(table(command(heads, tmp_path, "--limit", "3"), capsys).split())
     assert "decodes fastest: it is expected to write" in printed and "chain:4" in printed
-    assert "holds for text like these 3 prompts" in printed
+    assert "holds for text like that of these 3 prompts" in printed
     assert f"The plan is in {tmp_path / 'heads' / 'plan.json'}" in printed
     path = tmp_path / "heads" / "plan.json"
     plans = json.loads(path.read_text())
@@ -136,8 +137,8 @@ def test_a_drafter_that_does_not_pay(
     printed = " ".join(table(command(heads, tmp_path), capsys).split())
     assert "nothing pays: the best tree" in printed and "is to decode plainly" in printed
     target: Any = headstart.load(str(model)).model
-    plan = DrafterSource(heads).plan(target)
-    assert plan is not None and (plan.policy, plan.tree) == ("plain", [])
+    (plan,) = DrafterSource(heads).plans(target)
+    assert (plan.policy, plan.tree) == ("plain", [])
     loaded = headstart.load(target, heads)
     assert loaded.drafter is None and str(loaded.tree) == "plain"
     assert "plan plain decoding, nothing pays:" in " ".join(
@@ -171,6 +172,42 @@ def test_a_plan_is_followed_by_what_decodes_as_it_was_planned(
         assert loaded.target.compile == ("packed" if compiled else False)
         assert [list(path) for path in loaded.tree.paths] == plan.tree  # type: ignore[union-attr]
     assert "faster forwards" not in table(["inspect", heads], capsys)
+
+
+@pytest.mark.usefixtures("even_clock")
+def test_each_request_follows_the_plan_of_its_kind(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch
+
+    import headstart
+    from headstart.heads.artifacts.plan import read_plans, write_plan
+
+    heads = artifact(model, tmp_path / "heads")
+    options = "--temperature", "0.7", "--measure", "1", "--compile", "off"
+    printed = " ".join(table(command(heads, tmp_path, *options), capsys).split())
+    assert "one prompt at a time at temperature 0.7)" in printed
+    assert "written at temperature 0.7; others have plans of their own" in printed
+    (sampled,) = read_plans(Path(heads))
+    assert sampled.temperature == 0.7
+    assert "at temperature 0.7" in " ".join(table(["inspect", heads], capsys).split())
+
+    def decoded(count: int, **options: Any) -> int:
+        """The deepest level of the tree that a request was decoded with."""
+        loaded.generate(torch.ones(count, 3, dtype=torch.long), max_new_tokens=4, **options)
+        return loaded.stats.depth
+
+    write_plan(Path(heads), replace(sampled, temperature=0.7, tree=[[0], [0, 0]]))
+    loaded = headstart.load(str(model), heads, compile=False)
+    assert decoded(1) == 4  # what the artifact has for greedy text, not the plan for other text
+    assert decoded(1, do_sample=True, temperature=0.8) == 2
+    write_plan(Path(heads), replace(sampled, batch_size=4, temperature=0.0, tree=[[0]]))
+    write_plan(Path(heads), replace(sampled, batch_size=4, temperature=1.0, tree=[]))
+    loaded = headstart.load(str(model), heads, compile=False)
+    assert [decoded(count) for count in (1, 4, 9)] == [4, 1, 1]
+    assert decoded(4, do_sample=True, temperature=0.9) == 0  # plain decoding
+    assert decoded(1, do_sample=True, temperature=0.9) == 2
+    assert headstart.load(str(model), heads, tree="chain:3").tree_of(4, 0.9).max_depth == 3
 
 
 def test_the_plot_is_drawn(model: Path, tmp_path: Path) -> None:

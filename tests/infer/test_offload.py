@@ -19,13 +19,13 @@ from headstart.heads import (
     load_drafter,
     save_drafter,
 )
-from headstart.heads.artifacts.plan import find_plan, machine, write_plan
+from headstart.heads.artifacts.plan import find_plans, machine, write_plan
 from headstart.infer import Speculator, graphs
 from headstart.infer.measure import forward_costs, planner
 from headstart.infer.measure.bench import bench
 from headstart.infer.measure.candidates import rank_trees
 from headstart.infer.measure.costs import Costs, measure_costs
-from headstart.infer.measure.greedy_text import write_texts
+from headstart.infer.measure.own_text import write_texts
 from headstart.infer.measure.planner import make_plan
 from headstart.infer.measure.ranks import MISSED
 from headstart.infer.measure.round_parts import round_parts
@@ -146,9 +146,8 @@ def test_a_plan_is_for_weights_in_one_place(
     assert asked == [64, 768]
     assert plan.device.endswith("cpu, 100% from disk")
     again = streamed(target, "disk", tmp_path)
-    assert find_plan(tmp_path / "heads", again) == find_plan(tmp_path / "heads", away["disk"])
-    assert find_plan(tmp_path / "heads", again) is not None
-    assert find_plan(tmp_path / "heads", away["cpu"]) is None
+    assert find_plans(tmp_path / "heads", again) == find_plans(tmp_path / "heads", away["disk"])
+    assert find_plans(tmp_path / "heads", again) and not find_plans(tmp_path / "heads", away["cpu"])
 
 
 def test_its_costs_are_measured(tmp_path: Path) -> None:

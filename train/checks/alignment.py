@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from headstart.heads import FINAL
 from headstart.heads.core import OptionError, decoder_layers
 from headstart.heads.core.features import OutputLayer
-from headstart.infer.measure.greedy_text import Written
+from headstart.infer.measure.own_text import Written
 
 from ..fit.target_with_drafter import TargetWithDrafter
 from ..losses.comparisons import IGNORED

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.heads.core import load_pretrained
-from headstart.infer.measure.greedy_text import write_texts
+from headstart.infer.measure.own_text import write_texts
 
 from ..data.corpus import build_corpus, load_documents
 from ..data.documents import Document

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.core import capture
-from headstart.infer.measure.greedy_text import Written
+from headstart.infer.measure.own_text import Written
 from headstart.infer.measure.ranks import MISSED, measure_ranks, replay
 
 from ..fit.target_with_drafter import TargetWithDrafter

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from headstart.infer.measure.greedy_text import Written
+from headstart.infer.measure.own_text import Written
 
 from ..fit.target_with_drafter import TargetWithDrafter
 from ..recipe import Recipe

@@ -20,7 +20,7 @@ from headstart.heads import Drafter
 from headstart.heads.core import in_shards, row_seeds
 from headstart.infer import RULES, Speculator, StaticTree, Stats, parse_static
 from headstart.infer.measure.bench import SHOWN, SHOWN_BEFORE
-from headstart.infer.measure.greedy_text import BATCH, Written, write_texts
+from headstart.infer.measure.own_text import BATCH, Written, write_texts
 from headstart.infer.measure.ranks import best_tree, measure_ranks, path_shares, replay
 from headstart.infer.rules.registry import find_rule
 from headstart.infer.trees.texts import sparse_nodes

@@ -10,7 +10,7 @@ from torch import Tensor
 from headstart.heads import FAMILIES
 from headstart.infer import graphs
 from headstart.infer.measure import forward_costs
-from headstart.infer.measure.greedy_text import write_texts
+from headstart.infer.measure.own_text import write_texts
 from tests.support.families import drafter, target
 from tests.support.tape import Tape
 

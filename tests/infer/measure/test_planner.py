@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from headstart.heads import ArtifactError, Manifest, OptionError, fingerprint, save_drafter
-from headstart.heads.artifacts.plan import Plan, find_plan, plan_key, write_plan
+from headstart.heads.artifacts.plan import Plan, find_plans, plan_key, write_plan
 from headstart.heads.medusa import Medusa
 from headstart.infer import Speculator, StaticTree
 from headstart.infer.measure import candidates, planner
 from headstart.infer.measure.costs import STEPS, Costs, decode_times, measure_costs, sizes
 from headstart.infer.measure.forward_costs import output_cost
-from headstart.infer.measure.greedy_text import write_texts
+from headstart.infer.measure.own_text import write_texts
 from headstart.infer.measure.planner import make_plan
 from headstart.infer.measure.ranks import Replayed, measure_ranks, replay
 from headstart.infer.target import Target
@@ -248,27 +248,28 @@ def test_plans_for_several_machines_live_in_one_file(
     drafter = unsure(counting_target())
     folder = saved(tmp_path / "heads", drafter)
     target: Any = drafter.target
-    assert find_plan(folder, target) is None
+    assert find_plans(folder, target) == []
     plan = plan_of(drafter, costs(0.5), monkeypatch)
     assert write_plan(folder, plan) == folder / "plan.json"
     write_plan(folder, replace(plan, batch_size=8, tree=[[0]]))
     write_plan(folder, replace(plan, device="another machine", tree=[]))
-    assert len(json.loads((folder / "plan.json").read_text())) == 3
-    found = find_plan(folder, target)
-    assert found is not None and found.tree == plan.tree and found.policy == plan.policy
-    batched = find_plan(folder, target, batch_size=8)
-    assert batched is not None and batched.tree == [[0]]
-    assert find_plan(folder, target, batch_size=3) is None
-    # Forwards that are made faster have a plan of their own; without it they follow the other one,
+    write_plan(folder, replace(plan, temperature=0.7, tree=[[2]]))
+    assert len(json.loads((folder / "plan.json").read_text())) == 4
+
+    def trees(compiled: bool = False) -> dict[Any, Any]:
+        found = find_plans(folder, target, compiled)
+        return {(plan.batch_size, plan.temperature): plan.tree for plan in found}
+
+    known = {(1, 0.0): plan.tree, (8, 0.0): [[0]], (1, 0.7): [[2]]}
+    assert trees() == known
+    # Forwards that are made faster have plans of their own; without one they follow the other one,
     # and the other way round.
-    assert find_plan(folder, target, compiled=True) == found
+    assert trees(compiled=True) == known
     write_plan(folder, replace(plan, compiled=True, tree=[[1]]))
-    faster = find_plan(folder, target, compiled=True)
-    assert faster is not None and faster.tree == [[1]] and find_plan(folder, target) == found
-    write_plan(folder, replace(plan, batch_size=5, compiled=True))
-    other = find_plan(folder, target, batch_size=5)
-    assert other is not None and other.compiled
-    assert find_plan(folder, target.double()) is None
+    assert trees(compiled=True) == known | {(1, 0.0): [[1]]} and trees() == known
+    write_plan(folder, replace(plan, batch_size=5, compiled=True, tree=[[3]]))
+    assert trees() == known | {(5, 0.0): [[3]]}
+    assert find_plans(folder, target.double()) == []
     target.float()
     assert not list(folder.glob(".plan*"))
     # Other weights under the same plan: it was not measured with them.
@@ -277,7 +278,7 @@ def test_plans_for_several_machines_live_in_one_file(
         drafter.bias.add_(1)
     saved(folder, drafter)
     (folder / "plan.json").write_text(text)
-    assert find_plan(folder, target) is None
+    assert find_plans(folder, target) == []
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"KEY": {"tree": []}}', '{"KEY": 3}'])
@@ -291,12 +292,12 @@ def test_a_damaged_plan_is_named_and_can_be_replaced(
     (folder / "plan.json").write_text(text.replace("KEY", key))
     target: Any = drafter.target
     with pytest.raises(ArtifactError, match="delete it, or run headstart plan again"):
-        find_plan(folder, target)
+        find_plans(folder, target)
     write_plan(folder, plan)
-    found = find_plan(folder, target)
-    assert found is not None and found.tree == plan.tree
+    (found,) = find_plans(folder, target)
+    assert found.tree == plan.tree
     data = json.loads((folder / "plan.json").read_text())
     data[key]["tau"] = "fast"
     (folder / "plan.json").write_text(json.dumps(data))
     with pytest.raises(ArtifactError, match="delete it, or run headstart plan again"):
-        find_plan(folder, target)
+        find_plans(folder, target)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from headstart.heads import Step
 from headstart.infer import Speculator, StaticTree, parse_static
-from headstart.infer.measure.greedy_text import Written, decode_greedily, write_texts
+from headstart.infer.measure.own_text import Written, decode_texts, write_texts
 from headstart.infer.measure.ranks import (
     MISSED,
     _rank,
@@ -17,6 +17,7 @@ from headstart.infer.measure.ranks import (
     measure_ranks,
     replay,
 )
+from tests.support import families
 from tests.support.scripted import Cached, Script, Scripted, make
 from tests.support.tiny import VOCAB, tiny
 
@@ -33,7 +34,7 @@ def prompts() -> list[Tensor]:
 def continuation(target: Any) -> Tensor:
     """[B, NEW + room] what the target writes after each prompt."""
     longest = max(LENGTHS)
-    return decode_greedily(Speculator(target), prompts(), NEW + 12)[:, longest:]
+    return decode_texts(Speculator(target), prompts(), NEW + 12)[:, longest:]
 
 
 class Forced(Cached):
@@ -61,12 +62,37 @@ def test_replaying_is_what_the_loop_does(shape: str, mode: str) -> None:
     assert [tuple(each.shape) for each in ranks] == [(NEW - 1, 4)] * 3
     for tree in map(parse_static, TREES):
         speculator = Speculator(target, drafter, tree=tree)
-        decode_greedily(speculator, prompts(), NEW)
+        decode_texts(speculator, prompts(), NEW)
         expected = replay(ranks, tree.paths)
         assert sum(expected.tokens) == speculator.stats.tokens
         assert sum(expected.rounds) == speculator.stats.rounds
     if isinstance(drafter, Cached):
         assert drafter.checks > NEW
+
+
+@pytest.mark.parametrize("name", ["medusa", "hydra", "eagle", "draft_model", "lookup"])
+def test_so_it_is_with_the_noise_of_sampled_text(name: str) -> None:
+    drafter = families.drafter(name, "tiny")
+    model = drafter.target
+    model.generation_config.top_k = 12  # which proposals follow, too
+    given = model, drafter, prompts(), NEW
+    try:
+        texts = write_texts(*given, temperature=0.8)
+        assert [text.seed for text in texts] == [0, 1, 2]
+        ranks = measure_ranks(drafter, texts, depth=4, temperature=0.8)
+        for tree in map(parse_static, TREES):
+            if drafter.max_depth is not None and tree.max_depth > drafter.max_depth:
+                continue
+            speculator = Speculator(model, drafter, tree=tree)
+            ids = decode_texts(speculator, prompts(), NEW, 0.8)
+            assert all(text.tokens[-1] == row[-1] for text, row in zip(texts, ids, strict=True))
+            expected = replay(ranks, tree.paths)
+            assert sum(expected.tokens) == speculator.stats.tokens
+            assert sum(expected.rounds) == speculator.stats.rounds
+        greedy = measure_ranks(drafter, texts, depth=4)
+        assert name == "lookup" or replay(greedy, tree.paths).rounds != expected.rounds
+    finally:
+        model.generation_config.top_k = None
 
 
 def test_a_wrong_rank_shows() -> None:
@@ -94,7 +120,7 @@ def test_texts_end_with_their_end_token() -> None:
         assert ends[1] <= 8
         tree = StaticTree.cartesian([2, 2])
         speculator = Speculator(target, drafter, tree=tree)
-        decode_greedily(speculator, prompts(), NEW)
+        decode_texts(speculator, prompts(), NEW)
         expected = replay(ranks, tree.paths)
         assert expected.tau == pytest.approx(speculator.stats.tau)
     finally:
@@ -112,14 +138,14 @@ def test_what_was_never_written_has_no_rank() -> None:
 def test_ranks_of_lists_and_of_narrow_vocabularies() -> None:
     wanted = torch.tensor([7, 9, 3])
     ids = torch.tensor([[[7, 1]], [[1, 9]], [[1, -1]]])
-    assert _rank(Step(ids=ids), 0, wanted).tolist() == [0, 1, MISSED]
+    assert _rank(Step(ids=ids), None, wanted).tolist() == [0, 1, MISSED]
     logits = torch.tensor([[[3.0, 1.0, 2.0]]]).expand(3, -1, -1)
     vocabulary = torch.tensor([3, 7, 8])
-    assert _rank(Step(logits, vocabulary), 0, wanted).tolist() == [2, MISSED, 0]
+    assert _rank(Step(logits, vocabulary), None, wanted).tolist() == [2, MISSED, 0]
     equal = torch.zeros(3, 1, 12)
-    assert _rank(Step(equal), 0, wanted).tolist() == [7, 9, 3]
+    assert _rank(Step(equal), None, wanted).tolist() == [7, 9, 3]
     broken = torch.full((1, 1, 4), torch.nan)
-    assert _rank(Step(broken), 0, torch.tensor([2])).tolist() == [4]
+    assert _rank(Step(broken), None, torch.tensor([2])).tolist() == [4]
 
 
 def test_the_drafter_keeps_its_mode() -> None:

@@ -9,7 +9,7 @@ import torch
 from headstart.heads import OptionError
 from headstart.heads.medusa import Medusa
 from headstart.infer import StaticTree
-from headstart.infer.measure.greedy_text import Written, write_texts
+from headstart.infer.measure.own_text import Written, write_texts
 from headstart.infer.measure.ranks import MISSED, best_tree, measure_ranks
 from headstart.train.data.prefixes import HeldOutPrompt
 from headstart.train.fit.validate import Validation, measure_tau, ratio, standard_error
