@@ -12,8 +12,9 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from itertools import count, zip_longest
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -21,6 +22,8 @@ Value = TypeVar("Value")
 
 SILENT = 300.0
 """Seconds without a sign of life after which a process counts as lost."""
+
+_REACHED = 10  # seconds within which the launcher's store answers, or is gone
 
 _numbers = count()  # of the waits so far; all processes make the same ones
 
@@ -142,11 +145,26 @@ def store() -> Any:
 
 
 def first_to_say(message: str) -> bool:
-    """Whether no other process has said the same; any may call, or none."""
-    if not in_parallel():
-        return True
+    """Whether no other process has said the same; any may call, or none.
+
+    A mistake in the recipe ends them before they are a group; then they share their launcher's
+    store.
+    """
+    found = store() if in_parallel() else _launchers_store()
     key = hashlib.sha256(message.encode()).hexdigest()
-    return store().add(f"headstart/said/{key}", 1) == 1
+    return found is None or found.add(f"headstart/said/{key}", 1) == 1
+
+
+def _launchers_store() -> Any:
+    """The store that torch's launcher keeps for its processes; None without one."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    limit, distributed = timedelta(seconds=_REACHED), cast("Any", torch.distributed)
+    try:
+        return distributed.TCPStore(host, port, is_master=False, timeout=limit)
+    except (RuntimeError, ValueError):  # it is gone, or was never reached
+        return None
 
 
 def beat() -> None:
