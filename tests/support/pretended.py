@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from headstart.heads.core import cache, tree_attention
 from headstart.infer import graphs
@@ -80,7 +79,7 @@ class Pretended(Tensor):
             _wait("a copy from the CPU")
         self.numbers[_checked(place)] = getattr(value, "numbers", value)
 
-    def contiguous(self, **options: Any) -> Tensor:
+    def contiguous(self, **options: Any) -> Tensor:  # type: ignore[override]
         given = options or {"memory_format": torch.contiguous_format}
         return self if self.numbers.is_contiguous() else self.clone(**given)
 
@@ -115,46 +114,61 @@ class Gpu(TorchDispatchMode):
 def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """An operator, on the numbers."""
     name, asked = function.overloadpacket.__name__, kwargs.get("device")
-    leaves, form = tree_flatten((args, kwargs))
-    there = [each for each in leaves if isinstance(each, Pretended)]
-    here = [e for e in leaves if isinstance(e, Tensor) and not isinstance(e, Pretended)]
-    # A single number of the CPU is an argument of a kernel.
-    strange = [each for each in here if each.dim() or name in _BY_INDEX]
-    if there and strange and name not in _ACROSS | INDEXING:
-        shapes = [list(each.shape) for each in strange]
-        raise Mixed(f"{function}: tensors {shapes} of the CPU with {DEVICE}'s")
     goes = None if asked is None else torch.device(asked).type
+    there, here = list[Pretended](), list[Tensor]()
+
+    def numbers(value: Any) -> Any:
+        if isinstance(value, Pretended):
+            there.append(value)
+            return value.numbers
+        here.extend([value] if isinstance(value, Tensor) else [])
+        return value
+
+    given = _mapped(args, numbers)
+    named = {key: _mapped(value, numbers) for key, value in kwargs.items()}
+    # A single number of the CPU is an argument of a kernel.
+    strange = [list(each.shape) for each in here if each.dim() or name in _BY_INDEX]
+    if there and strange and name not in _ACROSS | INDEXING:
+        raise Mixed(f"{function}: tensors {strange} of the CPU with {DEVICE}'s")
     across = name == "_to_copy" and goes is not None and (goes == "cuda") != bool(there)
     if across or (there and (name in READS or (name == "copy_" and here))):
         _wait(str(function))
-    if name in INDEXING:
+    if there and name in INDEXING:
         _checked(args[1])
-    leaves = [
-        torch.device("cpu") if asked is not None and each is asked else each for each in leaves
-    ]
-    args, kwargs = tree_unflatten([getattr(each, "numbers", each) for each in leaves], form)
-    kwargs |= {"pin_memory": False} if kwargs.get("pin_memory") else {}
-    found = function(*args, **kwargs)
-    to_cpu = name == "copy_" and not isinstance(leaves[0], Pretended)
-    if goes == "cpu" or to_cpu or not (there or goes):
+    named |= {} if asked is None else {"device": torch.device("cpu")}
+    named |= {"pin_memory": False} if named.get("pin_memory") else {}
+    found = function(*given, **named)
+    to_cpu = goes == "cpu" or (name == "copy_" and not isinstance(args[0], Pretended))
+    if to_cpu or not (there or goes):
         return found
     known = {id(each.numbers): each for each in there}
 
-    def placed(value: Tensor) -> Tensor:
+    def placed(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
         return known[id(value)] if id(value) in known else Pretended(value)
 
-    return tree_map_only(Tensor, placed, found)
+    return _mapped(found, placed)
+
+
+def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """What a function makes of each value in lists and tuples."""
+    if type(value) in (list, tuple):
+        return type(value)(_mapped(each, function) for each in value)
+    return function(value)
 
 
 def _checked(place: Any) -> Any:
     """What a tensor is indexed with, on the CPU."""
-    leaves, form = tree_flatten(place)
-    for each in leaves:
-        if isinstance(each, Tensor) and not isinstance(each, Pretended):
+
+    def checked(value: Any) -> Any:
+        if isinstance(value, Tensor) and not isinstance(value, Pretended):
             _wait("an index of the CPU")
-        elif isinstance(each, Tensor) and each.dtype in (torch.bool, torch.uint8):
+        elif isinstance(value, Tensor) and value.dtype in (torch.bool, torch.uint8):
             _wait("an index that is a mask")
-    return tree_unflatten([getattr(each, "numbers", each) for each in leaves], form)
+        return getattr(value, "numbers", value)
+
+    return _mapped(place, checked)
 
 
 def _wait(what: str) -> None:
