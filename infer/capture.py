@@ -24,6 +24,10 @@ _Found = TypeVar("_Found")
 
 _SMALL = 1 << 20  # bytes of memory that is held with a graph, at most
 
+_capturing = threading.Lock()
+"""Held by the thread that captures: beginning a capture waits for the whole device, which makes
+another thread's capture invalid."""
+
 
 class _Watched(threading.local):
     """Whether a thread's borrowing is noted now."""
@@ -152,7 +156,7 @@ class CudaCapture:
                 causes.append(cause)
                 raise
 
-        with torch.cuda.device(self._device):
+        with torch.cuda.device(self._device), _capturing:
             graph = torch.cuda.CUDAGraph()
             try:
                 with (

@@ -96,8 +96,9 @@ def _compiled(model: PreTrainedModel, mode: str, attention: str) -> Callable[...
 def _fused_layers(
     model: PreTrainedModel, shapes: list[LayerShape], asked: bool
 ) -> FusedLayers | None:
-    """Fused layers where they are asked for, or where a model runs packed and they do the same."""
-    if not asked and not runs_packed(model):
+    """Fused layers where they are asked for, or a model runs packed here and they do the same."""
+    packed = runs_packed(model) and device_of(model).type == "cpu"  # it may have been moved since
+    if not asked and not packed:
         return None
     fused = FusedLayers(model)
     try:
@@ -106,7 +107,7 @@ def _fused_layers(
         if asked:
             raise
         return None
-    if runs_packed(model):
+    if packed:
         fused.found["whole layers"] = take_whole_models(model)
     return fused
 

@@ -259,7 +259,7 @@ class Packing:
                 _return_memory()
         # What is left may be parts of a mapped file, which stays as long as any of them does.
         for weight in model.parameters():
-            if type(weight) is nn.Parameter:
+            if type(weight) is nn.Parameter and weight.is_cpu:
                 weight.data = in_huge_pages(weight.data)
         _mark(model)
         _return_memory()
@@ -287,8 +287,9 @@ def copy_fits(model: nn.Module) -> bool:
 
 
 def _by_kernels(model: nn.Module) -> Iterator[Tensor]:
-    """Weights that the kernels read."""
-    return (part.weight for part in model.modules() if isinstance(part, CpuLinear))
+    """Weights that the kernels read; those of layers that were moved to a GPU they do not."""
+    layers = (part for part in model.modules() if isinstance(part, CpuLinear))
+    return (layer.weight for layer in layers if layer.weight.is_cpu)
 
 
 def runs_packed(model: nn.Module) -> bool:
@@ -298,7 +299,7 @@ def runs_packed(model: nn.Module) -> bool:
 
 def runs_by_kernels(model: nn.Module) -> bool:
     """Whether the kernels for CPUs compute some of a model's linear layers."""
-    return any(isinstance(part, CpuLinear) for part in model.modules())
+    return next(_by_kernels(model), None) is not None
 
 
 def layers_run_by(model: nn.Module) -> str | None:

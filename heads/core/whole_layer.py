@@ -67,7 +67,8 @@ class WholeLayer:
         found = cls(layer)
         if None in found.eps or any(len(e.weight) != found.sizes[0] for e in found.norms[2:]):
             return None
-        return found if all(type(each) is CpuLinear for each in found.products) else None
+        here = all(type(each) is CpuLinear and each.weight.is_cpu for each in found.products)
+        return found if here else None
 
     @property
     def kind(self) -> tuple[Any, ...]:

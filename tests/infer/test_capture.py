@@ -1,5 +1,7 @@
 """Captures: what they hold, and what a failed one leaves behind, on a stand-in for CUDA."""
 
+import threading
+import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -170,6 +172,28 @@ def test_a_capture_that_cannot_be_ended_says_so(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(RuntimeError, match="previous error"):
         CudaCapture(torch.device("cuda"))(lambda: None)
     assert gpu.stream == "its own" and not gpu.pools
+
+
+def test_one_thread_captures_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To begin one waits for the whole device, which makes one that is under way invalid."""
+    gpu = Gpu(monkeypatch)
+    captures = [CudaCapture(torch.device("cuda")) for _ in range(2)]
+    inside, order = threading.Event(), list[str]()
+
+    def first() -> None:
+        inside.set()
+        time.sleep(0.05)  # for the other thread to begin, if it can
+        order.append("first")
+
+    def second() -> None:
+        order.append("second")
+
+    thread = threading.Thread(target=captures[0], args=(first,))
+    thread.start()
+    inside.wait(5)
+    captures[1](second)
+    thread.join()
+    assert order == ["first", "second"] and not gpu.capturing
 
 
 @pytest.mark.gpu

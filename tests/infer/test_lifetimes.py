@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import FAMILIES, OptionError
-from headstart.heads.core import SlabCache
+from headstart.heads.core import SlabCache, cache
 from headstart.infer import Speculator, capture, graphs, request
 from headstart.infer.graphs import RoundGraphs
 from headstart.infer.rules.registry import RULES
@@ -109,16 +109,18 @@ def test_batches_of_all_sizes_keep_their_graphs() -> None:
     written = Speculator(target("tiny"), drafter("medusa", "tiny"), tree=TREES[1])
     tape, taped = on_tape(speculator), []
     for turn, batch in enumerate((5, 1, 5, 1, 5, 1)):
-        text = write(speculator, batch, turn % 2, "greedy")
-        assert torch.equal(text, write(written, batch, turn % 2, "greedy"))
+        more = {"max_new_tokens": 30 if turn > 1 else 90}  # later ones need fewer slots
+        text = write(speculator, batch, turn % 2, "greedy", **more)
+        assert torch.equal(text, write(written, batch, turn % 2, "greedy", **more))
         taped.append(tape.taped)
-    # Of each size the first round, after the prefill, and the others.
-    assert taped[3] == taped[5] == 4
+    # The first round after the prefill is captured when it comes again.
+    assert taped[3] == taped[5] == taped[1] + 2
 
 
-def test_a_cache_elsewhere_is_another_cache() -> None:
+def test_a_cache_elsewhere_is_another_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """An allocator gives the same address again, and what lay there is not what lies there now."""
-    shapes = Speculator(target("tiny")).target.shapes
+    shapes, given = Speculator(target("tiny")).target.shapes, torch.zeros(1 << 20).double()
+    monkeypatch.setattr(cache.torch, "empty", lambda size, **options: given[:size])
     first = SlabCache(shapes, 1, 64)
     seen = {first.address}
     for batch, capacity in ((2, 64), (1, 64), (1, 128), (2, 64)):

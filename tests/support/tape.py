@@ -3,7 +3,8 @@
 What a graph cannot do shows here too: no Python runs again, what the host knew is built in, and a
 tensor that the work made anew is written where it lay when it was recorded. Memory that was there
 before is only looked up again, as a graph knows addresses alone: where it is gone by then,
-`DeadMemory` is raised.
+`DeadMemory` is raised. So is it where one record reads what another one made and nobody holds any
+more: graphs share a pool, and give each other such memory.
 """
 
 from collections.abc import Callable
@@ -32,20 +33,40 @@ class DeadMemory(AssertionError):
     """A replay uses memory that was there when it was recorded, and is gone."""
 
 
-class Place:
-    """Where a tensor lay: in memory of the record's own, which stays, or in some from outside."""
+class Own:
+    """Memory that a record made: its own for good, and everybody else's while somebody holds it."""
 
-    def __init__(self, tensor: Tensor, outside: StorageWeakRef | None, what: str):
-        self._own = tensor if outside is None else None
-        self._outside, self._what, self._dtype = outside, what, tensor.dtype
+    def __init__(self, storage: torch.UntypedStorage):
+        self._held: Any = storage
+        self._seen, self._size = StorageWeakRef(storage), storage.nbytes()
+
+    def let_go(self) -> None:
+        """Hold it no longer: the recording has ended."""
+        self._held = None
+
+    def storage(self) -> Any:
+        """Where others look for it, or some of the same size where nobody does."""
+        if self._held is None:
+            found = torch.UntypedStorage._new_with_weak_ptr(self._seen.cdata)
+            if found is not None:
+                return found
+            self._held = torch.UntypedStorage(self._size)
+        return self._held
+
+
+class Place:
+    """Where a tensor lay: in memory that the record made, or in some from outside."""
+
+    def __init__(self, tensor: Tensor, memory: Own | StorageWeakRef, what: str):
+        self._memory, self._what, self._dtype = memory, what, tensor.dtype
         self._where = tensor.storage_offset(), tensor.shape, tensor.stride()
 
     def tensor(self) -> Tensor:
         """What lies there now."""
-        if self._outside is None:
-            assert self._own is not None
-            return self._own
-        storage: Any = torch.UntypedStorage._new_with_weak_ptr(self._outside.cdata)
+        if isinstance(self._memory, Own):
+            storage = self._memory.storage()
+        else:
+            storage = torch.UntypedStorage._new_with_weak_ptr(self._memory.cdata)
         if storage is None:
             size = tuple(self._where[1])
             raise DeadMemory(f"{size} of {self._dtype}, which {self._what} uses, is gone")
@@ -72,7 +93,7 @@ class _Record(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
-        self._own: dict[int, Any] = {}  # storages that were made meanwhile, by their addresses
+        self.own: dict[int, Own] = {}  # storages that were made meanwhile, by their addresses
         self._outside: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
@@ -97,13 +118,13 @@ class _Record(TorchDispatchMode):
 
     def _keep(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._outside:
-            self._own[storage._cdata] = storage
+        if storage._cdata not in self._outside and storage._cdata not in self.own:
+            self.own[storage._cdata] = Own(storage)
 
     def _place(self, tensor: Tensor, name: str) -> Place:
         storage = tensor.untyped_storage()
-        if storage._cdata in self._own:
-            return Place(tensor, None, name)
+        if storage._cdata in self.own:
+            return Place(tensor, self.own[storage._cdata], name)
         if storage._cdata not in self._outside:
             self._outside[storage._cdata] = StorageWeakRef(storage)
         return Place(tensor, self._outside[storage._cdata], name)
@@ -119,6 +140,8 @@ class Tape:
         record = _Record()
         with record:
             work()
+        for memory in record.own.values():
+            memory.let_go()
         self.taped += 1
         calls = record.calls
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import FAMILIES
-from headstart.infer import graphs
+from headstart.infer import capture, graphs
 from headstart.infer.measure import forward_costs
 from headstart.infer.measure.own_text import write_texts
 from tests.support.families import drafter, target
@@ -42,8 +42,14 @@ def check(found: dict[Any, list[Tensor]]) -> None:
         assert all(torch.equal(value, each[0]) for value in each), name
 
 
+@pytest.mark.parametrize("held", [True, False])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_drafters_start_each_time_from_the_same_state(name: str, timed: dict) -> None:
+def test_drafters_start_each_time_from_the_same_state(
+    name: str, held: bool, timed: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where what a state holds is too large to be held with each graph."""
+    if not held:
+        monkeypatch.setattr(capture, "_SMALL", -1)
     made = drafter(name, "tiny")
     ids = torch.arange(1, 12).view(1, -1).expand(2, -1)
     texts = write_texts(target("tiny"), made, list(ids), 8)

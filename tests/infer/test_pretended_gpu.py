@@ -1,0 +1,205 @@
+"""Decoding where the host and the device are two places, on a GPU that is pretended.
+
+A tensor that is made on the CPU in a round, a read of the device, and a copy to it pass unseen
+where both are one place. Here they fail.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from headstart.heads import FAMILIES, OptionError
+from headstart.heads.core import Packing
+from headstart.heads.core.whole_model import take_whole_models
+from headstart.infer import Speculator, request
+from headstart.infer.measure import costs, forward_costs
+from headstart.infer.measure.greedy_text import write_texts
+from headstart.infer.rules.registry import RULES
+from headstart.infer.stream import Prompt, decode_stream
+from tests.support.families import LENGTHS, TREES, drafter, target
+from tests.support.pretended import (
+    Mixed,
+    Pretended,
+    Refused,
+    StrictCapture,
+    moved_there,
+    pretended_gpu,
+)
+from tests.support.tiny import large_enough, prompts
+
+pytest.importorskip("triton")
+
+IDS, MASK = prompts(LENGTHS)
+QUICK = {
+    ("medusa", TREES[1], "traversal"), ("medusa2", TREES[3], "coupled"),
+    ("hydra", TREES[0], "block"), ("redrafter", TREES[3], "match"),
+    ("eagle", TREES[1], "rejection"), ("eagle3", TREES[2], "greedy"),
+    ("draft_model", TREES[2], "coupled"), ("lookup", TREES[1], "typical"),
+}  # fmt: skip
+"""Every family, tree and rule."""
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictCapture]:
+    with pretended_gpu(monkeypatch) as capture, torch.no_grad():
+        yield capture
+
+
+def placed(name: str) -> tuple[Any, Any]:
+    """Target and drafter on the GPU, in float32, which its kernels know."""
+    model = moved_there(copy.deepcopy(target("tiny")).float())
+    return model, moved_there(copy.deepcopy(drafter(name, "tiny")).float()).bind(model)
+
+
+def write(speculator: Speculator, rows: int = 4, rule: str = "greedy", **more: Any) -> Tensor:
+    options: dict[str, Any] = {"max_new_tokens": 16, "pad_token_id": 0, "do_sample": False}
+    options |= {"suppress_tokens": [3, 4], "repetition_penalty": 1.2}
+    if RULES[rule].samples:
+        options |= {"do_sample": True, "top_k": 20, "temperature": 0.9, "top_p": 0.95}
+        options["seed"] = [11, 12, 13, 14][:rows]
+    ids, mask = IDS[:rows], MASK[:rows]
+    if speculator.device.type == "cpu":
+        return speculator.generate(ids, attention_mask=mask, **options | more)
+    found: Any = speculator.generate(
+        Pretended(ids), attention_mask=Pretended(mask), **options | more
+    )
+    return found.numbers
+
+
+def on_cpu(name: str, **how: Any) -> Speculator:
+    model = copy.deepcopy(target("tiny")).float()
+    heads = copy.deepcopy(drafter(name, "tiny")).float().bind(model)
+    return Speculator(model, heads, attention="tree", **how)
+
+
+def cases() -> list[Any]:
+    return [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.proof)
+        for case in product(FAMILIES, TREES, RULES)
+    ]
+
+
+@pytest.mark.parametrize(("name", "tree", "rule"), cases())
+def test_rounds_are_captured_and_write_the_text_of_the_cpu(
+    name: str, tree: str, rule: str, gpu: StrictCapture
+) -> None:
+    how: dict[str, Any] = {"tree": tree, "rule": rule if RULES[rule].samples else None}
+    try:
+        expected = write(on_cpu(name, **how), rule=rule)
+    except OptionError as error:
+        pytest.skip(str(error))
+    ours = Speculator(*placed(name), **how)
+    assert torch.equal(write(ours, rule=rule), expected)
+    assert ours.target.windows.tree and gpu.replayed and gpu.taped
+    assert ours.graphs is not None and not ours.graphs.failed
+
+
+def test_rounds_under_masks_are_captured_too(gpu: StrictCapture) -> None:
+    """Where a target's attention is its own."""
+    ours = Speculator(*placed("draft_model"), tree=TREES[2], attention="masked")
+    expected = write(on_cpu("draft_model", tree="plain"), rule="coupled")
+    assert torch.equal(write(ours, rule="coupled"), expected)
+    assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
+
+
+def test_several_drafters(gpu: StrictCapture) -> None:
+    model = moved_there(copy.deepcopy(target("tiny")).float())
+    names = ("draft_model", "lookup", "medusa")
+    several = [
+        moved_there(copy.deepcopy(drafter(name, "tiny")).float()).bind(model) for name in names
+    ]
+    ours = Speculator(model, several, tree=f"chain:2+chain:3+{TREES[1]}")
+    text = write(ours, rule="coupled")
+    assert torch.equal(text, write(on_cpu("medusa", tree="plain"), rule="coupled"))
+    assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
+
+
+def test_batches_come_and_go_and_caches_grow(
+    gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request, "FIRST_TOKENS", 8)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 33))
+    ours, written = Speculator(*placed("hydra"), tree=TREES[1]), on_cpu("hydra", tree=TREES[1])
+    for rows, tokens in ((1, 60), (2, 12), (1, 12)):
+        more: dict[str, Any] = {"max_new_tokens": tokens}
+        assert torch.equal(write(ours, rows, **more), write(written, rows, **more)), rows
+    assert gpu.taped > 2 and ours.target.cache.capacity > 64
+    assert ours.graphs is not None and not ours.graphs.failed
+
+
+def test_a_stream_of_prompts(gpu: StrictCapture) -> None:
+    texts = []
+    for ours in (on_cpu("hydra", tree=TREES[1]), Speculator(*placed("hydra"), tree=TREES[1])):
+        waiting = iter([Prompt(n, list(range(1, 4 + n)), 8 + n, n) for n in range(5)])
+        found = decode_stream(ours, lambda given=waiting: next(given, None), 2, 40, 0.7)
+        texts.append({prompt.key: text for prompt, text in found})
+    assert texts[0] == texts[1] and len(texts[0]) == 5 and gpu.replayed
+
+
+def test_what_the_planner_measures(gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (costs, forward_costs):
+        monkeypatch.setattr(module, "SECONDS", 0.0)  # one turn of each
+    model, heads = placed("draft_model")
+    texts = write_texts(model, heads, [Pretended(IDS[0]), Pretended(IDS[0])], 6)
+    taped = gpu.taped
+    found = costs.measure_costs(model, heads, texts, 4, 2)
+    assert found.verify and found.extend and gpu.taped > taped + len(found.verify)
+
+
+@pytest.mark.parametrize("decoded_here", [True, False])
+def test_a_model_that_was_packed_on_the_cpu_runs_on_a_gpu_as_it_is(
+    decoded_here: bool, gpu: StrictCapture
+) -> None:
+    """By none of what is for CPUs, whether or not its layers ran whole there."""
+    model = large_enough(torch.float32)
+    whole = Speculator(copy.deepcopy(model), attention="tree")
+    Packing().pack_in_place(model)
+    before = Speculator(model, compile="packed") if decoded_here else None
+    assert before is None or before.target.forwards == "kernels"
+    moved_there(model)
+    ours = before or Speculator(model, compile="packed")
+    assert torch.equal(write(ours), write(whole))
+    assert ours.target.forwards == "torch" and not ours.target.kernels
+    assert ours.target.fused is None and gpu.replayed
+
+
+def test_packing_leaves_what_is_on_a_gpu_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its addresses mean nothing to the system."""
+    from headstart.heads.core import cpu_kernels
+
+    told = []
+    monkeypatch.setattr(cpu_kernels, "_advise", lambda *given: told.append(given))
+    model = large_enough(torch.float32)
+    Packing().pack_in_place(model)
+    assert told
+    told.clear()
+    Packing().pack_in_place(model.to("meta"))
+    assert not told and not take_whole_models(model)
+
+
+WAYS: dict[str, tuple[type[Exception], Callable[[Tensor], Any]]] = {
+    "a tensor of the CPU": (Mixed, lambda value: value + torch.ones(3)),
+    "an index of the CPU": (Refused, lambda value: value[torch.tensor([1])]),
+    "a single index of the CPU": (Mixed, lambda value: value.index_select(0, torch.tensor(1))),
+    "a read": (Refused, lambda value: value.sum().item()),
+    "a decision": (Refused, lambda value: bool((value > 0).all())),
+    "a mask": (Refused, lambda value: value[value > 0]),
+    "a number": (Refused, lambda value: torch.tensor(1.0, device=value.device)),
+    "a copy": (Refused, lambda value: value.copy_(torch.ones(3))),
+    "a list": (Refused, lambda value: value.tolist()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gpu_that_is_pretended_is_strict(way: str, gpu: StrictCapture) -> None:
+    """A control; beside it, what may be in a round passes."""
+    value = torch.ones(3, device="cuda")
+    error, work = WAYS[way]
+    with pytest.raises(error):
+        gpu(lambda: work(value))
+    gpu(lambda: torch.where(value > torch.tensor(0.0), value * 2, 0.0).cumsum(0)[1:] + 1)
