@@ -144,7 +144,7 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
             matrix.trees or [None],
             rules if temperature > 0 else rules[:1],
         ):
-            how: dict[str, Any] = {"tree": each.tree if tree is None else tree, "rule": rule}
+            how: dict[str, Any] = {"tree": each.trees if tree is None else tree, "rule": rule}
             how["expansion"] = matrix.expansion
             made = Speculator(
                 each.model, each.drafter, tokenizer=each.tokenizer,

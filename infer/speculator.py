@@ -127,6 +127,7 @@ class Speculator:
             each in the target's forwards over trees, see `heads/core/fused.py`; packed ones are.
 
     Attributes:
+        trees: by kind of request, which another speculator takes as `tree`.
         stats: what the last call did.
         decoding_drafters: the drafters, or packed copies of them.
     """
@@ -150,10 +151,10 @@ class Speculator:
         self.drafters.bind(target)
         self.rule, self.tokenizer = rule, tokenizer
         trees = tree if isinstance(tree, Mapping) else {(1, 0.0): tree}
-        self._trees = TreesByRequest({kind: self._policy(each) for kind, each in trees.items()})
+        self.trees = TreesByRequest({kind: self._policy(each) for kind, each in trees.items()})
         record = find_rule(rule)
         self.expansion: Expansion = record.check_expansion(expansion)
-        for each in self._trees:
+        for each in self.trees.values():
             record.check_tree(each)
             each.check(self.drafter, self.expansion)  # type: ignore[arg-type]
         self.stats = Stats()
@@ -201,7 +202,7 @@ class Speculator:
 
     def tree_of(self, batch: int = 1, temperature: float = 0.0) -> Policy:
         """The tree of requests of so many prompts, sampled at a temperature; 0 is greedily."""
-        return self._trees.of(batch, temperature)
+        return self.trees.of(batch, temperature)
 
     @property
     def drafter(self) -> Drafter | DrafterGroup | None:

@@ -324,8 +324,8 @@ class _Run:
             temperature = 1.0 if RULES[decode.rule].samples else 0.0
             report = bench(speculator, tokens, decode.new_tokens, temperature=temperature)
             if decode.sampled is not None:
-                tree, faster = speculator.tree, speculator.target.compile
-                again = Speculator(model, speculator.drafter, tree=tree, compile=faster)
+                trees, faster = speculator.trees, speculator.target.compile
+                again = Speculator(model, speculator.drafter, tree=trees, compile=faster)
                 report["sampled"] = bench(
                     again, tokens, decode.new_tokens, repeats=1, temperature=decode.sampled,
                     generate=False,

@@ -5,7 +5,6 @@ that is fastest: a plan is for one batch size and temperature.
 """
 
 import math
-from collections.abc import Iterator, Mapping
 
 from .policy import Policy
 
@@ -17,18 +16,8 @@ def heat_of(do_sample: bool | None, temperature: float | None) -> float:
     return 1.0 if temperature is None else temperature
 
 
-class TreesByRequest:
-    """Trees for requests of some batch sizes and temperatures.
-
-    Args:
-        trees: by batch size and temperature, at least one; temperature 0 is greedy decoding.
-    """
-
-    def __init__(self, trees: Mapping[tuple[int, float], Policy]):
-        self._trees = dict(trees)
-
-    def __iter__(self) -> Iterator[Policy]:
-        return iter(self._trees.values())
+class TreesByRequest(dict[tuple[int, float], Policy]):
+    """Trees by batch size and temperature, at least one; temperature 0 is greedy decoding."""
 
     def of(self, batch: int = 1, temperature: float = 0.0) -> Policy:
         """The tree of the nearest batch size, by their ratio, and there the nearest temperature.
@@ -41,4 +30,4 @@ class TreesByRequest:
         def distance(kind: tuple[int, float]) -> tuple[float, float, float]:
             return abs(math.log(kind[0] / batch)), kind[0], abs(kind[1] - temperature)
 
-        return self._trees[min(self._trees, key=distance)]
+        return self[min(self, key=distance)]
