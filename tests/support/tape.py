@@ -40,6 +40,10 @@ class Place:
         self._outside, self._what, self._dtype = outside, what, tensor.dtype
         self._where = tensor.storage_offset(), tensor.shape, tensor.stride()
 
+    @property
+    def is_outside(self) -> bool:
+        return self._outside is not None
+
     def tensor(self) -> Tensor:
         """What lies there now."""
         if self._outside is None:
@@ -55,13 +59,16 @@ class Place:
 @dataclass
 class _Call:
     function: Any
-    inputs: list[Any]  # the leaves of arguments, tensors as places
+    given: tuple[Any, Any]  # the arguments, where none of them is memory from outside
+    inputs: list[Any] | None  # else their leaves, tensors as places
     form: Any
     outputs: list[Place]
 
     def repeat(self) -> None:
-        leaves = [leaf.tensor() if type(leaf) is Place else leaf for leaf in self.inputs]
-        args, kwargs = tree_unflatten(leaves, self.form)
+        args, kwargs = self.given
+        if self.inputs is not None:
+            leaves = [leaf.tensor() if type(leaf) is Place else leaf for leaf in self.inputs]
+            args, kwargs = tree_unflatten(leaves, self.form)
         for place, new in zip(self.outputs, _tensors(self.function(*args, **kwargs)), strict=True):
             old = place.tensor()
             if old.data_ptr() != new.data_ptr():
@@ -87,12 +94,17 @@ class _Record(TorchDispatchMode):
         if _is_view(function):
             return function(*args, **kwargs)
         leaves, form = tree_flatten((args, kwargs))
-        inputs = [self._place(leaf, name) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        inputs: Any = [self._place(e, name) if isinstance(e, Tensor) else e for e in leaves]
         found = function(*args, **kwargs)
         for tensor in _tensors(found):
             self._keep(tensor)
         outputs = [self._place(tensor, name) for tensor in _tensors(found)]
-        self.calls.append(_Call(function, inputs, form, outputs))
+        given: Any = (args, kwargs)
+        if any(type(leaf) is Place and leaf.is_outside for leaf in inputs):
+            given = ((), {})  # held here, it would live on
+        else:
+            inputs = None
+        self.calls.append(_Call(function, given, inputs, form, outputs))
         return found
 
     def _keep(self, tensor: Tensor) -> None:
@@ -190,6 +202,8 @@ def _is_view(function: Any) -> bool:
 
 
 def _tensors(found: Any) -> list[Tensor]:
+    if isinstance(found, Tensor):
+        return [found]
     return [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
 
 
