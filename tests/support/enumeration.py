@@ -30,7 +30,7 @@ from transformers import LogitsProcessorList
 from headstart.heads import Sampling, Step, TokenTree
 from headstart.heads.core.sampling import Stream
 from headstart.heads.group import GroupMember
-from headstart.infer.rules.registry import Rule
+from headstart.infer.rules.registry import RULES, Rule
 from headstart.infer.rules.rule_api import Accepted, Text, Verified, seen_in
 from headstart.infer.trees.children import Children
 from headstart.infer.trees.expansions import Expansion
@@ -236,6 +236,8 @@ def watched(boxes: Boxes) -> Iterator[None]:
 
         return noted
 
+    for rule in RULES.values():
+        assert rule.accept  # imported first, or its module would keep what is put in place here
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             for attribute, wrap in (("accepts", accepts), ("draw", draw)):
