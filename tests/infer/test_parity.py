@@ -16,6 +16,7 @@ from headstart.heads import OptionError
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, target
 from headstart.infer.rules.registry import RULES
+from tests.support.covering import covering
 from tests.support.scripted import make
 from tests.support.tiny import CONFIGS, VOCAB, letters, one_line, prompts, tiny
 
@@ -121,20 +122,20 @@ PROCESSORS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("batch", LENGTHS)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("processor", PROCESSORS)
-def test_greedy_with_every_processor(processor: str, name: str, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("processor", "name", "batch", "shape"),
+    covering([*itertools.product(PROCESSORS, MODELS, LENGTHS, ("heads", "cached"))]),
+)
+def test_greedy_with_every_processor(processor: str, name: str, batch: int, shape: str) -> None:
     ids, more = inputs(batch)
     options = base(eos_token_id=EOS, **more)
     expected = tiny(name).generate(ids, **options, **PROCESSORS[processor]())
     free = tiny(name).generate(ids, **options)
     # It does something, or the test would prove nothing.
     assert not torch.equal(expected, free)
-    for shape in ("heads", "cached"):
-        ours = scripted(name, expected, ids.shape[1], shape)
-        assert torch.equal(ours.generate(ids, **options, **PROCESSORS[processor]()), expected)
-        assert ours.stats.rounds < (expected.shape[1] - 9) * batch
+    ours = scripted(name, expected, ids.shape[1], shape)
+    assert torch.equal(ours.generate(ids, **options, **PROCESSORS[processor]()), expected)
+    assert ours.stats.rounds < (expected.shape[1] - 9) * batch
     plain = Speculator(tiny(name)).generate(ids, **options, **PROCESSORS[processor]())
     assert torch.equal(plain, expected)
 
@@ -157,9 +158,10 @@ SAMPLED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("batch", LENGTHS)
-@pytest.mark.parametrize("rule", ["coupled", "match"])
-@pytest.mark.parametrize("processor", SAMPLED)
+@pytest.mark.parametrize(
+    ("processor", "rule", "batch"),
+    covering([*itertools.product(SAMPLED, ("coupled", "match"), LENGTHS)]),
+)
 def test_sampling_with_every_processor_equals_plain(processor: str, rule: str, batch: int) -> None:
     ids, more = inputs(batch)
     options = base(do_sample=True, seed=4, eos_token_id=EOS, **more)
