@@ -490,9 +490,12 @@ def test_scores_of_another_type(dtype: torch.dtype, since: int, batch: int) -> N
         assert len(out.scores) == NEW and all(torch.isfinite(s).all() for s in out.logits)
 
 
-@pytest.mark.parametrize("batch", LENGTHS)
-@pytest.mark.parametrize("tree", ["plain", "chain:3", "cartesian:3,2,1", "best-first:8,3,3"])
-@pytest.mark.parametrize("rule", sorted(RULES))
+TREES = ("plain", "chain:3", "cartesian:3,2,1", "best-first:8,3,3")
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree", "batch"), covering([*itertools.product(sorted(RULES), TREES, LENGTHS)])
+)
 def test_every_rule_keeps_scores_and_logits(rule: str, tree: str, batch: int) -> None:
     """They are the target's on the text that was written."""
     if rule == "block" and tree not in ("plain", "chain:3"):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from headstart.infer import Speculator
 from headstart.infer.capture import CudaCapture
@@ -40,10 +40,6 @@ class Place:
         self._outside, self._what, self._dtype = outside, what, tensor.dtype
         self._where = tensor.storage_offset(), tensor.shape, tensor.stride()
 
-    @property
-    def is_outside(self) -> bool:
-        return self._outside is not None
-
     def tensor(self) -> Tensor:
         """What lies there now."""
         if self._outside is None:
@@ -59,17 +55,14 @@ class Place:
 @dataclass
 class _Call:
     function: Any
-    given: tuple[Any, Any]  # the arguments, where none of them is memory from outside
-    inputs: list[Any] | None  # else their leaves, tensors as places
-    form: Any
+    args: tuple[Any, ...]  # tensors as places
+    kwargs: dict[str, Any]
     outputs: list[Place]
 
     def repeat(self) -> None:
-        args, kwargs = self.given
-        if self.inputs is not None:
-            leaves = [leaf.tensor() if type(leaf) is Place else leaf for leaf in self.inputs]
-            args, kwargs = tree_unflatten(leaves, self.form)
-        for place, new in zip(self.outputs, _tensors(self.function(*args, **kwargs)), strict=True):
+        kwargs = {name: _there(value) for name, value in self.kwargs.items()}
+        found = self.function(*map(_there, self.args), **kwargs)
+        for place, new in zip(self.outputs, _tensors(found), strict=True):
             old = place.tensor()
             if old.data_ptr() != new.data_ptr():
                 old.copy_(new)
@@ -93,18 +86,12 @@ class _Record(TorchDispatchMode):
             self._keep(args[0])
         if _is_view(function):
             return function(*args, **kwargs)
-        leaves, form = tree_flatten((args, kwargs))
-        inputs: Any = [self._place(e, name) if isinstance(e, Tensor) else e for e in leaves]
+        placed, named = tree_map_only(Tensor, lambda each: self._place(each, name), (args, kwargs))
         found = function(*args, **kwargs)
         for tensor in _tensors(found):
             self._keep(tensor)
         outputs = [self._place(tensor, name) for tensor in _tensors(found)]
-        given: Any = (args, kwargs)
-        if any(type(leaf) is Place and leaf.is_outside for leaf in inputs):
-            given = ((), {})  # held here, it would live on
-        else:
-            inputs = None
-        self.calls.append(_Call(function, given, inputs, form, outputs))
+        self.calls.append(_Call(function, placed, named, outputs))
         return found
 
     def _keep(self, tensor: Tensor) -> None:
@@ -199,6 +186,13 @@ def _is_view(function: Any) -> bool:
     """Whether all that is returned are views, which hold what their base holds."""
     aliases = [entry.alias_info for entry in function._schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
+
+
+def _there(value: Any) -> Any:
+    """An argument with what lies at its places now."""
+    if type(value) is Place:
+        return value.tensor()
+    return type(value)(map(_there, value)) if type(value) in (list, tuple) else value
 
 
 def _tensors(found: Any) -> list[Tensor]:
