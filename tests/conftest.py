@@ -8,6 +8,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 if "PYTEST_XDIST_WORKER" in os.environ:  # threads of workers side by side would wait on each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import importlib.util
 import random
 import sys
 from collections.abc import Iterator
@@ -39,6 +40,17 @@ def seeded() -> None:
     random.seed(0)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(0)
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where matplotlib is not installed: drawing takes longer than a small run's training."""
+    true = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *of: None if name == "matplotlib" else true(name, *of),
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import io
 import json
 import random
 import re
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from headstart.heads.parts import cached_layers as module
 from headstart.heads.parts.cached_layers import CachedLayers
 from headstart.infer import Speculator
 from headstart.reports.description import describe, print_description
+from tests.support.covering import covering
 from tests.support.paths import SHARED
 from tests.support.tiny import CLASSES, COMMON, CONFIGS, VOCAB, one_line, prompts, tiny
 
@@ -206,10 +208,10 @@ def test_the_target_itself_is_always_right(name: str, depth: int, batch: int) ->
     assert stats.rounds == -(-(NEW - 1) // (depth + 1)) * batch  # the last one is cut
 
 
-@pytest.mark.parametrize("stop", [False, True], ids=["length", "eos"])
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "tree", "batch", "stop"),
+    covering([*product(CONFIGS, TREES, (1, 4), (False, True))]),
+)
 def test_equals_generate(name: str, tree: str, batch: int, stop: bool) -> None:
     """The student is of another family than the target, but for llama."""
     expected, out, _ = generated(student(name), TREES[tree], batch, stop)

@@ -195,7 +195,8 @@ def test_a_batch_equals_generate(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_row_alone_equals_generate(name: str) -> None:
-    for row in range(len(LENGTHS)):
+    """The longest, which begins beyond the window, and the shortest, which grows across it."""
+    for row in (0, 3):
         out, speculator = decode(name, row)
         assert (out != reference(name, row)[2]).sum() == 0
         assert speculator.stats.tau > 1.5

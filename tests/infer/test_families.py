@@ -20,6 +20,7 @@ from headstart.infer import Speculator, parse_tree
 from headstart.infer.rules import matching as choices
 from headstart.infer.rules.registry import RULES
 from headstart.infer.trees.expansions import SAMPLED
+from tests.support.covering import covering
 from tests.support.families import LENGTHS, TARGETS, TREES, UNIONS, drafter, target
 from tests.support.paths import ROOT
 from tests.support.tiny import prompts, tiny
@@ -94,7 +95,14 @@ def cases() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("of", "name", "tree", "batch"), cases())
+def few(found: list[Any]) -> list[Any]:
+    """Of the cases that are no proofs, a covering few."""
+    return covering([case.values for case in found if not case.marks]) + [
+        case for case in found if case.marks
+    ]
+
+
+@pytest.mark.parametrize(("of", "name", "tree", "batch"), few(cases()))
 def test_greedy_text_is_that_of_generate(of: str, name: str, tree: str, batch: int) -> None:
     ids, mask, new = asked(of, batch)
     options: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": new, "do_sample": False}
@@ -107,8 +115,18 @@ def test_greedy_text_is_that_of_generate(of: str, name: str, tree: str, batch: i
     print(f"{of}, {name}, {tree}, {batch}: τ {stats.tau:.2f}")  # shown by `pytest -rP`
 
 
-@pytest.mark.parametrize(("of", "name", "tree", "batch"), cases())
-def test_sampled_text(of: str, name: str, tree: str, batch: int) -> None:
+def sampled_cases() -> list[Any]:
+    """With every rule that the tree can take."""
+    return [
+        pytest.param(*case.values, rule.name, marks=case.marks)
+        for case in cases()
+        for rule in RULES.values()
+        if rule.samples and (not rule.chains_only or parse_tree(case.values[2]).in_place)
+    ]
+
+
+@pytest.mark.parametrize(("of", "name", "tree", "batch", "rule"), few(sampled_cases()))
+def test_sampled_text(of: str, name: str, tree: str, batch: int, rule: str) -> None:
     """The rules of shared choices write plain decoding's text, the others each row's own."""
     ids, mask, new = asked(of, batch)
     seeds = [11, 12, 13, 14][:batch]
@@ -117,25 +135,22 @@ def test_sampled_text(of: str, name: str, tree: str, batch: int) -> None:
     }  # fmt: skip
     model, draft = pair(of, name)
     plain = Speculator(model).generate(ids, attention_mask=mask, seed=seeds, **options)
-    for rule, record in RULES.items():
-        policy, expansion = parse_tree(tree), None
-        if not record.samples or (record.chains_only and not policy.in_place):
-            continue
-        static = all(hasattr(part, "paths") for part in getattr(policy, "parts", [policy]))
-        if record.children in SAMPLED and not static:
-            expansion = record.check_expansion("topk")  # searched trees take no drawn children
-        speculator = Speculator(model, draft, tree=tree, rule=rule, expansion=expansion)
-        text = speculator.generate(ids, attention_mask=mask, seed=seeds, **options)
-        if record.same_text:
-            assert torch.equal(text, plain), rule
-            continue
-        assert text.shape == plain.shape and speculator.stats.rounds > 0
-        for row in range(batch if batch > 1 else 0):
-            own = ids[row][mask[row] == 1].unsqueeze(0)
-            alone = speculator.generate(own, seed=[seeds[row]], **options)[0, own.shape[1] :]
-            together = text[row, ids.shape[1] :]
-            assert torch.equal(alone, together[: len(alone)]), (rule, row)
-            assert not together[len(alone) :].any(), "only padding follows the row's end"
+    record, policy, expansion = RULES[rule], parse_tree(tree), None
+    static = all(hasattr(part, "paths") for part in getattr(policy, "parts", [policy]))
+    if record.children in SAMPLED and not static:
+        expansion = record.check_expansion("topk")  # searched trees take no drawn children
+    speculator = Speculator(model, draft, tree=tree, rule=rule, expansion=expansion)
+    text = speculator.generate(ids, attention_mask=mask, seed=seeds, **options)
+    if record.same_text:
+        assert torch.equal(text, plain)
+        return
+    assert text.shape == plain.shape and speculator.stats.rounds > 0
+    for row in range(batch if batch > 1 else 0):
+        own = ids[row][mask[row] == 1].unsqueeze(0)
+        alone = speculator.generate(own, seed=[seeds[row]], **options)[0, own.shape[1] :]
+        together = text[row, ids.shape[1] :]
+        assert torch.equal(alone, together[: len(alone)]), row
+        assert not together[len(alone) :].any(), "only padding follows the row's end"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

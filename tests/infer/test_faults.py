@@ -2,6 +2,7 @@
 
 import logging
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, load
 from tests.support import families
+from tests.support.covering import covering
 from tests.support.scripted import Heads, Script, decoding_of, make
 from tests.support.tiny import CLASSES, CONFIGS, VOCAB, letters, one_line, prompts, tiny
 
@@ -358,11 +360,14 @@ class Sick(Heads):
         return step
 
 
-@pytest.mark.parametrize("tree", ["chain:4", "cartesian:3,2,1"])
-@pytest.mark.parametrize("sampled", [False, True])
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("since", [0, 3])
+BAD = (float("nan"), float("inf"))
+EITHER = (True, False)
+
+
+@pytest.mark.parametrize(
+    ("since", "bad", "whole", "sampled", "tree"),
+    covering([*product((0, 3), BAD, EITHER, EITHER, ("chain:4", "cartesian:3,2,1"))]),
+)
 def test_12_bad_draft_logits(since: int, bad: float, whole: bool, sampled: bool, tree: str) -> None:
     """A warning, then plain decoding: the drafter is not asked again, and the text is the same."""
     ids, masked, free = greedy(LENGTHS)
@@ -456,9 +461,10 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tree", ["plain", "chain:4", "cartesian:3,2,1"])
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("forward", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("forward", "how", "tree"),
+    covering([*product((0, 1, 3), HOW, ("plain", "chain:4", "cartesian:3,2,1"))]),
+)
 def test_13_nan_in_the_targets_logits(forward: int, how: str, tree: str) -> None:
     """An error that names the token and the row, in the round in which plain decoding meets it."""
     ids, masked, free = greedy(LENGTHS)

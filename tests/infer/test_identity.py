@@ -1,6 +1,7 @@
 """Greedy output equals `generate` of transformers, in float64, whatever the drafter proposes."""
 
 from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from headstart.heads.core import masks, probe
 from headstart.infer import Speculator, StaticTree, target
+from tests.support.covering import covering
 from tests.support.scripted import SHAPES, Cached, make, rows_of
 from tests.support.tiny import CONFIGS, prompts, tiny
 
@@ -65,11 +67,10 @@ def decode(
     return expected, out, speculator
 
 
-@pytest.mark.parametrize("stop", [False, True], ids=["length", "eos"])
-@pytest.mark.parametrize("batch", LENGTHS)
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("name", "shape", "tree", "batch", "stop"),
+    covering([*product(CONFIGS, SHAPES, TREES, LENGTHS, (False, True))]),
+)
 def test_equals_generate(name: str, shape: str, tree: str, batch: int, stop: bool) -> None:
     expected, out, speculator = decode(name, shape, tree, batch, stop)
     assert torch.equal(out, expected)

@@ -31,10 +31,11 @@ QUICK = {
 
 
 def cases() -> list[Any]:
-    return [
-        pytest.param(*case, marks=() if case in QUICK else pytest.mark.proof)
-        for case in product(FAMILIES, TREES, RULES)
+    """With two requests of each batch size by default, and with three as proofs."""
+    proofs = [
+        pytest.param(*case, 3, marks=pytest.mark.proof) for case in product(FAMILIES, TREES, RULES)
     ]
+    return [(*case, 2) for case in sorted(QUICK)] + proofs
 
 
 def write(speculator: Speculator, batch: int, turn: int, rule: str, **more: Any) -> Tensor:
@@ -49,11 +50,11 @@ def write(speculator: Speculator, batch: int, turn: int, rule: str, **more: Any)
     return found
 
 
-@pytest.mark.parametrize(("name", "tree", "rule"), cases())
+@pytest.mark.parametrize(("name", "tree", "rule", "requests"), cases())
 def test_requests_come_and_go(
-    name: str, tree: str, rule: str, monkeypatch: pytest.MonkeyPatch
+    name: str, tree: str, rule: str, requests: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Three requests of each batch size, with caches that grow meanwhile."""
+    """Several requests of each batch size, with caches that grow meanwhile."""
     monkeypatch.setattr(request, "FIRST_TOKENS", 16)
     given: Any = {"tree": tree, "rule": rule if RULES[rule].samples else None}
     try:
@@ -62,7 +63,7 @@ def test_requests_come_and_go(
         pytest.skip(str(error))
     replayed, written = ours
     tape = on_tape(replayed)
-    for turn, batch in enumerate(batch for batch in BATCHES for _ in range(3)):
+    for turn, batch in enumerate(batch for batch in BATCHES for _ in range(requests)):
         more = {"max_new_tokens": 90} if turn == 1 else {}
         text = write(replayed, batch, turn, rule, **more)
         assert torch.equal(text, write(written, batch, turn, rule, **more)), turn

@@ -16,6 +16,7 @@ from headstart.heads import OptionError
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, target
 from headstart.infer.rules.registry import RULES
+from tests.support.covering import covering
 from tests.support.scripted import make
 from tests.support.tiny import CONFIGS, VOCAB, letters, one_line, prompts, tiny
 
@@ -121,20 +122,20 @@ PROCESSORS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("batch", LENGTHS)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("processor", PROCESSORS)
-def test_greedy_with_every_processor(processor: str, name: str, batch: int) -> None:
+@pytest.mark.parametrize(
+    ("processor", "name", "batch", "shape"),
+    covering([*itertools.product(PROCESSORS, MODELS, LENGTHS, ("heads", "cached"))]),
+)
+def test_greedy_with_every_processor(processor: str, name: str, batch: int, shape: str) -> None:
     ids, more = inputs(batch)
     options = base(eos_token_id=EOS, **more)
     expected = tiny(name).generate(ids, **options, **PROCESSORS[processor]())
     free = tiny(name).generate(ids, **options)
     # It does something, or the test would prove nothing.
     assert not torch.equal(expected, free)
-    for shape in ("heads", "cached"):
-        ours = scripted(name, expected, ids.shape[1], shape)
-        assert torch.equal(ours.generate(ids, **options, **PROCESSORS[processor]()), expected)
-        assert ours.stats.rounds < (expected.shape[1] - 9) * batch
+    ours = scripted(name, expected, ids.shape[1], shape)
+    assert torch.equal(ours.generate(ids, **options, **PROCESSORS[processor]()), expected)
+    assert ours.stats.rounds < (expected.shape[1] - 9) * batch
     plain = Speculator(tiny(name)).generate(ids, **options, **PROCESSORS[processor]())
     assert torch.equal(plain, expected)
 
@@ -157,9 +158,10 @@ SAMPLED: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("batch", LENGTHS)
-@pytest.mark.parametrize("rule", ["coupled", "match"])
-@pytest.mark.parametrize("processor", SAMPLED)
+@pytest.mark.parametrize(
+    ("processor", "rule", "batch"),
+    covering([*itertools.product(SAMPLED, ("coupled", "match"), LENGTHS)]),
+)
 def test_sampling_with_every_processor_equals_plain(processor: str, rule: str, batch: int) -> None:
     ids, more = inputs(batch)
     options = base(do_sample=True, seed=4, eos_token_id=EOS, **more)
@@ -488,9 +490,12 @@ def test_scores_of_another_type(dtype: torch.dtype, since: int, batch: int) -> N
         assert len(out.scores) == NEW and all(torch.isfinite(s).all() for s in out.logits)
 
 
-@pytest.mark.parametrize("batch", LENGTHS)
-@pytest.mark.parametrize("tree", ["plain", "chain:3", "cartesian:3,2,1", "best-first:8,3,3"])
-@pytest.mark.parametrize("rule", sorted(RULES))
+TREES = ("plain", "chain:3", "cartesian:3,2,1", "best-first:8,3,3")
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree", "batch"), covering([*itertools.product(sorted(RULES), TREES, LENGTHS)])
+)
 def test_every_rule_keeps_scores_and_logits(rule: str, tree: str, batch: int) -> None:
     """They are the target's on the text that was written."""
     if rule == "block" and tree not in ("plain", "chain:3"):

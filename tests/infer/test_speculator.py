@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from headstart.heads import (
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator, StaticTree, load
 from tests.support.bytewise import save_target
+from tests.support.covering import covering
 from tests.support.scripted import make
 from tests.support.tiny import CONFIGS, VOCAB, one_line, prompts, tiny
 
@@ -200,10 +202,13 @@ def test_threads_wait_for_each_other(graphs: bool) -> None:
     assert torch.equal(out, greedy(ids)) and torch.equal(texts[0], greedy(others))
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("tree", ["cartesian:2,2", "chain:3", "best-first:6,2,3", "plain"])
-@pytest.mark.parametrize("sampling", [False, True])
+TREES = ("cartesian:2,2", "chain:3", "best-first:6,2,3", "plain")
+
+
+@pytest.mark.parametrize(
+    ("sampling", "tree", "graphs", "rows"),
+    covering([*product((False, True), TREES, (False, True), (1, 2))]),
+)
 def test_inference_mode_around_a_call(sampling: bool, tree: str, graphs: bool, rows: int) -> None:
     """Inside, outside and inside again, made inside and outside."""
     options: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": sampling, "pad_token_id": 0}

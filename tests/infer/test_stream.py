@@ -1,6 +1,7 @@
 """Rows that are filled anew as they end write what each prompt gives alone."""
 
 from collections import deque
+from functools import cache
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.support.families import TREES, drafter
 from tests.support.tiny import VOCAB, one_line, tiny
 
 NEW = 14
+LAST = Prompt("last", [1, 2, 3], 5, seed=7)
 
 
 def asked(count: int = 13) -> list[Prompt]:
@@ -30,11 +32,20 @@ def asked(count: int = 13) -> list[Prompt]:
     ] + [Prompt("one", [7], 6, seed=5)]
 
 
-def alone(model: Any, prompt: Prompt, temperature: float, eos: list[int]) -> list[int]:
+EOS = [3, 9]  # of 64 tokens
+
+
+@cache
+def expected(model: Any, temperature: float) -> dict[Any, list[int]]:
+    """What each prompt gives alone."""
+    return {p.key: alone(model, p, temperature) for p in [*asked(), LAST]}
+
+
+def alone(model: Any, prompt: Prompt, temperature: float) -> list[int]:
     how: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": prompt.new_tokens}
     if temperature:
         how |= {"seed": [prompt.seed], "temperature": temperature, "top_k": 0, "top_p": 1.0}
-    text = Speculator(model).generate(torch.tensor([prompt.tokens]), eos_token_id=eos, **how)
+    text = Speculator(model).generate(torch.tensor([prompt.tokens]), eos_token_id=EOS, **how)
     return text[0, len(prompt.tokens) :].tolist()
 
 
@@ -42,7 +53,6 @@ def streamed(speculator: Speculator, prompts: list[Prompt], batch: int, **how: A
     ready = deque(prompts)
     found = {}
     longest = max(len(p.tokens) + p.new_tokens for p in prompts)
-    following = {}
 
     def next_prompt() -> Prompt | None:
         return ready.popleft() if ready else None
@@ -51,23 +61,19 @@ def streamed(speculator: Speculator, prompts: list[Prompt], batch: int, **how: A
         assert prompt.key not in found
         found[prompt.key] = text
         if prompt.key == 0:  # what is written may lead to another prompt
-            following["last"] = Prompt("last", [1, 2, 3], 5, seed=7)
-            ready.append(following["last"])
+            ready.append(LAST)
     return found
 
 
 def check(speculator: Speculator, batch: int, temperature: float = 0.0) -> None:
-    model, prompts = speculator.model, asked()
-    eos = [3, 9]  # of 64 tokens
+    model = speculator.model
     before = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = eos
+    model.generation_config.eos_token_id = EOS
     try:
-        found = streamed(speculator, prompts, batch, temperature=temperature)
-        last = Prompt("last", [1, 2, 3], 5, seed=7)
-        expected = {p.key: alone(model, p, temperature, eos) for p in [*prompts, last]}
+        found = streamed(speculator, asked(), batch, temperature=temperature)
     finally:
         model.generation_config.eos_token_id = before
-    assert found == expected
+    assert found == expected(model, temperature)
     assert len({len(text) for text in found.values()}) > 3
 
 
@@ -95,8 +101,8 @@ def test_graphs_serve_a_stream_and_then_a_request() -> None:
     speculator = Speculator(tiny("llama"), drafter("medusa", "tiny"), graphs=True)
     check(speculator, 3)
     ids = torch.tensor([[5, 6, 7]])
-    expected = Speculator(tiny("llama")).generate(ids, max_new_tokens=9, do_sample=False)
-    assert torch.equal(speculator.generate(ids, max_new_tokens=9, do_sample=False), expected)
+    plain = Speculator(tiny("llama")).generate(ids, max_new_tokens=9, do_sample=False)
+    assert torch.equal(speculator.generate(ids, max_new_tokens=9, do_sample=False), plain)
     check(speculator, 3)
 
 

@@ -5,6 +5,8 @@ On the CPU a read shows as an operator that copies a scalar or whose result's sh
 """
 
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -22,7 +24,8 @@ from headstart.heads.core import row_seeds
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Decoding
 from headstart.infer.rules.registry import RULES
-from tests.support.scripted import Heads, Script, decoding_of, make
+from tests.support.covering import covering
+from tests.support.scripted import SHAPES, Heads, Script, decoding_of, make
 from tests.support.syncs import WARPERS, Synchronised, run_rounds
 from tests.support.tiny import CONFIGS, VOCAB, prompts, tiny
 
@@ -64,15 +67,21 @@ def started(drafter: Any, tree: Any, rule: str, name: str = "llama") -> Decoding
     return decoding
 
 
-@pytest.mark.parametrize("rule", ["greedy", "coupled", "match"])
-@pytest.mark.parametrize("tree", ["plain", "chain:4", "cartesian:3,2,1", "[[0],[1],[0,0],[1,1]]"])
-def test_a_round_does_not_wait(tree: Any, rule: str) -> None:
-    drafters: list[Any] = [medusa(), medusa(output="trimmed", draft_vocab_size=9)]
-    drafters += [eagle("eagle"), eagle("eagle3")]
-    drafters += [make(shape, tiny("llama"), script()) for shape in ("heads", "cached", "lookup")]
+DRAFTERS: dict[str, Callable[[], Any]] = {
+    "medusa": medusa,
+    "trimmed": lambda: medusa(output="trimmed", draft_vocab_size=9),
+    **{name: partial(eagle, name) for name in ("eagle", "eagle3")},
+    **{shape: lambda shape=shape: make(shape, tiny("llama"), script()) for shape in SHAPES},
+}
+TREES = ["plain", "chain:4", "cartesian:3,2,1", "[[0],[1],[0,0],[1,1]]"]
+
+
+@pytest.mark.parametrize(
+    ("name", "tree", "rule"), covering([*product(DRAFTERS, TREES, ("greedy", "coupled", "match"))])
+)
+def test_a_round_does_not_wait(name: str, tree: str, rule: str) -> None:
     with torch.no_grad():
-        for drafter in drafters:
-            assert run_rounds(started(drafter, tree, rule)) > 2
+        assert run_rounds(started(DRAFTERS[name](), tree, rule)) > 2
 
 
 @pytest.mark.parametrize("rule", ["greedy", "coupled", "rejection", "traversal"])

@@ -237,7 +237,7 @@ def watched(boxes: Boxes) -> Iterator[None]:
         return noted
 
     for rule in RULES.values():
-        _ = rule.accept  # imports its module, whose names would else stay replaced
+        assert rule.accept  # imports its module, whose names would else stay replaced
     with ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             for attribute, wrap in (("accepts", accepts), ("draw", draw)):

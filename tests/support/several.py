@@ -7,9 +7,11 @@ training of the recipe `run`: after a step (a number), in the second `validation
 `loader`; then it waits for `wait` seconds, or kills itself if it is the rank `killed`. Recipes
 whose names are in `bf16` take products in bfloat16, of a target in it. Those in `poisoned` read
 features that are not finite, on process 1 from the sixth step on, and are expected to stop there.
-Where `apart` is set each launcher's processes take those of others to be on another machine.
+Where `apart` is set each launcher's processes take those of others to be on another machine. No
+pictures are drawn.
 """
 
+import importlib.util
 import json
 import os
 import signal
@@ -141,6 +143,8 @@ def relabelled(*args: Any, **how: Any) -> Any:
     return made
 
 
+FIND = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *of: None if name == "matplotlib" else FIND(name, *of)
 LOAD = pipeline._Run._load
 names = ("create_optimizer", "end_step", "get_batch_samples", "_save_checkpoint")
 ORIGINAL: dict[str, Any] = {name: getattr(DrafterTrainer, name) for name in names}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from headstart.infer import Speculator
 from headstart.infer.capture import CudaCapture
@@ -76,14 +76,14 @@ class Place:
 @dataclass
 class _Call:
     function: Any
-    inputs: list[Any]  # the leaves of arguments, tensors as places
-    form: Any
+    args: tuple[Any, ...]  # tensors as places
+    kwargs: dict[str, Any]
     outputs: list[Place]
 
     def repeat(self) -> None:
-        leaves = [leaf.tensor() if type(leaf) is Place else leaf for leaf in self.inputs]
-        args, kwargs = tree_unflatten(leaves, self.form)
-        for place, new in zip(self.outputs, _tensors(self.function(*args, **kwargs)), strict=True):
+        kwargs = {name: _there(value) for name, value in self.kwargs.items()}
+        found = self.function(*map(_there, self.args), **kwargs)
+        for place, new in zip(self.outputs, _tensors(found), strict=True):
             old = place.tensor()
             if old.data_ptr() != new.data_ptr():
                 old.copy_(new)
@@ -107,13 +107,12 @@ class _Record(TorchDispatchMode):
             self._keep(args[0])
         if _is_view(function):
             return function(*args, **kwargs)
-        leaves, form = tree_flatten((args, kwargs))
-        inputs = [self._place(leaf, name) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        placed, named = tree_map_only(Tensor, lambda each: self._place(each, name), (args, kwargs))
         found = function(*args, **kwargs)
         for tensor in _tensors(found):
             self._keep(tensor)
         outputs = [self._place(tensor, name) for tensor in _tensors(found)]
-        self.calls.append(_Call(function, inputs, form, outputs))
+        self.calls.append(_Call(function, placed, named, outputs))
         return found
 
     def _keep(self, tensor: Tensor) -> None:
@@ -212,7 +211,16 @@ def _is_view(function: Any) -> bool:
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
+def _there(value: Any) -> Any:
+    """An argument with what lies at its places now."""
+    if type(value) is Place:
+        return value.tensor()
+    return type(value)(map(_there, value)) if type(value) in (list, tuple) else value
+
+
 def _tensors(found: Any) -> list[Tensor]:
+    if isinstance(found, Tensor):
+        return [found]
     return [leaf for leaf in tree_flatten(found)[0] if isinstance(leaf, Tensor)]
 
 

@@ -36,7 +36,12 @@ OWN = {"train", "heads"}
 
 
 @pytest.fixture
-def tiny(tmp_path: Path) -> Path:
+def tiny(pictured: Path, no_pictures: None) -> Path:
+    return pictured
+
+
+@pytest.fixture
+def pictured(tmp_path: Path) -> Path:
     path = tmp_path / "tiny.yaml"
     path.write_text(yaml.safe_dump(TINY | {"output": str(tmp_path / "runs")}))
     return path
@@ -123,8 +128,8 @@ def test_files_that_changed_are_read_again(tiny: Path, tmp_path: Path) -> None:
     assert {name for name in STAGES if third[name] == second[name]} == {"corpus"}
 
 
-def test_the_artifact_is_whole_and_measured(tiny: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(tiny)
+def test_the_artifact_is_whole_and_measured(pictured: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(pictured)
     artifact = pipeline.train(recipe)
     assert {path.name for path in artifact.iterdir()} == {
         "README.md", "acceptance.png", "begun", "config.json", "headstart.json", "metrics.jsonl",

@@ -28,6 +28,7 @@ def shards(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("train-*")}
 
 
+@pytest.mark.usefixtures("no_pictures")
 def test_rows_and_weights_are_those_without_rounds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

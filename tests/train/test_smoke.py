@@ -56,6 +56,7 @@ def check(name: str, root: Path, *overrides: str) -> None:
         assert (found.num_hidden_layers, found.hidden_size) == (LAYERS, 64)
 
 
+@pytest.mark.usefixtures("no_pictures")
 @pytest.mark.parametrize("name", CASES)
 def test_a_recipe_runs_through_all_stages(name: str, tmp_path: Path) -> None:
     check(name, run(name, tmp_path))

@@ -60,6 +60,7 @@ SMALL = (
 
 
 @needs_model
+@pytest.mark.usefixtures("no_pictures")
 def test_a_few_seconds_of_training_help(tmp_path: Path) -> None:
     small = recipe(tmp_path, *SMALL)
     pipeline.train(small)
@@ -68,7 +69,7 @@ def test_a_few_seconds_of_training_help(tmp_path: Path) -> None:
     assert different == 0
     assert tau > 1.7
     # And that is the training's doing: the same tree with heads that learnt nothing is far off.
-    pipeline.train(recipe(tmp_path, *SMALL, "train.learning_rate=1e-9"))
+    pipeline.train(recipe(tmp_path, *SMALL, "train.learning_rate=1e-9", "train.max_steps=2"))
     assert measure(small, 8)[0] < 1.4
 
 

@@ -2,6 +2,7 @@
 
 import math
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from headstart.heads import Drafter, Step
 from headstart.heads.core import gumbel
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Speculator
+from tests.support.covering import covering
 from tests.support.scripted import ScriptedConfig, make
 from tests.support.tiny import VOCAB, prompts, tiny
 
@@ -25,6 +27,9 @@ TREES = {
     "cartesian": "cartesian:3,2,1",
     "sparse": [[0], [1], [2], [3], [0, 0], [0, 1], [1, 0], [0, 0, 0], [2, 0]],
 }
+RULES = ("coupled", "match")
+SHAPES = ("heads", "cached", "lookup")
+"""Of scripted drafters."""
 WARPS: dict[str, dict] = {
     "free": {"top_k": 0},
     "temperature": {"top_k": 0, "temperature": 0.6},
@@ -74,7 +79,7 @@ def medusa(name: str = "llama", spread: float = 0.05) -> Drafter:
 def drafters(warp: str, name: str = "llama") -> dict[str, Drafter]:
     """Real heads, and scripted ones that see the text to come at odds like those of the noise."""
     found: dict[str, Drafter] = {"medusa": medusa(name)}
-    for shape in ("heads", "cached", "lookup"):
+    for shape in SHAPES:
         found[shape] = make(shape, tiny(name), plain(warp, name), scale=3.0)
     return found
 
@@ -162,15 +167,15 @@ def warped(logits: Tensor, config: dict) -> Tensor:
     return logits
 
 
-@pytest.mark.parametrize("rule", ["coupled", "match"])
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("warp", WARPS)
-def test_equals_plain(warp: str, tree: str, rule: str) -> None:
-    for name, drafter in drafters(warp).items():
-        speculator = Speculator(tiny("llama"), drafter, tree=TREES[tree], rule=rule)
-        out = decode(speculator, SEEDS, **WARPS[warp])
-        assert torch.equal(out, plain(warp)[:, :NEW]), name
-        assert name == "medusa" or speculator.stats.tau > 1.1, name
+@pytest.mark.parametrize(
+    ("warp", "tree", "rule", "shape"),
+    covering([*product(WARPS, TREES, RULES, ("medusa", *SHAPES))]),
+)
+def test_equals_plain(warp: str, tree: str, rule: str, shape: str) -> None:
+    speculator = Speculator(tiny("llama"), drafters(warp)[shape], tree=TREES[tree], rule=rule)
+    out = decode(speculator, SEEDS, **WARPS[warp])
+    assert torch.equal(out, plain(warp)[:, :NEW])
+    assert shape == "medusa" or speculator.stats.tau > 1.1
 
 
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt2", "qwen3"])
@@ -232,9 +237,12 @@ def test_coupling_accepts_more_than_matching() -> None:
     assert taus["coupled"] > taus["match"] + 0.03, taus
 
 
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("penalty", PENALTIES)
-def test_greedy_with_processors_that_read_the_text_equals_generate(penalty: str, tree: str) -> None:
+@pytest.mark.parametrize(
+    ("penalty", "tree", "shape"), covering([*product(PENALTIES, TREES, SHAPES)])
+)
+def test_greedy_with_processors_that_read_the_text_equals_generate(
+    penalty: str, tree: str, shape: str
+) -> None:
     ids, mask = prompts(LENGTHS)
     options = {"max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False, "eos_token_id": 5}
     options |= PENALTIES[penalty]
@@ -244,27 +252,25 @@ def test_greedy_with_processors_that_read_the_text_equals_generate(penalty: str,
     # The processors change the text, or the test would prove nothing ("bad words" may not occur).
     assert penalty == "bad words" or not torch.equal(expected, free)
     script = torch.nn.functional.pad(expected[:, ids.shape[1] :], (0, 8))
-    for shape in ("heads", "cached", "lookup"):
-        drafter = make(shape, model, script)
-        speculator = Speculator(model, drafter, tree=TREES[tree])
-        out = speculator.generate(ids, attention_mask=mask, **options)
-        assert torch.equal(out, expected), shape
-        assert speculator.stats.tau > 1.2, shape
+    drafter = make(shape, model, script)
+    speculator = Speculator(model, drafter, tree=TREES[tree])
+    out = speculator.generate(ids, attention_mask=mask, **options)
+    assert torch.equal(out, expected)
+    assert speculator.stats.tau > 1.2
 
 
-@pytest.mark.parametrize("rule", ["coupled", "match"])
-@pytest.mark.parametrize("tree", TREES)
-@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize(
+    ("penalty", "tree", "rule", "shape"), covering([*product(PENALTIES, TREES, RULES, SHAPES)])
+)
 def test_sampling_with_processors_that_read_the_text_equals_plain(
-    penalty: str, tree: str, rule: str
+    penalty: str, tree: str, rule: str, shape: str
 ) -> None:
     options = {**PENALTIES[penalty], **WARPS["all"], "eos_token_id": 5}
     expected = decode(Speculator(tiny("llama")), SEEDS, **options)
     script = torch.nn.functional.pad(expected, (0, 8))
-    for shape in ("heads", "cached", "lookup"):
-        drafter = make(shape, tiny("llama"), script, scale=3.0)
-        speculator = Speculator(tiny("llama"), drafter, tree=TREES[tree], rule=rule)
-        assert torch.equal(decode(speculator, SEEDS, **options), expected), shape
+    drafter = make(shape, tiny("llama"), script, scale=3.0)
+    speculator = Speculator(tiny("llama"), drafter, tree=TREES[tree], rule=rule)
+    assert torch.equal(decode(speculator, SEEDS, **options), expected)
 
 
 class Parity(LogitsProcessor):

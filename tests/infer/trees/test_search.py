@@ -4,6 +4,7 @@ import heapq
 import itertools
 import math
 from functools import cache
+from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +19,7 @@ from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.infer import Beam, BestFirst, Decoding, StaticTree
 from headstart.infer.trees.children import Children
 from headstart.infer.trees.parse import parse_tree
+from tests.support.covering import covering
 from tests.support.scripted import SHAPES, ScriptedConfig, committed, decoding_of, make, rows_of
 from tests.support.syncs import NoSync
 from tests.support.tiny import one_line, prompts, tiny
@@ -370,9 +372,10 @@ def plain(rule: str, batch: int) -> Tensor:
     return decode(None, StaticTree([]), rule, batch, NEW + 8)[0]
 
 
-@pytest.mark.parametrize("batch", LENGTHS)
-@pytest.mark.parametrize("rule", ["greedy", "match", "coupled"])
-@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize(
+    ("tree", "rule", "batch"),
+    covering([*product(TREES, ("greedy", "match", "coupled"), LENGTHS)]),
+)
 def test_the_text_is_that_of_plain_decoding(tree: str, rule: str, batch: int) -> None:
     expected = plain(rule, batch)
     rows = rows_of(*prompts(LENGTHS[batch])) if rule == "greedy" else None

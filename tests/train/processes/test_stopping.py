@@ -65,13 +65,20 @@ def in_loader(run: DrafterTrainer, act: Any) -> None:
     run.get_batch_samples = watched  # type: ignore[method-assign]
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder and the report of a run that nothing ends early."""
+    folder = tmp_path_factory.mktemp("stopping") / "whole"
+    return folder, trainer(folder).fit()
+
+
 @pytest.mark.parametrize(("place", "step"), [(in_step, 6), (in_validation, 5), (in_loader, 6)])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_step_and_nothing_is_lost(
-    tmp_path: Path, place: Any, step: int, number: signal.Signals
-) -> None:
+    tmp_path: Path, whole: tuple[Path, dict[str, Any]], place: Any, step: int,
+    number: signal.Signals,
+) -> None:  # fmt: skip
     before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)]
-    whole = trainer(tmp_path / "whole").fit()
     cut = trainer(tmp_path / "cut")
     place(cut, lambda: os.kill(os.getpid(), number))
     with pytest.raises(Interrupted) as stopped:
@@ -82,8 +89,10 @@ def test_a_signal_ends_the_step_and_nothing_is_lost(
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
 
     resumed = trainer(tmp_path / "cut").fit()
+    folder, report = whole
+    (tmp_path / "whole").symlink_to(folder)
     check_same_checkpoints(tmp_path, "model.safetensors", "optimizer.pt")
-    assert resumed["train_loss"] == whole["train_loss"] and resumed["steps"] == 12
+    assert resumed["train_loss"] == report["train_loss"] and resumed["steps"] == 12
 
 
 def test_a_loss_that_is_not_finite_stops_within_the_step(tmp_path: Path) -> None:
