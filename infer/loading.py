@@ -1,7 +1,7 @@
 """Loading of a target and its drafters for decoding."""
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,9 @@ from headstart.heads.core import (
     load_pretrained,
 )
 
-from .speculator import Speculator
+from .speculator import Speculator, TreeOrNone
 from .target import AUTO, PACKED, way_to_run
 from .trees.parse import default_tree
-from .trees.policy import Policy
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +41,7 @@ def load(
     drafter: Drafter | NamedDrafter | Sequence[Drafter | NamedDrafter] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    tree: Policy | str | Sequence[Sequence[int]] | None = None,
+    tree: TreeOrNone | Mapping[tuple[int, float], TreeOrNone] = None,
     rule: str | None = None,
     expansion: str | None = None,
     graphs: bool | None = None,

@@ -379,10 +379,11 @@ class Speculator:
         sampling = read_sampling(config, logits_processor, seed, input_ids)
         rule = choose_rule(self.rule, bool(config.do_sample))
         rule.check_sampling(sampling)
+        tree = self.tree_of(len(input_ids), heat_of(config.do_sample, config.temperature))
         request = Request(
             self.target,
-            self.decoding_drafters,
-            self.tree_of(len(input_ids), heat_of(config.do_sample, config.temperature)),
+            self.decoding_drafters if tree.nodes > 1 else DrafterGroup(),
+            tree,
             sampling,
             rule=rule,
             expansion=self.expansion if rule.samples else rule.children,

@@ -1,8 +1,7 @@
 """Find the tree that decodes fastest on this machine.
 
 headstart plan --drafter runs/my-model/heads --prompts prompts.jsonl --limit 32
-headstart plan --drafter runs/my-model/heads --prompts prompts.jsonl --batch-size 4
-headstart plan --drafter runs/my-model/heads --prompts prompts.jsonl --temperature 0.7
+headstart plan --drafter runs/my-model/heads --prompts prompts.jsonl --batch-size 4 --temperature 1
 """
 
 import argparse

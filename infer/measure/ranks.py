@@ -21,6 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 from headstart.heads import Drafter, Sampling, Step
 from headstart.heads.core import row_seeds
 
+from ..rules.registry import find_rule
 from ..trees.children import Children, rows_of
 from .own_text import BATCH, Tick, Written
 
@@ -54,7 +55,7 @@ def measure_ranks(
         depth: K, the levels recorded; None takes the drafter's own bound, or 8.
         tick: called after each batch of texts.
         temperature: that the texts were sampled at, with their seeds; 0 is greedily. The ranks are
-            then those after the noise of the text, which children of the rule `coupled` share.
+            then those after the noise of the text, which children of the usual rule share.
 
     Returns:
         For each text [M, K] int64 on the CPU, M its written tokens but one; entry (i, d - 1) is the
@@ -106,7 +107,7 @@ def _record(
     children = Children()
     if sampling is not None:
         seeds = row_seeds([text.seed for text in texts], batch, device)
-        children = Children("coupled", replace(sampling, seeds=seeds))
+        children = Children(find_rule(None).children, replace(sampling, seeds=seeds))
     ranks = torch.full((batch, max(rounds), depth), MISSED, device=device)  # [B, M, K]
     for place in range(max(rounds)):
         root = (prompt + place).clamp(max=longest - 1)  # [B]

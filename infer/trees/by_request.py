@@ -5,6 +5,10 @@ that is fastest: a plan is for one batch size and temperature.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
+
+from headstart.heads import OptionError
 
 from .policy import Policy
 
@@ -16,8 +20,25 @@ def heat_of(do_sample: bool | None, temperature: float | None) -> float:
     return 1.0 if temperature is None else temperature
 
 
+def _can_be(kind: Any) -> bool:
+    numbers = isinstance(kind, tuple) and [type(each) in (int, float) for each in kind]
+    return numbers == [True, True] and kind[0] >= 1 and 0 <= kind[1] < math.inf
+
+
 class TreesByRequest(dict[tuple[int, float], Policy]):
-    """Trees by batch size and temperature, at least one; temperature 0 is greedy decoding."""
+    """Trees by batch size and temperature, at least one; temperature 0 is greedy decoding.
+
+    Raises:
+        OptionError: there is none, or a batch size or temperature cannot be.
+    """
+
+    def __init__(self, trees: Mapping[tuple[int, float], Policy]):
+        super().__init__(trees)
+        if not self or not all(_can_be(kind) for kind in self):
+            raise OptionError(
+                f"tree is by kind of request, for {list(self)}; expected at least one, each a "
+                "batch size from 1 and a temperature from 0, such as (1, 0.0)."
+            )
 
     def of(self, batch: int = 1, temperature: float = 0.0) -> Policy:
         """The tree of the nearest batch size, by their ratio, and there the nearest temperature.

@@ -210,6 +210,15 @@ def test_each_request_follows_the_plan_of_its_kind(
     assert headstart.load(str(model), heads, tree="chain:3").tree_of(4, 0.9).max_depth == 3
 
 
+@pytest.mark.parametrize("kinds", [[], [(0, 0.0)], [(1, -0.5)], [1], [(1, 0.0), "greedy"]])
+def test_trees_of_requests_that_cannot_be_are_refused(model: Path, kinds: list[Any]) -> None:
+    import headstart
+    from headstart.heads import OptionError
+
+    with pytest.raises(OptionError, match="a batch size from 1 and a temperature from 0"):
+        headstart.load(str(model), tree=dict.fromkeys(kinds, "plain"))
+
+
 def test_the_plot_is_drawn(model: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     heads = artifact(model, tmp_path / "heads")
