@@ -1,7 +1,7 @@
 """Loading of a target and its drafters for decoding."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +24,15 @@ from headstart.heads.core import (
     load_pretrained,
 )
 
-from .speculator import Speculator, TreeOrNone
+from .speculator import Speculator, Trees
 from .target import AUTO, PACKED, way_to_run
+from .trees.by_request import USUAL, Kind
 from .trees.parse import default_tree
 
 logger = logging.getLogger(__name__)
 
 NamedDrafter = DrafterSource | str | Path
 
-_USUAL = (1, 0.0)  # a single prompt, decoded greedily
 _LARGE = 64 << 20  # bytes of weights, below which a type hardly matters
 
 
@@ -41,7 +41,7 @@ def load(
     drafter: Drafter | NamedDrafter | Sequence[Drafter | NamedDrafter] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
-    tree: TreeOrNone | Mapping[tuple[int, float], TreeOrNone] = None,
+    tree: Trees = None,
     rule: str | None = None,
     expansion: str | None = None,
     graphs: bool | None = None,
@@ -109,7 +109,7 @@ def load(
     if compile == AUTO:
         compile = way_to_run(model, compile, in_place and by_name) or False
     ours: list[Any] = [model] if by_name else []  # what nobody else holds
-    trees: list[dict[tuple[int, float], Any]] = [{_USUAL: None} for _ in drafters]
+    trees: list[dict[Kind, Any]] = [{USUAL: None} for _ in drafters]
     for number, each in enumerate(drafters):
         if isinstance(each, Drafter):
             continue
@@ -121,7 +121,7 @@ def load(
                 # A plan's tree is empty where only plain decoding pays; one of several drafts on.
                 if plan.tree or len(drafters) == 1
             }
-            trees[number] = {_USUAL: source.tree} | planned
+            trees[number] = {USUAL: source.tree} | planned
         drafters[number] = load_drafter(source, model, tokenizer)
         ours.append(drafters[number])
     if in_place and way_to_run(model, compile) == PACKED:
@@ -134,7 +134,7 @@ def load(
         if all(each == [] for each in chosen.values()):
             drafters = []  # it was loaded because it may have adapted the target
     elif tree is None:
-        chosen = default_tree(drafters, [each[_USUAL] for each in trees])
+        chosen = default_tree(drafters, [each[USUAL] for each in trees])
     return Speculator(
         model,
         drafters,

@@ -64,7 +64,8 @@ class Request:
     """A batch of B prompts.
 
     Attributes:
-        target: the runner of the target model; drafters: bound to the same model.
+        target: the runner of the target model; drafters: bound to the same model, none where the
+            tree is a root alone.
         policy: grows the tree; a root-only tree is plain decoding.
         expansion: how the drafters' children are chosen, see `Children`.
         eos: token ids that end a row; pad: the one that is written after a row's end.
@@ -94,6 +95,8 @@ class Request:
 
     def __post_init__(self) -> None:
         self.device = self.target.device
+        if self.policy.nodes == 1:
+            self.drafters = DrafterGroup()
         self.reads_text = bool(self.criteria or self.sampling.readers)
         self.first_nodes = self.policy.first_nodes
         self.set_sampling(self.sampling)

@@ -38,13 +38,14 @@ from .rules.registry import choose_rule, find_rule
 from .stats import Drafted, Record, Stats
 from .streamer import RoundStreamer
 from .target import Target
-from .trees.by_request import TreesByRequest, heat_of
+from .trees.by_request import USUAL, Kind, TreesByRequest, heat_of
 from .trees.expansions import Expansion
 from .trees.parse import default_tree, parse_tree
 from .trees.policy import Policy
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-TreeOrNone = Policy | str | Sequence[Sequence[int]] | None
+_Tree = Policy | str | Sequence[Sequence[int]] | None
+Trees = _Tree | Mapping[Kind, _Tree]
 
 
 class _Requests(threading.local):
@@ -137,7 +138,7 @@ class Speculator:
         target: PreTrainedModel,
         drafter: Drafter | DrafterGroup | Sequence[Drafter] | None = None,
         *,
-        tree: TreeOrNone | Mapping[tuple[int, float], TreeOrNone] = None,
+        tree: Trees = None,
         rule: str | None = None,
         expansion: str | None = None,
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -150,7 +151,7 @@ class Speculator:
         self.drafters = DrafterGroup.of(drafter)
         self.drafters.bind(target)
         self.rule, self.tokenizer = rule, tokenizer
-        trees = tree if isinstance(tree, Mapping) else {(1, 0.0): tree}
+        trees = tree if isinstance(tree, Mapping) else {USUAL: tree}
         self.trees = TreesByRequest({kind: self._policy(each) for kind, each in trees.items()})
         record = find_rule(rule)
         self.expansion: Expansion = record.check_expansion(expansion)
@@ -163,7 +164,7 @@ class Speculator:
         self._lock, self._decodes = threading.RLock(), False
         self._set_up(target)
 
-    def _policy(self, tree: TreeOrNone) -> Policy:
+    def _policy(self, tree: _Tree) -> Policy:
         return default_tree(self.drafters.drafters) if tree is None else parse_tree(tree)
 
     def _set_up(self, target: PreTrainedModel) -> None:
@@ -379,11 +380,10 @@ class Speculator:
         sampling = read_sampling(config, logits_processor, seed, input_ids)
         rule = choose_rule(self.rule, bool(config.do_sample))
         rule.check_sampling(sampling)
-        tree = self.tree_of(len(input_ids), heat_of(config.do_sample, config.temperature))
         request = Request(
             self.target,
-            self.decoding_drafters if tree.nodes > 1 else DrafterGroup(),
-            tree,
+            self.decoding_drafters,
+            self.tree_of(len(input_ids), heat_of(config.do_sample, config.temperature)),
             sampling,
             rule=rule,
             expansion=self.expansion if rule.samples else rule.children,

@@ -322,20 +322,20 @@ def packing_pays(model: nn.Module, rows: Sequence[int] = (1, 8)) -> bool:
         return False
     for layer in filter(packable, model.modules()):
         kinds.setdefault((layer.weight.dtype, *layer.weight.shape), []).append(layer)
-    own, packed, weights, states = [], [], [], []  # for each call of a layer that is tried
+    own, packed, states, alike = [], [], [], []  # of each call, and the layers that it stands for
     for (dtype, _, size), layers in kinds.items():
         tried = layers[: max(1, _TRIED // layers[0].weight.nbytes)]
         ways = [next(_ways(layer))(layer) for layer in tried]
         for count in rows:
             own += tried
             packed += ways
-            weights += [len(layers) / len(tried)] * len(tried)
             states += [torch.randn(count, size).to(dtype)] * len(tried)
-    fastest = [[math.inf] * len(own)] * 2  # seconds of each call, torch's own and packed
+            alike += [len(layers) / len(tried)] * len(tried)
+    fastest = [[math.inf] * len(own) for _ in range(2)]  # seconds, torch's own and packed
     for turn in range(_TURNS):
         for way, calls in enumerate((own, packed)):
             fastest[way] = list(map(min, fastest[way], _seconds(calls, states)))
-        taken = [sum(map(operator.mul, weights, each)) for each in fastest]
+        taken = [sum(map(operator.mul, alike, each)) for each in fastest]
         if turn and taken[1] < _SAVED * taken[0]:
             return True
     return False

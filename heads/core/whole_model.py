@@ -57,8 +57,8 @@ class WholeModel:
         """What the model returns; None where this does not fit."""
         if position_ids is None or not isinstance(past_key_values, SlabCache):
             return None
-        packed = self.layers.packed(past_key_values)
-        if packed is None or position_ids.numel() > MOST_ROWS:  # before anything is computed
+        # Before anything is computed.
+        if position_ids.numel() > MOST_ROWS or not (packed := self.layers.packed(past_key_values)):
             return None
         if isinstance(attention_mask, dict):
             attention_mask = attention_mask.get(self._kind)

@@ -72,7 +72,8 @@ def _sentences(plan: Plan) -> list[str]:
     """What the plan expects, and what that holds for."""
     written, others = "greedily", "at a temperature above 0 fewer drafted tokens are right"
     if plan.temperature:
-        written, others = f"at temperature {plan.temperature:g}", "others have plans of their own"
+        written = f"at temperature {plan.temperature:g}"
+        others = "other temperatures need plans of their own"
     return [
         said_of_plan(plan),
         *_trimming(plan),

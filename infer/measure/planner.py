@@ -97,8 +97,10 @@ def make_plan(
             for each in found[:measure]:
                 made = Speculator(target, drafter, tree=each.tree, compile=compile)
                 speculators[each.name] = made
-            given = speculators, trials, new_tokens, bar.update, SECONDS, temperature
-            found = _measured(found, decode_times(*given))
+            done = decode_times(
+                speculators, trials, new_tokens, bar.update, SECONDS, temperature
+            )  # fmt: skip
+            found = _measured(found, done)
     best = found[0]
     policy, tree, tau, speedup = best.name, best.tree, best.tau, best.best_known
     if speedup < MIN_SPEEDUP:

@@ -12,6 +12,11 @@ from headstart.heads import OptionError
 
 from .policy import Policy
 
+Kind = tuple[int, float]
+"""A batch size, and a temperature: 0 is greedy decoding."""
+
+USUAL: Kind = (1, 0.0)
+
 
 def heat_of(do_sample: bool | None, temperature: float | None) -> float:
     """The temperature of a request, of options as `generate` takes them; 0 where it is greedy."""
@@ -25,19 +30,19 @@ def _can_be(kind: Any) -> bool:
     return numbers == [True, True] and kind[0] >= 1 and 0 <= kind[1] < math.inf
 
 
-class TreesByRequest(dict[tuple[int, float], Policy]):
-    """Trees by batch size and temperature, at least one; temperature 0 is greedy decoding.
+class TreesByRequest(dict[Kind, Policy]):
+    """Trees by kind of request, at least one.
 
     Raises:
         OptionError: there is none, or a batch size or temperature cannot be.
     """
 
-    def __init__(self, trees: Mapping[tuple[int, float], Policy]):
+    def __init__(self, trees: Mapping[Kind, Policy]):
         super().__init__(trees)
         if not self or not all(_can_be(kind) for kind in self):
             raise OptionError(
                 f"tree is by kind of request, for {list(self)}; expected at least one, each a "
-                "batch size from 1 and a temperature from 0, such as (1, 0.0)."
+                f"batch size from 1 and a temperature from 0, such as {USUAL}."
             )
 
     def of(self, batch: int = 1, temperature: float = 0.0) -> Policy:
@@ -48,7 +53,7 @@ class TreesByRequest(dict[tuple[int, float], Policy]):
         ('a', 'a', 'b', 'c')
         """
 
-        def distance(kind: tuple[int, float]) -> tuple[float, float, float]:
+        def distance(kind: Kind) -> tuple[float, float, float]:
             return abs(math.log(kind[0] / batch)), kind[0], abs(kind[1] - temperature)
 
         return self[min(self, key=distance)]

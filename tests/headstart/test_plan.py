@@ -187,7 +187,7 @@ def test_each_request_follows_the_plan_of_its_kind(
     options = "--temperature", "0.7", "--measure", "1", "--compile", "off"
     printed = " ".join(table(command(heads, tmp_path, *options), capsys).split())
     assert "one prompt at a time at temperature 0.7)" in printed
-    assert "written at temperature 0.7; others have plans of their own" in printed
+    assert "written at temperature 0.7; other temperatures need plans of their own" in printed
     (sampled,) = read_plans(Path(heads))
     assert sampled.temperature == 0.7
     assert "at temperature 0.7" in " ".join(table(["inspect", heads], capsys).split())
