@@ -48,6 +48,7 @@ def load(
     attention: str = "auto",
     allow_pickle: bool = False,
     compile: bool | str | None = None,
+    fused: bool = False,
     in_place: bool = True,
     **options: Any,
 ) -> Speculator:
@@ -69,7 +70,7 @@ def load(
             `Speculator`. None takes the plan for this machine that `headstart plan` has saved with
             the drafter (plain decoding where no tree is faster), or else the tree that training
             measured it with; for several drafters the union of theirs.
-        rule, expansion, graphs, attention: see `Speculator`.
+        rule, expansion, graphs, attention, fused: see `Speculator`.
         compile: see `Speculator`. None is `auto` where target and drafters are all given by name,
             and False where one of them is passed in, which is then neither changed nor copied.
         allow_pickle: read weights of a drafter from a pickle where there are no safetensors; only
@@ -78,9 +79,10 @@ def load(
             by name are packed in place, so that each weight is in memory once, and plain calls of
             `speculator.model` run packed too. If False, a packed copy is made, as it is of a model
             that is passed in.
-        options: passed to `AutoModelForCausalLM.from_pretrained`, such as `dtype`, `device_map` or
-            `revision`. `trust_remote_code=True` runs code that comes with the target and its
-            tokenizer; a drafter's is never run.
+        options: of a target that is given by name, passed to
+            `AutoModelForCausalLM.from_pretrained`, such as `dtype`, `device_map` or `revision`.
+            `trust_remote_code=True` runs code that comes with the target and its tokenizer; a
+            drafter's is never run.
 
     Raises:
         ArtifactError: there is no such target or drafter, its files are damaged, or the drafter was
@@ -103,6 +105,11 @@ def load(
         if "dtype" not in options and (hint := faster_type(model)) is not None:
             logger.warning(hint)
     else:
+        if options:
+            raise OptionError(
+                f"{' and '.join(options)} given beside a target that is loaded already, where "
+                "nothing would read it; load the model with it, or give the target's name."
+            )
         model = language_model_in(target)
     if compile is None:
         compile = by_name and not any(isinstance(each, Drafter) for each in drafters) and AUTO
@@ -145,6 +152,7 @@ def load(
         graphs=graphs,
         attention=attention,
         compile=compile,
+        fused=fused,
     )
 
 

@@ -454,6 +454,18 @@ def test_load_from_folders(artifact: Path, tmp_path: Path) -> None:
     assert torch.equal(ours.generate(ids, **options), ours.model.generate(ids, **options))  # type: ignore[operator]
 
 
+@pytest.mark.parametrize("options", [{"dtype": "float64"}, {"revision": "v1", "in_plce": True}])
+def test_load_refuses_what_a_loaded_target_would_leave_unread(options: dict[str, Any]) -> None:
+    with pytest.raises(OptionError, match=f"^{' and '.join(options)} given beside") as caught:
+        load(tiny("llama"), "lookup", **options)
+    one_line(caught.value)
+
+
+def test_load_fuses() -> None:
+    ours = load(tiny("llama"), "lookup", fused=True)
+    assert ours.target.fused is not None and load(tiny("llama"), "lookup").target.fused is None
+
+
 def test_load_refuses_another_target(artifact: Path) -> None:
     with pytest.raises(ArtifactError, match="another target") as caught:
         load(tiny("llama", seed=2), artifact)
