@@ -160,7 +160,7 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
 
         against["lookup"] = {"prompt_lookup_num_tokens": LOOKUP_TOKENS}
     if "assistant" in against:
-        against["assistant"] = {"assistant_model": _assistant(matrix, first, loaded)}
+        against["assistant"] = {"assistant_model": _assistant(matrix, first, loaded, sources)}
     return Prepared(first, ways, chats, against, notes, cut, early)
 
 
@@ -298,22 +298,34 @@ def _names(sets: Sequence[Sequence[Any]]) -> list[str]:
     return [f"{name} ({path})" if short.count(name) > 1 else name for name, path in pairs]
 
 
-def _assistant(matrix: Matrix, target: Speculator, loaded: Sequence[Speculator]) -> Any:
+def _assistant(
+    matrix: Matrix,
+    target: Speculator,
+    loaded: Sequence[Speculator],
+    sources: Sequence[Sequence[Any]],
+) -> Any:
     """The assistant's model: the one named, or the student of a draft model."""
+    from headstart.heads.artifacts.source import SourceKind
     from headstart.heads.group import members
 
-    if matrix.assistant is not None:
-        from transformers import AutoModelForCausalLM
+    names: list[Any] = [matrix.assistant]
+    if matrix.assistant is None:
+        for each in loaded:
+            for drafter in members(each.drafter):
+                if (student := getattr(drafter, "language_model", None)) is not None:
+                    return student
+        # One whose plan is plain decoding is in no speculator.
+        artifacts = (of for of in itertools.chain(*sources) if of.kind is SourceKind.ARTIFACT)
+        names = [of.folder for of in artifacts if _is_draft_model(of)]
+    if not names:
+        said = "--against assistant: no --drafter is a draft model; name --assistant MODEL"
+        raise UsageError(said)
+    from transformers import AutoModelForCausalLM
 
-        from headstart.heads.core import load_pretrained
+    from headstart.heads.core import load_pretrained
 
-        model = load_pretrained(AutoModelForCausalLM, matrix.assistant, dtype=target.model.dtype)
-        return model.eval().to(target.device)
-    for each in loaded:
-        for drafter in members(each.drafter):
-            if (student := getattr(drafter, "language_model", None)) is not None:
-                return student
-    raise UsageError("--against assistant: no --drafter is a draft model; name --assistant MODEL")
+    model = load_pretrained(AutoModelForCausalLM, names[0], dtype=target.model.dtype)
+    return model.eval().to(target.device)
 
 
 def _chats(

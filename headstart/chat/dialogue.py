@@ -104,7 +104,10 @@ class Dialogue:
 
     def _switch(self, plain: bool) -> None:
         if not self.session.drafts:
-            raise UsageError("there is no drafter; name one with --drafter when you start the chat")
+            raise UsageError(
+                "nothing drafts here; start the chat with --drafter, and with --tree where the "
+                "drafter's plan is plain decoding"
+            )
         self.session.plain = plain
         how = "without the drafter" if plain else "with the drafter"
         self._say(f"(answers are decoded {how} from now on; /again compares)")

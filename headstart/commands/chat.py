@@ -38,7 +38,8 @@ def run(options: argparse.Namespace) -> int:
 
     session = Session(speculator, options.system, options.max_new_tokens, sampling)
     tree = speculator.tree_of(1, options.temperature)
-    how = f"tree {tree.label}" if session.drafts else "no drafter: plain decoding"
+    why = "the drafter's plan is" if options.drafter else "no drafter:"
+    how = f"tree {tree.label}" if session.drafts else f"{why} plain decoding"
     size = f", context of {session.context:,} tokens" if session.context else ""
     by = said_of_forwards(speculator.target.forwards)
     print(f"{options.target} · {how}{size}{by}", file=sys.stderr)

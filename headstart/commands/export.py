@@ -34,6 +34,7 @@ def run(options: argparse.Namespace) -> int:
 
     check_format(options.to)
     check_is_free(options.folder)
+    options.tree = "plain"  # the drafter is needed, whatever a plan says
     speculator = load_speculator(options)
     drafter = speculator.drafter
     assert drafter is None or isinstance(drafter, Drafter), "one drafter is named"

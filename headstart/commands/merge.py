@@ -26,6 +26,7 @@ def run(options: argparse.Namespace) -> int:
     from headstart.heads import Drafter
     from headstart.heads.artifacts.merging import save_merged
 
+    options.tree = "plain"  # the drafter is needed, whatever a plan says
     speculator = load_speculator(options)
     drafter = speculator.drafter
     assert drafter is None or isinstance(drafter, Drafter), "one drafter is named"

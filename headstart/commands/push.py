@@ -81,7 +81,8 @@ def _export(options: argparse.Namespace, scratch: Path, target: str) -> dict[str
     """Write the exports below `scratch`; returns the lines that start their engines."""
     from headstart.heads.artifacts.export import export_drafter, serve_line
 
-    told = argparse.Namespace(target=options.target, drafter=options.artifact)
+    # The drafter is needed, whatever a plan says.
+    told = argparse.Namespace(target=options.target, drafter=options.artifact, tree="plain")
     speculator = load_speculator(told)
     drafter: Any = speculator.drafter
     # What an export says of its target is what others can load.

@@ -148,6 +148,57 @@ def test_a_drafter_that_does_not_pay(
     assert "nothing pays" in table(command(heads, tmp_path), capsys)  # it can be planned again
 
 
+def planned_plainly(folder: Path, target: Any) -> None:
+    """Write the plan that nothing pays on this machine."""
+    from headstart.heads.artifacts.plan import Plan, machine, write_plan
+
+    where = machine(target), "float32"
+    write_plan(folder, Plan(*where, 1, "plain", [], 1, 1, [[0.1]], {}, [], 4, 8))
+
+
+def test_what_needs_the_drafter_has_it_whatever_the_plan_is(
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import io
+
+    import headstart
+
+    heads = artifact(model, tmp_path / "heads")
+    planned_plainly(tmp_path / "heads", headstart.load(model).model)
+    assert headstart.load(model, heads).drafter is None
+    assert main(["export", heads, str(tmp_path / "out"), "--to", "original"]) == 0
+    dry = ["push", heads, "me/heads", "--license", "mit", "--target-name", "me/target", "--dry-run"]
+    assert "in the branch vllm" in table([*dry, "--export", "vllm"], capsys)
+    monkeypatch.setattr("sys.stdin", io.StringIO("/fast\n"))
+    assert main(["chat", "--drafter", heads]) == 0
+    said = capsys.readouterr().err
+    assert "the drafter's plan is plain decoding" in said and "nothing drafts here" in said
+
+
+def test_an_assistant_is_found_whatever_its_plan_is(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from headstart.heads import Manifest, family, fingerprint, save_drafter
+
+    target: Any = AutoModelForCausalLM.from_pretrained(model)
+    cls: Any = family("draft_model")
+    drafter = cls(cls.config_class.for_target(target, layers=[0])).bind(target)
+    drafter.init_from_target(None)
+    heads = tmp_path / "student"
+    save_drafter(drafter, heads, Manifest("draft_model", str(model), fingerprint(target)))
+    planned_plainly(heads, target)
+    (tmp_path / "prompts.txt").write_text(ROWS)
+    given = ["bench", "--drafter", str(heads), "--prompts", str(tmp_path / "prompts.txt")]
+    small = ["--limit", "2", "--new-tokens", "4", "--repeats", "1", "--report", "none", "--json"]
+    found = json.loads(table([*given, *small, "--against", "assistant"], capsys))
+    assert found["speedup_vs_assistant"]["median"] > 0 and found["tree"] == "plain"
+
+
 @pytest.mark.usefixtures("even_clock")
 def test_a_plan_is_followed_by_what_decodes_as_it_was_planned(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -70,7 +70,7 @@ def test_commands(tmp_path: Path) -> None:
 def test_what_needs_something_else_first_says_so() -> None:
     typed = "/again\n/stats\n/save\n/fast\n /stats is text\n/reset\n/again\n"
     session, out, said = dialogue(typed, drafter=False)
-    assert said.count("error:") == 5 and "no drafter" in said and "(a new chat)" in said
+    assert said.count("error:") == 5 and "nothing drafts" in said and "(a new chat)" in said
     assert len(session.answered) == 1 and session.answered[0].message == "/stats is text"
     assert out.strip() == session.answered[0].answer.strip()
 
