@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> int:
     if options.tree is not None:
         from headstart.show.inspected import print_tree
 
-        return print_tree(options.artifact, options.tree)
+        return print_tree(options.artifact, options.tree, options.json)
     from headstart.heads.artifacts.source import DrafterSource, SourceKind
     from headstart.reports.description import describe, fits, print_description
     from headstart.reports.tables import to_json

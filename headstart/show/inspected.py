@@ -17,11 +17,11 @@ from headstart.reports.tables import print_apart, titled, to_json
 from headstart.terminal import UsageError, visible
 
 
-def print_tree(name: str, tree: str | None) -> int:
-    """Draw the tree of an artifact, or another one as it would decode with it."""
+def print_tree(name: str, tree: str | None, as_json: bool = False) -> int:
+    """Draw the tree of an artifact, or another one as it would decode with it; or print it."""
     from headstart.infer import StaticTree, parse_tree
 
-    from .trees import draw_shape
+    from .trees import described_shape, draw_shape
 
     source = DrafterSource(name)
     own = source.manifest.weights_sha256
@@ -35,7 +35,12 @@ def print_tree(name: str, tree: str | None) -> int:
         policy = StaticTree(source.tree)
     else:
         raise UsageError(f"{name} has no tree of its own; give one, such as --tree chain:4")
-    drawn = draw_shape(policy, None if plan is None else plan.acceptance)
+    acceptance = None if plan is None else plan.acceptance
+    if as_json:
+        measured = None if plan is None else {"prompts": plan.prompts, "device": plan.device}
+        print(to_json(described_shape(policy, acceptance) | {"measured_on": measured}))
+        return 0
+    drawn = draw_shape(policy, acceptance)
     console = titled(sys.stdout, f"headstart inspect --tree: {name}")
     print_apart(console, drawn)
     if plan is not None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import Any
 
 from rich.text import Text
@@ -26,14 +26,9 @@ def draw_shape(policy: Policy, acceptance: Sequence[Sequence[float]] | None = No
     Raises:
         OptionError: the tree has another shape in each round.
     """
-    parts = policy.parts if isinstance(policy, Union) else (policy,)
+    parts = _static_parts(policy)
     root = Tree(Text(f"root · {policy.label} · {policy.nodes} nodes", "bold"))
     for number, part in enumerate(parts):
-        if not isinstance(part, StaticTree):
-            raise OptionError(
-                f"tree {part.label} is grown anew in each round; give --prompt to look at one "
-                "round, or --tree with a static tree."
-            )
         below = root
         if len(parts) > 1:
             below = root.add(Text(f"drafter {number + 1} · {part.label}", "dim"))
@@ -43,17 +38,54 @@ def draw_shape(policy: Policy, acceptance: Sequence[Sequence[float]] | None = No
     return root
 
 
-def _shape_label(path: tuple[int, ...], acceptance: Sequence[Sequence[float]] | None) -> Text:
-    depth = len(path)
-    label = Text(f"depth {depth}", colour(depth)).append(f" · rank {path[-1]}", "dim")
+def described_shape(
+    policy: Policy, acceptance: Sequence[Sequence[float]] | None = None
+) -> dict[str, Any]:
+    """The same as plain data: of each node its rank path and, where known, two shares.
+
+    `after_parent` is how often it is accepted where its parent is, `of_rounds` how often at all.
+    """
+    parts = []
+    for part in _static_parts(policy):
+        nodes = [
+            {"path": list(path)}
+            | dict(zip(("after_parent", "of_rounds"), _shares(path, acceptance), strict=False))
+            for path in part.paths
+        ]
+        parts.append({"tree": part.label, "nodes": nodes})
+    return {"tree": policy.label, "nodes": policy.nodes, "parts": parts}
+
+
+def _static_parts(policy: Policy) -> list[StaticTree]:
+    """The tree of each drafter. Raises an OptionError where one has no shape of its own."""
+    found = []
+    for part in policy.parts if isinstance(policy, Union) else (policy,):
+        if not isinstance(part, StaticTree):
+            raise OptionError(
+                f"tree {part.label} is grown anew in each round; give --prompt to look at one "
+                "round, or --tree with a static tree."
+            )
+        found.append(part)
+    return found
+
+
+def _shares(path: tuple[int, ...], acceptance: Sequence[Sequence[float]] | None) -> list[float]:
+    """How often a node is accepted after its parent, and of all rounds; nothing without a plan."""
     if acceptance is None:
-        return label
+        return []
     shares = []
     for level, rank in enumerate(path):
         row = acceptance[min(level, len(acceptance) - 1)]
         shares.append(row[rank] if rank < len(row) else 0.0)
-    reached = list(accumulate(shares, lambda a, b: a * b))[-1]
-    return label.append(f" · {shares[-1]:.0%} after its parent, {reached:.1%} of rounds")
+    return [shares[-1], math.prod(shares)]
+
+
+def _shape_label(path: tuple[int, ...], acceptance: Sequence[Sequence[float]] | None) -> Text:
+    depth = len(path)
+    label = Text(f"depth {depth}", colour(depth)).append(f" · rank {path[-1]}", "dim")
+    if shares := _shares(path, acceptance):
+        label.append(f" · {shares[0]:.0%} after its parent, {shares[1]:.1%} of rounds")
+    return label
 
 
 def draw_round(found: ReplayedRound, name: Callable[[int], str], drafters: int = 1) -> Tree:

@@ -82,6 +82,9 @@ def test_the_artifact_s_tree(artifact: Path, capsys: pytest.CaptureFixture[str])
     assert "sparse 2/1" in printed and "there is no plan yet" in printed and "\x1b" not in printed
     assert main(["inspect", str(artifact), "--tree", "chain:2"]) == 0
     assert "chain:2 · 3 nodes" in capsys.readouterr().out
+    assert main(["inspect", str(artifact), "--tree", "chain:1+cartesian:2", "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["parts"]
+    assert parts[1]["nodes"] == [{"path": [0]}, {"path": [1]}]
     assert main(["inspect", str(artifact), "--tree", "beam:2,2"]) == 2
     import torch
 
@@ -94,6 +97,13 @@ def test_the_artifact_s_tree(artifact: Path, capsys: pytest.CaptureFixture[str])
         assert main(["inspect", str(artifact), "--tree"]) == 0
         printed = capsys.readouterr().out
         assert "25.0% of rounds" in printed and "measured on 7 prompts" in printed
+        assert main(["inspect", str(artifact), "--tree", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["tree"], found["nodes"]) == ("chain:2", 3)
+        nodes = [{"path": [0], "after_parent": 0.5, "of_rounds": 0.5}]
+        nodes += [{"path": [0, 0], "after_parent": 0.5, "of_rounds": 0.25}]
+        assert found["parts"] == [{"tree": "chain:2", "nodes": nodes}]
+        assert found["measured_on"] == {"prompts": 7, "device": plan.device}
     finally:
         path.unlink()
 
