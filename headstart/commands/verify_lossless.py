@@ -71,12 +71,16 @@ def _print(greedy: Greedy, sampled: Sampled, forwards: str) -> None:
 
     console, by = plain_console(sys.stdout), said_of_forwards(forwards)
     for holds, title, said in (
-        (greedy.holds, f"Greedy text{by}", _greedy_sentences(greedy)),
-        (sampled.holds, f"Sampled text{by}, rule {sampled.rule}", _sampled_sentences(sampled)),
+        (greedy.holds, f"Greedy text, tree {greedy.tree}", _greedy_sentences(greedy)),
+        (
+            sampled.holds,
+            f"Sampled text, tree {sampled.tree}, rule {sampled.rule}",
+            _sampled_sentences(sampled),
+        ),
     ):
         answer, style = ("holds", "green") if holds else ("DIFFERS", "red")
         console.print()
-        console.print(f"{title}: {answer}", style=style)
+        console.print(f"{title}{by}: {answer}", style=style)
         for sentence in said:
             console.print(Padding(sentence, (0, 0, 0, 2)))
 

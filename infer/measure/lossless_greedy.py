@@ -52,6 +52,7 @@ class Greedy:
     plain_divergences: int | None  # prompts whose plain text differs in another shape, if tried
     plain_tokens: int  # compared for that
     dtype: str  # the target's
+    tree: str  # that was decoded with
 
     @property
     def holds(self) -> bool:
@@ -73,9 +74,9 @@ def compare_greedy(
         compared += same
         if differs:
             places[number] = same
-    dtype = dtype_name(speculator.model)
+    by = dtype_name(speculator.model), speculator.tree.label
     if not places:
-        return Greedy(len(prompts), compared, [], None, 0, dtype)
+        return Greedy(len(prompts), compared, [], None, 0, *by)
 
     options |= {"output_logits": True, "return_dict_in_generate": True}
     plain_tokens = plain_differs = 0
@@ -91,7 +92,7 @@ def compare_greedy(
             difference = _largest(logits, speculator.generate(ids, **options).logits[place][0])
             margin = float(best[0] - best[1])
             divergences.append(Divergence(number, place, margin, difference, noise))
-    return Greedy(len(prompts), compared, divergences, plain_differs, plain_tokens, dtype)
+    return Greedy(len(prompts), compared, divergences, plain_differs, plain_tokens, *by)
 
 
 @torch.no_grad()

@@ -22,6 +22,7 @@ from headstart.heads.artifacts.plan import dtype_name
 
 from ..rules.registry import choose_rule
 from ..speculator import Speculator
+from ..trees.by_request import USUAL, TreesByRequest
 from .lossless_greedy import agreement
 
 ALPHA = 1e-6
@@ -50,6 +51,7 @@ class Sampled:
     dtype: str  # the target's
     seeded_tokens: int  # compared with seeded plain decoding; 0 where its text is not promised
     seeded_differences: int  # prompts whose text differed from it
+    tree: str  # of a single prompt at this temperature, which the draws are decoded with
 
     @property
     def agrees(self) -> bool:
@@ -101,18 +103,25 @@ def compare_sampled(
     expected = continuations(plain, prompts[0], options)
     found: Counter[Text] = Counter()
     bar = tqdm(total=draws, desc=f"sampling, {rule.name}", file=sys.stderr, disable=not progress)
-    for first in range(0, draws, batch_size):
-        rows = min(batch_size, draws - first)
-        seeds = [(seed << 32) + first + row for row in range(rows)]
-        ids = prompts[0].repeat(rows, 1)
-        options["attention_mask"] = torch.ones_like(ids)
-        text = speculator.generate(ids, **options, max_new_tokens=len(_WIDTHS), seed=seeds)
-        found.update(_bin(row, expected) for row in text[:, ids.shape[1] :].tolist())
-        bar.update(rows)
+    trees, tree = speculator.trees, speculator.tree_of(1, temperature)
+    # So many rows may have another tree than the single prompt that they stand for.
+    speculator.trees = TreesByRequest({USUAL: tree})
+    try:
+        for first in range(0, draws, batch_size):
+            rows = min(batch_size, draws - first)
+            seeds = [(seed << 32) + first + row for row in range(rows)]
+            ids = prompts[0].repeat(rows, 1)
+            options["attention_mask"] = torch.ones_like(ids)
+            text = speculator.generate(ids, **options, max_new_tokens=len(_WIDTHS), seed=seeds)
+            found.update(_bin(row, expected) for row in text[:, ids.shape[1] :].tolist())
+            bar.update(rows)
+    finally:
+        speculator.trees = trees
     bar.close()
     tested = rule.name, speculator.expansion, not rule.exact, draws, len(_WIDTHS)
     test = _chi_square(found, expected, draws)
-    return Sampled(*tested, *test, dtype_name(speculator.model), tokens, differences)
+    dtype = dtype_name(speculator.model)
+    return Sampled(*tested, *test, dtype, tokens, differences, tree.label)
 
 
 def continuations(plain: Speculator, prompt: Tensor, options: dict[str, Any]) -> dict[Text, float]:

@@ -30,7 +30,7 @@ def one_by_one(lengths: list[int]) -> list[Tensor]:
     return [ids[row : row + 1, -length:] for row, length in enumerate(lengths)]
 
 
-def speculator(rule: str | None = None, tree: str = "cartesian:3,2", **options: Any) -> Speculator:
+def speculator(rule: str | None = None, tree: Any = "cartesian:3,2", **options: Any) -> Speculator:
     torch.manual_seed(3)
     heads = Medusa(MedusaConfig.for_target(tiny("llama"), heads=2))
     with torch.no_grad():
@@ -70,6 +70,15 @@ def test_sampled_text_holds(rule: str) -> None:
     assert found.holds and not found.approximate and found.p_value > 1e-4
     assert found.distance < found.bound < 0.5
     assert (found.seeded_tokens == 32) == (rule in ("coupled", "match"))
+
+
+def test_draws_are_decoded_with_the_tree_of_a_single_prompt() -> None:
+    """A plan for batches may be plain decoding, which every rule would pass."""
+    trees = {(1, 0.0): "cartesian:3,2", (1, 1.0): "chain:2", (64, 1.0): "plain"}
+    wrong = speculator("typical", tree=trees)
+    found = compare_sampled(wrong, one_by_one([6]), 16, draws=400)
+    assert found.tree == "chain:2" and not found.holds and len(wrong.trees) == 3
+    assert compare_greedy(wrong, one_by_one([6]), 4).tree == "cartesian:3,2"
 
 
 def test_the_approximate_rule_fails_and_is_called_so() -> None:
