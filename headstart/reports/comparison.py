@@ -43,16 +43,17 @@ def print_comparison(
     more = [key for key in _VARIED if len({report.get(key) for report in reports}) > 1]
     others = [key for key in _OTHERS if f"speedup_vs_{key}" in reports[0]]
     brief = len(more) + len(others) > 2  # what does not fit into 80 columns is left out
-    names = [*(_VARIED[key] for key in more), "tree", "rule"]
+    told = [(*map(report.get, more), tree_name(report)) for report in reports]
+    ruled = not brief or len(set(told)) < len(told)  # some runs differ in the rule alone
+    names = [*(_VARIED[key] for key in more), "tree", *(["rule"] if ruled else [])]
     figures = ["nodes", "τ", "ms/round", "× plain", *(f"× {key}" for key in others), "same"]
     if brief:
-        names.remove("rule")
         figures[:] = ["τ", "× plain", *(f"× {key[:4]}." for key in others), "same"]
     table = column_table(names, figures, gap=1 if brief else 2)
     for report in reports:
         tree, rule, nodes, tau, round_ms, *rest = _row(report, others)
-        figures = [tau, *rest] if brief else [rule, nodes, tau, round_ms, *rest]
-        table.add_row(*(str(report.get(key)) for key in more), tree, *figures)
+        place = [*(str(report.get(key)) for key in more), tree, *([rule] if ruled else [])]
+        table.add_row(*place, *([tau, *rest] if brief else [nodes, tau, round_ms, *rest]))
     console = titled(out, title)
     print_apart(console, table)
     if any(_unsure(report, "plain") for report in reports):
