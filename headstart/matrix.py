@@ -84,6 +84,39 @@ class Matrix:
         return [[each] if isinstance(each, str) else each for each in self.drafters]
 
 
+def trees_of(matrix: Matrix, count: int) -> list[str]:
+    """The trees that so many drafters grow together: those with a part for each, and `plain`."""
+    from headstart.infer.trees.texts import read_tree
+
+    shapes = {tree: read_tree(tree) for tree in matrix.trees}
+    parts = {tree: len(getattr(of, "first_nodes", (1,))) for tree, of in shapes.items()}
+    return [tree for tree, of in shapes.items() if parts[tree] == max(count, 1) or of.nodes == 1]
+
+
+def check_trees(matrix: Matrix) -> None:
+    """Refuse trees that no drafters grow, and drafters without a tree.
+
+    Raises:
+        UsageError: one of them.
+    """
+    grown = set[str]()
+    for names in matrix.sets or [[]]:
+        own = trees_of(matrix, len(names))
+        if matrix.trees and not own:
+            example = "+".join(["chain:4"] * len(names))
+            raise UsageError(
+                f"{' and '.join(names)} decode together, and no tree of {', '.join(matrix.trees)} "
+                f"has a part for each; give one, such as {example}"
+            )
+        grown |= {*own}
+    for tree in matrix.trees:
+        if tree not in grown:
+            raise UsageError(
+                f"tree {tree} has a part for each of several drafters that decode together, and "
+                "as many are not given; give them, or leave it out"
+            )
+
+
 def read_matrix(path: Path | None, given: dict[str, Any]) -> Matrix:
     """The matrix of a YAML file, if any, with keys of the command line in place of its own.
 

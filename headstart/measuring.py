@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from headstart.inputs import check_decoding, check_name, check_new_tokens, encode, load_speculator
 from headstart.long_prompts import is_cut, notes_on, room_for, taken
-from headstart.matrix import Matrix
+from headstart.matrix import Matrix, check_trees, trees_of
 from headstart.terminal import UsageError
 
 if TYPE_CHECKING:
@@ -97,6 +97,7 @@ def check_matrix(matrix: Matrix, options: argparse.Namespace) -> list[Question]:
 
     for tree in matrix.trees:
         check_decoding(tree, None, None)
+    check_trees(matrix)
     for name in matrix.rules or [None]:
         rule = find_rule(name)
         rule.check_expansion(matrix.expansion)
@@ -139,9 +140,10 @@ def prepare(matrix: Matrix, options: argparse.Namespace, questions: Sequence[Que
     for temperature in matrix.temperatures:
         rules = matrix.rules or [None]
         own = ways[temperature] = {}
-        for (name, each), tree, rule in itertools.product(
-            zip(names, loaded, strict=True),
-            matrix.trees or [None],
+        sets = zip(names, loaded, sources, strict=True)
+        taken = ((name, each, trees_of(matrix, len(of)) or [None]) for name, each, of in sets)
+        for (name, each, tree), rule in itertools.product(
+            [(name, each, tree) for name, each, trees in taken for tree in trees],
             rules if temperature > 0 else rules[:1],
         ):
             how: dict[str, Any] = {"tree": each.trees if tree is None else tree, "rule": rule}

@@ -104,6 +104,12 @@ def test_a_matrix_is_measured_and_its_counts_are_those_of_the_ids(
         ("prompts: q.jsonl\ntarget: t\nagainst: [assistant]\n", "has no assistant"),
         ("prompts: bad.jsonl\ntarget: t\n", "bad.jsonl line 1: turns[1] is not a string"),
         ("[]\n", "found the list []"),
+        ("prompts: q.jsonl\ndrafters: [[a, b]]\ntrees: [chain:2]\n", "such as chain:4+chain:4"),
+        ("prompts: q.jsonl\ndrafters: [a]\ntrees: [a.json]\n", "tree a.json is no file"),
+        (
+            "prompts: q.jsonl\ndrafters: [a]\ntrees: [chain:2, chain:2+chain:2]\n",
+            "tree chain:2+chain:2 has a part for each of several drafters",
+        ),
     ],
 )
 def test_a_mistake_shows_before_a_model_is_loaded(
@@ -122,6 +128,24 @@ def test_a_mistake_shows_before_a_model_is_loaded(
     assert main(["bench", "--matrix", "matrix.yaml"]) == 2
     (error,) = capsys.readouterr().err.splitlines()
     assert error.startswith("headstart: error: ") and said in error
+
+
+def test_drafters_alone_and_together_are_measured_with_trees_of_their_own(
+    target: str, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heads = artifact(target, tmp_path / "heads")
+    (tmp_path / "matrix.yaml").write_text(
+        f"target: {target}\nprompts: {questions}\nlimit: 1\nnew_tokens: 4\nrepeats: 1\n"
+        f"drafters: [{heads}, [{heads}, lookup]]\nagainst: []\n"
+        "trees: [chain:2, plain, chain:1+chain:3]\n"
+    )
+    command = ["bench", str(tmp_path / "matrix.yaml"), "--json", "--report", "none"]
+    assert main(command) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    assert [(run["drafter"], run["tree"]) for run in runs] == [
+        ("medusa", "chain:2"), ("medusa", "plain"),
+        ("medusa + lookup", "plain"), ("medusa + lookup", "chain:1+chain:3"),
+    ]  # fmt: skip
 
 
 def test_rounds_are_compared_with_one_read_of_the_weights(
