@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from headstart.inputs import encode
@@ -36,6 +37,22 @@ def is_cut(document: Any, length: int, room: int | None) -> bool:
 def taken(room: int | None) -> int:
     """How many tokens are the prompt of a text that is cut."""
     return min(TAKEN, room or TAKEN)
+
+
+def without_oldest_turn(document: Any) -> Any:
+    """A chat without its first message of the user's and what answers it; None for a single one.
+
+    A system message stays.
+    """
+    from headstart.train.data.documents import plain_chat
+
+    messages = document.messages or []
+    asked = [at for at, message in enumerate(messages) if message["role"] == "user"]
+    if len(asked) < 2:
+        return None
+    rest = [each for each in messages[: asked[0]] if each["role"] == "system"]
+    rest += messages[asked[1] :]
+    return replace(document, text=plain_chat(rest), messages=rest)
 
 
 def prompts_of(

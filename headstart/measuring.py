@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headstart.inputs import check_decoding, check_name, check_new_tokens, encode, load_speculator
-from headstart.long_prompts import is_cut, notes_on, room_for, taken
+from headstart.long_prompts import is_cut, notes_on, room_for, taken, without_oldest_turn
 from headstart.matrix import Matrix, check_trees, trees_of
 from headstart.terminal import UsageError
 
@@ -46,7 +46,7 @@ class Prepared:
 
     Attributes:
         ways: of a temperature, by name.
-        cut: ids of the chats whose prompts lost their beginning to fit into the context.
+        cut: ids of the chats whose prompts lost turns, or their beginning, to fit into the context.
         early: notes that are told before anything is measured.
     """
 
@@ -193,8 +193,9 @@ def measure(prepared: Prepared, matrix: Matrix) -> Measured:
         notes.append(f"generate decodes one prompt at a time with {' or '.join(left)}.")
     if prepared.cut:
         notes.append(
-            f"{len(prepared.cut)} of {len(prepared.chats)} prompts lost their beginning, so that "
-            f"they and {matrix.new_tokens} new tokens fit into the target's context."
+            f"{len(prepared.cut)} of {len(prepared.chats)} chats lost their oldest turns, or the "
+            f"beginning of the only one, so that they and {matrix.new_tokens} new tokens fit into "
+            "the target's context."
         )
     name = str(prepared.target.model.config._name_or_path)
     tokenizer = prepared.target.tokenizer
@@ -354,6 +355,9 @@ def _chats(
                 ids = ids[: taken(room)]
             if room is not None and len(ids) > room:
                 cut.add(question.id)
+                while len(ids) > room and (shorter := without_oldest_turn(asked)) is not None:
+                    asked = shorter
+                    ids = encode(asked, speculator, limit)[0]
                 ids = ids[-room:]
             return ids.to(speculator.device)
 

@@ -10,8 +10,11 @@ import pytest
 from headstart.cli import main
 from headstart.infer import Speculator
 from headstart.long_prompts import TAKEN, prompts_of
+from headstart.matrix import Matrix
+from headstart.measuring import _chats
 from headstart.terminal import UsageError
-from headstart.train.data.documents import Document
+from headstart.train.data.documents import Document, plain_chat
+from headstart.train.data.questions import Question
 from tests.support.bytewise import save_target
 
 CONTEXT = 1000
@@ -23,7 +26,9 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("target")
     model, tokenizer = save_target(folder, CONTEXT)
     runner = Speculator(model).target
-    return SimpleNamespace(model=model, tokenizer=tokenizer, folder=folder, target=runner)
+    return SimpleNamespace(
+        model=model, tokenizer=tokenizer, folder=folder, target=runner, device=model.device
+    )
 
 
 def test_a_text_that_does_not_fit_is_cut(loaded: Any) -> None:
@@ -44,6 +49,24 @@ def test_what_is_asked_whole_is_refused(loaded: Any, messages: bool, limit: int 
         long = Document.chat("a", [{"role": "user", "content": "x" * 5000}])
     with pytest.raises(UsageError, match="has room for 800; cut prompts with --prefix-tokens"):
         prompts_of([long], loaded, limit, new_tokens=200)
+
+
+def test_a_chat_that_does_not_fit_loses_its_oldest_turns(loaded: Any) -> None:
+    said = [("user", "a" * 300), ("assistant", "b" * 300), ("user", "c" * 200)]
+    said += [("assistant", "d" * 100), ("user", "e" * 100)]
+    messages = [{"role": role, "content": text} for role, text in [("system", "s"), *said]]
+    long = [{"role": "user", "content": "x" * 999}]
+    questions = [
+        Question(name, "", Document.chat(name, each), later)
+        for name, each, later in (("a", messages, ["f" * 300]), ("b", long, []))
+    ]
+    chats, cut, _ = _chats(loaded, questions, Matrix("none", new_tokens=500), [])
+    assert cut == {"a", "b"}
+    kept = loaded.tokenizer.decode(chats[0].prompt([]))
+    assert kept == plain_chat([messages[0], *messages[3:]])  # the system's message stays
+    kept = loaded.tokenizer.decode(chats[0].prompt([[65] * 40]))
+    assert kept.startswith("System: s\n\nUser: eee") and kept.endswith("fff\n\nAssistant:")
+    assert len(chats[1].prompt([])) == 500  # of a single message the end stays
 
 
 def test_the_cost_of_long_prompts_is_told(loaded: Any) -> None:
