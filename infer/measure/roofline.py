@@ -111,8 +111,9 @@ def against_the_limit(
     target, batch = speculator.target, report["batch_size"]
     tree = speculator.tree_of(batch, report["temperature"])
     weights = round_bytes(target.model, batch * tree.nodes)
-    cache = target.cache.bytes_of(target.cache.batch, length)
-    own = {k: v for each in speculator.drafters.drafters for k, v in weight_bytes(each).items()}
+    cache = target.cache.bytes_of(batch, length)
+    drafters = speculator.drafters.drafters if tree.nodes > 1 else []
+    own = {k: v for each in drafters for k, v in weight_bytes(each).items()}
     drafter = sum(own.values())
     plain = Roofline(round_bytes(target.model, batch), cache, bytes_per_s)
     limit = Roofline(weights + drafter, cache, bytes_per_s)

@@ -171,3 +171,20 @@ def test_rounds_are_compared_with_one_read_of_the_weights(
     assert set(found["parts_ms"]) == {"target", "drafter", "loop"}
     (said,) = [note for note in report["notes"] if "of the limit" in note]
     assert f"{report['threads']} threads: this machine reads 2.0 GB a second" in said
+
+
+def test_what_a_round_reads_is_that_of_its_batch_and_its_tree(
+    target: str, questions: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("headstart.infer.measure.roofline.read_bandwidth", lambda device: 2e9)
+    heads = artifact(target, tmp_path / "heads")
+    command = ["bench", "--drafter", heads, "--target", target, "--prompts", str(questions)]
+    options = ["--new-tokens", "4", "--repeats", "1", "--against", "none", "--report", "none"]
+    several = ["--batch-size", "1", "--batch-size", "2", "--tree", "plain", "--tree", "chain:1"]
+    assert main([*command, *options, *several, "--roofline", "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    found = {(run["batch_size"], run["tree"]): run["roofline"] for run in runs}
+    one, two = (found[size, "chain:1"]["cache_mb"] for size in (1, 2))
+    assert two == pytest.approx(2 * one)
+    assert found[1, "plain"]["drafter_mb"] == 0 < found[1, "chain:1"]["drafter_mb"]
