@@ -20,7 +20,7 @@ HELP = '''\
 /again       answer the last message once more, such as after /plain
 /stats       tokens per second, τ and acceptance, with the drafter and without
 /reset       begin a new chat
-/save FILE   write the chat as one line of JSON, which bench and train read
+/save FILE   write the chat to a .jsonl FILE, which generate, bench and train read
 /help        this list
 Ctrl-C stops an answer, Ctrl-D ends the chat. Several lines: """ before and
 behind them, or a \\ at the end of each. A message that begins with / needs a
@@ -126,13 +126,18 @@ class Dialogue:
         if not name:
             raise UsageError("/save without a file; write /save FILE.jsonl")
         path = Path(name).expanduser()
-        document = {"messages": self.session.messages()}
+        if path.suffix != ".jsonl":
+            raise UsageError(f"{name} would not be read as a chat; write /save FILE.jsonl")
+        messages = self.session.messages(answered=True)
+        if not (turns := len(messages) // 2):
+            raise UsageError("there is no answer to save yet; write a message")
+        document = {"messages": messages}
         try:
             with path.open("x", encoding="utf-8") as file:
                 file.write(json.dumps(document, ensure_ascii=False) + "\n")
         except FileExistsError:
             raise UsageError(f"{name} is there already; choose another name") from None
-        self._say(f"({len(self.session.turns)} turns written to {name})")
+        self._say(f"({turns} turns written to {name})")
 
     def _stats(self, _: str) -> None:
         session = self.session

@@ -116,10 +116,12 @@ class Session:
         """Begin a new chat."""
         self.turns, self.first = [], 0
 
-    def messages(self, first: int = 0) -> list[Message]:
-        """The chat from a turn on."""
+    def messages(self, first: int = 0, answered: bool = False) -> list[Message]:
+        """The chat from a turn on; of its `answered` turns alone, as readers of chats want it."""
         found = list(self._system)
         for turn in self.turns[first:]:
+            if answered and not turn.answer.strip():
+                continue
             found.append({"role": "user", "content": turn.message})
             found.append({"role": "assistant", "content": turn.answer})
         return found

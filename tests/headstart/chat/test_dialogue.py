@@ -13,6 +13,7 @@ from headstart.chat.session import Session
 from headstart.cli import main
 from headstart.heads import load_drafter
 from headstart.infer import Speculator
+from headstart.train.data.reading import read_documents
 from tests.support.chats import CHATML, chat_tokenizer
 from tests.support.talker import talker
 
@@ -47,6 +48,25 @@ def dialogue(typed: str, context: int = 512, drafter: bool = True) -> tuple[Sess
     session, out, errors = Session(speculator, None, 16), io.StringIO(), io.StringIO()
     Dialogue(session, messages_of(io.StringIO(typed)), out, errors).run()
     return session, out.getvalue(), errors.getvalue()
+
+
+def test_a_chat_is_saved_under_a_name_by_which_it_is_read(tmp_path: Path) -> None:
+    _, _, said = dialogue(f"who?\n/save {tmp_path / 'chat.json'}\n/save {tmp_path / 'chat'}\n")
+    assert said.count("write /save FILE.jsonl") == 2
+    assert "no answer to save" in dialogue(f"/save {tmp_path / 'chat.jsonl'}\n")[2]
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_turn_with_an_empty_answer_is_not_saved(tmp_path: Path) -> None:
+    """No reader takes one."""
+    session, *_ = dialogue("one\ntwo\nthree\n")
+    for turn, answer in zip(session.turns, ("", " \n", "yes"), strict=True):
+        turn.answer = answer
+    file = tmp_path / "chat.jsonl"
+    messages = messages_of(io.StringIO(f"/save {file}\n"))
+    Dialogue(session, messages, io.StringIO(), io.StringIO()).run()
+    (found,) = read_documents(file)
+    assert [m["content"] for m in found.messages or []] == ["three"]  # the answer is to come
 
 
 def test_commands(tmp_path: Path) -> None:
