@@ -88,7 +88,7 @@ class WholeLayer:
         return [(holder, name) for holder, name in places if name in holder._modules]
 
     @property
-    def tensors(self) -> list[tuple[dict[str, Tensor | None], str]]:
+    def tensors(self) -> list[tuple[dict[str, Any], str]]:
         """What the kernel reads, in its order: where each tensor is held, if any, and its name."""
         found = [(part, "weight") for part in (*self.norms[:2], *self.products)]
         found += [(part, "bias") for part in self.products]
@@ -118,7 +118,7 @@ def _norm(holder: Any, name: str) -> Any:
     return None if type(found) is nn.Identity else found
 
 
-def _tensors_of(part: nn.Module | None) -> dict[str, Tensor | None]:
+def _tensors_of(part: nn.Module | None) -> dict[str, Any]:
     return {} if part is None else part._parameters
 
 
