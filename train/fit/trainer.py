@@ -299,7 +299,7 @@ class DrafterTrainer(Trainer):
         """Save the drafter alone."""
         with gathered(*self.module.trained()):
             if self.args.should_save:
-                self.module.drafter.save_pretrained(output_dir or self.folder)
+                self.module.drafter.save_checkpoint(Path(output_dir or self.folder))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with gathered(*self.module.trained()):
