@@ -193,7 +193,7 @@ class Distill:
     # writer own: between rounds, each of as many shards, a drafter learns from the rows so far, and
     # the next round is sped up by it; the text is the same
     rounds: int = number(1, ge=1, le=1000)
-    round_steps: int | None = positive(None)  # null: train.max_steps ÷ rounds
+    round_steps: int | None = positive(None)  # null: train.max_steps (or epochs) ÷ rounds
     shards: int = number(8, ge=1, le=100_000)
     max_seconds: float | None = positive(None)
 
