@@ -208,6 +208,12 @@ class Distill:
                 f"distill.rounds: found {self.rounds} and {self.shards} shards; expected a shard a "
                 "round at least: raise distill.shards"
             )
+        exact = self.writer == "own" and self.prefix != "prompt"
+        if exact and self.row_tokens <= self.prefix_tokens:
+            raise RecipeError(
+                f"distill.max_length: found {self.max_length}, which a {self.prefix} of "
+                f"distill.prefix_tokens {self.prefix_tokens} fills alone; expected more"
+            )
         if self.writer == "openai" and self.openai is None:
             raise RecipeError(
                 "distill.openai: the writer is openai, and no server is named; set "
