@@ -45,10 +45,10 @@ def make_writer(
             logger.info("distill: of the first %d texts, %s", len(first), line)
     if spec.writer == "given":
         supervise = (chat or Chat()).supervise
-        examples = _examples(spec, len(documents), repeats=False)
+        examples = _examples(spec, len(documents))
         return GivenWriter(renderer, documents, supervise, length, examples, seed)
     if spec.writer == "openai":
-        examples = _examples(spec, len(documents), repeats=spec.temperature > 0)
+        examples = _examples(spec, len(documents))
         return ServerWriter(renderer, documents, spec, examples, name, folder, seed)
     prefixes = None
     if spec.prefix != "prompt":
