@@ -48,7 +48,7 @@ def keep_weights_alone(folder: Path) -> None:
 
 def schedule(spec: Train, steps: int) -> dict[str, Any]:
     """What a manifest says of a training's learning rate, and of the steps that it ended at."""
-    names = ("learning_rate", "warmup_ratio", "max_steps", "max_seconds")
+    names = ("learning_rate", "warmup_ratio", "max_steps", "epochs", "max_seconds")
     return {name: getattr(spec, name) for name in names} | {"steps": steps}
 
 
