@@ -62,7 +62,8 @@ class Corpus:
     held_out: float = number(0.05, ge=0, lt=1)
     on_error: str = one_of("raise", "skip")  # at a row that cannot be read
     opening_tokens: int = positive(64)  # source target: tokens of each text
-    writer: str | None = None  # source target: the model that writes, target.model when null
+    # source target: the model that writes, NAME or NAME@REVISION; null: the target
+    writer: str | None = None
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -376,7 +377,10 @@ class Recipe:
                     "expected a text, or target.model"
                 )
             # The corpus stage's fingerprint must name the model that writes its text.
-            self.corpus = dataclasses.replace(self.corpus, writer=self.target.model)
+            name, revision = self.target.model, self.target.revision
+            hub = revision is not None and not Path(name).expanduser().is_dir()
+            writer = f"{name}@{revision}" if hub else name
+            self.corpus = dataclasses.replace(self.corpus, writer=writer)
         for key in ("name", "shares"):
             name = getattr(self, key)
             if name is not None and (name in {"", ".", ".."} or "/" in name or "\\" in name):
