@@ -62,7 +62,7 @@ from .scratch_target import train_target
 from .stages.fingerprints import FileHashes, deciding, model_fingerprint
 from .stages.kept import (
     CHECKPOINTS,
-    check_time_left,
+    check_can_go_on,
     continue_from,
     earlier_training,
     schedule,
@@ -259,7 +259,7 @@ class _Run:
         def work(folder: Path) -> dict[str, Any]:
             before = []
             if earlier is not None:
-                check_time_left(earlier, spec.max_seconds)
+                check_can_go_on(earlier, spec)
                 places = earlier.path / CHECKPOINTS, folder / CHECKPOINTS
                 on_process_0(lambda: continue_from(*places))
                 before = (earlier.record or {})["info"]["schedules"]
