@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 SHAPES: dict[str, dict[str, int]] = {
     "toy": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
             "num_attention_heads": 4, "vocab_size": 256},
-    "quickstart": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 12,
-                   "num_attention_heads": 2, "vocab_size": 1024},
+    "3m": {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 12,
+           "num_attention_heads": 2, "vocab_size": 1024},
     "160m": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
              "num_attention_heads": 12, "vocab_size": 32000},
     "1b": {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 22,

@@ -86,7 +86,12 @@ void each_product(const number *states, const number *weights, number *out, long
   free(space);
 }
 
+// Where there is no weight the row stays as it is.
 static void norm_row(const number *states, const number *weight, number *out, long in, float eps) {
+  if (!weight) {
+    memcpy(out, states, in * sizeof(number));
+    return;
+  }
   floats squares = all(0);
   for (long at = 0; at < in; at += LANES) squares += wide(states + at) * wide(states + at);
   floats scale = all(1 / sqrtf(sum_of(squares) / in + eps));
@@ -263,17 +268,22 @@ void attend(const Attention *attention, int threads) {
 
 // What is a decoder layer's own: weights of the norms, of queries, keys, values and output, of gate,
 // up and down; biases of the last seven, or NULL; weights of the norms of each head's query and key,
-// as Qwen3's layers have, or NULL; keys and values of its cache; what norms add, in this order.
+// as Qwen3's layers have, or NULL. EAGLE-3's layer reads two rows beside one another, of which queries,
+// keys and values are made: the first norm is of the one, and second_norm, NULL elsewhere, of the
+// other, to which the layer adds, once normed if adds_to_normed. Keys and values are of its cache, and
+// eps what norms add, in this order.
 typedef struct {
-  const number *weights[9], *biases[7], *head_norms[2];
+  const number *weights[9], *biases[7], *head_norms[2], *second_norm;
   number *key, *value;
-  float eps[4];
+  long adds_to_normed;
+  float eps[5];
 } Decoder;
 
-// Decoder layers of a Llama or Qwen on states [rows, in], one after the other, in one piece: norms,
-// attention with what it writes to the cache, and the gated product. Of attention, query, key, value
-// and out are not given. New keys and values go to slots [batch, nodes], counted through all texts,
-// or where slots is NULL to those from first on. A last norm comes after them, but where it is NULL.
+// Decoder layers of a Llama or Qwen on states [rows, in], or [rows, 2 * in] where the first has a
+// second norm, one after the other, in one piece: norms, attention with what it writes to the cache,
+// and the gated product. Of attention, query, key, value and out are not given. New keys and values go
+// to slots [batch, nodes], counted through all texts, or where slots is NULL to those from first on. A
+// last norm comes after them, but where it is NULL.
 void decoder_layers(const Decoder *layers, long count, const number *states, number *out, long in,
                     long inner, const number *cos, const number *sin, const Attention *given,
                     const int64_t *slots, long first_slot, const number *last, float last_eps,
@@ -281,12 +291,14 @@ void decoder_layers(const Decoder *layers, long count, const number *states, num
   Attention now = *given;
   long rows = now.batch * now.nodes, size = now.size, heads = now.heads * now.group;
   long asked = heads * size, kept = now.heads * size, widest = inner > asked ? inner : asked;
-  long numbers = rows * (2 * in + 2 * asked + 2 * kept + inner);
+  long numbers = rows * (4 * in + 2 * asked + 2 * kept + inner);
   number *between = aligned_alloc(64, (numbers * sizeof(number) + 63) / 64 * 64);
-  number *normed = between, *middle = normed + rows * in, *query = middle + rows * in;
+  number *normed = between, *residual = normed + rows * 2 * in, *middle = residual + rows * in;
+  number *query = middle + rows * in;
   number *found = query + rows * asked, *key = found + rows * asked, *value = key + rows * kept;
   number *gated = value + rows * kept;
-  void *space = space_for(rows, widest > in ? widest : in);
+  long read = layers->second_norm ? 2 * in : in;
+  void *space = space_for(rows, widest > read ? widest : read);
   now.query = query, now.out = found;
 #pragma omp parallel num_threads(threads) firstprivate(now, states)
   {
@@ -300,10 +312,18 @@ void decoder_layers(const Decoder *layers, long count, const number *states, num
       Layer output = {w[5], b[3], middle, in}, down = {w[8], b[6], out, in};
       Layer both[2] = {{w[6], b[4], gated, inner}, {w[7], b[5], gated, inner}};
       now.key = own->key, now.value = own->value;
+      const number *second = own->second_norm, *added = second ? residual : states;
+      long width = second ? 2 * in : in;
 #pragma omp for
-      for (long row = 0; row < rows; row++)
-        norm_row(states + row * in, w[0], normed + row * in, in, own->eps[0]);
-      product(first, 3, 0, NULL, normed, space, rows, in);
+      for (long row = 0; row < rows; row++) {
+        const number *from = states + row * width;
+        number *to = normed + row * width;
+        norm_row(from, w[0], to, in, own->eps[0]);
+        if (!second) continue;
+        norm_row(from + in, second, to + in, in, own->eps[4]);
+        memcpy(residual + row * in, own->adds_to_normed ? to + in : from + in, in * sizeof(number));
+      }
+      product(first, 3, 0, NULL, normed, space, rows, width);
 #pragma omp for
       for (long task = 0; task < rows * (heads + now.heads); task++) {
         long row = task / (heads + now.heads), head = task % (heads + now.heads) - now.heads;
@@ -325,7 +345,7 @@ void decoder_layers(const Decoder *layers, long count, const number *states, num
                size * sizeof(number));
       }
       attend_in_team(&now, room);
-      product(&output, 1, 0, states, found, space, rows, asked);
+      product(&output, 1, 0, added, found, space, rows, asked);
 #pragma omp for
       for (long row = 0; row < rows; row++)
         norm_row(middle + row * in, w[1], normed + row * in, in, own->eps[1]);

@@ -1,4 +1,4 @@
-"""Whole decoder layers of a Llama or Qwen as one call of a kernel, over a slab cache.
+"""Whole decoder layers of a Llama, Qwen or EAGLE as one call of a kernel, over a slab cache.
 
 Between a layer's products Python and torch take as long as reading a tenth of its weights, and the
 cores wait. In one call they read on. Layers are found by what they are made of, and run so where a
@@ -24,9 +24,10 @@ from .few_rows import attends_in_few_rows
 
 _NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("q_norm", "k_norm")
+_SECOND_NORM = "hidden_norm"  # of EAGLE-3's layer, which reads an embedding and a hidden state
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _GATED = ("gate_proj", "up_proj", "down_proj")
-_DECODER = struct.Struct("20q4f")  # addresses, and what norms add; see `cpu_kernels.c`
+_DECODER = struct.Struct("22q5f4x")  # see `cpu_kernels.c`
 _SLACK = 1.5  # the kernel may be so many times as far from float32: few numbers, much chance
 _KNOWN = {"position_ids", "use_cache"}  # and what is used
 
@@ -35,37 +36,38 @@ class WholeLayer:
     """What a decoder layer is made of.
 
     Attributes:
-        norms, products: of these layers, in the order of `cpu_kernels.c`; norms of heads last.
-        eps: what each norm adds.
+        norms, products: of these layers, in the order of `cpu_kernels.c`. A norm that the layer
+            lacks, or that leaves its input as it is, is None.
         sizes: a head's dimension, and what scores are multiplied by.
     """
 
     def __init__(self, layer: Any):
         self.layer, self.attention = layer, layer.self_attn
-        heads = _head_norms(layer)
-        self.norms: list[Any] = [getattr(layer, name) for name in _NORMS]
-        self.norms += [getattr(layer.self_attn, name) for name in heads]
         self.products: list[Any] = [getattr(layer.self_attn, name) for name in _ATTENTION]
         self.products += [getattr(layer.mlp, name) for name in _GATED]
-        self.eps = [getattr(norm, "variance_epsilon", None) for norm in self.norms]
+        self.norms = [_norm(*place) for place in _norms(layer)]
         self.sizes = layer.self_attn.head_dim, layer.self_attn.scaling
 
     @classmethod
     def of(cls, layer: Any) -> WholeLayer | None:
         """A decoder layer that is made as a Llama's or Qwen's is; None for others."""
-        names = {name for name, _ in layer.named_children()}
+        names = {name for name, _ in layer.named_children()} - {_SECOND_NORM}
         if names != {*_NORMS, "self_attn", "mlp"}:
             return None
-        of_attention = (*_ATTENTION, *_head_norms(layer))
-        for part, inner in ((layer.self_attn, of_attention), (layer.mlp, (*_GATED, "act_fn"))):
-            if {name for name, _ in part.named_children()} != {*inner}:
-                return None
+        inner = {name for name, _ in layer.self_attn.named_children()}
+        if inner not in ({*_ATTENTION}, {*_ATTENTION, *_HEAD_NORMS}):
+            return None
+        if {name for name, _ in layer.mlp.named_children()} != {*_GATED, "act_fn"}:
+            return None
         if not all(hasattr(layer.self_attn, name) for name in ("head_dim", "scaling", "layer_idx")):
             return None
         if layer.self_attn.head_dim % 32:
             return None
         found = cls(layer)
-        if None in found.eps or any(len(e.weight) != found.sizes[0] for e in found.norms[2:]):
+        norms = [each for each in found.norms if each is not None]
+        if any(not hasattr(each, "variance_epsilon") for each in norms):
+            return None
+        if any(len(each.weight) != found.sizes[0] for each in found.norms[2:4] if each is not None):
             return None
         here = all(type(each) is CpuLinear and each.weight.is_cpu for each in found.products)
         return found if here else None
@@ -74,35 +76,50 @@ class WholeLayer:
     def kind(self) -> tuple[Any, ...]:
         """The same of layers that are given the same and are of the same sizes."""
         shapes = [each.weight.shape for each in self.products]
-        return getattr(self.attention, "layer_type", None), len(self.norms), self.sizes, *shapes
+        norms = [each is None for each in self.norms[2:]]
+        return getattr(self.attention, "layer_type", None), *norms, self.sizes, *shapes
 
     @property
     def parts(self) -> list[tuple[nn.Module, str]]:
         """What the layer is made of: what holds each part, and its name there."""
-        places = [(self.layer, name) for name in (*_NORMS, "self_attn", "mlp")]
-        places += [(self.attention, name) for name in (*_head_norms(self.layer), *_ATTENTION)]
-        return [*places, *((self.layer.mlp, name) for name in _GATED)]
+        places = [(self.layer, "self_attn"), (self.layer, "mlp"), *_norms(self.layer)]
+        places += [(self.attention, name) for name in _ATTENTION]
+        places += [(self.layer.mlp, name) for name in _GATED]
+        return [(holder, name) for holder, name in places if name in holder._modules]
 
     @property
-    def weights(self) -> list[tuple[nn.Module, str]]:
-        """What the kernel reads, in its order: what holds each tensor, and its name there."""
+    def tensors(self) -> list[tuple[dict[str, Any], str]]:
+        """What the kernel reads, in its order: where each tensor is held, if any, and its name."""
         found = [(part, "weight") for part in (*self.norms[:2], *self.products)]
         found += [(part, "bias") for part in self.products]
-        return [*found, *((norm, "weight") for norm in self.norms[2:])]
+        found += [(norm, "weight") for norm in self.norms[2:]]
+        return [(_tensors_of(part), name) for part, name in found]
 
     def packed(self, cache: SlabCache) -> bytes:
         """The layer as `cpu_kernels.c` is given it."""
         key, value, _, _ = cache.places(self.attention.layer_idx)
-        tensors = [getattr(holder, name) for holder, name in self.weights]
-        unused = 4 - len(self.norms)
-        found = [0 if each is None else each.data_ptr() for each in tensors] + [0] * unused
-        eps = [*self.eps, *[0.0] * unused]
-        return _DECODER.pack(*found, key.data_ptr(), value.data_ptr(), *eps)
+        found = [held.get(name) for held, name in self.tensors]
+        addresses = [0 if each is None else each.data_ptr() for each in (*found, key, value)]
+        adds_to_normed = getattr(self.layer, "norm_before_residual", False)
+        eps = [0.0 if each is None else each.variance_epsilon for each in self.norms]
+        return _DECODER.pack(*addresses, adds_to_normed, *eps)
 
 
-def _head_norms(layer: Any) -> tuple[str, ...]:
-    """Names of the norms of each head's query and key, as Qwen3's layers have; none elsewhere."""
-    return _HEAD_NORMS if hasattr(layer.self_attn, _HEAD_NORMS[0]) else ()
+def _norms(layer: Any) -> list[tuple[Any, str]]:
+    """What holds each norm that a layer may have, and its name there."""
+    found = [(layer, name) for name in _NORMS]
+    found += [(layer.self_attn, name) for name in _HEAD_NORMS]
+    return [*found, (layer, _SECOND_NORM)]
+
+
+def _norm(holder: Any, name: str) -> Any:
+    """A norm; None where there is none, or one that leaves its input as it is."""
+    found = getattr(holder, name, None)
+    return None if type(found) is nn.Identity else found
+
+
+def _tensors_of(part: nn.Module | None) -> dict[str, Any]:
+    return {} if part is None else part._parameters
 
 
 class _Packed(NamedTuple):
@@ -129,25 +146,27 @@ class WholeLayers:
     was. Where the weights stand is looked up in each call.
 
     Args:
-        norm: of a model, which comes after its last layer.
+        model: whose layers these are, if all of them; its `norm` comes after the last.
     """
 
-    def __init__(self, layers: Sequence[WholeLayer], norm: Any = None):
-        self.layers, self._norm = layers, norm
+    def __init__(self, layers: Sequence[WholeLayer], model: Any = None):
+        self.layers, norm = layers, _norm(model, "norm")
+        self._norm = norm
         parts = [part for each in layers for part in each.parts]
+        if model is not None:
+            parts += [(model, "norm"), *((model.layers, str(i)) for i in range(len(layers)))]
         self._holders = [holder._modules for holder, _ in parts]
         self._names = [name for _, name in parts]
         self._parts = [getattr(*part) for part in parts]
-        called = [each.layer for each in layers] if len(layers) > 1 else []  # one alone was called
         self._hooks = [
             hooks
-            for part in (*called, *self._parts, *([] if norm is None else [norm]))
+            for part in self._parts
             for hooks in (part._forward_hooks, part._forward_pre_hooks)
         ]
-        weights = [weight for each in layers for weight in each.weights]
-        weights += [] if norm is None else [(norm, "weight")]
-        self._tensors_of = [holder._parameters for holder, _ in weights]
-        self._kinds = [kind for _, kind in weights]
+        tensors = [each for layer in layers for each in layer.tensors]
+        tensors += [(_tensors_of(norm), "weight")]
+        self._held = [held for held, _ in tensors]
+        self._kinds = [kind for _, kind in tensors]
         self._shapes = _shapes(self._now())
         self._packed = _Packed(None, (), [], [], None)
 
@@ -175,8 +194,9 @@ class WholeLayers:
             return None
         if packed is None and (packed := self.packed(past_key_values)) is None:
             return None
-        (batch, nodes, width), (size, scale) = states.shape, first.sizes
-        out = torch.empty_like(states)
+        (batch, nodes), (size, scale) = states.shape[:2], first.sizes
+        width = first.products[3].out_features  # half of what a layer with a second norm reads
+        out = states.new_empty(batch, nodes, width)
         group = first.products[0].out_features // first.products[1].out_features
         shape = batch, key.shape[1] * group, nodes, size
         now = attention_of(shape, key, value, attention_mask, scale)
@@ -230,7 +250,7 @@ class WholeLayers:
         return _Packed(cache.contents, cache.address, present, addresses, layers)
 
     def _now(self) -> list[Tensor | None]:
-        return list(map(dict.get, self._tensors_of, self._kinds))
+        return list(map(dict.get, self._held, self._kinds))
 
 
 def _shapes(tensors: Sequence[Tensor | None]) -> list[torch.Size | None]:
@@ -282,7 +302,7 @@ def _is_as_exact(whole: WholeLayers) -> bool:
     computed in the next wider type.
     """
     layer, parts = whole.layers[0].layer, whole.layers[0]
-    draws, own = torch.Generator().manual_seed(0), parts.norms[0].weight.dtype
+    draws, own = torch.Generator().manual_seed(0), parts.products[0].weight.dtype
     wider = torch.float32 if own == torch.bfloat16 else torch.float64
     size, heads = parts.sizes[0], parts.products[1].out_features // parts.sizes[0]
     number = layer.self_attn.layer_idx + 1
@@ -321,10 +341,9 @@ def _is_as_exact(whole: WholeLayers) -> bool:
 def _widened(layer: Any, dtype: torch.dtype) -> Any:
     """A copy in a wider type, also within its norms, which transformers computes in float32."""
     made = copy.deepcopy(layer).to(dtype)
-    parts = [(made, name) for name in _NORMS]
-    parts += [(made.self_attn, name) for name in _head_norms(layer)]
-    for part, name in parts:
-        own = getattr(part, name)
+    for part, name in _norms(made):
+        if (own := _norm(part, name)) is None:
+            continue
         norm = nn.RMSNorm(len(own.weight), own.variance_epsilon, dtype=dtype)
         norm.weight = own.weight
         setattr(part, name, norm)

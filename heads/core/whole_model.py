@@ -37,7 +37,7 @@ class WholeModel:
     """A model without its output layer, all of whose layers and last norm are one call."""
 
     def __init__(self, model: Any, layers: Sequence[WholeLayer]):
-        self.model, self.layers = model, WholeLayers(layers, model.norm)
+        self.model, self.layers = model, WholeLayers(layers, model)
         attention = layers[0].attention
         self._kind = getattr(attention, "layer_type", None)
         window = getattr(model.config, "sliding_window", None)

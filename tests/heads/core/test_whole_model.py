@@ -114,19 +114,33 @@ def test_nothing_is_done_twice_where_a_layer_is_listened_to() -> None:
     assert len(heard) == 2 * 24  # the prompt, and each round
 
 
-@pytest.mark.parametrize("name", ["self_attn.o_proj", "mlp", "input_layernorm"])
+@pytest.mark.parametrize(
+    "name",
+    ["layers.1.self_attn.o_proj", "layers.1.mlp", "layers.1.input_layernorm", "layers.0", "norm"],
+)
 def test_a_part_that_is_replaced_runs(name: str, ran: list[bool]) -> None:
     ours = Speculator(large_enough(torch.float32), compile=True)
     ids = prompts([9])[0]
     before = ours.generate(ids, **GREEDY)
-    layer = decoder(ours).layers[1]
+    inner = decoder(ours)
     of, _, last = name.rpartition(".")
-    own = layer.get_submodule(name)
-    setattr(layer.get_submodule(of), last, nn.Sequential(own, nn.Tanh()))
+    own = inner.get_submodule(name)
+    setattr(inner.get_submodule(of), last, _Negated(own))
     ran.clear()
     assert not torch.equal(ours.generate(ids, **GREEDY), before) and not any(ran)
-    setattr(layer.get_submodule(of), last, own)
+    setattr(inner.get_submodule(of), last, own)
     assert torch.equal(ours.generate(ids, **GREEDY), before) and any(ran)
+
+
+class _Negated(nn.Module):
+    """A part of a model whose output has the other sign."""
+
+    def __init__(self, own: nn.Module):
+        super().__init__()
+        self.own = own
+
+    def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+        return -self.own(*args, **options)
 
 
 def test_weights_that_are_moved_or_changed_are_read_where_they_are() -> None:
