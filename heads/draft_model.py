@@ -141,10 +141,9 @@ class DraftModel(TrainableDrafter):
     def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]
         """Save the student alone, as the ordinary model that it is, in one file of weights.
 
-        While factors are trained they are merged into it, and saved beside it.
+        While factors are trained they are merged into it.
         """
         if self._lora is not None and self._lora.attached:
-            self._lora.save(Path(folder))
             options = {"state_dict": self._lora.merged_state(), **options}
         self.model.save_pretrained(folder, **{"max_shard_size": "1TB", **options})
         # transformers derives the same from the config.
@@ -185,6 +184,11 @@ class DraftModel(TrainableDrafter):
             copy_layers(self.target, self.model, self.config.chosen(self.target))
         if self._lora is not None:
             self._lora.attach(self.model)
+
+    def save_checkpoint(self, folder: Path) -> None:
+        if self._lora is not None and self._lora.attached:
+            self._lora.save(folder)
+        super().save_checkpoint(folder)
 
     def load_checkpoint(self, folder: Path) -> None:
         if self._lora is None or not self._lora.attached:

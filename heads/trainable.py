@@ -120,8 +120,12 @@ class TrainableDrafter(Drafter):
         """
         return False
 
+    def save_checkpoint(self, folder: Path) -> None:
+        """Save what a training goes on from; an artifact has what `save_pretrained` writes."""
+        self.save_pretrained(folder)
+
     def load_checkpoint(self, folder: Path) -> None:
-        """Go on from what `save_pretrained` wrote into a checkpoint of its training."""
+        """Go on from what `save_checkpoint` wrote into a checkpoint of its training."""
         self.load_state_dict(safetensors.torch.load_file(folder / SAFE_WEIGHTS_NAME))
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from headstart.heads import Drafter, OptionError, family, fingerprint
 from headstart.heads.artifacts.files import METRICS
-from headstart.heads.artifacts.hub import split_revision
+from headstart.heads.artifacts.hub import folder_or_repository
 from headstart.heads.core import load_pretrained
 from headstart.infer import RULES, Speculator, load
 
@@ -62,7 +62,7 @@ from .scratch_target import train_target
 from .stages.fingerprints import FileHashes, deciding, model_fingerprint
 from .stages.kept import (
     CHECKPOINTS,
-    check_time_left,
+    check_can_go_on,
     continue_from,
     earlier_training,
     schedule,
@@ -181,7 +181,7 @@ class _Run:
     def _corpus(self) -> Stage:
         spec, seed = self.recipe.corpus, self.recipe.seed
         content = on_process_0(lambda: source_fingerprint(spec))
-        writer = self._content(spec.writer)
+        writer = self._content(*folder_or_repository(spec.writer)) if spec.writer else None
         return self.store.run(
             "corpus", self._settings("corpus", content=content, writer=writer),
             lambda folder: build_corpus(spec, folder, seed), shared=True,
@@ -259,7 +259,7 @@ class _Run:
         def work(folder: Path) -> dict[str, Any]:
             before = []
             if earlier is not None:
-                check_time_left(earlier, spec.max_seconds)
+                check_can_go_on(earlier, spec)
                 places = earlier.path / CHECKPOINTS, folder / CHECKPOINTS
                 on_process_0(lambda: continue_from(*places))
                 before = (earlier.record or {})["info"]["schedules"]
@@ -281,8 +281,7 @@ class _Run:
         content = self._content(named if isinstance(named, str) else None)
         if start is None:
             return content
-        named_head = (start, None) if Path(start).is_dir() else split_revision(start)
-        return {"model": content, "from": self._content(*named_head)}
+        return {"model": content, "from": self._content(*folder_or_repository(start))}
 
     def _heads(self, corpus: Stage, target: Stage, trained: Stage | None) -> Stage:
         def work(folder: Path) -> dict[str, Any]:

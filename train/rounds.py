@@ -98,19 +98,27 @@ def _trained(
         on_process_0(lambda: shutil.rmtree(training, ignore_errors=True))
         spec, rows = recipe.distill, Rows.load(folder)
         steps = spec.round_steps or max(recipe.train.max_steps // spec.rounds, 1)
+        epochs = None
+        if spec.round_steps is None and recipe.train.epochs is not None:
+            epochs = recipe.train.epochs / spec.rounds
+        drafter, first = recipe.drafter, recipe.train.from_ if before is None else str(before)
+        if before is not None and drafter.options.get("lora") is not None:
+            # Its factors were merged into the student, which gets new ones.
+            options = {key: value for key, value in drafter.options.items() if key != "layers"}
+            drafter, first = replace(drafter, options=options | {"model": str(before)}), None
         train = replace(
-            recipe.train, max_steps=steps, epochs=None, eval_every=None, extend=False,
-            from_=recipe.train.from_ if before is None else str(before),
+            recipe.train, max_steps=steps, epochs=epochs, eval_every=None, extend=False,
+            from_=first,
         )  # fmt: skip
-        short, own = replace(recipe, train=train), copy.copy(args)
+        short, own = replace(recipe, train=train, drafter=drafter), copy.copy(args)
         own.max_steps, own.eval_steps, own.save_steps = steps, steps, steps
         own.logging_steps = max(steps // 4, 1)
         own.report_to = []
-        logger.info("distill: a drafter learns from %d rows for %d steps", len(rows), steps)
+        logger.info("distill: a drafter learns from %d rows for %d steps at most", len(rows), steps)
         judged = loaded()
-        drafter, report = train_drafter(short, own, judged, rows, training)
-        drafter, measured = choose(short, judged, drafter, training, report)
-        write_drafter(short, judged, drafter, measured, made)
+        trained, report = train_drafter(short, own, judged, rows, training)
+        trained, measured = choose(short, judged, trained, training, report)
+        write_drafter(short, judged, trained, measured, made)
         wait_for_all()
     if is_process_0():
         shutil.rmtree(training, ignore_errors=True)

@@ -118,7 +118,8 @@ def _distill(spec: Distill) -> Distill:
     writer = "given" if spec.writer == "given" else "own"
     return replace(
         spec, writer=writer, openai=None, drafter=None, examples=16, prefix_tokens=tokens,
-        new_tokens=12, max_length=None, batch_size=16, shards=2, max_seconds=None,
+        new_tokens=12, max_length=None, batch_size=16, shards=max(spec.rounds, 2),
+        round_steps=None, max_seconds=None,
     )  # fmt: skip
 
 

@@ -51,6 +51,11 @@ def split_revision(name: str) -> tuple[str, str | None]:
     return repository, revision if at else None
 
 
+def folder_or_repository(name: str) -> tuple[str, str | None]:
+    """A folder's path, or what `split_revision` makes of the name of a repository."""
+    return (name, None) if Path(name).expanduser().is_dir() else split_revision(name)
+
+
 def download(name: str, files: Sequence[str]) -> Path:
     """The folder of huggingface_hub's cache with these files, downloaded or there before."""
     repository, revision = split_revision(name)

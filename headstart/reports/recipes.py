@@ -37,21 +37,25 @@ _NOTE = (
 
 def describe_recipes(chosen: Sequence[str]) -> dict[str, Any]:
     """The recipes and parts by name, and the estimates of those combinations that have all of
-    `chosen`; with nothing chosen, everything is listed. Of a whole recipe: its file.
+    `chosen`; with nothing chosen, everything is listed. Of a whole recipe its file, and with it
+    the combinations with the part of its name, if there is one.
 
     Raises:
         UsageError: a name that is not shipped.
     """
     parts, whole = shipped_parts(), shipped_recipes()
-    if len(chosen) == 1 and chosen[0] in whole.keys() - parts.keys():
+    found: dict[str, Any] = {}
+    if len(chosen) == 1 and chosen[0] in whole:
         path = whole[chosen[0]]
-        return {"recipe": str(path), "text": path.read_text(encoding="utf-8")}
+        found = {"recipe": str(path), "text": path.read_text(encoding="utf-8")}
+        if chosen[0] not in parts:
+            return found
     for name in chosen:
         if name not in parts:
             near = nearest(name, [*parts, *whole])
             raise UsageError(f"no part {name!r}{near}; expected some of {', '.join(parts)}")
     names = [name for name in shipped_combinations() if {*chosen} <= {*name.split("+")}]
-    found: dict[str, Any] = {"estimates": _estimates(names)}
+    found["estimates"] = _estimates(names)
     if not chosen:
         found["recipes"] = {name: first_line(path) for name, path in whole.items()}
         found["parts"] = {
@@ -78,9 +82,10 @@ def _estimates(names: Sequence[str]) -> dict[str, Any]:
 
 
 def print_recipes(found: dict[str, Any], out: TextIO) -> None:
-    """Print the tables; of a single combination all of its figures, of a recipe its file."""
+    """Print the tables; of a single combination all of its figures, of a recipe first its file."""
     if "recipe" in found:
         print(f"# {found['recipe']}\n{found['text']}", end="", file=out)
+    if "estimates" not in found:
         return
     estimates = found["estimates"]
     if len(estimates) == 1:

@@ -7,7 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from headstart.heads import Drafter, OptionError
+from headstart.heads import Drafter, Manifest, OptionError, fingerprint, load_drafter, save_drafter
+from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.draft_model import DraftModel, DraftModelConfig
 from headstart.infer import StaticTree
 from headstart.train.fit.validate import measure_tau
@@ -58,8 +59,22 @@ def test_only_the_factors_learn_and_the_saved_student_is_whole(tmp_path: Path) -
     # The student as it is saved drops the factors, which are in it.
     made.load_state_dict(loaded.state_dict())
     assert not any(".lora_" in name for name, _ in made.named_parameters())
-    made.save_pretrained(tmp_path / "again")
+    made.save_checkpoint(tmp_path / "again")
     assert not (tmp_path / "again" / "adapter").exists()
+
+
+def test_the_artifact_of_a_trained_student_loads(tmp_path: Path) -> None:
+    made, ids = student(), counting_rows(2, 9)
+    trainer_of(made, tmp_path / "run", SPEC, lambda _: IDLE).fit()
+    kept = Manifest("draft_model", "target", fingerprint(made.target))
+    save_drafter(made.eval(), tmp_path / "artifact", kept)
+    source = DrafterSource(tmp_path / "artifact")
+    source.check_files()
+    loaded: Any = load_drafter(source, made.target)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            loaded.model(ids).logits, made.model(ids).logits, rtol=1e-5, atol=1e-5
+        )
 
 
 def test_a_resumed_run_ends_with_the_same_factors(tmp_path: Path) -> None:

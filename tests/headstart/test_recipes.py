@@ -53,6 +53,11 @@ def test_a_whole_recipe_is_shown_as_its_file(capsys: pytest.CaptureFixture[str])
     path = shipped_recipes()["own-model"]
     assert said(capsys, "own-model") == f"# {path}\n{path.read_text()}"
     assert json.loads(said(capsys, "own-model", "--json"))["recipe"] == str(path)
+    # A family's part may have the same name: its combinations follow.
+    path = shipped_recipes()["draft-model"]
+    text = said(capsys, "draft-model")
+    assert text.startswith(f"# {path}\n{path.read_text()}")
+    assert "draft-model+qwen3-8b+1x24gb" in text and "\nmedusa+" not in text
 
 
 def test_an_unknown_part_is_answered_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,6 +20,7 @@ from headstart.train.checks import inspect
 from headstart.train.checks.findings import Finding
 from headstart.train.checks.inspect import inspect_run
 from headstart.train.checks.overfit import learns_by_heart
+from headstart.train.checks.pace import measure_steps, pace_of
 from headstart.train.data import rendering
 from headstart.train.data.documents import Document
 from headstart.train.fit import target_with_drafter
@@ -103,6 +104,31 @@ def test_a_run_that_can_work_passes(home: Path) -> None:
     assert found.counts["held-out documents"] == 30
     assert found.pace is not None and found.pace.distill_s > 0 and found.pace.train_s > 0
     assert not (home / "runs").exists()
+
+
+def test_a_step_has_all_of_its_rows_and_epochs_end_the_run(home: Path) -> None:
+    calls: list[int] = []
+
+    class Counted(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.drafter, self.target = torch.nn.Linear(1, 1), torch.zeros(1)
+
+        def forward(self, rows: Any, tokens: torch.Tensor, supervised: Any) -> Any:
+            calls.append(len(tokens))
+            time.sleep(0.02)
+            return {"loss": self.drafter.weight.sum()}
+
+    made = recipe(home, train={"rows_per_step": 40, "epochs": 3, "max_steps": 1_000_000})
+    step = measure_steps(Counted(), made, 300)  # type: ignore[arg-type]
+    assert calls == [4, 4, 4] and 10 * 0.02 < step[0] < 2
+    # 24 rows are asked for, and taken of at least as many documents: a step an epoch.
+    for documents, steps in ((100, 3), (10, 3)):
+        pace = pace_of(made, (100, 1.0), step, documents)
+        assert pace.train_s == pytest.approx(steps * step[0])
+        assert pace.distill_s == pytest.approx(min(24, documents) * 32 / 100)
+    made = recipe(home, train={"rows_per_step": 8, "epochs": 3, "max_steps": 1_000_000})
+    assert pace_of(made, (100, 1.0), (2.0, 0), 100).train_s == 9 * 2.0
 
 
 def test_labels_that_are_shifted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:

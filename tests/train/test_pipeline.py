@@ -100,6 +100,21 @@ def test_training_goes_on_only_when_asked(tiny: Path, tmp_path: Path) -> None:
     assert ids(root)["train"] not in (first["train"], second["train"])
 
 
+def test_a_training_that_its_epochs_ended_goes_on_by_more_of_them(
+    tiny: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "runs" / "tiny"
+    pipeline.train(load_recipe(tiny, ["train.epochs=1"]))
+    assert read_manifest(root / "heads").metrics["steps"] == 6
+    more = ["train.max_steps=20", "train.extend=true"]
+    with pytest.raises(StageError, match=r"train\.epochs 1 ended the earlier training after 6 st"):
+        pipeline.train(load_recipe(tiny, ["train.epochs=1", *more]))
+    pipeline.train(load_recipe(tiny, ["train.epochs=2", *more]))
+    metrics = read_manifest(root / "heads").metrics
+    bounds = [(of["epochs"], of["steps"]) for of in metrics["schedules"]]
+    assert bounds == [(1.0, 6), (2.0, 12)] and metrics["steps"] == 12
+
+
 def test_files_that_changed_are_read_again(tiny: Path, tmp_path: Path) -> None:
     root, text = tmp_path / "runs" / "tiny", tmp_path / "corpus.jsonl"
 

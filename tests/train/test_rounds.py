@@ -15,6 +15,7 @@ from headstart.train.recipe import Recipe, RecipeError, load_recipe
 from tests.support.paths import ROOT
 from tests.support.recipes import TINY, launch
 
+LORA = "drafter={family: draft_model, layers: 1, lora: {rank: 2}}"
 EXACT = ["target.dtype=float64", "distill.use_drafter=always", "train.eval_every=null"]
 
 
@@ -62,6 +63,32 @@ def test_rows_and_weights_are_those_without_rounds(
     assert [each["used"] for each in told] == [True, True]
     left = {p.name for p in (folder / "distill" / "rounds").rglob("*") if p.is_file()}
     assert left == {"drafting.json"}
+
+
+@pytest.mark.usefixtures("no_pictures")
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    # 6 and 12 rows, 4 a step; of three epochs one is for each round.
+    [
+        (["train.epochs=3"], [2, 3]),
+        (["train.epochs=3", "distill.round_steps=5"], [5, 5]),
+        ([LORA, "decode.tree=chain:2", "distill.round_steps=1"], [1, 1]),
+    ],
+)
+def test_rounds_divide_the_epochs_and_any_family_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], steps: list[int]
+) -> None:
+    found, train = [], rounds.train_drafter
+
+    def noted(*of: Any) -> Any:
+        drafter, report = train(*of)
+        found.append(report["steps"])
+        return drafter, report
+
+    monkeypatch.setattr(rounds, "train_drafter", noted)
+    recipe = made(tmp_path, "r", "distill.rounds=3", "train.max_steps=3000", *overrides)
+    pipeline.write_text(recipe)
+    assert found == steps
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,12 @@ def test_what_is_replaced_and_what_is_kept(tmp_path: Path) -> None:
     assert len(told) == len(list(chats())) > 30
 
 
+def test_a_recipe_of_many_rounds_stays_small(tmp_path: Path) -> None:
+    overrides = ["distill.rounds=5", "distill.round_steps=1000"]
+    small = smoke(load_recipe("quickstart", [f"output={tmp_path}", *overrides])).distill
+    assert (small.rounds, small.shards, small.round_steps) == (5, 5, None)
+
+
 def test_a_scratch_target_is_trained_too(tmp_path: Path) -> None:
     root = run("quickstart", tmp_path)
     check("quickstart", root)

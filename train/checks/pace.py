@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 
 from headstart.infer.measure.own_text import Written
 
+from ..data.writers import examples_of
 from ..fit.target_with_drafter import TargetWithDrafter
 from ..recipe import Recipe
 
@@ -19,7 +21,7 @@ class Pace:
     """What a few steps took, and what follows for the whole run on one process."""
 
     written_tokens_s: float  # that the target writes a second, in a batch of the recipe's size
-    step_s: float  # a training step with the recipe's batch and longest rows
+    step_s: float  # a training step with the recipe's rows and longest texts
     peak: int  # bytes on the GPU; of the process where there is none
     distill_s: float
     train_s: float
@@ -31,8 +33,12 @@ class Pace:
 
 
 def measure_steps(module: TargetWithDrafter, recipe: Recipe, vocab_size: int) -> tuple[float, int]:
-    """Seconds of a training step, and the memory then in use: of three steps, the fastest."""
+    """Seconds of a training step, and the memory then in use: of three steps, the fastest.
+
+    One of a step's micro-batches is computed, and counted as often as there are.
+    """
     spec, rows = recipe.train, recipe.train.batch_size
+    batches = spec.accumulation(1)
     length = recipe.distill.row_tokens
     device = module.target.device
     tokens = torch.randint(vocab_size, (rows, length), device=device)
@@ -44,12 +50,13 @@ def measure_steps(module: TargetWithDrafter, recipe: Recipe, vocab_size: int) ->
     for _ in range(3):
         _wait(device)
         started = time.perf_counter()
-        for _ in range(spec.gradient_accumulation):
-            module(None, tokens, supervised)["loss"].backward()
+        module(None, tokens, supervised)["loss"].backward()
+        _wait(device)
+        computed = time.perf_counter()
         optimizer.step()
         optimizer.zero_grad()
         _wait(device)
-        times.append(time.perf_counter() - started)
+        times.append(batches * (computed - started) + time.perf_counter() - computed)
     module.eval()
     return min(times), peak_memory(device)
 
@@ -73,14 +80,19 @@ def pace_of(
     Args:
         wrote: tokens that the target wrote, and seconds; the shape of a batch is the recipe's.
         step: see `measure_steps`.
-        documents: of the training set, which are taken where `distill.examples` is null.
+        documents: of the training set; see `examples_of`.
     """
     speed = wrote[0] / wrote[1]
-    spec = recipe.distill
+    spec, train = recipe.distill, recipe.train
+    rows = examples_of(spec, documents)
+    steps = train.max_steps
+    if train.epochs is not None:
+        steps_an_epoch = math.ceil(rows / (train.batch_size * train.accumulation(1)))
+        steps = min(steps, math.ceil(train.epochs * steps_an_epoch))
     own = spec.writer == "own"  # what a server takes is not known
-    total = (spec.examples or documents) * spec.new_tokens if own else 0
-    bounds = recipe.distill.max_seconds, recipe.train.max_seconds
-    each = total / speed, step[0] * recipe.train.max_steps
+    total = rows * spec.new_tokens if own else 0
+    bounds = spec.max_seconds, train.max_seconds
+    each = total / speed, step[0] * steps
     kept = [
         min(s, bound) if bound is not None else s for s, bound in zip(each, bounds, strict=True)
     ]

@@ -246,10 +246,10 @@ def available_prompts(
 
 def held_out_texts(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], tokens: int, seed: int = 0,
-    part: Part = "bench", limit: int = 512,
+    part: Part = "bench", limit: int = 512, chat: str = "auto", settings: Chat | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """At most `limit` windows of `tokens` tokens, [P] int64; see `held_out_prompts`."""
-    given = _by_document(tokenizer, documents, tokens, seed, "window", "auto")
+    given = _by_document(tokenizer, documents, tokens, seed, "window", chat, settings)
     return [prompt.tokens for prompt in _in_turns(_of_part(given, part))[:limit]]
 
 

@@ -249,13 +249,18 @@ def ragged(
 
 def check_context(spec: Distill, writer: PreTrainedModel, name: str = "target") -> None:
     """Raise DistillError where rows are longer than the context of the model that writes them."""
-    wanted = spec.prefix_tokens + spec.new_tokens
+    wanted = spec.row_tokens
     context = getattr(writer.config.get_text_config(), "max_position_embeddings", None)
-    if context is not None and wanted > context:
+    if context is None or wanted <= context:
+        return
+    if spec.max_length is not None:
         raise DistillError(
-            f"distill.prefix_tokens {spec.prefix_tokens} and new_tokens {spec.new_tokens} make "
-            f"{wanted} tokens, but the {name}'s context is {context}; lower one of them."
+            f"distill.max_length is {wanted}, but the {name}'s context is {context}; lower it."
         )
+    raise DistillError(
+        f"distill.prefix_tokens {spec.prefix_tokens} and new_tokens {spec.new_tokens} make "
+        f"{wanted} tokens, but the {name}'s context is {context}; lower one of them."
+    )
 
 
 def write_rows(

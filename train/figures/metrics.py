@@ -37,6 +37,10 @@ LEFT_OUT = ("tree", "tree_shares", "tau_by_source", "tau_by_prompt", "rounds", "
 """What a validation measures and a line does not tell: it is in the artifact's manifest or
 its report."""
 
+_OF_TRAINING = (
+    "loss", "learning_rate", "grad_norm", "tokens_per_second", "memory_bytes", "share_of_peak",
+)  # fmt: skip
+
 # Dense products in bfloat16, 1e12 a second, by the makers' data sheets; the first name that is part
 # of the device's counts.
 _PEAKS = (
@@ -94,16 +98,19 @@ class Metrics(TrainerCallback):
         now = time.perf_counter()
         self.active, self.mark = self.active + now - self.mark, now
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        if "loss" not in logs:
-            return
-        found = {name: logs.get(name) for name in ("loss", "learning_rate", "grad_norm")}
-        speed = self.tokens * self.processes / self.active if self.active else None
-        found |= {"tokens_per_second": speed, "memory_bytes": memory()}
-        if speed and self.flops and self.peak:
-            found["share_of_peak"] = speed * self.flops / (self.peak * self.processes)
+    def measured(self) -> dict[str, float]:
+        """What a line of training tells beside the loss, since the last such line."""
+        found: dict[str, float] = {"memory_bytes": memory()}
+        if self.active:
+            speed = found["tokens_per_second"] = self.tokens * self.processes / self.active
+            if self.flops and self.peak:
+                found["share_of_peak"] = speed * self.flops / (self.peak * self.processes)
         self.tokens, self.active = 0, 0.0
-        self._write(state, found)
+        return found
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in logs:
+            self._write(state, {name: logs.get(name) for name in _OF_TRAINING})
 
     def on_evaluate(
         self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any

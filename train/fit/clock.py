@@ -61,7 +61,7 @@ class Clock(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.share >= 1.0:
-            control.should_training_stop = True
+            control.should_training_stop = control.should_log = True
             control.should_evaluate = control.should_save = True
 
 

@@ -68,7 +68,16 @@ class StudentText:
     ):
         assert drafter.language_model is not None, "see check_on_policy"
         self.spec, self.rows, self.args = spec, rows, args
-        self.distill = replace(distill, temperature=spec.temperature)
+        limit = distill.row_tokens
+        new = min(distill.new_tokens, limit - 1)
+        # For a prompt; given ones may be longer, and their ends are continued.
+        given = distill.writer == "given"
+        self.room = limit - new if given else min(distill.prefix_tokens, limit - 1)
+        new = min(new, limit - self.room)
+        self.distill = replace(
+            distill, temperature=spec.temperature, prefix_tokens=self.room, new_tokens=new,
+            max_length=None,
+        )  # fmt: skip
         # This process's rows a step.
         self.count = args.train_batch_size * args.gradient_accumulation_steps
         self.share = data_share(drafter.target, args)
@@ -134,5 +143,6 @@ class StudentText:
         seeds = row_seeds(draw.getrandbits(62), total)[own].tolist()
         embedding: Any = self.student.get_input_embeddings()
         last = embedding.weight.shape[0] - 1
-        prompts = [torch.from_numpy(self.rows.row(i).prompt().astype(np.int64)) for i in chosen]
+        texts = (self.rows.row(i).prompt()[-self.room :] for i in chosen)
+        prompts = [torch.from_numpy(text.astype(np.int64)) for text in texts]
         return [(p.clamp(max=last), seed) for p, seed in zip(prompts, seeds, strict=True)]

@@ -95,6 +95,7 @@ class DrafterTrainer(Trainer):
         self.batches = make_batches(module, args, rows, spec)
         if spec.epochs is not None:
             args.max_steps = steps_of(spec.epochs, self.batches.steps, args.max_steps)
+            args.logging_steps = min(args.logging_steps, max(args.max_steps // 50, 1))
         self.clock = Clock(args.max_steps, spec.max_seconds, spec.warmup_ratio)
         self.metrics = Metrics(
             self.folder.parent / METRICS, self.clock, rows.lengths, self.batches.world,
@@ -283,6 +284,10 @@ class DrafterTrainer(Trainer):
         loss = outputs["loss"] * self.accelerator.num_processes
         return (loss, outputs) if return_outputs else loss
 
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log what was measured of the speed too, for `metrics.jsonl` and all trackers."""
+        super().log(logs | self.metrics.measured() if "loss" in logs else logs, *args, **kwargs)
+
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Decode the validation prompts; every process does, and process 0's figures count."""
         with gathered(self.module.drafter, *ends_of(self.module.target)):
@@ -299,7 +304,7 @@ class DrafterTrainer(Trainer):
         """Save the drafter alone."""
         with gathered(*self.module.trained()):
             if self.args.should_save:
-                self.module.drafter.save_pretrained(output_dir or self.folder)
+                self.module.drafter.save_checkpoint(Path(output_dir or self.folder))
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         with gathered(*self.module.trained()):

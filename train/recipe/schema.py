@@ -62,7 +62,8 @@ class Corpus:
     held_out: float = number(0.05, ge=0, lt=1)
     on_error: str = one_of("raise", "skip")  # at a row that cannot be read
     opening_tokens: int = positive(64)  # source target: tokens of each text
-    writer: str | None = None  # source target: the model that writes, target.model when null
+    # source target: the model that writes, NAME or NAME@REVISION; null: the target
+    writer: str | None = None
 
     def __post_init__(self) -> None:
         if not self.sources:
@@ -193,7 +194,7 @@ class Distill:
     # writer own: between rounds, each of as many shards, a drafter learns from the rows so far, and
     # the next round is sped up by it; the text is the same
     rounds: int = number(1, ge=1, le=1000)
-    round_steps: int | None = positive(None)  # null: train.max_steps ÷ rounds
+    round_steps: int | None = positive(None)  # null: train.max_steps (or epochs) ÷ rounds
     shards: int = number(8, ge=1, le=100_000)
     max_seconds: float | None = positive(None)
 
@@ -207,6 +208,12 @@ class Distill:
             raise RecipeError(
                 f"distill.rounds: found {self.rounds} and {self.shards} shards; expected a shard a "
                 "round at least: raise distill.shards"
+            )
+        exact = self.writer == "own" and self.prefix != "prompt"
+        if exact and self.row_tokens <= self.prefix_tokens:
+            raise RecipeError(
+                f"distill.max_length: found {self.max_length}, which a {self.prefix} of "
+                f"distill.prefix_tokens {self.prefix_tokens} fills alone; expected more"
             )
         if self.writer == "openai" and self.openai is None:
             raise RecipeError(
@@ -370,7 +377,10 @@ class Recipe:
                     "expected a text, or target.model"
                 )
             # The corpus stage's fingerprint must name the model that writes its text.
-            self.corpus = dataclasses.replace(self.corpus, writer=self.target.model)
+            name, revision = self.target.model, self.target.revision
+            hub = revision is not None and not Path(name).expanduser().is_dir()
+            writer = f"{name}@{revision}" if hub else name
+            self.corpus = dataclasses.replace(self.corpus, writer=writer)
         for key in ("name", "shares"):
             name = getattr(self, key)
             if name is not None and (name in {"", ".", ".."} or "/" in name or "\\" in name):

@@ -48,7 +48,7 @@ def keep_weights_alone(folder: Path) -> None:
 
 def schedule(spec: Train, steps: int) -> dict[str, Any]:
     """What a manifest says of a training's learning rate, and of the steps that it ended at."""
-    names = ("learning_rate", "warmup_ratio", "max_steps", "max_seconds")
+    names = ("learning_rate", "warmup_ratio", "max_steps", "epochs", "max_seconds")
     return {name: getattr(spec, name) for name in names} | {"steps": steps}
 
 
@@ -115,13 +115,25 @@ def _bounds(settings: dict[str, Any]) -> tuple[float, float]:
     return train["max_steps"], train.get("epochs") or math.inf
 
 
-def check_time_left(earlier: StageFolder, max_seconds: float | None) -> None:
-    """Raise StageError where an earlier training has used all the time that a longer one gets."""
-    seconds = (earlier.record or {})["info"]["seconds"]
-    if max_seconds is not None and seconds >= max_seconds:
+def check_can_go_on(earlier: StageFolder, spec: Train) -> None:
+    """Raise StageError where the time or the epochs of an earlier training leave a longer one none.
+
+    It ended by its epochs where it had steps and time left.
+    """
+    record = earlier.record or {}
+    info, before = record["info"], record["settings"]["train"]
+    steps, seconds, limit = info["steps"], info["seconds"], spec.max_seconds
+    if limit is not None and seconds >= limit:
         raise StageError(
             f"train.extend: the earlier training took {seconds:.0f} s, and train.max_seconds "
-            f"{max_seconds:.0f} bounds both together; raise it, or set it to null"
+            f"{limit:.0f} bounds both together; raise it, or set it to null"
+        )
+    by_time = before["max_seconds"] is not None and seconds >= before["max_seconds"]
+    by_epochs = spec.epochs is not None and not by_time and steps < before["max_steps"]
+    if by_epochs and spec.epochs == before["epochs"]:
+        raise StageError(
+            f"train.extend: train.epochs {spec.epochs:g} ended the earlier training after {steps} "
+            "steps, and would end this one there; raise it"
         )
 
 

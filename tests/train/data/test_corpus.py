@@ -10,11 +10,32 @@ from typing import Any
 
 import pytest
 
+from headstart.train.data import target_text
 from headstart.train.data.corpus import build_corpus, load_documents
 from headstart.train.data.documents import CorpusError, Document
 from headstart.train.data.questions import read_questions
 from headstart.train.data.reading import read_documents
-from headstart.train.recipe import Corpus
+from headstart.train.recipe import Corpus, parse_recipe
+
+
+def test_the_target_of_a_revision_writes_its_own_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def load(kind: Any, name: str, **how: Any) -> Any:
+        asked.append((name, how))
+        raise CorpusError("not there")
+
+    monkeypatch.setattr(target_text, "load_pretrained", load)
+    (tmp_path / "model@v1").mkdir()
+    for model in ("org/model", str(tmp_path / "model@v1")):
+        target = {"model": model, "revision": "v2"}
+        recipe = {"name": "r", "drafter": {"family": "medusa"}, "target": target}
+        spec = parse_recipe(recipe | {"corpus": {"source": "target"}}).corpus
+        with pytest.raises(CorpusError, match="not there"):
+            build_corpus(spec, tmp_path / "corpus")
+    assert asked == [("org/model", {"revision": "v2"}), (str(tmp_path / "model@v1"), {})]
 
 
 def test_stdlib(tmp_path: Path) -> None:

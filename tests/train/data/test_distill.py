@@ -17,7 +17,7 @@ from headstart.train.data.distill import distill, shard_units, summary
 from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import DistillError, Windows, encode
 from headstart.train.data.training_rows import Rows
-from headstart.train.recipe import Distill
+from headstart.train.recipe import Distill, RecipeError
 from headstart.train.scratch_target import train_tokenizer
 from tests.support.paths import ROOT
 from tests.support.training import columns
@@ -83,6 +83,18 @@ def test_rows_are_what_generate_writes(tokenizer: PreTrainedTokenizerFast, tmp_p
         "shards": 3, "kept": 20, "rows": 20, "tokens": 300, "supervised": 180, "answers": 20,
         "openings": 20,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("prefix", ["window", "start"])
+def test_no_row_is_longer_than_it_may_be(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, prefix: str
+) -> None:
+    spec = replace(SPEC, prefix=prefix)
+    whole = columns(write(tmp_path / "whole", tokenizer, spec)).tokens
+    rows = write(tmp_path / "cut", tokenizer, replace(spec, max_length=10))
+    assert whole.shape[1] == 15 and torch.equal(columns(rows).tokens, whole[:, :10])
+    with pytest.raises(RecipeError, match=f"a {prefix} of distill.prefix_tokens 6 fills alone"):
+        replace(spec, max_length=6)
 
 
 def test_shards_cover_every_row_once() -> None:

@@ -5,15 +5,18 @@ import torch
 
 from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import (
+    DistillError,
     HeldOutError,
     HeldOutPrompt,
     held_out_prompts,
+    held_out_texts,
     make_prefixes,
     prompt_settings,
     recipe_prompts,
 )
 from headstart.train.recipe import Distill, load_recipe
 from headstart.train.scratch_target import train_tokenizer
+from tests.support.chats import chat_tokenizer
 
 DOCUMENTS = [
     Document(str(n), " ".join(f"word{n} {n * k}" for k in range(12 * (n + 1)))) for n in range(6)
@@ -92,3 +95,10 @@ def test_starts_and_windows() -> None:
     assert all(p.tokens.tolist() == texts[p.document][:10] for p in starts)
     overrides = ["distill.prefix=prompt", "decode.prefix=window"]
     assert prompt_settings(load_recipe("quickstart", overrides))["prefix"] == "window"
+
+
+def test_texts_are_rendered_as_the_recipe_says() -> None:
+    tokenizer = chat_tokenizer("{{ raise_exception('never') }}")
+    with pytest.raises(DistillError, match=r"set distill\.chat=plain"):
+        held_out_texts(tokenizer, CHATS, 4)
+    assert held_out_texts(tokenizer, CHATS, 4, chat="plain")

@@ -207,6 +207,21 @@ def test_the_drafter_is_used_where_it_is_faster_and_the_choice_is_kept(
     assert manifest["template_hash"] and manifest["settings"]["distill"]["drafter"] == "lookup"
 
 
+def test_a_resumed_run_follows_settings_that_were_changed(tmp_path: Path) -> None:
+    def chosen(**changes: Any) -> Any:
+        (tmp_path / "train-00001-of-00002.json").unlink(missing_ok=True)
+        written(tmp_path, replace(SPEC, **changes))
+        return json.loads((tmp_path / "drafting.json").read_text())
+
+    chosen(drafter="lookup")
+    old = {"drafter": "another", "used": False}
+    (tmp_path / "drafting.json").write_text(json.dumps(old))
+    assert chosen(drafter="lookup").keys() > old.keys()  # a trial of its own
+    (tmp_path / "drafting.json").write_text(json.dumps(old | {"drafter": "lookup"}))
+    always = {"drafter": "lookup", "used": True}
+    assert chosen(drafter="lookup", use_drafter="always") == always
+
+
 def test_a_drafter_that_adapts_the_target_is_refused(tmp_path: Path) -> None:
     manifest = {"family": "medusa2", "target": "t", "target_fingerprint": "f"}
     manifest["adapter_sha256"] = "a" * 64

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import TrainerCallback
 
 from headstart.train.figures.metrics import Metrics, real_tokens, scalars
 from headstart.train.figures.plot import draw_metrics
@@ -66,6 +67,28 @@ def test_a_training_writes_a_line_for_each_log_and_validation(tmp_path: Path) ->
     assert best[-1]["eval_acceptance_by_depth"] == [0.5, None] and best[-1]["step"] == 12
 
 
+class Tracker(TrainerCallback):
+    """Keeps what a tracker is told, step by step."""
+
+    def __init__(self) -> None:
+        self.told: dict[int, dict[str, Any]] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.told.setdefault(state.global_step, {}).update(logs)
+
+
+def test_trackers_are_told_the_same_figures(tmp_path: Path) -> None:
+    drafter, tracker = drafter_of(tiny("llama"), "medusa", heads=2), Tracker()
+    run = trainer_of(drafter, tmp_path / "run", SPEC, lambda _: MEASURED, logging_steps=3)
+    run.callback_handler.callbacks.insert(0, tracker)  # as transformers places its trackers
+    run.fit()
+    for line in lines(tmp_path / "metrics.jsonl"):
+        told = tracker.told[line["step"]]
+        for name, value in line.items():
+            if name not in ("step", "seconds", "acceptance_by_depth"):
+                assert told[name if "loss" in line else f"eval_{name}"] == value
+
+
 def test_tokens_are_counted_without_padding() -> None:
     lengths = np.array([3, 9, 5])
     tokens = torch.zeros(2, 9, dtype=torch.long)
@@ -89,7 +112,8 @@ def test_speed_memory_and_share_of_peak(tmp_path: Path, monkeypatch: pytest.Monk
     metrics.on_step_end(None, state, None)
     metrics.count([{"rows": torch.tensor([0]), "tokens": torch.zeros(1, 128)}])
     state.global_step = 1
-    metrics.on_log(None, state, None, logs={"loss": float("inf"), "learning_rate": 1e-3})
+    logs = {"loss": float("inf"), "learning_rate": 1e-3} | metrics.measured()
+    metrics.on_log(None, state, None, logs=logs)
     monkeypatch.undo()
     validated, trained = lines(tmp_path / "m.jsonl")
     assert validated["tau"] is None and trained["loss"] is None  # JSON has neither

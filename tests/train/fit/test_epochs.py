@@ -1,5 +1,6 @@
 """Epochs, and runs that go on within one: exactly, and without reading what was trained on."""
 
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,16 @@ def test_epochs_end_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     run = ragged_trainer(tmp_path / "cut", lambda _: IDLE, rows, **how, max_steps=4)
     assert run.fit()["steps"] == 4
     assert "train.max_steps 4 ends training after 0.44 of 1.5 epochs" in caplog.text
+
+
+def test_a_short_training_tells_its_loss(tmp_path: Path) -> None:
+    rows = ragged_rows(tmp_path / "rows")
+    how: dict[str, Any] = {"eval_every": None, "max_steps": 1_000_000}
+    for name, bound, steps in (("epochs", 1.5, 14), ("max_seconds", 1e-9, 1)):
+        run = ragged_trainer(tmp_path / name / "run", lambda _: IDLE, rows, **how, **{name: bound})
+        assert run.fit()["steps"] == steps
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        assert [line["step"] for line in lines if "loss" in line] == list(range(1, steps + 1))
 
 
 def test_so_many_steps_make_so_many_epochs(caplog: pytest.LogCaptureFixture) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from headstart.heads.declared.adapter import ADAPTER_WEIGHTS
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.medusa2 import Medusa2, Medusa2Config
 from headstart.infer import StaticTree, parse_static
-from headstart.train import pipeline
+from headstart.train import drafter_stage, pipeline
 from headstart.train.data.corpus import load_documents
 from headstart.train.data.prefixes import held_out_prompts, held_out_texts
 from headstart.train.data.training_rows import Rows
@@ -33,7 +34,7 @@ from headstart.train.fit.joint import (
 )
 from headstart.train.fit.validate import Validation, measure_tau
 from headstart.train.losses.divergences import forward_kl
-from headstart.train.recipe import Train, load_recipe
+from headstart.train.recipe import Chat, Train, load_recipe
 from tests.support.counting import SIZE, counting_rows, counting_target
 from tests.support.recipes import TINY
 from tests.support.training import check_same_checkpoints, killed_and_resumed, rows, trainer_of
@@ -364,8 +365,11 @@ def recipe(tmp_path: Path, **sections: Any) -> Any:
 
 
 def test_from_recipe_to_tokens(tmp_path: Path) -> None:
-    report = pipeline.run(recipe(tmp_path))
+    plain = TINY["distill"] | {"chat": "plain"}
+    with mock.patch.object(drafter_stage, "held_out_texts", wraps=held_out_texts) as asked:
+        report = pipeline.run(recipe(tmp_path, distill=plain, chat={"system": "x"}))
     assert report["identical_to_plain"]
+    assert asked.call_args.kwargs == {"chat": "plain", "settings": Chat(system="x")}
     folder = Path(report["artifact"])
     manifest = read_manifest(folder)
     moved = manifest.metrics["held_out_loss"]

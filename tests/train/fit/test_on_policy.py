@@ -102,6 +102,22 @@ def test_the_text_is_the_current_students() -> None:
     assert not torch.equal(*found)
 
 
+@pytest.mark.parametrize(
+    "distill",
+    [Distill(writer="given", prefix_tokens=2, new_tokens=4), replace(DISTILL, max_length=6)],
+    ids=["given rows with long prompts", "a bound of all rows"],
+)
+def test_no_text_is_longer_than_a_row(distill: Distill) -> None:
+    drafter, cold = student(), OnPolicy(lmbda=1.0, temperature=1e-4, every=1)
+    own = columns(rows()).tokens
+    for row in text_of(drafter, cold, distill).at(0):
+        start, new = int(row.supervised.argmax()), 4 if distill.writer == "given" else 3
+        assert len(row.tokens) == len(row.supervised) == start + new <= 6
+        prompt = row.tokens[:start].tolist()
+        assert any(text[:PROMPT][-start:] == prompt or text[:2][-start:] == prompt
+                   for text in own.tolist())  # fmt: skip
+
+
 def test_the_share_of_steps_is_lambda() -> None:
     text = text_of(student(), OnPolicy(lmbda=0.3))
     due = [text.is_due(step) for step in range(2000)]

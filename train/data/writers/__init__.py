@@ -45,34 +45,38 @@ def make_writer(
             logger.info("distill: of the first %d texts, %s", len(first), line)
     if spec.writer == "given":
         supervise = (chat or Chat()).supervise
-        examples = _examples(spec, len(documents), repeats=False)
+        examples = _examples(spec, len(documents))
         return GivenWriter(renderer, documents, supervise, length, examples, seed)
     if spec.writer == "openai":
-        examples = _examples(spec, len(documents), repeats=spec.temperature > 0)
+        examples = _examples(spec, len(documents))
         return ServerWriter(renderer, documents, spec, examples, name, folder, seed)
     prefixes = None
     if spec.prefix != "prompt":
         prefixes = make_prefixes(spec, tokenizer, documents, chat)
     model = _loaded(target)
-    _check_lengths(spec, model)
+    check_context(spec, model)
     drafting = Drafting(spec, model, tokenizer, folder)
     if prefixes is None:
-        examples = _examples(spec, len(documents), repeats=spec.temperature > 0)
+        examples = _examples(spec, len(documents))
         return ReplayWriter(drafting, renderer, documents, spec, examples, seed)
-    examples = spec.examples
-    if spec.prefix == "start":
-        examples = _examples(spec, len(prefixes), repeats=spec.temperature > 0)
-    return PrefixWriter(drafting, prefixes, spec, examples, seed)
+    return PrefixWriter(drafting, prefixes, spec, _examples(spec, len(prefixes)), seed)
 
 
-def _examples(spec: Distill, found: int, repeats: bool) -> int:
+def examples_of(spec: Distill, found: int) -> int:
     """How many units there are: `spec.examples`; at most `found` where repeats would be equal."""
-    wanted = spec.examples
-    if wanted > found and not repeats:
+    windows = spec.writer == "own" and spec.prefix == "window"
+    repeats = spec.writer != "given" and (windows or spec.temperature > 0)
+    return spec.examples if repeats else min(spec.examples, found)
+
+
+def _examples(spec: Distill, found: int) -> int:
+    examples = examples_of(spec, found)
+    if examples < spec.examples:
         logger.warning(
-            "distill: %d examples of %d documents, each of which is taken once", wanted, found
-        )
-    return wanted if repeats else min(wanted, found)
+            "distill: %d examples of %d documents, each of which is taken once",
+            spec.examples, found,
+        )  # fmt: skip
+    return examples
 
 
 def _loaded(target: PreTrainedModel | Callable[[], PreTrainedModel]) -> PreTrainedModel:
@@ -82,15 +86,3 @@ def _loaded(target: PreTrainedModel | Callable[[], PreTrainedModel]) -> PreTrain
 def context_of(model: PreTrainedModel) -> int | None:
     """Positions of a model; None where its config names none."""
     return getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-
-def _check_lengths(spec: Distill, model: PreTrainedModel) -> None:
-    if spec.max_length is None:
-        check_context(spec, model)
-        return
-    context = context_of(model)
-    if context is not None and spec.max_length > context:
-        raise DistillError(
-            f"distill.max_length is {spec.max_length}, but the target's context is {context}; "
-            "lower it."
-        )

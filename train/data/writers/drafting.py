@@ -69,10 +69,14 @@ class Drafting:
             self._drafted = load(model, source, tokenizer=tokenizer)
 
     def choose(self, prompts: Sequence[Tensor]) -> None:
-        """Decide by a trial on these prompts [P], or as it was decided; all processes must call."""
+        """Decide by a trial on these prompts [P], or as it was decided; all processes must call.
+
+        What was decided of another drafter, or by a trial that is no longer asked for, is decided
+        anew.
+        """
         if self._drafted is None:
             return
-        if is_process_0() and not self.choice.exists():
+        if is_process_0() and not self._decided():
             trial: dict[str, Any] = {"drafter": self.spec.drafter, "used": True}
             if self.spec.use_drafter == "where_faster":
                 trial |= self._trial(prompts)
@@ -83,6 +87,13 @@ class Drafting:
         )
         if self.used:
             self.speculator = self._drafted
+
+    def _decided(self) -> bool:
+        if not self.choice.exists():
+            return False
+        known = json.loads(self.choice.read_text())
+        tried = self.spec.use_drafter == "where_faster"
+        return known["drafter"] == self.spec.drafter and (tried or known["used"])
 
     def _trial(self, prompts: Sequence[Tensor]) -> dict[str, Any]:
         """Tokens a second with the drafter and without, the better of two runs each, in turns."""

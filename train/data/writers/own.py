@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,11 @@ class PrefixWriter:
         examples: int,
         seed: int = 0,
     ):
-        self.drafting, self.prefixes, self.spec = drafting, prefixes, spec
+        # All prefixes have `prefix_tokens`, and what is written after them must leave a row of at
+        # most `row_tokens`.
+        room = min(spec.new_tokens, spec.row_tokens - spec.prefix_tokens)
+        self.drafting, self.prefixes = drafting, prefixes
+        self.spec = replace(spec, new_tokens=room)
         self.units, self.skipped = examples, prefixes.skipped
         # What row i gets does not depend on which shards are missing.
         self._drawn = prefixes.draw(examples, seed)
