@@ -6,6 +6,7 @@ the very text of seeded plain decoding, that is compared as well.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from collections import Counter
@@ -103,20 +104,17 @@ def compare_sampled(
     expected = continuations(plain, prompts[0], options)
     found: Counter[Text] = Counter()
     bar = tqdm(total=draws, desc=f"sampling, {rule.name}", file=sys.stderr, disable=not progress)
-    trees, tree = speculator.trees, speculator.tree_of(1, temperature)
     # So many rows may have another tree than the single prompt that they stand for.
-    speculator.trees = TreesByRequest({USUAL: tree})
-    try:
-        for first in range(0, draws, batch_size):
-            rows = min(batch_size, draws - first)
-            seeds = [(seed << 32) + first + row for row in range(rows)]
-            ids = prompts[0].repeat(rows, 1)
-            options["attention_mask"] = torch.ones_like(ids)
-            text = speculator.generate(ids, **options, max_new_tokens=len(_WIDTHS), seed=seeds)
-            found.update(_bin(row, expected) for row in text[:, ids.shape[1] :].tolist())
-            bar.update(rows)
-    finally:
-        speculator.trees = trees
+    tree, single = speculator.tree_of(1, temperature), copy.copy(speculator)
+    single.trees = TreesByRequest({USUAL: tree})
+    for first in range(0, draws, batch_size):
+        rows = min(batch_size, draws - first)
+        seeds = [(seed << 32) + first + row for row in range(rows)]
+        ids = prompts[0].repeat(rows, 1)
+        options["attention_mask"] = torch.ones_like(ids)
+        text = single.generate(ids, **options, max_new_tokens=len(_WIDTHS), seed=seeds)
+        found.update(_bin(row, expected) for row in text[:, ids.shape[1] :].tolist())
+        bar.update(rows)
     bar.close()
     tested = rule.name, speculator.expansion, not rule.exact, draws, len(_WIDTHS)
     test = _chi_square(found, expected, draws)

@@ -92,7 +92,7 @@ def test_another_temperature_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     true = Speculator.generate
 
     def hotter(self: Speculator, *args: Any, **options: Any) -> Any:
-        if self is wrong:
+        if self.drafter is not None:
             options["temperature"] = 3.0
         return true(self, *args, **options)
 
