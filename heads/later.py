@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 
@@ -12,7 +13,8 @@ def names_of(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]
     """
 
     def find(name: str) -> Any:
-        if not name.startswith("_"):
+        # `from . import module` asks for the module's name before the module is imported.
+        if not name.startswith("_") and find_spec(f"{package}.{name}") is None:
             found, own = vars(import_module(f"{package}.public")), vars(import_module(package))
             if name in found:
                 return own.setdefault(name, found[name])

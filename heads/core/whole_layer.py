@@ -51,13 +51,13 @@ class WholeLayer:
     @classmethod
     def of(cls, layer: Any) -> WholeLayer | None:
         """A decoder layer that is made as a Llama's or Qwen's is; None for others."""
-        names = {name for name, _ in layer.named_children()} - {_SECOND_NORM}
-        if names != {*_NORMS, "self_attn", "mlp"}:
+        # `named_children` leaves out the second name of a part that has two.
+        if layer._modules.keys() - {_SECOND_NORM} != {*_NORMS, "self_attn", "mlp"}:
             return None
-        inner = {name for name, _ in layer.self_attn.named_children()}
-        if inner not in ({*_ATTENTION}, {*_ATTENTION, *_HEAD_NORMS}):
+        inner = layer.self_attn._modules.keys()
+        if inner != {*_ATTENTION} and inner != {*_ATTENTION, *_HEAD_NORMS}:
             return None
-        if {name for name, _ in layer.mlp.named_children()} != {*_GATED, "act_fn"}:
+        if layer.mlp._modules.keys() != {*_GATED, "act_fn"}:
             return None
         if not all(hasattr(layer.self_attn, name) for name in ("head_dim", "scaling", "layer_idx")):
             return None
