@@ -76,6 +76,18 @@ def test_a_run_that_can_work_says_what_it_needs(
     assert not (tmp_path / "runs").exists()
 
 
+def test_the_time_that_is_told_counts_what_a_target_may_learn_past_its_limit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = {"max_seconds": 90, "min_tokens": 6000}
+    given: dict[str, Any] = TINY | {"output": str(tmp_path / "runs")}
+    given |= {"target": {"scratch": {**TINY["target"]["scratch"], **made}}}
+    given |= {name: {**TINY[name], "max_seconds": 60} for name in ("distill", "train")}
+    check_run(parse_recipe(given))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("at most about 5 min before it is measured")
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "option": ({"drafter": {"TYPO": 1}}, r"drafter\.TYPO is not an option of 'medusa'"),
     "value": ({"drafter": {"heads": 0}}, "heads"),

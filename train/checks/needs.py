@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 from dataclasses import dataclass
@@ -36,14 +37,14 @@ class Needs:
     drafter: int  # its parameters
     disk: float  # at most
     memory: float  # at least, of each process
-    seconds: float | None  # at most; None where a stage has no bound
+    seconds: float | None  # at most, before it is measured; None where a stage has no bound
 
     @property
     def text(self) -> str:
         """In one line."""
         bound = "time unknown, `headstart check` measures it"
         if self.seconds is not None:
-            bound = f"at most about {self.seconds / 60:.0f} min"
+            bound = f"at most about {math.ceil(self.seconds / 60)} min before it is measured"
         return (
             f"a drafter of {self.drafter:,} parameters; at least {size(self.memory)} of memory, at "
             f"most {size(self.disk)} of disk, {bound}"
@@ -70,9 +71,10 @@ def needs_of(recipe: Recipe, plan: Plan) -> Needs:
     disk = 1.1 * recipe.corpus.max_bytes + ROW_TOKEN * rows + (STORED + ARTIFACT) * drafter
     disk += feature_bytes(recipe, plan.target, plan.drafter, rows)
     bounds = [distill.max_seconds, train.max_seconds]
-    if recipe.target.scratch is not None:
+    if (made := recipe.target.scratch) is not None:
         disk += target
-        bounds.append(recipe.target.scratch.max_seconds)
+        longer = 2 if made.min_tokens is not None and made.max_seconds is not None else 1
+        bounds += [made.max_seconds] * longer  # see `Scratch.min_tokens`
     seconds = sum(b for b in bounds if b is not None) if None not in bounds else None
     return Needs(target, drafter, disk, memory, seconds)
 
