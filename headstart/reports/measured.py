@@ -142,9 +142,8 @@ def remarks(report: Report) -> list[str]:
     sampled = report.get("sampled")
     if sampled and sampled["speedup_vs_plain"]["median"] < 1:
         said.append(
-            f"Sampled at temperature {sampled['temperature']:g}, drafting costs more than it saves "
-            "here: leave --drafter out, or let headstart plan --temperature "
-            f"{sampled['temperature']:g} choose."
+            f"Sampled at temperature {sampled['temperature']:g}, drafting does not pay here: leave "
+            f"--drafter out, or let headstart plan --temperature {sampled['temperature']:g} choose."
         )
     loss, expected = report.get("target_loss"), report.get("expected_loss")
     if loss is not None and expected is not None and loss > expected:
