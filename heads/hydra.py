@@ -55,17 +55,16 @@ class HydraState:
     first: int = -1  # the number of its first node among all grown in the round; -1 for the root
 
 
-class _Narrowing(nn.Linear):
-    """The residual path of a block wider at its input than its output; starts as identity on h."""
-
-
 class _Block(nn.Module):
-    """x + SiLU(Wx + b), or Rx + r + SiLU(Wx + b) where x is wider than the output."""
+    """x + SiLU(Wx + b), or Rx + r + SiLU(Wx + b) where x is wider than the output.
+
+    It starts as the identity on h, the first of x.
+    """
 
     def __init__(self, width: int, size: int):
         super().__init__()
         self.linear = nn.Linear(width, size)
-        self.res_connection = _Narrowing(width, size) if width != size else nn.Identity()
+        self.res_connection = nn.Linear(width, size) if width != size else nn.Identity()
 
     def forward(self, states: Tensor) -> Tensor:
         return self.res_connection(states) + F.silu(self.linear(states))
@@ -103,7 +102,8 @@ class Hydra(TokenConditioned):
         """Blocks start as the identity on h, output layers as zeros."""
         super()._init_weights(module)
         if isinstance(module, nn.Linear):
-            (nn.init.eye_ if isinstance(module, _Narrowing) else nn.init.zeros_)(module.weight)
+            narrowing = (each.res_connection for each in self.modules() if isinstance(each, _Block))
+            (nn.init.eye_ if module in narrowing else nn.init.zeros_)(module.weight)
             nn.init.zeros_(module.bias)
 
     @property

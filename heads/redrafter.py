@@ -40,14 +40,10 @@ class ReDrafterState:
     cells: Tensor  # [B, 1 + nodes, D], the root's first
 
 
-class _Zero(nn.Linear):
-    """A layer whose weights start at zero."""
-
-
 class _Block(nn.Module):
     def __init__(self, size: int):
         super().__init__()
-        self.linear = _Zero(size, size)
+        self.linear = nn.Linear(size, size)
 
     def forward(self, states: Tensor) -> Tensor:
         return states + F.silu(self.linear(states))
@@ -79,7 +75,8 @@ class ReDrafter(TokenConditioned):
         """Blocks start as the identity, the cell with random weights."""
         super()._init_weights(module)
         if isinstance(module, nn.Linear):
-            spread = 0.0 if isinstance(module, _Zero) else module.in_features**-0.5
+            in_blocks = (each.linear for each in self.modules() if isinstance(each, _Block))
+            spread = 0.0 if module in in_blocks else module.in_features**-0.5
             nn.init.normal_(module.weight, std=spread)
             if module.bias is not None:
                 nn.init.zeros_(module.bias)

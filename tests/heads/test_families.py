@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+from torch import nn
 
 from headstart.heads import FAMILIES, Drafter, OptionError, TrainableDrafter, family
+from tests.support.families import drafter
 from tests.support.tiny import one_line, tiny
 
 
@@ -15,6 +17,13 @@ def test_a_record_fits_its_class(name: str) -> None:
     assert set(FAMILIES[name].large) <= set(kind.config_class.OPTIONS)
     kind.config_class.for_target(tiny("llama"), **FAMILIES[name].small)
     assert issubclass(kind, TrainableDrafter) == kind.trainable == (not kind.weightless)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_linear_layers_are_torchs_own(name: str) -> None:
+    """No others run by the kernels of a CPU, or packed."""
+    for part in drafter(name, "tiny").modules():
+        assert not isinstance(part, nn.Linear) or type(part) is nn.Linear
 
 
 def test_what_is_particular_is_declared() -> None:
