@@ -11,7 +11,7 @@ TINY: dict[str, Any] = {
     "corpus": {"max_bytes": 120_000, "held_out": 0.4},
     "target": {
         "scratch": {
-            "vocab_size": 300, "hidden_size": 32, "layers": 2, "heads": 4,
+            "vocab_size": 300, "hidden_size": 32, "layers": 2, "heads": 2,
             "intermediate_size": 64, "context": 128, "sequence_length": 32,
             "max_seconds": None, "max_tokens": 6000,
         },
