@@ -10,12 +10,16 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # threads of workers side by side would
 
 import importlib.util
 import random
+import signal
 import sys
 from collections.abc import Iterator
 
 import pytest
 
 from tests.support.paths import SPECULATORS
+
+# A shell starts what runs in its background without SIGINT, which tests and their processes get.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -33,8 +33,9 @@ class Spread:
 class Reached:
     """How far a run was when a checkpoint was written."""
 
-    seconds: float
-    loss: float  # the sum of all steps' losses
+    seconds: float = 0.0
+    loss: float = 0.0  # the sum of all steps' losses
+    prepared: float | None = None  # seconds before the first step; None before it
 
 
 def finish_checkpoint(folder: Path, spread: Spread, reached: Reached) -> None:
@@ -84,4 +85,5 @@ def read_checkpoint(folder: Path, spread: Spread) -> Reached:
             f"{own[name]}, which would change its result; go on with {found[name]}, or start the "
             "training anew with --fresh or by removing that folder."
         )
-    return Reached(**{field.name: found[field.name] for field in fields(Reached)})
+    names = [field.name for field in fields(Reached)]
+    return Reached(**{name: found[name] for name in names if name in found})

@@ -16,11 +16,12 @@ class Clock(TrainerCallback):
 
     It is `read` after every step, with the time of process 0. When time is up, training ends with a
     last validation and checkpoint. `warmup` is the share in which the learning rate rises.
+    The `prepared` seconds before the first step are part of `max_seconds`, and of no share.
     """
 
     def __init__(self, max_steps: int, max_seconds: float | None, warmup: float):
         self.max_steps, self.max_seconds, self.warmup = max_steps, max_seconds, warmup
-        self.share = 0.0
+        self.share = self.prepared = 0.0
         self.start(0.0)
 
     def start(self, seconds: float) -> None:
@@ -37,7 +38,8 @@ class Clock(TrainerCallback):
         self.seconds = seconds
         self.share = steps / self.max_steps
         if self.max_seconds is not None:
-            self.share = max(self.share, self.seconds / self.max_seconds)
+            spent, bound = seconds - self.prepared, self.max_seconds - self.prepared
+            self.share = max(self.share, spent / bound if bound > 0 else 1.0)
 
     def at(self, step: int) -> float:
         """The share in the middle of the next step: none trains at a rate of zero."""

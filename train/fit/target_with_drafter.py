@@ -18,6 +18,7 @@ from headstart.heads.core import FeatureTap
 
 from ..data.batches import collate
 from ..data.training_rows import Rows
+from ..figures.progress import progress_bar
 from ..losses.draft_loss import DraftLoss, head_labels, label_counts
 from ..processes.engine import weights_are_sharded
 from ..processes.tensor_parallel import in_parts
@@ -193,7 +194,7 @@ class TargetWithDrafter(nn.Module):
         # A target over several devices leaves its features where their layers are.
         return self.tap.take().to(device).view(*shape, -1)
 
-    def fill_cache(self, rows: Rows, limit: float) -> bool:
+    def fill_cache(self, rows: Rows, limit: float, progress: bool = False) -> bool:
         """Keep all rows' features if they take at most `limit` MB; returns whether they do."""
         if weights_are_sharded():
             return False  # the target runs only inside of the engine, which does not exist yet
@@ -205,6 +206,7 @@ class TargetWithDrafter(nn.Module):
             return False
         self.starts = torch.from_numpy(rows.offsets[:-1]).to(device)  # [rows]
         cache = torch.empty(total, self.captured, dtype=self.target.dtype, device=device)
+        bar = progress_bar(len(rows), "features", "text", disable=not progress)
         # Always in the same batches of rows, so that a resumed run reads the very same numbers.
         for first in range(0, len(rows), 16):
             last = min(first + 16, len(rows))
@@ -212,6 +214,8 @@ class TargetWithDrafter(nn.Module):
             lengths = torch.from_numpy(rows.lengths[first:last]).to(device)
             real = torch.arange(tokens.shape[1], device=device) < lengths.unsqueeze(1)  # [B, T]
             cache[rows.offsets[first] : rows.offsets[last]] = self.features(tokens)[real]
+            bar.update(last - first)
+        bar.close()
         self.cache = cache
         return True
 

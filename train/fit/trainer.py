@@ -101,7 +101,7 @@ class DrafterTrainer(Trainer):
             self.folder.parent / METRICS, self.clock, rows.lengths, self.batches.world,
             flops and flops * self.batches.world / args.world_size,
         )  # fmt: skip
-        self.signals, self.stopped = StopSignals(), False
+        self.signals, self.stopped, self.progress = StopSignals(), False, progress
         self.loss_total = 0.0  # of all steps so far
         self.parts: list[Part] = []  # of the coming step, on this process
         self.futures: Any = None  # an epoch's iterator, where threads read batches
@@ -139,13 +139,16 @@ class DrafterTrainer(Trainer):
         if is_process_0():  # what was not written whole
             keep_only(self.folder, whole_checkpoints(self.folder))
         resume = from_process_0(last_checkpoint(self.folder))
-        reached = read_checkpoint(resume, self.spread()) if resume else Reached(0.0, 0.0)
+        reached = read_checkpoint(resume, self.spread()) if resume else Reached()
         self.clock.start(reached.seconds)
         self.loss_total = reached.loss
-        cached = self.module.fill_cache(self.rows, self.spec.feature_cache_mb)
+        limit = self.spec.feature_cache_mb
+        cached = self.module.fill_cache(self.rows, limit, self.progress and is_process_0())
         if self.features is not None and not cached:
             together = self.is_fsdp_enabled or weights_are_sharded()
             self.module.open_files(self.features, self.rows, together)
+        prepared = reached.prepared
+        self.clock.prepared = from_process_0(self.clock.elapsed()) if prepared is None else prepared
         with self.signals:
             self.train(resume_from_checkpoint=str(resume) if resume else None)
         self.module.release()
@@ -317,7 +320,7 @@ class DrafterTrainer(Trainer):
             flush_folder(folder)
         wait_for_all()
         if self.args.should_save:
-            reached = Reached(self.clock.seconds, self.loss_total)
+            reached = Reached(self.clock.seconds, self.loss_total, self.clock.prepared)
             finish_checkpoint(folder, self.spread(), reached)
             keep_only(self.folder, [folder, Path(self.state.best_model_checkpoint or folder)])
 

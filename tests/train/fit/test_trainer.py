@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,7 +198,7 @@ def test_accumulation_does_not_change_the_steps(
         torch.testing.assert_close(split[name], tensor, rtol=1e-4, atol=1e-5)
 
 
-def test_the_cache_holds_what_the_target_computes(tmp_path: Path) -> None:
+def test_the_cache_holds_what_the_target_computes(capfd: pytest.CaptureFixture[str]) -> None:
     target = counting_target()
     drafter = fresh_drafter(target)
     module = TargetWithDrafter(target, drafter, 0.8)
@@ -207,7 +208,8 @@ def test_the_cache_holds_what_the_target_computes(tmp_path: Path) -> None:
     batch = torch.stack([data[i]["tokens"] for i in (3, 18)])
     supervised = torch.stack([data[i]["supervised"] for i in (3, 18)])
     online = module(torch.tensor([3, 18]), batch, supervised)["loss"]
-    assert module.fill_cache(data, limit=1.0) and module.cache is not None
+    assert module.fill_cache(data, limit=1.0, progress=True) and module.cache is not None
+    assert "features: 100% (20 texts)" in capfd.readouterr().err
     assert module.cache.shape == (20 * 12, SIZE)
     cached = module(torch.tensor([3, 18]), batch, supervised)["loss"]
     wrong_rows = module(torch.tensor([4, 18]), batch, supervised)["loss"]
@@ -234,6 +236,38 @@ def test_the_rate_follows_whichever_bound_is_nearer() -> None:
     timed.read(steps=3, seconds=timed.elapsed())
     assert timed.share == pytest.approx(0.5, abs=0.01)
     assert timed.factor(3) == pytest.approx(0.5, abs=0.02)
+
+
+def test_what_is_prepared_takes_time_and_no_share_of_the_training() -> None:
+    clock = Clock(max_steps=1000, max_seconds=50.0, warmup=0.2)
+    clock.prepared = 30.0
+    clock.read(steps=1, seconds=31.0)
+    assert clock.share == pytest.approx(0.05) and clock.factor(1) == pytest.approx(0.25)
+    clock.read(steps=20, seconds=50.0)
+    assert clock.share == 1.0
+    late = Clock(max_steps=1000, max_seconds=20.0, warmup=0.2)
+    late.prepared = 30.0
+    late.read(steps=1, seconds=31.0)
+    assert late.share == 1.0
+
+
+def test_a_resumed_run_goes_on_at_the_share_it_had(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill = TargetWithDrafter.fill_cache
+
+    def slow(self: TargetWithDrafter, *args: Any) -> bool:
+        time.sleep(0.2)
+        return fill(self, *args)
+
+    monkeypatch.setattr(TargetWithDrafter, "fill_cache", slow)
+    spec = replace(SPEC, max_seconds=1000.0, eval_every=4)
+    first = trainer(tmp_path, spec)
+    first.fit()
+    assert 0.2 <= first.clock.prepared < first.clock.seconds
+    again = trainer(tmp_path, replace(spec, max_steps=16))
+    again.fit()
+    assert again.clock.prepared == first.clock.prepared
 
 
 def test_time_already_trained_counts_after_a_resume(tmp_path: Path) -> None:
