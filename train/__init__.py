@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recipe = load_recipe(options.recipe, options.overrides)
     with contextlib.redirect_stdout(sys.stderr):  # some libraries print
         from .pipeline import train, write_text
+        from .processes.agreement import is_process_0
         from .processes.lifetime import end_processes
         from .processes.stopping import Interrupted
 
@@ -51,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Interrupted:  # all processes were
             end_processes()
             raise
-        print(f"The {made} in {folder}", file=sys.stderr)
+        if is_process_0():
+            print(f"The {made} in {folder}", file=sys.stderr)
         end_processes()
     return 0

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, TextIO
@@ -56,8 +56,7 @@ def print_comparison(
         table.add_row(*place, *([tau, *rest] if brief else [nodes, tau, round_ms, *rest]))
     console = titled(out, title)
     print_apart(console, table)
-    if any(_unsure(report, "plain") for report in reports):
-        console.print("~: within noise, the 95% interval of the median holds 1", style="dim")
+    _explain_noise(reports, console)
     _print_shared(reports, console)
 
 
@@ -81,6 +80,11 @@ def _row(report: Report, others: Sequence[str] = ("generate",)) -> list[str]:
 def _speedup(report: Report, name: str) -> str:
     of = report.get(f"speedup_vs_{name}")
     return f"{'~' if _unsure(report, name) else ''}{of['median']:.2f}" if of else "–"
+
+
+def _explain_noise(reports: Iterable[Report], console: Console) -> None:
+    if any(_unsure(report, "plain") for report in reports):
+        console.print("~: within noise, the 95% interval of the median holds 1", style="dim")
 
 
 def _unsure(report: Report, name: str) -> bool:
@@ -110,6 +114,7 @@ def print_drafters(reports: Mapping[str, Report], plot: Path | None, out: TextIO
     console = titled(out, "headstart quickstart: drafters on the target of quickstart")
     print_apart(console, table)
     console.print("× gen.: against generate; same: as both; size: parameters", style="dim")
+    _explain_noise(reports.values(), console)
     measured = _measured(reports)
     if measured:
         _print_shared(list(measured.values()), console)

@@ -162,7 +162,8 @@ def print_description(found: Description, out: TextIO) -> None:
 
 
 def _what(found: Description) -> list[tuple[str, str]]:
-    options = "  ".join(f"{k} {v}" for k, v in found.get("options", {}).items())
+    given = {name: value for name, value in found.get("options", {}).items() if value is not None}
+    options = "  ".join(f"{name} {value}" for name, value in given.items())
     rows = [("family", found["family"]), ("made from", found["origin"]), ("options", options)]
     rows.append(("settings left out", ", ".join(found.get("ignored", []))))
     if found.get("tensors"):

@@ -485,6 +485,7 @@ def test_settings_that_no_such_model_has_are_left_out_and_named(
     assert found["ignored"] == ["fetch_from"] and found["problem"] is None
     print_description(found, out := io.StringIO())
     assert re.search("settings left out +fetch_from", out.getvalue())
+    assert "None" not in out.getvalue()
 
 
 def test_another_tokenizer_or_none_is_refused(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ class TargetWithDrafter(nn.Module):
             return False
         self.starts = torch.from_numpy(rows.offsets[:-1]).to(device)  # [rows]
         cache = torch.empty(total, self.captured, dtype=self.target.dtype, device=device)
-        bar = progress_bar(len(rows), "features", "text", disable=not progress)
+        bar = progress_bar(len(rows), "features", "text", disable=not (progress and self.captured))
         # Always in the same batches of rows, so that a resumed run reads the very same numbers.
         for first in range(0, len(rows), 16):
             last = min(first + 16, len(rows))

@@ -22,7 +22,7 @@ NOT_DECIDING = frozenset({
     "train.activation_checkpointing", "target.device_map", "target.tp_plan",
     "target.attn_implementation",
     # what is told of it
-    "train.report_to", "train.logging_steps",
+    "train.report_to",
     # the stage that is continued is named apart
     "train.extend",
 })  # fmt: skip

@@ -62,6 +62,13 @@ def test_the_table_fits_and_names_the_fastest(monkeypatch: pytest.MonkeyPatch) -
     assert "headstart generate --drafter runs/redrafter/heads" in rest
 
 
+def test_ratios_within_noise_are_marked_and_explained() -> None:
+    ratio = {"median": 0.98, "min": 0.8, "max": 1.2, "within_noise": True}
+    text = printed({"medusa": REPORT, "redrafter": FAST | {"speedup_vs_plain": ratio}})
+    assert "~0.98" in text and "~: within noise" in text
+    assert "within noise" not in printed({"medusa": REPORT})
+
+
 def test_nothing_measured_is_said_too() -> None:
     text = printed({"medusa": {"error": "it broke"}})
     assert "medusa failed: it broke" in text
