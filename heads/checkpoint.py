@@ -1,5 +1,6 @@
 """The checkpoint part of the drafter contract; `artifacts` saves and loads by it."""
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 
@@ -45,6 +46,7 @@ class DrafterConfig(Fields, PreTrainedConfig):
             if isinstance(error.__cause__, OptionError):
                 raise error.__cause__ from None
             message = " ".join(str(error.__cause__ or error).split())
+            message = re.sub(r"^Field '(\w+)'", r"drafter.\1:", message)
             raise OptionError(f"{message}; correct the recipe's drafter section.") from error
 
 

@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from textwrap import dedent, indent
+from textwrap import dedent, indent, wrap
 from typing import NoReturn
 
 from safetensors import SafetensorError
@@ -80,11 +80,18 @@ def build_parser() -> argparse.ArgumentParser:
             help=brief,
             description=summary,
             epilog="examples:\n" + indent(dedent(examples).strip(), "  "),
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=Help,
         )
         own.set_defaults(run=command.run, kept=getattr(command, "KEPT", ""), parser=own)
         command.add_arguments(own)
     return parser
+
+
+class Help(argparse.RawDescriptionHelpFormatter):
+    """Wraps the help of an argument between words alone, so that `best-first` stays whole."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 class Parser(argparse.ArgumentParser):

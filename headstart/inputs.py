@@ -6,11 +6,13 @@ Heavy imports stand inside the functions, so that parsing and mistakes answer at
 from __future__ import annotations
 
 import argparse
+import glob
 import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headstart.commands.options import PROMPTS
 from headstart.terminal import UsageError, blank, one_line, quiet_stdout, tell
 
 NEW_TOKENS = 128
@@ -218,10 +220,18 @@ def find_device(name: str | None) -> torch.device:
     return device
 
 
+def check_prompts(path: str | Path) -> None:
+    """Refuse a file of prompts that is not there, and say what such a file holds."""
+    path = Path(path)
+    if path.suffix and not path.exists() and not glob.has_magic(str(path)):
+        raise UsageError(f"no prompts at {path}: no such file; expected {PROMPTS}")
+
+
 def read_documents(options: argparse.Namespace) -> list[Any]:
     """The prompts that --prompts and --limit name."""
     from headstart.train.data import reading
 
+    check_prompts(options.prompts)
     documents = reading.read_documents(options.prompts)[: options.limit]
     if not documents:
         raise UsageError(f"{options.prompts}: no prompts found")

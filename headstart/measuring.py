@@ -9,7 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from headstart.inputs import check_decoding, check_name, check_new_tokens, encode, load_speculator
+from headstart.inputs import (
+    check_decoding,
+    check_name,
+    check_new_tokens,
+    check_prompts,
+    encode,
+    load_speculator,
+)
 from headstart.long_prompts import is_cut, notes_on, room_for, taken, without_oldest_turn
 from headstart.matrix import Matrix, check_trees, trees_of
 from headstart.terminal import UsageError
@@ -81,6 +88,7 @@ def check_matrix(matrix: Matrix, options: argparse.Namespace) -> list[Question]:
     """
     from headstart.train.data.questions import read_questions
 
+    check_prompts(matrix.prompts)
     questions = read_questions(Path(matrix.prompts))[: matrix.limit]
     if not questions:
         raise UsageError(f"{matrix.prompts}: no prompts found")
@@ -251,8 +259,8 @@ def _noise(reports: Sequence[dict[str, Any]]) -> list[str]:
     ]
     if same:
         said.append(
-            "Within noise, the 95% interval of the median speedup holds 1: no difference is shown "
-            f"between {_listed(same)}."
+            "Within noise (the 95% interval of the median speedup contains 1): no difference is "
+            f"shown between {_listed(same)}."
         )
     return said
 

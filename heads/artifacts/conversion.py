@@ -42,7 +42,7 @@ def convert(
     source = DrafterSource.of(checkpoint)
     if source.kind is not SourceKind.CHECKPOINT:
         raise ArtifactError(
-            f"{source} is not somebody else's checkpoint; expected one with a config.json and "
+            f"{source} is not a checkpoint of another project; expected one with a config.json and "
             "without headstart.json: an artifact needs no conversion."
         )
     if not target.name_or_path:

@@ -164,4 +164,4 @@ def retired_folder(folder: Path) -> Path:
 def check_is_free(folder: Path) -> None:
     """An ArtifactError where something stands in a folder that is to be written."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ArtifactError(f"{folder} holds something already; choose a new or an empty folder.")
+        raise ArtifactError(f"{folder} is not empty; choose a new or an empty folder.")

@@ -59,7 +59,7 @@ def folder_or_repository(name: str) -> tuple[str, str | None]:
 def download(name: str, files: Sequence[str]) -> Path:
     """The folder of huggingface_hub's cache with these files, downloaded or there before."""
     repository, revision = split_revision(name)
-    with _one_line(f"no drafter at {name!r}, which is no folder here"):
+    with _one_line(f"no drafter at {name!r}, which is not a folder"):
         return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
 
 
@@ -151,7 +151,7 @@ def target_options(name: str | Path, revision: str | None = None) -> dict[str, b
         _check_folder(path)
         return {}
     if path.exists() or not is_hub_name(str(name)):
-        found = "is a file" if path.exists() else "is no folder here"
+        found = "is a file" if path.exists() else "is not a folder"
         raise ArtifactError(
             f"the target {str(name)!r} {found}; expected the folder of a model, or its name on the "
             "Hub: check the name."
@@ -184,7 +184,7 @@ def _find(name: str, revision: str | None) -> tuple[str, bool]:
             "ORG/MODEL stands for a model of yours; give its folder, or its name on the Hub: "
             "target.model=… in a recipe, --target … elsewhere."
         )
-    with _one_line(f"{name} is no folder here, and not found on the Hub"):
+    with _one_line(f"{name} is not a folder, and was not found on the Hub"):
         try:
             return str(HfApi().model_info(name, revision=revision, timeout=10).sha), True
         except (errors.OfflineModeIsEnabled, _TRANSPORT) as error:
@@ -242,7 +242,7 @@ def reason(error: BaseException) -> str:
             return "the access token has no right to do so (403); ask the owner, or use another"
         return f"the Hub answered {status}; try again later"
     if isinstance(error, errors.HFValidationError):
-        return "neither a folder nor the name of a Hub repository; check the name"
+        return "it is not the name of a Hub repository either; check the path or the name"
     # A ValueError is the Hub's verdict on the card, or on a malformed answer.
     if isinstance(error, _TRANSPORT) and not isinstance(error, ValueError):
         what = f"the Hub cannot be reached ({type(error).__name__})"

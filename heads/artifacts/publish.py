@@ -55,7 +55,10 @@ def clean_copy(
     """
     name, _ = split_revision(repository)
     if not has_page(name):
-        raise ArtifactError(f"{repository!r} is no place on the Hub; expected ORG/NAME.")
+        swapped = " The drafter is the first argument." if Path(repository).exists() else ""
+        raise ArtifactError(
+            f"{repository!r} is not the name of a Hub repository; expected ORG/NAME.{swapped}"
+        )
     source = DrafterSource.of(artifact)
     manifest, folder = source.manifest, source.folder
     source.check_files()
@@ -102,7 +105,7 @@ def public_target(artifact: str | Path | DrafterSource, given: str | None = None
 def _public_name(manifest: Manifest, given: str | None) -> str:
     name = manifest.target if given is None else given
     if not name.strip() or "\n" in name or is_local(name):
-        why = "a path of this machine, which says nothing to others"
+        why = "a path on this machine, which other users do not have"
     elif given is None and not is_hub_name(name):
         why = "not the name of a Hub repository"
     else:

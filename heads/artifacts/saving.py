@@ -136,9 +136,9 @@ tags: [speculative-decoding, {manifest.family}, headstart]
 
 # {title}
 
-It drafts several tokens a round, which the target verifies in one forward. {body}
+It drafts several tokens per round, which the target verifies in one forward. {body}
 
 {card_example(manifest.target, prompt + _GENERATE)}
-It works with this target alone (fingerprint `{manifest.target_fingerprint[:12]}`), and loading
-checks that. {note}
+It works only with this target (fingerprint `{manifest.target_fingerprint[:12]}`), which is checked
+when it is loaded. {note}
 """

@@ -16,16 +16,16 @@ from headstart.terminal import UsageError, quiet_stdout, tell
 from . import options as shared
 from .options import positive
 
-_MATRIX = "a YAML file with what is measured; options given beside it take its keys' place"
+_MATRIX = "a YAML file that says what to measure; options override its keys"
 _SEPARATELY = "measure each --drafter alone, rather than all of them decoding together"
-_SIZE = "chats decoded at once (default: 1); several times to compare"
+_SIZE = "prompts or chats decoded at once (default: 1); several times to compare"
 _AGAINST = (
-    "transformers' own ways in the same run, joined by commas: generate (default), assistant "
+    "methods of transformers to compare with, joined by commas: generate (default), assistant "
     "(generate with assistant_model), lookup (with prompt_lookup_num_tokens), or none"
 )
-_ASSISTANT = "the assistant's model (default: that of a draft model among --drafter)"
-_REPEATS = "how often each prompt is decoded in each way (default: 3)"
-_ROOFLINE = "say how near rounds come to one read of the weights, and where the rest goes"
+_ASSISTANT = "the model for --against assistant (default: a draft model among the --drafter)"
+_REPEATS = "decode each prompt N times with each method (default: 3)"
+_ROOFLINE = "compare the time of a round with one read of the weights, and say what the rest is"
 _REPORT = "where report.html, its pictures and results are written (default: runs/bench; or none)"
 
 
@@ -38,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_prompt_arguments(parser, compare=True)
     shared.add_sampling_arguments(parser, compare=True)
     add("--batch-size", metavar="N", type=positive, action="append", help=_SIZE)
-    add("--against", metavar="WAYS", help=_AGAINST)
+    add("--against", metavar="METHODS", help=_AGAINST)
     add("--assistant", metavar="MODEL", help=_ASSISTANT)
     add("--repeats", metavar="N", type=positive, help=_REPEATS)
     add("--roofline", action="store_true", default=None, help=_ROOFLINE)

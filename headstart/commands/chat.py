@@ -14,7 +14,9 @@ from headstart.inputs import load_speculator
 from . import options as shared
 
 _SYSTEM = "the system's message, before the first turn"
-_LENGTH = "of an answer, at most (default: 512, or what the target's context has room for)"
+_LENGTH = (
+    "generate at most N tokens per answer (default: 512, or what the target's context has room for)"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

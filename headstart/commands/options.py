@@ -19,7 +19,7 @@ TRUST = "run Python code that comes with the target; code of a drafter is never 
 PROMPTS = "text with one prompt per line, or JSONL with prompt, messages, turns or text"
 PICKLE = "also read drafters saved as a pickle; only tensors are read from it"
 
-KEPT = "; finished stages are kept, and the same command goes on"
+KEPT = "; finished stages are kept, and the same command continues"
 """What is true of a run when Ctrl-C has ended it."""
 
 _DRAFTER = (
@@ -158,7 +158,7 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, compare: bool = False)
     """
     add = parser.add_argument
     add("--prompts", metavar="FILE", type=Path, required=not compare, help=PROMPTS)
-    add("--limit", metavar="N", type=positive, help="use only N prompts")
+    add("--limit", metavar="N", type=positive, help="use only the first N prompts")
     add("--prefix-tokens", metavar="N", type=positive, help="cut each prompt to its first N tokens")
     new_tokens = "generate N tokens after each prompt (default: 128)"
     default = None if compare else 128

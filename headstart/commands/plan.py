@@ -20,7 +20,7 @@ from .options import positive, temperature, whole
 _NODES = "the largest tree considered (default: 64, or 768 with --max-memory)"
 _REPORT = "where report.html and its pictures are written (default: runs/plan; or none)"
 _TEMPERATURE = "plan for text that is sampled at T (default: 0, greedy)"
-_MEASURE = "decode with the K best, and let that decide (default: 4)"
+_MEASURE = "decode with the K best trees, and choose the fastest of them (default: 4)"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -21,8 +21,8 @@ _TARGET_NAME = (
 )
 
 _EXPORT = (
-    "also as other engines read it, each in a branch of its own: vllm, sglang, speculators, "
-    "transformers"
+    "also push it in the formats of other engines, each on its own branch: vllm, sglang, "
+    "speculators, transformers"
 )
 
 

@@ -16,16 +16,17 @@ from headstart.terminal import UsageError, blank
 
 from . import options as shared
 
+_OUTPUT = "where runs are (default: runs)"
 _REMOVE = (
-    "remove stages by the names of their folders, or patterns such as 'heads-*'; what the run uses "
-    "now is left out"
+    "remove stages by the names of their folders, or patterns such as 'heads-*'; stages that the "
+    "run uses now are kept"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", metavar="NAME", nargs="?", help="a run's name or folder (default: all runs)")
-    add("--output", metavar="DIR", type=Path, default=Path("runs"), help="where runs are")
+    add("--output", metavar="DIR", type=Path, default=Path("runs"), help=_OUTPUT)
     add("--remove", metavar="STAGE", nargs="+", help=_REMOVE)
     shared.add_json_argument(parser)
 

@@ -140,7 +140,7 @@ def writer(scene: Scene) -> list[Difference]:
     return [
         Difference(
             "text of another writer",
-            f"the training text costs the target {taught['nats']:.2f} nats a token, its own "
+            f"the training text costs the target {taught['nats']:.2f} nats per token, its own "
             f"at temperature 1 {own['nats']:.2f} (distill.writer {data['writer']})",
             "Distill again with the target as the writer (distill.writer=own or openai).",
         )

@@ -84,7 +84,7 @@ def _speedup(report: Report, name: str) -> str:
 
 def _explain_noise(reports: Iterable[Report], console: Console) -> None:
     if any(_unsure(report, "plain") for report in reports):
-        console.print("~: within noise, the 95% interval of the median holds 1", style="dim")
+        console.print("~: within noise, the 95% interval of the median contains 1", style="dim")
 
 
 def _unsure(report: Report, name: str) -> bool:
@@ -113,7 +113,8 @@ def print_drafters(reports: Mapping[str, Report], plot: Path | None, out: TextIO
         table.add_row(drafter, tree, *row, _short(report["parameters"]), trained)
     console = titled(out, "headstart quickstart: drafters on the target of quickstart")
     print_apart(console, table)
-    console.print("× gen.: against generate; same: as both; size: parameters", style="dim")
+    said = "× gen.: against generate; same: output identical to both; size: parameters"
+    console.print(said, style="dim")
     _explain_noise(reports.values(), console)
     measured = _measured(reports)
     if measured:
@@ -160,7 +161,7 @@ def draw_drafters(reports: Mapping[str, Report], folder: Path) -> Path | None:
     _draw_speedups(left, rows)
     errors = [_tau_error(report) for report in rows]
     _draw_bars(middle, [report["tau"] for report in rows], errors, "C0")
-    middle.set_title("tokens a round, τ", loc="left", fontsize="medium")
+    middle.set_title("tokens per round, τ", loc="left", fontsize="medium")
     costs = [report["ms_per_round"] / report["plain_ms_per_token"] for report in rows]
     _draw_bars(right, costs, None, "C7")
     right.set_title("cost of a round, in plain tokens", loc="left", fontsize="medium")

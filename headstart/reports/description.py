@@ -198,7 +198,7 @@ def _moved(metrics: Description) -> list[tuple[str, str]]:
     if loss["adapted"] == loss["base"]:
         return [("adapted", "not at all: it decoded best before its target began to learn")]
     share = loss["adapted"] / loss["base"] - 1
-    moved = f"{loss['base']:.4f} to {loss['adapted']:.4f} nats a token ({share:+.2%})"
+    moved = f"{loss['base']:.4f} to {loss['adapted']:.4f} nats per token ({share:+.2%})"
     return [("adapted: held-out loss", moved)]
 
 

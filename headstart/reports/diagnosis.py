@@ -76,7 +76,7 @@ def _section(
     for number, each in enumerate(findings, 1):
         gain = ""
         if each.gain is not None and math.isfinite(each.gain.se):
-            gain = f": {each.gain.tau:+.2f} ± {each.gain.se:.2f} tokens a round"
+            gain = f": {each.gain.tau:+.2f} ± {each.gain.se:.2f} tokens per round"
             gain += f" with {each.by}" if each.by else ""
         console.print(Text(f"  {number}. {each.cause}{gain}"))
         for text in filter(None, (each.said, each.advice)):

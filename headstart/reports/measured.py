@@ -82,11 +82,11 @@ def gained(report: Report) -> list[str]:
     plain, generate = "plain decoding", "generate of transformers"
     if (faster := faster_forwards(report)) is not None:
         plain, generate = f"{plain} with the same {faster}", f"{generate} without them"
-    times = {
-        said: report[f"speedup_vs_{name}"]["median"]
+    times = [
+        _times_as_fast(report[f"speedup_vs_{name}"], said)
         for name, said in (("plain", plain), ("generate", generate))
         if report.get(f"speedup_vs_{name}")
-    }
+    ]
     if not times or False in (
         report.get("identical_to_plain"),
         report.get("identical_to_generate"),
@@ -95,8 +95,12 @@ def gained(report: Report) -> list[str]:
     what = "The same text" if report.get("identical_to_plain") else "Text of the same distribution"
     if report.get("sampled"):
         what = f"Greedy: {what[0].lower()}{what[1:]}"
-    each = " and ".join(f"{of:.1f} times as fast as {said}" for said, of in times.items())
-    return [f"{what}, {each}.", *gained_sampled(report)]
+    return [f"{what}, {' and '.join(times)}.", *gained_sampled(report)]
+
+
+def _times_as_fast(speedup: Report, other: str) -> str:
+    noise = " (within noise)" if speedup.get("within_noise") else ""
+    return f"{speedup['median']:.1f} times as fast as {other}{noise}"
 
 
 def faster_forwards(report: Report) -> str | None:
@@ -111,22 +115,36 @@ def gained_sampled(report: Report) -> list[str]:
     if not of or of["identical_to_plain"] is False:
         return []
     same = "the same text" if of["identical_to_plain"] else "text of the same distribution"
-    speedup = of["speedup_vs_plain"]["median"]
-    repeats = "less" if of["distinct_4grams"] > report["distinct_4grams"] else "no less"
+    less = "less" if of["distinct_4grams"] > report["distinct_4grams"] else "no less"
     return [
-        f"Sampled at temperature {of['temperature']:g}, which repeats itself {repeats}: {same}, "
-        f"{speedup:.1f} times as fast as plain decoding."
+        f"Sampled at temperature {of['temperature']:g}, where the text repeats itself {less}: "
+        f"{same}, {_times_as_fast(of['speedup_vs_plain'], 'plain decoding')}."
     ]
+
+
+def doubts(report: Report) -> list[str]:
+    """Why the figures mean little, if they do: sentences that stand before all others."""
+    said = []
+    if False in (report.get("identical_to_plain"), report.get("identical_to_generate")):
+        said.append("The outputs differ, so the speedup does not count until it is known why.")
+    loss, expected = report.get("target_loss"), report.get("expected_loss")
+    if loss is not None and expected is not None and loss > expected:
+        said.append(
+            f"These figures mean little, because the target hardly learnt: its training loss is "
+            f"{loss:.2f}, expected at most {expected:.2f}. The machine is slow or was busy: run it "
+            "again with --fresh when nothing else runs."
+        )
+    return said
 
 
 def remarks(report: Report) -> list[str]:
     """Sentences that the numbers must not be read without."""
-    said, distinct = [], report.get("distinct_4grams")
+    said, distinct = doubts(report), report.get("distinct_4grams")
     if (faster := faster_forwards(report)) is not None and report.get("speedup_vs_generate"):
         said.append(
-            f"Plain decoding runs with the same {faster} as drafting, and generate without them: "
-            "the speedup against plain decoding is the drafter's alone, that against generate is "
-            f"the drafter's and that of the {faster}."
+            f"Plain decoding uses the same {faster} as drafting, generate does not: the speedup "
+            "against plain decoding is the drafter's alone, the speedup against generate is that "
+            f"of drafter and {faster} together."
         )
     if distinct is not None and distinct < _REPETITIVE:
         said.append(
@@ -137,7 +155,7 @@ def remarks(report: Report) -> list[str]:
         said.append(
             f"The target is tiny: {parameters / 1e6:.1f} million parameters, trained for "
             f"{report['target_seconds']:.0f} s. Its text looks like code without meaning, and "
-            "these figures do not tell what a larger model would gain."
+            "these figures do not show what a larger model would gain."
         )
     sampled = report.get("sampled")
     if sampled and sampled["speedup_vs_plain"]["median"] < 1:
@@ -145,15 +163,6 @@ def remarks(report: Report) -> list[str]:
             f"Sampled at temperature {sampled['temperature']:g}, drafting does not pay here: leave "
             f"--drafter out, or let headstart plan --temperature {sampled['temperature']:g} choose."
         )
-    loss, expected = report.get("target_loss"), report.get("expected_loss")
-    if loss is not None and expected is not None and loss > expected:
-        said.append(
-            f"The target hardly learnt: its training loss is {loss:.2f}, expected at most "
-            f"{expected:.2f}, since the machine is slow or was busy. These figures mean "
-            "little; run it again with --fresh when nothing else runs."
-        )
-    if False in (report.get("identical_to_plain"), report.get("identical_to_generate")):
-        said.append("The outputs differ, so the speedup does not count until it is known why.")
     return said
 
 

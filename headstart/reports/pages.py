@@ -14,7 +14,7 @@ from headstart.train.figures.report.page import Page, Picture, Sample, Table, wr
 from headstart.train.figures.report.parts import NOTES, environment, sample
 from headstart.train.figures.report.training import training_pictures, tree_picture
 
-from .measured import gained_sampled, percentages, remarks, rule_name, shown, tree_name
+from .measured import doubts, gained_sampled, percentages, remarks, rule_name, shown, tree_name
 from .plans import draw_candidates, requests_of, said_of_plan
 from .tables import Report
 
@@ -40,11 +40,11 @@ def write_bench_page(measured: Measured, folder: Path) -> Path:
     best = fastest(reports)
     report = reports[best]
     against = report["speedup_vs_plain"]
-    many = f"The fastest of {len(reports)} ways, {best}," if len(reports) > 1 else best
+    many = f"The fastest of {len(reports)} configurations, {best}," if len(reports) > 1 else best
     page = Page(
         title=f"headstart bench: {Path(measured.target).name}",
         said=f"{many} decodes {against['median']:.2f} times as fast as plain decoding"
-        f"{_interval(against)}, with {report['tau']:.2f} tokens a round, on {report['prompts']} "
+        f"{_interval(against)}, with {report['tau']:.2f} tokens per round, on {report['prompts']} "
         f"prompts of {Path(measured.matrix.prompts).name}.",
         facts=_facts(report),
         pictures=bench_pictures(reports),
@@ -53,8 +53,8 @@ def write_bench_page(measured: Measured, folder: Path) -> Path:
         chosen=_CHOSEN,
         environment=[
             *environment(report["device"], report["dtype"]),
-            ("measured", f"{measured.matrix.new_tokens} new tokens an answer, "
-             f"{measured.matrix.repeats} repeats, medians; all ways in turns, after a warm-up"),
+            ("measured", f"{measured.matrix.new_tokens} new tokens per answer, "
+             f"{measured.matrix.repeats} repeats, medians; all take turns, after a warm-up"),
         ],
         notes=[*measured.notes, *remarks(report), *NOTES],
     )  # fmt: skip
@@ -83,8 +83,8 @@ def write_quickstart_page(report: Report, name: str, folder: Path) -> Path:
     page = Page(
         title=f"headstart {name}: a {manifest.family} drafter",
         said=f"On held-out prompts it decodes {against['median']:.2f} times as fast as plain "
-        f"decoding{_interval(against)}, with {report['tau']:.2f} tokens a round."
-        + "".join(f" {sentence}" for sentence in gained_sampled(report)),
+        f"decoding{_interval(against)}, with {report['tau']:.2f} tokens per round."
+        + "".join(f" {sentence}" for sentence in (*gained_sampled(report), *doubts(report))),
         facts=_facts(report),
         pictures=[*bench_pictures({manifest.family: report}), *training],
         tables=_categories(report),
@@ -109,17 +109,17 @@ def write_plan_page(plan: Plan, folder: Path) -> Path:
         for path in paths if len(path) <= len(plan.acceptance)
     ]  # fmt: skip
     first = [row[0] for row in plan.acceptance]
-    said = "Expected from recorded ranks and timed forwards; crosses are really decoded."
+    said = "Expected from recorded ranks and timed forwards; crosses were measured by decoding."
     pictures = [
         Picture("speedup", "Speedup by tree size", said, partial(draw_candidates, plan=plan)),
         Picture(
             "verify", "What a forward of the target costs",
-            "Milliseconds, medians, by the nodes verified at once.",
+            "Median milliseconds, by the number of nodes verified at once.",
             partial(_draw_verify, costs=plan.costs),
         ),
         Picture(
             "first_choice", "The drafter's first choice, by depth",
-            "How often it is the target's token where the tokens before were right.",
+            "How often it is the target's token, if the tokens before it were right.",
             partial(drawings.acceptance_by_depth, shares={"": first}),
         ),
     ]  # fmt: skip
@@ -130,14 +130,14 @@ def write_plan_page(plan: Plan, folder: Path) -> Path:
         [each["name"], *(_number(each[column]) for column in columns)]
         for each in plan.candidates[:20]
     ]
-    header = ["tree", "nodes", "depth", "τ", "ms a round", "× plain", "measured"]
+    header = ["tree", "nodes", "depth", "τ", "ms per round", "× plain", "measured"]
     page = Page(
         title="headstart plan",
         said=said_of_plan(plan),
         facts=[
             ("chosen", plan.policy),
             ("× plain decoding", f"{plan.speedup:.2f}"),
-            ("tokens a round, τ", f"{plan.tau:.2f}"),
+            ("tokens per round, τ", f"{plan.tau:.2f}"),
             ("trees considered", str(len(plan.candidates))),
             ("prompts", str(plan.prompts)),
             ("decoded", requests_of(plan.batch_size, plan.temperature)),
@@ -162,31 +162,33 @@ def bench_pictures(reports: Mapping[str, Report]) -> list[Picture]:
     few = dict(list(reports.items())[:_WAYS])
     found = []
     ratio = "A point is the median over prompts, the thick line its 95% interval, the thin one the "
-    ratio += "slowest to the fastest prompt; a hollow point is within noise of 1."
+    ratio += "slowest to the fastest prompt; a hollow point means within noise of 1."
     draw = partial(drawings.ratios, label="times as fast")
     if len(reports) > 1:
         rows = {name: of["speedup_vs_plain"] for name, of in reports.items()}
-        found.append(Picture("speedup", "Speedup against plain decoding, by way", ratio,
+        found.append(Picture("speedup", "Speedup against plain decoding, by configuration", ratio,
                              partial(draw, found=rows), rows=2 * len(rows)))  # fmt: skip
         taus = {name: of["tau"] for name, of in reports.items()}
-        bars = partial(drawings.values, found=taus, label="tokens a round", least=0)
-        said = "Plain decoding writes one token a round."
-        found.append(Picture("tau_by_way", "τ by way", said, bars, rows=len(taus)))
+        bars = partial(drawings.values, found=taus, label="tokens per round", least=0)
+        said = "Plain decoding writes one token per round."
+        found.append(Picture("tau_by_way", "τ by configuration", said, bars, rows=len(taus)))
     against = {
         f"against {_NAMES.get(key, key)}": best[f"speedup_vs_{key}"]
         for key in _NAMES if best.get(f"speedup_vs_{key}")
     }  # fmt: skip
-    title = "Speedup against each baseline" + (", the fastest way" if len(reports) > 1 else "")
+    title = "Speedup against each baseline"
+    if len(reports) > 1:
+        title += ", the fastest configuration"
     found.append(Picture("against", title, ratio, partial(draw, found=against),
                          rows=2 * len(against)))  # fmt: skip
     shares = {name: of["acceptance_by_depth"] for name, of in few.items()}
     if any(any(each) for each in shares.values()):
-        said = "Of drafted tokens whose parent was accepted, by the depth they were drafted at."
+        said = "Share of the drafted tokens whose parent was accepted, by the depth of the token."
         bars = partial(drawings.acceptance_by_depth, shares=shares)
         found.append(Picture("acceptance", "Acceptance by depth", said, bars))
     parts = {name: of["round_parts_ms"] for name, of in few.items() if of.get("round_parts_ms")}
     if parts:
-        said = "Forwards replayed alone; the loop is what is left of a round."
+        said = "The forwards are timed alone; the loop is the rest of the round."
         bars = partial(drawings.round_parts, parts=parts)
         found.append(Picture("round", "Where a round's time goes", said, bars, rows=2 * len(parts)))
     if best.get("tree_paths"):
@@ -196,13 +198,15 @@ def bench_pictures(reports: Mapping[str, Report]) -> list[Picture]:
         found.append(Picture("speedup_by_category", "Speedup against plain decoding, by category",
                              ratio, partial(draw, found=rows), rows=2 * len(rows)))  # fmt: skip
         taus = {name: of["tau"] for name, of in categories.items() if of["tau"]}
-        bars = partial(drawings.values, found=taus, label="tokens a round")
-        said = "Of the fastest way." if len(reports) > 1 else "All rounds of a category together."
+        bars = partial(drawings.values, found=taus, label="tokens per round")
+        said = "All rounds of a category together."
+        if len(reports) > 1:
+            said = "Of the fastest configuration. " + said
         found.append(Picture("tau_by_category", "τ by category", said, bars, rows=len(taus)))
     taus_of = {name: [t for t in of["tau_by_prompt"] if t is not None] for name, of in few.items()}
     if max(map(len, taus_of.values())) > 2:
-        lines = partial(drawings.by_prompt, each=taus_of, label="tokens a round, τ")
-        said = "Each prompt, or chat with all its turns: how far the mean stands for all of them."
+        lines = partial(drawings.by_prompt, each=taus_of, label="tokens per round, τ")
+        said = "A point is a prompt or a whole chat: how much τ varies around the mean."
         found.append(Picture("tau_by_prompt", "τ by prompt", said, lines))
     speeds = {
         name: [
@@ -214,7 +218,7 @@ def bench_pictures(reports: Mapping[str, Report]) -> list[Picture]:
     }  # fmt: skip
     if max(map(len, speeds.values())) > 2:
         lines = partial(drawings.by_prompt, each=speeds, label="× plain decoding")
-        said = "A run of one prompt is short: single prompts scatter more than the medians do."
+        said = "A point is a prompt. It takes little time, so points vary more than medians."
         found.append(Picture("speedup_by_prompt", "Speedup by prompt", said, lines))
     return found
 
@@ -244,7 +248,7 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     ]  # fmt: skip
     return [
         *facts,
-        ("tokens a round, τ", f"{report['tau']:.2f}"),
+        ("tokens per round, τ", f"{report['tau']:.2f}"),
         ("distinct 4-grams", shown(report, "distinct_4grams", "{:.0%}") or "–"),
         ("identical text", "NO" if False in same else "yes" if True in same else "not compared"),
         (f"prompts, {report['tokens']:,} tokens", f"{report['prompts']}"),
@@ -253,8 +257,9 @@ def _facts(report: Report) -> list[tuple[str, str]]:
 
 def _table(reports: Mapping[str, Report]) -> Table:
     others = [key for key in _NAMES if any(f"speedup_vs_{key}" in of for of in reports.values())]
-    header = ["way", "tree", "rule", "nodes", "τ", "ms a round", *(f"× {key}" for key in others),
-              "distinct 4-grams", "acceptance by depth"]  # fmt: skip
+    header = ["configuration", "tree", "rule", "nodes", "τ", "ms per round",
+              *(f"× {key}" for key in others), "distinct 4-grams",
+              "acceptance by depth"]  # fmt: skip
     rows = [
         [
             name, tree_name(of), rule_name(of), str(of["nodes"]), f"{of['tau']:.2f}",
@@ -263,7 +268,7 @@ def _table(reports: Mapping[str, Report]) -> Table:
         ]
         for name, of in reports.items()
     ]  # fmt: skip
-    return Table("Every way", header, rows)
+    return Table("All configurations", header, rows)
 
 
 def _categories(report: Report) -> list[Table]:
@@ -307,7 +312,7 @@ def _draw_verify(axes: Any, costs: Mapping[str, Any]) -> None:
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.minorticks_off()
     axes.set_ylim(0, 1.12 * max(ms for _, ms in sizes))
-    axes.set(xlabel="nodes, the root counted", ylabel="milliseconds")
+    axes.set(xlabel="nodes, including the root", ylabel="milliseconds")
 
 
 def _speed(of: Mapping[str, Any] | None) -> str:

@@ -41,7 +41,7 @@ def said_of_plan(plan: Plan) -> str:
     if plan.tree:
         return (
             f"{where}, {plan.policy} decodes fastest: it is expected to write {plan.tau:.2f} "
-            f"tokens a round and to decode {fast} as fast as plain decoding."
+            f"tokens per round and to decode {fast} as fast as plain decoding."
         )
     return (
         f"{where}, nothing pays: the best tree, {best['name']}, decodes {fast} as fast as "
@@ -64,7 +64,7 @@ def _trimming(plan: Plan) -> list[str]:
         f"The heads' output layer takes {output:.2f} ms of a round of {round_ms:.2f} ms. One over "
         "the most frequent quarter of the vocabulary (drafter.output=trimmed "
         f"drafter.draft_vocab_size=…) saves about {saved:.2f} ms: it pays where it costs less than "
-        f"{saved / round_ms:.0%} of the tokens a round."
+        f"{saved / round_ms:.0%} of the tokens per round."
     ]
 
 
@@ -91,7 +91,7 @@ def _row(candidate: dict[str, Any]) -> list[str]:
 def _cost_rows(plan: Plan) -> list[tuple[str, str]]:
     costs = plan.costs
     return [
-        ("forwards", "made faster (--compile)" if plan.compiled else "those of transformers"),
+        ("forwards", "accelerated (--compile)" if plan.compiled else "those of transformers"),
         ("a plain round", f"{costs['plain']:.2f} ms"),
         ("verifying n nodes", _by_size(costs["verify"])),
         ("drafting: begin", f"{costs['begin']:.2f} ms"),

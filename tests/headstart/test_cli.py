@@ -215,7 +215,7 @@ def test_inspect_says_how_far_a_target_moved() -> None:
         ((_, text),) = _moved({"held_out_loss": {"base": base, "adapted": adapted}})
         return text
 
-    assert said(4.0, 4.1) == "4.0000 to 4.1000 nats a token (+2.50%)"
+    assert said(4.0, 4.1) == "4.0000 to 4.1000 nats per token (+2.50%)"
     assert said(4.0, 4.0).startswith("not at all")
     assert _moved({}) == []
 
@@ -617,7 +617,8 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         (["check", "own-model", "corpus.source=x.txt"], "ORG/MODEL stands for a model of yours"),
         (["generate", "--target", "ORG/MODEL", "--prompt", "x"], "ORG/MODEL stands for a model"),
         (["bench", "--target", "t"], "--prompts"),
-        (["bench", "--target", "t", "--prompts", "none.txt"], "none.txt"),
+        (["bench", "--target", "t", "--prompts", "none.txt"], "no such file; expected text"),
+        (["plan", "--drafter", "t", "--prompts", "none.jsonl"], "no such file; expected text"),
         (["bench", "--target", "t", "--prompts", "empty.txt"], "empty.txt: no prompts found"),
         (["bench", "--target", "t", "--prompts", "latin.txt"], "latin.txt line 1: not UTF-8"),
         (["bench", "--target", "t", "--prompts", "bad.jsonl"], "bad.jsonl line 2: not valid JSON"),
@@ -626,6 +627,7 @@ _PLACED = ["generate", "--target", "t", "--prompt", "x"]
         (["inspect", "./no-such-folder"], "no-such-folder"),
         (["push", "."], "ORG/NAME"),
         (["push", ".", "name"], "expected ORG/NAME"),
+        (["push", "org/name", "."], "The drafter is the first argument"),
         (["push", ".", "org/name"], "headstart.json"),
     ],
 )
@@ -656,6 +658,15 @@ def test_help_names_every_rule_and_expansion() -> None:
 
     assert all(re.search(rf"\b{name}\b", options.RULE) for name in RULES)
     assert all(re.search(rf"\b{name}\b", options.EXPANSION) for name in get_args(Expansion))
+
+
+def test_help_breaks_lines_between_words_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["generate", "--help"])
+    assert "best-first:NODES,WIDTH,DEPTH" in capsys.readouterr().out
 
 
 def test_a_terminal_is_told_what_is_loaded(
@@ -730,7 +741,7 @@ def test_ctrl_c(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     assert main(["quickstart"]) == 130
     assert (
         capsys.readouterr().err
-        == "headstart: interrupted; finished stages are kept, and the same command goes on\n"
+        == "headstart: interrupted; finished stages are kept, and the same command continues\n"
     )
 
 

@@ -12,7 +12,7 @@ from tests.support.paths import ROOT
 
 LONG = "import hashlib\ndef compute(): hashlib.pbkdf2_hmac('sha256', b'', b'', 80_000_000)\n"
 ENDED = "headstart: ended in the middle of a step; earlier checkpoints and finished stages are kept"
-KEPT = "headstart: interrupted; finished stages are kept, and the same command goes on"
+KEPT = "headstart: interrupted; finished stages are kept, and the same command continues"
 SAYS = "headstart: stopping after this step, with a checkpoint; Ctrl-C again ends at once"
 WORK = {
     "one long call": "compute()",

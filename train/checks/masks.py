@@ -166,7 +166,7 @@ def tokenizer_fits(
         return Finding("tokenizer", None, "the corpus' texts are too short")
     own, none = (value / tokens for value in nats.values())
     counts = Counter(int(i) for text in texts for i in text)
-    said = f"the corpus costs {own:.2f} nats a token, in no order {none:.2f}"
+    said = f"the corpus costs {own:.2f} nats per token, in no order {none:.2f}"
     fine = math.isfinite(own) and none - own >= _GAIN and len(counts) > 1
     if not fine:
         said += ": noise to the target, which has another tokenizer, or was not trained"

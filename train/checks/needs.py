@@ -41,13 +41,13 @@ class Needs:
 
     @property
     def text(self) -> str:
-        """In one line."""
-        bound = "time unknown, `headstart check` measures it"
+        """In two lines, which fit into 80 columns."""
+        bound = "time: see `headstart check`"
         if self.seconds is not None:
-            bound = f"at most about {math.ceil(self.seconds / 60)} min before it is measured"
+            bound = f"about {math.ceil(self.seconds / 60)} min before it is measured"
         return (
-            f"a drafter of {self.drafter:,} parameters; at least {size(self.memory)} of memory, at "
-            f"most {size(self.disk)} of disk, {bound}"
+            f"a drafter of {self.drafter:,} parameters; at least {size(self.memory)} of memory,\n"
+            f"at most {size(self.disk)} of disk, {bound}"
         )
 
 

@@ -66,7 +66,7 @@ def learns_by_heart(module: TargetWithDrafter, text: Written, steps: int = _STEP
             break
     seconds = time.perf_counter() - started
     said = (
-        f"{best[0]:.2f} of {best[1]:.2f} tokens a round on one text, after {steps} steps in "
+        f"{best[0]:.2f} of {best[1]:.2f} tokens per round on one text, after {steps} steps in "
         f"{seconds:.0f} s"
     )
     fine = best[0] >= _ENOUGH * best[1]

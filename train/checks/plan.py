@@ -24,7 +24,7 @@ from transformers import (
 
 from headstart.heads import Drafter, DrafterConfig, OptionError, TrainableDrafter, family
 from headstart.heads.artifacts.files import MALFORMED, brief
-from headstart.heads.artifacts.hub import model_commit
+from headstart.heads.artifacts.hub import model_commit, target_options
 from headstart.heads.core import FeatureTap, load_pretrained
 from headstart.infer import parse_static
 from headstart.infer.trees.texts import sparse_nodes
@@ -151,6 +151,8 @@ def _made_of(section: str, what: str) -> Iterator[None]:
 
 
 def _read(kind: Any, name: str, what: str, how: dict[str, str]) -> Any:
+    if Path(name).is_dir():
+        target_options(name)  # the folder of a drafter or of a run
     try:
         return load_pretrained(kind, name, **how)
     except OptionError:  # it needs code of its own

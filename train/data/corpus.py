@@ -58,8 +58,12 @@ def build_corpus(
                 documents = read_source(part, skipped, name, wanted)
                 found = _add(spool, i, documents, in_order=first_rows)
             if not found:
-                first = f"; {skipped.rows} rows skipped, {skipped.first}" if skipped.rows else ""
-                raise CorpusError(f"{part.source}: no text found{first}; expected {SUPPORTED}")
+                if skipped.rows:
+                    raise CorpusError(
+                        f"{part.source}: no text found; {skipped.rows} rows skipped, the first: "
+                        f"{skipped.first}"
+                    )
+                raise CorpusError(f"{part.source}: no text found; expected {SUPPORTED}")
         records = spool.records()
         if skipped.rows:
             logger.warning("corpus: %d rows skipped; the first: %s", skipped.rows, skipped.first)

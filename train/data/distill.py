@@ -136,8 +136,8 @@ def summary(spec: Distill, folder: Path) -> dict[str, int]:
     shards, units = len(rows.info), sum(said["units"] for said in rows.info)
     if shards < spec.shards:
         logger.warning(
-            "distill: %d of %d texts, %d of %d shards, were written in %.0f s",
-            units, rows.info[0]["of"], shards, spec.shards, spec.max_seconds or 0,
+            "distill: stopped at distill.max_seconds=%g, with %d of %d texts (%d of %d shards)",
+            spec.max_seconds or 0, units, rows.info[0]["of"], shards, spec.shards,
         )  # fmt: skip
     names = Counts.__dataclass_fields__
     found = Counts(**{n: sum(said.get(n, 0) for said in rows.info) for n in names})

@@ -30,10 +30,10 @@ def training_card(
         ("tokens per round, τ", _tau(measured)),
         *((f"τ of {name}", _tau(of)) for name, of in measured.get("tau_by_source", {}).items()),
         ("acceptance at depth 1, 2, …", shares),
-        ("tree", f"{tree.label}, {tree.nodes} nodes with the root"),
+        ("tree", f"{tree.label}, {tree.nodes} nodes including the root"),
         ("rule", decode.rule),
         ("prompts", f"{decode.validation_prompts} {_kind(recipe)}"),
-        ("new tokens a prompt", str(decode.new_tokens)),
+        ("new tokens per prompt", str(decode.new_tokens)),
     ]
     sources = ", ".join(f"`{part.source}`" for part in recipe.corpus.parts())
     chosen, other_text = "tree was", sources
@@ -62,11 +62,11 @@ def training_card(
 {table}
 
 The {chosen} chosen by this τ, so expect slightly less on other text of the
-same kind, and less on text unlike {other_text}.{_taus(measured)}{_trained(manifest)}"""
+same kind, and still less on text unlike {other_text}.{_taus(measured)}{_trained(manifest)}"""
     if pictured:
         body += f"\n\n![Acceptance by depth]({ACCEPTANCE})"
     if plotted:
-        body += f"\n\n![Loss, tokens a round and acceptance over the steps]({PLOT})"
+        body += f"\n\n![Loss, tokens per round and acceptance over the steps]({PLOT})"
     body += f"\n\n{REPORT_LINK}"
     return model_card(
         manifest,
@@ -113,7 +113,7 @@ def _trained(manifest: Manifest) -> str:
             ("answers", _answers(told)),
             ("sources", ", ".join(f"`{source}`" for source in data["sources"])),
             ("written by", "the target" if data["writer"] == "own" else data["writer"]),
-            ("target's loss on them", f"{loss['nats']:.3f} nats a token" if loss else ""),
+            ("target's loss on them", f"{loss['nats']:.3f} nats per token" if loss else ""),
         ]  # fmt: skip
     lines = [f"| {name} | {value} |" for name, value in rows if value]
     return "\n\n| trained with | |\n|---|---|\n" + "\n".join(lines)

@@ -89,7 +89,7 @@ def draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
     axes.errorbar(steps, taus, errors, color="C0", marker="o", ms=4, capsize=2, label="decoded")
     if best is not None and best in steps:
         axes.axvline(best, color="gray", ls=":", zorder=0, label="kept")
-    axes.set(title="tokens a round, τ", xlabel="step")
+    axes.set(title="tokens per round, τ", xlabel="step")
     axes.grid(alpha=0.3)
     if lines:
         axes.legend(fontsize="small", **_BELOW)

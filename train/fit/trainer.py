@@ -156,7 +156,7 @@ class DrafterTrainer(Trainer):
             if is_process_0():
                 place = self.folder / f"checkpoint-{self.state.global_step}"
                 print(
-                    f"headstart: stopped, with {place}; the same command goes on", file=sys.stderr
+                    f"headstart: stopped, with {place}; the same command continues", file=sys.stderr
                 )
             raise Interrupted(128 + (self.signals.number or 0))
         best = self.state.best_global_step

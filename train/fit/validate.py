@@ -26,6 +26,7 @@ from headstart.infer.rules.registry import find_rule
 from headstart.infer.trees.texts import sparse_nodes
 
 from ..data.prefixes import HeldOutPrompt
+from ..figures.progress import progress_bar
 from ..processes.agreement import from_each, in_parallel, in_turn, own_share
 
 Prompts = Sequence[HeldOutPrompt] | Sequence[Tensor]
@@ -127,14 +128,18 @@ def tau_table(
     if tree.nodes > 1 and str(tree) not in map(str, trees):
         trees.append(tree)
     found = []
+    bar = progress_bar(2 * len(trees), "heads: τ by tree", unit="tree")
     for each in trees:
         done = replay(ranks, each.paths)
         counts = np.array([done.tokens, done.rounds]).T
         shares = {"acceptance_by_depth": done.acceptance_by_depth(each.max_depth)}
         found.append(_named(each, 0, tau_of(given, counts) | shares))
+        bar.update(1)
     for each in trees:
         measured = measure_tau(target, drafter, each, find_rule(None).name, given, new_tokens)
         found.append(_named(each, 1, measured))
+        bar.update(1)
+    bar.close()
     return found
 
 

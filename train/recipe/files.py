@@ -253,7 +253,7 @@ def read_yaml(text: str | bytes, where: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, RecursionError, TypeError) as error:  # TypeError: a key that is a list
-        one_line = " ".join(str(error).split())
+        one_line = " ".join(str(error).split()).replace('in "<byte string>", ', "in ")
         raise RecipeError(f"{where}: not valid YAML: {one_line}") from error
 
 

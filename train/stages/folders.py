@@ -164,8 +164,11 @@ def removable(root: Path, patterns: Sequence[str]) -> list[StageFolder]:
             )
         found = [folder for folder in found if not folder.current]
         if not found:
-            others = ", ".join(f.path.name for f in folders if not f.current) or "none"
-            raise StageError(f"{root} has no stage {pattern!r} to remove; there are: {others}")
+            others = ", ".join(f.path.name for f in folders if not f.current)
+            raise StageError(
+                f"{root} has no stage {pattern!r} to remove; "
+                + (f"expected one of: {others}" if others else "the run uses all of its stages")
+            )
         chosen += [folder for folder in found if folder not in chosen]
     going = {folder.record["id"]: folder for folder in chosen if folder.record}
     for folder in folders:

@@ -94,7 +94,7 @@ def test_a_smaller_model_becomes_an_artifact(target: Any, tmp_path: Path) -> Non
 def test_what_is_not_converted(target: Any, tmp_path: Path) -> None:
     model, tokenizer, _ = target
     for name in (save(tmp_path / "artifact"), "lookup"):
-        with pytest.raises(ArtifactError, match="not somebody else's checkpoint") as caught:
+        with pytest.raises(ArtifactError, match="not a checkpoint of another project") as caught:
             convert(name, model, tokenizer, tmp_path / "ours")
         one_line(caught.value)
     taken = checkpoint(tmp_path / "theirs")

@@ -281,7 +281,7 @@ def test_what_an_engine_cannot_run_is_refused(
 
 def test_what_stands_in_the_folder_stays(tmp_path: Path) -> None:
     (tmp_path / "kept").write_text("kept")
-    with pytest.raises(ArtifactError, match="holds something"):
+    with pytest.raises(ArtifactError, match="is not empty"):
         export_drafter(made("medusa"), "vllm", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 

@@ -330,7 +330,7 @@ def copy_of(run: Path, heads: Path) -> None:
     ("name", "target", "spoil", "said"),
     [
         ("me/drafter", None, None, "--target-name"),
-        ("me/drafter", "{run}/target", None, "a path of this machine"),
+        ("me/drafter", "{run}/target", None, "a path on this machine"),
         ("me/drafter", " ", None, "--target-name"),
         ("drafter", "me/base", None, "expected ORG/NAME"),
         ("me/a/b", "me/base", None, "expected ORG/NAME"),

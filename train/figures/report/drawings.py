@@ -137,7 +137,7 @@ def round_parts(axes: Axes, parts: Mapping[str, Mapping[str, float]]) -> None:
                               color="white", fontsize="small")  # fmt: skip
         left = [start + width for start, width in zip(left, widths, strict=True)]
     _rows(axes, list(parts))
-    axes.set_xlabel("milliseconds a round")
+    axes.set_xlabel("milliseconds per round")
     axes.figure.legend(fontsize="small", loc="outside lower center", ncols=3, handlelength=1,
                        columnspacing=0.9)  # fmt: skip
 

@@ -13,12 +13,12 @@ from ..pieces import PieceReader
 from .page import Sample
 
 NOTES = [
-    "τ is tokens per round of the decode loop, the target's own token of each round counted; 1 is "
-    "plain decoding. It depends on the text and on no clock.",
-    "A speedup holds for this machine, this dtype and this batch size alone; the target's forward "
-    "costs more on a larger model, which changes what drafting is worth.",
-    "Text that repeats itself flatters every drafter: compare speedups only beside the share of "
-    "distinct 4-grams.",
+    "τ is the number of tokens per round, including the target's own token; plain decoding has 1. "
+    "It depends on the text, not on the speed of the machine.",
+    "A speedup holds only for this machine, dtype and batch size. A larger target takes longer for "
+    "a forward, which changes what drafting gains.",
+    "Repetitive text makes every drafter look good: compare speedups only together with the share "
+    "of distinct 4-grams.",
 ]
 
 

@@ -27,13 +27,13 @@ def training_pictures(metrics: Path | None, measured: dict[str, Any]) -> list[Pi
     trained, validated = plot.read_metrics(metrics) if metrics else ([], [])
     found = []
     if trained:
-        said = "Mean loss of the steps since the point before, on the drafter's training rows."
+        said = "Mean training loss of the steps since the previous point."
         found.append(Picture("loss", "Loss by step", said, partial(plot.draw_loss, lines=trained)))
     if len(validated) > 1:
         said = "Decoded from held-out prompts, with the standard error over documents."
         draw = partial(plot.draw_tau, lines=validated, best=measured.get("best_step"))
-        found.append(Picture("tau", "Tokens a round, τ, by step", said, draw))
-        said = "Of drafted tokens whose parent was accepted, by the depth they were drafted at."
+        found.append(Picture("tau", "Tokens per round, τ, by step", said, draw))
+        said = "Share of the drafted tokens whose parent was accepted, by the depth of the token."
         draw = partial(plot.draw_acceptance, lines=validated)
         found.append(Picture("acceptance_by_step", "Acceptance by step", said, draw))
     if any(measured.get("acceptance_by_depth") or ()):
@@ -44,10 +44,10 @@ def training_pictures(metrics: Path | None, measured: dict[str, Any]) -> list[Pi
         found.append(tree_picture(measured["tree"], measured.get("tree_shares")))
     if len(measured.get("tau_by_prompt") or ()) > 2:
         draw = partial(
-            drawings.by_prompt, each={"": measured["tau_by_prompt"]}, label="tokens a round, τ"
+            drawings.by_prompt, each={"": measured["tau_by_prompt"]}, label="tokens per round, τ"
         )
-        said = "Each held-out prompt of the validation: how far the mean stands for all of them."
-        found.append(Picture("tau_by_prompt", "Tokens a round, τ, by prompt", said, draw))
+        said = "A point is a held-out prompt of the validation: how much τ varies around the mean."
+        found.append(Picture("tau_by_prompt", "Tokens per round, τ, by prompt", said, draw))
     return found
 
 
@@ -77,9 +77,9 @@ def draw_acceptance(measured: dict[str, Any], image: Path) -> bool:
 def tree_picture(paths: Sequence[Sequence[int]], shares: Sequence[float] | None) -> Picture:
     """The tree with each node's probability, where it is known."""
     leaves = {tuple(path) for path in paths} - {tuple(path[:-1]) for path in paths}
-    said = "A node is a drafted token; siblings stand in the drafter's order, its best on top."
+    said = "A node is a drafted token; siblings are in the drafter's order, the best on top."
     if shares:
-        said += " A figure is the share of positions at which the target wrote just this path."
+        said += " A percentage is the share of positions where the target wrote exactly this path."
     draw = partial(drawings.token_tree, paths=paths, shares=shares)
     return Picture("tree", "The token tree", said, draw, rows=min(len(leaves), 26))
 
@@ -97,7 +97,7 @@ def write_training_report(
     measured = manifest.metrics
     error = measured.get("tau_se")
     facts = [
-        ("tokens a round, τ", f"{measured['tau']:.2f}" + (f" ± {error:.2f}" if error else "")),
+        ("tokens per round, τ", f"{measured['tau']:.2f}" + (f" ± {error:.2f}" if error else "")),
         ("family", manifest.family),
         ("steps", f"{measured.get('steps', 0):,}"),
         ("training", f"{measured.get('seconds', 0):.0f} s"),
@@ -109,16 +109,16 @@ def write_training_report(
     page = Page(
         title=f"{recipe.name}: a {manifest.family} drafter for {Path(manifest.target).name}",
         said=f"On {prompts} held-out prompts of {sources} the target with this drafter writes "
-        f"{measured['tau']:.2f} tokens a round, where plain decoding writes one.",
+        f"{measured['tau']:.2f} tokens per round, where plain decoding writes one.",
         facts=facts,
         pictures=training_pictures(metrics, measured),
         samples=list(samples),
         environment=[*environment(device, dtype), ("recipe", recipe.name)],
         notes=[
             "The checkpoint and the tree were chosen by this τ, so expect slightly less on other "
-            "text of the same kind, and less on other text.",
+            "text of the same kind, and still less on text of another kind.",
             *NOTES[:1],
-            "No speedup is given here: training measures none. headstart bench does.",
+            "Training measures no speedup; headstart bench does.",
         ],
     )  # fmt: skip
     return write_page(page, path)
