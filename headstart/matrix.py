@@ -130,7 +130,7 @@ def read_matrix(path: Path | None, given: dict[str, Any]) -> Matrix:
     whole = "headstart bench" if path is None else str(path)
     if isinstance(data, dict):
         data = data | given
-        if "prompts" not in data:
+        if "prompts" not in data and data.keys() <= Matrix.__dataclass_fields__.keys():
             option = "give --prompts FILE, or a YAML file with the key prompts"
             raise UsageError(f"no prompts to measure on; {option}")
     return parse_section(Matrix, data, whole=whole)

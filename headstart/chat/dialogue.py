@@ -17,13 +17,13 @@ from .streamer import ChatStreamer, ctrl_c
 HELP = '''\
 /plain       answer without the drafter: the same text, slower
 /fast        answer with the drafter
-/again       answer the last message once more, such as after /plain
+/again       answer the last message once more, for example after /plain
 /stats       tokens per second, τ and acceptance, with the drafter and without
 /reset       begin a new chat
-/save FILE   write the chat to a .jsonl FILE, which generate, bench and train read
+/save FILE   write the chat to a .jsonl FILE, for generate, bench and train
 /help        this list
 Ctrl-C stops an answer, Ctrl-D ends the chat. Several lines: """ before and
-behind them, or a \\ at the end of each. A message that begins with / needs a
+after them, or a \\ at the end of each. A message that begins with / needs a
 space before it.'''
 
 

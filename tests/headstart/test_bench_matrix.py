@@ -96,6 +96,7 @@ def test_a_matrix_is_measured_and_its_counts_are_those_of_the_ids(
         ("prompts: q.jsonl\nbatch_sizes: []\n", "batch_sizes: an empty list"),
         ("prompts: q.jsonl\ndrafters: [[]]\n", "expected drafters that decode together"),
         ("target: t\n", "no prompts to measure on"),
+        ("target: t\nprompt: x.jsonl\n", "did you mean 'prompts'"),
         ("prompts: none.jsonl\ntarget: t\n", "none.jsonl: no such file"),
         ("prompts: q.jsonl\n", "neither --target nor --drafter given"),
         ("prompts: q.jsonl\ntarget: ./none\n", "no model at './none'"),
