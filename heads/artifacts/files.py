@@ -34,7 +34,7 @@ METRICS, PLOT, ACCEPTANCE = "metrics.jsonl", "metrics.png", "acceptance.png"
 REPORT = "report.html"
 """Beside the artifact's files, and not one of them: it quotes held-out text, and is not pushed."""
 
-REPORT_LINK = f"[Report of the training]({REPORT}), with pictures and a text in colours."
+REPORT_LINK = f"[Report of the training]({REPORT}), with pictures and coloured text."
 """The card's line about it, which a pushed card has not."""
 
 COPIED = (METRICS, PLOT, ACCEPTANCE)

@@ -42,5 +42,5 @@ def run(options: argparse.Namespace) -> int:
     if stage.reused:
         print("They were there; --fresh writes them anew.")
     elif manifest["tokens_per_second"]:
-        print(f"{manifest['tokens_per_second']:.0f} tokens a second were written.")
+        print(f"{manifest['tokens_per_second']:.0f} tokens per second were written.")
     return 0

@@ -80,7 +80,7 @@ def _facts(recipe: Recipe, found: Inspection) -> list[tuple[str, str]]:
     return [
         *rows,
         ("memory of a training step", size(pace.peak)),
-        ("the target writes", f"{pace.written_tokens_s:,.0f} tokens a second"),
+        ("the target writes", f"{pace.written_tokens_s:,.0f} tokens per second"),
         ("a training step", f"{1000 * pace.step_s:,.0f} ms"),
         ("distillation, training", f"{_time(pace.distill_s)}, {_time(pace.train_s)}; one process"),
     ]

@@ -42,7 +42,7 @@ class Needs:
     @property
     def text(self) -> str:
         """In two lines, which fit into 80 columns."""
-        bound = "time: see `headstart check`"
+        bound = "time unknown (`headstart check` measures it)"
         if self.seconds is not None:
             bound = f"about {math.ceil(self.seconds / 60)} min before it is measured"
         return (

@@ -16,7 +16,7 @@ Line = dict[str, Any]
 
 # Of a line of training: the title, the name, and what it is divided by.
 _TOOK = (
-    ("tokens a second", "tokens_per_second", 1.0),
+    ("tokens per second", "tokens_per_second", 1.0),
     ("memory, GB", "memory_bytes", 1e9),
     ("share of the GPU's peak", "share_of_peak", 1.0),
 )
@@ -73,6 +73,7 @@ def draw_loss(axes: Axes, lines: list[Line]) -> None:
     few = "." if len(lines) < 20 else ""
     axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], marker=few)
     axes.set(title="loss", xlabel="step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.3)
 
 
@@ -90,6 +91,8 @@ def draw_tau(axes: Axes, lines: list[Line], best: int | None) -> None:
     if best is not None and best in steps:
         axes.axvline(best, color="gray", ls=":", zorder=0, label="kept")
     axes.set(title="tokens per round, τ", xlabel="step")
+    if len(lines) == 1:  # no course to look at: its height is the figure
+        axes.set_ylim(0, 1.1 * (taus[0] + errors[0]))
     axes.grid(alpha=0.3)
     if lines:
         axes.legend(fontsize="small", **_BELOW)
