@@ -32,9 +32,9 @@ def print_inspection(recipe: Recipe, found: Inspection, out: TextIO) -> None:
     print_apart(console, grid(rows), grid(_facts(recipe, found)))
     bad = [finding.name for finding in found.findings if finding.fine is False]
     if bad:
-        print_apart(console, f"NOT FINE: {', '.join(bad)}", style="bold red")
+        print_apart(console, f"FAILED: {', '.join(bad)}", style="bold red")
     else:
-        print_apart(console, "nothing speaks against the run", style="bold green")
+        print_apart(console, "all checks passed", style="bold green")
 
 
 def to_report(recipe: Recipe, found: Inspection) -> Report:

@@ -85,7 +85,7 @@ def recipe(home: Path, **sections: dict[str, Any]) -> Recipe:
 
 def wrong(made: Recipe, learn: bool = False) -> list[Finding]:
     """What speaks against a run; without learning a text by heart, which takes longest."""
-    learnt = Finding("learns by heart", True, "not tried")
+    learnt = Finding("learns one text", True, "not tried")
     tried = learns_by_heart if learn else lambda *_: learnt
     with mock.patch.object(inspect, "learns_by_heart", tried):
         return [finding for finding in inspect_run(made).findings if finding.fine is False]
@@ -99,7 +99,7 @@ def test_a_run_that_can_work_passes(home: Path) -> None:
     names = [finding.name for finding in found.findings if finding.fine]
     assert names == [
         "held-out prompts", "tokenizer", "loss mask", "chat template", "labels", "features",
-        "learns by heart",
+        "learns one text",
     ]  # fmt: skip
     assert found.counts["held-out documents"] == 30
     assert found.pace is not None and found.pace.distill_s > 0 and found.pace.train_s > 0
@@ -137,7 +137,7 @@ def test_labels_that_are_shifted(home: Path, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(target_with_drafter, "head_labels", shifted)
     found = wrong(recipe(home), learn=True)
-    assert [finding.name for finding in found] == ["labels", "learns by heart"]
+    assert [finding.name for finding in found] == ["labels", "learns one text"]
     assert "labels are shifted" in found[0].said
 
 
@@ -215,7 +215,7 @@ def test_another_tokenizer(home: Path, tmp_path: Path) -> None:
     (finding,) = [
         f for f in wrong(recipe(home, target={"model": str(target)})) if "token" in f.name
     ]
-    assert "noise to the target" in finding.said
+    assert "it is noise to the target" in finding.said
 
 
 def test_no_turn_of_the_assistant(home: Path, tmp_path: Path) -> None:

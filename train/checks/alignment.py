@@ -119,8 +119,9 @@ def features_fit(module: TargetWithDrafter, texts: Sequence[Written]) -> Finding
                 f"what is taken as feature layer {layer} changes the target's logits by "
                 f"{float(error):.1%} where it is put back: it is another layer's or text's",
             )  # fmt: skip
-    names = ", ".join("the final one" if layer == FINAL else str(layer) for layer in layers)
-    return Finding("features", True, f"layers {names} put back give the target's own logits")
+    named = ("after the last norm" if layer == FINAL else str(layer) for layer in layers)
+    said = f"put back into the target, they give its own logits (layers: {', '.join(named)})"
+    return Finding("features", True, said)
 
 
 def _logits_from(target: PreTrainedModel, layer: int, states: Tensor, tokens: Tensor) -> Tensor:

@@ -166,8 +166,8 @@ def tokenizer_fits(
         return Finding("tokenizer", None, "the corpus' texts are too short")
     own, none = (value / tokens for value in nats.values())
     counts = Counter(int(i) for text in texts for i in text)
-    said = f"the corpus costs {own:.2f} nats per token, in no order {none:.2f}"
+    said = f"the corpus costs {own:.2f} nats per token, with shuffled tokens {none:.2f}"
     fine = math.isfinite(own) and none - own >= _GAIN and len(counts) > 1
     if not fine:
-        said += ": noise to the target, which has another tokenizer, or was not trained"
+        said += ": it is noise to the target, which has another tokenizer, or was hardly trained"
     return Finding("tokenizer", fine, said)

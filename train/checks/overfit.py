@@ -70,7 +70,7 @@ def learns_by_heart(module: TargetWithDrafter, text: Written, steps: int = _STEP
         f"{seconds:.0f} s"
     )
     fine = best[0] >= _ENOUGH * best[1]
-    return Finding("learns by heart", fine, said if fine else f"{said}: it does not learn the text")
+    return Finding("learns one text", fine, said if fine else f"{said}: it does not learn the text")
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ def draw_loss(axes: Axes, lines: list[Line]) -> None:
     few = "." if len(lines) < 20 else ""
     axes.plot([line["step"] for line in lines], [line["loss"] for line in lines], marker=few)
     axes.set(title="loss", xlabel="step")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.locator_params("x", integer=True)
     axes.grid(alpha=0.3)
 
 
