@@ -18,6 +18,7 @@ from torch import Tensor
 from ..core import ArtifactError
 from ..drafter import Drafter
 from ..families import FAMILIES, family
+from ..parts.published.dflash import ARCHITECTURES
 from .files import INDEX, MALFORMED, brief, pickled, read_json, single_weights
 from .source import DrafterSource
 
@@ -34,7 +35,7 @@ _OF_DRAFTERS = re.compile(
 """Names of tensors that a drafter has and no language model."""
 
 _EAGLES = ("eagle", "eagle3", "peagle")
-_BLOCKS = re.compile("DFlash|DSpark|JetSpec")
+_BLOCKS = re.compile("DFlash|DSpark|JetSpec|Domino")
 
 
 def recognise(
@@ -87,8 +88,7 @@ def _not_run(config: dict[str, Any]) -> str:
         return str(kind)
     architectures = config.get("architectures")
     first = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    blocks = _BLOCKS.search(first) or "dflash_config" in config
-    return (first or "DFlash") if blocks else ""
+    return first if _BLOCKS.search(first) and first not in ARCHITECTURES else ""
 
 
 def _weights_files(source: DrafterSource) -> tuple[list[Path], bool]:

@@ -74,6 +74,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("eagle3", "speculators", {"norm_before_residual": True}),
     ("eagle3", "vllm", {"norm_before_fc": True, "norm_output": True}),
     ("eagle3", "speculators", {"fc_norm": True, "norm_output": True}),
+    *(("dflash", form, {"layers": 2, "depths": 4}) for form in ("vllm", "sglang", "original")),
+    ("dflash", "vllm", {"layers": 1, "depths": 3, "causal": True, "sample_from_anchor": True}),
     *(("draft_model", form, {"layers": 1}) for form in ("vllm", "sglang", "transformers")),
 ]
 
