@@ -17,7 +17,7 @@ other: then a tree is grown level by level, at the cost of that term alone.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
@@ -80,10 +80,10 @@ class _Markov(nn.Module):
 
 @dataclass
 class DFlashState:
-    """A round: the states of the block's drafts, and how deep the level grown last is."""
+    """The text's cache; and of a round the drafts' states, and the depth of the last level."""
 
     cached: DraftCache
-    states: Tensor  # [B, K, D]
+    states: Tensor = field(init=False)  # [B, K, D]
     level: int = 0
 
 
@@ -112,10 +112,7 @@ class DFlash(TokenConditioned):
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Start with random layers that keep the size of what passes, and the target's last norm.
-
-        The features are normed already, so each of the mixed ones starts with an equal share.
-        """
+        """Start with random layers that keep the size of their input and the target's last norm."""
         unit_scale_init(self.model)
         unit_scale_init(self.fc)
         if (scale := norm_scale(self.target)) is not None:
@@ -135,7 +132,7 @@ class DFlash(TokenConditioned):
     # Decoding.
 
     def start(self, batch: int, capacity: int) -> DFlashState:
-        return DFlashState(self._layers.start(batch), torch.empty(0))
+        return DFlashState(self._layers.start(batch))
 
     def reserve(self, state: DFlashState, longest: int, room: int) -> None:
         # The newest token of the context stands one before the root, which begins the block.
@@ -177,7 +174,9 @@ class DFlash(TokenConditioned):
 
     def _block(self, anchors: Tensor) -> Tensor:
         """The embeddings of blocks that begin with these tokens [..., 1]: [..., W, D]."""
-        masks = torch.full_like(anchors, self.config.mask_token_id)
+        token = self.config.mask_token_id
+        assert token is not None, "DFlashConfig.for_target says which"
+        masks = torch.full_like(anchors, token)
         return self.embed(torch.cat([anchors, *[masks] * (self._places - 1)], -1))
 
     def _drafts(self, hidden: Tensor) -> Tensor:

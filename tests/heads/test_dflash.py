@@ -211,8 +211,8 @@ def test_a_step_drafts_from_some_positions() -> None:
     assert kept.sum(1).tolist() == [11, 11, min(11, int(counted[2].sum()))]
     assert (found[:, kept] == labels[:, kept]).all() and not (kept & ~counted).any()
     # The same in another batch, padded further; others in another step; all where there are fewer.
-    wider = [torch.nn.functional.pad(each[1:2], (0, 30)) for each in (tokens, supervised)]
-    again = some_starts(head_labels(*wider, 3), *wider, 11, step=5)
+    one, its = (torch.nn.functional.pad(each[1:2], (0, 30)) for each in (tokens, supervised))
+    again = some_starts(head_labels(one, its, 3), one, its, 11, step=5)
     assert torch.equal(again[:, 0, :40], found[:, 1])
     assert not torch.equal(some_starts(labels, tokens, supervised, 11, step=6), found)
     assert torch.equal(some_starts(labels, tokens, supervised, 40, step=5), labels)
