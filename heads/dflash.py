@@ -72,10 +72,10 @@ def spread_layers(target: PreTrainedModel, count: int) -> list[int]:
 class _Markov(nn.Module):
     """What the token before a draft adds to its logits: W2 of row x of W1."""
 
-    def __init__(self, vocabulary: int, rank: int):
+    def __init__(self, read: int, proposed: int, rank: int):
         super().__init__()
-        self.markov_w1 = nn.Embedding(vocabulary, rank)
-        self.markov_w2 = nn.Linear(rank, vocabulary, bias=False)
+        self.markov_w1 = nn.Embedding(read, rank)
+        self.markov_w2 = nn.Linear(rank, proposed, bias=False)
 
 
 @dataclass
@@ -103,20 +103,25 @@ class DFlash(TokenConditioned):
         eps = self.model.config.rms_norm_eps
         self.fc = nn.Linear(wide * size, size, bias=False)
         self.hidden_norm, self.norm = (Qwen3RMSNorm(size, eps) for _ in range(2))
+        if config.output == "trimmed":
+            self.lm_head = nn.Linear(size, config.output_size, bias=False)
         self.markov_head: Any = None
         if config.markov_rank:
-            self.markov_head = _Markov(config.vocab_size, config.markov_rank)
+            sizes = config.vocab_size, config.output_size, config.markov_rank
+            self.markov_head = _Markov(*sizes)
         self.independent = self.markov_head is None
         self._layers = ContextLayers(self.model, shapes)
         self.post_init()
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Start with random layers that keep the size of their input and the target's last norm."""
+        """Start with random layers that keep the size of their input, and the target's ends."""
         unit_scale_init(self.model)
         unit_scale_init(self.fc)
         if (scale := norm_scale(self.target)) is not None:
             self.norm.weight.copy_(scale)
+        if self.config.output == "trimmed":
+            self.lm_head.weight.copy_(self.rows_to_start_from(token_counts))
         if self.markov_head is not None:
             nn.init.normal_(self.markov_head.markov_w1.weight)
             nn.init.zeros_(self.markov_head.markov_w2.weight)
@@ -157,11 +162,13 @@ class DFlash(TokenConditioned):
     def _level(self, state: DFlashState, tokens: Tensor) -> Step:
         """The proposals for the children of nodes of one level with these tokens [B, W]."""
         states = state.states[:, state.level, None]  # [B, 1, D], the same for all of them
-        return Step(self.target_logits(states) + self._term(tokens))
+        added = self.markov_head.markov_w2(self.markov_head.markov_w1(tokens))  # [B, W, Vd]
+        return Step(self._output(states) + added, self.draft_vocabulary)
 
-    def _term(self, tokens: Tensor) -> Tensor:
-        """What tokens [...] add to the logits of what follows them: [..., V]."""
-        return self.markov_head.markov_w2(self.markov_head.markov_w1(tokens))
+    @property
+    def _output(self) -> Callable[[Tensor], Tensor]:
+        """The layer that reads the drafts' states."""
+        return self.target_logits if self.config.output == "shared" else self.lm_head
 
     @property
     def _places(self) -> int:
@@ -255,19 +262,18 @@ class DFlash(TokenConditioned):
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.independent:
-            return self.target_logits
-        size = self.config.hidden_size
-
-        def logits(states: Tensor) -> Tensor:
-            added = self.markov_head.markov_w2(states[..., size:])
-            return self.target_logits(states[..., :size]) + added
-
-        return logits
+            return self._output
+        size, output, term = self.config.hidden_size, self._output, self.markov_head.markov_w2
+        return lambda states: output(states[..., :size]) + term(states[..., size:])
 
     def draft_output(self, depth: int) -> DraftLogits:
+        shared = self.config.output == "shared"
         if self.independent:
-            return super().draft_output(depth)
-        return DraftLogits(self.draft_logits(depth), (self.markov_head.markov_w2,))
+            return (
+                super().draft_output(depth) if shared else DraftLogits(weight=self.lm_head.weight)
+            )
+        read = (self.markov_head.markov_w2, *([] if shared else [self.lm_head]))
+        return DraftLogits(self.draft_logits(depth), read)
 
     def checkpoint_activations(self) -> bool:
         self._checkpointed = True

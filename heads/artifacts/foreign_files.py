@@ -34,7 +34,7 @@ _OF_DRAFTERS = re.compile(
 )
 """Names of tensors that a drafter has and no language model."""
 
-_EAGLES = ("eagle", "eagle3", "peagle")
+_SPECULATORS = ("eagle", "eagle3", "peagle", "dflash", "dspark")
 _BLOCKS = re.compile("DFlash|DSpark|JetSpec|Domino")
 
 
@@ -84,7 +84,7 @@ def format_of(config: dict[str, Any], names: Iterable[str]) -> str:
 def _not_run(config: dict[str, Any]) -> str:
     """What a config calls a drafter of a kind that no family runs; empty for any other."""
     kind = config.get("speculators_model_type")
-    if kind is not None and kind not in _EAGLES:
+    if kind is not None and kind not in _SPECULATORS:
         return str(kind)
     architectures = config.get("architectures")
     first = str(architectures[0]) if isinstance(architectures, list) and architectures else ""

@@ -33,7 +33,7 @@ class DFlashFields(VocabularyFields):
     layers: int = 5
     depths: int = 15
     feature_layers: list[int] | tuple[int, ...] = ()
-    output: Literal["shared"] = "shared"
+    output: Literal["shared", "trimmed"] = "shared"
     mask_token_id: int | None = None
     causal: bool = False
     sample_from_anchor: bool = False
@@ -41,7 +41,8 @@ class DFlashFields(VocabularyFields):
     anchors: int = 512
 
     OPTIONS: ClassVar[tuple[str, ...]] = (
-        *("depths", "layers", "feature_layers", "mask_token_id", "causal"),
+        *("depths", "layers", "feature_layers", "output", "draft_vocab_size"),
+        *("mask_token_id", "causal"),
         *("sample_from_anchor", "markov_rank", "anchors"),
     )
     RANGES: ClassVar = {
@@ -66,7 +67,9 @@ class DFlashFields(VocabularyFields):
         wide, rank = (len(self.feature_layers) or self.layers) * size, self.markov_rank
         found = super().shapes() | self.embedding_shapes(size) | layer.shapes("model.layers.")
         found |= {"fc.weight": [size, wide], "hidden_norm.weight": [size], "norm.weight": [size]}
-        if rank:
-            table = [self.vocab_size, rank]
-            found |= {f"markov_head.markov_w{n}.weight": [*table] for n in (1, 2)}
+        if self.output == "trimmed":
+            found["lm_head.weight"] = [self.output_size, size]
+        for number, tokens in ((1, self.vocab_size), (2, self.output_size)):
+            if rank:
+                found[f"markov_head.markov_w{number}.weight"] = [tokens, rank]
         return found

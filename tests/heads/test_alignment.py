@@ -38,6 +38,17 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"depths": DEPTHS, "layers": 2}),
     ("dflash", {"depths": DEPTHS, "layers": 2, "causal": True, "feature_layers": [2, 0]}),
     ("dflash", {"depths": DEPTHS, "layers": 1, "sample_from_anchor": True, "markov_rank": 5}),
+    ("dflash", {"depths": DEPTHS, "layers": 1, "output": "trimmed", "draft_vocab_size": 40}),
+    (
+        "dflash",
+        {
+            "depths": DEPTHS,
+            "layers": 1,
+            "output": "trimmed",
+            "draft_vocab_size": 40,
+            "markov_rank": 5,
+        },
+    ),
     ("draft_model", {"layers": 1}),
 ]
 """A family's options; every family that is trained has a row."""

@@ -160,7 +160,7 @@ NORMLESS = {name: t for name, t in Form().tensors.items() if not name.endswith(N
          "it reads the input of layer 8 of its target"),
         (*changed(Form(), architectures=["DFlash2DraftModel"]), "calls it 'DFlash2DraftModel'"),
         (*changed(Form(), {"prefix_gru.weight": torch.ones(2)}), "it has a part that is not run"),
-        (Form().config | {"speculators_model_type": "dflash"}, Form().tensors, "calls it 'dflash'"),
+        (*changed(Form(), speculators_model_type="dflash2"), "calls it 'dflash2'"),
     ],
 )  # fmt: skip
 def test_refused(config: Any, tensors: Any, said: str, tmp_path: Path) -> None:

@@ -76,6 +76,19 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("eagle3", "speculators", {"fc_norm": True, "norm_output": True}),
     *(("dflash", form, {"layers": 2, "depths": 4}) for form in ("vllm", "sglang", "original")),
     ("dflash", "vllm", {"layers": 1, "depths": 3, "causal": True, "sample_from_anchor": True}),
+    ("dflash", "speculators", {"layers": 2, "depths": 4}),
+    (
+        "dflash",
+        "speculators",
+        {
+            "layers": 1,
+            "depths": 3,
+            "output": "trimmed",
+            "draft_vocab_size": KEPT,
+            "sample_from_anchor": True,
+            "markov_rank": 4,
+        },
+    ),
     *(("draft_model", form, {"layers": 1}) for form in ("vllm", "sglang", "transformers")),
 ]
 
@@ -263,9 +276,12 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ("eagle3", "sglang", {"fc_norm": True}, "fc_norm); export it to vllm or speculators"),
         ("eagle3", "original", {"norm_output": True}, "norm_output); export it to vllm"),
         ("eagle3", "vllm", {"feature_layers": [0, 1]}, "reads 2 layers"),
+        ("dflash", "sglang", TRIMMED, "knows 20 of its target's tokens"),
+        ("dflash", "vllm", {"markov_rank": 2}, "no confidence_head"),
+        ("dflash", "speculators", {"causal": True}, "sees those before it alone (causal)"),
         ("medusa", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa", "sglang", {}, "expected one of: vllm, original"),
-        ("hydra", "vllm", {}, "takes draft_model, eagle, eagle3, medusa"),
+        ("hydra", "vllm", {}, "takes dflash, draft_model, eagle, eagle3, medusa"),
         ("hydra", "original", {"layers": 3}, "differ"),
         ("redrafter", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa2", "original", {}, "headstart merge"),
