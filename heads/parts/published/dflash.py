@@ -7,6 +7,7 @@ target's. vLLM and SGLang read the same files. The config of speculators nests t
 names the target's layers by their input, and may have a trimmed output layer.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -131,6 +132,8 @@ def _written(drafter: Any) -> dict[str, Tensor]:
     return {name.removeprefix("model."): t for name, t in drafter.state_dict().items()}
 
 
-DFLASH = {form: partial(_write, form=form) for form in ("vllm", "sglang", "original")}
-DFLASH["speculators"] = _write_speculators
+DFLASH: dict[str, Callable[[Any], Checkpoint]] = {
+    **{form: partial(_write, form=form) for form in ("vllm", "sglang", "original")},
+    "speculators": _write_speculators,
+}
 """What writes a drafter in each format."""
