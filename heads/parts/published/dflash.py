@@ -33,9 +33,10 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     A head that predicts how likely its drafts are accepted (`confidence_head`) is left out: it
     decides how many drafts are verified, and nothing else.
     """
+    if "hidden_norm.weight" not in tensors:
+        return None
     architecture = next(iter(config.get("architectures") or [""]))
-    named = architecture in ARCHITECTURES or "dflash_config" in config
-    if not named or "hidden_norm.weight" not in tensors:
+    if architecture not in ARCHITECTURES and "dflash_config" not in config:
         return None
     said: dict[str, Any] = config | (config.get("dflash_config") or {})
     found = {
