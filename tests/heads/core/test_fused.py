@@ -90,7 +90,7 @@ def test_quantised_layers_stay_what_they_are(dtype: torch.dtype) -> None:
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return torch.nn.functional.linear(input, self.weight.to(input.dtype))
 
-    model = copy.deepcopy(tiny("llama")).float()
+    model = type(tiny("llama"))(tiny("llama").config).eval()  # none of whose layers was fused yet
     for layer in model.model.layers:
         for name in ("gate_proj", "up_proj", "down_proj"):
             getattr(layer.mlp, name).__class__ = Quantised
