@@ -49,6 +49,9 @@ def test_what_fails_costs_the_others_nothing(
     killed = [sys.executable, "-c", "import os; print('{\"ok\": true}', flush=True); os.abort()"]
     found, error = smoke._apart(killed)
     assert found == [{"ok": True}] and "ended with status -6" in error
+    cut = [sys.executable, "-c", "import os; print('{\"ok\": tr', flush=True); os.abort()"]
+    found, error = smoke._apart(cut)
+    assert not found and "ended with status -6" in error
     monkeypatch.setattr(smoke, "_LIMIT", 0.5)
     hangs = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert smoke._apart(hangs) == ([], "it took more than 0.5 seconds")
