@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import logging
 from functools import cache
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 
 @cache
@@ -26,5 +29,9 @@ def no_triton(device: torch.device) -> str | None:
         move_path(torch.zeros(1, 1, 1, 1, device=device), slots, slots)
     except Exception as error:  # of the compiler, too
         what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        logger.warning(
+            f"Triton cannot launch a kernel on {device} ({what}), so torch's own operators run, "
+            "which are slower; install a C compiler and Python's headers (gcc, python3-dev)."
+        )
         return f"its kernel cannot be launched ({what})"
     return None

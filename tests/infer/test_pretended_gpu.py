@@ -112,7 +112,7 @@ def test_rounds_under_masks_are_captured_too(gpu: StrictCapture) -> None:
 
 @pytest.mark.parametrize("name, rule", [("eagle", "traversal"), ("draft_model", "coupled")])
 def test_without_a_c_compiler_torch_does_what_kernels_would(
-    name: str, rule: str, gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch
+    name: str, rule: str, gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     """Triton needs one to launch, and a machine that runs models may have none."""
 
@@ -125,6 +125,8 @@ def test_without_a_c_compiler_torch_does_what_kernels_would(
     expected = write(on_cpu(name, tree=TREES[1], rule=rule), rule=rule)
     assert torch.equal(write(ours, rule=rule), expected)
     assert "C compiler" in str(ours.target.shapes[0].no_kernel)
+    (said,) = [r.message for r in caplog.records if "Triton cannot launch" in r.message]
+    assert "install a C compiler" in said
     assert not fused_products.has_kernels(torch.ones(1, device="cuda"))
     assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
 
