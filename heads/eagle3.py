@@ -27,7 +27,7 @@ from .declared.eagle import Eagle3Fields
 from .drafter import Step, last_true
 from .eagle import Eagle, EagleConfig
 from .parts.cached_layers import DraftCache
-from .parts.own_layers import unit_scale_init
+from .parts.own_layers import norm_scale, unit_scale_init
 from .parts.published.eagle import eagle3
 from .parts.published.eagle_files import EAGLE3
 from .parts.published.layer_ids import published_layers
@@ -164,12 +164,8 @@ class Eagle3(Eagle):
             each[..., size:].mul_(0.3)  # too little to change which pair scores highest
         self.fc.weight.zero_()
         self.fc.weight[:, -size:] = torch.eye(size)
-        norm = getattr(self.target.get_decoder(), "norm", None)
-        if norm is not None:
-            # What it multiplies by, also where it stores that minus 1, centres, or adds a bias.
-            signs = torch.ones_like(norm.weight)
-            signs[::2] = -1
-            self.norm.weight.copy_((norm(signs) - norm(-signs)) * signs / 2)
+        if (scale := norm_scale(self.target)) is not None:
+            self.norm.weight.copy_(scale)
         self.lm_head.weight.copy_(self.rows_to_start_from(token_counts))
 
     def _first(self, features: Tensor) -> Tensor:

@@ -40,7 +40,10 @@ _TRIMMED = {"output": "trimmed", "draft_vocab_size": 32_000}
 _DEPTHS, _HYDRA = {"depths": 3}, {"heads": 3, "layers": 2, "prefix": True}
 _PREFIX = {"layers": 4, "prefix": True, **_TRIMMED}
 
+_BLOCK = {"layers": 1, "depths": 4}
+
 _FAMILIES = (
+    Family("dflash", "dflash:DFlash", "dflash:DFlashFields", _BLOCK),
     Family("draft_model", "draft_model:DraftModel", "", {"layers": 1}, {"layers": 1}),
     Family("eagle", "eagle:Eagle", "eagle:EagleFields"),
     Family("eagle3", "eagle3:Eagle3", "eagle:Eagle3Fields", _DEPTHS, _TRIMMED),

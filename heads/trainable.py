@@ -89,6 +89,15 @@ class TrainableDrafter(Drafter):
         """
         return self.max_depth or getattr(self.config, "depths", 1)
 
+    @property
+    def starts_a_row(self) -> int | None:
+        """From how many positions of a row, chosen at random, a training step drafts; None: all."""
+        return None
+
+    def passes(self, row: int) -> float:
+        """How often its layers are applied to a token of rows of so many tokens, in training."""
+        return 1 if self.max_depth is not None else self.train_depths
+
     def draft_hidden_states(
         self,
         features: Tensor,

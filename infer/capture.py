@@ -28,6 +28,10 @@ _capturing = threading.Lock()
 """Held by the thread that captures: beginning a capture waits for the whole device, which makes
 another thread's capture invalid."""
 
+_unended: list[Any] = []
+"""Graphs whose capture could not be ended: torch goes on asking them whether a stream that pinned
+memory is taken for belongs to it."""
+
 
 class _Watched(threading.local):
     """Whether a thread's borrowing is noted now."""
@@ -160,7 +164,7 @@ class CudaCapture:
             graph = torch.cuda.CUDAGraph()
             try:
                 with (
-                    self._restored(),
+                    self._restored(graph),
                     torch.cuda.graph(
                         graph,
                         pool=self._pool,
@@ -177,7 +181,7 @@ class CudaCapture:
         return graph.replay
 
     @contextmanager
-    def _restored(self) -> Iterator[None]:
+    def _restored(self, graph: Any) -> Iterator[None]:
         """After an error: what a capture changed that could not be ended."""
         stream, index = torch.cuda.current_stream(self._device), self._device.index
         generator = torch.cuda.default_generators[index]
@@ -189,6 +193,7 @@ class CudaCapture:
             with suppress(RuntimeError):  # it says so where the capture could be ended
                 torch._C._cuda_endAllocateToPool(index, self._pool)
                 torch._C._cuda_releasePool(index, self._pool)
+                _unended.append(graph)
             generator.graphsafe_set_state(random)
             self._pool = torch.cuda.graph_pool_handle()  # the old one may be half filled
             raise

@@ -300,11 +300,10 @@ class _Arithmetic:
             learned += share * 6.0 * size * vocab * supervised  # the divergence from the base
         return frozen, learned
 
-    def _passes(self) -> int:
+    def _passes(self) -> float:
         """How often the drafter's layers are applied to a position: heads of each depth once."""
-        drafter = self.drafter
-        assert isinstance(drafter, TrainableDrafter)
-        return 1 if drafter.max_depth is not None else drafter.train_depths
+        assert isinstance(self.drafter, TrainableDrafter)
+        return self.drafter.passes(self.longest)
 
 
 def _outputs(drafter: Drafter) -> int:

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +86,9 @@ def _apart(line: list[str]) -> tuple[list[dict[str, Any]], str]:
         limit.start()
         for text in process.stdout:
             if text.startswith("{"):
-                print(text, end="", flush=True)
-                found.append(json.loads(text))
+                print(text.rstrip("\n"), flush=True)
+                with suppress(json.JSONDecodeError):  # a process may end in the middle of a line
+                    found.append(json.loads(text))
         status = process.wait()
         late = limit.finished.is_set()
         limit.cancel()

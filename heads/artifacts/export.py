@@ -31,8 +31,11 @@ from .files import CONFIG, check_is_free
 from .foreign_checkpoints import load_checkpoint
 from .source import DrafterSource
 
-_VLLM = {"eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa", "draft_model": "draft_model"}
-_SGLANG = {"eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
+_VLLM = {
+    "dflash": "dflash", "eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa",
+    "draft_model": "draft_model",
+}  # fmt: skip
+_SGLANG = {"dflash": "DFLASH", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
 
 
 def _serve_vllm(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:

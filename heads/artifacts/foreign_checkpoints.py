@@ -71,7 +71,7 @@ def load_checkpoint(
         fields, tensors = kind.completed((fields, tensors), target)
         drafter_config = _config(kind, fields, target, source)
         check_layer_ids(drafter_config.feature_layers, text.num_hidden_layers)
-    except ArtifactError as error:
+    except (ArtifactError, OptionError) as error:
         raise ArtifactError(f"{source} is not read: {error}") from error
     tensors = _apart(tensors)
     _check_shapes(drafter_config, tensors, source)

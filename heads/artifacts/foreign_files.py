@@ -18,6 +18,7 @@ from torch import Tensor
 from ..core import ArtifactError
 from ..drafter import Drafter
 from ..families import FAMILIES, family
+from ..parts.published.dflash import ARCHITECTURES
 from .files import INDEX, MALFORMED, brief, pickled, read_json, single_weights
 from .source import DrafterSource
 
@@ -33,8 +34,8 @@ _OF_DRAFTERS = re.compile(
 )
 """Names of tensors that a drafter has and no language model."""
 
-_EAGLES = ("eagle", "eagle3", "peagle")
-_BLOCKS = re.compile("DFlash|DSpark|JetSpec")
+_SPECULATORS = ("eagle", "eagle3", "peagle", "dflash", "dspark")
+_BLOCKS = re.compile("DFlash|DSpark|JetSpec|Domino")
 
 
 def recognise(
@@ -83,12 +84,11 @@ def format_of(config: dict[str, Any], names: Iterable[str]) -> str:
 def _not_run(config: dict[str, Any]) -> str:
     """What a config calls a drafter of a kind that no family runs; empty for any other."""
     kind = config.get("speculators_model_type")
-    if kind is not None and kind not in _EAGLES:
+    if kind is not None and kind not in _SPECULATORS:
         return str(kind)
     architectures = config.get("architectures")
     first = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    blocks = _BLOCKS.search(first) or "dflash_config" in config
-    return (first or "DFlash") if blocks else ""
+    return first if _BLOCKS.search(first) and first not in ARCHITECTURES else ""
 
 
 def _weights_files(source: DrafterSource) -> tuple[list[Path], bool]:

@@ -6,7 +6,6 @@ rows have the same length or not, and the accepted path is moved by one gather f
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import math
 import operator
@@ -21,6 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from . import cpu_kernels
 from .fused import fused_writes
 from .fused_writes import write
+from .triton_here import no_triton
 
 SLOT_STEP = 64
 """Slots grow, and are attended to, in steps of this size, so shapes seldom change."""
@@ -56,10 +56,8 @@ def no_kernel(
     Args:
         dtype, size: the keys' and the larger head dimension, for the kernel of attention.
     """
-    if device.type != "cuda":
-        return f"its kernel runs on CUDA, and the keys are on {device.type}"
-    if importlib.util.find_spec("triton") is None:
-        return "its kernel needs triton, which is not installed"
+    if (reason := no_triton(device)) is not None:
+        return reason
     if dtype not in _KERNEL_TYPES:
         return f"its kernel knows no {dtype}"
     if size > _KERNEL_SIZE:

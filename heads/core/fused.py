@@ -105,6 +105,8 @@ class FusedLayers:
         if own is None:
             # A layer of the module gives the shape; packed ones have no parameters.
             first: Any = getattr(module, "gate_proj", module)
+            if not first.weight.is_floating_point() or first.weight.itemsize < 2:
+                return  # it is quantised, and no states are of its type
             shape, place = (3, 2, first.weight.shape[-1]), device_of(first)
             states = torch.randn(*shape, dtype=first.weight.dtype, device=place)
             if not nearly_equal(module(states), fused(module, states)):

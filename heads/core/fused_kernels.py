@@ -125,7 +125,7 @@ def rotate(
     sin: Tensor,
     written: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See `fused_writes.rotate`; what is returned is laid out as what is given.
+    """See `fused_writes.rotate`; what is returned is laid out as what is given, without its gaps.
 
     Args:
         written: keys, values, slots and value of `fused_writes.rotate_and_write`, which is done
@@ -135,6 +135,10 @@ def rotate(
     (batch, heads, nodes), half = query.shape[:3], query.shape[-1] // 2
     cos, sin = (angle.expand(batch, -1, -1) for angle in (cos, sin))
     found = torch.empty_like(query), torch.empty_like(key)
+    query, key = (  # parts of one product have gaps between their rows
+        each if each.stride() == out.stride() else each.clone()
+        for each, out in zip((query, key), found, strict=True)
+    )
     assert found[0].stride() == query.stride() and found[1].stride() == key.stride()
     keys, values, slots, value = written or (key, key, key, key)
     with _on(query):

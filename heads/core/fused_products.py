@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .cpu_kernels import CpuLinear
+from .triton_here import no_triton
 
 MOST_ROWS = 64
 """Rows that a kernel takes; of more, it would read the weights again for each so many."""
@@ -23,7 +24,7 @@ _TURNS = 3
 
 def has_kernels(tensor: Tensor) -> bool:
     """Whether a tensor is one that the kernels compute with, which sum in float32."""
-    return tensor.is_cuda and tensor.dtype != torch.float64
+    return tensor.is_cuda and tensor.dtype != torch.float64 and no_triton(tensor.device) is None
 
 
 def _kernels(states: Tensor, most: int) -> Any:

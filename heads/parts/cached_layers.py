@@ -90,7 +90,14 @@ class CachedLayers:
         Raises:
             OptionError: a prompt is longer than the model has positions.
         """
-        length, limit = _length(inputs), self.forward_setup.limit
+        length = _length(inputs)
+        self._empty(state, length, count)
+        if length:
+            causal_run(self.model, state.slab, inputs)
+
+    def _empty(self, state: DraftCache, length: int, count: Tensor) -> None:
+        """Make a cache ready for prompts of `count` [B] tokens, at most `length`; see `prefill`."""
+        limit = self.forward_setup.limit
         if limit is not None and length > limit.positions:
             raise OptionError(
                 f"the longest prompt has {length} tokens and the draft model {limit.positions} "
@@ -99,8 +106,6 @@ class CachedLayers:
         state.slab.clear()
         state.slab.reserve(in_steps(length + _ROOM))
         state.lengths = count
-        if length:
-            causal_run(self.model, state.slab, inputs)
 
     def begin(self, state: DraftCache, count: Tensor, ahead: int = 0, **inputs: Tensor) -> Any:
         """Run what was just committed, [B, A], of which `count` [B] are true tokens of each row.

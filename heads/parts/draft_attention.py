@@ -7,8 +7,14 @@ each depth added its own:
     keys          text             depth 2      depth 3
     query w       start … at       w            w
 
-`depth_mask` makes that mask: dense for torch's own attention or, on a GPU, as blocks for
-FlexAttention, which computes no block that is empty and never holds T² entries.
+`depth_mask` makes that mask. A drafter of whole blocks runs all of them at once, A blocks of W
+places each, whose queries see the text up to the block's own position, and the block:
+
+    keys          text             blocks
+    query a, w    start … at       a, every place or those up to w
+
+`block_mask` makes that one. Both are dense for torch's own attention or, on a GPU, blocks for
+FlexAttention, which computes none that is empty and never holds T² entries.
 """
 
 from collections.abc import Callable, Iterator
@@ -60,17 +66,81 @@ def depth_mask(
         own = (key >= length + past * width) & ((key - length) % width == query)
         return text | own
 
-    keys = length + added * width
+    def own(first: Tensor, last: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [(first + length + n * width, last + length + n * width) for n in range(added)]
+
+    return _mask(at, start, length + added * width, seen, own, flex)
+
+
+def block_mask(
+    at: Tensor,
+    start: Tensor,
+    length: int,
+    places: int,
+    causal: bool,
+    flex: bool | None = None,
+) -> Mask:
+    """What the A · W queries of A blocks a row see of T text keys and of the blocks' own keys.
+
+    Args:
+        at: [B, A] int64, the last text key that a block sees.
+        start: [B, A], the first one.
+        length: T.
+        places: W.
+        causal: whether a place sees those of its block up to itself alone.
+        flex: whether as blocks; on a GPU when None.
+
+    Returns:
+        A `BlockMask`, or [B, 1, A · W, T + A · W] bool.
+
+    >>> at, start = torch.tensor([[0, 1]]), torch.tensor([[0, 0]])
+    >>> block_mask(at, start, 2, 2, causal=True, flex=False).int().tolist()[0][0]
+    [[1, 0, 1, 0, 0, 0], [1, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]]
+    """
+    at, start = (x.repeat_interleave(places, 1) for x in (at, start))  # [B, A · W]
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        text = (key >= start[row, query]) & (key <= at[row, query])
+        own = (key >= length) & ((key - length) // places == query // places)
+        return text | (own & (key - length <= query) if causal else own)
+
+    def own(first: Tensor, last: Tensor) -> list[tuple[Tensor, Tensor]]:
+        whole = last if causal else last // places * places + places - 1
+        return [(first // places * places + length, whole + length)]
+
+    return _mask(at, start, length + at.shape[1], seen, own, flex)
+
+
+Ranges = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
+
+
+def _mask(
+    at: Tensor,
+    start: Tensor,
+    keys: int,
+    seen: Callable[..., Tensor],
+    own: Ranges,
+    flex: bool | None,
+) -> Mask:
+    """The mask of queries that see the text's keys start … at, [B, Q] each, and some others.
+
+    Args:
+        keys: how many there are in all.
+        seen: (row, head, query, key) -> whether it is seen.
+        own: the first and last of some queries -> the ranges of keys, beside the text's, that hold
+            all which these see.
+    """
     if flex is None:
         flex = at.device.type == "cuda"
     if flex:
-        return _blocks(at, start, length, keys, seen)
-    rows, queries, every = (torch.arange(n, device=at.device) for n in (len(at), width, keys))
+        return _blocks(at, start, keys, seen, own)
+    count = len(at), at.shape[1], keys
+    rows, queries, every = (torch.arange(n, device=at.device) for n in count)
     return seen(rows.view(-1, 1, 1), rows, queries.view(-1, 1), every).unsqueeze(1)
 
 
 def _blocks(
-    at: Tensor, start: Tensor, length: int, keys: int, seen: Callable[..., Tensor]
+    at: Tensor, start: Tensor, keys: int, seen: Callable[..., Tensor], own: Ranges
 ) -> BlockMask:
     """The blocks in which `seen` may be true, found from the ends of their rows and columns."""
     width, device = at.shape[1], at.device
@@ -81,11 +151,10 @@ def _blocks(
     last_query = (first_query + _BLOCK).clamp(max=width) - 1
     first_key = torch.arange(0, keys, _BLOCK, device=device)  # [Kb]
     last_key = (first_key + _BLOCK).clamp(max=keys) - 1
-    text = (first_key <= last.unsqueeze(-1)) & (last_key >= far.unsqueeze(-1))  # [B, Qb, Kb]
-    own = torch.zeros(len(first_query), len(first_key), dtype=torch.bool, device=device)
-    for begin in range(length, keys, width):
-        own |= (first_key <= begin + last_query) & (last_key >= begin + first_query)
-    some = (text | own).unsqueeze(1)  # [B, 1, Qb, Kb]
+    some = (first_key <= last.unsqueeze(-1)) & (last_key >= far.unsqueeze(-1))  # [B, Qb, Kb]
+    for first, end in own(first_query, last_query):
+        some |= (first_key <= end) & (last_key >= first)
+    some = some.unsqueeze(1)  # [B, 1, Qb, Kb]
     order = some.int().argsort(dim=-1, descending=True, stable=True)
     return BlockMask.from_kv_blocks(
         some.sum(-1).int(), order.int(), BLOCK_SIZE=_BLOCK, mask_mod=seen,

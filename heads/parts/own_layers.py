@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     LlamaConfig,
     LlamaModel,
@@ -101,6 +101,20 @@ def unit_scale_init(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
+
+
+def norm_scale(target: PreTrainedModel) -> Tensor | None:
+    """What a target's last norm multiplies by, [D], for a norm of a drafter to start with.
+
+    That is so also where the norm stores it minus 1, centres, or adds a bias. None where the target
+    has no such norm.
+    """
+    norm = getattr(target.get_decoder(), "norm", None)
+    if norm is None:
+        return None
+    signs = torch.ones_like(norm.weight)
+    signs[::2] = -1
+    return (norm(signs) - norm(-signs)) * signs / 2
 
 
 def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConfig:

@@ -2,12 +2,15 @@
 
 import json
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.gpu import smoke, smoke_items
+from benchmarks.gpu.paths import Fallback, Paths
 from benchmarks.gpu.smoke import GROUPS, main
 from benchmarks.gpu.smoke_items import Place
 
@@ -46,6 +49,9 @@ def test_what_fails_costs_the_others_nothing(
     killed = [sys.executable, "-c", "import os; print('{\"ok\": true}', flush=True); os.abort()"]
     found, error = smoke._apart(killed)
     assert found == [{"ok": True}] and "ended with status -6" in error
+    cut = [sys.executable, "-c", "import os; print('{\"ok\": tr', flush=True); os.abort()"]
+    found, error = smoke._apart(cut)
+    assert not found and "ended with status -6" in error
     monkeypatch.setattr(smoke, "_LIMIT", 0.5)
     hangs = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert smoke._apart(hangs) == ([], "it took more than 0.5 seconds")
@@ -70,6 +76,36 @@ def test_a_family_is_compared_over_three_requests(capsys: pytest.CaptureFixture[
     works = dict(GROUPS["families"](place))
     assert len(works) == 4 * len(smoke_items.FAMILIES)
     assert works["eagle, static, coupled, batch 1"]()["requests"] == 3
+
+
+def test_how_an_item_ran_is_known_of_what_it_makes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of profiles, fused and compiled forwards too, an item that fell back is not ok."""
+    place = Place(torch.device("cpu"), "toy")
+    groups = {"profile": ["1 nodes", "64 nodes, fused"], "fused": ["the same text"]}
+    items = [dict(GROUPS[group](place))[name] for group, names in groups.items() for name in names]
+    for item in items:
+        found = item()
+        assert not found["captured"] and not found["tree_attention"]
+    true = Paths.check
+
+    def as_on_a_gpu(paths: Paths) -> None:
+        true(replace(paths, on_gpu=True))
+
+    monkeypatch.setattr(Paths, "check", as_on_a_gpu)
+    for item in items:
+        with pytest.raises(Fallback, match="captured no rounds"):
+            item()
+
+
+def test_what_the_host_calls_is_no_launch() -> None:
+    def event(name: str, device: str, took: float) -> Any:
+        kind = SimpleNamespace(name=device)
+        return SimpleNamespace(name=name, device_type=kind, device_time_total=took)
+
+    events = [event("gemm", "CUDA", 2e3), event("cudaGraphLaunch", "CPU", 0)]
+    events.append(event("gemm", "CUDA", 1e3))
+    place = Place(torch.device("cuda"), "full")
+    assert smoke_items.times_by_name(events, place) == {"gemm": [2.0, 1.0]}
 
 
 def test_layers_are_read_from_disk(capsys: pytest.CaptureFixture[str]) -> None:

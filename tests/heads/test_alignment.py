@@ -35,6 +35,20 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"depths": DEPTHS}),
     ("eagle3", {"depths": DEPTHS, "output": "trimmed", "draft_vocab_size": 40}),
     ("eagle3", {"depths": DEPTHS, "feature_layers": [1, 0], "norm_before_residual": True}),
+    ("dflash", {"depths": DEPTHS, "layers": 2}),
+    ("dflash", {"depths": DEPTHS, "layers": 2, "causal": True, "feature_layers": [2, 0]}),
+    ("dflash", {"depths": DEPTHS, "layers": 1, "sample_from_anchor": True, "markov_rank": 5}),
+    ("dflash", {"depths": DEPTHS, "layers": 1, "output": "trimmed", "draft_vocab_size": 40}),
+    (
+        "dflash",
+        {
+            "depths": DEPTHS,
+            "layers": 1,
+            "output": "trimmed",
+            "draft_vocab_size": 40,
+            "markov_rank": 5,
+        },
+    ),
     ("draft_model", {"layers": 1}),
 ]
 """A family's options; every family that is trained has a row."""

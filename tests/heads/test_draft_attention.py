@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.parts import draft_attention
-from headstart.heads.parts.draft_attention import depth_mask
+from headstart.heads.parts.draft_attention import block_mask, depth_mask
 from tests.support.families import drafter, target
 from tests.support.tiny import VOCAB
 
@@ -40,8 +41,32 @@ def test_blocks_hold_all_that_the_dense_mask_does(
     assert added == 0 or length < 4 * block or not computed.all(), "the control: some are left out"
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("places", [1, 3, 8])
+@pytest.mark.parametrize(("count", "length", "block"), [(20, 33, 8), (16, 16, 8), (5, 40, 16)])
+def test_blocks_hold_all_that_the_dense_mask_of_whole_blocks_does(
+    causal: bool, places: int, count: int, length: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at, start = layout(count, length, block, monkeypatch)
+    dense: Any = block_mask(at, start, length, places, causal)
+    for query in range(count * places):
+        keys = dense[0, 0, query].nonzero().squeeze(1).tolist()
+        one, place = divmod(query, places)
+        own = range(place + 1 if causal else places)
+        text = range(int(start[0, one]), int(at[0, one]) + 1)
+        assert keys == [*text, *(length + one * places + each for each in own)]
+    blocks: Any = block_mask(at, start, length, places, causal, flex=True)
+    computed = blocks.to_dense().repeat_interleave(block, 2).repeat_interleave(block, 3)
+    computed = computed[:, :, : count * places, : dense.shape[-1]].bool()
+    assert not (dense & ~computed).any()
+    assert count * places < 2 * block or not computed.all(), "the control: some are left out"
+
+
+MASKS = {"eagle": depth_mask, "eagle3": depth_mask, "dflash": block_mask}
+
+
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize("name", MASKS)
 def test_both_ways_give_the_same_states(
     name: str, packed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,13 +83,13 @@ def test_both_ways_give_the_same_states(
         ways = []
 
         def by_flex(*how: Any, **more: Any) -> Any:
-            mask = depth_mask(*how, **more, flex=True)
+            mask = MASKS[name](*how, **more, flex=True)
             ways.append(type(mask).__name__)
             return mask
 
-        monkeypatch.setattr("headstart.heads.eagle.depth_mask", by_flex)
+        replace_mask(name, by_flex, monkeypatch)
         found = made.draft_hidden_states(features, tokens, where, 4, **given)
-    assert ways == ["BlockMask"] * (4 if packed else 3)
+    assert ways == ["BlockMask"] * (1 if name == "dflash" else 4 if packed else 3)
     inside = where & (positions < 19)
     known = inside[where]  # a state that needs a token past the row's end may be anything
     torch.testing.assert_close(found[:, known], expected[:, known], rtol=1e-9, atol=1e-9)
@@ -72,8 +97,13 @@ def test_both_ways_give_the_same_states(
     assert target("tiny") is made.target
 
 
+def replace_mask(name: str, by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = "dflash" if name == "dflash" else "eagle"
+    monkeypatch.setattr(f"headstart.heads.{module}.{MASKS[name].__name__}", by)
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+@pytest.mark.parametrize("name", MASKS)
 def test_both_ways_give_the_same_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made: Any = drafter(name, "tiny")
     made = copy.deepcopy(made).float().cuda()
@@ -82,10 +112,7 @@ def test_both_ways_give_the_same_gradients(name: str, monkeypatch: pytest.Monkey
     features = torch.randn(2, 300, 32 * len(made.config.feature_layers)).cuda()
     where, found = torch.rand(2, 300).cuda() < 0.6, []
     for flex in (True, False):
-        monkeypatch.setattr(
-            "headstart.heads.eagle.depth_mask",
-            lambda *how, flex=flex: depth_mask(*how, flex=flex),
-        )
+        replace_mask(name, partial(MASKS[name], flex=flex), monkeypatch)
         states = made.draft_hidden_states(features, tokens, where, 4)[:, :-10]
         found.append(torch.autograd.grad(states.square().mean(), made.fc.weight)[0])
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)

@@ -1,7 +1,9 @@
 """Captures: what they hold, and what a failed one leaves behind, on a stand-in for CUDA."""
 
+import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -78,6 +80,7 @@ class Gpu:
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
         self.released: list[int] = []
+        self.graphs: list[weakref.ref[Any]] = []
 
     def current_stream(self, device: Any) -> str:
         return self.stream
@@ -98,7 +101,9 @@ class Gpu:
             def replay(self) -> None:
                 pass
 
-        return Graph()
+        made = Graph()
+        self.graphs.append(weakref.ref(made))
+        return made
 
     def clone_state(self) -> str:
         return self.random
@@ -149,6 +154,8 @@ def test_a_failed_capture_leaves_nothing_behind(
             capture(waits)
         assert (gpu.stream, gpu.random, gpu.pools) == ("its own", "as it was", set())
         assert gpu.released[-1] == pool
+        gc.collect()
+        assert gpu.graphs[-1]() is not None, "torch's allocator of pinned memory asks it still"
         gpu.invalid = False
     capture(lambda: None)()
     assert (gpu.stream, gpu.random, gpu.pools) == ("its own", "as it was", set())
@@ -163,7 +170,9 @@ def test_an_error_of_the_work_itself_is_raised(monkeypatch: pytest.MonkeyPatch) 
 
     with pytest.raises(ZeroDivisionError):
         CudaCapture(torch.device("cuda"))(fails)
+    gc.collect()
     assert gpu.stream == "its own" and not gpu.pools and not gpu.released
+    assert gpu.graphs[-1]() is None
 
 
 def test_a_capture_that_cannot_be_ended_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

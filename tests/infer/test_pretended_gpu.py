@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import FAMILIES, OptionError
-from headstart.heads.core import Packing
+from headstart.heads.core import Packing, fused_products
 from headstart.heads.core.whole_model import take_whole_models
 from headstart.infer import Speculator, request
 from headstart.infer.measure import costs, forward_costs
@@ -34,8 +34,11 @@ from tests.support.tiny import large_enough, prompts
 
 pytest.importorskip("triton")
 
+from headstart.heads.core import kernels
+
 IDS, MASK = prompts(LENGTHS)
 QUICK = {
+    ("dflash", TREES[1], "coupled"),
     ("medusa", TREES[1], "traversal"), ("medusa2", TREES[3], "coupled"),
     ("hydra", TREES[0], "block"), ("redrafter", TREES[3], "match"),
     ("eagle", TREES[1], "rejection"), ("eagle3", TREES[2], "greedy"),
@@ -104,6 +107,27 @@ def test_rounds_under_masks_are_captured_too(gpu: StrictCapture) -> None:
     ours = Speculator(*placed("draft_model"), tree=TREES[2], attention="masked")
     expected = write(on_cpu("draft_model", tree="plain"), rule="coupled")
     assert torch.equal(write(ours, rule="coupled"), expected)
+    assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
+
+
+@pytest.mark.parametrize("name, rule", [("eagle", "traversal"), ("draft_model", "coupled")])
+def test_without_a_c_compiler_torch_does_what_kernels_would(
+    name: str, rule: str, gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Triton needs one to launch, and a machine that runs models may have none."""
+
+    def launch(*given: Any, **options: Any) -> Any:
+        raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable")
+
+    for kernel in ("split_attention", "move_path"):
+        monkeypatch.setattr(kernels, kernel, launch)
+    ours = Speculator(*placed(name), tree=TREES[1], rule=rule, fused=True)
+    expected = write(on_cpu(name, tree=TREES[1], rule=rule), rule=rule)
+    assert torch.equal(write(ours, rule=rule), expected)
+    assert "C compiler" in str(ours.target.shapes[0].no_kernel)
+    (said,) = [r.message for r in caplog.records if "Triton cannot launch" in r.message]
+    assert "install a C compiler" in said
+    assert not fused_products.has_kernels(torch.ones(1, device="cuda"))
     assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
 
 

@@ -26,7 +26,10 @@ def weight_only(bits: int) -> Any:
     return quantization.IntxWeightOnlyConfig(weight_dtype=int4, granularity=group)
 
 
-@pytest.mark.parametrize("name", ["medusa", "eagle", "eagle3", "hydra", "redrafter", "draft_model"])
+NAMES = ["medusa", "eagle", "eagle3", "dflash", "hydra", "redrafter", "draft_model"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_text_and_the_acceptance_are_the_targets(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headstart.heads.core import cache, tree_attention
+from headstart.heads.core import cache, tree_attention, triton_here
 from headstart.infer import graphs
 from tests.support.syncs import INDEXING, READS
 
@@ -249,12 +249,15 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[StrictCapture]:
     monkeypatch.setattr(kernels, "move_path", cache.plain_move)
     capture = StrictCapture()
     monkeypatch.setattr(graphs, "capture_on", lambda device: capture)
-    cache.no_kernel.cache_clear()  # it remembers what there is
+    known = cache.no_kernel, triton_here.no_triton  # they remember what there is
+    for each in known:
+        each.cache_clear()
     try:
         with Gpu():
             yield capture
     finally:
-        cache.no_kernel.cache_clear()
+        for each in known:
+            each.cache_clear()
 
 
 def _then_moved(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -19,7 +19,7 @@ from headstart.heads.core import FeatureTap
 from ..data.batches import collate
 from ..data.training_rows import Rows
 from ..figures.progress import progress_bar
-from ..losses.draft_loss import DraftLoss, head_labels, label_counts
+from ..losses.draft_loss import DraftLoss, head_labels, label_counts, some_starts
 from ..processes.engine import weights_are_sharded
 from ..processes.tensor_parallel import in_parts
 from .feature_files import FeatureFiles, FeatureFolder
@@ -70,6 +70,7 @@ class TargetWithDrafter(nn.Module):
         self.captured = len(layers) * size  # C
         self.layers = layers  # where they are captured
         self.tap = FeatureTap(target, layers) if layers else None
+        self.step = 0  # the number of the optimizer's step, which chooses where drafts start
         self.cache: Tensor | None = None  # [tokens of all rows, C]
         self.files: FeatureFiles | None = None
 
@@ -137,9 +138,11 @@ class TargetWithDrafter(nn.Module):
         return self.loss(read, tokens, labels, counts, final, positions)
 
     def labels(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
-        """See `head_labels`.  # [K, B, T]"""
+        """See `head_labels`; of the positions from which this step drafts.  # [K, B, T]"""
         depths, known = self.drafter.train_depths, self.drafter.draft_vocabulary
-        return head_labels(tokens, supervised, depths, known, segments)
+        labels = head_labels(tokens, supervised, depths, known, segments)
+        most = self.drafter.starts_a_row
+        return labels if most is None else some_starts(labels, tokens, supervised, most, self.step)
 
     def counts(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
         """See `label_counts`.  # [K]"""

@@ -268,6 +268,7 @@ class DrafterTrainer(Trainer):
 
     def _get_num_items_in_batch(self, batch_samples: list, device: torch.device) -> Tensor:
         """See `TargetWithDrafter.counts`: over one step's micro-batches of all processes."""
+        self.module.step = self.state.global_step
         names = ("tokens", "supervised", "segments")
         batches = [{n: b[n].to(device) for n in names if n in b} for b in batch_samples]
         counts = sum(self.module.counts(**batch) for batch in batches)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from headstart.heads import OptionError, TrainableDrafter
-from headstart.heads.core import gathered, output_layer
+from headstart.heads.core import gathered, output_layer, uniform
 
 from .comparisons import IGNORED, HardLabels, SoftLabels, rows_at_once
 from .divergences import LOSSES
@@ -60,6 +60,24 @@ def head_labels(
     padded = functional.pad(segments, (0, depths + 1), value=-1)  # [B, T + K + 1]
     there = torch.stack([padded[:, k + 1 : k + 1 + length] for k in range(1, depths + 1)])
     return found.masked_fill(there != segments, IGNORED)
+
+
+def some_starts(labels: Tensor, tokens: Tensor, supervised: Tensor, most: int, step: int) -> Tensor:
+    """Labels [K, B, T] of `most` positions a row at most, chosen at random; `IGNORED` elsewhere.
+
+    The choice depends on the row's supervised tokens and on the step alone, so it is the same in
+    any batch.
+    """
+    length = tokens.shape[1]
+    if length <= most:
+        return labels
+    counted = (labels != IGNORED).any(0)  # [B, T]
+    seeds = (tokens * supervised).sum(1)
+    when = torch.full_like(seeds, step).unsqueeze(1)
+    order = uniform(seeds, when, torch.arange(length, device=tokens.device)).squeeze(1)  # [B, T]
+    chosen = order.masked_fill(~counted, -1.0).topk(most).indices
+    kept = torch.zeros_like(counted).scatter(1, chosen, True)
+    return labels.masked_fill(~kept, IGNORED)
 
 
 def label_counts(labels: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a written checkpoint consists of, and the config that describes a Llama layer in one."""
+"""What a written checkpoint consists of, and the configs that describe layers in one."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,4 +48,24 @@ def llama_config(drafter: Any, layer: Mapping[str, Any]) -> dict[str, Any]:
         "bos_token_id": target.bos_token_id,
         "eos_token_id": target.eos_token_id,
         "torch_dtype": str(drafter.dtype).removeprefix("torch."),
+    }
+
+
+def speculators_config(drafter: Any, kind: str, layer: dict[str, Any]) -> dict[str, Any]:
+    """What is the same in the configs of all speculators, around that of the layer."""
+    target = drafter.target
+    proposal = {"proposal_type": "greedy", "speculative_tokens": drafter.config.depths}
+    return {
+        "speculators_model_type": kind,
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+            "verifier": {
+                "name_or_path": target.name_or_path,
+                "architectures": list(target.config.architectures or [type(target).__name__]),
+            },
+        },
+        "transformer_layer_config": layer,
+        "torch_dtype": layer["torch_dtype"],
     }

@@ -8,13 +8,13 @@ vLLM and SGLang read the first. All names may begin with `model.`.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...checkpoint import Found
 from ...core import ArtifactError
 from .layer_ids import read_layer_ids
 from .layers import layer_config, read_layers
+from .vocabulary import read_vocabulary
 
 _LAYERS, _FIRST = "model.layers.", "model.layers.0."
 AUTHORS_1, AUTHORS_3 = {_LAYERS: "layers."}, {_FIRST: "midlayer.", _LAYERS: "layers."}
@@ -46,11 +46,7 @@ def eagle1(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
 
 
 def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
-    """EAGLE-3 heads of the authors and SpecForge (`midlayer`), or of speculators (`layers.0`).
-
-    The draft vocabulary is `d2t`, each token's target id minus its own, or the ids themselves;
-    `t2d`, a mask over the target's tokens, decides which where it is there.
-    """
+    """EAGLE-3 heads of the authors and SpecForge (`midlayer`), or of speculators (`layers.0`)."""
     found = _renamed(tensors)
     if _widths(found)[1] != 2:
         return None
@@ -67,7 +63,7 @@ def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     known["hidden_size"] = read // (len(layers) or 3)
     if layers:
         known["feature_layers"] = layers
-    if offsets is not None and (ids := _vocabulary(offsets, mask, size)) is not None:
+    if offsets is not None and (ids := read_vocabulary(offsets, mask, size)) is not None:
         found["vocabulary"] = ids
         known |= {"output": "trimmed", "draft_vocab_size": len(ids)}
     return known, found
@@ -156,22 +152,3 @@ def _widths(found: dict[str, Tensor]) -> tuple[float, float]:
     if fc is None or query is None or fc.dim() != 2 or query.dim() != 2:
         return 0, 0
     return fc.shape[1] / fc.shape[0], query.shape[1] / fc.shape[0]
-
-
-def _vocabulary(offsets: Tensor, mask: Tensor | None, size: int | None) -> Tensor | None:
-    """The draft vocabulary [Vd], ascending; None where it is the whole of the target's."""
-    ids = offsets.long() + torch.arange(len(offsets))
-    if mask is not None and not torch.equal(ids, kept := mask.nonzero().flatten()):
-        if not torch.equal(offsets.long(), kept):
-            raise ArtifactError(
-                f"its d2t and t2d contradict each other, {len(ids)} and {len(kept)} draft tokens, "
-                "not the same ones; download it again."
-            )
-        ids = kept
-    rising = bool((ids.diff() > 0).all())
-    if not rising or ids[0] < 0 or (size is not None and ids[-1] >= size):
-        raise ArtifactError(
-            f"its d2t names {len(ids)} tokens from {int(ids.min())} to {int(ids.max())}, "
-            f"{'ascending' if rising else 'out of order'}; expected ascending ids below {size}."
-        )
-    return None if len(ids) == size else ids

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from ...core import weight_of
-from .checkpoint import Checkpoint, cannot_be_written, llama_config
+from .checkpoint import Checkpoint, cannot_be_written, llama_config, speculators_config
 from .eagle import AUTHORS_1, AUTHORS_3, SPECULATORS_1, SPECULATORS_3, with_prefix
 from .layer_ids import ids_by_input, ids_by_output
+from .vocabulary import write_vocabulary
 
 _FORMS = ("vllm", "sglang", "speculators", "original")
 
@@ -70,7 +71,7 @@ def _write_eagle1(drafter: Any, form: str) -> Checkpoint:
             "transformer_layer_architecture": "LlamaDecoderLayer",
             "layernorms": False, "fusion_bias": "fc.bias" in tensors,
         }  # fmt: skip
-        config = _speculators_config(drafter, "eagle", config) | names
+        config = speculators_config(drafter, "eagle", config) | names
         return Checkpoint(config, _written(tensors, SPECULATORS_1))
     config |= {
         "architectures": ["LlamaForCausalLMEagle" if form == "sglang" else "LlamaForCausalLM"],
@@ -99,9 +100,7 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
     ])  # fmt: skip
     ids = tensors.pop("vocabulary", None)
     if ids is not None:
-        mask = torch.zeros(own.vocab_size, dtype=torch.bool, device=ids.device)
-        mask[ids] = True
-        tensors |= {"d2t": ids - torch.arange(len(ids), device=ids.device), "t2d": mask}
+        tensors |= write_vocabulary(ids, own.vocab_size)
     config = llama_config(drafter, layer)
     said = {
         "draft_vocab_size": own.output_size, "target_hidden_size": own.hidden_size,
@@ -112,7 +111,7 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
         tensors["mask_hidden"] = tensors["mask_hidden"].view(1, -1)
     if form == "speculators":
         kind = "peagle" if drafter.independent else "eagle3"
-        config = _speculators_config(drafter, kind, config) | ids_by_input(layers) | said
+        config = speculators_config(drafter, kind, config) | ids_by_input(layers) | said
         config["architectures"] = ["PEagleSpeculator" if kind == "peagle" else "Eagle3Speculator"]
         config["embed_requires_grad"] = own.embedding == "own"
         if kind == "peagle":
@@ -132,26 +131,6 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
 
 def _written(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
     return {with_prefix(name, names): tensor for name, tensor in tensors.items()}
-
-
-def _speculators_config(drafter: Any, kind: str, layer: dict[str, Any]) -> dict[str, Any]:
-    """What is the same in the configs of all speculators, around that of the layer."""
-    target = drafter.target
-    proposal = {"proposal_type": "greedy", "speculative_tokens": drafter.config.depths}
-    return {
-        "speculators_model_type": kind,
-        "speculators_config": {
-            "algorithm": kind,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
-            "verifier": {
-                "name_or_path": target.name_or_path,
-                "architectures": list(target.config.architectures or [type(target).__name__]),
-            },
-        },
-        "transformer_layer_config": layer,
-        "torch_dtype": layer["torch_dtype"],
-    }
 
 
 def _all_forms(write: Callable[..., Checkpoint]) -> dict[str, Callable[[Any], Checkpoint]]:

@@ -7,7 +7,8 @@ counts it by one of them:
     the layer's input   `feature_layers` here; vLLM's and speculators' `eagle_aux_hidden_state_
                         layer_ids` or `aux_hidden_state_layer_ids` at the top of a config
     the layer's output  `eagle_config.eagle_aux_hidden_state_layer_ids`, as SpecForge writes and
-                        SGLang reads it; `target_layer_ids` of block drafters
+                        SGLang reads it; `target_layer_ids` of block drafters, in
+                        `dflash_config` or at the top
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ def read_layer_ids(config: Mapping[str, Any]) -> list[int]:
     """
     if inputs := next((config[key] for key in _INPUTS if config.get(key)), None):
         return list(inputs)
-    inner = config.get("eagle_config") or {}
+    inner = config.get("eagle_config") or config.get("dflash_config") or {}
     outputs = next((inner[key] for key in _OUTPUTS if inner.get(key)), [])
     return [layer + 1 for layer in outputs or config.get("target_layer_ids") or []]
 

@@ -1,14 +1,16 @@
 """Run by an interpreter that has speculators: logits of exported heads, and heads of its own.
 
-    speculators_logits.py eagle|eagle3|peagle FOLDER
+    speculators_logits.py eagle|eagle3|peagle|dflash|dspark FOLDER
 
 Of each folder FOLDER/read/NAME, the head in `out` gets the features and tokens of `in.pt`, as T
 pairs; the logits [N, Vd] are written to `logits.pt`, and [2, N] to `places.pt`: the pair at which
-each begins, and how many tokens after its first draft it is, which is 0 but for P-EAGLE. For each
+each begins, and how many tokens after its first draft it is, which is 0 but for P-EAGLE and blocks.
+For each
 config FOLDER/write/NAME.json, of the fields of the library's own config class, a head with random
 weights is saved in FOLDER/write/NAME, with what `read` has beside it.
 """
 
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -17,12 +19,15 @@ from typing import Any
 import torch
 
 DEPTHS = 3  # that P-EAGLE drafts
+BLOCKS = ("dflash", "dspark")
 
 
 def logits_of(
     family: str, model: Any, features: torch.Tensor, tokens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What its output layer gives for T pairs, [N, Vd], and where, [2, N]."""
+    if family in BLOCKS:
+        return logits_of_blocks(family, model, features, tokens)
     found: list[torch.Tensor] = []
     places = torch.stack([torch.arange(tokens.shape[1]), torch.zeros(tokens.shape[1]).long()])
     hook = model.lm_head.register_forward_hook(lambda module, args, output: found.append(output))
@@ -55,6 +60,40 @@ def logits_of(
         model(tokens, features, attention_mask=torch.ones_like(tokens), return_dict=False)
     hook.remove()
     return found[0].flatten(0, -2), places
+
+
+def logits_of_blocks(
+    family: str, model: Any, features: torch.Tensor, tokens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same of all blocks that a text has room for; what a block begins with is its anchor."""
+    core: Any = importlib.import_module(f"speculators.models.{family}.core")
+    blocks: Any = importlib.import_module("speculators.models.dflash.core")
+    compare, select, found, anchors = core.compute_metrics, blocks.select_anchors, [], []
+
+    def compared(logits: torch.Tensor, *args: Any, **how: Any) -> Any:
+        found.append(logits)
+        return torch.zeros(()), {}
+
+    def selected(*args: Any) -> Any:
+        anchors.append(select(*args))
+        return anchors[-1]
+
+    core.compute_metrics, blocks.select_anchors = compared, selected
+    length, block = tokens.shape[1], model.block_size
+    # Token t is fed with feature t here, and is the one after it there.
+    fed = torch.cat([tokens[:, :1], tokens[:, :-1]], 1)
+    with torch.no_grad():
+        model(
+            features, fed, torch.ones_like(tokens), features[..., : model.hidden_size],
+            torch.zeros_like(tokens), max_anchors=length - block,
+        )  # fmt: skip
+    core.compute_metrics, blocks.select_anchors = compare, select
+    at, places = anchors[0][0], torch.arange(block)
+    places = torch.stack(torch.broadcast_tensors(at.unsqueeze(1) - 1, places))  # [2, A, W]
+    skipped = 0 if model.config.sample_from_anchor else 1
+    places[1] -= skipped
+    logits = found[0].unflatten(1, (-1, block))[0]
+    return logits[:, skipped:].flatten(0, 1), places[:, :, skipped:].flatten(1)
 
 
 def loaded(cls: Any, folder: Path, family: str) -> Any:
@@ -91,7 +130,13 @@ def own_head(family: str, config: dict[str, Any]) -> Any:
             PEagleSpeculatorConfig,
         )
 
-        if family == "peagle":
+        if family in BLOCKS:
+            kind = "DFlash" if family == "dflash" else "DSpark"
+            package: Any = importlib.import_module(f"speculators.models.{family}")
+            made = getattr(package, f"{kind}SpeculatorConfig")(**config)
+            made.transformer_layer_config._attn_implementation = "eager"
+            model = getattr(package, f"{kind}DraftModel")(made)
+        elif family == "peagle":
             model = PEagleDraftModel(PEagleSpeculatorConfig(**config))
         else:
             model = Eagle3DraftModel(Eagle3SpeculatorConfig(**config))
@@ -104,7 +149,7 @@ def own_head(family: str, config: dict[str, Any]) -> Any:
             )
         model.load_verifier_weights()
     for name, parameter in model.named_parameters():
-        if "norm" in name and "verifier" not in name:
+        if ("norm" in name or family in BLOCKS) and parameter.requires_grad:
             parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
     return attached(model.eval()) if family == "eagle" else model.eval()
 
@@ -124,6 +169,8 @@ def main(family: str, folder: Path) -> None:
         model.save_pretrained(case / "out")
         inner = model.config.transformer_layer_config
         layers = 1 if family == "eagle" else 3
+        if family in BLOCKS:
+            layers = len(model.target_layer_ids)
         given = {
             "features": torch.randn(1, 9, layers * inner.hidden_size),
             "tokens": torch.randint(inner.vocab_size, (1, 9)),

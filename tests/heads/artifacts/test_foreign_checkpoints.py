@@ -457,8 +457,8 @@ def without(tensors: Tensors, name: str) -> Tensors:
         ({"model_type": "x"}, lambda: {"x": normal(3)}, MODEL, "of another kind"),
         (LLAMA, lambda: {"model.norm.weight": normal(3)}, MODEL, "no tokenizer"),
         (eagle.SAID, lambda: latent(eagle.published(3, "midlayer.")), MODEL, "multi-head latent"),
-        (LLAMA | {"speculators_model_type": "dflash"}, dict, MODEL, "calls it 'dflash'"),
-        (LLAMA | {"architectures": ["DFlashDraftModel"]}, dict, MODEL, "'DFlashDraftModel'"),
+        (LLAMA | {"speculators_model_type": "dflash2"}, dict, MODEL, "calls it 'dflash2'"),
+        (LLAMA | {"architectures": ["DominoDraftModel"]}, dict, MODEL, "'DominoDraftModel'"),
         (eagle.SAID | {"target_hidden_size": 32}, lambda: {
             **eagle.published(3, "midlayer."), "fc.weight": normal(SIZE, 3 * 48)}, MODEL,
          "hidden size 48, and this one's is 32; load the target that it was trained for"),

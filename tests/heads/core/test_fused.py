@@ -82,6 +82,24 @@ def test_another_thread_runs_the_model_as_it_is() -> None:
     assert seen == [False] and fused.fused_writes() is None
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_layers_stay_what_they_are(dtype: torch.dtype) -> None:
+    """Their weights are of a type that no states have."""
+
+    class Quantised(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return torch.nn.functional.linear(input, self.weight.to(input.dtype))
+
+    model = type(tiny("llama"))(tiny("llama").config).eval()  # none of whose layers was fused yet
+    for layer in model.model.layers:
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            getattr(layer.mlp, name).__class__ = Quantised
+            weight = (20 * getattr(layer.mlp, name).weight.detach()).to(dtype)
+            getattr(layer.mlp, name).weight = torch.nn.Parameter(weight, False)
+    found = Target(model, fused=True, attention="tree").fused
+    assert found is not None and found.found["gated layers"] == 0 and found.found["norms"] == 5
+
+
 def test_a_fused_layer_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="fused and compile") as caught:
         Speculator(target("tiny"), fused=True, compile="default")
@@ -179,6 +197,10 @@ def worst() -> dict[str, float]:
         plain: Any = fused_writes.rotate(*given)
         pairs = zip(kernels.rotate(*given), plain, strict=True)
         found[f"rotate {rows}"] = torch.stack([(a - b).abs().max() for a, b in pairs])
+    three = torch.randn(2, 3, 8 * 24).unflatten(-1, (-1, 24)).transpose(1, 2)  # as Phi-3's layer
+    given = [*three.split([4, 2, 2], 1)[:2], *(angle.expand(2, -1, -1) for angle in angles)]
+    pairs = zip(kernels.rotate(*given), fused_writes.rotate(*given), strict=True)
+    found["rotate parts"] = torch.stack([(a - b).abs().max() for a, b in pairs])
     slots, value = torch.tensor([3, 4, 5, 12, 9, 8]), torch.randn(2, 2, 3, 10)
     ours, theirs = ([torch.zeros(16, 2, 24), torch.zeros(16, 2, 10)] for _ in range(2))
     kernels.write(ours[0], ours[1], slots, key, value)
@@ -216,7 +238,7 @@ def worst() -> dict[str, float]:
 @without_triton
 def test_kernels_in_the_interpreter() -> None:
     off = run_interpreted(__name__)
-    assert len(off) == 10 and all(each <= 3e-5 for each in off.values()), off
+    assert len(off) == 11 and all(each <= 3e-5 for each in off.values()), off
 
 
 if __name__ == "__main__":

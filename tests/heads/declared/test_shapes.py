@@ -47,6 +47,12 @@ CHOICES: dict[str, list[list[dict[str, Any]]]] = {
         [{}, {"norm_before_fc": True}, {"fc_norm": True, "feature_layers": [1, 2]},
          {"mask_token_id": 3}, {"embedding": "own"}],
     ],
+    "dflash": [
+        [{"layer": LAYER | {"qk_norm": True} | each, "layers": each.get("num_hidden_layers", 1)}
+         for each in LAYERS],
+        [OUTPUTS[0], OUTPUTS[2]],
+        [{}, {"feature_layers": [1, 2]}, {"markov_rank": 3}, {"embedding": "own"}],
+    ],
     "lookup": [[{}, {"max_match": 4}]],
 }  # fmt: skip
 

@@ -36,7 +36,10 @@ def moved(made: TrainableDrafter) -> TrainableDrafter:
     return made
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra", "redrafter", "eagle", "eagle3", "draft_model"])
+TRAINED = ["medusa", "hydra", "redrafter", "eagle", "eagle3", "dflash", "draft_model"]
+
+
+@pytest.mark.parametrize("name", TRAINED)
 def test_the_first_weights_are_the_other_heads(name: str, tmp_path: Path) -> None:
     """Also those of a head that was trained for another target."""
     before = moved(head(name))

@@ -1,0 +1,37 @@
+"""Whether Triton's kernels run on a device."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from functools import cache
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+@cache
+def no_triton(device: torch.device) -> str | None:
+    """Why no Triton kernel runs there; None where one does.
+
+    On a GPU the smallest launch is tried: Triton has the machine's C compiler make a part of each,
+    with Python's headers, and many containers lack one or the other.
+    """
+    if device.type != "cuda":
+        return f"its kernel runs on CUDA, and the keys are on {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "its kernel needs triton, which is not installed"
+    try:
+        from .kernels import move_path
+
+        slots = torch.zeros(1, 1, dtype=torch.long, device=device)
+        move_path(torch.zeros(1, 1, 1, 1, device=device), slots, slots)
+    except Exception as error:  # of the compiler, too
+        what = f"{type(error).__name__}: {error}".partition("\n")[0]
+        logger.warning(
+            f"Triton cannot launch a kernel on {device} ({what}), so torch's own operators run, "
+            "which are slower; install a C compiler and Python's headers (gcc, python3-dev)."
+        )
+        return f"its kernel cannot be launched ({what})"
+    return None

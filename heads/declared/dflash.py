@@ -1,0 +1,75 @@
+"""What DFlash's config declares."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+from ..core import OptionError
+from .fields import Shapes, VocabularyFields
+from .layer import Layer
+
+
+@dataclass(kw_only=True, repr=False)
+class DFlashFields(VocabularyFields):
+    """DFlash's shape.
+
+    Attributes:
+        layer: the decoder layers' sizes, see `Layer`; by default Qwen3's in the target's own sizes.
+        layers: how many decoder layers there are.
+        depths: K, how many tokens are drafted at once. A published block of 16 is the newest token
+            and 15 drafts or, with `sample_from_anchor`, 16 drafts.
+        feature_layers: whose input it reads; () for as many as it has layers, evenly spread, see
+            `spread_layers`.
+        mask_token_id: the token whose embedding stands where a token is not known yet; None for the
+            last of the vocabulary, which most models never write.
+        causal: whether a place of the block sees the places after it (False) or not (JetSpec).
+        sample_from_anchor: whether the newest token's own place predicts the first draft (DSpark).
+        markov_rank: r of the term that the token before a draft adds to its logits (DSpark); 0 for
+            none.
+        anchors: of how many positions of a row, chosen anew in every step, a training step drafts;
+            0 for all.
+    """
+
+    layer: dict[str, Any] | None = None
+    layers: int = 5
+    depths: int = 15
+    feature_layers: list[int] | tuple[int, ...] = ()
+    output: Literal["shared", "trimmed"] = "shared"
+    mask_token_id: int | None = None
+    causal: bool = False
+    sample_from_anchor: bool = False
+    markov_rank: int = 0
+    anchors: int = 512
+
+    OPTIONS: ClassVar[tuple[str, ...]] = (
+        *("depths", "layers", "feature_layers", "output", "draft_vocab_size"),
+        *("mask_token_id", "causal"),
+        *("sample_from_anchor", "markov_rank", "anchors"),
+    )
+    RANGES: ClassVar = {
+        "at least 1": ("depths", "layers"),
+        "at least 0": ("markov_rank", "anchors"),
+    }
+
+    def validate_mask_token(self) -> None:
+        """Part of the config's own validation."""
+        token = self.mask_token_id
+        if token is not None and self.vocab_size and not 0 <= token < self.vocab_size:
+            raise OptionError(
+                f"drafter.mask_token_id is {token}; expected 0 … {self.vocab_size - 1}."
+            )
+
+    @property
+    def decided(self) -> bool:
+        return Layer.of(self.layer).plain
+
+    def shapes(self) -> Shapes:
+        layer, size = Layer.of(self.layer), self.hidden_size
+        wide, rank = (len(self.feature_layers) or self.layers) * size, self.markov_rank
+        found = super().shapes() | self.embedding_shapes(size) | layer.shapes("model.layers.")
+        found |= {"fc.weight": [size, wide], "hidden_norm.weight": [size], "norm.weight": [size]}
+        if self.output == "trimmed":
+            found["lm_head.weight"] = [self.output_size, size]
+        for number, tokens in ((1, self.vocab_size), (2, self.output_size)):
+            if rank:
+                found[f"markov_head.markov_w{number}.weight"] = [tokens, rank]
+        return found

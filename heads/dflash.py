@@ -1,0 +1,280 @@
+"""DFlash: several decoder layers that draft a whole block of tokens in one pass.
+
+The block is the newest token, the anchor, followed by K places of which only the position is known.
+Every layer's queries come from the block. Its keys and values come from the target's features of
+the text, mixed once for all layers, and from the block, whose places see each other:
+
+    context       f_0 … f_t            keys and values, kept from round to round
+    block         x_t+1  mask  mask    queries, keys and values, which are dropped after the round
+    predicts      –      x_t+2 x_t+3   through the target's own output layer
+
+As published (arXiv 2602.06036) the anchor's own place predicts nothing, and no draft depends on
+another, so a tree is grown over their marginals (`best-first`, as in DDTree, arXiv 2604.12989).
+JetSpec (arXiv 2606.18394) has a block in which no place sees those after it: `causal`. In DSpark
+(arXiv 2607.05147) the anchor's place predicts the first draft (`sample_from_anchor`), and the token
+before a draft adds a low-rank term to its logits (`markov_rank`), by which drafts depend on each
+other: then a tree is grown level by level, at the cost of that term alone.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import DynamicCache, PreTrainedModel
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from .declared.dflash import DFlashFields
+from .drafter import DrafterConfig, Step, last_true
+from .parts.cached_layers import DraftCache
+from .parts.context_layers import ContextLayers, text_keys
+from .parts.draft_attention import Mask, attention_for, block_mask
+from .parts.own_layers import layer_like, norm_scale, own_layers, unit_scale_init
+from .parts.published.dflash import DFLASH, dflash
+from .parts.vocabulary import TokenConditioned
+from .trainable import DraftLogits
+
+
+@strict
+class DFlashConfig(DFlashFields, DrafterConfig):
+    """See `DFlashFields`."""
+
+    model_type = "headstart_dflash"
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        config = super().for_target(target, **options)
+        config.layer = layer_like(target) | {"qk_norm": True, "num_hidden_layers": config.layers}
+        config.feature_layers = config.feature_layers or spread_layers(target, config.layers)
+        if config.mask_token_id is None:
+            config.mask_token_id = config.vocab_size - 1
+        return config
+
+
+def spread_layers(target: PreTrainedModel, count: int) -> list[int]:
+    """The layers whose input is read by default: `count` of the L layers, evenly from 2 to L - 2.
+
+    Published configs name a layer by its output (`target_layer_ids`): 1 … L - 3, and L // 2 where
+    it is a single one. Of a target of few layers these are fewer.
+    """
+    layers = target.config.get_text_config(decoder=True).num_hidden_layers
+    if count == 1:
+        return [layers // 2 + 1]
+    first, last = min(2, layers), max(layers - 2, 1)
+    found = {first + round(n * (last - first) / (count - 1)) for n in range(count)}
+    return sorted(found)
+
+
+class _Markov(nn.Module):
+    """What the token before a draft adds to its logits: W2 of row x of W1."""
+
+    def __init__(self, read: int, proposed: int, rank: int):
+        super().__init__()
+        self.markov_w1 = nn.Embedding(read, rank)
+        self.markov_w2 = nn.Linear(rank, proposed, bias=False)
+
+
+@dataclass
+class DFlashState:
+    """The text's cache; and of a round the drafts' states, and the depth of the last level."""
+
+    cached: DraftCache
+    states: Tensor = field(init=False)  # [B, K, D]
+    level: int = 0
+
+
+class DFlash(TokenConditioned):
+    """Drafts of a block; `independent` unless there is a term of the token before them."""
+
+    config_class = DFlashConfig
+    config: DFlashConfig
+    from_checkpoint = staticmethod(dflash)
+    exports = DFLASH
+    _checkpointed = False  # see `checkpoint_activations`
+
+    def __init__(self, config: DFlashConfig):
+        super().__init__(config)
+        size, wide = config.hidden_size, len(config.feature_layers) or config.layers
+        self.model, shapes = own_layers(config.layer or {})
+        eps = self.model.config.rms_norm_eps
+        self.fc = nn.Linear(wide * size, size, bias=False)
+        self.hidden_norm, self.norm = (Qwen3RMSNorm(size, eps) for _ in range(2))
+        if config.output == "trimmed":
+            self.lm_head = nn.Linear(size, config.output_size, bias=False)
+        self.markov_head: Any = None
+        if config.markov_rank:
+            sizes = config.vocab_size, config.output_size, config.markov_rank
+            self.markov_head = _Markov(*sizes)
+        self.independent = self.markov_head is None
+        self._layers = ContextLayers(self.model, shapes)
+        self.post_init()
+
+    @torch.no_grad()
+    def init_from_target(self, token_counts: Tensor | None = None) -> None:
+        """Start with random layers that keep the size of their input, and the target's ends."""
+        unit_scale_init(self.model)
+        unit_scale_init(self.fc)
+        if (scale := norm_scale(self.target)) is not None:
+            self.norm.weight.copy_(scale)
+        if self.config.output == "trimmed":
+            self.lm_head.weight.copy_(self.rows_to_start_from(token_counts))
+        if self.markov_head is not None:
+            nn.init.normal_(self.markov_head.markov_w1.weight)
+            nn.init.zeros_(self.markov_head.markov_w2.weight)
+
+    @property
+    def max_depth(self) -> int:
+        return self.config.depths
+
+    @property
+    def needs_length_bound(self) -> bool:
+        return self._layers.needs_length_bound
+
+    # Decoding.
+
+    def start(self, batch: int, capacity: int) -> DFlashState:
+        return DFlashState(self._layers.start(batch))
+
+    def reserve(self, state: DFlashState, longest: int, room: int) -> None:
+        # The newest token of the context stands one before the root, which begins the block.
+        self._layers.reserve(state.cached, longest - 1, room + self._places)
+
+    def prefill(self, state: DFlashState, features: Tensor, tokens: Tensor, count: Tensor) -> None:
+        self._layers.prefill_text(state.cached, count - 1, self._context(features[:, :-1]))
+
+    def begin(self, state: DFlashState, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        self._layers.add_text(state.cached, count, self._context(features))
+        anchor = last_true(tokens.unsqueeze(-1), count)  # [B, 1]
+        found = self._layers.block(state.cached, self._block(anchor), self.config.causal)
+        state.states, state.level = self._drafts(found), 0
+        if self.independent:
+            return self.propose(state.states)  # [B, K, V]
+        return self._level(state, anchor)
+
+    def extend(self, state: DFlashState, tokens: Tensor, parent: Tensor) -> Step:
+        state.level += 1
+        return self._level(state, tokens)
+
+    def _level(self, state: DFlashState, tokens: Tensor) -> Step:
+        """The proposals for the children of nodes of one level with these tokens [B, W]."""
+        states = state.states[:, state.level, None]  # [B, 1, D], the same for all of them
+        added = self.markov_head.markov_w2(self.markov_head.markov_w1(tokens))  # [B, W, Vd]
+        return Step(self._output(states) + added, self.draft_vocabulary)
+
+    @property
+    def _output(self) -> Callable[[Tensor], Tensor]:
+        """The layer that reads the drafts' states."""
+        return self.target_logits if self.config.output == "shared" else self.lm_head
+
+    @property
+    def _places(self) -> int:
+        """W, the places of a block."""
+        return self.config.depths + (not self.config.sample_from_anchor)
+
+    def _context(self, features: Tensor) -> Tensor:
+        """The target's features [..., F] as all layers read them: [..., D]."""
+        return self.hidden_norm(self.fc(features.to(self.dtype)).to(self.dtype))
+
+    def _block(self, anchors: Tensor) -> Tensor:
+        """The embeddings of blocks that begin with these tokens [..., 1]: [..., W, D]."""
+        token = self.config.mask_token_id
+        assert token is not None, "DFlashConfig.for_target says which"
+        masks = torch.full_like(anchors, token)
+        return self.embed(torch.cat([anchors, *[masks] * (self._places - 1)], -1))
+
+    def _drafts(self, hidden: Tensor) -> Tensor:
+        """What the layers made of blocks [..., W, D], as the output layer reads it: [..., K, D]."""
+        return self.norm(hidden[..., self._places - self.config.depths :, :])
+
+    # Training.
+
+    @property
+    def starts_a_row(self) -> int | None:
+        return self.config.anchors or None
+
+    def passes(self, row: int) -> float:
+        return 1 + self._places * min(1.0, (self.starts_a_row or row) / row)
+
+    def draft_hidden_states(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """All blocks of all rows in one pass, whose keys are the text's and then every block's.
+
+        The block of position t begins with x_t+1. It attends to the text up to t and to itself.
+        """
+        length, places = tokens.shape[1], self._places
+        most = max(int(where.sum(1).max()), 1)
+        at = where.byte().argsort(dim=1, descending=True, stable=True)[:, :most]  # [B, A]
+        every = torch.arange(length, device=at.device).expand_as(tokens)  # [B, T]
+        positions = every if positions is None else positions
+        start = (every - positions).gather(1, at)  # [B, A], of each position's document
+        anchor = tokens.gather(1, (at + 1).clamp(max=length - 1)).unsqueeze(-1)  # [B, A, 1]
+        block = self._block(anchor).flatten(1, 2)  # [B, A * W, D]
+        steps = torch.arange(1, places + 1, device=at.device)
+        of_block = (positions.gather(1, at).unsqueeze(-1) + steps).flatten(1)  # [B, A * W]
+        mask = block_mask(at, start, length, places, self.config.causal)
+        hidden = self._run(self._context(features), positions, block, of_block, mask)
+        states = self._drafts(hidden.unflatten(1, (-1, places)))  # [B, A, K, D]
+        states = states[where.gather(1, at)].transpose(0, 1)[:depths]  # [K, M, D]
+        if self.independent:
+            return states
+        row, place = where.nonzero(as_tuple=True)  # [M] each
+        ahead = place + torch.arange(1, len(states) + 1, device=row.device).unsqueeze(1)
+        before = tokens[row, ahead.clamp(max=length - 1)]  # [K, M], the token before each draft
+        return torch.cat([states, self.markov_head.markov_w1(before)], -1)  # [K, M, D + r]
+
+    def _run(
+        self, context: Tensor, positions: Tensor, hidden: Tensor, of_block: Tensor, mask: Mask
+    ) -> Tensor:
+        """The layers on blocks [B, A * W, D] at positions `of_block`, behind the text's context.
+
+        Layer by layer, so that each may be computed again by itself in the backward pass.
+        """
+        how = {
+            "attention_mask": mask, "position_ids": of_block,
+            "position_embeddings": self.model.rotary_emb(hidden, of_block),
+        }  # fmt: skip
+        for number, (keys, values) in enumerate(text_keys(self.model, context, positions)):
+            run = partial(self._layer, number, how)
+            if self._checkpointed:
+                hidden = checkpoint(run, hidden, keys, values, use_reentrant=False)
+            else:
+                hidden = run(hidden, keys, values)
+        return hidden
+
+    def _layer(
+        self, number: int, how: dict[str, Any], hidden: Tensor, keys: Tensor, values: Tensor
+    ) -> Tensor:
+        """One layer, behind the text's keys and values."""
+        cache = DynamicCache()
+        cache.update(keys, values, number)
+        with attention_for(self.model, how["attention_mask"]):
+            return self.model.layers[number](hidden, past_key_values=cache, **how)
+
+    def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
+        if self.independent:
+            return self._output
+        size, output, term = self.config.hidden_size, self._output, self.markov_head.markov_w2
+        return lambda states: output(states[..., :size]) + term(states[..., size:])
+
+    def draft_output(self, depth: int) -> DraftLogits:
+        shared = self.config.output == "shared"
+        if self.independent:
+            return (
+                super().draft_output(depth) if shared else DraftLogits(weight=self.lm_head.weight)
+            )
+        read = (self.markov_head.markov_w2, *([] if shared else [self.lm_head]))
+        return DraftLogits(self.draft_logits(depth), read)
+
+    def checkpoint_activations(self) -> bool:
+        self._checkpointed = True
+        return True

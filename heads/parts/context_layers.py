@@ -1,0 +1,75 @@
+"""Decoder layers that read a text by states from elsewhere, and run on a block after it alone.
+
+A token of the text is a key and a value in every layer, made of one state that is the same for all
+layers. They are cached at the token's position, as in `cached_layers`; the block's own come after
+them, and the next round overwrites these.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import rotate_half
+
+from .cached_layers import CachedLayers, DraftCache
+
+
+def text_keys(model: Any, context: Tensor, positions: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Keys and values [B, H, T, d] of a text in each layer of a model of Qwen3's layers.
+
+    Args:
+        context: [B, T, D], what the projections read.
+        positions: [B, T] int64.
+    """
+    cos, sin = (x.unsqueeze(1) for x in model.rotary_emb(context, positions))  # [B, 1, T, d]
+    for layer in model.layers:
+        attention = layer.self_attn
+        split = (*context.shape[:-1], -1, attention.head_dim)
+        keys = attention.k_norm(attention.k_proj(context).view(split)).transpose(1, 2)
+        values = attention.v_proj(context).view(split).transpose(1, 2)
+        yield keys * cos + rotate_half(keys) * sin, values
+
+
+class ContextLayers(CachedLayers):
+    """The calls of a drafter with such layers, in place of `begin` and `extend`."""
+
+    def prefill_text(self, state: DraftCache, count: Tensor, context: Tensor) -> None:
+        """Cache prompts [B, T, D], padded on the right, of `count` [B] tokens.
+
+        Raises:
+            OptionError: see `CachedLayers.prefill`.
+        """
+        length = context.shape[1]
+        self._empty(state, length, count)
+        if length:
+            positions = torch.arange(length, device=context.device).expand(len(context), -1)
+            state.slab.set_slots(range(length), length)
+            self._write(state, context, positions)
+
+    def add_text(self, state: DraftCache, count: Tensor, context: Tensor) -> None:
+        """Cache what was just committed, [B, A, D], of which `count` [B] are true tokens of a row.
+
+        Padding is cached after the text, where nothing sees it and the next tokens overwrite it.
+        """
+        steps = torch.arange(context.shape[1], device=count.device)
+        positions = state.lengths.unsqueeze(1) + steps  # [B, A]
+        state.slab.set_slots(positions, state.slab.capacity)
+        self._write(state, context, positions)
+        state.lengths = state.lengths + count
+
+    def block(self, state: DraftCache, block: Tensor, causal: bool) -> Tensor:
+        """Run a block's embeddings [B, W, D] after the text: [B, W, D].
+
+        Args:
+            causal: whether a place sees those before it alone; if not, all see each other.
+        """
+        batch, places = block.shape[:2]
+        seen = torch.ones(places, places, dtype=torch.bool, device=block.device)
+        seen = (seen.tril() if causal else seen).expand(batch, -1, -1)
+        depth = torch.arange(1, places + 1, device=block.device).expand(batch, -1)
+        return self._run(state, {"inputs_embeds": block}, depth, seen).last_hidden_state
+
+    def _write(self, state: DraftCache, context: Tensor, positions: Tensor) -> None:
+        for number, (keys, values) in enumerate(text_keys(self.model, context, positions)):
+            state.slab.update(keys, values, number)

@@ -1,0 +1,140 @@
+"""Block drafters of other projects: DFlash, DSpark and JetSpec.
+
+The authors' have the config of a Qwen3 of a few layers, in which `dflash_config` names the mask
+token and the layers of the target (by their output), and tensors named as here but for the layers'
+prefix (github.com/z-lab/dflash). There are no embeddings and no output layer: these are the
+target's. vLLM and SGLang read the same files. The config of speculators nests that of the layers,
+names the target's layers by their input, and may have a trimmed output layer.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from ...checkpoint import Found
+from ...core import ArtifactError
+from .checkpoint import Checkpoint, cannot_be_written, llama_config, speculators_config
+from .layer_ids import read_layer_ids
+from .layers import layer_config, read_layers
+from .vocabulary import read_vocabulary, write_vocabulary
+
+_LAYERS, _MARKOV = "model.layers.", "markov_head.markov_w1.weight"
+_DFLASH = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashSpeculator")
+_DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator")
+ARCHITECTURES = (*_DFLASH, *_DSPARK)
+"""What the architectures are called that are run here."""
+
+
+def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
+    """The authors' checkpoints, others' in their form, and those of speculators.
+
+    A head that predicts how likely its drafts are accepted (`confidence_head`) is left out: it
+    decides how many drafts are verified, and nothing else.
+    """
+    if "hidden_norm.weight" not in tensors:
+        return None
+    architecture = next(iter(config.get("architectures") or [""]))
+    if architecture not in ARCHITECTURES and "dflash_config" not in config:
+        return None
+    said: dict[str, Any] = config | (config.get("dflash_config") or {})
+    found = {
+        (f"model.{name}" if name.startswith("layers.") else name): tensor
+        for name, tensor in tensors.items()
+        if not name.startswith("confidence_head.")
+    }
+    layer, read = read_layers(config, found), read_layer_ids(config)
+    size = len(found["fc.weight"])
+    if not layer.get("qk_norm") or layer.get("sliding_window"):
+        what = "see a window alone" if layer.get("qk_norm") else "have no norms of queries and keys"
+        raise ArtifactError(f"its layers {what}, which is not run here; expected Qwen3's layers.")
+    token, block = said.get("mask_token_id"), said.get("block_size")
+    if token is None or not block or found["fc.weight"].shape[1] != len(read) * size:
+        raise ArtifactError(
+            f"its config says mask_token_id {token}, block_size {block} and target_layer_ids for "
+            f"{len(read)} layers, and fc reads {found['fc.weight'].shape[1]} entries; restore the "
+            "config that was published."
+        )
+    from_anchor = bool(said.get("sample_from_anchor", architecture in _DSPARK))
+    vocabulary = layer_config(config).get("vocab_size")
+    known = {
+        "hidden_size": size, "vocab_size": vocabulary, "layer": layer,
+        "layers": layer.get("num_hidden_layers", 1), "feature_layers": read,
+        "mask_token_id": int(token), "causal": bool(said.get("causal", False)),
+        "sample_from_anchor": from_anchor, "depths": int(block) - (not from_anchor),
+    }  # fmt: skip
+    if _MARKOV in found:
+        known["markov_rank"] = found[_MARKOV].shape[1]
+    offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
+    if offsets is not None and (ids := read_vocabulary(offsets, mask, vocabulary)) is not None:
+        found["vocabulary"] = ids
+        known |= {"output": "trimmed", "draft_vocab_size": len(ids)}
+    elif "lm_head.weight" in found:
+        known["output"] = "own"  # unless it is the target's, see `Drafter.completed`
+    if "embed_tokens.weight" in found:
+        known["embedding"] = "own"  # likewise
+    return {name: value for name, value in known.items() if value is not None}, found
+
+
+def _write(drafter: Any, form: str) -> Checkpoint:
+    """A drafter in the authors' form, which vLLM and SGLang read too."""
+    own = drafter.config
+    _check_embedding(own, form)
+    if own.markov_rank or own.output == "trimmed":
+        what, remedy = "it has no confidence_head beside its markov_rank", "markov_rank=0"
+        if own.output == "trimmed":
+            what, remedy = f"it knows {own.output_size} of its target's tokens", "output=shared"
+        remedy = f"train it with drafter.{remedy}, or export it to speculators"
+        raise cannot_be_written(form, what, remedy)
+    config = llama_config(drafter, own.layer) | {
+        "architectures": ["DFlashDraftModel"],
+        "block_size": own.depths + (not own.sample_from_anchor),
+        "num_target_layers": drafter.target.config.get_text_config(decoder=True).num_hidden_layers,
+        "dflash_config": {
+            "mask_token_id": own.mask_token_id,
+            "target_layer_ids": [number - 1 for number in own.feature_layers],
+            "causal": own.causal, "sample_from_anchor": own.sample_from_anchor,
+        },
+    }  # fmt: skip
+    return Checkpoint(config, _written(drafter))
+
+
+def _write_speculators(drafter: Any) -> Checkpoint:
+    own, tensors = drafter.config, _written(drafter)
+    _check_embedding(own, "speculators")
+    if own.causal:
+        raise cannot_be_written(
+            "speculators", "a place of its block sees those before it alone (causal)",
+            "export it to vllm",
+        )  # fmt: skip
+    if (ids := tensors.pop("vocabulary", None)) is not None:
+        tensors |= write_vocabulary(ids, own.vocab_size)
+    kind = "dspark" if own.markov_rank else "dflash"
+    config = speculators_config(drafter, kind, llama_config(drafter, own.layer)) | {
+        "architectures": ["DSparkSpeculator" if own.markov_rank else "DFlashSpeculator"],
+        "aux_hidden_state_layer_ids": list(own.feature_layers),
+        "block_size": own.depths + (not own.sample_from_anchor),
+        "draft_vocab_size": own.output_size, "mask_token_id": own.mask_token_id,
+        "sample_from_anchor": own.sample_from_anchor,
+    }  # fmt: skip
+    if own.markov_rank:
+        config |= {"markov_rank": own.markov_rank, "enable_confidence_head": False}
+        config |= {"confidence_head_with_markov": False}
+    return Checkpoint(config, tensors)
+
+
+def _check_embedding(own: Any, form: str) -> None:
+    if own.embedding == "own":
+        raise cannot_be_written(form, "its embeddings are not its target's", "decode with it here")
+
+
+def _written(drafter: Any) -> dict[str, Tensor]:
+    return {name.removeprefix("model."): t for name, t in drafter.state_dict().items()}
+
+
+DFLASH: dict[str, Callable[[Any], Checkpoint]] = {
+    **{form: partial(_write, form=form) for form in ("vllm", "sglang", "original")},
+    "speculators": _write_speculators,
+}
+"""What writes a drafter in each format."""

@@ -1,0 +1,228 @@
+"""DFlash: the published definition, other projects' checkpoints, trees of it, its options."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+from torch import Tensor
+
+from headstart.heads import ArtifactError, OptionError, family, load_drafter
+from headstart.heads.dflash import DFlash, spread_layers
+from headstart.infer import Speculator
+from headstart.train.losses.draft_loss import head_labels, some_starts
+from tests.support import published_dflash as published
+from tests.support.published_dflash import Form, by_hand
+from tests.support.tiny import VOCAB, one_line, prompts, tiny
+
+FORMS = {
+    "DFlash": Form(),
+    "one layer": Form(layers=1, block=2),
+    "JetSpec": Form(causal=True),
+    "DSpark": Form(dspark=True, rank=6),
+    "DSpark without a term": Form(dspark=True),
+    "DFlash with a term": Form(rank=3),
+}
+
+
+def write(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def loaded(form: Form, folder: Path) -> Any:
+    place = write(folder, form.config, form.tensors)
+    found: Any = load_drafter(place, tiny("llama"), dtype=torch.float64)
+    assert isinstance(found, DFlash)
+    return found.eval()
+
+
+@torch.no_grad()
+def drafted(drafter: Any, features: Tensor, tokens: list[int], prompt: int) -> Tensor:
+    """Logits [K, V] after features [T, F], of which the first `prompt` come with the prompt."""
+    text, depths = len(features), drafter.max_depth
+    ids = torch.tensor([tokens])
+    state = drafter.start(1, text + 16)
+    drafter.reserve(state, prompt, 2 * depths + 2)
+    drafter.prefill(state, features[None, :prompt], ids[:, :prompt], torch.tensor([prompt]))
+    at = prompt - 1
+    while True:  # rounds that commit two tokens each, with a third of padding, then one
+        count = min(2, text - at)
+        feed = torch.nn.functional.pad(features[None, at : at + count], (0, 0, 0, 3 - count))
+        new = torch.nn.functional.pad(ids[:, at + 1 : at + 1 + count], (0, 3 - count))
+        drafter.reserve(state, at + count, 2 * depths + 2)
+        step = drafter.begin(state, feed, new, torch.tensor([count]))
+        at += count
+        if at == text:
+            break
+    if drafter.independent:
+        return step.logits[0]
+    levels = [step.logits[0, 0]]
+    for depth in range(1, depths):
+        token = ids[:, text + depth, None]
+        levels.append(drafter.extend(state, token, torch.tensor([[depth - 2]])).logits[0, 0])
+    return torch.stack(levels)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_published_checkpoints_draft_as_defined(name: str, tmp_path: Path) -> None:
+    form = FORMS[name]
+    drafter = loaded(form, tmp_path)
+    assert drafter.max_depth == form.block - (not form.dspark)
+    assert drafter.independent == (not form.rank)
+    assert list(drafter.config.feature_layers) == [1, 2], "the outputs of layers 0 and 1"
+    generator = torch.Generator().manual_seed(2)
+    features = torch.randn(9, 64, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(VOCAB, (9 + form.block + 1,), generator=generator).tolist()
+    expected = by_hand(form, features, tokens)
+    for prompt in (1, 4, 9):
+        found = drafted(drafter, features, tokens, prompt)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # float32 angles
+    # The controls: the features' order, and each option, matter.
+    assert (by_hand(form, features.flip(0), tokens) - expected).abs().max() > 1e-2
+    other = Form(form.layers, form.block, not form.causal, form.dspark, form.rank)
+    if form.block > 2:
+        assert (by_hand(other, features, tokens) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers, "MuseGlimmerAssistantModel"), reason="this transformers has none"
+)
+def test_it_is_what_transformers_runs(tmp_path: Path) -> None:
+    """The only block drafter that transformers has a class for, with layers that see all."""
+    form = FORMS["DFlash"]
+    drafter, config = loaded(form, tmp_path), form.config
+    sizes = {
+        name: config[name]
+        for name in (
+            "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "head_dim", "rms_norm_eps", "layer_types", "block_size",
+        )
+    }  # fmt: skip
+    theirs: Any = transformers.MuseGlimmerAssistantModel(  # type: ignore[attr-defined]
+        transformers.MuseGlimmerAssistantConfig(  # type: ignore[attr-defined]
+            **sizes, mask_token_id=published.MASK, target_layer_ids=published.TARGET_LAYERS,
+            rope_parameters={"rope_type": "default", "rope_theta": published.THETA},
+        )
+    ).double().eval()  # fmt: skip
+    names = {
+        "fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight",
+    }  # fmt: skip
+    theirs.load_state_dict({names.get(name, name): t for name, t in form.tensors.items()})
+    features = torch.randn(7, 64, dtype=torch.float64)
+    tokens = torch.randint(VOCAB, (8,)).tolist()
+    ids = torch.tensor([[tokens[7]] + [published.MASK] * (form.block - 1)])
+    with torch.no_grad():
+        block = tiny("llama").model.embed_tokens(ids)
+        left = theirs(noise_embeds=block, context_hidden_states=features[None]).last_hidden_state
+        expected = tiny("llama").lm_head(left)[0, 1:]
+    found = drafted(drafter, features, tokens, 3)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["DFlash", "DSpark"])
+@pytest.mark.parametrize("tree", ["chain:4", "best-first:9,4,3", "cartesian:2,2,1"])
+def test_it_decodes_what_the_target_says(name: str, tree: str, tmp_path: Path) -> None:
+    ids, mask = prompts([9, 4, 7])
+    target: Any = tiny("llama")
+    drafter = loaded(FORMS[name], tmp_path)
+    expected = target.generate(ids, attention_mask=mask, max_new_tokens=20, do_sample=False)
+    found = Speculator(target, drafter, tree=tree).generate(
+        ids, attention_mask=mask, max_new_tokens=20
+    )
+    assert torch.equal(found, expected)
+
+
+def changed(form: Form, tensors: dict[str, Tensor] | None = None, **config: Any) -> Any:
+    return form.config | config, form.tensors | (tensors or {})
+
+
+WINDOW = {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
+NORMS = ("q_norm.weight", "k_norm.weight")
+NORMLESS = {name: t for name, t in Form().tensors.items() if not name.endswith(NORMS)}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "said"),
+    [
+        (*changed(Form(), **WINDOW), "see a window alone"),
+        (Form().config, NORMLESS, "have no norms of queries and keys"),
+        (*changed(Form(), dflash_config={"mask_token_id": 3}), "target_layer_ids for 0 layers"),
+        (*changed(Form(), dflash_config={"target_layer_ids": [0, 1]}), "mask_token_id None"),
+        (*changed(Form(), dflash_config={"mask_token_id": 99, "target_layer_ids": [0, 1]}),
+         "mask_token_id is 99; expected 0 … 63"),
+        (*changed(Form(), dflash_config={"mask_token_id": 9, "target_layer_ids": [0, 7]}),
+         "it reads the input of layer 8 of its target"),
+        (*changed(Form(), architectures=["DFlash2DraftModel"]), "calls it 'DFlash2DraftModel'"),
+        (*changed(Form(), {"prefix_gru.weight": torch.ones(2)}), "it has a part that is not run"),
+        (*changed(Form(), speculators_model_type="dflash2"), "calls it 'dflash2'"),
+    ],
+)  # fmt: skip
+def test_refused(config: Any, tensors: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError) as caught:
+        load_drafter(write(tmp_path / "heads", config, tensors), tiny("llama"))
+    assert said in one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"depths": 0}, "drafter.depths is 0; expected at least 1."),
+        ({"markov_rank": -1}, "drafter.markov_rank is -1; expected at least 0."),
+        ({"mask_token_id": VOCAB}, f"drafter.mask_token_id is {VOCAB}; expected 0 … {VOCAB - 1}."),
+        ({"heads": 3}, "drafter.heads is not an option of 'dflash'"),
+    ],
+)
+def test_options_are_checked(options: dict[str, Any], said: str) -> None:
+    kind: Any = family("dflash").config_class
+    with pytest.raises(OptionError, match=said):
+        kind.for_target(tiny("llama"), **options)
+
+
+@pytest.mark.parametrize(
+    ("layers", "count", "outputs"),
+    [(36, 5, [1, 9, 17, 25, 33]), (32, 1, [16]), (28, 3, [1, 13, 25]), (2, 2, [0, 1]),
+     (6, 2, [1, 3])],
+)  # fmt: skip
+def test_layers_are_spread_as_published(layers: int, count: int, outputs: list[int]) -> None:
+    config = transformers.LlamaConfig(num_hidden_layers=layers)
+
+    class Target:
+        pass
+
+    target: Any = Target()
+    target.config = config
+    assert [layer - 1 for layer in spread_layers(target, count)] == outputs
+
+
+def test_a_step_drafts_from_some_positions() -> None:
+    tokens = torch.randint(1, VOCAB, (3, 40))
+    supervised = torch.rand(3, 40) < 0.8
+    supervised[2, 9:] = False  # fewer than are asked for
+    labels = head_labels(tokens, supervised, 3)
+    counted = (labels != -100).any(0)
+    found = some_starts(labels, tokens, supervised, 11, step=5)
+    kept = (found != -100).any(0)
+    assert kept.sum(1).tolist() == [11, 11, min(11, int(counted[2].sum()))]
+    assert (found[:, kept] == labels[:, kept]).all() and not (kept & ~counted).any()
+    # The same in another batch, padded further; others in another step; all where there are fewer.
+    one, its = (torch.nn.functional.pad(each[1:2], (0, 30)) for each in (tokens, supervised))
+    again = some_starts(head_labels(one, its, 3), one, its, 11, step=5)
+    assert torch.equal(again[:, 0, :40], found[:, 1])
+    assert not torch.equal(some_starts(labels, tokens, supervised, 11, step=6), found)
+    assert torch.equal(some_starts(labels, tokens, supervised, 40, step=5), labels)
+
+
+def test_of_the_text_itself_a_block_reads_the_newest_token_alone(tmp_path: Path) -> None:
+    drafter = loaded(Form(), tmp_path)
+    features = torch.randn(9, 64, dtype=torch.float64)
+    tokens = torch.randint(1, VOCAB, (15,)).tolist()
+    one = drafted(drafter, features, tokens, 2)
+    earlier, newest = [0] * 9 + tokens[9:], [*tokens[:9], 0, *tokens[10:]]
+    assert torch.equal(drafted(drafter, features, earlier, 2), one)
+    assert (drafted(drafter, features, newest, 2) - one).abs().max() > 1e-3

@@ -1,0 +1,128 @@
+"""Block drafters as they are published, with random values, and what their equations give.
+
+The reference runs one block behind one text, without a cache, from names, shapes and configs alone.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.support.tiny import VOCAB, tiny
+
+SIZE, HEADS, KV, HEAD, WIDE, THETA, EPS = 32, 4, 2, 8, 24, 5_000.0, 1e-5
+MASK = 61  # the mask token
+TARGET_LAYERS = [0, 1]  # by their output
+
+
+@dataclass(frozen=True)
+class Form:
+    """What is special about a drafter."""
+
+    layers: int = 2
+    block: int = 5
+    causal: bool = False
+    dspark: bool = False
+    rank: int = 0
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["Qwen3DSparkModel" if self.dspark else "DFlashDraftModel"],
+            "model_type": "qwen3", "hidden_size": SIZE, "intermediate_size": WIDE,
+            "num_hidden_layers": self.layers, "num_attention_heads": HEADS,
+            "num_key_value_heads": KV, "head_dim": HEAD, "rms_norm_eps": EPS, "rope_theta": THETA,
+            "max_position_embeddings": 256, "vocab_size": VOCAB, "block_size": self.block,
+            "layer_types": ["full_attention"] * self.layers,
+            "dflash_config": {"mask_token_id": MASK, "target_layer_ids": TARGET_LAYERS}
+            | ({"causal": True} if self.causal else {}),
+        }  # fmt: skip
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(11)
+
+        def random(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64) * 0.3
+
+        found = {
+            "fc.weight": random(SIZE, len(TARGET_LAYERS) * SIZE),
+            "hidden_norm.weight": 1 + random(SIZE), "norm.weight": 1 + random(SIZE),
+        }  # fmt: skip
+        for number in range(self.layers):
+            products = {
+                "self_attn.q_proj": (HEADS * HEAD, SIZE), "self_attn.k_proj": (KV * HEAD, SIZE),
+                "self_attn.v_proj": (KV * HEAD, SIZE), "self_attn.o_proj": (SIZE, HEADS * HEAD),
+                "mlp.gate_proj": (WIDE, SIZE), "mlp.up_proj": (WIDE, SIZE),
+                "mlp.down_proj": (SIZE, WIDE),
+            }  # fmt: skip
+            norms = {"input_layernorm": SIZE, "post_attention_layernorm": SIZE}
+            norms |= {"self_attn.q_norm": HEAD, "self_attn.k_norm": HEAD}
+            layer = {name: random(*shape) for name, shape in products.items()}
+            layer |= {name: 1 + random(size) for name, size in norms.items()}
+            found |= {f"layers.{number}.{name}.weight": value for name, value in layer.items()}
+        if self.rank:
+            for which in (1, 2):
+                found[f"markov_head.markov_w{which}.weight"] = random(VOCAB, self.rank)
+        if self.dspark:
+            found |= {"confidence_head.proj.weight": random(1, SIZE + self.rank)}
+            found |= {"confidence_head.proj.bias": random(1)}
+        return found
+
+
+def rms(states: Tensor, weight: Tensor) -> Tensor:
+    return weight * states / (states.square().mean(-1, keepdim=True) + EPS).sqrt()
+
+
+def rotated(states: Tensor, positions: Tensor) -> Tensor:
+    """Rotary positions [S] of states [S, H, d]."""
+    rates = THETA ** (-torch.arange(0, HEAD, 2, dtype=torch.float64) / HEAD)
+    angle = positions.double().view(-1, 1, 1) * rates  # [S, 1, d / 2]
+    left, right = states.chunk(2, -1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def by_hand(form: Form, features: Tensor, tokens: list[int]) -> Tensor:
+    """The logits [K, V] of the drafts after a text.
+
+    Args:
+        features: [T, F], of the text but for its last token, the anchor.
+        tokens: T + 1 of the text, then those that were drafted, K - 1 at least with `rank`.
+    """
+    weights, text, target = form.tensors, len(features), tiny("llama")
+    context = rms(features @ weights["fc.weight"].T, weights["hidden_norm.weight"])  # [T, D]
+    ids = torch.tensor([tokens[text]] + [MASK] * (form.block - 1))
+    hidden = target.model.embed_tokens(ids)  # [W, D]
+    positions = torch.arange(text + form.block)
+    seen = torch.ones(form.block, text + form.block, dtype=torch.bool)
+    if form.causal:
+        seen[:, text:] = seen[:, text:].tril()
+    for number in range(form.layers):
+        prefix = f"layers.{number}."
+        of = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
+        normed = rms(hidden, of["input_layernorm.weight"])
+        both = torch.cat([context, normed])  # [T + W, D]
+        query, key, value = (
+            F.linear(read, of[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, HEAD))
+            for name, read in (("q", normed), ("k", both), ("v", both))
+        )
+        query = rotated(rms(query, of["self_attn.q_norm.weight"]), positions[text:])
+        key = rotated(rms(key, of["self_attn.k_norm.weight"]), positions)
+        key, value = (each.repeat_interleave(HEADS // KV, 1) for each in (key, value))
+        scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD**0.5
+        shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        mixed = torch.einsum("hqk,khd->qhd", shares, value).flatten(1)
+        hidden = hidden + F.linear(mixed, of["self_attn.o_proj.weight"])
+        normed = rms(hidden, of["post_attention_layernorm.weight"])
+        gate, up = (F.linear(normed, of[f"mlp.{name}_proj.weight"]) for name in ("gate", "up"))
+        hidden = hidden + F.linear(F.silu(gate) * up, of["mlp.down_proj.weight"])
+    drafts = rms(hidden, weights["norm.weight"])
+    logits = target.lm_head(drafts if form.dspark else drafts[1:])  # [K, V]
+    if form.rank:
+        first, second = (weights[f"markov_head.markov_w{which}.weight"] for which in (1, 2))
+        before = torch.tensor(tokens[text : text + len(logits)])
+        logits = logits + first[before] @ second.T
+    return logits
