@@ -29,11 +29,11 @@ docs: $(READY)
 	$(IN_VENV) python -m pip install --quiet -c constraints.txt -e '.[docs]'
 	$(IN_VENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build $(ARGS)
 
-# Made anew whenever what it is made from changes.
+# Brought up to date whenever what it is made from changes.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
 	  { echo "headstart needs Python 3.11 or newer, and $(PYTHON) is not; try PYTHON=python3.12" >&2; exit 1; }
-	$(PYTHON) -m venv --clear .venv
+	[ -x .venv/bin/python ] || $(PYTHON) -m venv --clear .venv
 	$(IN_VENV) python -m pip install -c constraints.txt -e '.[dev]'
 	@touch $@
 
