@@ -242,7 +242,7 @@ def reason(error: BaseException) -> str:
             return "the access token has no right to do so (403); ask the owner, or use another"
         return f"the Hub answered {status}; try again later"
     if isinstance(error, errors.HFValidationError):
-        return "it is not the name of a Hub repository either; check the path or the name"
+        return "it is not the name of a Hub repository; check the path or the name"
     # A ValueError is the Hub's verdict on the card, or on a malformed answer.
     if isinstance(error, _TRANSPORT) and not isinstance(error, ValueError):
         what = f"the Hub cannot be reached ({type(error).__name__})"

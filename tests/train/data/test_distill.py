@@ -146,7 +146,7 @@ def test_time_cuts_the_examples_but_not_the_first_shard(
     rows = write(tmp_path, tokenizer, spec)
     assert len(rows) == 6
     assert summary(spec, tmp_path)["shards"] == 1
-    assert "6 of 20 texts, 1 of 3 shards" in caplog.text
+    assert "6 of 20 texts (1 of 3 shards)" in caplog.text
 
 
 def test_refusals(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:

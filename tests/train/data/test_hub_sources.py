@@ -128,7 +128,7 @@ def test_tables_of_text_stay_text() -> None:
         ("hub:me/nowhere", {}, "no such repository"),
         ("hub:me/lines", {"revision": "v9"}, "no such revision"),
         ("hub:me/table", {"config": "other"}, r"corpus\.config: .*other.*default"),
-        ("hub:../lines", {}, "check the name"),
+        ("hub:../lines", {}, "check the path or the name"),
     ],
 )
 def test_refusals(source: str, keys: dict[str, str], said: str) -> None:
