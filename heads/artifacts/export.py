@@ -49,12 +49,16 @@ def _serve_vllm(drafter: Drafter, place: str, tokens: int, revision: str | None)
 
 
 def _serve_sglang(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
-    at = f"--speculative-draft-model-revision {revision} " if revision else ""
-    return (
+    at = f" --speculative-draft-model-revision {revision}" if revision else ""
+    name = drafter.config.family_name()
+    line = (
         f"python -m sglang.launch_server --model-path {_target(drafter)} "
-        f"--speculative-algorithm {_SGLANG[drafter.config.family_name()]} "
-        f"--speculative-draft-model-path {place} {at}"
-        f"--speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+        f"--speculative-algorithm {_SGLANG[name]} --speculative-draft-model-path {place}{at}"
+    )
+    if name == "dflash":  # its config says how many
+        return line
+    return (
+        f"{line} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
         f"--speculative-num-draft-tokens {tokens + 1}"
     )
 

@@ -81,20 +81,26 @@ def _write(drafter: Any, form: str) -> Checkpoint:
     """A drafter in the authors' form, which vLLM and SGLang read too."""
     own = drafter.config
     _check_embedding(own, form)
-    if own.markov_rank or own.output == "trimmed":
-        what, remedy = "it has no confidence_head beside its markov_rank", "markov_rank=0"
-        if own.output == "trimmed":
-            what, remedy = f"it knows {own.output_size} of its target's tokens", "output=shared"
-        remedy = f"train it with drafter.{remedy}, or export it to speculators"
-        raise cannot_be_written(form, what, remedy)
+    for special, what, remedy in (
+        (own.output == "trimmed", f"it knows {own.output_size} of its target's tokens",
+         "output=shared"),
+        (own.markov_rank, "it has no confidence_head beside its markov_rank", "markov_rank=0"),
+        (own.sample_from_anchor, "its newest token's place drafts (sample_from_anchor)",
+         "sample_from_anchor=false"),
+    ):  # fmt: skip
+        if special:
+            remedy = f"train it with drafter.{remedy}, or export it to speculators"
+            raise cannot_be_written(form, what, remedy)
+    if form != "vllm":
+        _check_causal(own, form)
     config = llama_config(drafter, own.layer) | {
         "architectures": ["DFlashDraftModel"],
-        "block_size": own.depths + (not own.sample_from_anchor),
+        "block_size": own.depths + 1,
         "num_target_layers": drafter.target.config.get_text_config(decoder=True).num_hidden_layers,
         "dflash_config": {
             "mask_token_id": own.mask_token_id,
             "target_layer_ids": [number - 1 for number in own.feature_layers],
-            "causal": own.causal, "sample_from_anchor": own.sample_from_anchor,
+            "causal": own.causal,
         },
     }  # fmt: skip
     return Checkpoint(config, _written(drafter))
@@ -103,11 +109,7 @@ def _write(drafter: Any, form: str) -> Checkpoint:
 def _write_speculators(drafter: Any) -> Checkpoint:
     own, tensors = drafter.config, _written(drafter)
     _check_embedding(own, "speculators")
-    if own.causal:
-        raise cannot_be_written(
-            "speculators", "a place of its block sees those before it alone (causal)",
-            "export it to vllm",
-        )  # fmt: skip
+    _check_causal(own, "speculators")
     if (ids := tensors.pop("vocabulary", None)) is not None:
         tensors |= write_vocabulary(ids, own.vocab_size)
     kind = "dspark" if own.markov_rank else "dflash"
@@ -122,6 +124,12 @@ def _write_speculators(drafter: Any) -> Checkpoint:
         config |= {"markov_rank": own.markov_rank, "enable_confidence_head": False}
         config |= {"confidence_head_with_markov": False}
     return Checkpoint(config, tensors)
+
+
+def _check_causal(own: Any, form: str) -> None:
+    if own.causal:
+        what = "a place of its block sees those before it alone (causal)"
+        raise cannot_be_written(form, what, "export it to vllm")
 
 
 def _check_embedding(own: Any, form: str) -> None:

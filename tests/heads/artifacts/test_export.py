@@ -75,7 +75,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("eagle3", "vllm", {"norm_before_fc": True, "norm_output": True}),
     ("eagle3", "speculators", {"fc_norm": True, "norm_output": True}),
     *(("dflash", form, {"layers": 2, "depths": 4}) for form in ("vllm", "sglang", "original")),
-    ("dflash", "vllm", {"layers": 1, "depths": 3, "causal": True, "sample_from_anchor": True}),
+    ("dflash", "vllm", {"layers": 1, "depths": 3, "causal": True}),
     ("dflash", "speculators", {"layers": 2, "depths": 4}),
     (
         "dflash",
@@ -278,6 +278,18 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ("eagle3", "vllm", {"feature_layers": [0, 1]}, "reads 2 layers"),
         ("dflash", "sglang", TRIMMED, "knows 20 of its target's tokens"),
         ("dflash", "vllm", {"markov_rank": 2}, "no confidence_head"),
+        (
+            "dflash",
+            "vllm",
+            {"sample_from_anchor": True},
+            "place drafts (sample_from_anchor); train",
+        ),
+        (
+            "dflash",
+            "sglang",
+            {"causal": True},
+            "sees those before it alone (causal); export it to v",
+        ),
         ("dflash", "speculators", {"causal": True}, "sees those before it alone (causal)"),
         ("medusa", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa", "sglang", {}, "expected one of: vllm, original"),
