@@ -32,7 +32,7 @@ from .declared.dflash import DFlashFields
 from .drafter import DrafterConfig, Step, last_true
 from .parts.cached_layers import DraftCache
 from .parts.context_layers import ContextLayers, text_keys
-from .parts.draft_attention import Mask, attention_for, block_mask
+from .parts.draft_attention import Mask, attention_for, block_mask, chosen_positions
 from .parts.own_layers import layer_like, norm_scale, own_layers, unit_scale_init
 from .parts.published.dflash import DFLASH, dflash
 from .parts.vocabulary import TokenConditioned
@@ -107,8 +107,7 @@ class DFlash(TokenConditioned):
             self.lm_head = nn.Linear(size, config.output_size, bias=False)
         self.markov_head: Any = None
         if config.markov_rank:
-            sizes = config.vocab_size, config.output_size, config.markov_rank
-            self.markov_head = _Markov(*sizes)
+            self.markov_head = _Markov(config.vocab_size, config.output_size, config.markov_rank)
         self.independent = self.markov_head is None
         self._layers = ContextLayers(self.model, shapes)
         self.post_init()
@@ -212,16 +211,12 @@ class DFlash(TokenConditioned):
         The block of position t begins with x_t+1. It attends to the text up to t and to itself.
         """
         length, places = tokens.shape[1], self._places
-        most = max(int(where.sum(1).max()), 1)
-        at = where.byte().argsort(dim=1, descending=True, stable=True)[:, :most]  # [B, A]
-        every = torch.arange(length, device=at.device).expand_as(tokens)  # [B, T]
-        positions = every if positions is None else positions
-        start = (every - positions).gather(1, at)  # [B, A], of each position's document
+        at, positions, begin = chosen_positions(where, positions)  # [B, A], [B, T], [B, T]
         anchor = tokens.gather(1, (at + 1).clamp(max=length - 1)).unsqueeze(-1)  # [B, A, 1]
         block = self._block(anchor).flatten(1, 2)  # [B, A * W, D]
         steps = torch.arange(1, places + 1, device=at.device)
         of_block = (positions.gather(1, at).unsqueeze(-1) + steps).flatten(1)  # [B, A * W]
-        mask = block_mask(at, start, length, places, self.config.causal)
+        mask = block_mask(at, begin.gather(1, at), length, places, self.config.causal)
         hidden = self._run(self._context(features), positions, block, of_block, mask)
         states = self._drafts(hidden.unflatten(1, (-1, places)))  # [B, A, K, D]
         states = states[where.gather(1, at)].transpose(0, 1)[:depths]  # [K, M, D]
@@ -267,13 +262,11 @@ class DFlash(TokenConditioned):
         return lambda states: output(states[..., :size]) + term(states[..., size:])
 
     def draft_output(self, depth: int) -> DraftLogits:
-        shared = self.config.output == "shared"
-        if self.independent:
-            return (
-                super().draft_output(depth) if shared else DraftLogits(weight=self.lm_head.weight)
-            )
-        read = (self.markov_head.markov_w2, *([] if shared else [self.lm_head]))
-        return DraftLogits(self.draft_logits(depth), read)
+        trimmed = self.config.output == "trimmed"
+        if not self.independent:
+            learned = [self.markov_head.markov_w2, *([self.lm_head] if trimmed else [])]
+            return DraftLogits(self.draft_logits(depth), tuple(learned))
+        return DraftLogits(weight=self.lm_head.weight) if trimmed else super().draft_output(depth)
 
     def checkpoint_activations(self) -> bool:
         self._checkpointed = True

@@ -27,7 +27,7 @@ from .core import AttentionWindows
 from .declared.eagle import EagleFields
 from .drafter import DrafterConfig, Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
-from .parts.draft_attention import Mask, attention_for, depth_mask
+from .parts.draft_attention import Mask, attention_for, chosen_positions, depth_mask
 from .parts.own_layers import layer_like, own_layers, unit_scale_init
 from .parts.published.eagle import eagle1
 from .parts.published.eagle_files import EAGLE1
@@ -164,15 +164,10 @@ class Eagle(TokenConditioned):
         of the keys that a depth adds, to the one of its own position.
         """
         length = tokens.shape[1]
-        most = max(int(where.sum(1).max()), 1)
-        at = where.byte().argsort(dim=1, descending=True, stable=True)[:, :most]  # [B, W]
-        chosen, past, mask = where.gather(1, at), _Past(), None
-        every = torch.arange(length, device=at.device).expand_as(tokens)  # [B, T]
-        if positions is None:
-            positions = every
-        else:
-            mask = self._mask(every, every - positions, length, 1)
-        start = (every - positions).gather(1, at)  # [B, W], of each position's document
+        packed = positions is not None
+        at, positions, begin = chosen_positions(where, positions)
+        chosen, start, past = where.gather(1, at), begin.gather(1, at), _Past()  # [B, W]
+        mask = self._mask(begin + positions, begin, length, 1) if packed else None
         # The last pair lacks its token: any will do, since no chosen state depends on it.
         first = self._first(features)
         hidden = self._run(past, tokens.roll(-1, 1), first, positions, mask)  # [B, T, D]

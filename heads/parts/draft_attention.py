@@ -36,6 +36,24 @@ _LEAST_SIZE = 16  # of a head, for the kernel; zeros are added to what is smalle
 Mask = Tensor | BlockMask
 
 
+def chosen_positions(where: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The positions of each row that drafts start from, and where their documents begin.
+
+    Args:
+        where, positions: as in `TrainableDrafter.draft_hidden_states`.
+
+    Returns:
+        at: [B, W] int64, W those of the row with the most; others follow in a row with fewer.
+        positions: [B, T], as given or, where they are None, of one document a row.
+        begin: [B, T], the place in its row where each position's document begins.
+    """
+    most = max(int(where.sum(1).max()), 1)
+    at = where.byte().argsort(dim=1, descending=True, stable=True)[:, :most]
+    every = torch.arange(where.shape[1], device=where.device).expand_as(where)
+    positions = every if positions is None else positions
+    return at, positions, every - positions
+
+
 def depth_mask(
     at: Tensor,
     start: Tensor,

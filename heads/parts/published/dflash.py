@@ -20,7 +20,7 @@ from .layer_ids import read_layer_ids
 from .layers import layer_config, read_layers
 from .vocabulary import read_vocabulary, write_vocabulary
 
-_LAYERS, _MARKOV = "model.layers.", "markov_head.markov_w1.weight"
+_MARKOV = "markov_head.markov_w1.weight"
 _DFLASH = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashSpeculator")
 _DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator")
 ARCHITECTURES = (*_DFLASH, *_DSPARK)
