@@ -56,6 +56,18 @@ class StoredDrafter(PreTrainedModel):
     weightless: ClassVar[bool] = False
     """Whether the family has no weights: its name alone loads it, and there is no artifact."""
 
+    in_target: ClassVar[bool] = False
+    """Whether the family's name alone loads the drafter that a target's own files hold, if any."""
+
+    @classmethod
+    def of_target(cls, target: PreTrainedModel) -> Self:
+        """The drafter that the family's name alone stands for; not bound yet.
+
+        Raises:
+            OptionError: it is in the target's files, and they hold none.
+        """
+        return cls(cls.config_class.for_target(target))
+
     saved_as_language_model: ClassVar[bool] = False
     """Whether artifacts are ordinary causal language models, with such a model's `config.json`."""
 

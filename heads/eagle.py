@@ -65,16 +65,19 @@ class Eagle(TokenConditioned):
     from_checkpoint = staticmethod(eagle1)
     exports = EAGLE1
     _checkpointed = False  # see `checkpoint_activations`
+    _mask_options: dict[str, Any] = {}  # of `depth_mask`
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
-        self.model, shapes = own_layers(config.layer or {})
+        self.model, self._layers = self._own_layers(config.layer or {})
         self._make(config)
-        self._layers, self._windows = (
-            CachedLayers(self.model, shapes),
-            AttentionWindows.of(self.model),
-        )
+        self._windows = AttentionWindows.of(self.model)
         self.post_init()
+
+    def _own_layers(self, layer: dict[str, Any]) -> tuple[Any, CachedLayers]:
+        """The decoder layers that the config describes, and how they are run while decoding."""
+        model, shapes = own_layers(layer)
+        return model, CachedLayers(model, shapes)
 
     def _make(self, config: Any) -> None:
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
@@ -195,7 +198,7 @@ class Eagle(TokenConditioned):
             first, past = start, 0
             if window is not None:
                 first, past = start.clamp(min=at + depth - window), max(depth - window - 1, 0)
-            found[kind] = depth_mask(at, first, length, depth - 1, past=past)
+            found[kind] = depth_mask(at, first, length, depth - 1, past=past, **self._mask_options)
         return found if windows.by_type else found[None]
 
     def checkpoint_activations(self) -> bool:

@@ -51,6 +51,7 @@ _FAMILIES = (
     Family("lookup", "lookup:Lookup", "lookup:LookupFields"),
     Family("medusa", "medusa:Medusa", "medusa:MedusaFields", {"heads": 3}, _SHARED),
     Family("medusa2", "medusa2:Medusa2", "medusa:Medusa2Fields", {"heads": 3, "rank": 4}, _SHARED),
+    Family("mtp", "mtp:Mtp", "", _DEPTHS, _TRIMMED),
     Family("redrafter", "redrafter:ReDrafter", "redrafter:ReDrafterFields", _DEPTHS, _TRIMMED),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}

@@ -35,6 +35,7 @@ class SourceKind(StrEnum):
     """What a drafter's name stands for."""
 
     WEIGHTLESS = "weightless"  # a family without weights, by its own name, such as `lookup`
+    IN_TARGET = "in its target's files"  # by the family's own name, `mtp`
     ARTIFACT = "artifact"  # what headstart saved
     CHECKPOINT = "checkpoint"  # another trainer's drafter, or a language model
 
@@ -47,7 +48,7 @@ class DrafterSource:
     ArtifactError where there is no such drafter, or the attribute's file is damaged.
 
     Args:
-        name: a folder, `ORG/NAME` or `ORG/NAME@REVISION` on the Hub, or `lookup`.
+        name: a folder, `ORG/NAME` or `ORG/NAME@REVISION` on the Hub, `lookup`, or `mtp`.
         allow_pickle: whether weights may be read from a pickle where there are no safetensors;
             tensors alone are unpickled.
     """
@@ -94,8 +95,11 @@ class DrafterSource:
     @cached_property
     def kind(self) -> SourceKind:
         """What the name stands for."""
-        if self._local is None and self.name in FAMILIES and family(self.name).weightless:
-            return SourceKind.WEIGHTLESS
+        if self._local is None and self.name in FAMILIES:
+            if family(self.name).weightless:
+                return SourceKind.WEIGHTLESS
+            if family(self.name).in_target:
+                return SourceKind.IN_TARGET
         config = self.folder / CONFIG
         if (self.folder / MANIFEST).is_file() or not config.is_file():
             return SourceKind.ARTIFACT  # perhaps a damaged one

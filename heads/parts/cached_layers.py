@@ -68,10 +68,17 @@ class CachedLayers:
         model: a causal language model, or decoder layers without embedding.
         shapes: what its layers cache, for layers that are known to heed a tree's mask. When None
             that is found by trial, on one token and two small trees.
+        tried: what is tried in place of layers without embedding, see `Readable`.
     """
 
-    def __init__(self, model: PreTrainedModel, shapes: list[LayerShape] | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        shapes: list[LayerShape] | None = None,
+        tried: Any = None,
+    ):
         self.model, self._shapes = model, shapes
+        self._tried = model if tried is None else tried
         self._forward_setup: ForwardSetup | None = None
 
     def start(self, batch: int) -> DraftCache:
@@ -172,8 +179,8 @@ class CachedLayers:
         try:
             windows = AttentionWindows.of(model)
             if self._shapes is None:
-                shapes = probe_layers(model)
-                windows = choose_attention(model, windows, shapes, "auto")
+                shapes = probe_layers(self._tried)
+                windows = choose_attention(self._tried, windows, shapes, "auto")
             else:
                 device, dtype = place
                 shapes = [replace(shape, device=device, dtype=dtype) for shape in self._shapes]

@@ -28,6 +28,9 @@ _SIZES = {
 }  # fmt: skip
 """What both kinds of layers know by the names of `Layer`."""
 
+_WRITES = {"o_proj", "out_proj", "dense", "c_proj", "down_proj", "dense_4h_to_h", "fc2"}
+"""The last layers of attention and of MLPs, by the names that they have in transformers."""
+
 
 def layer_like(target: PreTrainedModel) -> dict[str, Any]:
     """A Llama layer of the target's sizes, as plain data; published heads are such layers."""
@@ -103,18 +106,28 @@ def unit_scale_init(model: nn.Module) -> None:
             nn.init.normal_(module.weight, std=module.in_features**-0.5)
 
 
+def silence(model: nn.Module) -> None:
+    """Zero what the parts of decoder layers write into the hidden state: they add nothing yet."""
+    for name, parameter in model.named_parameters():
+        if _WRITES.intersection(name.split(".")):
+            parameter.data.zero_()
+
+
+def scale_of(norm: nn.Module) -> Tensor:
+    """What a norm multiplies by, [D], also where it stores that minus 1, centres, or adds a bias."""
+    weight: Any = norm.weight
+    signs = torch.ones_like(weight)
+    signs[::2] = -1
+    return (norm(signs) - norm(-signs)) * signs / 2
+
+
 def norm_scale(target: PreTrainedModel) -> Tensor | None:
     """What a target's last norm multiplies by, [D], for a norm of a drafter to start with.
 
-    That is so also where the norm stores it minus 1, centres, or adds a bias. None where the target
-    has no such norm.
+    None where the target has no such norm.
     """
     norm = getattr(target.get_decoder(), "norm", None)
-    if norm is None:
-        return None
-    signs = torch.ones_like(norm.weight)
-    signs[::2] = -1
-    return (norm(signs) - norm(-signs)) * signs / 2
+    return None if norm is None else scale_of(norm)
 
 
 def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConfig:

@@ -49,6 +49,8 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
             "markov_rank": 5,
         },
     ),
+    ("mtp", {"depths": DEPTHS}),
+    ("mtp", {"depths": DEPTHS, "output": "trimmed", "draft_vocab_size": 40}),
     ("draft_model", {"layers": 1}),
 ]
 """A family's options; every family that is trained has a row."""

@@ -62,7 +62,7 @@ def test_blocks_hold_all_that_the_dense_mask_of_whole_blocks_does(
     assert count * places < 2 * block or not computed.all(), "the control: some are left out"
 
 
-MASKS = {"eagle": depth_mask, "eagle3": depth_mask, "dflash": block_mask}
+MASKS = {"eagle": depth_mask, "eagle3": depth_mask, "mtp": depth_mask, "dflash": block_mask}
 
 
 @pytest.mark.parametrize("packed", [False, True])

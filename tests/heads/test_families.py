@@ -31,6 +31,7 @@ def test_what_is_particular_is_declared() -> None:
         return {name for name in FAMILIES if getattr(family(name), fact)}
 
     assert those("weightless") == {"lookup"}
+    assert those("in_target") == {"mtp"}
     assert those("saved_as_language_model") == those("writes_text") == {"draft_model"}
     assert those("independent") == {"medusa", "medusa2"}
     assert not issubclass(Drafter, TrainableDrafter)

@@ -39,6 +39,7 @@ from headstart.heads.core import kernels
 IDS, MASK = prompts(LENGTHS)
 QUICK = {
     ("dflash", TREES[1], "coupled"),
+    ("mtp", TREES[2], "match"),
     ("medusa", TREES[1], "traversal"), ("medusa2", TREES[3], "coupled"),
     ("hydra", TREES[0], "block"), ("redrafter", TREES[3], "match"),
     ("eagle", TREES[1], "rejection"), ("eagle3", TREES[2], "greedy"),

@@ -70,7 +70,7 @@ def started(drafter: Any, tree: Any, rule: str, name: str = "llama") -> Decoding
 DRAFTERS: dict[str, Callable[[], Any]] = {
     "medusa": medusa,
     "trimmed": lambda: medusa(output="trimmed", draft_vocab_size=9),
-    **{name: partial(with_layers, name) for name in ("eagle", "eagle3", "dflash")},
+    **{name: partial(with_layers, name) for name in ("eagle", "eagle3", "dflash", "mtp")},
     **{shape: lambda shape=shape: make(shape, tiny("llama"), script()) for shape in SHAPES},
 }
 TREES = ["plain", "chain:4", "cartesian:3,2,1", "[[0],[1],[0,0],[1,1]]"]

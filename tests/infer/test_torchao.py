@@ -26,7 +26,7 @@ def weight_only(bits: int) -> Any:
     return quantization.IntxWeightOnlyConfig(weight_dtype=int4, granularity=group)
 
 
-NAMES = ["medusa", "eagle", "eagle3", "dflash", "hydra", "redrafter", "draft_model"]
+NAMES = ["medusa", "eagle", "eagle3", "dflash", "mtp", "hydra", "redrafter", "draft_model"]
 
 
 @pytest.mark.parametrize("name", NAMES)

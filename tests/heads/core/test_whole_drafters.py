@@ -21,6 +21,7 @@ NORMS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a Qwen3 without such norms": ("eagle3", {}, {"sliding_window": 6}),
     "a window": ("eagle", {}, {"sliding_window": 6, "layer_types": ["sliding_attention"]}),
     "dflash": ("dflash", {"layers": 2, "depths": 4}, {}),
+    "mtp": ("mtp", {}, {}),
     "two layers": ("eagle", {}, {"num_hidden_layers": 2}),
 }
 """The family, options of its config and of its layer."""

@@ -18,7 +18,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("hydra", {"prefix": True}),
     ("eagle3", {"output": "trimmed", "draft_vocab_size": 40}),
 ]
-ATTEND = {"dflash", "hydra", "eagle", "eagle3", "draft_model"}
+ATTEND = {"dflash", "hydra", "eagle", "eagle3", "mtp", "draft_model"}
 """Families, with these options, that read more of the text than one feature."""
 
 

@@ -36,7 +36,7 @@ def moved(made: TrainableDrafter) -> TrainableDrafter:
     return made
 
 
-TRAINED = ["medusa", "hydra", "redrafter", "eagle", "eagle3", "dflash", "draft_model"]
+TRAINED = ["medusa", "hydra", "redrafter", "eagle", "eagle3", "dflash", "mtp", "draft_model"]
 
 
 @pytest.mark.parametrize("name", TRAINED)

@@ -1,0 +1,74 @@
+"""Modules for multi-token prediction as speculators saves them, outside of their target's files."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers import AutoConfig
+
+from ...checkpoint import Found
+from ...core import ArtifactError
+from ...core.unsafe_settings import unsafe_settings
+from ..target_layer import one_layer
+from .checkpoint import Checkpoint, cannot_be_written, speculators_config
+
+_PREFIX = "mtp_layers.0."
+_NAMES = {
+    "enorm.": "token_layernorm.", "hnorm.": "hidden_layernorm.", "eh_proj.": "input_proj.",
+    "model.norm.": "final_layernorm.", "model.layers.0.": "",
+}  # fmt: skip
+"""What our names begin with, and theirs after the prefix."""
+
+_WRITTEN = "qwen3"
+"""The type of layers that speculators can read of those that can be decoded here."""
+
+
+def mtp(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
+    """The checkpoints of speculators."""
+    if config.get("speculators_model_type") != "mtp":
+        return None
+    inner = config.get("transformer_layer_config")
+    if not isinstance(inner, dict) or list(unsafe_settings(inner)):
+        raise ArtifactError(
+            "its config has no transformer_layer_config that can be used; restore the one that was "
+            "published."
+        )
+    try:
+        made = AutoConfig.for_model(**inner)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(
+            f"its layer is one of {inner.get('model_type')!r}, which transformers does not know; "
+            "expected a layer of the target's own type."
+        ) from error
+    known = {"hidden_size": made.hidden_size, "vocab_size": made.vocab_size}
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        rest = name.removeprefix(_PREFIX)
+        ours, theirs = next((pair for pair in _NAMES.items() if rest.startswith(pair[1])), ("", ""))
+        if name.startswith(_PREFIX):
+            found[ours + rest.removeprefix(theirs)] = tensor
+    return known | {"layer": one_layer(made)}, found
+
+
+def _write(drafter: Any) -> Checkpoint:
+    own, target = drafter.config, drafter.target.config.get_text_config(decoder=True)
+    if (kind := own.layer["model_type"]) != _WRITTEN:
+        what = f"its layer is one of {kind}, and speculators knows {_WRITTEN}'s alone of those here"
+        raise cannot_be_written("speculators", what, "decode with it here")
+    if own.output == "trimmed":
+        what = f"it knows {own.output_size} of its target's tokens"
+        raise cannot_be_written("speculators", what, "train it with drafter.output=shared")
+    layer = target.to_dict() | {"torch_dtype": str(drafter.dtype).removeprefix("torch.")}
+    for _, key, _ in list(unsafe_settings(layer)):
+        layer.pop(key, None)
+    config = speculators_config(drafter, "mtp", layer)
+    config |= {"architectures": ["MTPDraftModel"], "num_nextn_predict_layers": 1}
+    tensors = {}
+    for name, tensor in drafter.state_dict().items():
+        ours, theirs = next(pair for pair in _NAMES.items() if name.startswith(pair[0]))
+        tensors[_PREFIX + theirs + name.removeprefix(ours)] = tensor
+    return Checkpoint(config, tensors)
+
+
+MTP: dict[str, Callable[[Any], Checkpoint]] = {"speculators": _write}
+"""What writes a drafter in each format."""

@@ -1,0 +1,189 @@
+"""MTP: modules of released models against transformers' own, the start of new ones, its layers."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import save_file
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from headstart.heads import ArtifactError, OptionError, family, load_drafter, save_drafter
+from headstart.heads.artifacts.manifest import Manifest, fingerprint
+from headstart.heads.artifacts.source import DrafterSource, SourceKind
+from headstart.heads.core.unsafe_settings import unsafe_settings
+from headstart.heads.mtp import Mtp
+from headstart.heads.parts.own_layers import norm_scale
+from headstart.infer import Speculator
+from tests.support.families import LENGTHS
+from tests.support.families import drafter as of_family
+from tests.support.shipped_mtp import CONFIGS, with_module
+from tests.support.tiny import CONFIGS as TARGETS
+from tests.support.tiny import COMMON, one_line, prompts, tiny
+
+GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+
+
+def new(target: Any, **options: Any) -> Any:
+    torch.manual_seed(5)
+    made = Mtp(Mtp.config_class.for_target(target, **options)).to(target.dtype).bind(target)
+    made.init_from_target(torch.arange(target.config.vocab_size))
+    return made.eval()
+
+
+def transformers_own(target: Any) -> Any:
+    """Its class for such a module, which finds those of released checkpoints alone."""
+    number = target.config.num_hidden_layers
+    target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{number}\."]
+    return MtpModel.from_pretrained(target)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_released_module_drafts_what_it_does_in_transformers(kind: str, tmp_path: Path) -> None:
+    target = with_module(kind, tmp_path)
+    drafter: Any = load_drafter("mtp", target)
+    assert isinstance(drafter, Mtp) and drafter.dtype == torch.float64
+    ids, _ = prompts([12])
+    theirs, features = transformers_own(target), target.get_decoder()(ids)[0]
+    cache, where = MtpCache(config=target.config.get_mtp_config()), torch.zeros(1, 12).bool()
+    _, expected, _ = theirs(
+        ids[:, 1:], features[:, :-1], None, torch.arange(1, 12).unsqueeze(0), cache
+    )
+    where[0, 10] = True
+    states = drafter.draft_hidden_states(features, ids, where, 1)[0]
+    found = drafter.draft_logits(1)(states)
+    torch.testing.assert_close(found, expected[:, 0], rtol=0, atol=1e-6 * expected.abs().max())
+    written = target.generate(ids, **GREEDY)
+    assert torch.equal(written, target.generate(ids, use_mtp=True, **GREEDY))
+    speculator = Speculator(target, drafter, tree="best-first:8,3,3")
+    assert torch.equal(speculator.generate(ids, **GREEDY), written)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_training_starts_from_the_released_module(kind: str, tmp_path: Path) -> None:
+    target = with_module(kind, tmp_path / "target")
+    drafter, shipped = new(target, depths=2), load_drafter("mtp", target)
+    for name, tensor in shipped.state_dict().items():
+        assert torch.equal(drafter.state_dict()[name], tensor)
+    # Its artifact names no setting that could load code or files, and loads.
+    assert not list(unsafe_settings(drafter.config.to_dict()))
+    save_drafter(drafter, tmp_path / "heads", Manifest("mtp", "it", fingerprint(target)))
+    again = load_drafter(tmp_path / "heads", target)
+    ids, mask = prompts(LENGTHS)
+    one, other = (
+        Speculator(target, each, tree="chain:3").generate(ids, attention_mask=mask, **GREEDY)
+        for each in (drafter, again)
+    )
+    assert torch.equal(one, other)
+
+
+def test_of_several_layers_the_first_drafts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = with_module("glm4", tmp_path, layers=2)
+    with caplog.at_level(logging.WARNING):
+        drafter: Any = load_drafter("mtp", target)
+    assert "2 layers for multi-token prediction" in caplog.text
+    first = transformers_own_layers(tmp_path)
+    assert torch.equal(drafter.eh_proj.weight, first)
+
+
+def transformers_own_layers(folder: Path) -> Any:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")["model.layers.2.eh_proj.weight"]
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_target_without_one_says_so(saved: bool, tmp_path: Path) -> None:
+    assert DrafterSource("mtp").kind is SourceKind.IN_TARGET
+    target = tiny("llama")
+    if saved:  # its config promises one
+        tf.AutoModelForCausalLM.from_config(CONFIGS["glm4"]()).save_pretrained(tmp_path)
+        target = tf.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(OptionError, match=r"holds no module .*drafter.family=mtp") as caught:
+        load_drafter("mtp", target)
+    one_line(caught.value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [n for n in TARGETS if n != "gpt2"])
+def test_a_new_module_starts_as_the_feature_itself(name: str) -> None:
+    """But for the token, of which it adds a little."""
+    target = tiny(name)
+    drafter = new(target, depths=3)
+    drafter.eh_proj.weight[:, : target.config.hidden_size] = 0
+    ids, _ = prompts([12])
+    features = target.get_decoder()(ids)[0]
+    states = drafter.draft_hidden_states(features, ids, torch.ones_like(ids).bool(), 1)[0]
+    torch.testing.assert_close(states, features.flatten(0, 1), rtol=1e-5, atol=1e-5)
+    assert norm_scale(target) is not None
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_its_layer_is_one_of_the_targets(name: str) -> None:
+    target = tiny(name)
+    drafter = new(target)
+    layer, kinds = drafter.model.config, getattr(target.config, "layer_types", None)
+    assert type(drafter.model) is type(target.get_decoder()) and layer.num_hidden_layers == 1
+    if kinds and "full_attention" in kinds:
+        assert layer.layer_types == ["full_attention"]
+    ids, mask = prompts(LENGTHS)
+    speculator = Speculator(target, drafter, tree="chain:3")
+    found = speculator.generate(ids, attention_mask=mask, **GREEDY)
+    assert torch.equal(found, target.generate(ids, attention_mask=mask, **GREEDY))
+
+
+def test_sinks_and_soft_caps_are_trained_with_dense_masks() -> None:
+    """FlexAttention, as it is called, knows neither."""
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    sinks = tf.GptOssForCausalLM(tf.GptOssConfig(**COMMON, **sizes)).float()
+    capped = tf.Gemma2ForCausalLM(tf.Gemma2Config(**COMMON, attn_logit_softcapping=5.0))
+    assert new(sinks)._mask_options == new(capped)._mask_options == {"flex": False}
+    assert new(tiny("llama"))._mask_options == {}
+
+
+def test_code_of_a_target_is_not_run() -> None:
+    config = Mtp.config_class.for_target(tiny("llama"))
+    config.layer = {**(config.layer or {}), "model_type": "of_its_own"}
+    with pytest.raises(OptionError, match="'of_its_own'.* part of transformers") as caught:
+        Mtp(config)
+    one_line(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layer", "match"),
+    [
+        (None, "no transformer_layer_config"),
+        ({"model_type": "qwen3", "auto_map": {"AutoModel": "x.Y"}}, "no transformer_layer_config"),
+        ({"model_type": "of_its_own"}, "'of_its_own', which transformers does not know"),
+    ],
+)
+def test_a_speculators_config_that_cannot_be_used(layer: Any, match: str, tmp_path: Path) -> None:
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": layer}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({"mtp_layers.0.input_proj.weight": torch.zeros(2, 4)}, tmp_path / "model.safetensors")
+    with pytest.raises(ArtifactError, match=match) as caught:
+        load_drafter(tmp_path, tiny("qwen3"))
+    one_line(caught.value)
+
+
+def test_another_order_of_its_inputs() -> None:
+    """As a target's config may say: the hidden state comes first."""
+    drafter = of_family("mtp", "tiny")
+    config = Mtp.config_class.for_target(tiny("llama"), depths=2)
+    config.layer = {**(config.layer or {}), "mtp_hidden_states_first": True}
+    other: Any = family("mtp")(config).double().bind(tiny("llama")).eval()
+    other.load_state_dict(drafter.state_dict())
+    token, hidden = drafter.eh_proj.weight.chunk(2, 1)
+    other.eh_proj.weight.data = torch.cat([hidden, token], 1)
+    ids, _ = prompts([9])
+    features = torch.randn(1, 9, 32, dtype=torch.double)
+    where = torch.ones_like(ids).bool()
+    one, two = (d.draft_hidden_states(features, ids, where, 2) for d in (drafter, other))
+    torch.testing.assert_close(one, two)
