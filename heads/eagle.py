@@ -65,11 +65,11 @@ class Eagle(TokenConditioned):
     from_checkpoint = staticmethod(eagle1)
     exports = EAGLE1
     _checkpointed = False  # see `checkpoint_activations`
-    _mask_options: dict[str, Any] = {}  # of `depth_mask`
 
-    def __init__(self, config: EagleConfig):
+    def __init__(self, config: DrafterConfig):
         super().__init__(config)
-        self.model, self._layers = self._own_layers(config.layer or {})
+        self.model, self._layers = self._own_layers(self.config.layer or {})
+        self._mask_options: dict[str, Any] = {}  # of `depth_mask`
         self._make(config)
         self._windows = AttentionWindows.of(self.model)
         self.post_init()

@@ -79,7 +79,7 @@ class Mtp(Eagle):
                 f"{target.name_or_path or 'the target'} holds no module for multi-token prediction "
                 "that transformers knows; train one (drafter.family=mtp), or use another drafter."
             )
-        drafter = cls(cls.config_class.for_target(target))
+        drafter: Any = cls(MtpConfig.for_target(target))
         drafter._take(shipped)
         return drafter.to(device_of(output_layer(target)), target.dtype).eval()
 
@@ -134,14 +134,19 @@ class Mtp(Eagle):
         feature.copy_(torch.eye(size))
         if (scale := norm_scale(self.target)) is not None:
             least = 1e-3 * scale.abs().max()
-            self.hnorm.weight.copy_(scale.square().mean().sqrt() / scale.abs().clamp(min=least).copysign(scale))
-            self.model.norm.load_state_dict(self.target.get_decoder().norm.state_dict())
+            self.hnorm.weight.copy_(
+                scale.square().mean().sqrt() / scale.abs().clamp(min=least).copysign(scale)
+            )
+            norm: Any = self.target.get_decoder().norm
+            self.model.norm.load_state_dict(norm.state_dict())
 
     @torch.no_grad()
     def _take(self, shipped: Any) -> None:
         """Copy the weights of a `MtpLayer` of transformers."""
         for own, norm in ((self.enorm, shipped.enorm), (self.hnorm, shipped.hnorm)):
-            less = (scale_of(norm) - norm.weight).mean().round()  # 1 where a norm stores its scale - 1
+            less = (
+                (scale_of(norm) - norm.weight).mean().round()
+            )  # 1 where a norm stores its scale - 1
             own.weight.copy_(norm.weight + less)
         self.eh_proj.weight.copy_(shipped.eh_proj.weight)
         (layer,) = decoder_layers(self.model)

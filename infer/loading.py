@@ -64,7 +64,8 @@ def load(
             trained for.
         drafter: the folder or Hub name (`ORG/NAME` or `ORG/NAME@REVISION`) of a drafter or of a
             smaller language model with the same tokenizer; `"lookup"`; `"mtp"`, the module for
-            multi-token prediction in the target's own files; or a `Drafter`. A list of these decodes with all of them together. None decodes plainly.
+            multi-token prediction in the target's own files; or a `Drafter`. A list of these
+            decodes with all of them together. None decodes plainly.
         tokenizer: of a target that is passed as a model; for `stop_strings` and checks.
         tree: how many tokens are drafted, and in which form, such as `"chain:4"`, see
             `Speculator`. None takes the plan for this machine that `headstart plan` has saved with

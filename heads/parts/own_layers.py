@@ -114,7 +114,7 @@ def silence(model: nn.Module) -> None:
 
 
 def scale_of(norm: nn.Module) -> Tensor:
-    """What a norm multiplies by, [D], also where it stores that minus 1, centres, or adds a bias."""
+    """What a norm multiplies by, [D], also where it stores that - 1, centres, or adds a bias."""
     weight: Any = norm.weight
     signs = torch.ones_like(weight)
     signs[::2] = -1

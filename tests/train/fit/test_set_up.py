@@ -24,8 +24,8 @@ def layers_of(module: TargetWithDrafter) -> Any:
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(
     ("name", "options"),
-    [("hydra", {"prefix": True}), ("eagle", {}), ("eagle3", {}), ("dflash", {"layers": 2}), ("mtp", {}),
-     ("draft_model", {}), ("medusa2", {})],
+    [("hydra", {"prefix": True}), ("eagle", {}), ("eagle3", {}), ("dflash", {"layers": 2}),
+     ("mtp", {}), ("draft_model", {}), ("medusa2", {})],
 )  # fmt: skip
 def test_activations_computed_again_give_the_same_gradients(
     name: str, options: dict[str, Any], packed: bool
