@@ -66,7 +66,8 @@ class StoredDrafter(PreTrainedModel):
         Raises:
             OptionError: it is in the target's files, and they hold none.
         """
-        return cls(cls.config_class.for_target(target))
+        config: Any = cls.config_class
+        return cls(config.for_target(target))
 
     saved_as_language_model: ClassVar[bool] = False
     """Whether artifacts are ordinary causal language models, with such a model's `config.json`."""

@@ -1,6 +1,7 @@
 """A decoder layer of the target's own kind, for a drafter, and its module of the target's files."""
 
 import copy
+import json
 import logging
 from typing import Any
 
@@ -42,10 +43,10 @@ def _plain(config: Any) -> dict[str, Any]:
     config.vocab_size = _IDS
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "dtype"):
         setattr(config, name, None)
-    found = config.to_dict()
-    for _, key, _ in list(unsafe_settings(found)):
-        found.pop(key, None)
-    return found
+    found = json.loads(json.dumps(config.to_diff_dict(), default=str))  # as a file gives it back
+    left_out = [key for _, key, _ in unsafe_settings(found)]
+    left_out += ["_name_or_path", "architectures", "transformers_version", "dtype"]
+    return {name: value for name, value in found.items() if name not in left_out}
 
 
 def own_target_layer(config: dict[str, Any]) -> PreTrainedModel:
