@@ -1,6 +1,6 @@
 """Run by an interpreter that has speculators: logits of exported heads, and heads of its own.
 
-    speculators_logits.py eagle|eagle3|peagle|dflash|dspark FOLDER
+    speculators_logits.py eagle|eagle3|peagle|dflash|dspark|mtp FOLDER
 
 Of each folder FOLDER/read/NAME, the head in `out` gets the features and tokens of `in.pt`, as T
 pairs; the logits [N, Vd] are written to `logits.pt`, and [2, N] to `places.pt`: the pair at which
@@ -54,6 +54,11 @@ def logits_of(
         places = torch.stack(drawn[0])
     elif family == "eagle3":
         model(features, tokens, torch.zeros_like(tokens), ttt_steps=1)
+    elif family == "mtp":
+        # Token t is fed with feature t here, and is the one after it there. What follows a first
+        # draft sees other states than when it is decoded, and is left out.
+        model(torch.cat([tokens[:, :1], tokens[:, :-1]], 1), features)
+        places = places[:, : found[0].shape[1]]
     else:
         # Its layer is used outside of a model, which would choose.
         model.config.transformer_layer_config._attn_implementation = "eager"
@@ -130,7 +135,11 @@ def own_head(family: str, config: dict[str, Any]) -> Any:
             PEagleSpeculatorConfig,
         )
 
-        if family in BLOCKS:
+        if family == "mtp":
+            from speculators.models import mtp  # type: ignore[import-not-found]
+
+            model = mtp.MTPDraftModel(mtp.MTPSpeculatorConfig(**config))
+        elif family in BLOCKS:
             kind = "DFlash" if family == "dflash" else "DSpark"
             package: Any = importlib.import_module(f"speculators.models.{family}")
             made = getattr(package, f"{kind}SpeculatorConfig")(**config)
@@ -140,7 +149,8 @@ def own_head(family: str, config: dict[str, Any]) -> Any:
             model = PEagleDraftModel(PEagleSpeculatorConfig(**config))
         else:
             model = Eagle3DraftModel(Eagle3SpeculatorConfig(**config))
-        kept, vocabulary = config["draft_vocab_size"], model.verifier_vocab_size
+        vocabulary = model.verifier_vocab_size
+        kept = config.get("draft_vocab_size", vocabulary)
         if kept != vocabulary:
             ids = torch.randperm(vocabulary)[:kept].sort().values
             model.load_vocab_mappings(
@@ -168,7 +178,7 @@ def main(family: str, folder: Path) -> None:
         model, case = own_head(family, json.loads(path.read_text())), path.with_suffix("")
         model.save_pretrained(case / "out")
         inner = model.config.transformer_layer_config
-        layers = 1 if family == "eagle" else 3
+        layers = 1 if family in ("eagle", "mtp") else 3
         if family in BLOCKS:
             layers = len(model.target_layer_ids)
         given = {

@@ -89,6 +89,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
             "markov_rank": 4,
         },
     ),
+    ("mtp", "speculators", {"depths": 3}),
     *(("draft_model", form, {"layers": 1}) for form in ("vllm", "sglang", "transformers")),
 ]
 
@@ -97,12 +98,13 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
 def test_it_comes_back_with_the_same_logits(
     name: str, form: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    drafter = made(name, **options)
+    target = tiny("qwen3" if name == "mtp" else "llama")
+    drafter = made(name, target, **options)
     tokenizer = letters()
     line = export_drafter(drafter, form, tmp_path / "out", tokenizer)
     assert (line is None) == (form == "original")
     assert line is None or str(tmp_path / "out") in line
-    again = load_drafter(tmp_path / "out", tiny("llama"), tokenizer, dtype=torch.float32)
+    again = load_drafter(tmp_path / "out", target, tokenizer, dtype=torch.float32)
     assert type(again) is type(drafter)
     assert largest_difference(drafter, again, seed=7) <= 1e-5
     assert list(again.config.feature_layers) == list(drafter.config.feature_layers)
@@ -293,6 +295,7 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ("dflash", "speculators", {"causal": True}, "sees those before it alone (causal)"),
         ("medusa", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa", "sglang", {}, "expected one of: vllm, original"),
+        ("mtp", "speculators", {}, "its layer is one of llama"),
         ("hydra", "vllm", {}, "takes dflash, draft_model, eagle, eagle3, medusa"),
         ("hydra", "original", {"layers": 3}, "differ"),
         ("redrafter", "original", TRIMMED, "20 of 64 tokens"),

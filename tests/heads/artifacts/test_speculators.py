@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from headstart.heads import family, load_drafter
 from headstart.heads.artifacts.export import export_drafter
@@ -28,10 +28,14 @@ pytestmark = pytest.mark.speculators
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp("target")
-    torch.manual_seed(1)
     sizes: dict[str, Any] = COMMON | {"num_hidden_layers": 4}
-    model: Any = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+    return saved(LlamaForCausalLM, LlamaConfig(**sizes), tmp_path_factory.mktemp("target"))
+
+
+def saved(kind: Any, config: Any, folder: Path) -> Any:
+    """A random model with a folder of its own."""
+    torch.manual_seed(1)
+    model = kind(config).eval()
     model.save_pretrained(folder)
     model.name_or_path = str(folder)
     return model
@@ -143,14 +147,14 @@ def compared(
         assert type(drafter) is family(ours_of.get(kind, kind))
         theirs, (first, ahead) = torch.load(case / "logits.pt"), torch.load(case / "places.pt")
         depths = int(ahead.max()) + 1
-        assert depths == (1 if kind in ("eagle", "eagle3") else 3)
+        assert depths == (1 if kind in ("eagle", "eagle3", "mtp") else 3)
         # A state that needs a token past the end may be anything; theirs may begin before the text.
         known = (first + ahead < 8) & (first >= 0)
         assert known.sum() >= (12 if ours_of.get(kind, kind) == "dflash" else 8 * depths - 6)
         ours = pairs(drafter, **torch.load(case / "in.pt"), depths=depths)[ahead, first][known]
         worst = (ours - theirs[known]).abs().max() / ours.abs().max()
         assert worst <= 1e-5, (name, worst)
-        if name in written and kind != "eagle":
+        if name in written and kind not in ("eagle", "mtp"):
             assert list(drafter.config.feature_layers) == LAYERS
 
 
@@ -188,6 +192,13 @@ def test_peagle(target: Any, tmp_path: Path) -> None:
         "own-whole": own | {"draft_vocab_size": VOCAB, "norm_before_residual": True},
     }
     compared("peagle", target, exported, written, tmp_path)
+
+
+@torch.no_grad()
+def test_mtp(tmp_path: Path) -> None:
+    target = saved(Qwen3ForCausalLM, Qwen3Config(**COMMON), tmp_path / "target")
+    own = {"transformer_layer_config": {**COMMON, "model_type": "qwen3"}}
+    compared("mtp", target, {"plain": {"depths": 3}}, {"own": own}, tmp_path)
 
 
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 2}
