@@ -133,10 +133,8 @@ class Mtp(Eagle):
         token.normal_(std=_OF_TOKEN * size**-0.5)
         feature.copy_(torch.eye(size))
         if (scale := norm_scale(self.target)) is not None:
-            least = 1e-3 * scale.abs().max()
-            self.hnorm.weight.copy_(
-                scale.square().mean().sqrt() / scale.abs().clamp(min=least).copysign(scale)
-            )
+            divisor = scale.abs().clamp(min=1e-3 * scale.abs().max()).copysign(scale)
+            self.hnorm.weight.copy_(scale.square().mean().sqrt() / divisor)
             norm: Any = self.target.get_decoder().norm
             self.model.norm.load_state_dict(norm.state_dict())
 
@@ -144,10 +142,8 @@ class Mtp(Eagle):
     def _take(self, shipped: Any) -> None:
         """Copy the weights of a `MtpLayer` of transformers."""
         for own, norm in ((self.enorm, shipped.enorm), (self.hnorm, shipped.hnorm)):
-            less = (
-                (scale_of(norm) - norm.weight).mean().round()
-            )  # 1 where a norm stores its scale - 1
-            own.weight.copy_(norm.weight + less)
+            # Some norms store their scale - 1.
+            own.weight.copy_(norm.weight + (scale_of(norm) - norm.weight).mean().round())
         self.eh_proj.weight.copy_(shipped.eh_proj.weight)
         (layer,) = decoder_layers(self.model)
         layer.load_state_dict(shipped.mtp_block.state_dict())

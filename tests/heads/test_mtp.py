@@ -52,9 +52,8 @@ def test_a_released_module_drafts_what_it_does_in_transformers(kind: str, tmp_pa
     ids, _ = prompts([12])
     theirs, features = transformers_own(target), target.get_decoder()(ids)[0]
     cache, where = MtpCache(config=target.config.get_mtp_config()), torch.zeros(1, 12).bool()
-    _, expected, _ = theirs(
-        ids[:, 1:], features[:, :-1], None, torch.arange(1, 12).unsqueeze(0), cache
-    )
+    given, positions = ids[:, 1:], torch.arange(1, 12).unsqueeze(0)
+    expected = theirs(given, features[:, :-1], torch.ones_like(given), positions, cache)[1]
     where[0, 10] = True
     states = drafter.draft_hidden_states(features, ids, where, 1)[0]
     found = drafter.draft_logits(1)(states)
