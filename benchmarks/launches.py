@@ -141,7 +141,7 @@ class Launch:
             warnings.simplefilter("ignore")
             made = self.compile(capability)
         found = {"shared": made.metadata.shared, "warps": made.metadata.num_warps}
-        return found | _of_ptxas(made.asm["ptx"])
+        return found | of_ptxas(made.asm["ptx"])
 
     def compile(self, capability: int) -> Any:
         """What Triton makes of the kernel for this launch, on a GPU that need not be there.
@@ -175,7 +175,7 @@ class _Absent:
         return GPUTarget("cuda", self.capability, 32)
 
 
-def _of_ptxas(ptx: str) -> dict[str, int]:
+def of_ptxas(ptx: str) -> dict[str, int]:
     """Registers and spills; nothing where the assembler that comes with triton fails."""
     import triton.backends.nvidia as backend  # type: ignore[import-not-found]
 

@@ -66,7 +66,9 @@ def test_layers_find_their_weights(where: str, tmp_path: Path) -> None:
         assert all(weight.is_meta for weight in layer.parameters())
 
 
-@pytest.mark.parametrize("sizes", [[660] * 40, [1711] * 80, [436] * 32, [5, 9, 5], [7], []], ids=len)
+@pytest.mark.parametrize(
+    "sizes", [[660] * 40, [1711] * 80, [436] * 32, [5, 9, 5], [7], []], ids=len
+)
 def test_layers_share_blocks_of_pinned_memory(sizes: list[int]) -> None:
     """torch rounds each block up to a power of two; few bytes are lost, and nothing overlaps."""
     blocks = []
