@@ -250,7 +250,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit(do_not_specialize=["steps", "a_row", "p_row"])
+@triton.jit(do_not_specialize=["steps", "batch", "a_row", "p_row"])
 def _move(
     rows, slots, path, steps, batch, per_entry, columns,
     a_row, a_node, p_row, p_step,
