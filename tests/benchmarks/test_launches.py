@@ -73,7 +73,18 @@ def test_few_programs_serve_all_trees(monkeypatch: pytest.MonkeyPatch, tmp_path:
     def judge(level: int) -> str:
         left, entry = torch.empty(2, 1, 7, 1024), torch.zeros(1, 7, dtype=torch.int64)
         weights, groups = torch.empty(1, 7), torch.empty(1, 1 + 5 * level, 1024)
-        given = left, entry, weights, weights, left[0], groups, *[entry] * 5, None, level, level
+        given: Any = (
+            left,
+            entry,
+            weights,
+            weights,
+            left[0],
+            groups,
+            *[entry] * 5,
+            None,
+            level,
+            level,
+        )
         return compiled(
             level_kernels, "_judge", lambda: level_kernels.judge_level(*given, replacement=False)
         )
