@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import re
 import subprocess
 import tempfile
@@ -136,12 +137,18 @@ class Launch:
         return int(torch.tensor(self.grid).prod())
 
     def compiled(self, capability: int) -> dict[str, Any]:
-        """Shared bytes and warps of a program, registers of a thread and bytes that it spills."""
+        """Shared bytes and warps of a program, registers of a thread and bytes that it spills.
+
+        And its name in Triton's cache, and the seconds of a core until it was there.
+        """
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            begun = sum(os.times()[:4])  # of this process, and of the assembler that it runs
             made = self.compile(capability)
+            seconds = sum(os.times()[:4]) - begun
         found = {"shared": made.metadata.shared, "warps": made.metadata.num_warps}
-        return found | _of_ptxas(made.asm["ptx"])
+        found |= {"name": made.hash, "seconds": seconds}
+        return found | of_ptxas(made.asm["ptx"])
 
     def compile(self, capability: int) -> Any:
         """What Triton makes of the kernel for this launch, on a GPU that need not be there.
@@ -175,7 +182,7 @@ class _Absent:
         return GPUTarget("cuda", self.capability, 32)
 
 
-def _of_ptxas(ptx: str) -> dict[str, int]:
+def of_ptxas(ptx: str) -> dict[str, int]:
     """Registers and spills; nothing where the assembler that comes with triton fails."""
     import triton.backends.nvidia as backend  # type: ignore[import-not-found]
 
@@ -286,14 +293,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if importlib.util.find_spec("triton") is None:
         print("\nWithout triton there are no kernels to compile.")
         return 0
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        mock.patch.dict(os.environ, TRITON_CACHE_DIR=empty),
+    ):
+        _print_compiled(chosen.nodes, chosen.context, chosen.vocabulary, chosen.capability)
+    return 0
+
+
+def _print_compiled(nodes: list[int], context: int, vocabulary: int, capability: int) -> None:
     print("\n| kernel | nodes | programs | warps | shared bytes | registers | spilled bytes |")
     print("|---|---|---|---|---|---|---|")
-    for nodes in chosen.nodes:
-        for name, launch in kernel_launches(nodes, chosen.context, chosen.vocabulary).items():
-            of = launch.compiled(chosen.capability)
+    seconds: dict[str, float] = {}
+    for count in nodes:
+        for name, launch in kernel_launches(count, context, vocabulary).items():
+            of = launch.compiled(capability)
+            seconds.setdefault(of["name"], of["seconds"])
             rest = [of["warps"], of["shared"], of.get("registers", "–"), of.get("spilled", "–")]
-            print(f"| {name} | {nodes} | {launch.programs} | {' | '.join(map(str, rest))} |")
-    return 0
+            print(f"| {name} | {count} | {launch.programs} | {' | '.join(map(str, rest))} |")
+    print(f"\n{len(seconds)} different ones, compiled in {sum(seconds.values()):.0f} s of a core.")
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def _gated(gate, up, out, count, BLOCK: tl.constexpr):
     tl.store(out + at, found.to(out.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _turn(
     q, k, v, q_out, k_out, keys, values, slots, cos, sin, nodes, query_heads, heads, half, width_v,
     q_row, q_head, q_node, k_row, k_head, k_node, v_row, v_head, v_node, c_row, c_node, s_row,
@@ -76,7 +76,7 @@ def _turn(
             tl.store(values + entry * width_v + wide, value, mask=wide < width_v)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["nodes"])
 def _write(
     keys, values, slots, k, v, nodes, heads, width, width_v,
     k_row, k_head, k_node, v_row, v_head, v_node, BLOCK: tl.constexpr,

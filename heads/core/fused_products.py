@@ -97,7 +97,8 @@ def rows_together(
 ) -> int:
     """For how many rows one launch is no slower than several, at most `MOST_ROWS`; 0 for none.
 
-    On a GPU both are timed, at 16 rows and at `MOST_ROWS`. Elsewhere there is nothing to choose.
+    On a GPU both are timed, at 16 rows and at `MOST_ROWS`, which takes some 256 MB; launches stay
+    apart where these are not free. Elsewhere there is nothing to choose.
 
     Args:
         together, apart: compute the same of states [rows, D], of which one row is given.
@@ -107,7 +108,10 @@ def rows_together(
     found = 0
     for rows in (16, MOST_ROWS):
         given = states.expand(rows, -1).contiguous()
-        ours, theirs = (_milliseconds(run, given) for run in (together, apart))
+        try:
+            ours, theirs = (_milliseconds(run, given) for run in (together, apart))
+        except torch.OutOfMemoryError:
+            break
         if ours > theirs:
             break
         found = rows

@@ -10,11 +10,10 @@ groups of 4, head dimension 128), for a prefix of 8,192 tokens and a tree of 64 
 
 - Keys and values: 2 × 8 × 8,192 × 128 × 2 bytes = 33.6 MB, the least possible. Masked sdpa repeats
   them for each query head: nine times as much. Here a group's queries are rows of one product with
-  the keys that they share, 4 × 64 = 256 rows, cut into tiles of 64. A head's tiles are next to each
-  other in the grid, so they run at the same time and share the L2 cache.
-- 8 heads × 4 tiles are 32 programs; 7 splits and the tree are 256, and two for each of the 132
-  multiprocessors of an H100 would be 264. Each writes its rows in float32: 8 × 32 × 64 × 128 × 4
-  bytes = 8.4 MB.
+  the keys that they share, 4 × 64 = 256 rows, cut into tiles of 128. A head's tiles are next to
+  each other in the grid, so they run at the same time and share the L2 cache.
+- 8 heads × 2 tiles are 16 programs; 7 splits and the tree are 128, and an H100 has 132
+  multiprocessors. Each writes its rows in float32: 8 × 32 × 64 × 128 × 4 bytes = 8.4 MB.
 - The packed tree is 64 × 66 × 4 bytes = 17 kB; an additive mask is 1.1 MB for each query head.
 
 256 rows take 256 operations for each byte read; near the GPU's ratio (some 300 on an H100) the time
@@ -32,11 +31,12 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
-_WAVES = 2
-"""How often the splits fill the GPU: more hide the tail of the last ones, and merge more parts."""
+_WARPS = 8
+"""For how many warps of each multiprocessor the splits give work: for more, more parts are merged.
+That many keep their registers whatever the tile."""
 _MAX_SPLITS = 63
-_SHARED = 64 * 1024
-"""Bytes of keys and values on their way, in two stages; every GPU since Ampere has 99 kB."""
+_SHARED = 96 * 1024
+"""Bytes that a program may keep in shared memory; every GPU since Ampere has 99 kB."""
 _MOVED = 8 * 1024
 """Bytes of a path that a program moves at once: sixteen registers of each thread of four warps."""
 
@@ -53,17 +53,25 @@ class Tile(NamedTuple):
     def fit(cls, rows: int, key: int, value: int, itemsize: int) -> Tile:
         """For so many rows a head, head dimensions and bytes a number.
 
-        Chosen so that what `ptxas` makes of it for compute capabilities 8.0 to 12.0 keeps 16-bit
-        work in registers, and keys and values in 99 kB of shared memory.
+        Each warp multiplies 16 rows, or all rows with columns of its own: with more warps, some
+        would compute the same. In shared memory are the queries, two stages of keys and values, and
+        what each node sees. Numbers of 32 bits, of which a thread holds more, take smaller tiles.
 
-        >>> Tile.fit(4, 128, 128, 2), Tile.fit(256, 128, 128, 2)
-        (Tile(rows=16, slots=64, warps=4, stages=2), Tile(rows=64, slots=64, warps=8, stages=2))
+        >>> Tile.fit(4, 128, 128, 2), Tile.fit(64, 128, 128, 2)
+        (Tile(rows=16, slots=64, warps=4, stages=2), Tile(rows=64, slots=64, warps=4, stages=2))
+        >>> Tile.fit(256, 128, 128, 2), Tile.fit(256, 128, 128, 4)
+        (Tile(rows=128, slots=32, warps=8, stages=2), Tile(rows=32, slots=16, warps=8, stages=2))
         """
         width = (_block(key) + _block(value)) * itemsize
-        slots = max(16, min(64, 1 << (_SHARED // (2 * width)).bit_length() - 1))
-        most = 64 if width <= 512 else 32 if width <= 1024 else 16
+        wide = itemsize > 2
+        most = 16 if width > 1024 else 32 if width > 512 else 64 if wide else 128
         rows = max(16, min(most, triton.next_power_of_2(rows)))
-        return cls(rows, slots, 8 if rows * _block(value) * itemsize >= 1 << 14 else 4)
+        room = (_SHARED - rows * _block(key) * itemsize) // (2 * width + 4 * rows)
+        slots = min(64, 1 << room.bit_length() - 1)
+        if not wide:
+            return cls(rows, slots, max(4, rows // 16))
+        slots = max(16, min(slots, (1 << 14) // width))
+        return cls(rows, slots, 8 if rows > 16 and rows * _block(value) >= 1 << 12 else 4)
 
 
 @triton.jit
@@ -206,7 +214,8 @@ def split_attention(
     tiles = triton.cdiv(groups * nodes, tile.rows)
     if splits is None:
         # No more programs than there are places for, the tree's among them.
-        wanted = _WAVES * processors(query.device) // (tiles * batch * heads) - 1
+        places = processors(query.device) * _WARPS // tile.warps
+        wanted = places // (tiles * batch * heads) - 1
         splits = max(1, min(wanted, triton.cdiv(key.shape[2], tile.slots), _MAX_SPLITS))
     parts, count = splits + 1, batch * query_heads * nodes
     partial = torch.empty(parts, count, width, dtype=torch.float32, device=query.device)
@@ -241,7 +250,7 @@ def processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit(do_not_specialize=["steps", "a_row", "p_row"])
+@triton.jit(do_not_specialize=["steps", "batch", "a_row", "p_row"])
 def _move(
     rows, slots, path, steps, batch, per_entry, columns,
     a_row, a_node, p_row, p_step,

@@ -20,7 +20,7 @@ yet when it is called, and no earlier.
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from .weight_sources import InMemory, OpenFiles, Source, sources_of
 _Found = TypeVar("_Found")
 
 _ALIGNED = 256  # bytes that a weight begins at a multiple of
+_TOGETHER = 8  # layers, each rounded up, of which a block holds so many at least if there are more
 
 _known: "weakref.WeakKeyDictionary[nn.Module, Prefetch]" = weakref.WeakKeyDictionary()
 _locks: "weakref.WeakKeyDictionary[nn.Module, threading.RLock]" = weakref.WeakKeyDictionary()
@@ -207,9 +208,11 @@ class Prefetch(AbstractContextManager):
             if (found := streamed_layer(module)) is not None
         ]
         self.layers, self.size = len(self._layers), sum(layer.size for _, layer in self._layers)
-        for number, (module, layer) in enumerate(self._layers):
-            if not layer.on_disk:
-                layer.move_to(stream.host_memory(layer.size))
+        kept = [layer for _, layer in self._layers if not layer.on_disk]
+        host = side_by_side([layer.size for layer in kept], stream.host_memory)
+        for layer, memory in zip(kept, host, strict=True):
+            layer.move_to(memory)
+        for number, (module, _) in enumerate(self._layers):
             module.register_forward_pre_hook(partial(_before, weakref.ref(self), number))
             module.register_forward_hook(partial(_after, weakref.ref(self), number))
         most = max((layer.size for _, layer in self._layers), default=0)
@@ -290,6 +293,27 @@ class Prefetch(AbstractContextManager):
             if part is not None:
                 self._ahead.give_back(host, event)
         return _Brought(number, to, buffer, event)
+
+
+def side_by_side(sizes: list[int], memory: Callable[[int], Tensor]) -> Iterator[Tensor]:
+    """Memory of so many bytes each, cut from blocks of a power of two, which are made one by one.
+
+    torch rounds pinned memory up to a power of two, so layers of 0.6 GB in a block each would take
+    nearly twice their size.
+
+    Args:
+        memory: makes a block.
+
+    >>> [len(found) for found in side_by_side([5, 5, 5, 3], lambda size: torch.empty(size))]
+    [5, 5, 5, 3]
+    """
+    while sizes:
+        one, rest = 1 << (sizes[0] - 1).bit_length(), 1 << sum(sizes).bit_length() - 1
+        # Few enough that what is moved is never in memory twice for the most part.
+        block = memory(max(one, min(rest, _TOGETHER * one)))
+        while sizes and sizes[0] <= len(block):
+            yield block[: sizes[0]]
+            block, sizes = block[sizes[0] :], sizes[1:]
 
 
 def _read_ahead(layers: list[_Layer], stream: CopyStream) -> ReadAhead:

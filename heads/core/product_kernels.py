@@ -38,7 +38,7 @@ def _sum(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _three(
     states, one, two, three, out_one, out_two, out_three, bias_one, bias_two, bias_three,
     rows, width, size_one, size_two, size_three,
@@ -65,7 +65,7 @@ def _three(
     tl.store(there, total.to(out.dtype.element_ty), mask=ok_row[:, None] & ok_column[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _gated(
     states, gate, up, out, bias_gate, bias_up, rows, width, size,
     BIAS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,

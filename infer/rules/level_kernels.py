@@ -27,7 +27,7 @@ def _copy(source, target, vocab, along, BLOCK: tl.constexpr):
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["level", "turns", "nodes", "groups"])
 def _judge(
     left, side, before, after, rest, source, tokens, parents, rank, depth, proposal_row, valid,
     level, turns, nodes, groups, vocab, half,

@@ -1,12 +1,14 @@
 """Launches and bytes of a round, counted, and the kernels compiled for GPUs that are not here."""
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.launches import Counts, count_forward, kernel_launches
+from benchmarks.launches import Counts, count_forward, kernel_launches, recorded
 from headstart.infer.target import Target
 from tests.support.families import target
 from tests.support.interpreter import without_triton
@@ -36,6 +38,59 @@ def test_a_plain_token_takes_fewer_launches(dtype: torch.dtype) -> None:
     # of the gated product 3. And 7 of the last norm.
     assert plain.launches - fewer.launches == 30 * layers + 7
     assert fewer.bytes < plain.bytes
+
+
+@without_triton
+def test_few_programs_serve_all_trees(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """None is compiled again for a number of nodes or rows that is 1, or a multiple of 16.
+
+    But attention is, since its tiles and parts are others.
+    """
+    from headstart.heads.core import fused_kernels, kernels
+    from headstart.infer.rules import level_kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    by_nodes = {nodes: kernel_launches(nodes, 100, 1024) for nodes in (1, 9, 16)}
+    for name in [each for each in by_nodes[1] if not each.startswith("attention")]:
+        nodes = (9, 16) if name == "level of traversal" else (1, 9, 16)
+        made = [by_nodes[each][name].compile(90) for each in nodes]
+        assert len({each.hash for each in made}) == 1, name
+
+    def compiled(module: Any, name: str, call: Callable[[], Any]) -> str:
+        return recorded(module, [name], call)[0].compile(90).hash
+
+    def move(batch: int) -> str:
+        slots = torch.zeros(batch, 16, dtype=torch.int64)
+        rows = torch.empty(4, 16 * batch, 2, 64)
+        return compiled(kernels, "_move", lambda: kernels.move_path(rows, slots, slots[:, :8]))
+
+    def write(nodes: int) -> str:
+        slab, slots = torch.empty(100, 2, 64), torch.zeros(nodes, dtype=torch.int64)
+        key = torch.empty(1, nodes, 2, 64).transpose(1, 2)
+        given = slab, slab, slots, key, key
+        return compiled(fused_kernels, "_write", lambda: fused_kernels.write(*given))
+
+    def judge(level: int) -> str:
+        left, entry = torch.empty(2, 1, 7, 1024), torch.zeros(1, 7, dtype=torch.int64)
+        weights, groups = torch.empty(1, 7), torch.empty(1, 1 + 5 * level, 1024)
+        given: Any = (
+            left,
+            entry,
+            weights,
+            weights,
+            left[0],
+            groups,
+            *[entry] * 5,
+            None,
+            level,
+            level,
+        )
+        return compiled(
+            level_kernels, "_judge", lambda: level_kernels.judge_level(*given, replacement=False)
+        )
+
+    for kernel, numbers in ((move, (1, 2, 16)), (write, (1, 9, 16)), (judge, (0, 1, 2, 3))):
+        assert len({kernel(number) for number in numbers}) == 1, kernel.__name__
 
 
 @without_triton

@@ -100,6 +100,23 @@ def test_quantised_layers_stay_what_they_are(dtype: torch.dtype) -> None:
     assert found is not None and found.found["gated layers"] == 0 and found.found["norms"] == 5
 
 
+@pytest.mark.parametrize("timed", [0, 1, 2])
+def test_launches_stay_apart_where_there_is_no_memory_to_time_them(
+    timed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = [1.0, 2.0] * timed  # one launch is faster each time
+
+    def milliseconds(run: Any, states: torch.Tensor) -> float:
+        if not left:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return left.pop(0)
+
+    monkeypatch.setattr(fused_products, "has_kernels", lambda states: True)
+    monkeypatch.setattr(fused_products, "_milliseconds", milliseconds)
+    found = fused_products.rows_together(list, list, torch.ones(1, 8))
+    assert found == (0, 16, fused_products.MOST_ROWS)[timed]
+
+
 def test_a_fused_layer_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(OptionError, match="fused and compile") as caught:
         Speculator(target("tiny"), fused=True, compile="default")

@@ -1,13 +1,14 @@
 """The Triton kernel equals the plain form: in Triton's interpreter here, compiled on a GPU."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.launches import recorded
+from benchmarks.launches import of_ptxas, recorded
 from headstart.heads.core.tree_attention import plain_attention
 from tests.support.interpreter import run_interpreted, without_triton
 from tests.support.trees import SCALING, Case, Tree, make_tree
@@ -120,6 +121,105 @@ def test_it_compiles_for_gpus_that_are_not_here(
     assert "mma" in attend and "cp.async" in attend
     assert move.rindex("ld.global") < move.rindex("bar.sync") < move.index("st.global")
     assert "ld.global.v4" in move and "st.global.v4" in move  # sixteen bytes at once
+
+
+def repeated(ttgir: str) -> list[str]:
+    """Products of which warps compute some numbers more than once, by their shape and layout."""
+    layouts, found = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE)), []
+    products = re.findall(r"(?:tt\.dot|warp_group_dot) .*-> tensor<(\d+)x(\d+)xf32, (#\w+)>", ttgir)
+    assert len(products) == 4  # two for the prefix, two for the tree
+    for *shape, name in products:
+
+        def numbers(key: str, layout: str = layouts[name]) -> list[int]:
+            listed = re.search(rf"{key} = \[([\d, ]+)\]", layout)
+            assert listed, (key, layout)
+            return [int(each) for each in listed[1].split(",")]
+
+        if "nvidia_mma" in layouts[name]:
+            one = numbers("instrShape")[:2]
+        else:
+            pairs = zip(numbers("sizePerThread"), numbers("threadsPerWarp"), strict=True)
+            one = [each * threads for each, threads in pairs]
+        warps = numbers("warpsPerCTA")
+        if any(a * b > int(c) for a, b, c in zip(warps, one, shape, strict=True)):
+            found.append(f"{shape} by {warps} warps of {one}")
+    return found
+
+
+def cut(tile: Any, rows: int, size: int, dtype: torch.dtype, capability: int) -> Any:
+    """What attention is compiled to for so many rows; by `Tile.fit` if no tile is given."""
+    from headstart.heads.core import kernels
+
+    query = torch.empty(1, 2, rows, size, dtype=dtype)
+    slab = torch.empty(1, 2, 2048, size, dtype=dtype)
+    packed = torch.empty(1, 1, rows, 2 + rows, dtype=torch.int32)
+    attend, _ = recorded(
+        kernels,
+        ["_attend", "_merge"],
+        lambda: kernels.split_attention(query, slab, slab, packed, 0.1, tile=tile),
+    )
+    return attend.compile(capability)
+
+
+@without_triton
+@pytest.mark.parametrize(
+    "dtype, capability, size",
+    [(BF16, 90, 64), (BF16, 90, 128), (BF16, 90, 256), (BF16, 80, 128), (F32, 90, 128)],
+    ids=str,
+)
+def test_warps_of_a_tile_share_its_work(
+    dtype: torch.dtype, capability: int, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """No warp computes what another one does, registers suffice, and so does shared memory."""
+    from headstart.heads.core.kernels import Tile
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tiles = {Tile.fit(rows, size, size, dtype.itemsize) for rows in (1, 32, 64, 128, 256)}
+    for tile in tiles:
+        made = cut(tile, tile.rows, size, dtype, capability)
+        assert not repeated(made.asm["ttgir"]), tile
+        assert made.metadata.shared <= 99 << 10, tile
+        assert of_ptxas(made.asm["ptx"]).get("spilled", 0) == 0, tile
+        assert "cp.async" in made.asm["ptx"], tile
+        products = "wgmma.mma_async" if tile.rows >= 64 and capability == 90 else "mma.sync"
+        assert (products in made.asm["ptx"]) == (dtype != F32), tile
+
+
+@without_triton
+def test_warps_that_share_no_work_are_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from headstart.heads.core.kernels import Tile
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    made = cut(Tile(64, 64, 8), 64, 128, BF16, 90)
+    assert repeated(made.asm["ttgir"]) == ["['64', '64'] by [8, 1] warps of [16, 32]"] * 2
+    made = cut(Tile(128, 64, 4), 128, 128, BF16, 90)
+    assert of_ptxas(made.asm["ptx"]).get("spilled", 1) > 0
+
+
+@without_triton
+@pytest.mark.parametrize("heads, groups, nodes", [(8, 4, 1), (8, 4, 64), (32, 1, 64), (4, 8, 128)])
+@pytest.mark.parametrize("batch", [1, 3, 16, 64])
+def test_splits_fill_the_multiprocessors_once(
+    heads: int, groups: int, nodes: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So many programs as an H100 has room for, unless two for each tile are more."""
+    from headstart.heads.core import kernels
+
+    monkeypatch.setattr(kernels, "processors", lambda device: 132)
+    query = torch.empty(batch, heads * groups, nodes, 128, dtype=BF16, device="meta")
+    slab = torch.empty(batch, heads, 1 << 15, 128, dtype=BF16, device="meta")
+    packed = torch.empty(batch, 1, nodes, 2 + nodes, dtype=torch.int32, device="meta")
+    launch = recorded(
+        kernels,
+        ["_attend", "_merge"],
+        lambda: kernels.split_attention(query, slab, slab, packed, 0.1),
+    )[0]
+    tiles, pairs, parts = launch.grid
+    places = 132 * 8 // launch.options["num_warps"]
+    assert launch.programs <= max(places, 2 * tiles * pairs)
+    assert 2 <= parts <= 64 and max(launch.grid[1:]) < 1 << 16
+    if tiles * pairs <= places // 8:
+        assert launch.programs > 0.7 * places
 
 
 @pytest.mark.gpu

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from headstart.heads import DecodingError
 from headstart.heads.core import Prefetch
+from headstart.heads.core.prefetch import side_by_side
 from headstart.heads.core.weight_sources import InFile, OpenFiles
 from headstart.infer import Speculator
 from tests.support.families import TREES, drafter
@@ -43,7 +44,8 @@ def test_layers_find_their_weights(where: str, tmp_path: Path) -> None:
     of_one = ahead.size // count
     assert ahead.layers == count and of_one >= 8 * 4 * 32 * 48
     assert ahead.on_disk == ON_DISK[where]
-    assert stream.pinned == of_one * (count - ahead.on_disk + 2 * (ahead.on_disk > 0))
+    used = of_one * (count - ahead.on_disk + 2 * (ahead.on_disk > 0))
+    assert used <= stream.pinned <= 2 * used
     for turn in range(1, 4):
         with ahead:
             assert torch.equal(logits(model), expected)
@@ -62,6 +64,28 @@ def test_layers_find_their_weights(where: str, tmp_path: Path) -> None:
         with ahead:
             assert torch.equal(logits(model), expected)
         assert all(weight.is_meta for weight in layer.parameters())
+
+
+@pytest.mark.parametrize(
+    "sizes", [[660] * 40, [1711] * 80, [436] * 32, [5, 9, 5], [7], []], ids=len
+)
+def test_layers_share_blocks_of_pinned_memory(sizes: list[int]) -> None:
+    """torch rounds each block up to a power of two; few bytes are lost, and nothing overlaps."""
+    blocks = []
+
+    def memory(size: int) -> Tensor:
+        blocks.append(1 << (size - 1).bit_length())
+        return torch.zeros(size, dtype=torch.uint8)
+
+    found = list(side_by_side(sizes, memory))
+    for number, each in enumerate(found):
+        each.fill_(number)
+    assert [len(each) for each in found] == sizes
+    assert all((each == number).all() for number, each in enumerate(found))
+    apart = sum(1 << (size - 1).bit_length() for size in sizes)
+    assert sum(blocks) <= apart
+    if len(sizes) > 30:
+        assert sum(blocks) <= 1.08 * sum(sizes) and max(blocks) <= 0.4 * sum(sizes)
 
 
 def test_a_copy_that_is_not_waited_for_is_seen(
