@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
 from headstart.heads.core import load_pretrained
 
-from .losses import LOSSES
+from .losses import loss_of
 from .losses.comparisons import GPU_BYTES
 from .recipe import Hardware, Recipe
 from .recipe.files import architectures
@@ -282,7 +282,7 @@ class _Arithmetic:
         supervised = self.assumed.answers * self.recipe.distill.new_tokens / self.row
         size, vocab = self.text.hidden_size, self.text.vocab_size
         attention = 2.0 * self.row * size * self.text.num_hidden_layers
-        soft = LOSSES[self.recipe.train.loss].divergence is not None
+        soft = loss_of(self.recipe.train.loss).divergence is not None
         frozen = 2.0 * self.layers + attention if config.feature_layers or soft else 0.0
         if soft:
             frozen += 2.0 * size * (getattr(config, "draft_vocab_size", 0) or vocab) * supervised
@@ -290,10 +290,11 @@ class _Arithmetic:
         inner = sum(p.numel() for p in _inner(self.drafter))
         again = 2.0 if self.recipe.train.activation_checkpointing else 0.0
         learned = (6.0 + again) * inner * self._passes()
+        first = 2.0 if self.recipe.train.acceptance_weights else 0.0  # logits, for the weights
         if self.outputs:
-            learned += 6.0 * self.outputs * self._passes() * supervised
+            learned += (6.0 + first) * self.outputs * self._passes() * supervised
         else:  # the target's, for every depth, which does not learn
-            learned += 4.0 * size * vocab * depths * supervised
+            learned += (4.0 + first) * size * vocab * depths * supervised
         if self.adapter:
             share = 1 - config.heads_first
             learned += share * ((4.0 + again) * self.layers + 6.0 * self.adapter + 2 * attention)
