@@ -28,6 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from .core import weight_of
 from .declared.dflash import DFlashFields
 from .drafter import DrafterConfig, Step, last_true
 from .parts.cached_layers import DraftCache
@@ -87,6 +88,20 @@ class DFlashState:
     level: int = 0
 
 
+_CLEAR = 4.0
+
+
+def _align(weight: Tensor, read: Tensor) -> None:
+    """Let a projection [H, d, D] give one input [D] equal angles in all rotary pairs of all heads.
+
+    Its size is `_CLEAR` times that of what other inputs become. Zeros stay zeros.
+    """
+    wanted = torch.zeros_like(weight[0, :, 0])
+    wanted[: len(wanted) // 2] = _CLEAR * 2**0.5
+    size = read.square().sum().clamp(min=1e-6)
+    weight += (wanted - weight @ read).unsqueeze(-1) * read / size
+
+
 class DFlash(TokenConditioned):
     """Drafts of a block; `independent` unless there is a term of the token before them."""
 
@@ -114,9 +129,23 @@ class DFlash(TokenConditioned):
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Start with random layers that keep the size of their input, and the target's ends."""
+        """Start with random layers that keep the size of their input, and the target's ends.
+
+        In them the masks attend to the newest token, which begins the block, as they would learn in
+        hundreds of steps: their queries, which are all the same before they are rotated, get equal
+        angles, and so does the part of the keys that embeddings have in common, their mean. After
+        the rotation the nearest keys agree most.
+        """
         unit_scale_init(self.model)
         unit_scale_init(self.fc)
+        shared = self.hidden_norm(self._mean_embedding(token_counts))  # [D]
+        token = torch.tensor([self.config.mask_token_id], device=shared.device)
+        mask = self.embed(token)[0].to(shared)  # [D]
+        for layer in self.model.layers:
+            own: Any = layer
+            heads = (-1, own.self_attn.head_dim)
+            _align(own.self_attn.q_proj.weight.unflatten(0, heads), own.input_layernorm(mask))
+            _align(own.self_attn.k_proj.weight.unflatten(0, heads), shared)
         if (scale := norm_scale(self.target)) is not None:
             self.norm.weight.copy_(scale)
         if self.config.output == "trimmed":
@@ -124,6 +153,13 @@ class DFlash(TokenConditioned):
         if self.markov_head is not None:
             nn.init.normal_(self.markov_head.markov_w1.weight)
             nn.init.zeros_(self.markov_head.markov_w2.weight)
+
+    def _mean_embedding(self, token_counts: Tensor | None) -> Tensor:
+        """Of the corpus' tokens, or of the vocabulary where they were not counted.  # [D]"""
+        counts = torch.ones(self.config.vocab_size) if token_counts is None else token_counts
+        embedding = weight_of(self.target.get_input_embeddings())[: len(counts)]
+        shares = counts.double() / counts.sum()
+        return (shares.to(embedding) @ embedding).to(self.fc.weight)
 
     @property
     def max_depth(self) -> int:
@@ -195,7 +231,7 @@ class DFlash(TokenConditioned):
     def starts_a_row(self) -> int | None:
         return self.config.anchors or None
 
-    def passes(self, row: int) -> float:
+    def passes(self, row: float) -> float:
         return 1 + self._places * min(1.0, (self.starts_a_row or row) / row)
 
     def draft_hidden_states(

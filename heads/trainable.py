@@ -94,7 +94,7 @@ class TrainableDrafter(Drafter):
         """From how many positions of a row, chosen at random, a training step drafts; None: all."""
         return None
 
-    def passes(self, row: int) -> float:
+    def passes(self, row: float) -> float:
         """How often its layers are applied to a token of rows of so many tokens, in training."""
         return 1 if self.max_depth is not None else self.train_depths
 

@@ -111,7 +111,10 @@ def train_drafter(
     start = start_from(train.from_, drafter) if train.from_ else None
     flops = training_flops(recipe, target, drafter)  # before the target is adapted
     module_class, trainer_class = training_classes(drafter)
-    module = module_class(target, drafter, train.head_decay, train.loss, train.feature_weight)
+    module = module_class(
+        target, drafter, train.head_decay, train.loss, train.feature_weight,
+        train.acceptance_weights,
+    )  # fmt: skip
     module.set_up(train.activation_checkpointing, train.compile)
     student = None
     if train.on_policy:

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
 from headstart.heads.core import load_pretrained
 
-from .losses import LOSSES
+from .losses import loss_of
 from .losses.comparisons import GPU_BYTES
 from .recipe import Hardware, Recipe
 from .recipe.files import architectures
@@ -216,7 +216,7 @@ class _Arithmetic:
         frozen = (4 * size + 3 * wide) * 2 * tokens
         # Every matrix keeps its input and output, in the drafter in float32.
         student = getattr(self.drafter.config, "student", None) or {}
-        kept = self._kept(_widths(self.drafter), student) * 4 * self._passes() * tokens
+        kept = self._kept(_widths(self.drafter), student) * 4 * self._passes(self.longest) * tokens
         if self.adapter:
             sizes = {"num_hidden_layers": text.num_hidden_layers, "hidden_size": size}
             kept += self._kept(sum(map(sum, self.matrices)), sizes) * 2 * tokens
@@ -282,28 +282,38 @@ class _Arithmetic:
         supervised = self.assumed.answers * self.recipe.distill.new_tokens / self.row
         size, vocab = self.text.hidden_size, self.text.vocab_size
         attention = 2.0 * self.row * size * self.text.num_hidden_layers
-        soft = LOSSES[self.recipe.train.loss].divergence is not None
+        soft = loss_of(self.recipe.train.loss).divergence is not None
         frozen = 2.0 * self.layers + attention if config.feature_layers or soft else 0.0
         if soft:
             frozen += 2.0 * size * (getattr(config, "draft_vocab_size", 0) or vocab) * supervised
         depths = self.drafter.train_depths if isinstance(self.drafter, TrainableDrafter) else 1
         inner = sum(p.numel() for p in _inner(self.drafter))
         again = 2.0 if self.recipe.train.activation_checkpointing else 0.0
-        learned = (6.0 + again) * inner * self._passes()
-        if self.outputs:
-            learned += 6.0 * self.outputs * self._passes() * supervised
-        else:  # the target's, for every depth, which does not learn
-            learned += 4.0 * size * vocab * depths * supervised
+        passes = self._passes(self.row)
+        learned = (6.0 + again) * inner * passes
+        first = 2.0 if self.recipe.train.acceptance_weights else 0.0  # logits, for the weights
+        # Heads have a matrix each; others have one, which is applied to every depth.
+        applied, drafted = min(passes, float(depths)), supervised
+        if most := self._starts():
+            applied, drafted = float(depths), min(supervised, most / self.row)
+        learned += (6.0 + first) * self.outputs * applied * drafted
+        if not self.outputs or getattr(config, "output", None) == "shared":
+            # the target's, for every depth, which does not learn
+            learned += (4.0 + first) * size * vocab * depths * drafted
         if self.adapter:
             share = 1 - config.heads_first
             learned += share * ((4.0 + again) * self.layers + 6.0 * self.adapter + 2 * attention)
             learned += share * 6.0 * size * vocab * supervised  # the divergence from the base
         return frozen, learned
 
-    def _passes(self) -> float:
-        """How often the drafter's layers are applied to a position: heads of each depth once."""
+    def _passes(self, row: float) -> float:
+        """How often the drafter's layers are applied to a position of a row of so many tokens."""
         assert isinstance(self.drafter, TrainableDrafter)
-        return self.drafter.passes(self.longest)
+        return self.drafter.passes(row)
+
+    def _starts(self) -> int | None:
+        """Of how many positions of a row a step drafts at most; None for all."""
+        return self.drafter.starts_a_row if isinstance(self.drafter, TrainableDrafter) else None
 
 
 def _outputs(drafter: Drafter) -> int:

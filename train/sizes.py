@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from headstart.heads import FINAL, Drafter
 
-from .losses import LOSSES
+from .losses import loss_of
 from .recipe import Recipe, Train
 
 ROW_TOKEN = 5
@@ -61,7 +61,7 @@ def feature_bytes(
 ) -> float:
     """The target's features of rows of `tokens` in all, as far as the recipe keeps them on disk."""
     train, layers = recipe.train, set(drafter.config.feature_layers)
-    if LOSSES[train.loss].divergence is not None or train.feature_weight > 0:
+    if loss_of(train.loss).divergence is not None or train.feature_weight > 0:
         layers.add(FINAL)
     dtype = "float32" if recipe.target.scratch is not None else recipe.target.dtype
     every = tokens * len(layers) * drafter.config.hidden_size * _itemsize(target, dtype)

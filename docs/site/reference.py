@@ -224,8 +224,10 @@ def _allowed(call: ast.Call | None) -> str:
     if call is None or not isinstance(call.func, ast.Name):
         return ""
     values = dict(vars(schema))
-    if call.func.id == "one_of":
-        choices = eval(f"({', '.join(map(ast.unparse, call.args))},)", values)
+    if call.func.id in ("one_of", "loss_field"):
+        choices = schema.LOSSES
+        if call.func.id == "one_of":
+            choices = eval(f"({', '.join(map(ast.unparse, call.args))},)", values)
         return "one of " + ", ".join(f"`{choice}`" for choice in choices)
     signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
     bounds = [f"{signs[k.arg]} {ast.unparse(k.value)}" for k in call.keywords if k.arg in signs]

@@ -9,6 +9,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import rotate_half
 
 from headstart.heads import ArtifactError, OptionError, family, load_drafter
 from headstart.heads.dflash import DFlash, spread_layers
@@ -198,6 +199,46 @@ def test_layers_are_spread_as_published(layers: int, count: int, outputs: list[i
     target: Any = Target()
     target.config = config
     assert [layer - 1 for layer in spread_layers(target, count)] == outputs
+
+
+def test_at_first_masks_attend_to_the_newest_token() -> None:
+    """Of keys of the embeddings' mean, the nearest; the control has keys of another input."""
+    target: Any = tiny("llama")
+    kind: Any = family("dflash")
+    drafter = kind(kind.config_class.for_target(target, layers=2)).double().bind(target)
+    counts = torch.arange(VOCAB) + 1
+    drafter.init_from_target(counts)
+    layer = drafter.model.layers[1]
+    embedding = target.get_input_embeddings().weight
+    mean = (counts.double() / counts.sum()) @ embedding.double()
+    mask = embedding[VOCAB - 1].double()
+
+    def scores(read: Tensor) -> Tensor:
+        """Of a mask's query with the keys of one input, 0 … 7 places before it, by head.  # [H]"""
+        attention = layer.self_attn
+        split = (-1, attention.head_dim)
+        query = attention.q_norm(attention.q_proj(layer.input_layernorm(mask)).view(split))
+        key = attention.k_norm(attention.k_proj(layer.input_layernorm(read)).view(split))
+        keys = key[:, None].expand(-1, 8, -1)
+        cos, sin = drafter.model.rotary_emb(keys, torch.arange(8)[None])
+        turned = keys * cos + rotate_half(keys) * sin
+        times = len(query) // len(key)
+        return torch.einsum("hd,hsd->hs", query, turned.repeat_interleave(times, 0))
+
+    with torch.no_grad():
+        found, other = scores(mean), scores(torch.randn_like(mean))
+        drafter.init_from_target(None)
+    assert (found.argmax(1) == 0).all() and (found[:, 0] > found[:, 1:].amax(1)).all()
+    assert not (other.argmax(1) == 0).all()
+    drafter.config.mask_token_id = 3
+    with torch.no_grad():
+        kept = embedding[3].clone()
+        try:
+            embedding[3] = 0
+            drafter.init_from_target(counts)
+        finally:
+            embedding[3] = kept
+    assert all(parameter.isfinite().all() for parameter in drafter.parameters())
 
 
 def test_a_step_drafts_from_some_positions() -> None:

@@ -24,7 +24,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "draft_model": {"layers": 1},
     "eagle3": {"depths": 2},
     "medusa2": {"heads": 2, "rank": 4, "heads_first": 0.4, "dropout": 0.0},
-}
+    "dflash": {"layers": 1, "depths": 2, "anchors": 9},
+    "dspark": {
+        "family": "dflash", "layers": 2, "depths": 2, "sample_from_anchor": True, "markov_rank": 4,
+        "output": "trimmed", "draft_vocab_size": 200, "anchors": 9,
+    },
+}  # fmt: skip
+"""By name, the options of a drafter, and its family where that has another name."""
 STEPS = 8
 # Two rows in one, threads that read ahead; validations and checkpoints after 3, 6 and 8 steps.
 PACKED: dict[str, Any] = {
@@ -33,7 +39,7 @@ PACKED: dict[str, Any] = {
 
 
 def recipe(root: Path, name: str, family: str, batch: int, **train: Any) -> dict[str, Any]:
-    """A small recipe of a family, on the corpus, target and text of the run `tiny`."""
+    """A small recipe of one of `FAMILIES`, on the corpus, target and text of the run `tiny`."""
     train = TINY["train"] | {"batch_size": batch, "max_steps": STEPS, "eval_every": 4} | train
     return TINY | {
         "decode": TINY["decode"] | {"validation_prompts": 5},

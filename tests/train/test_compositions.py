@@ -224,6 +224,28 @@ def test_depths_use_one_output_layer_or_one_each() -> None:
     assert cell == pytest.approx(6 * inner + 6 * 2 * size * trimmed * supervised)
 
 
+def test_blocks_are_read_where_drafts_start() -> None:
+    """A block drafter has logits where drafts start; a term of the token before comes on top."""
+    size, vocab, row, rank = 4096, 128256, 1.15 * 512, 256
+    supervised = 0.75 * 512 / row
+    one = 4 * size * vocab  # of the target's output layer, for a depth
+    more, few, few_more = (
+        _per_token("dflash", "drafter.layers=1", f"drafter.anchors={a}", f"drafter.depths={k}")
+        for a, k in ((512, 4), (64, 3), (64, 4))
+    )
+    layer = 2 * size**2 + 2 * size * 1024 + 3 * size * 14336  # and fc, of a single feature
+    inner = 6 * (layer + size**2)
+    assert few_more - few == pytest.approx(inner * 64 / row + one * 64 / row)
+    assert more - few_more == pytest.approx(
+        inner * 5 * (512 - 64) / row + 4 * one * (supervised - 64 / row)
+    )
+    term = _per_token("dflash", "drafter.layers=1", "drafter.anchors=64", "drafter.depths=4",
+                      f"drafter.markov_rank={rank}")  # fmt: skip
+    assert term - few_more == pytest.approx(6 * rank * vocab * 4 * 64 / row)
+    weighted = _per_token("medusa", "train.acceptance_weights=true") - _per_token("medusa")
+    assert weighted == pytest.approx(2 * size * vocab * 5 * supervised)
+
+
 def _per_token(family: str, *overrides: str) -> float:
     recipe = load_recipe(f"{family}+llama-3.1-8b+1x80gb", overrides)
     empty = target(str(recipe.target.model))

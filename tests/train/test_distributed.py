@@ -350,8 +350,8 @@ def check_close(root: Path, first: str, second: str, kind: str) -> None:
     """Two runs have made the same up to rounding."""
     one, two = weights(root, first), weights(root, second)
     assert one.keys() == two.keys()
-    off = {key: float((two[key] - one[key]).norm()) for key in one}
-    size = {key: float(one[key].norm()) for key in one}
+    off = {key: float((two[key] - one[key]).double().norm()) for key in one}
+    size = {key: float(one[key].double().norm()) for key in one}
     total = sum(x * x for x in off.values()) ** 0.5 / sum(x * x for x in size.values()) ** 0.5
     worst = max(off[key] / size[key] for key in one if size[key] > 0)
     assert total < 1e-5 and worst < (1e-3 if kind == "medusa2" else 1e-4), (second, total, worst)

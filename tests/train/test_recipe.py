@@ -48,6 +48,17 @@ def test_defaults_and_drafter_options() -> None:
         ("train.learning_rate", float("inf"), ["train.learning_rate", "inf"]),
         ("train.learning_rate", True, ["train.learning_rate", "a number"]),
         ("train.max_seconds", "long", ["train.max_seconds", "a number or null"]),
+        ("train.loss", "forward_kk", ["train.loss: found 'forward_kk'", "'forward_kl'"]),
+        ("train.loss", {"kl": 1}, ["train.loss: found 'kl'", "one of cross_entropy"]),
+        ("train.loss", {3: 1}, ["train.loss: found 3", "one of cross_entropy"]),
+        ("train.loss", {"forward_kl": 0}, ["train.loss: found 0 for forward_kl", "greater than 0"]),
+        ("train.loss", {"forward_kl": "1"}, ["found '1' for forward_kl", "a weight"]),
+        ("train.loss", {"forward_kl": True}, ["found True for forward_kl", "a weight"]),
+        ("train.loss", {"forward_kl": float("inf")}, ["found inf for forward_kl", "finite"]),
+        ("train.loss", {"cross_entropy": 1}, ["train.loss: found weights of cross_entropy alone"]),
+        ("train.loss", {}, ["train.loss: found weights of no loss"]),
+        ("train.loss", 3, ["train.loss", "a string or a mapping"]),
+        ("train.acceptance_weights", 1, ["train.acceptance_weights: found the integer 1", "true"]),
         ("corpus", [1], ["corpus: found the list", "source, sources, config"]),
         ("corpus", None, ["corpus: found null"]),
         ("decode.rule", "gredy", ["decode.rule", "did you mean 'greedy'"]),
@@ -88,7 +99,9 @@ def test_the_right_values_pass() -> None:
         "decode": {"tree": [[0], [0, 0], [1]]},
         "target": {"scratch": {"max_seconds": None, "max_tokens": 10}},
     }
+    data["train"] |= {"loss": {"cross_entropy": 1, "total_variation": 1.8}}
     recipe = parse_recipe(data)
+    assert recipe.train.loss == {"cross_entropy": 1, "total_variation": 1.8}
     assert type(recipe.train.learning_rate) is float
     assert recipe.decode.tree == [[0], [0, 0], [1]]
     assert recipe.target.scratch is not None

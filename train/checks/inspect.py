@@ -183,7 +183,10 @@ def _try_training(recipe: Recipe, target: Any, texts: list[Tensor], found: Inspe
     drafter = make_drafter(recipe, target, Sample(longest.tokens))  # type: ignore[arg-type]
     module_class, _ = training_classes(drafter)
     train = recipe.train
-    module = module_class(target, drafter, train.head_decay, train.loss, train.feature_weight)
+    module = module_class(
+        target, drafter, train.head_decay, train.loss, train.feature_weight,
+        train.acceptance_weights,
+    )  # fmt: skip
     found.findings += [labels_fit(module, written), features_fit(module, written)]
     module.set_up(train.activation_checkpointing, False)
     step = measure_steps(module, recipe, len(found.tokenizer))

@@ -218,7 +218,7 @@ def base_kl(
     loss, own = LOSSES["forward_kl"], teacher.output.layer
     size = size or rows_at_once(loss, own.out_features, base.device)
     places = torch.arange(len(base), device=base.device).unsqueeze(0)
-    kl = SoftLabels(loss, teacher, base, places, torch.ones_like(places, dtype=torch.bool), size)
+    kl = SoftLabels(loss, teacher, base, places, torch.zeros_like(places), size)  # all count
     factors = (1 / count.clamp(min=1)).to(torch.promote_types(adapted.dtype, torch.float32))
     output = DraftLogits(partial(teacher.logits, layer), (layer,))
     with gathered(own):  # read as often as this process has chunks

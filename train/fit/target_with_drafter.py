@@ -6,6 +6,7 @@ Data-parallel wrappers then see one model; only the drafter's parameters are tra
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -31,7 +32,7 @@ class TargetWithDrafter(nn.Module):
     """Computes the drafter's loss on texts, whose features the target computes or a cache holds.
 
     Args:
-        head_decay, loss, feature_weight: see `DraftLoss`.
+        head_decay, loss, feature_weight, acceptance_weights: see `DraftLoss`.
 
     Raises:
         OptionError: the drafter is not trainable, or see `DraftLoss`.
@@ -45,8 +46,9 @@ class TargetWithDrafter(nn.Module):
         target: PreTrainedModel,
         drafter: TrainableDrafter,
         head_decay: float,
-        loss: str = "cross_entropy",
+        loss: str | Mapping[str, float] = "cross_entropy",
         feature_weight: float = 0.0,
+        acceptance_weights: bool = False,
     ):
         super().__init__()
         if not drafter.trainable:
@@ -59,7 +61,9 @@ class TargetWithDrafter(nn.Module):
         else:
             self.target = target
         self.drafter = drafter
-        self.loss = DraftLoss(drafter, head_decay, loss, feature_weight)
+        self.loss = DraftLoss(
+            drafter, head_decay, loss, feature_weight, by_acceptance=acceptance_weights
+        )
         size, layers = drafter.config.hidden_size, list(drafter.config.feature_layers)  # D
         self.width = len(layers) * size  # F, what the drafter reads
         self.final: slice | None = None  # where the final feature is among the captured ones

@@ -1,8 +1,8 @@
 """What a drafter's logits are compared with: the text's tokens, or the target's distribution.
 
 A comparison is walked in chunks. Each gives some positions of a depth, and a function that takes
-their logits to the summed loss in nats and to its gradient. Those who call it and do not need the
-logits again let it write the gradient over them.
+their logits to their losses in nats and to the gradient of the sum. Those who call it and do not
+need the logits again let it write the gradient over them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ _CACHED = 2**17
 Compare = Callable[[Tensor, bool], tuple[Tensor, Tensor | None]]
 """Logits [n, Vd], and whether they may be written over -> nats, and their gradient [n, Vd].
 
-The gradient is None where none was asked for. It may lie in the memory of the next chunk's."""
+The nats are [n], or their sum alone where a fused kernel computes it. The gradient is None where
+none was asked for. It may lie in the memory of the next chunk's."""
 
 Chunk = tuple[int, Tensor, Compare]
 """A depth, from 0, [n] its positions, and what compares their logits."""
@@ -52,7 +53,7 @@ def tensors(loss: Loss) -> int:
     """
     if loss.divergence is None:
         return 2
-    return 4 if loss.difference else 10
+    return 4 if loss.difference else 10 * loss.parts
 
 
 def rows_at_once(loss: Loss, width: int, device: torch.device) -> int:
@@ -76,10 +77,11 @@ class HardLabels:
         labels: [K, M] int64; `IGNORED` where a position does not count.
         size: see `rows_at_once`.
         room: for the distributions; a new one when None.
+        fused: whether a kernel may be taken that gives the sum of a chunk's losses alone.
     """
 
-    def __init__(self, labels: Tensor, size: int, room: Room | None = None):
-        self.labels, self.size, self.room = labels, size, room or Room()
+    def __init__(self, labels: Tensor, size: int, room: Room | None = None, fused: bool = True):
+        self.labels, self.size, self.room, self.fused = labels, size, room or Room(), fused
 
     def chunks(self, learns: bool) -> Iterator[Chunk]:
         """Walk all positions that count."""
@@ -94,12 +96,12 @@ class HardLabels:
     def _compare(
         self, wanted: Tensor, learns: bool, logits: Tensor, over: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        if fused := fused_cross_entropy(logits.device.type):
+        if self.fused and (fused := fused_cross_entropy(logits.device.type)):
             with torch.set_grad_enabled(learns):
                 nats = fused(logits.requires_grad_(learns), wanted)
             return nats.detach(), torch.autograd.grad(nats, logits)[0] if learns else None
         q, column = self.room.softmax(logits, "gradient"), wanted.unsqueeze(1)
-        nats = (log_sum_exp(logits.amax(-1), q) - logits.gather(1, column).squeeze(1)).sum()
+        nats = log_sum_exp(logits.amax(-1), q) - logits.gather(1, column).squeeze(1)
         if not learns:
             return nats, None
         # The gradient is q, less 1 at the label.
@@ -115,7 +117,7 @@ class SoftLabels:
         loss: one with a divergence.
         features: [N, D], the target's final ones.
         rows: [K, M], which of them a position is compared with, ascending over M.
-        counts: [K, M] bool, whether it is.
+        labels: [K, M] int64, the text's own tokens; `IGNORED` where a position does not count.
         size: how many rows of the teacher at once, see `rows_at_once`.
         room: for logits and distributions; a new one when None.
     """
@@ -126,19 +128,20 @@ class SoftLabels:
         teacher: Teacher,
         features: Tensor,
         rows: Tensor,
-        counts: Tensor,
+        labels: Tensor,
         size: int,
         room: Room | None = None,
     ):
         self.loss, self.teacher, self.features = loss, teacher, features
-        self.rows, self.counts, self.size, self.room = rows, counts, size, room or Room()
+        self.rows, self.labels, self.size, self.room = rows, labels, size, room or Room()
 
     def chunks(self, learns: bool) -> Iterator[Chunk]:
         """Walk all positions that count."""
         assert self.loss.divergence is not None
         compare = self._difference if self.loss.difference else self._divergence
         size = self.size
-        depth, chosen = self.counts.nonzero().unbind(1)  # [n] each, by depth, then position
+        # [n] each, by depth, then position
+        depth, chosen = (self.labels != IGNORED).nonzero().unbind(1)
         rows = self.rows[depth, chosen]
         taught = torch.zeros(len(self.features), dtype=torch.bool, device=rows.device)
         taught[rows] = True
@@ -162,7 +165,9 @@ class SoftLabels:
                 mine: slice | Tensor = slice(low - first, high - first + 1)
                 if high - low != stop - start - 1:  # some in between are asked for by others alone
                     mine = among[start:stop] - first
-                yield k, chosen[start:stop], partial(compare, said, mine, learns)
+                part = chosen[start:stop]
+                wanted = self.labels[k].index_select(0, part) if self.loss.labels else None
+                yield k, part, partial(compare, said, mine, wanted, learns)
 
     def _ask(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
         """The log-probabilities; or for a difference the probabilities, and what p alone adds."""
@@ -178,6 +183,7 @@ class SoftLabels:
         self,
         said: tuple[Tensor, Tensor | None],
         mine: slice | Tensor,
+        wanted: None,
         learns: bool,
         logits: Tensor,
         over: bool = False,
@@ -197,12 +203,13 @@ class SoftLabels:
         nats = torch.cat(found)
         if own is not None:
             nats += own[mine]
-        return nats.sum(), rise if learns else None
+        return nats, rise if learns else None
 
     def _divergence(
         self,
         said: tuple[Tensor, None],
         mine: slice | Tensor,
+        wanted: Tensor | None,
         learns: bool,
         logits: Tensor,
         over: bool = False,
@@ -211,8 +218,12 @@ class SoftLabels:
         log_p = said[0][mine]
         with torch.set_grad_enabled(learns):
             logits = logits.detach().requires_grad_(learns)
-            nats = divergence(log_p, logits.log_softmax(-1, dtype=at_least_float32(logits))).sum()
-        return nats.detach(), torch.autograd.grad(nats, logits)[0] if learns else None
+            log_q = logits.log_softmax(-1, dtype=at_least_float32(logits))
+            nats = divergence(log_p, log_q)
+            if wanted is not None:
+                nats = nats - self.loss.labels * log_q.gather(1, wanted.unsqueeze(1)).squeeze(1)
+            total = nats.sum()
+        return nats.detach(), torch.autograd.grad(total, logits)[0] if learns else None
 
 
 def parts(logits: Tensor) -> Iterator[slice]:

@@ -1,4 +1,4 @@
-"""The losses that a recipe's `train.loss` can name, one record each.
+"""The losses that a recipe's `train.loss` can name, one record each, and weighted sums of them.
 
 A divergence compares the target's distribution p with the drafter's q. Both are given as
 log-probabilities, [M, Vd] each, and the result is in nats, [M]. A new loss is a function of both
@@ -8,7 +8,7 @@ and an entry of `LOSSES`. Nothing here imports torch, so recipes are checked wit
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,8 @@ class Loss:
     divergence: Divergence | None
     difference: bool = False  # whether its gradient at the drafter's logits is q - p
     own: bool = False  # whether it adds sum p log p to -sum p log q then
+    labels: float = 0.0  # weight of the cross entropy with the labels beside the divergence
+    parts: int = 1  # divergences that are summed
 
 
 LOSSES = {
@@ -80,3 +82,29 @@ LOSSES = {
     )
 }
 """Every loss, by name."""
+
+
+def loss_of(value: str | Mapping[str, float]) -> Loss:
+    """The loss that `train.loss` says: a name, or the weights of several that are added up.
+
+    DSpark's 0.1 CE + 0.9 ‖p - q‖₁, which is twice the total variation:
+
+    >>> loss = loss_of({"cross_entropy": 0.1, "total_variation": 1.8})
+    >>> loss.name, loss.labels, loss.parts
+    ('0.1 cross_entropy + 1.8 total_variation', 0.1, 1)
+    """
+    if isinstance(value, str):
+        return LOSSES[value]
+    weighted = [
+        (weight, divergence)
+        for name, weight in value.items()
+        if (divergence := LOSSES[name].divergence) is not None
+    ]
+
+    def total(log_p: Tensor, log_q: Tensor) -> Tensor:
+        first, *others = (weight * divergence(log_p, log_q) for weight, divergence in weighted)
+        return sum(others, start=first)
+
+    name = " + ".join(f"{weight:g} {name}" for name, weight in value.items())
+    labels = value.get("cross_entropy", 0.0)
+    return Loss(name, total, labels=labels, parts=len(weighted))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from headstart.heads import OptionError, TrainableDrafter
 from headstart.heads.core import gathered, output_layer, uniform
 
 from .comparisons import IGNORED, HardLabels, SoftLabels, rows_at_once
-from .divergences import LOSSES
-from .fused import summed_loss
+from .divergences import loss_of
+from .fused import label_probabilities, summed_loss
 from .room import Room
 from .teacher import Teacher
 
@@ -85,6 +85,34 @@ def label_counts(labels: Tensor) -> Tensor:
     return (labels != IGNORED).flatten(1).sum(1)
 
 
+SMOOTHING = 0.1
+"""α of `acceptance_weights`, so that depths behind a poor one keep some weight."""
+
+
+def acceptance_weights(probabilities: Tensor, counts: Tensor) -> Tensor:
+    """What the expected number of accepted drafts gains from each depth's log-probability.
+
+    That is D-PACE's weight (arXiv 2605.18810). All drafts up to depth m are accepted with about the
+    product P_m of the probabilities of their labels, each smoothed to α + (1 - α) q. Depth k has
+    the weight P_k + … + P_K: all those products have its factor.
+
+    Args:
+        probabilities: [K, M] of the labels.
+        counts: [K, M] bool, where there is a label; others add no product.
+
+    Returns:
+        [K, M].
+
+    Probabilities 4/9 and 4/9 are smoothed to 1/2, so the products are 1/2 and 1/4:
+
+    >>> acceptance_weights(torch.full((2, 1), 4 / 9), torch.ones(2, 1) > 0).flatten().tolist()
+    [0.75, 0.25]
+    """
+    smoothed = SMOOTHING + (1 - SMOOTHING) * probabilities * counts
+    products = smoothed.cumprod(0) * counts
+    return products.flip(0).cumsum(0).flip(0)
+
+
 class DraftLoss:
     """The sum over depths k = 1 … K of decay**k times the depth's mean loss.
 
@@ -93,10 +121,12 @@ class DraftLoss:
 
     Args:
         drafter: bound to its target.
-        loss: a name in `LOSSES`.
+        loss: see `loss_of`.
         feature_weight: weight of the distance between the drafter's `predicted_features` and the
             target's final ones, which is added to each position's loss.
         size: see `rows_at_once`; as it says when None.
+        by_acceptance: whether each position's loss is also multiplied by its depth's weight of
+            `acceptance_weights`, which has no gradient.
 
     Raises:
         OptionError: see `Teacher`; or the drafter predicts no features.
@@ -106,12 +136,14 @@ class DraftLoss:
         self,
         drafter: TrainableDrafter,
         decay: float,
-        loss: str = "cross_entropy",
+        loss: str | Mapping[str, float] = "cross_entropy",
         feature_weight: float = 0.0,
         size: int | None = None,
+        by_acceptance: bool = False,
     ):
         self.drafter, self.decay, self.feature_weight = drafter, decay, feature_weight
-        self.kind, self.size, self._teacher = LOSSES[loss], size, None
+        self.kind, self.size, self._teacher = loss_of(loss), size, None
+        self.by_acceptance = by_acceptance
         self._room = Room()  # kept on a CPU
         if self.kind.divergence is not None:
             self._teacher = Teacher(drafter.target, drafter.draft_vocabulary)
@@ -179,14 +211,16 @@ class DraftLoss:
         teaching: Any = None if final is None else final.flatten(0, 1)  # [B * T, D]
         size = self.size or rows_at_once(self.kind, self._width(), states.device)
         room = self._room if states.device.type == "cpu" else Room()
-        if self._teacher is None:
-            comparison = HardLabels(labels, size, room)
-        else:
-            comparison = SoftLabels(
-                self.kind, self._teacher, teaching, ahead, labels != IGNORED, size, room
-            )
         outputs = [drafter.draft_output(k) for k in range(1, len(labels) + 1)]
-        total = summed_loss(outputs, states, factors, comparison)
+        hard = HardLabels(labels, size, room, fused=not self.by_acceptance)
+        weights = None  # [K, M]
+        if self.by_acceptance:
+            found = label_probabilities(outputs, states, hard)
+            weights = acceptance_weights(found, labels != IGNORED)
+        comparison = hard
+        if self._teacher is not None:
+            comparison = SoftLabels(self.kind, self._teacher, teaching, ahead, labels, size, room)
+        total = summed_loss(outputs, states, factors, comparison, weights)
         if self.feature_weight:
             # With the soft cross entropy and weight 10 the loss of EAGLE-1 (arXiv 2401.15077).
             predicted: Any = drafter.predicted_features(states)  # [K, M, D]
@@ -194,6 +228,8 @@ class DraftLoss:
                 distance = functional.smooth_l1_loss(
                     predicted[k].float(), teaching[ahead[k]].float(), reduction="none"
                 ).mean(-1)  # [M]
+                if weights is not None:
+                    distance = distance * weights[k]
                 distance = distance.masked_fill(wanted == IGNORED, 0.0).sum()
                 total = total + self.feature_weight * factors[k] * distance
         return total

@@ -21,13 +21,17 @@ from torch.autograd.function import once_differentiable
 from headstart.heads.trainable import DraftLogits
 
 from .comparisons import Compare, HardLabels, SoftLabels
-from .room import Room
+from .room import Room, at_least_float32
 
 Comparison = HardLabels | SoftLabels
 
 
 def summed_loss(
-    outputs: Sequence[DraftLogits], states: Tensor, factors: Tensor, comparison: Comparison
+    outputs: Sequence[DraftLogits],
+    states: Tensor,
+    factors: Tensor,
+    comparison: Comparison,
+    weights: Tensor | None = None,
 ) -> Tensor:
     """The sum over depths of `factors` times the depth's loss summed over its positions.
 
@@ -39,13 +43,34 @@ def summed_loss(
         states: [K, M, D'].
         factors: [K].
         comparison: what the logits are compared with, and where.
+        weights: [K, M], by which each position's loss is multiplied; 1 when None.
 
     Returns:
         A scalar in at least float32.
     """
-    weights = {id(weight): weight for output in outputs for weight in output.trainable()}
+    trained = {id(weight): weight for output in outputs for weight in output.trainable()}
     learns = torch.is_grad_enabled()  # inside of the function it never is
-    return _Fused.apply(learns, outputs, comparison, states, factors, *weights.values())  # type: ignore[no-any-return]
+    given = outputs, comparison, states, factors, weights
+    return _Fused.apply(learns, *given, *trained.values())  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def label_probabilities(
+    outputs: Sequence[DraftLogits], states: Tensor, comparison: HardLabels
+) -> Tensor:
+    """The drafter's probability of each label, [K, M]; 0 where there is none.
+
+    Args:
+        outputs, states: as in `summed_loss`.
+        comparison: not one that takes a fused kernel.
+    """
+    found = torch.zeros_like(comparison.labels, dtype=at_least_float32(states))
+    chain = _Chain(_Slopes((), comparison.room), False, comparison.room)
+    for depth, chosen, compare in comparison.chunks(False):
+        part = states[depth].index_select(0, chosen)
+        nats, _ = chain(outputs[depth], part, found.new_ones(()), compare)
+        found[depth].index_copy_(0, chosen, nats.neg().exp().to(found.dtype))
+    return found
 
 
 class _Fused(torch.autograd.Function):
@@ -57,19 +82,24 @@ class _Fused(torch.autograd.Function):
         comparison: Comparison,
         states: Tensor,
         factors: Tensor,
-        *weights: Tensor,
+        weights: Tensor | None,
+        *trained: Tensor,
     ) -> Tensor:
-        slopes = _Slopes(weights if learns else (), comparison.room)
+        slopes = _Slopes(trained if learns else (), comparison.room)
         slope = torch.zeros_like(states) if learns and states.requires_grad else None
         total = torch.zeros_like(factors)
         chain = _Chain(slopes, slope is not None, comparison.room)
         for depth, chosen, compare in comparison.chunks(chain.learns):
             part = states[depth].index_select(0, chosen)
-            nats, below = chain(outputs[depth], part, factors[depth], compare)
-            total[depth] += nats
+            weight = None if weights is None else weights[depth].index_select(0, chosen)  # [n]
+            factor = factors[depth]
+            if weight is not None:
+                factor = factor * weight.unsqueeze(1).to(factor.dtype)  # [n, 1]
+            nats, below = chain(outputs[depth], part, factor, compare)
+            total[depth] += (nats if weight is None else nats * weight).sum()
             if slope is not None and below is not None:
                 slope[depth].index_copy_(0, chosen, below.to(slope.dtype))
-        ctx.slopes = slope, [slopes.of(weight) if learns else None for weight in weights]
+        ctx.slopes = slope, [slopes.of(weight) if learns else None for weight in trained]
         return (total * factors).sum()
 
     @staticmethod
@@ -82,7 +112,7 @@ class _Fused(torch.autograd.Function):
             for each in (slope, *slopes):
                 if each is not None:
                     each.mul_(outer.to(each.dtype))
-        return None, None, None, slope, None, *slopes
+        return None, None, None, slope, None, None, *slopes
 
 
 class _Chain:
@@ -106,7 +136,10 @@ class _Chain:
         factor: Tensor,
         compare: Compare,
     ) -> tuple[Tensor, Tensor | None]:
-        """The loss of n states [n, D'], summed, and `factor` times its gradient there."""
+        """The losses of n states [n, D'], see `Compare`, and `factor` times their gradient there.
+
+        The factor is a scalar, or [n, 1].
+        """
         inner = list({id(w): w for w in output.inner() if w in self.slopes}.values())
         with torch.set_grad_enabled(self.learns):
             leaf = states.requires_grad_(self.below)
@@ -163,7 +196,10 @@ class _Chain:
             self.slopes.add_product(output, rise.mT, scaled)
         if output.bias is not None and output.bias in self.slopes:
             kept = self.slopes.of(output.bias)
-            kept.add_(rise.sum(0, dtype=kept.dtype) * factor)
+            if factor.ndim:
+                kept.add_((rise.to(factor.dtype) * factor).sum(0, dtype=kept.dtype))
+            else:
+                kept.add_(rise.sum(0, dtype=kept.dtype) * factor)
         if not (self.below or output.body is not None):
             return None
         return (rise @ matrix).to(factor.dtype).mul_(factor)

@@ -12,6 +12,8 @@ from huggingface_hub.dataclasses import as_validated_field, validated_field
 
 from headstart.infer.trees.texts import check_static, read_tree, sparse_nodes
 
+from ..losses import LOSSES
+
 COLUMNS = (  # that rows may have, for `columns`
     "messages", "conversations", "tools", "system", "prompt", "completion", "response",
     "instruction", "input", "output", "question", "answer", "text",
@@ -84,6 +86,25 @@ def trackers_field(names: list[str]) -> None:
             raise ValueError(
                 f"found {name!r}{nearest(name, TRACKERS)}; expected some of {', '.join(TRACKERS)}"
             )
+
+
+@as_validated_field
+def loss_field(loss: str | dict[Any, Any]) -> None:
+    for name in [loss] if isinstance(loss, str) else loss:
+        if name not in LOSSES:
+            near = nearest(str(name), LOSSES)
+            raise ValueError(f"found {name!r}{near}; expected one of {', '.join(LOSSES)}")
+    if isinstance(loss, str):
+        return
+    for name, weight in loss.items():
+        number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
+        if not number or not 0 < weight < inf:
+            raise ValueError(
+                f"found {weight!r} for {name}, expected a weight, a finite number greater than 0"
+            )
+    if all(LOSSES[name].divergence is None for name in loss):
+        found = "cross_entropy alone" if loss else "no loss"
+        raise ValueError(f"found weights of {found}; expected a name, or weights of several losses")
 
 
 @as_validated_field

@@ -118,5 +118,8 @@ def _describe(hint: Any) -> str:
     """A type in words: `a number or null`."""
     if isinstance(hint, types.UnionType):
         return " or ".join(_describe(member) for member in typing.get_args(hint))
-    names = {int: "an integer", float: "a number", str: "a string", types.NoneType: "null"}
+    names: dict[Any, str] = {
+        int: "an integer", float: "a number", str: "a string", types.NoneType: "null",
+        bool: "true or false",
+    }  # fmt: skip
     return names.get(hint, "a list" if typing.get_origin(hint) is list else "a mapping")

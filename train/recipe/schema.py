@@ -13,11 +13,12 @@ from huggingface_hub.dataclasses import strict
 
 from headstart.infer.rules.registry import RULES
 
-from ..losses import LOSSES
+from ..losses import LOSSES, loss_of
 from .fields import (
     RecipeError,
     columns_field,
     date_field,
+    loss_field,
     number,
     one_of,
     plan_field,
@@ -251,8 +252,8 @@ class OnPolicy:
 class Train:
     """How the drafter is trained."""
 
-    # all others than cross_entropy compare with the target's probabilities
-    loss: str = one_of(*LOSSES)
+    # but for cross_entropy compared with the target's probabilities; or the weights of several
+    loss: str | dict[Any, Any] = loss_field(default="cross_entropy")  # noqa: RUF009
     learning_rate: float = positive(1e-3)
     batch_size: int = positive(8)  # rows a process and forward
     gradient_accumulation: int = positive(1)
@@ -261,9 +262,8 @@ class Train:
     # batch_size then counts those. null: where target and drafter keep them apart
     packing: bool | None = False
     packed_length: int | None = positive(None)  # null: as many as the longest row has
-    dataloader_workers: int = number(
-        0, ge=0, le=256
-    )  # threads that read rows ahead, in each process
+    # threads that read rows ahead, in each process
+    dataloader_workers: int = number(0, ge=0, le=256)
     # rows a step, of all processes and micro-batches; replaces gradient_accumulation, so that a
     # step is the same on any number of GPUs
     rows_per_step: int | None = positive(None)
@@ -275,6 +275,7 @@ class Train:
     clip: float = positive(1.0)  # the norm that gradients are clipped to
     optimizer: str = one_of("adamw", "adamw_8bit")  # adamw_8bit needs bitsandbytes
     head_decay: float = number(0.8, gt=0, le=1)  # weight of head k is head_decay ** k
+    acceptance_weights: bool = False  # times what acceptance gains from k at a position (D-PACE)
     eval_every: int | None = positive(None)  # steps between validations by real decoding
     feature_weight: float = number(0.0, ge=0)  # of the distance to the target's features (EAGLE)
     feature_cache_mb: float = number(512.0, ge=0)  # keep the target's features up to this size
@@ -305,10 +306,11 @@ class Train:
         return rows // each
 
     def __post_init__(self) -> None:
-        if self.on_policy is not None and LOSSES[self.loss].divergence is None:
+        loss = loss_of(self.loss)
+        if self.on_policy is not None and (loss.divergence is None or loss.labels):
             others = [name for name, loss in LOSSES.items() if loss.divergence is not None]
             raise RecipeError(
-                f"train.on_policy: {self.loss} would train the drafter on its own text; set "
+                f"train.on_policy: {loss.name} would train the drafter on its own text; set "
                 f"train.loss to one that compares with the target: {', '.join(others)}"
             )
 

@@ -275,6 +275,11 @@ def recipe_with(on_policy: Any, family: str = "draft_model", **train: Any) -> An
         ({"temperature": -1}, {}, r"train\.on_policy\.temperature"),
         (0.5, {}, r"train\.on_policy: found the number 0\.5"),
         ({}, {"loss": "cross_entropy"}, "would train the drafter on its own text; set train.loss"),
+        (
+            {},
+            {"loss": {"cross_entropy": 1, "forward_kl": 2}},
+            r"1 cross_entropy \+ 2 forward_kl would train the drafter on its own text",
+        ),
     ],
 )
 def test_mistakes_are_named(on_policy: Any, train: dict[str, Any], said: str) -> None:

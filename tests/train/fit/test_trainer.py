@@ -380,6 +380,17 @@ def test_every_weight_moves_and_is_kept_in_float32(
         assert {value.dtype for value in state.values()} == {torch.float32}
 
 
+def test_positions_are_weighted_by_acceptance() -> None:
+    """The weights of a single depth are between 0.1 and 1."""
+    drafter = drafter_of(random_target(), "medusa", heads=1)
+    batch = torch.arange(2), counting_rows(2, 12), torch.ones(2, 12, dtype=torch.bool)
+    plain, weighted = (
+        TargetWithDrafter(drafter.target, drafter, 1.0, acceptance_weights=w)(*batch)["loss"]
+        for w in (False, True)
+    )
+    assert 0.1 * plain < weighted < plain
+
+
 def test_features_are_compared_where_they_are_predicted() -> None:
     drafter = drafter_of(random_target(), "eagle", depths=2)
     batch = torch.arange(2), counting_rows(2, 12), torch.ones(2, 12, dtype=torch.bool)

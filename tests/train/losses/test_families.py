@@ -12,7 +12,12 @@ from headstart.heads import FAMILIES, FINAL, TrainableDrafter, family
 from headstart.heads.core import capture
 from headstart.train.losses import LOSSES, comparisons
 from headstart.train.losses.comparisons import IGNORED
-from headstart.train.losses.draft_loss import DraftLoss, head_labels, label_counts
+from headstart.train.losses.draft_loss import (
+    DraftLoss,
+    acceptance_weights,
+    head_labels,
+    label_counts,
+)
 from headstart.train.losses.teacher import Teacher
 from tests.support.families import drafter as shared_drafter
 from tests.support.families import target
@@ -25,6 +30,7 @@ OUTPUTS: list[tuple[str, dict[str, Any]]] = [
     ("hydra", {"output": "own"}),
     *((name, {"output": "trimmed", "draft_vocab_size": 40}) for name in ("medusa", "eagle3")),
 ]
+WEIGHTED = "cross entropy, weighted by acceptance"
 
 
 def drafter(name: str, options: dict[str, Any]) -> TrainableDrafter:
@@ -52,25 +58,36 @@ def batch(known: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def by_autograd(
-    made: TrainableDrafter, name: str, features: Tensor, tokens: Tensor, labels: Tensor, final: Any
+    made: TrainableDrafter,
+    name: str,
+    features: Tensor,
+    tokens: Tensor,
+    labels: Tensor,
+    final: Any,
+    weighted: bool = False,
 ) -> Tensor:
     """All logits at once, from `draft_logits`, as decoding asks for them."""
     where, total = torch.ones_like(tokens, dtype=torch.bool), 0.0
     states = made.draft_hidden_states(features, tokens, where, len(labels))
-    divergence = LOSSES[name].divergence
-    for k, wanted in enumerate(labels, start=1):
-        log_q = made.draft_logits(k)(states[k - 1]).log_softmax(-1)
+    divergence, there = LOSSES[name].divergence, (labels != IGNORED).flatten(1)
+    every = [made.draft_logits(k + 1)(states[k]).log_softmax(-1) for k in range(len(labels))]
+    said = labels.flatten(1).clamp(min=0).unsqueeze(-1)  # [K, M, 1]
+    gold = torch.stack([log_q.gather(1, said[k])[:, 0] for k, log_q in enumerate(every)])
+    weights = acceptance_weights(gold.detach().exp(), there) * there
+    for k, (log_q, wanted) in enumerate(zip(every, labels, strict=True), start=1):
         counts, wanted = wanted.flatten() != IGNORED, wanted.flatten()
         if divergence is None:
             nats = F.nll_loss(log_q, wanted, ignore_index=IGNORED, reduction="sum")
         else:
             log_p = Teacher(made.target, made.draft_vocabulary)(final.roll(-k, 1).flatten(0, 1))
             nats = divergence(log_p, log_q)[counts].sum()
+        if weighted:
+            nats = -(gold[k - 1] * weights[k - 1]).sum()
         total = total + 0.8**k * nats / counts.sum().clamp(min=1)
     return torch.as_tensor(total)
 
 
-@pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl", "acceptance"])
+@pytest.mark.parametrize("loss", ["cross_entropy", "forward_kl", "acceptance", WEIGHTED])
 @pytest.mark.parametrize(("name", "options"), OUTPUTS, ids=lambda v: str(v) if v else "")
 def test_gradients_are_those_of_autograd(
     name: str, options: dict[str, Any], loss: str, monkeypatch: pytest.MonkeyPatch
@@ -81,11 +98,13 @@ def test_gradients_are_those_of_autograd(
     final = capture(target("tiny"), [FINAL], tokens).detach()
     labels = head_labels(tokens, supervised, made.train_depths, made.draft_vocabulary)
     trained = [p for p in made.parameters() if p.requires_grad]
-    expected = by_autograd(made, loss, features, tokens, labels, final)
+    weighted = loss == WEIGHTED
+    loss = "cross_entropy" if weighted else loss
+    expected = by_autograd(made, loss, features, tokens, labels, final, weighted)
     slopes = torch.autograd.grad(expected, trained, allow_unused=True)
     for size, cached in ((None, comparisons._CACHED), (5, 2 * VOCAB + 1)):
         monkeypatch.setattr(comparisons, "_CACHED", cached)
-        run = DraftLoss(made, 0.8, loss, size=size)
+        run = DraftLoss(made, 0.8, loss, size=size, by_acceptance=weighted)
         found = run(features, tokens, labels, label_counts(labels), final)
         assert found.item() == pytest.approx(expected.item(), rel=1e-12)
         mine = torch.autograd.grad(found, trained, allow_unused=True)
