@@ -33,6 +33,15 @@ class Clock(TrainerCallback):
         """Seconds of training by this process's own time."""
         return time.perf_counter() - self.started
 
+    def little_left(self) -> str:
+        """A sentence where less than half of the time is left for steps; empty otherwise."""
+        if self.max_seconds is None or self.prepared <= self.max_seconds / 2:
+            return ""
+        return (
+            f"{self.prepared:.0f} of train.max_seconds' {self.max_seconds:.0f} seconds went into the "
+            "target's features, before the first step: raise it, or end what else uses this machine."
+        )
+
     def read(self, steps: int, seconds: float) -> None:
         """Take note of the steps and seconds of training so far."""
         self.seconds = seconds

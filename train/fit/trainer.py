@@ -8,6 +8,7 @@ The best checkpoint is the one that decodes best.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import sys
@@ -61,6 +62,8 @@ from .feature_files import FeatureFolder
 from .non_finite import NonFiniteLoss, Part, check_weights, rows_to_blame
 from .on_policy import StudentText
 from .target_with_drafter import TargetWithDrafter
+
+logger = logging.getLogger(__name__)
 
 
 class DrafterTrainer(Trainer):
@@ -149,6 +152,8 @@ class DrafterTrainer(Trainer):
             self.module.open_files(self.features, self.rows, together)
         prepared = reached.prepared
         self.clock.prepared = from_process_0(self.clock.elapsed()) if prepared is None else prepared
+        if is_process_0() and (left := self.clock.little_left()):
+            logger.warning(left)
         with self.signals:
             self.train(resume_from_checkpoint=str(resume) if resume else None)
         self.module.release()

@@ -251,6 +251,14 @@ def test_what_is_prepared_takes_time_and_no_share_of_the_training() -> None:
     assert late.share == 1.0
 
 
+@pytest.mark.parametrize(("bound", "said"), [(50.0, True), (60.0, False), (None, False)])
+def test_little_time_left_for_steps_is_said(bound: float | None, said: bool) -> None:
+    clock = Clock(max_steps=1000, max_seconds=bound, warmup=0.2)
+    clock.prepared = 30.0
+    found = clock.little_left()
+    assert found.startswith("30 of train.max_seconds' 50 seconds") if said else found == ""
+
+
 def test_a_resumed_run_goes_on_at_the_share_it_had(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
