@@ -38,8 +38,9 @@ class Clock(TrainerCallback):
         if self.max_seconds is None or self.prepared <= self.max_seconds / 2:
             return ""
         return (
-            f"{self.prepared:.0f} of train.max_seconds' {self.max_seconds:.0f} seconds went into the "
-            "target's features, before the first step: raise it, or end what else uses this machine."
+            f"{self.prepared:.0f} of train.max_seconds' {self.max_seconds:.0f} seconds went into "
+            "the target's features, before the first step: raise it, or end what else uses this "
+            "machine."
         )
 
     def read(self, steps: int, seconds: float) -> None:
