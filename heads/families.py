@@ -58,6 +58,11 @@ FAMILIES = {family.name: family for family in _FAMILIES}
 """Every family, by name. A new drafter adds its record to those above."""
 
 
+def with_article(name: str) -> str:
+    """A family's name after its article, for sentences: `a medusa`, `an eagle`."""
+    return f"{'an' if name[0] in 'aei' or name == 'mtp' else 'a'} {name}"
+
+
 def check_family(name: str) -> None:
     """Refuse a name that is no family's, with an OptionError."""
     if name not in FAMILIES:

@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerBase
 from ..core import ArtifactError
 from ..core.files import new_folder
 from ..drafter import Drafter
-from ..families import FAMILIES, family
+from ..families import FAMILIES, family, with_article
 from .files import CONFIG, check_is_free
 from .foreign_checkpoints import load_checkpoint
 from .source import DrafterSource
@@ -129,7 +129,7 @@ def export_drafter(
     if form not in formats_of(name):
         able = [each for each in FAMILIES if form in formats_of(each)]
         raise ArtifactError(
-            f"a {name} drafter cannot be exported to {form!r}, which takes "
+            f"{with_article(name)} drafter cannot be exported to {form!r}, which takes "
             f"{', '.join(able) or 'nothing known here'}; expected one of: "
             f"{', '.join(formats_of(name)) or 'none for this family'}."
         )

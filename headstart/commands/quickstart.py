@@ -51,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
             return _compare(options)
         options.recipe = quickstart_of(options.drafter)
     recipe = load_recipe(options.recipe or _BASE, options.overrides)
+    from headstart.heads.families import with_article
     from headstart.reports.measured import print_report
     from headstart.reports.pages import write_quickstart_page
     from headstart.train import pipeline
@@ -62,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
         page = None
         if report.get("artifact"):
             page = write_quickstart_page(report, recipe.name, recipe.folder)
-    title = f"headstart quickstart: a {recipe.drafter.family} drafter"
+    title = f"headstart quickstart: {with_article(recipe.drafter.family)} drafter"
     print_report(report, sys.stdout, title, options.json)
     if page is not None and not options.json:
         print(f"\nThe report is {page}")

@@ -68,6 +68,7 @@ def write_quickstart_page(report: Report, name: str, folder: Path) -> Path:
     from headstart.heads.artifacts.manifest import read_manifest
     from headstart.heads.artifacts.source import DrafterSource
     from headstart.heads.core import load_pretrained
+    from headstart.heads.families import with_article
 
     artifact = Path(report["artifact"])
     manifest = read_manifest(artifact)
@@ -81,7 +82,7 @@ def write_quickstart_page(report: Report, name: str, folder: Path) -> Path:
     ]
     stages = report.get("stage_seconds") or {}
     page = Page(
-        title=f"headstart {name}: a {manifest.family} drafter",
+        title=f"headstart {name}: {with_article(manifest.family)} drafter",
         said=f"On held-out prompts it decodes {against['median']:.2f} times as fast as plain "
         f"decoding{_interval(against)}, with {report['tau']:.2f} tokens per round."
         + "".join(f" {sentence}" for sentence in (*gained_sampled(report), *doubts(report))),

@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from headstart.heads import FAMILIES, Drafter, OptionError, TrainableDrafter, family
+from headstart.heads.families import with_article
 from tests.support.families import drafter
 from tests.support.tiny import one_line, tiny
 
@@ -35,6 +36,12 @@ def test_what_is_particular_is_declared() -> None:
     assert those("saved_as_language_model") == those("writes_text") == {"draft_model"}
     assert those("independent") == {"medusa", "medusa2"}
     assert not issubclass(Drafter, TrainableDrafter)
+
+
+def test_families_have_an_article() -> None:
+    found = {with_article(name).split()[0] for name in ("eagle", "eagle3", "mtp")}
+    others = {with_article(name).split()[0] for name in ("medusa", "dflash", "redrafter", "hydra")}
+    assert (found, others) == ({"an"}, {"a"})
 
 
 def test_an_unknown_family_is_one_line() -> None:

@@ -8,6 +8,7 @@ from headstart.heads import Manifest, family
 from headstart.heads.artifacts.files import ACCEPTANCE, PLOT, REPORT_LINK
 from headstart.heads.artifacts.saving import model_card
 from headstart.heads.core import FINAL
+from headstart.heads.families import with_article
 from headstart.infer import StaticTree
 
 from ..data.prefixes import prompt_settings
@@ -70,7 +71,7 @@ same kind, and still less on text unlike {other_text}.{_taus(measured)}{_trained
     body += f"\n\n{REPORT_LINK}"
     return model_card(
         manifest,
-        f"{recipe.name}: a {manifest.family} drafter for `{manifest.target}`",
+        f"{recipe.name}: {with_article(manifest.family)} drafter for `{manifest.target}`",
         body,
         "How it was trained is in `headstart.json`, the tree\nin `tree.json`.",
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads import Manifest
+from headstart.heads.families import with_article
 
 from ...recipe import Recipe
 from .. import plot
@@ -106,8 +107,9 @@ def write_training_report(
     ]
     prompts = recipe.decode.validation_prompts
     sources = ", ".join(part.source for part in recipe.corpus.parts())
+    drafter = f"{with_article(manifest.family)} drafter"
     page = Page(
-        title=f"{recipe.name}: a {manifest.family} drafter for {Path(manifest.target).name}",
+        title=f"{recipe.name}: {drafter} for {Path(manifest.target).name}",
         said=f"On {prompts} held-out prompts of {sources} the target with this drafter writes "
         f"{measured['tau']:.2f} tokens per round, where plain decoding writes one.",
         facts=facts,
