@@ -23,6 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "redrafter": {"depths": 2},
     "draft_model": {"layers": 1},
     "eagle3": {"depths": 2},
+    "mtp": {"depths": 2},
     "medusa2": {"heads": 2, "rank": 4, "heads_first": 0.4, "dropout": 0.0},
     "dflash": {"layers": 1, "depths": 2, "anchors": 9},
     "dspark": {
