@@ -1,4 +1,4 @@
-"""Conversion of another trainer's checkpoint, or of a language model, to an artifact."""
+"""Conversion of another trainer's checkpoint, a language model, or a target's own module."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core import ArtifactError
+from ..families import with_article
 from .loading import load_drafter
 from .manifest import Manifest, fingerprint, tokenizer_hash
 from .saving import model_card, save_drafter
@@ -25,7 +26,7 @@ def convert(
     tokenizer: PreTrainedTokenizerBase,
     folder: str | Path,
 ) -> Path:
-    """Write an artifact made from another trainer's drafter, or from a language model.
+    """Write an artifact made from another trainer's drafter, a language model, or a target's files.
 
     The weights keep their dtype. The manifest names the checkpoint and has no metrics. Its
     fingerprints are those of the target that is passed: that the checkpoint was trained for it is
@@ -40,7 +41,8 @@ def convert(
         ArtifactError: it is an artifact already, or no drafter for this target.
     """
     source = DrafterSource.of(checkpoint)
-    if source.kind is not SourceKind.CHECKPOINT:
+    own = source.kind is SourceKind.IN_TARGET
+    if source.kind is not SourceKind.CHECKPOINT and not own:
         raise ArtifactError(
             f"{source} is not a checkpoint of another project; expected one with a config.json and "
             "without headstart.json: an artifact needs no conversion."
@@ -55,12 +57,13 @@ def convert(
         target=target.name_or_path,
         target_fingerprint=fingerprint(target),
         tokenizer_hash=tokenizer_hash(tokenizer),
-        origin=source.origin,
+        origin=target.name_or_path if own else source.origin,
     )
+    kind = with_article(manifest.family).capitalize()
     card = model_card(
         manifest,
-        f"A {manifest.family} drafter for `{manifest.target}`, made from `{manifest.origin}`",
+        f"{kind} drafter for `{manifest.target}`, made from `{manifest.origin}`",
         _BODY.format(origin=manifest.origin),
-        "Whether it was trained for this target was judged by its shapes alone.",
+        "" if own else "Whether it was trained for this target was judged by its shapes alone.",
     )
     return save_drafter(drafter, folder, manifest, card)

@@ -13,7 +13,8 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from headstart.heads import ArtifactError, OptionError, family, load_drafter, save_drafter
-from headstart.heads.artifacts.manifest import Manifest, fingerprint
+from headstart.heads.artifacts.conversion import convert
+from headstart.heads.artifacts.manifest import Manifest, fingerprint, read_manifest
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.core.unsafe_settings import unsafe_settings
 from headstart.heads.mtp import Mtp, MtpConfig
@@ -22,7 +23,7 @@ from headstart.infer import Speculator
 from tests.support.families import LENGTHS
 from tests.support.families import drafter as of_family
 from tests.support.shipped_mtp import CONFIGS, with_module
-from tests.support.tiny import COMMON, one_line, prompts, tiny
+from tests.support.tiny import COMMON, letters, one_line, prompts, tiny
 from tests.support.tiny import CONFIGS as TARGETS
 
 GREEDY: dict[str, Any] = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
@@ -80,6 +81,18 @@ def test_training_starts_from_the_released_module(kind: str, tmp_path: Path) -> 
         for each in (drafter, again)
     )
     assert torch.equal(one, other)
+
+
+def test_a_released_module_becomes_an_artifact(tmp_path: Path) -> None:
+    """For which `headstart plan` can then plan."""
+    target = with_module("glm4", tmp_path / "target")
+    folder = convert("mtp", target, letters(), tmp_path / "heads")
+    assert read_manifest(folder).origin == str(tmp_path / "target")
+    card = (folder / "README.md").read_text()
+    assert "# An mtp drafter for" in card and "judged by its shapes" not in card
+    again, shipped = (load_drafter(name, target) for name in (folder, "mtp"))
+    for name, tensor in shipped.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
 
 
 def test_of_several_layers_the_first_drafts(
