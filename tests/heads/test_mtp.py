@@ -168,7 +168,9 @@ def test_code_of_a_target_is_not_run() -> None:
     [
         (None, "no transformer_layer_config"),
         ({"model_type": "qwen3", "auto_map": {"AutoModel": "x.Y"}}, "no transformer_layer_config"),
-        ({"model_type": "of_its_own"}, "'of_its_own', which transformers does not know"),
+        ({"model_type": "of_its_own"}, "describes no layer that transformers knows .*of_its_own"),
+        ({"model_type": "qwen3", "layer_types": 5}, "describes no layer that transformers knows"),
+        ({"model_type": "qwen3", "hidden_size": "32"}, "describes no layer that transformers"),
     ],
 )
 def test_a_speculators_config_that_cannot_be_used(layer: Any, match: str, tmp_path: Path) -> None:

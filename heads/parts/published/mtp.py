@@ -3,11 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig
 
 from ...checkpoint import Found
-from ...core import ArtifactError
+from ...core import ArtifactError, brief
+from ...core.errors import MALFORMED
 from ...core.unsafe_settings import unsafe_settings
 from ..target_layer import one_layer
 from .checkpoint import Checkpoint, cannot_be_written, speculators_config
@@ -17,7 +19,7 @@ _NAMES = {
     "enorm.": "token_layernorm.", "hnorm.": "hidden_layernorm.", "eh_proj.": "input_proj.",
     "model.norm.": "final_layernorm.", "model.layers.0.": "",
 }  # fmt: skip
-"""What our names begin with, and theirs after the prefix."""
+"""What our names begin with, and theirs after the prefix, which is nothing for the layer's."""
 
 _WRITTEN = "qwen3"
 """The type of layers that speculators can read of those that can be decoded here."""
@@ -35,19 +37,26 @@ def mtp(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         )
     try:
         made = AutoConfig.for_model(**inner)
-    except (KeyError, TypeError, ValueError) as error:
+        known = {"hidden_size": made.hidden_size, "vocab_size": made.vocab_size}
+        known |= {"layer": one_layer(made)}
+    except (*MALFORMED, StrictDataclassError) as error:
         raise ArtifactError(
-            f"its layer is one of {inner.get('model_type')!r}, which transformers does not know; "
-            "expected a layer of the target's own type."
+            f"its transformer_layer_config describes no layer that transformers knows "
+            f"({brief(error, 100)}); expected one of the target's own type."
         ) from error
-    known = {"hidden_size": made.hidden_size, "vocab_size": made.vocab_size}
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        rest = name.removeprefix(_PREFIX)
-        ours, theirs = next((pair for pair in _NAMES.items() if rest.startswith(pair[1])), ("", ""))
-        if name.startswith(_PREFIX):
-            found[ours + rest.removeprefix(theirs)] = tensor
-    return known | {"layer": one_layer(made)}, found
+    found = {_our_name(name): tensor for name, tensor in tensors.items()}
+    for part, name in (("embedding", "embed_tokens.weight"), ("output", "lm_head.weight")):
+        if name in found:
+            known[part] = "own"  # unless it is the target's, see `Drafter.completed`
+    return known, found
+
+
+def _our_name(name: str) -> str:
+    if not name.startswith(_PREFIX):
+        return name
+    rest = name.removeprefix(_PREFIX)
+    ours, theirs = next(pair for pair in _NAMES.items() if rest.startswith(pair[1]))
+    return ours + rest.removeprefix(theirs)
 
 
 def _write(drafter: Any) -> Checkpoint:
