@@ -113,7 +113,8 @@ def test_help_ends_with_two_examples(name: str, capsys: pytest.CaptureFixture[st
 
 TINY = (
     "corpus.max_bytes=400000 target.scratch.max_seconds=null target.scratch.max_tokens=40000 "
-    "target.scratch.layers=2 target.scratch.hidden_size=32 target.scratch.intermediate_size=64 "
+    "target.scratch.layers=2 target.scratch.hidden_size=32 target.scratch.heads=4 "
+    "target.scratch.intermediate_size=64 "
     "distill.examples=32 distill.shards=4 distill.prefix_tokens=32 distill.new_tokens=32 "
     "distill.max_seconds=null train.max_seconds=null train.max_steps=4 train.eval_every=4 "
     "decode.prompts=3 decode.new_tokens=32 decode.validation_prompts=2"
