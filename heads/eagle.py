@@ -28,7 +28,7 @@ from .declared.eagle import EagleFields
 from .drafter import DrafterConfig, Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.draft_attention import Mask, attention_for, chosen_positions, depth_mask
-from .parts.own_layers import layer_like, own_layers, unit_scale_init
+from .parts.own_layers import layer_like, own_layers, silence, unit_scale_init
 from .parts.published.eagle import eagle1
 from .parts.published.eagle_files import EAGLE1
 from .parts.vocabulary import TokenConditioned
@@ -94,10 +94,8 @@ class Eagle(TokenConditioned):
         """Start by predicting what the target's output layer does: the decoder layer adds nothing
         yet to the feature and a little of the token."""
         unit_scale_init(self.model)
-        layer: Any = self.model.layers[0]
+        silence(self.model)
         size = self.config.hidden_size
-        layer.self_attn.o_proj.weight.zero_()
-        layer.mlp.down_proj.weight.zero_()
         token, feature = self.fc.weight.chunk(2, 1)
         token.normal_().div_(self.size_of_embeddings() * size**0.5)  # what is added is of size 1
         feature.copy_(torch.eye(size))

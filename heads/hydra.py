@@ -25,7 +25,7 @@ from .core import FINAL, capture, device_of
 from .declared.hydra import HydraFields
 from .drafter import DrafterConfig, Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
-from .parts.own_layers import like_published, own_layers
+from .parts.own_layers import like_published, own_layers, silence
 from .parts.published.hydra import HYDRA, hydra
 from .parts.recompute import compute_again
 from .parts.vocabulary import TokenConditioned
@@ -122,9 +122,7 @@ class Hydra(TokenConditioned):
             for layer in self.output:
                 layer.weight.copy_(rows)
         if self.prefix is not None:
-            own = self.prefix.layers[0]
-            own.self_attn.o_proj.weight.zero_()
-            own.mlp.down_proj.weight.zero_()
+            silence(self.prefix)
             self.prefix.norm.weight.fill_(self._size_of_features())
         self.config.embedding_scale = 1 / self.size_of_embeddings().item()
 

@@ -79,7 +79,7 @@ class Mtp(Eagle):
                 f"{target.name_or_path or 'the target'} holds no module for multi-token prediction "
                 "that transformers knows; train one (drafter.family=mtp), or use another drafter."
             )
-        drafter: Any = cls(MtpConfig.for_target(target))
+        drafter: Any = super().of_target(target)
         drafter._take(shipped)
         return drafter.to(device_of(output_layer(target)), target.dtype).eval()
 

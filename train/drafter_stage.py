@@ -31,7 +31,7 @@ from .figures.plot import draw_metrics
 from .figures.report.parts import sample
 from .figures.report.training import draw_acceptance, write_training_report
 from .fit.feature_files import FeatureFolder
-from .fit.joint import adapter_loss_change, training_classes
+from .fit.joint import adapter_loss_change, training_classes, training_module
 from .fit.on_policy import StudentText
 from .fit.validate import Validation, tau_table
 from .fit.warm_start import start_from
@@ -110,17 +110,14 @@ def train_drafter(
     assert isinstance(drafter, TrainableDrafter)
     start = start_from(train.from_, drafter) if train.from_ else None
     flops = training_flops(recipe, target, drafter)  # before the target is adapted
-    module_class, trainer_class = training_classes(drafter)
-    module = module_class(
-        target, drafter, train.head_decay, train.loss, train.feature_weight,
-        train.acceptance_weights,
-    )  # fmt: skip
+    module = training_module(train, target, drafter)
     module.set_up(train.activation_checkpointing, train.compile)
     student = None
     if train.on_policy:
         student = StudentText(train.on_policy, drafter, rows, recipe.distill, args)
     args.output_dir = str(folder / CHECKPOINTS)
     validation = loaded.validation(recipe)
+    _, trainer_class = training_classes(drafter)
     trainer = trainer_class(
         module, args, rows, train, validation,
         student_text=student, flops=flops, features=features,

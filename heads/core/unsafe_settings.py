@@ -10,6 +10,12 @@ _UNSAFE = {
 }  # fmt: skip
 
 
+def without_unsafe(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without those of these settings that stand at its top level."""
+    left_out = {key for _, key, _ in unsafe_settings(config)}
+    return {key: value for key, value in config.items() if key not in left_out}
+
+
 def unsafe_settings(config: Any) -> Iterator[tuple[str, str, Any]]:
     """Settings, at any depth, with which transformers imports or fetches code, or reads files.
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_layers import MtpModel
 
 from ..core import OptionError
-from ..core.unsafe_settings import unsafe_settings
+from ..core.unsafe_settings import without_unsafe
 from .own_layers import layers_of
 
 _IDS = 64
@@ -44,9 +45,8 @@ def _plain(config: Any) -> dict[str, Any]:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id", "dtype"):
         setattr(config, name, None)
     found = json.loads(json.dumps(config.to_diff_dict(), default=str))  # as a file gives it back
-    left_out = [key for _, key, _ in unsafe_settings(found)]
-    left_out += ["_name_or_path", "architectures", "transformers_version", "dtype"]
-    return {name: value for name, value in found.items() if name not in left_out}
+    left_out = ("_name_or_path", "architectures", "transformers_version", "dtype")
+    return {key: value for key, value in without_unsafe(found).items() if key not in left_out}
 
 
 def own_target_layer(config: dict[str, Any]) -> PreTrainedModel:
@@ -90,8 +90,7 @@ def shipped_module(target: PreTrainedModel) -> Any:
     """The first layer of the multi-token prediction in a target's own files; None without one.
 
     Returns:
-        A `MtpLayer` of transformers, in the target's dtype on the CPU, whose norm after the layer
-        may be shared by several.
+        A `MtpLayer` of transformers with a norm after it, in the target's dtype on the CPU.
 
     Raises:
         OptionError: it is of a kind that cannot be run.
@@ -99,8 +98,6 @@ def shipped_module(target: PreTrainedModel) -> Any:
     text = target.config.get_text_config(decoder=True)
     if not getattr(text, "num_mtp_layers", None) or not target.name_or_path:
         return None
-    from transformers.modeling_layers import MtpModel
-
     # By these patterns transformers finds the weights, for layers of released checkpoints alone.
     layers = range(text.num_hidden_layers, text.num_hidden_layers + text.num_mtp_layers)
     known = target._keys_to_ignore_on_load_unexpected or []

@@ -29,7 +29,7 @@ from ..data.prefixes import (
 from ..data.writers import make_writer
 from ..drafter_stage import make_drafter
 from ..fit.arguments import load_options
-from ..fit.joint import training_classes
+from ..fit.joint import training_module
 from ..recipe import Recipe
 from ..scratch_target import build_model, train_tokenizer
 from .alignment import features_fit, labels_fit
@@ -181,12 +181,8 @@ def _try_training(recipe: Recipe, target: Any, texts: list[Tensor], found: Inspe
     wrote = texts_tokens(written), time.perf_counter() - started
     longest = max(written, key=lambda text: len(text.tokens) - text.prompt)
     drafter = make_drafter(recipe, target, Sample(longest.tokens))  # type: ignore[arg-type]
-    module_class, _ = training_classes(drafter)
     train = recipe.train
-    module = module_class(
-        target, drafter, train.head_decay, train.loss, train.feature_weight,
-        train.acceptance_weights,
-    )  # fmt: skip
+    module = training_module(train, target, drafter)
     found.findings += [labels_fit(module, written), features_fit(module, written)]
     module.set_up(train.activation_checkpointing, False)
     step = measure_steps(module, recipe, len(found.tokenizer))
@@ -194,7 +190,7 @@ def _try_training(recipe: Recipe, target: Any, texts: list[Tensor], found: Inspe
     module.release()
     if drafter.adapter is not None:
         drafter.adapter.detach()
-    hard = module_class(target, drafter, train.head_decay, "cross_entropy", 0.0)
+    hard = type(module)(target, drafter, train.head_decay, "cross_entropy", 0.0)
     found.findings.append(learns_by_heart(hard, longest))
     hard.release()
     if drafter.adapter is not None:

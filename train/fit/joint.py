@@ -31,6 +31,7 @@ from ..losses.fused import summed_loss
 from ..losses.teacher import Teacher
 from ..processes.agreement import in_parallel
 from ..processes.engine import forget_steps
+from ..recipe import Train
 from .target_with_drafter import TargetWithDrafter
 from .trainer import DrafterTrainer
 
@@ -185,6 +186,17 @@ def training_classes(drafter: Drafter) -> tuple[type[TargetWithDrafter], type[Dr
     if drafter.adapter is None:
         return TargetWithDrafter, DrafterTrainer
     return JointTarget, JointTrainer
+
+
+def training_module(
+    train: Train, target: PreTrainedModel, drafter: TrainableDrafter
+) -> TargetWithDrafter:
+    """The module of a drafter, with the loss that a recipe's `train` section asks for."""
+    kind, _ = training_classes(drafter)
+    return kind(
+        target, drafter, train.head_decay, train.loss, train.feature_weight,
+        train.acceptance_weights,
+    )  # fmt: skip
 
 
 def target_positions(supervised: Tensor, segments: Tensor | None = None) -> Tensor:

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 from ...checkpoint import Found
 from ...core import ArtifactError, brief
 from ...core.errors import MALFORMED
-from ...core.unsafe_settings import unsafe_settings
+from ...core.unsafe_settings import unsafe_settings, without_unsafe
 from ..target_layer import one_layer
 from .checkpoint import Checkpoint, cannot_be_written, speculators_config
 
@@ -67,9 +67,8 @@ def _write(drafter: Any) -> Checkpoint:
     if own.output == "trimmed":
         what = f"it knows {own.output_size} of its target's tokens"
         raise cannot_be_written("speculators", what, "train it with drafter.output=shared")
-    layer = target.to_dict() | {"torch_dtype": str(drafter.dtype).removeprefix("torch.")}
-    for _, key, _ in list(unsafe_settings(layer)):
-        layer.pop(key, None)
+    dtype = str(drafter.dtype).removeprefix("torch.")
+    layer = without_unsafe(target.to_dict()) | {"torch_dtype": dtype}
     config = speculators_config(drafter, "mtp", layer)
     config |= {"architectures": ["MTPDraftModel"], "num_nextn_predict_layers": 1}
     tensors = {}
