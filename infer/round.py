@@ -95,8 +95,7 @@ def accept_and_commit(
     record, lengths, text = request.record, request.lengths, request.text
     scores = None if record is None else []
     accepted = request.rule.accept(Verified(tree, logits, request.sampling, lengths, text, scores))
-    if not request.policy.in_place and tree.nodes > 1:
-        request.target.commit(accepted.path)
+    request.target.commit(accepted.path, request.policy.in_place or tree.nodes == 1)
     if record is not None and scores:
         record.note(accepted.path, scores=scores[0], logits=logits)
     tokens, count = accepted.tokens, accepted.count  # [B, A], [B]

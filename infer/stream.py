@@ -205,7 +205,7 @@ class _Stream:
         counts = [max(root, 1) for root in roots]
         before = tokens[:, : max(counts)]
         count = torch.tensor(counts, device=target.device)
-        cached, features = target.prefill_apart(before, counts)
+        cached, features = target.prefill_apart(before, counts, roots)
         request.rows.refill(rows, roots, [prompt.new_tokens for prompt in prompts])
         request.make_space(request.rows.longest)
         target.cache.adopt(cached, where, max(counts))

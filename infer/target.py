@@ -204,14 +204,19 @@ class Target:
             tokens, partial(prefill_forward, self.runner, self.cache, tokens, counts)
         )
 
-    def prefill_apart(self, tokens: Tensor, counts: Sequence[int]) -> tuple[SlabCache, Tensor]:
+    def prefill_apart(
+        self, tokens: Tensor, counts: Sequence[int], kept: Sequence[int]
+    ) -> tuple[SlabCache, Tensor]:
         """Run prompts as `prefill` does, into a cache of their own.
+
+        Args:
+            kept: so many tokens of each row come before its root.
 
         Returns:
             That cache, and features [B, T, F].
         """
         apart = SlabCache(self.shapes, len(tokens), in_steps(tokens.shape[1]))
-        forward = partial(prefill_forward, self.runner, apart, tokens, counts)
+        forward = partial(prefill_forward, self.runner, apart, tokens, counts, kept)
         return apart, self._run_tapped(tokens, forward)[1]
 
     def verify(
@@ -244,7 +249,7 @@ class Target:
             shape.ancestors,
             live,
             longest if even else None,
-            shape if shape.children is not None else None,
+            shape,
             self._run,
         )
         with self.fused or nullcontext():
@@ -256,10 +261,17 @@ class Target:
         self.cache.reserve(slots)
         return slots
 
-    def commit(self, path: Tensor) -> None:
-        """Keep the keys and values of the last tree's `path` [B, A] (nodes from the root on)."""
-        # Entries past the accepted count land in slots that the next round overwrites.
-        self.cache.commit(path, self.kernels)
+    def commit(self, path: Tensor, in_place: bool = False) -> None:
+        """Keep what layers cached of the last tree's `path` [B, A] (nodes from the root on).
+
+        Args:
+            in_place: whether its keys and values lie where they are to be.
+        """
+        if not in_place:
+            # Entries past the accepted count land in slots that the next round overwrites.
+            self.cache.commit(path, self.kernels)
+        if self.cache.recurrent is not None:
+            self.cache.recurrent.commit(path[:, -1])  # the path's last node stands there, too
 
     def _run_tapped(self, tokens: Tensor, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """The logits of a forward over tokens [B, T], and its features [B, T, F]."""

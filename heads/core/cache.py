@@ -20,6 +20,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from . import cpu_kernels
 from .fused import fused_writes
 from .fused_writes import write
+from .recurrent import RecurrentLayer, RecurrentShape, RecurrentStates
 from .triton_here import no_triton
 
 SLOT_STEP = 64
@@ -85,16 +86,27 @@ def total_bytes(device: torch.device) -> int | None:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer caches: its place and the shapes of its keys and values."""
+    """What one layer caches: its place, and the shapes of its keys and values, (heads, size).
+
+    A layer without attention has heads of no size; one that is recurrent keeps states, too.
+    """
 
     device: torch.device
     dtype: torch.dtype
-    key: tuple[int, int]  # (heads, head dimension)
-    value: tuple[int, int]
+    key: tuple[int, int] = (0, 0)
+    value: tuple[int, int] = (0, 0)
+    recurrent: RecurrentShape | None = None
+
+    @property
+    def attends(self) -> bool:
+        """Whether it caches keys and values."""
+        return self.key[0] > 0
 
     @property
     def no_kernel(self) -> str | None:
         """See `no_kernel`."""
+        if not self.attends:
+            return None
         return no_kernel(self.device, self.dtype, max(self.key[1], self.value[1]))
 
 
@@ -103,9 +115,9 @@ class _Layer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, owner: SlabCache):
-        super().__init__()
-        self.owner, self.is_initialized = owner, True
+    def __init__(self, cache: SlabCache):
+        CacheLayerMixin.__init__(self)
+        self.cache, self.is_initialized = cache, True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         pass
@@ -114,13 +126,21 @@ class _Layer(CacheLayerMixin):
         raise NotImplementedError("SlabCache.update writes the slab itself.")
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.live, 0
+        return self.cache.live, 0
 
     def get_seq_length(self) -> int:
-        return self.owner.seen
+        return self.cache.seen
 
     def get_max_length(self) -> int:
-        return self.owner.capacity
+        return self.cache.capacity
+
+
+class _AttentionAndState(RecurrentLayer, _Layer):
+    """What models ask of a layer that attends and is recurrent."""
+
+    def __init__(self, cache: SlabCache, shape: RecurrentShape):
+        _Layer.__init__(self, cache)
+        RecurrentLayer.__init__(self, shape)
 
 
 class SlabCache(Cache):
@@ -136,18 +156,30 @@ class SlabCache(Cache):
     """
 
     def __init__(self, shapes: list[LayerShape], batch: int, capacity: int):
-        super().__init__(layers=[_Layer(self) for _ in shapes])
+        recurrent: dict[int, RecurrentLayer] = {}
+        for number, shape in enumerate(shapes):
+            if (state := shape.recurrent) is not None:
+                both = shape.attends
+                recurrent[number] = (
+                    _AttentionAndState(self, state) if both else RecurrentLayer(state)
+                )
+        super().__init__(layers=[recurrent.get(i) or _Layer(self) for i in range(len(shapes))])
+        self.recurrent = RecurrentStates(recurrent) if recurrent else None
         self.shapes, self.batch, self.capacity = shapes, batch, 0
         self.dtype = shapes[0].dtype  # which attention masks take
         self._devices = {shape.device for shape in shapes}
         self._members: dict[tuple, list[tuple[int, int]]] = {}  # of each slab: (kind, layer)
         for layer, shape in enumerate(shapes):
-            for kind, size in enumerate((shape.key, shape.value)):
+            for kind, size in enumerate((shape.key, shape.value) if shape.attends else ()):
                 group = (shape.device, shape.dtype, size)
                 self._members.setdefault(group, []).append((kind, layer))
         order = list(itertools.chain(*self._members.values()))
         # The places of each layer's keys and values among all slabs' entries.
-        self._entries = [(order.index((0, i)), order.index((1, i))) for i in range(len(shapes))]
+        self._entries = {
+            i: (order.index((0, i)), order.index((1, i)))
+            for i, shape in enumerate(shapes)
+            if shape.attends
+        }
         self.live = self.seen = 0
         self._flat_slots: Tensor | range = range(0)  # [B, N] flat indices, or a range in all rows
         self._slots: dict[torch.device, Tensor] = {}  # the same flattened, for each device
@@ -156,6 +188,8 @@ class SlabCache(Cache):
         self._memory: list[Tensor] = []  # of each slab, flat
         self._made = next(_made)
         self._capacities: dict[int, int] = {}  # by batch, of the last request of so many rows
+        if self.recurrent is not None:
+            self.recurrent.resize(batch)
         self.reserve(capacity)
 
     def reserve(self, capacity: int) -> None:
@@ -169,11 +203,13 @@ class SlabCache(Cache):
         All sizes share one memory, as large as the largest of them, and `batch` rows have the slots
         that so many rows had before, so that what was captured with them stays good.
         """
+        if self.recurrent is not None:
+            self.recurrent.resize(batch)
         if batch != self.batch or capacity > self.capacity:
             self.batch, self.live = batch, 0
             self._shape(max(capacity, self._capacities.get(batch, 0)), [])
         else:
-            self.clear()
+            self._clear_slots()
 
     def _shape(self, capacity: int, kept: list[Tensor]) -> None:
         """Have B rows of `capacity` slots, zeros but for the first slots, which are `kept`."""
@@ -195,7 +231,7 @@ class SlabCache(Cache):
             memory[:count].view(size)  # [entries, B, S, H, D]
             for memory, count, size in zip(self._memory, counts, sizes, strict=True)
         ]
-        self.clear()
+        self._clear_slots()
         for slab, old in zip(self._slabs, kept, strict=False):
             slab[:, :, : old.shape[2]] = old
         self.capacity = self._capacities[self.batch] = capacity
@@ -220,16 +256,23 @@ class SlabCache(Cache):
 
         The memory's own address might be, once it has been given back.
         """
-        return self.batch, self.capacity, self._made
+        states = 0 if self.recurrent is None else self.recurrent.made
+        return self.batch, self.capacity, self._made, states
 
     def bytes_of(self, batch: int, capacity: int) -> int:
         """How much memory so many rows of so many slots take."""
         sizes = (math.prod(shape.key) + math.prod(shape.value) for shape in self.shapes)
         items = (shape.dtype.itemsize for shape in self.shapes)
-        return batch * capacity * sum(map(operator.mul, sizes, items))
+        states = 0 if self.recurrent is None else self.recurrent.bytes_of_row
+        return batch * (capacity * sum(map(operator.mul, sizes, items)) + states)
 
     def clear(self) -> None:
         """Overwrite all with zeros: masked slots count as zero times what they hold, a NaN too."""
+        self._clear_slots()
+        if self.recurrent is not None:
+            self.recurrent.clear()
+
+    def _clear_slots(self) -> None:
         self.contents = object()
         for slab in self._slabs:
             slab.zero_()
@@ -240,6 +283,8 @@ class SlabCache(Cache):
         self.contents = object()
         for own, theirs in zip(self._slabs, other._slabs, strict=True):
             own.narrow(2, 0, slots).index_copy_(1, rows.to(own.device), theirs.narrow(2, 0, slots))
+        if self.recurrent is not None and other.recurrent is not None:
+            self.recurrent.adopt(other.recurrent, rows)
 
     def set_slots(self, slots: Tensor | range, live: int, seen: int = 0) -> None:
         """Let the next forward write `slots`, and attend to slots 0 … live - 1 of each row.
@@ -264,7 +309,7 @@ class SlabCache(Cache):
 
         Keys and values [B * S, H, D], and their rows [B * N]; None where these do not fit there.
         """
-        if self._written is not None or layer >= len(self.shapes):
+        if self._written is not None or layer not in self._entries:
             return None
         shape, slots = self.shapes[layer], self._slots[self.shapes[layer].device]
         batch, heads, nodes, size = key.shape
@@ -321,7 +366,7 @@ class SlabCache(Cache):
         return key, value, self._slots[key.device], 0
 
     def commit(self, path: Tensor, kernels: bool = False) -> None:
-        """Move what the last forward wrote for nodes `path` [B, A] to its first A slots, in order.
+        """Move what attention wrote for nodes `path` [B, A] to its first A slots, in order.
 
         One `plain_move` for all layers of a slab; on CUDA one launch, where triton is.
 

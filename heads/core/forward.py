@@ -55,9 +55,13 @@ def tree_run(
         live: slots to attend to, at least the longest row's length + G.
         seen: given where all rows have this length. Lone roots then need no mask, and the model
             does what it does when it decodes plainly.
-        shape: what `ancestors` belong to, where all rows and many rounds share it.
+        shape: what `ancestors` belong to; needed where a layer is recurrent, or where all rows and
+            many rounds share it.
         run: the model, compiled, where it is given no cache; as it is when None.
     """
+    if slab.recurrent is not None:
+        assert shape is not None, "recurrent layers need the tree itself"
+        slab.recurrent.run_tree(shape)
     nodes = positions.shape[1]
     first = nodes - next(iter(inputs.values())).shape[1]
     driving: dict[str, Any] = {"position_ids": positions[:, first:] if first else positions}
@@ -73,7 +77,7 @@ def tree_run(
             slab.set_slots(lengths.unsqueeze(1) + numbers, live)
 
         def mask(window: int | None) -> Tensor:
-            if seen is not None and shape is not None:
+            if seen is not None and shape is not None and shape.children is not None:
                 return masks.shifted_mask(shape, slab, seen, live, window)
             if windows.tree:
                 whole = pack_tree(lengths, positions, ancestors, window)  # [B, 1, G, 2 + G]
@@ -82,7 +86,8 @@ def tree_run(
             return whole[:, :, first:] if first else whole  # [B, 1, N, …]
 
         by_type = windows.by_type or {None: windows.single}
-        found = {kind: mask(window) for kind, window in by_type.items()}
+        found: dict[Any, Tensor | None] = {kind: mask(window) for kind, window in by_type.items()}
+        found |= dict.fromkeys(windows.without_masks)
         driving["attention_mask"] = found if windows.by_type else found[None]
     if windows.cacheless:
         with tree_attention_on(slab):
@@ -99,13 +104,22 @@ def attending(model: PreTrainedModel, windows: AttentionWindows) -> AbstractCont
 
 
 def prefill_forward(
-    model: PreTrainedModel, slab: SlabCache, tokens: Tensor, counts: Sequence[int]
+    model: PreTrainedModel,
+    slab: SlabCache,
+    tokens: Tensor,
+    counts: Sequence[int],
+    kept: Sequence[int] | None = None,
 ) -> Tensor:
     """Run prompts [B, T] as `causal_run` does: logits [B, V] after each row's last true token.
 
     Args:
         counts: true tokens of each row, known on the host.
+        kept: so many of them shall recurrent layers keep; all when None.
     """
+    if slab.recurrent is not None:
+        kept = counts if kept is None else kept
+        whole = all(count == tokens.shape[1] for count in kept)
+        slab.recurrent.run_prompts(None if whole else kept)
     last = sorted({count - 1 for count in counts})
     keep = torch.tensor(last, device=tokens.device)
     logits = causal_run(model, slab, {"input_ids": tokens}, keep).logits

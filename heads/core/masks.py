@@ -13,7 +13,12 @@ from .cache import SlabCache
 from .errors import UnsupportedTarget, undrivable
 from .tree import Topology
 
-_KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ATTENTION = {"full_attention", "sliding_attention"}
+_WITHOUT_MASKS = ("linear_attention", "conv")
+"""What models call the masks of recurrent layers, which are given none."""
+_RECURRENT = {*_WITHOUT_MASKS, "hybrid", "hybrid_sliding"}  # the latter attend, too
+KEEPS_NOTHING = {"mlp", "moe"}
+"""Layers of some models that are not followed by another, and cache nothing."""
 _OWN_WINDOWS = {
     "moshi": "its masks leave out the window that its config declares",
     "gpt_neo": "it cuts its local attention by the length of the cache",
@@ -26,14 +31,15 @@ class AttentionWindows:
     """Which masks a model wants: one window for all layers, or one for each layer type.
 
     A window of w lets a query at position p see positions p - w + 1 … p; None sees everything.
-    With `tree` its masks are packed trees, for tree attention; with `cacheless` it is also given no
-    cache, which attention writes itself.
+    Layers of the types `without_masks` are given none. With `tree` its masks are packed trees, for
+    tree attention; with `cacheless` it is also given no cache, which attention writes itself.
     """
 
     single: int | None
     by_type: dict[str, int | None] | None
     tree: bool = False
     cacheless: bool = False
+    without_masks: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> AttentionWindows:
@@ -54,9 +60,13 @@ class AttentionWindows:
         types = getattr(config, "layer_types", None)
         if not types:
             return cls(window, None)
-        if unknown := sorted(set(types) - _KNOWN_LAYER_TYPES):
-            known = " and ".join(sorted(_KNOWN_LAYER_TYPES))
-            raise undrivable(name, f"has layers of type {unknown[0]!r}, expected only {known}")
+        if unknown := sorted(set(types) - _ATTENTION - _RECURRENT - KEEPS_NOTHING):
+            known = ", ".join(sorted(_ATTENTION | _RECURRENT | KEEPS_NOTHING))
+            raise undrivable(name, f"has layers of type {unknown[0]!r}; expected any of {known}")
+        if _RECURRENT & set(types):
+            full: dict[str, int | None] = {"full_attention": None}
+            sliding = {"sliding_attention": window} if window is not None else {}
+            return cls(None, full | sliding, without_masks=_WITHOUT_MASKS)
         windows = {kind: window if kind == "sliding_attention" else None for kind in types}
         return cls(None, windows) if len(windows) > 1 else cls(windows.popitem()[1], None)
 

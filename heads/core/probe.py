@@ -14,20 +14,29 @@ from typing import Any, NamedTuple, Self, cast
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from .cache import SLOT_STEP, LayerShape, SlabCache
-from .errors import OptionError, UnsupportedTarget, undrivable
+from .errors import MALFORMED, OptionError, UnsupportedTarget, brief, undrivable
 from .features import eval_mode
-from .forward import tree_forward
-from .masks import AttentionWindows
+from .forward import prefill_forward, tree_forward
+from .masks import KEEPS_NOTHING, AttentionWindows
+from .mixers import take_recurrent
 from .offload import device_of
+from .recurrent import RecurrentShape
 from .tree import Topology
 from .tree_attention import asks_for_attention
 
 _LAYOUT = "in the layout of transformers"
-_PLAIN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-"""Subclasses of these hold states beside keys and values, so the exact type counts."""
+_ATTENTION_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionAndFullAttentionLayer)
+_RECURRENT_LAYERS = (LinearAttentionLayer, LinearAttentionAndFullAttentionLayer)
+"""Subclasses of these hold further states, so the exact type counts."""
 _PARENTS = [
     [-1, *[0] * 12, 12, 12, 13],  # twelve siblings, and three nodes under the last
     [-1, 0, 1, 2, *[0] * 8, 3, 3, 12, 12],  # a chain, siblings of its first node, then its end
@@ -46,27 +55,62 @@ logger = logging.getLogger(__name__)
 def probe_layers(model: PreTrainedModel) -> list[LayerShape]:
     """Find what each layer of a causal language model caches, by running one token.
 
+    Recurrent layers, where it has any, run over slab caches from then on, see `take_recurrent`.
+
     Raises:
-        UnsupportedTarget: a layer keeps a state that cannot be rolled back, as state spaces do.
+        UnsupportedTarget: a layer keeps a state of a kind that cannot be rolled back.
     """
     config = model.config.get_text_config(decoder=True)
     name, cache = config.model_type, DynamicCache(config=config)
+    if cache.layers and all(type(layer) is LinearAttentionLayer for layer in cache.layers):
+        raise undrivable(name, "attends nowhere, all of its layers are recurrent")
     with eval_mode(model):
         token = torch.zeros(1, 1, dtype=torch.long, device=device_of(model))
-        model(input_ids=token, past_key_values=cache, use_cache=True)
-    shapes = []
+        try:
+            model(input_ids=token, past_key_values=cache, use_cache=True)
+        except torch.OutOfMemoryError:
+            raise
+        except MALFORMED as error:
+            raise undrivable(name, f"cannot run over a cache ({brief(error)})") from error
+    shapes, kinds = [], getattr(config, "layer_types", None)
     for index, layer in enumerate(cast("list[Any]", cache.layers)):
-        if type(layer) not in _PLAIN_LAYERS:
+        attends, recurs = type(layer) in _ATTENTION_LAYERS, type(layer) in _RECURRENT_LAYERS
+        if kinds is not None and kinds[index] in KEEPS_NOTHING:
+            shapes.append(LayerShape(token.device, model.dtype))
+            continue
+        if not attends and not recurs:
             kept = f"keeps a {type(layer).__name__} at layer {index}, which cannot be rolled back"
-            raise undrivable(name, f"{kept}; expected keys and values in every layer")
+            raise undrivable(
+                name, f"{kept}; expected keys and values, or the state of a recurrence"
+            )
+        if recurs and layer.conv_states[0] is None:
+            raise undrivable(name, f"caches no states {_LAYOUT}")
+        state = _recurrent_shape(layer) if recurs else None
+        if not attends:
+            assert state is not None
+            shapes.append(LayerShape(state.device, state.dtype, recurrent=state))
+            continue
         keys, values = layer.keys, layer.values
         if keys is None or values is None or keys.dim() != 4:
             raise undrivable(name, f"caches no keys and values at layer {index} {_LAYOUT}")
         key, value = ((states.shape[1], states.shape[3]) for states in (keys, values))
-        shapes.append(LayerShape(keys.device, keys.dtype, key, value))
-    if not shapes:
+        shapes.append(LayerShape(keys.device, keys.dtype, key, value, state))
+    if not any(shape.attends for shape in shapes):
         raise undrivable(name, f"caches no keys and values {_LAYOUT}")
+    if recurrent := [index for index, shape in enumerate(shapes) if shape.recurrent]:
+        take_recurrent(model, recurrent)
     return shapes
+
+
+def _recurrent_shape(layer: Any) -> RecurrentShape:
+    """What a layer keeps, as transformers' own cache has it after a token."""
+    windows = [layer.conv_states[index] for index in sorted(layer.conv_states)]
+    sizes = tuple((each.shape[1], each.shape[2]) for each in windows)
+    state: Tensor | None = layer.recurrent_states[0]
+    where = windows[0].device, windows[0].dtype
+    if state is None:
+        return RecurrentShape(*where, sizes)
+    return RecurrentShape(*where, sizes, tuple(state.shape[1:]), state.dtype)
 
 
 def choose_attention(
@@ -145,7 +189,7 @@ def check_tree(
         try:
             tree = tree_forward(
                 model, SlabCache(shapes, 2, slots), windows, tokens, tokens.new_zeros(2),
-                topology.depth, topology.ancestors, slots,
+                topology.depth, topology.ancestors, slots, None, topology,
             )[:, -_COMPARED:]  # fmt: skip
         except (torch.OutOfMemoryError, UnsupportedTarget):
             raise
@@ -157,13 +201,64 @@ def check_tree(
             raise undrivable(config.model_type, f"{reason} ({what})") from error
     last = topology.depth[:, -_COMPARED:].reshape(-1, 1, 1).expand(-1, 1, plain.shape[-1])
     plain = plain.gather(1, last).view_as(tree)  # [2, 3, V]
-    error, size = (logits.float().std(-1) for logits in (tree - plain, plain))  # over V: [2, 3]
-    difference = (error / size).median(1).values.max().item()
+    difference = _difference(tree, plain)
     if difference > tolerance(plain.dtype):  # not so when NaN: that is for the loop to report
         raise undrivable(
             config.model_type,
             "does not heed an explicit attention mask and positions: its logits on a token tree "
             f"differ from plain ones by {difference:.2g} standard deviations",
+        )
+    if any(shape.recurrent for shape in shapes):
+        difference = max(difference, _check_states(model, windows, shapes, tokens))
+    return difference
+
+
+def _difference(found: Tensor, plain: Tensor) -> float:
+    """How far logits [B, M, V] are off, see `check_tree`."""
+    error, size = (logits.float().std(-1) for logits in (found - plain, plain))  # over V: [B, M]
+    return (error / size).median(1).values.max().item()
+
+
+def _check_states(
+    model: PreTrainedModel, windows: AttentionWindows, shapes: list[LayerShape], tokens: Tensor
+) -> float:
+    """Compare a tree, after prompts of two lengths and a committed path, with plain forwards.
+
+    Args:
+        tokens: [2, N] made-up ones, at least 14.
+
+    Raises:
+        UnsupportedTarget: the states after a prompt or a path are not what they should be.
+    """
+    counts, name = [7, 4], model.config.get_text_config(decoder=True).model_type
+    slab = SlabCache(shapes, 2, SLOT_STEP)
+    first = Topology.from_parents(tokens.new_tensor([[-1, 0, 0, 2]]), max_depth=2).expand(2)
+    second = Topology.from_parents(tokens.new_tensor([[-1, 0, 1]]), max_depth=2).expand(2)
+    path = tokens.new_tensor([[0, 2, 3], [0, 1, 1]])  # of the first tree
+    lengths = tokens.new_tensor(counts)
+    with eval_mode(model):
+        prefill_forward(model, slab, tokens[:, :7], counts)
+        for shape, nodes in ((first, tokens[:, 7:11]), (second, tokens[:, 11:14])):
+            places = lengths.unsqueeze(1) + shape.depth
+            found = tree_forward(
+                model, slab, windows, nodes, lengths, places, shape.ancestors, SLOT_STEP,
+                None, shape,
+            )  # fmt: skip
+            if shape is first:
+                slab.commit(path)
+                slab.recurrent.commit(path[:, -1])  # type: ignore[union-attr]
+                lengths = lengths + tokens.new_tensor([3, 2])
+        plain = []
+        for row, (count, nodes) in enumerate(zip(counts, ([7, 9, 10], [7, 8]), strict=True)):
+            written = [tokens[row, :count], tokens[row, nodes], tokens[row, 11:14]]
+            logits = model(input_ids=torch.cat(written).unsqueeze(0), use_cache=False).logits
+            plain.append(logits[0, -3:])
+    difference = _difference(found, torch.stack(plain))
+    if difference > tolerance(model.dtype):
+        raise undrivable(
+            name,
+            "has recurrent layers that do not keep what they should of a prompt or a tree: its "
+            f"logits afterwards differ from plain ones by {difference:.2g} standard deviations",
         )
     return difference
 

@@ -180,6 +180,9 @@ class CachedLayers:
             windows = AttentionWindows.of(model)
             if self._shapes is None:
                 shapes = probe_layers(self._tried)
+                if any(shape.recurrent for shape in shapes):
+                    kind = self._tried.config.get_text_config(decoder=True).model_type
+                    raise UnsupportedTarget(f"{kind} has recurrent layers, which only targets may")
                 windows = choose_attention(self._tried, windows, shapes, "auto")
             else:
                 device, dtype = place
