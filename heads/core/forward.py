@@ -18,6 +18,7 @@ from .cache import SlabCache
 from .few_rows import few_rows
 from .masks import AttentionWindows
 from .packing import runs_packed
+from .recurrent import TreeRun, parents_of
 from .tree import Topology
 from .tree_attention import pack_tree, tree_attention_on
 
@@ -45,6 +46,7 @@ def tree_run(
     seen: int | None = None,
     shape: Topology | None = None,
     run: Callable[..., Any] | None = None,
+    levels: int | None = None,
 ) -> Any:
     """Run the last N of G tree nodes a row on the cached prefix and the others: the model's output.
 
@@ -55,15 +57,17 @@ def tree_run(
         live: slots to attend to, at least the longest row's length + G.
         seen: given where all rows have this length. Lone roots then need no mask, and the model
             does what it does when it decodes plainly.
-        shape: what `ancestors` belong to; needed where a layer is recurrent, or where all rows and
-            many rounds share it.
+        shape: what `ancestors` belong to, where it is at hand.
         run: the model, compiled, where it is given no cache; as it is when None.
+        levels: how many of a node's ancestors are among the N at most, where it is known.
     """
-    if slab.recurrent is not None:
-        assert shape is not None, "recurrent layers need the tree itself"
-        slab.recurrent.run_tree(shape)
     nodes = positions.shape[1]
     first = nodes - next(iter(inputs.values())).shape[1]
+    if slab.recurrent is not None:
+        parents = parents_of(ancestors, positions) if shape is None else shape.parents
+        deepest = nodes - 1 if shape is None else shape.max_depth
+        levels = deepest if levels is None else levels
+        slab.recurrent.run_tree(TreeRun(parents, ancestors, first, levels))
     driving: dict[str, Any] = {"position_ids": positions[:, first:] if first else positions}
     if windows.tree:
         seen = None  # tree attention reads each row's length on the device, a lone root's too
@@ -116,20 +120,22 @@ def prefill_forward(
         counts: true tokens of each row, known on the host.
         kept: so many of them shall recurrent layers keep; all when None.
     """
-    if slab.recurrent is not None:
-        kept = counts if kept is None else kept
-        whole = all(count == tokens.shape[1] for count in kept)
-        slab.recurrent.run_prompts(None if whole else kept)
     last = sorted({count - 1 for count in counts})
     keep = torch.tensor(last, device=tokens.device)
-    logits = causal_run(model, slab, {"input_ids": tokens}, keep).logits
+    own = counts if kept is None else kept
+    padded = any(count < tokens.shape[1] for count in own)
+    logits = causal_run(model, slab, {"input_ids": tokens}, keep, own if padded else None).logits
     kept = last if logits.shape[1] == len(last) else range(tokens.shape[1])
     column = torch.tensor([kept.index(count - 1) for count in counts], device=logits.device)
     return logits[torch.arange(len(tokens), device=logits.device), column]  # [B, V]
 
 
 def causal_run(
-    model: PreTrainedModel, slab: SlabCache, inputs: dict[str, Tensor], keep: int | Tensor = 1
+    model: PreTrainedModel,
+    slab: SlabCache,
+    inputs: dict[str, Tensor],
+    keep: int | Tensor = 1,
+    kept: Sequence[int] | Tensor | None = None,
 ) -> Any:
     """Run texts [B, T], padded on the right, into an empty cache; returns the model's own output.
 
@@ -139,11 +145,14 @@ def causal_run(
     Args:
         inputs: see `tree_run`.
         keep: the columns, or how many of the last, to compute logits of, where the model can tell.
+        kept: so many tokens of each row shall recurrent layers keep; all when None.
     """
     given = next(iter(inputs.values()))
     batch, length = given.shape[:2]
     positions = torch.arange(length, device=given.device).expand(batch, -1)
     slab.set_slots(range(length), length)
+    if slab.recurrent is not None:
+        slab.recurrent.run_prompts(kept)
     knows = "logits_to_keep" in inspect.signature(model.forward).parameters
     options: dict[str, Any] = {"logits_to_keep": keep} if knows else {}
     return model(**inputs, position_ids=positions, past_key_values=slab, use_cache=True, **options)

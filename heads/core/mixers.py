@@ -103,7 +103,7 @@ def _delta_rule(own: _Own) -> Callable[..., tuple[Tensor, Tensor | None]]:
             )  # fmt: skip
         assert initial_state is not None
         found, layer.updates = delta_rule(
-            query, key, value, g, beta, initial_state, normalize, tree
+            query, key, value, g, beta, initial_state, normalize, tree, layer.updates
         )
         return found.to(query.dtype), initial_state
 
@@ -135,7 +135,9 @@ def _chunk_scan(own: _Own) -> Callable[..., Any]:
         if (tree := layer.owner.tree) is not None:
             assert initial_states is not None
             steps = _steps(dt, dt_bias, dt_softplus)
-            found, layer.updates = state_space(inputs, steps, A, B, C, D, initial_states, tree)
+            found, layer.updates = state_space(
+                inputs, steps, A, B, C, D, initial_states, tree, layer.updates
+            )
             return (found, initial_states) if return_final_states else found
         real = layer.real(dt.shape[1], dt.device)
         if real is not None:  # a step of length 0 changes nothing
@@ -180,6 +182,7 @@ def _state_update(own: _Own) -> Callable[..., Tensor]:
             skip,
             state,
             tree,
+            layer.updates,
         )
         out = found.squeeze(1)
         return (out if z is None else out * F.silu(z)).to(inputs.dtype)

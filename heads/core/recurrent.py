@@ -22,8 +22,6 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from .tree import Topology
-
 _STATE = -1
 
 
@@ -54,49 +52,73 @@ class Updates(NamedTuple):
     """What the nodes of a tree would add to a layer's state, see above.
 
     Attributes:
-        left: [B, H, N, D1]; right: [B, H, N, D2].
-        decay: [B, H, N, D1] or [B, H, N, 1], c(n): the path's sum of log-decays.
+        left: [B, H, G, D1]; right: [B, H, G, D2].
+        g: [B, H, G, D1] or [B, H, G, 1], each node's log-decay.
+        decay: c(n), its sum along the path to each node.
     """
 
     left: Tensor
     right: Tensor
+    g: Tensor
     decay: Tensor
 
 
 @dataclass
 class TreeRun:
-    """The tree that a forward runs over, as recurrent layers need it."""
+    """What a forward runs over, as recurrent layers need it: the last N of G nodes of a tree.
 
-    shape: Topology
+    Attributes:
+        parents: [B, G] int64; below 0 where a node follows what was committed.
+        ancestors: [B, G, G] bool, a node's own entry included.
+        first: G - N, the nodes that ran before.
+        levels: a bound on how many of a node's ancestors are among the N, on the host.
+    """
+
+    parents: Tensor
+    ancestors: Tensor
+    first: int = 0
+    levels: int = 0
     _windows: dict[int, Tensor] = field(default_factory=dict)
 
     def windows(self, width: int) -> Tensor:
-        """The inputs that a convolution reads at each node, [B, N, W] columns, the node's last.
+        """The inputs that a convolution reads at each node, [B, G, W] columns, the node's last.
 
         Column c < W - 1 is what was kept, the newest last; column W - 1 + n is node n.
 
-        >>> chain = Topology.from_parents(torch.tensor([[-1, 0, 0]]), max_depth=1)
-        >>> TreeRun(chain).windows(3)[0].tolist()
+        >>> from headstart.heads.core import ancestor_mask
+        >>> parents = torch.tensor([[-1, 0, 0]])
+        >>> TreeRun(parents, ancestor_mask(parents)).windows(3)[0].tolist()
         [[0, 1, 2], [1, 2, 3], [1, 2, 4]]
         """
         if width not in self._windows:
-            parents = self.shape.parents  # [B, N]
+            parents = self.parents.clamp(min=-1)  # [B, G]
             kept = torch.arange(-1, width - 2, device=parents.device).expand(len(parents), -1)
-            before = torch.cat([kept, parents + width - 1], 1).clamp(min=0)  # [B, W - 1 + N]
-            columns = [torch.arange(parents.shape[1], device=parents.device) + width - 1]
-            columns[0] = columns[0].expand_as(parents)
+            before = torch.cat([kept, parents + width - 1], 1).clamp(min=0)  # [B, W - 1 + G]
+            nodes = torch.arange(parents.shape[1], device=parents.device) + width - 1
+            columns = [nodes.expand_as(parents)]
             for _ in range(width - 1):
                 columns.append(before.gather(1, columns[-1]))
             self._windows[width] = torch.stack(columns[::-1], -1)
         return self._windows[width]
 
 
+def parents_of(ancestors: Tensor, depth: Tensor) -> Tensor:
+    """The parent of each node [B, G], -1 for those without, from `ancestors` [B, G, G] and depths.
+
+    >>> from headstart.heads.core import ancestor_mask
+    >>> parents_of(ancestor_mask(torch.tensor([[-1, 0, 0, 2]])), torch.tensor([[4, 5, 5, 6]]))
+    tensor([[-1,  0,  0,  2]])
+    """
+    above = ancestors & (depth.unsqueeze(1) == depth.unsqueeze(2) - 1)  # [B, G, G]
+    return torch.where(above.any(-1), above.byte().argmax(-1), -1)
+
+
 class RecurrentLayer(LinearAttentionCacheLayerMixin):
     """What a model's recurrent layer asks of its cache; the tensors are the owner's.
 
     Attributes:
-        updates: what the nodes of the last tree would add to the state; inputs: of each
-            convolution, [B, C, W - 1 + N], those kept and the nodes'.
+        updates: what the G nodes of the last tree would add to the state; inputs: of each
+            convolution, [B, C, W - 1 + G], those kept and the nodes'.
     """
 
     owner: RecurrentStates
@@ -114,8 +136,9 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
     def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **_: Any) -> Tensor:
         """Take a convolution's new inputs [B, C, N]; returns what it is to read."""
         kept: Any = self.conv_states[state_idx]  # [B, C, W - 1]
-        if self.owner.tree is not None:
-            both = torch.cat([kept, conv_states.to(kept.dtype)], -1)
+        if (tree := self.owner.tree) is not None:
+            before = self.inputs[state_idx] if tree.first else kept
+            both = torch.cat([before, conv_states.to(kept.dtype)], -1)
             self.inputs[state_idx] = both
             return both
         counts, width = self.owner.counts, kept.shape[-1]
@@ -206,40 +229,48 @@ class RecurrentStates:
             slab.zero_()
         self.run_prompts()
 
-    def run_prompts(self, counts: Sequence[int] | None = None) -> None:
-        """Let the next forward run prompts, of `counts` tokens each; all columns when None."""
-        device = next(iter(self.layers.values())).shape.device
-        self.counts = None if counts is None else torch.tensor(counts, device=device)
+    def run_prompts(self, counts: Sequence[int] | Tensor | None = None) -> None:
+        """Let the next forward run prompts, of `counts` [B] tokens; all columns when None."""
+        if counts is not None and not isinstance(counts, Tensor):
+            device = next(iter(self.layers.values())).shape.device
+            counts = torch.tensor(counts, device=device)
+        self.counts = counts
         self._run(None)
 
-    def run_tree(self, shape: Topology) -> None:
-        """Let the next forward run trees of this shape, whose roots follow what was committed."""
-        self._run(TreeRun(shape))
+    def run_tree(self, tree: TreeRun) -> None:
+        """Let the next forward run nodes of a tree, behind those of its nodes that ran before."""
+        self._run(tree)
 
     def _run(self, tree: TreeRun | None) -> None:
         self.tree = tree
         for layer in self.layers.values():
-            layer.inputs, layer.updates = {}, None
+            if tree is None or not tree.first:
+                layer.inputs, layer.updates = {}, None
             # By this models choose between a prompt's scan and one that begins at a state.
             layer.has_previous_state = dict.fromkeys(layer.conv_states, tree is not None)
 
     def commit(self, last: Tensor) -> None:
-        """Add the path from the root to node `last` [B] of the last tree; nothing after prompts."""
+        """Add the last tree's path to node `last` [B]; nothing where below 0, or after prompts."""
         if self.tree is None:
             return
         for shape, layers in self._alike.items():
             node = last.to(shape.device)
             rows = torch.arange(len(node), device=shape.device)
             for index, (_, width) in enumerate(shape.windows):
-                window = self.tree.windows(width).to(shape.device)[rows, node, 1:]  # [B, W - 1]
+                windows = self.tree.windows(width).to(shape.device)
+                # The row of node -1: what was kept.
+                kept = torch.arange(-1, width - 1, device=shape.device).expand(len(node), 1, -1)
+                windows = torch.cat([windows, kept], 1)
+                window = windows[rows, node, 1:]  # [B, W - 1]
                 both = torch.stack([layer.inputs[index] for layer in layers])  # [L, B, C, …]
                 columns = window[None, :, None].expand(*both.shape[:3], -1)
                 self._slabs[shape, index].copy_(both.gather(3, columns))
             if shape.state is not None:
-                on_path = self.tree.shape.ancestors.to(shape.device)[rows, node]  # [B, N]
+                on_path = self.tree.ancestors.to(shape.device)[rows, node]  # [B, G]
+                on_path = on_path & (node >= 0).unsqueeze(1)
                 updates = [layer.updates for layer in layers if layer.updates is not None]
                 added = Updates(*map(torch.stack, zip(*updates, strict=True)))
-                add_path(self._slabs[shape, _STATE], added, on_path, node)
+                add_path(self._slabs[shape, _STATE], added, on_path)
 
     def adopt(self, other: RecurrentStates, rows: Tensor) -> None:
         """Copy another's rows into `rows` [R] of this."""
@@ -247,16 +278,15 @@ class RecurrentStates:
             slab.index_copy_(1, rows.to(slab.device), other._slabs[key])
 
 
-def add_path(state: Tensor, added: Updates, on_path: Tensor, last: Tensor) -> None:
+def add_path(state: Tensor, added: Updates, on_path: Tensor) -> None:
     """Add a path's nodes to states [L, B, H, D1, D2] in place.
 
     Args:
-        added: stacked, [L, B, H, N, …] each.
-        on_path: [B, N] bool, the nodes of the path; last: [B], its last node.
+        added: stacked, [L, B, H, G, …] each.
+        on_path: [B, G] bool, the nodes of the path, if any.
     """
-    left, right, decay = (each.to(state.dtype) for each in added)
-    index = last.view(1, -1, 1, 1, 1).expand(*decay.shape[:3], 1, decay.shape[-1])
-    whole = decay.gather(3, index)  # [L, B, H, 1, D1]
+    left, right, g, decay = (each.to(state.dtype) for each in added)
     apart = on_path.logical_not()[None, :, None, :, None]
-    since = (whole - decay).masked_fill(apart, -torch.inf).exp()  # [L, B, H, N, D1]
+    whole = g.masked_fill(apart, 0).sum(3, keepdim=True)  # [L, B, H, 1, D1]
+    since = (whole - decay).masked_fill(apart, -torch.inf).exp()  # [L, B, H, G, D1]
     state.mul_(whole.exp().transpose(-1, -2)).add_((left * since).transpose(-1, -2) @ right)

@@ -100,7 +100,7 @@ class CachedLayers:
         length = _length(inputs)
         self._empty(state, length, count)
         if length:
-            causal_run(self.model, state.slab, inputs)
+            causal_run(self.model, state.slab, inputs, kept=count)
 
     def _empty(self, state: DraftCache, length: int, count: Tensor) -> None:
         """Make a cache ready for prompts of `count` [B] tokens, at most `length`; see `prefill`."""
@@ -131,7 +131,9 @@ class CachedLayers:
             seen = later | (steps < rows)  # [B, A], what those ahead may see
             ancestors = ancestors & (seen.unsqueeze(1) | ~later.unsqueeze(1))
             depth = torch.where(later, depth - (len(steps) - ahead) + rows, depth)
-        found = self._run(state, inputs, depth, ancestors)
+        found = self._run(state, inputs, depth, ancestors, len(steps) - 1)
+        if state.slab.recurrent is not None:
+            state.slab.recurrent.commit(count - 1)
         state.lengths = state.lengths + count
         state.ancestors, state.depth = ancestors[:, :0, :0], depth[:, :0]
         return found
@@ -147,12 +149,21 @@ class CachedLayers:
         )  # [B, G+W, G+W]
         depth = pad(state.depth, (1, 0)).gather(1, parent + 1) + 1  # [B, W]
         state.depth = torch.cat([state.depth, depth], 1)
-        return self._run(state, inputs, state.depth, state.ancestors)
+        return self._run(state, inputs, state.depth, state.ancestors, 0)
 
     def _run(
-        self, state: DraftCache, inputs: dict[str, Tensor], depth: Tensor, ancestors: Tensor
+        self,
+        state: DraftCache,
+        inputs: dict[str, Tensor],
+        depth: Tensor,
+        ancestors: Tensor,
+        levels: int | None = None,
     ) -> Any:
-        """Run the last W of G nodes after the committed text; depth [B, G] is 1 at the first."""
+        """Run the last W of G nodes after the committed text; depth [B, G] is 1 at the first.
+
+        Args:
+            levels: see `tree_run`.
+        """
         setup, lengths = self.forward_setup, state.lengths
         live = state.reserve(state.longest + depth.shape[1])
         if setup.windows.tree:
@@ -162,7 +173,15 @@ class CachedLayers:
             # Drafts past the limit are of no use; their positions must only be valid ones.
             positions = positions.clamp(max=setup.limit.positions - 1)
         return tree_run(
-            self.model, state.slab, setup.windows, inputs, lengths, positions, ancestors, live
+            self.model,
+            state.slab,
+            setup.windows,
+            inputs,
+            lengths,
+            positions,
+            ancestors,
+            live,
+            levels=levels,
         )
 
     @property
@@ -180,9 +199,6 @@ class CachedLayers:
             windows = AttentionWindows.of(model)
             if self._shapes is None:
                 shapes = probe_layers(self._tried)
-                if any(shape.recurrent for shape in shapes):
-                    kind = self._tried.config.get_text_config(decoder=True).model_type
-                    raise UnsupportedTarget(f"{kind} has recurrent layers, which only targets may")
                 windows = choose_attention(self._tried, windows, shapes, "auto")
             else:
                 device, dtype = place

@@ -1,8 +1,10 @@
 """Tiny random models with recurrent layers, in the families that transformers has of them."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import torch
 import transformers as tf
 from torch import nn
 
@@ -82,7 +84,7 @@ RECURRENT: dict[str, Callable[[], Any]] = {
         n_routed_experts=4,
         num_experts_per_tok=2,
         moe_intermediate_size=16,
-        first_k_dense_replace=1,
+        first_k_dense_replace=4,  # all layers
         n_group=1,
         topk_group=1,
     ),
@@ -161,3 +163,11 @@ RECURRENT: dict[str, Callable[[], Any]] = {
 }
 """Of one recurrent kind or another each: gated delta rules, state spaces as Mamba-2's, and short
 convolutions."""
+
+
+@cache
+def recurrent(name: str) -> Any:
+    """The model of that name, random, float64, eval; the same object at every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return RECURRENT[name]().eval()
