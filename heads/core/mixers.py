@@ -232,8 +232,22 @@ def _either(module: Any, own: Callable[..., Any], *given: Any, **options: Any) -
     if cache is None or cache.recurrent is None:
         return own(*given, **options)
     run: Any = _for_slabs(_forward_of(module))
-    with _running(cache.recurrent.layers[module.layer_idx]):
+    with _running(cache.recurrent.layers[module.layer_idx]), _fetched(module):
         return run(module, *given, **options)
+
+
+@contextmanager
+def _fetched(module: nn.Module) -> Iterator[None]:
+    """Meanwhile a layer's convolutions, which are never called, have their weights at hand."""
+    convolutions = [each for each in module.children() if isinstance(each, nn.Conv1d)]
+    hooked: list[Any] = [each for each in convolutions if hasattr(each, "_hf_hook")]  # accelerate's
+    for each in hooked:
+        each._hf_hook.pre_forward(each)
+    try:
+        yield
+    finally:
+        for each in hooked:
+            each._hf_hook.post_forward(each, ())
 
 
 def _forward_of(module: nn.Module) -> FunctionType:

@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from headstart.infer.rules.registry import RULES
 from headstart.infer.stream import Prompt, decode_stream
 from tests.support.recurrent import RECURRENT, recurrent
 from tests.support.scripted import decoding_of, make
+from tests.support.streamed import streamed
 from tests.support.syncs import WARPERS, run_rounds
 from tests.support.tape import on_tape
 from tests.support.tiny import VOCAB, one_line, prompts
@@ -191,6 +193,16 @@ def test_packed_and_fused_layers(name: str) -> None:
     for options in either:
         out = drafted(name, TREES[1], **options).generate(ids, attention_mask=mask, **GREEDY)
         assert torch.equal(out[:, ids.shape[1] :], expected), options
+
+
+@pytest.mark.parametrize("place", ["cpu", "disk"])
+@pytest.mark.parametrize("name", [*KINDS, "bamba"])
+def test_weights_that_are_streamed_in(name: str, place: str, tmp_path: Path) -> None:
+    """Those of convolutions too, which layers read without calling them."""
+    model, ids = streamed(recurrent(name), place, tmp_path), prompts([9])[0]
+    expected = recurrent(name).generate(ids, **GREEDY)
+    assert torch.equal(Speculator(model).generate(ids, **GREEDY), expected)
+    assert torch.equal(model.generate(ids, **GREEDY), expected)
 
 
 def test_what_is_compiled_has_no_cache_and_is_refused() -> None:
