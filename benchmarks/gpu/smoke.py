@@ -28,6 +28,7 @@ from headstart.terminal import one_line
 
 from . import smoke_items
 from .smoke_items import Items, Place
+from .smoke_recurrent import recurrent
 from .smoke_sampling import sampling
 from .smoke_streamed import streamed
 
@@ -36,6 +37,7 @@ GROUPS: dict[str, Callable[[Place], Items]] = {
     "kernels": smoke_items.kernels,
     "sampling": sampling,
     "families": smoke_items.families,
+    "recurrent": recurrent,
     "lifetimes": smoke_items.lifetimes,
     "fused": smoke_items.fused,
     "compile": smoke_items.compiled,
