@@ -91,14 +91,14 @@ def delta_rule(
     kept = decay[:, :, tree.first :].exp()  # of the state, by the N nodes
     state, keys, beta = state.to(dtype), _with(before and before.left, key), beta.unsqueeze(-1)
 
-    scores = _scores(key * beta, keys, between)  # [B, H, N, G]
-    wanted = beta * (value - (key * kept) @ state)  # [B, H, N, Dv]
-    if before is not None:
-        wanted = wanted - scores[..., : tree.first] @ before.right
-    scores = scores[..., tree.first :].tril(-1)
-    moved = wanted  # by nodes without an ancestor among the N; then by one more level in each step
-    for _ in range(tree.levels):
-        moved = wanted - scores @ moved
+    moved = wanted = beta * (value - (key * kept) @ state)  # [B, H, N, Dv]
+    if before is not None or tree.levels:
+        scores = _scores(key * beta, keys, between)  # [B, H, N, G]
+        if before is not None:
+            moved = wanted = wanted - scores[..., : tree.first] @ before.right
+        scores = scores[..., tree.first :].tril(-1)
+        for _ in range(tree.levels):  # right for one more level after each step
+            moved = wanted - scores @ moved
     moved = _with(before and before.right, moved)
     out = (query * kept) @ state + _scores(query, keys, between) @ moved
     return out.transpose(1, 2).contiguous(), Updates(keys, moved, g, decay)

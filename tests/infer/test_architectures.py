@@ -383,7 +383,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
                 block_types=["recurrent", "attention"],
             )
         ),
-        r"recurrent_gemma caches no states",
+        r"recurrent_gemma caches no",
     ),
     "rwkv": (
         lambda: tf.RwkvForCausalLM(tf.RwkvConfig(**SMALL, attention_hidden_size=32)),
