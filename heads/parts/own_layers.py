@@ -28,8 +28,16 @@ _SIZES = {
 }  # fmt: skip
 """What both kinds of layers know by the names of `Layer`."""
 
-_WRITES = {"o_proj", "out_proj", "dense", "c_proj", "down_proj", "dense_4h_to_h", "fc2"}
+_WRITES = {
+    "o_proj", "out_proj", "dense", "c_proj", "down_proj", "dense_4h_to_h", "fc2", "w2",
+    "output_linear",
+}  # fmt: skip
 """The last layers of attention and of MLPs, by the names that they have in transformers."""
+
+_LAST_NORMS = {"norm", "final_layernorm", "norm_f", "embedding_norm"}
+
+_NUMBERS = {"attn_layer_indices", "mlp_only_layers", "hybrid_layer_ids"}
+"""What configs say of layers by their numbers."""
 
 
 def layer_like(target: PreTrainedModel) -> dict[str, Any]:
@@ -126,8 +134,13 @@ def norm_scale(target: PreTrainedModel) -> Tensor | None:
 
     None where the target has no such norm.
     """
-    norm = getattr(target.get_decoder(), "norm", None)
+    norm = last_norm(target.get_decoder())
     return None if norm is None else scale_of(norm)
+
+
+def last_norm(decoder: nn.Module) -> Any:
+    """The norm after a model's layers, by the names that it has in transformers; None without."""
+    return next((norm for name, norm in decoder.named_children() if name in _LAST_NORMS), None)
 
 
 def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConfig:
@@ -140,7 +153,9 @@ def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConf
     count, student = config.num_hidden_layers, copy.deepcopy(config)
     student.num_hidden_layers = len(chosen)
     for name, value in config.to_dict().items():
-        if "layer" in name and isinstance(value, list) and len(value) == count:
+        if name in _NUMBERS and value is not None:
+            setattr(student, name, [own for own, layer in enumerate(chosen) if layer in value])
+        elif "layer" in name and isinstance(value, list) and len(value) == count:
             setattr(student, name, [value[layer] for layer in chosen])
     return student
 
