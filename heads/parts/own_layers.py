@@ -5,6 +5,7 @@ alone: these are Qwen3's layers, with the same names.
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,10 +35,14 @@ _WRITES = {
 }  # fmt: skip
 """The last layers of attention and of MLPs, by the names that they have in transformers."""
 
+_NOT_LLAMA = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Of rotary positions: what `Layer` names by itself, and what layers of Llama do not have."""
+
 _LAST_NORMS = {"norm", "final_layernorm", "norm_f", "embedding_norm"}
+"""Names in transformers of the norm after all layers."""
 
 _NUMBERS = {"attn_layer_indices", "mlp_only_layers", "hybrid_layer_ids"}
-"""What configs say of layers by their numbers."""
+"""Where configs list the numbers of some layers."""
 
 
 def layer_like(target: PreTrainedModel) -> dict[str, Any]:
@@ -57,6 +62,18 @@ def layer_like(target: PreTrainedModel) -> dict[str, Any]:
     }
 
 
+def llama_like(target: PreTrainedModel) -> dict[str, Any]:
+    """The same, with fewer heads where the target's do not divide the hidden size.
+
+    Configs of Llama cannot say so many, and so no other project could run the layer.
+    """
+    layer = layer_like(target)
+    most = range(layer["num_attention_heads"], 0, -1)
+    heads = next(count for count in most if layer["hidden_size"] % count == 0)
+    keys = math.gcd(heads, layer["num_key_value_heads"])
+    return layer | {"num_attention_heads": heads, "num_key_value_heads": keys}
+
+
 def like_published(target: PreTrainedModel) -> dict[str, Any]:
     """The target's own layer, for checkpoints whose layer has the target's config.
 
@@ -64,7 +81,8 @@ def like_published(target: PreTrainedModel) -> dict[str, Any]:
     """
     text = target.config.get_text_config(decoder=True)
     rope = dict(getattr(text, "rope_parameters", None) or {})
-    rope.pop("rope_theta", None)
+    for name in _NOT_LLAMA:
+        rope.pop(name, None)
     layer = layer_like(target)
     if rope.get("rope_type", "default") != "default":
         layer |= {"rope_scaling": rope, "max_position_embeddings": text.max_position_embeddings}
@@ -139,7 +157,7 @@ def norm_scale(target: PreTrainedModel) -> Tensor | None:
 
 
 def last_norm(decoder: nn.Module) -> Any:
-    """The norm after a model's layers, by the names that it has in transformers; None without."""
+    """The norm after a model's layers; None where it has none that is known here."""
     return next((norm for name, norm in decoder.named_children() if name in _LAST_NORMS), None)
 
 
