@@ -147,6 +147,12 @@ def scale_of(norm: nn.Module) -> Tensor:
     return (norm(signs) - norm(-signs)) * signs / 2
 
 
+def added_to_scale(norm: nn.Module) -> Tensor:
+    """What a norm adds to the scale that it stores: 1 in some kinds of norms, else 0."""
+    weight: Any = norm.weight
+    return (scale_of(norm) - weight).mean().round()
+
+
 def norm_scale(target: PreTrainedModel) -> Tensor | None:
     """What a target's last norm multiplies by, [D], for a norm of a drafter to start with.
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -25,7 +25,7 @@ from transformers.utils.hub import cached_file
 
 from ..core import OptionError, brief
 from ..core.errors import MALFORMED
-from .own_layers import scale_of
+from .own_layers import added_to_scale
 from .target_layer import layer_config, target_layer
 
 _PREFIX, _MIXES = "mtp.", "mtp.fc.weight"
@@ -135,7 +135,7 @@ def _by_name(target: PreTrainedModel, named: dict[str, Path]) -> dict[str, Tenso
         raise ValueError(f"{_PREFIX}{wrong[0]} is missing, unknown or of another shape")
     found = {name: tensor.to(target.dtype) for name, tensor in found.items()}
     for name in ("enorm.weight", "hnorm.weight"):
-        found[name] += _added(model.norm)
+        found[name] += added_to_scale(model.norm)
     states = model.state_dict()
     del states[_EMBEDDING]
     return found | {f"model.{name}": tensor for name, tensor in states.items()}
@@ -159,17 +159,11 @@ def _numbered(target: PreTrainedModel, before: int, count: int) -> dict[str, Ten
         )
     _say_first(target, len(module.layers))
     found = {f"{name}.weight": getattr(layer, name).weight for name in ("enorm", "hnorm")}
-    found = {name: weight + _added(layer.post_norm) for name, weight in found.items()}
+    found = {name: weight + added_to_scale(layer.post_norm) for name, weight in found.items()}
     found["eh_proj.weight"] = layer.eh_proj.weight
     for prefix, part in (("layers.0", layer.mtp_block), ("norm", layer.post_norm)):
         found |= {f"model.{prefix}.{name}": each for name, each in part.state_dict().items()}
     return found
-
-
-def _added(norm: nn.Module) -> Tensor:
-    """What a kind of norm adds to its weight, of which some store their scale - 1."""
-    weight: Any = norm.weight
-    return (scale_of(norm) - weight).mean().round()
 
 
 def _say_first(target: PreTrainedModel, layers: int) -> None:

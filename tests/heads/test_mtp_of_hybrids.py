@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from headstart.heads import OptionError, load_drafter, save_drafter
+from headstart.heads.artifacts.export import export_drafter
 from headstart.heads.artifacts.manifest import Manifest, fingerprint
 from headstart.heads.mtp import Mtp, MtpConfig
 from headstart.heads.parts.own_layers import norm_scale
@@ -83,6 +84,20 @@ def test_experts_in_one_tensor_are_read_too(declared: bool, tmp_path: Path) -> N
     assert "model.layers.0.mlp.experts.gate_up_proj" in one
     for name, tensor in one.items():
         assert torch.equal(other[name], tensor)
+
+
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_speculators_store_norms_as_the_layer_does(kind: str, tmp_path: Path) -> None:
+    target = hybrid_with_module(kind, tmp_path / "target")
+    drafter = load_drafter("mtp", target)
+    export_drafter(drafter, "speculators", tmp_path / "out")
+    written, known = load_file(tmp_path / "out/model.safetensors"), drafter.state_dict()
+    found = written["mtp_layers.0.token_layernorm.weight"]
+    torch.testing.assert_close(found + 1, known["enorm.weight"])
+    again = load_drafter(tmp_path / "out", target).state_dict()
+    for name, tensor in known.items():
+        torch.testing.assert_close(again[name], tensor)
+    check_decoding(target, load_drafter(tmp_path / "out", target))
 
 
 def test_of_several_files_those_that_hold_it_are_read(
