@@ -8,9 +8,10 @@ the layer leaves what the target's output layer and the next pair read:
                    ├-> eh_proj -> decoder layer -> norm -> h_t+1 -> output layer: x_t+2
     f_t   -> hnorm ┘
 
-Models ship such a module as layer L of their checkpoint (DeepSeek-V3, arXiv 2412.19437; GLM-4.5 and
+Models ship such a module beside their layers (DeepSeek-V3, arXiv 2412.19437; GLM-4.5, Qwen3.5 and
 others), taught to predict one token ahead of the next. Trained to continue its own states (FastMTP,
-arXiv 2509.18362), one layer serves every depth.
+arXiv 2509.18362), one layer serves every depth. Where some of the target's layers are recurrent,
+the module's is one of those that attend.
 """
 
 import logging

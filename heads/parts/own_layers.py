@@ -41,7 +41,7 @@ _NOT_LLAMA = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_int
 _LAST_NORMS = {"norm", "final_layernorm", "norm_f", "embedding_norm"}
 """Names in transformers of the norm after all layers."""
 
-_NUMBERS = {"attn_layer_indices", "mlp_only_layers", "hybrid_layer_ids"}
+_NUMBERS = {"attn_layer_indices", "mlp_only_layers"}
 """Where configs list the numbers of some layers."""
 
 

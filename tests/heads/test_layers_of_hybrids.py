@@ -10,7 +10,8 @@ import transformers as tf
 from headstart.heads import family, load_drafter, save_drafter
 from headstart.heads.artifacts.manifest import Manifest, fingerprint
 from headstart.heads.core import capture
-from headstart.heads.parts.own_layers import llama_like
+from headstart.heads.eagle import EagleConfig
+from headstart.heads.parts.own_layers import layers_of
 from headstart.infer import Speculator
 from tests.support.families import LENGTHS
 from tests.support.recurrent import DELTA, LAYERS, RECURRENT
@@ -68,7 +69,15 @@ def test_a_layer_of_llama_has_heads_that_divide_its_size(
     """Else its config could not be read where others run it."""
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
     config = tf.Qwen3_5TextConfig(**dict(zip(names, sizes, strict=True)))
-    layer = llama_like(type("Target", (), {"config": config}))  # type: ignore[arg-type]
+    target: Any = type("Target", (), {"config": config})
+    layer: Any = EagleConfig.for_target(target).layer
     assert (layer["num_attention_heads"], layer["num_key_value_heads"]) == heads
     assert layer["head_dim"] == config.head_dim
     tf.LlamaConfig(**layer)
+
+
+def test_numbers_of_layers_in_a_config_follow_the_chosen_ones() -> None:
+    config = tf.Qwen3NextConfig(num_hidden_layers=4, mlp_only_layers=[1, 3])
+    found: Any = layers_of(config, [0, 3])
+    assert found.mlp_only_layers == [1]
+    assert found.layer_types == ["linear_attention", "full_attention"]
