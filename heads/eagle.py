@@ -28,7 +28,7 @@ from .declared.eagle import EagleFields
 from .drafter import DrafterConfig, Step, entries_at, last_true
 from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.draft_attention import Mask, attention_for, chosen_positions, depth_mask
-from .parts.own_layers import layer_like, own_layers, silence, unit_scale_init
+from .parts.own_layers import llama_like, own_layers, silence, unit_scale_init
 from .parts.published.eagle import eagle1
 from .parts.published.eagle_files import EAGLE1
 from .parts.vocabulary import TokenConditioned
@@ -44,7 +44,7 @@ class EagleConfig(EagleFields, DrafterConfig):
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
         config = super().for_target(target, **options)
-        config.layer = layer_like(target)
+        config.layer = llama_like(target)
         return config
 
 

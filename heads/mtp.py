@@ -8,11 +8,13 @@ the layer leaves what the target's output layer and the next pair read:
                    ├-> eh_proj -> decoder layer -> norm -> h_t+1 -> output layer: x_t+2
     f_t   -> hnorm ┘
 
-Models ship such a module as layer L of their checkpoint (DeepSeek-V3, arXiv 2412.19437; GLM-4.5 and
+Models ship such a module beside their layers (DeepSeek-V3, arXiv 2412.19437; GLM-4.5, Qwen3.5 and
 others), taught to predict one token ahead of the next. Trained to continue its own states (FastMTP,
-arXiv 2509.18362), one layer serves every depth.
+arXiv 2509.18362), one layer serves every depth. Where some of the target's layers are recurrent,
+the module's is one of those that attend.
 """
 
+import logging
 from typing import Any, ClassVar, Literal, Self
 
 import torch
@@ -21,14 +23,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from .core import OptionError, decoder_layers, device_of, output_layer
+from .core import device_of, output_layer
 from .declared.fields import VocabularyFields
 from .drafter import DrafterConfig
 from .eagle import Eagle
 from .parts.cached_layers import CachedLayers
-from .parts.own_layers import norm_scale, scale_of, silence, unit_scale_init
+from .parts.own_layers import last_norm, norm_scale, silence, unit_scale_init
 from .parts.published.mtp import MTP, mtp
-from .parts.target_layer import Readable, own_target_layer, shipped_module, target_layer
+from .parts.shipped_module import NoModule, shipped_module
+from .parts.target_layer import Readable, own_target_layer, target_layer
+
+logger = logging.getLogger(__name__)
 
 _OF_TOKEN = 0.5
 """The size of what a new module adds of the token to a feature of size 1."""
@@ -72,16 +77,13 @@ class Mtp(Eagle):
         """The module that the target's own files hold, on its output layer's device; not bound yet.
 
         Raises:
-            OptionError: they hold none.
+            OptionError: they hold none that can be read, with the reason.
         """
-        if (shipped := shipped_module(target)) is None:
-            raise OptionError(
-                f"{target.name_or_path or 'the target'} holds no module for multi-token prediction "
-                "that transformers knows; train one (drafter.family=mtp), or use another drafter."
-            )
+        shipped = shipped_module(target)
         drafter: Any = super().of_target(target)
+        drafter = drafter.to(target.dtype)
         drafter._take(shipped)
-        return drafter.to(device_of(output_layer(target)), target.dtype).eval()
+        return drafter.to(device_of(output_layer(target))).eval()
 
     def _own_layers(self, layer: dict[str, Any]) -> tuple[Any, CachedLayers]:
         model = own_target_layer(layer)
@@ -122,9 +124,12 @@ class Mtp(Eagle):
         the token, and the norms before and after it undo each other."""
         if self.config.output == "trimmed":
             self.lm_head.weight.copy_(self.rows_to_start_from(token_counts))
-        if (shipped := shipped_module(self.target)) is not None:
-            self._take(shipped)
+        try:
+            self._take(shipped_module(self.target))
             return
+        except NoModule as error:
+            if error.reason:
+                logger.warning("%s Training starts with a new one.", error)
         unit_scale_init(self.model)
         silence(self.model)
         size = self.config.hidden_size
@@ -135,16 +140,10 @@ class Mtp(Eagle):
         if (scale := norm_scale(self.target)) is not None:
             divisor = scale.abs().clamp(min=1e-3 * scale.abs().max()).copysign(scale)
             self.hnorm.weight.copy_(scale.square().mean().sqrt() / divisor)
-            norm: Any = self.target.get_decoder().norm
-            self.model.norm.load_state_dict(norm.state_dict())
+            norm = last_norm(self.target.get_decoder())
+            last_norm(self.model).load_state_dict(norm.state_dict())
 
-    @torch.no_grad()
-    def _take(self, shipped: Any) -> None:
-        """Copy the weights of a `MtpLayer` of transformers."""
-        for own, norm in ((self.enorm, shipped.enorm), (self.hnorm, shipped.hnorm)):
-            # Some norms store their scale - 1.
-            own.weight.copy_(norm.weight + (scale_of(norm) - norm.weight).mean().round())
-        self.eh_proj.weight.copy_(shipped.eh_proj.weight)
-        (layer,) = decoder_layers(self.model)
-        layer.load_state_dict(shipped.mtp_block.state_dict())
-        self.model.norm.load_state_dict(shipped.post_norm.state_dict())
+    def _take(self, shipped: dict[str, Tensor]) -> None:
+        """Copy the weights of the target's own module, see `shipped_module`."""
+        missing, unexpected = self.load_state_dict(shipped, strict=False)
+        assert not unexpected and set(missing) <= {"lm_head.weight", "vocabulary"}, missing

@@ -50,7 +50,7 @@ class Layer:
             many = brief(self.num_hidden_layers, 20)
             raise ValueError(f"it has {many} layers, expected at most {MOST_PARTS}")
         heads = self.num_attention_heads
-        if heads % self.num_key_value_heads or (self.llama and self.hidden_size % heads):
+        if heads % self.num_key_value_heads or (self.mlp_bias and self.hidden_size % heads):
             raise ValueError(
                 f"hidden_size {self.hidden_size}, num_attention_heads {heads} and "
                 f"num_key_value_heads {self.num_key_value_heads} do not go together"
@@ -74,8 +74,9 @@ class Layer:
 
     @property
     def llama(self) -> bool:
-        """Whether it is a layer of Llama; else one of Qwen3."""
-        return self.sliding_window is None and not self.qk_norm
+        """Whether it is a layer of Llama; else one of Qwen3, whose heads need not divide D."""
+        divided = self.hidden_size % self.num_attention_heads == 0
+        return divided and self.sliding_window is None and not self.qk_norm
 
     @property
     def plain(self) -> bool:

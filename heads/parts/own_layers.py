@@ -5,6 +5,7 @@ alone: these are Qwen3's layers, with the same names.
 """
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,8 +29,20 @@ _SIZES = {
 }  # fmt: skip
 """What both kinds of layers know by the names of `Layer`."""
 
-_WRITES = {"o_proj", "out_proj", "dense", "c_proj", "down_proj", "dense_4h_to_h", "fc2"}
+_WRITES = {
+    "o_proj", "out_proj", "dense", "c_proj", "down_proj", "dense_4h_to_h", "fc2", "w2",
+    "output_linear",
+}  # fmt: skip
 """The last layers of attention and of MLPs, by the names that they have in transformers."""
+
+_NOT_LLAMA = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""Of rotary positions: what `Layer` names by itself, and what layers of Llama do not have."""
+
+_LAST_NORMS = {"norm", "final_layernorm", "norm_f", "embedding_norm"}
+"""Names in transformers of the norm after all layers."""
+
+_NUMBERS = {"attn_layer_indices", "mlp_only_layers"}
+"""Where configs list the numbers of some layers."""
 
 
 def layer_like(target: PreTrainedModel) -> dict[str, Any]:
@@ -49,6 +62,18 @@ def layer_like(target: PreTrainedModel) -> dict[str, Any]:
     }
 
 
+def llama_like(target: PreTrainedModel) -> dict[str, Any]:
+    """The same, with fewer heads where the target's do not divide the hidden size.
+
+    Configs of Llama cannot say so many, and so no other project could run the layer.
+    """
+    layer = layer_like(target)
+    most = range(layer["num_attention_heads"], 0, -1)
+    heads = next(count for count in most if layer["hidden_size"] % count == 0)
+    keys = math.gcd(heads, layer["num_key_value_heads"])
+    return layer | {"num_attention_heads": heads, "num_key_value_heads": keys}
+
+
 def like_published(target: PreTrainedModel) -> dict[str, Any]:
     """The target's own layer, for checkpoints whose layer has the target's config.
 
@@ -56,7 +81,8 @@ def like_published(target: PreTrainedModel) -> dict[str, Any]:
     """
     text = target.config.get_text_config(decoder=True)
     rope = dict(getattr(text, "rope_parameters", None) or {})
-    rope.pop("rope_theta", None)
+    for name in _NOT_LLAMA:
+        rope.pop(name, None)
     layer = layer_like(target)
     if rope.get("rope_type", "default") != "default":
         layer |= {"rope_scaling": rope, "max_position_embeddings": text.max_position_embeddings}
@@ -121,13 +147,24 @@ def scale_of(norm: nn.Module) -> Tensor:
     return (norm(signs) - norm(-signs)) * signs / 2
 
 
+def added_to_scale(norm: nn.Module) -> Tensor:
+    """What a norm adds to the scale that it stores: 1 in some kinds of norms, else 0."""
+    weight: Any = norm.weight
+    return (scale_of(norm) - weight).mean().round()
+
+
 def norm_scale(target: PreTrainedModel) -> Tensor | None:
     """What a target's last norm multiplies by, [D], for a norm of a drafter to start with.
 
     None where the target has no such norm.
     """
-    norm = getattr(target.get_decoder(), "norm", None)
+    norm = last_norm(target.get_decoder())
     return None if norm is None else scale_of(norm)
+
+
+def last_norm(decoder: nn.Module) -> Any:
+    """The norm after a model's layers; None where it has none that is known here."""
+    return next((norm for name, norm in decoder.named_children() if name in _LAST_NORMS), None)
 
 
 def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConfig:
@@ -140,7 +177,9 @@ def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConf
     count, student = config.num_hidden_layers, copy.deepcopy(config)
     student.num_hidden_layers = len(chosen)
     for name, value in config.to_dict().items():
-        if "layer" in name and isinstance(value, list) and len(value) == count:
+        if name in _NUMBERS and value is not None:
+            setattr(student, name, [own for own, layer in enumerate(chosen) if layer in value])
+        elif "layer" in name and isinstance(value, list) and len(value) == count:
             setattr(student, name, [value[layer] for layer in chosen])
     return student
 

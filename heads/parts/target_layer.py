@@ -1,23 +1,20 @@
-"""A decoder layer of the target's own kind, for a drafter, and its module of the target's files."""
+"""A decoder layer of the target's own kind, for a drafter."""
 
-import copy
 import json
-import logging
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import MtpModel
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
-from ..core import OptionError
+from ..core import OptionError, brief
 from ..core.unsafe_settings import without_unsafe
 from .own_layers import layers_of
 
 _IDS = 64
 """Token ids of the trial of such a layer, whose embeddings are made up."""
-
-logger = logging.getLogger(__name__)
 
 
 def target_layer(target: PreTrainedModel) -> dict[str, Any]:
@@ -27,9 +24,13 @@ def target_layer(target: PreTrainedModel) -> dict[str, Any]:
     as of `one_layer`.
     """
     text = target.config.get_text_config(decoder=True)
-    if getattr(text, "num_mtp_layers", None):
-        return _plain(layers_of(target.config.get_mtp_config(), [0]))
-    return one_layer(text)
+    if not getattr(text, "num_mtp_layers", None):
+        return one_layer(text)
+    try:
+        described = target.config.get_mtp_config()
+    except ValueError:  # it counts such layers, and does not say of which kind they are
+        return one_layer(text)
+    return _plain(layers_of(described, [0]))
 
 
 def one_layer(config: PreTrainedConfig) -> dict[str, Any]:
@@ -49,20 +50,56 @@ def _plain(config: Any) -> dict[str, Any]:
     return {key: value for key, value in without_unsafe(found).items() if key not in left_out}
 
 
+def _read(value: Any) -> Any:
+    """A config from a file, where transformers writes infinity as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        special = value.get("__float__") if len(value) == 1 else None
+        return float(special) if special else {name: _read(each) for name, each in value.items()}
+    return [_read(each) for each in value] if isinstance(value, list) else value
+
+
+def layer_config(config: dict[str, Any]) -> PreTrainedConfig:
+    """The config of the model of such a layer.
+
+    Raises:
+        OptionError: it is of a kind that transformers does not have, or has no model of.
+    """
+    kind = config.get("model_type")
+    try:
+        return AutoConfig.for_model(**_read(config))
+    except (KeyError, ValueError) as error:
+        raise _unknown(kind) from error
+    except StrictDataclassError as error:
+        reason = brief(error.__cause__ or error, 100).rstrip(".")
+        raise OptionError(
+            f"{kind} has no model of a single layer ({reason}), which mtp needs: use eagle3."
+        ) from error
+
+
+def _unknown(kind: Any) -> OptionError:
+    return OptionError(
+        f"drafter.layer is of model type {kind!r}; mtp needs a layer of the target's own kind, of "
+        "a model that is part of transformers: use eagle3."
+    )
+
+
 def own_target_layer(config: dict[str, Any]) -> PreTrainedModel:
     """The model of such a layer with the norm after it, read by `inputs_embeds` alone.
 
     Raises:
-        OptionError: it is of a kind that transformers does not have.
+        OptionError: see `layer_config`; or the layer is recurrent.
     """
+    kind, made = config.get("model_type"), layer_config(config)
     try:
-        made = AutoConfig.for_model(**config)
         model: Any = AutoModel.from_config(made, trust_remote_code=False)
     except (KeyError, ValueError) as error:
+        raise _unknown(kind) from error
+    kept = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in kept):
         raise OptionError(
-            f"drafter.layer is of model type {config.get('model_type')!r}; mtp needs a layer of "
-            "the target's own kind, of a model that is part of transformers: use eagle3."
-        ) from error
+            f"{kind} has no layer that attends without a recurrent part, which mtp needs: use "
+            "eagle3."
+        )
     model.set_input_embeddings(nn.Identity())
     return model
 
@@ -84,41 +121,3 @@ class Readable(nn.Module):
         found = self.model(inputs_embeds=inputs, **options)
         found["logits"] = found.last_hidden_state
         return found
-
-
-def shipped_module(target: PreTrainedModel) -> Any:
-    """The first layer of the multi-token prediction in a target's own files; None without one.
-
-    Returns:
-        A `MtpLayer` of transformers with a norm after it, in the target's dtype on the CPU.
-
-    Raises:
-        OptionError: it is of a kind that cannot be run.
-    """
-    text = target.config.get_text_config(decoder=True)
-    if not getattr(text, "num_mtp_layers", None) or not target.name_or_path:
-        return None
-    # By these patterns transformers finds the weights, for layers of released checkpoints alone.
-    layers = range(text.num_hidden_layers, text.num_hidden_layers + text.num_mtp_layers)
-    known = target._keys_to_ignore_on_load_unexpected or []
-    named: Any = copy.copy(target)
-    named._keys_to_ignore_on_load_unexpected = [
-        *known, *(rf"(^|\.)layers\.{n}\." for n in layers)
-    ]  # fmt: skip
-    try:
-        module: Any = MtpModel.from_pretrained(named, device_map={"": "cpu"})
-    except (RuntimeError, OSError, ValueError) as error:  # its files hold no such weights
-        logger.info("%s has no module of its own: %s", target.name_or_path, str(error)[:200])
-        return None
-    layer = module.layers[0]
-    if layer.post_norm is None:
-        raise OptionError(
-            f"{text.model_type} norms the states of its layers for multi-token prediction in "
-            "another way than mtp does; train a drafter of another family, such as eagle3."
-        )
-    if len(module.layers) > 1:
-        logger.warning(
-            "%s has %d layers for multi-token prediction, one for each depth; the first drafts at "
-            "every depth.", target.name_or_path, len(module.layers),
-        )  # fmt: skip
-    return layer

@@ -9,8 +9,6 @@ import pytest
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
-from transformers.cache_utils import MtpCache
-from transformers.modeling_layers import MtpModel
 
 from headstart.heads import ArtifactError, OptionError, family, load_drafter, save_drafter
 from headstart.heads.artifacts.conversion import convert
@@ -22,7 +20,7 @@ from headstart.heads.parts.own_layers import norm_scale
 from headstart.infer import Speculator
 from tests.support.families import LENGTHS
 from tests.support.families import drafter as of_family
-from tests.support.shipped_mtp import CONFIGS, with_module
+from tests.support.shipped_mtp import CONFIGS, ours, transformers_own, with_module
 from tests.support.tiny import COMMON, letters, one_line, prompts, tiny
 from tests.support.tiny import CONFIGS as TARGETS
 
@@ -37,28 +35,17 @@ def new(target: Any, **options: Any) -> Any:
     return made.eval()
 
 
-def transformers_own(target: Any) -> Any:
-    """Its class for such a module, which finds those of released checkpoints alone."""
-    number = target.config.num_hidden_layers
-    target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{number}\."]
-    return MtpModel.from_pretrained(target)
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_released_module_drafts_what_it_does_in_transformers(kind: str, tmp_path: Path) -> None:
     target = with_module(kind, tmp_path)
     drafter: Any = load_drafter("mtp", target)
     assert isinstance(drafter, Mtp) and drafter.dtype == torch.float64
     ids, _ = prompts([12])
-    theirs, features = transformers_own(target), target.get_decoder()(ids)[0]
-    cache, where = MtpCache(config=target.config.get_mtp_config()), torch.zeros(1, 12).bool()
-    given, positions = ids[:, 1:], torch.arange(1, 12).unsqueeze(0)
-    expected = theirs(given, features[:, :-1], torch.ones_like(given), positions, cache)[1]
-    where[0, 10] = True
-    states = drafter.draft_hidden_states(features, ids, where, 1)[0]
-    found = drafter.draft_logits(1)(states)
-    torch.testing.assert_close(found, expected[:, 0], rtol=0, atol=1e-6 * expected.abs().max())
+    # Its class finds those of released checkpoints alone.
+    number = target.config.num_hidden_layers
+    target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{number}\."]
+    expected, found = transformers_own(target, ids), ours(target, drafter, ids)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6 * expected.abs().max())
     written = target.generate(ids, **GREEDY)
     assert torch.equal(written, target.generate(ids, use_mtp=True, **GREEDY))
     speculator = Speculator(target, drafter, tree="best-first:8,3,3")

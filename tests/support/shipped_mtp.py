@@ -7,7 +7,11 @@ from typing import Any
 import torch
 import transformers as tf
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
 
+from tests.support.recurrent import DELTA, EXPERTS, LAYERS, family
 from tests.support.tiny import COMMON
 
 _EXPERTS = {
@@ -42,15 +46,90 @@ def with_module(kind: str, folder: Path, layers: int = 1) -> Any:
     last = config.num_hidden_layers - 1
     for number in range(last + 1, last + 1 + layers):
         for name in [name for name in weights if name.startswith(f"model.layers.{last}.")]:
-            drawn = torch.rand(weights[name].shape).add(0.5) if weights[name].dim() == 1 else None
-            drawn = torch.randn(weights[name].shape).mul(0.3) if drawn is None else drawn
-            weights[name.replace(f".{last}.", f".{number}.", 1)] = drawn.double()
+            weights[name.replace(f".{last}.", f".{number}.", 1)] = _drawn(weights[name])
         prefix = f"model.layers.{number}"
         for name in ("enorm", "hnorm", "shared_head.norm"):
             weights[f"{prefix}.{name}.weight"] = torch.rand(size).add(0.5).double()
         weights[f"{prefix}.eh_proj.weight"] = torch.randn(size, 2 * size).mul(0.2).double()
+    return _loaded(folder, weights)
+
+
+def _drawn(like: Tensor) -> Tensor:
+    norm = like.dim() == 1
+    return (torch.rand(like.shape) + 0.5 if norm else torch.randn(like.shape) * 0.3).double()
+
+
+def _loaded(folder: Path, weights: dict[str, Tensor]) -> Any:
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     # Experts run in torch's grouped_mm, which takes float32 and narrower types only.
     return tf.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float64, experts_implementation="eager"
     ).eval()
+
+
+_TYPES = LAYERS | {"layer_types": ["linear_attention", "full_attention"] * 2}
+_TEXT = {**_TYPES, **DELTA}
+HYBRIDS = {
+    "qwen3-next": family(tf.Qwen3NextForCausalLM, tf.Qwen3NextConfig, **_TEXT, **EXPERTS),
+    "qwen3.5": family(tf.Qwen3_5ForCausalLM, tf.Qwen3_5TextConfig, **_TEXT),
+    "qwen3.5 experts": family(
+        tf.Qwen3_5MoeForCausalLM, tf.Qwen3_5MoeTextConfig, **_TEXT, **EXPERTS
+    ),
+}
+"""Targets with recurrent layers; the last layer attends, as the module's does."""
+
+
+def hybrid_with_module(
+    kind: str,
+    folder: Path,
+    fused: bool = False,
+    changes: dict[str, Tensor | None] | None = None,
+) -> Any:
+    """A float64 target loaded from `folder`, with a random module by the names of Qwen's files.
+
+    Args:
+        fused: whether a tensor holds all experts of the module, instead of one for each of them.
+        changes: tensors to add to those of the module, by name, or to leave out where None.
+    """
+    torch.manual_seed(4)
+    model = HYBRIDS[kind]()
+    model.save_pretrained(folder)
+    weights, size = load_file(folder / "model.safetensors"), model.config.hidden_size
+    last = f"model.layers.{model.config.num_hidden_layers - 1}."
+    module = {f"layers.0.{n.removeprefix(last)}": n for n in weights if n.startswith(last)}
+    module = {name: _drawn(weights[copied]) for name, copied in module.items()}
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        module[f"{name}.weight"] = torch.rand(size).sub(0.5).double()  # what is added to 1
+    module["fc.weight"] = torch.randn(size, 2 * size).mul(0.2).double()
+    if fused:
+        _fuse(module, "layers.0.mlp.experts.", model.config.num_experts)
+    kept = {
+        name: tensor for name, tensor in {**module, **(changes or {})}.items() if tensor is not None
+    }
+    return _loaded(folder, weights | {f"mtp.{name}": tensor for name, tensor in kept.items()})
+
+
+def _fuse(module: dict[str, Tensor], prefix: str, count: int) -> None:
+    def of_all(name: str) -> Tensor:
+        return torch.stack([module.pop(f"{prefix}{n}.{name}_proj.weight") for n in range(count)])
+
+    module[f"{prefix}gate_up_proj"] = torch.cat([of_all("gate"), of_all("up")], 1)
+    module[f"{prefix}down_proj"] = of_all("down")
+
+
+@torch.no_grad()
+def transformers_own(target: Any, ids: Tensor) -> Any:
+    """What its class for such a module predicts after a text, [1, V]."""
+    theirs: Any = MtpModel.from_pretrained(target)
+    features = target.get_decoder()(ids)[0]
+    cache, given = MtpCache(config=target.config.get_mtp_config()), ids[:, 1:]
+    positions = torch.arange(1, ids.shape[1]).unsqueeze(0)
+    return theirs(given, features[:, :-1], torch.ones_like(given), positions, cache)[1][:, 0]
+
+
+@torch.no_grad()
+def ours(target: Any, drafter: Any, ids: Tensor) -> Tensor:
+    """What the drafter predicts after a text, [1, V]."""
+    where = torch.arange(ids.shape[1]).unsqueeze(0) == ids.shape[1] - 2
+    features = target.get_decoder()(ids)[0]
+    return drafter.draft_logits(1)(drafter.draft_hidden_states(features, ids, where, 1)[0])

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoConfig
@@ -11,7 +12,8 @@ from ...checkpoint import Found
 from ...core import ArtifactError, brief
 from ...core.errors import MALFORMED
 from ...core.unsafe_settings import unsafe_settings, without_unsafe
-from ..target_layer import one_layer
+from ..own_layers import added_to_scale, last_norm
+from ..target_layer import one_layer, own_target_layer
 from .checkpoint import Checkpoint, cannot_be_written, speculators_config
 
 _PREFIX = "mtp_layers.0."
@@ -21,8 +23,11 @@ _NAMES = {
 }  # fmt: skip
 """What our names begin with, and theirs after the prefix, which is nothing for the layer's."""
 
-_WRITTEN = "qwen3"
-"""The type of layers that speculators can read of those that can be decoded here."""
+_SCALES = {"enorm.weight", "hnorm.weight"}
+"""Weights of norms which here are the scale itself, and there as in the layer's own norms."""
+
+_WRITTEN = ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""The types of layers that speculators can read of those that can be decoded here."""
 
 
 def mtp(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
@@ -45,10 +50,20 @@ def mtp(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
             f"({brief(error, 100)}); expected one of the target's own type."
         ) from error
     found = {_our_name(name): tensor for name, tensor in tensors.items()}
+    added = _added(known["layer"])
+    for name in found.keys() & _SCALES:
+        found[name] = found[name] + added
     for part, name in (("embedding", "embed_tokens.weight"), ("output", "lm_head.weight")):
         if name in found:
             known[part] = "own"  # unless it is the target's, see `Drafter.completed`
     return known, found
+
+
+def _added(layer: dict[str, Any]) -> Tensor:
+    """What norms of such a layer's kind add to their weight, see `added_to_scale`."""
+    with torch.device("meta"):
+        norm = last_norm(own_target_layer(layer))
+    return added_to_scale(type(norm)(2))
 
 
 def _our_name(name: str) -> str:
@@ -61,8 +76,8 @@ def _our_name(name: str) -> str:
 
 def _write(drafter: Any) -> Checkpoint:
     own, target = drafter.config, drafter.target.config.get_text_config(decoder=True)
-    if (kind := own.layer["model_type"]) != _WRITTEN:
-        what = f"its layer is one of {kind}, and speculators knows {_WRITTEN}'s alone of those here"
+    if (kind := own.layer["model_type"]) not in _WRITTEN:
+        what = f"its layer is one of {kind}, and speculators knows those of {', '.join(_WRITTEN)}"
         raise cannot_be_written("speculators", what, "decode with it here")
     if own.output == "trimmed":
         what = f"it knows {own.output_size} of its target's tokens"
@@ -71,8 +86,10 @@ def _write(drafter: Any) -> Checkpoint:
     layer = without_unsafe(target.to_dict()) | {"torch_dtype": dtype}
     config = speculators_config(drafter, "mtp", layer)
     config |= {"architectures": ["MTPDraftModel"], "num_nextn_predict_layers": 1}
-    tensors = {}
+    tensors, added = {}, added_to_scale(last_norm(drafter.model))
     for name, tensor in drafter.state_dict().items():
+        if name in _SCALES:
+            tensor = tensor - added
         ours, theirs = next(pair for pair in _NAMES.items() if name.startswith(pair[0]))
         tensors[_PREFIX + theirs + name.removeprefix(ours)] = tensor
     return Checkpoint(config, tensors)

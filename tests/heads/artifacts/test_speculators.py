@@ -19,6 +19,7 @@ from headstart.heads import family, load_drafter
 from headstart.heads.artifacts.export import export_drafter
 from tests.support.paths import ROOT, SPECULATORS
 from tests.support.published_eagle3 import VARIANTS
+from tests.support.shipped_mtp import HYBRIDS
 from tests.support.tiny import COMMON, VOCAB
 
 SIZE, KEPT = COMMON["hidden_size"], 20
@@ -199,6 +200,19 @@ def test_mtp(tmp_path: Path) -> None:
     target = saved(Qwen3ForCausalLM, Qwen3Config(**COMMON), tmp_path / "target")
     own = {"transformer_layer_config": {**COMMON, "model_type": "qwen3"}}
     compared("mtp", target, {"plain": {"depths": 3}}, {"own": own}, tmp_path)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_mtp_of_hybrids(kind: str, tmp_path: Path) -> None:
+    """Whose norms store their scale - 1."""
+    target = HYBRIDS[kind]().float().eval()
+    target.save_pretrained(tmp_path / "target")
+    target.name_or_path = str(tmp_path / "target")
+    own = {"transformer_layer_config": target.config.to_dict()}
+    # The library gives no values to experts of its own.
+    written = {} if "num_experts" in target.config.to_dict() else {"own": own}
+    compared("mtp", target, {"plain": {"depths": 3}}, written, tmp_path)
 
 
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 2}

@@ -23,6 +23,7 @@ LAYERS: list[dict[str, Any]] = [
     {"qk_norm": True, "mlp_bias": True, "attention_bias": True, "num_hidden_layers": 2},
     {"sliding_window": 8, "layer_types": ["sliding_attention"]},
     {"hidden_act": "gelu", "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    {"num_attention_heads": 10, "attention_bias": True},  # which do not divide the hidden size
 ]
 OUTPUTS: list[dict[str, Any]] = [
     {"output": "shared"}, {"output": "own"}, {"output": "trimmed", "draft_vocab_size": 7},
@@ -104,7 +105,8 @@ def test_settings_are_refused_alike(name: str) -> None:
     "change",
     [
         {"hidden_size": "x"}, {"hidden_size": -24}, {"head_dim": 0}, {"num_key_value_heads": 3},
-        {"num_attention_heads": 5}, {"num_hidden_layers": 10**9}, {"rope_theta": "x"},
+        {"num_attention_heads": 5}, {"num_attention_heads": 10, "mlp_bias": True},
+        {"num_hidden_layers": 10**9}, {"rope_theta": "x"},
         {"intermediate_size": None}, {"stranger": 1}, {"hidden_act": 5}, {"layer_types": "abc"},
     ],
     ids=str,

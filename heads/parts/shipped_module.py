@@ -1,0 +1,174 @@
+"""The module for multi-token prediction in a target's own files, which transformers leaves out.
+
+Of most models it is a further layer, numbered after the others, and `MtpModel` of transformers
+reads it. The files of Qwen3-Next and Qwen3.5, whose configs do not tell of it, name it
+
+    mtp.pre_fc_norm_embedding, mtp.pre_fc_norm_hidden   what norms tokens and hidden states
+    mtp.fc                                              what mixes the two
+    mtp.layers.0, mtp.norm                              a layer that attends, and the norm after it
+"""
+
+import copy
+import json
+import logging
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoModel, PreTrainedModel
+from transformers.modeling_layers import MtpModel
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.hub import cached_file
+
+from ..core import OptionError, brief
+from ..core.errors import MALFORMED
+from .own_layers import added_to_scale
+from .target_layer import layer_config, target_layer
+
+_PREFIX, _MIXES = "mtp.", "mtp.fc.weight"
+_PARTS = {
+    "enorm.weight": "pre_fc_norm_embedding.weight",
+    "hnorm.weight": "pre_fc_norm_hidden.weight",
+    "eh_proj.weight": "fc.weight",
+}
+"""Our names of what is no part of the layer, and theirs."""
+_EMBEDDING = "embed_tokens.weight"
+
+logger = logging.getLogger(__name__)
+
+
+class NoModule(OptionError):
+    """A target whose files hold no module that can be read.
+
+    Attributes:
+        reason: why it cannot be read; empty where nothing tells of one.
+    """
+
+    def __init__(self, target: PreTrainedModel, reason: str = ""):
+        self.reason = reason
+        super().__init__(
+            f"{target.name_or_path or 'the target'} holds no module for multi-token prediction "
+            f"that can be read{reason and f' ({reason})'}; train one (drafter.family=mtp), or use "
+            "another drafter."
+        )
+
+
+def shipped_module(target: PreTrainedModel) -> dict[str, Tensor]:
+    """The first layer of the multi-token prediction in a target's own files.
+
+    Returns:
+        Its tensors by the names of `Mtp`, in the target's dtype on the CPU.
+
+    Raises:
+        NoModule: there is none, or it cannot be read.
+        OptionError: it is of a kind that cannot be run.
+    """
+    text = target.config.get_text_config(decoder=True)
+    declared = getattr(text, "num_mtp_layers", None)
+    if not target.name_or_path:
+        raise NoModule(target)
+    try:
+        named = _tensors(target)
+        if _MIXES in named:
+            return _by_name(target, named)
+        if declared:
+            return _numbered(target, text.num_hidden_layers, declared)
+    except OptionError:
+        raise
+    except (*MALFORMED, OSError, SafetensorError) as error:
+        raise NoModule(target, brief(error, 200)) from error
+    other = f"its files hold {min(named)}, of a kind that is not known here" if named else ""
+    raise NoModule(target, other)
+
+
+def _tensors(target: PreTrainedModel) -> dict[str, Path]:
+    """The tensors of a target's files whose names begin as those of such a module, by file."""
+    name: Any = target.name_or_path
+    find: Any = partial(
+        cached_file, name, revision=getattr(target.config, "_commit_hash", None),
+        _raise_exceptions_for_missing_entries=False,
+    )  # fmt: skip
+    index = find(SAFE_WEIGHTS_INDEX_NAME)
+    if index is not None:
+        files = json.loads(Path(index).read_bytes())["weight_map"]
+    elif (single := find(SAFE_WEIGHTS_NAME)) is not None:
+        with safe_open(single, "pt") as file:
+            files = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
+    else:
+        return {}
+    chosen = {name: file for name, file in files.items() if name.startswith(_PREFIX)}
+    found = {file: find(file) for file in set(chosen.values())}
+    if missing := [file for file, path in found.items() if path is None]:
+        raise OSError(f"{missing[0]} is missing")
+    return {name: Path(found[file]) for name, file in chosen.items()}
+
+
+def _by_name(target: PreTrainedModel, named: dict[str, Path]) -> dict[str, Tensor]:
+    """The module of files that name it as above; its layer is read as a model's only one."""
+    tensors: dict[str, Tensor] = {}
+    for path in sorted(set(named.values())):
+        with safe_open(path, "pt") as file:
+            for name in (name for name, place in named.items() if place == path):
+                tensors[name.removeprefix(_PREFIX)] = file.get_tensor(name)
+    layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
+    _say_first(target, len(layers))
+    others = tuple(f"layers.{number}." for number in layers - {"0"})
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.startswith(others)}
+    if missing := [name for name in _PARTS.values() if name not in tensors]:
+        raise ValueError(f"{_PREFIX}{missing[0]} is missing")
+    if _EMBEDDING in tensors:
+        raise ValueError("it embeds tokens by itself")
+    found = {ours: tensors.pop(theirs) for ours, theirs in _PARTS.items()}
+    config: Any = layer_config(target_layer(target))
+    kind: Any = AutoModel._model_mapping[type(config)]  # type: ignore[attr-defined]
+    # Its tokens are embedded by the target; this names no tensor of a file.
+    blank = torch.zeros(config.vocab_size, config.hidden_size)
+    model, report = kind.from_pretrained(
+        None, config=config, dtype=target.dtype, output_loading_info=True,
+        state_dict={_EMBEDDING: blank} | tensors, ignore_mismatched_sizes=True,
+    )  # fmt: skip
+    wrong = [*report["missing_keys"], *report["unexpected_keys"]]
+    if wrong := sorted([*wrong, *(name for name, *_ in report["mismatched_keys"])]):
+        raise ValueError(f"{_PREFIX}{wrong[0]} is missing, unknown or of another shape")
+    found = {name: tensor.to(target.dtype) for name, tensor in found.items()}
+    for name in ("enorm.weight", "hnorm.weight"):
+        found[name] += added_to_scale(model.norm)
+    states = model.state_dict()
+    del states[_EMBEDDING]
+    return found | {f"model.{name}": tensor for name, tensor in states.items()}
+
+
+def _numbered(target: PreTrainedModel, before: int, count: int) -> dict[str, Tensor]:
+    """The module of files that number its `count` layers after the `before` ones of the target."""
+    # By these patterns transformers finds the weights, for layers of released checkpoints alone.
+    known = target._keys_to_ignore_on_load_unexpected or []
+    named: Any = copy.copy(target)
+    named._keys_to_ignore_on_load_unexpected = [
+        *known, *(rf"(^|\.)layers\.{before + n}\." for n in range(count))
+    ]  # fmt: skip
+    module: Any = MtpModel.from_pretrained(named, device_map={"": "cpu"})
+    layer = module.layers[0]
+    if layer.post_norm is None:
+        kind = target.config.get_text_config(decoder=True).model_type
+        raise OptionError(
+            f"{kind} norms the states of its layers for multi-token prediction in "
+            "another way than mtp does; train a drafter of another family, such as eagle3."
+        )
+    _say_first(target, len(module.layers))
+    found = {f"{name}.weight": getattr(layer, name).weight for name in ("enorm", "hnorm")}
+    found = {name: weight + added_to_scale(layer.post_norm) for name, weight in found.items()}
+    found["eh_proj.weight"] = layer.eh_proj.weight
+    for prefix, part in (("layers.0", layer.mtp_block), ("norm", layer.post_norm)):
+        found |= {f"model.{prefix}.{name}": each for name, each in part.state_dict().items()}
+    return found
+
+
+def _say_first(target: PreTrainedModel, layers: int) -> None:
+    if layers > 1:
+        logger.warning(
+            "%s has %d layers for multi-token prediction, one for each depth; the first drafts at "
+            "every depth.", target.name_or_path, layers,
+        )  # fmt: skip
