@@ -27,7 +27,7 @@ from .core import (
 from .drafter import DrafterConfig, Step, last_true
 from .parts.adapter import Adapter
 from .parts.cached_layers import CachedLayers, DraftCache
-from .parts.own_layers import copy_layers, layers_of
+from .parts.own_layers import attending_layers, copy_layers, layers_of, recurrent_layers
 from .parts.recompute import compute_again
 from .trainable import DraftLogits, TrainableDrafter
 
@@ -39,7 +39,8 @@ class DraftModelConfig(DrafterConfig):
     Attributes:
         student: the student's config, as plain data.
         layers: which layers of the target the student starts from, or how many of them, spread
-            evenly from the first to the last; with the target's embedding, norm and output layer.
+            evenly from the first to the last that only attends; with the target's embedding, norm
+            and output layer.
         model: a folder or the Hub name of the student, in place of `layers`.
         lora: train factors of the student's linear layers instead of its weights, into which they
             are merged when it is saved: `rank`, and as for Medusa-2 `alpha`, `dropout`, `modules`.
@@ -66,22 +67,38 @@ class DraftModelConfig(DrafterConfig):
         if config.model is None:
             config.student = layers_of(target.config, config.chosen(target)).to_dict()
         else:
-            config.student = load_pretrained(AutoConfig, config.model).to_dict()
+            student = load_pretrained(AutoConfig, config.model)
+            if recurrent_layers(student):
+                raise OptionError(
+                    f"drafter.model {config.model} is a {student.model_type} with recurrent "
+                    "layers, which only targets may have; expected a smaller model that only "
+                    "attends, with the same tokenizer."
+                )
+            config.student = student.to_dict()
         return config
 
     def chosen(self, target: PreTrainedModel) -> list[int]:
-        """The target's layers that the student is made of."""
-        count = target.config.get_text_config(decoder=True).num_hidden_layers
-        layers = self.layers
-        if isinstance(layers, int) and 1 <= layers <= count:
-            return [round(i * (count - 1) / max(layers - 1, 1)) for i in range(layers)]
+        """The target's layers that the student is made of; counted ones only attend."""
+        text, layers = target.config.get_text_config(decoder=True), self.layers
+        count, known = text.num_hidden_layers, attending_layers(text)
+        if isinstance(layers, int) and 1 <= layers <= len(known):
+            last = len(known) - 1
+            return [known[round(i * last / max(layers - 1, 1))] for i in range(layers)]
         if isinstance(layers, list) and (
             1 <= len(layers) <= count and all(0 <= layer < count for layer in layers)
         ):
             return layers
+        if not known:
+            raise OptionError(
+                f"drafter.layers is {layers}, but every layer of {text.model_type} is recurrent, "
+                "and a student must only attend; give drafter.model, a smaller model that does, or "
+                "use a drafter of another family, such as eagle3."
+            )
+        which = f"some of 0 … {count - 1}" if len(known) == count else f"some of {known}"
+        only = "" if len(known) == count else " that only attend"
         raise OptionError(
-            f"drafter.layers is {layers}; the target has {count} layers: expected how many of them "
-            f"to keep, or a list of some of 0 … {count - 1}."
+            f"drafter.layers is {layers}; the target has {len(known)} layers{only}: expected how "
+            f"many of them to keep, or a list of {which}."
         )
 
 
@@ -188,7 +205,8 @@ class DraftModel(TrainableDrafter):
     def save_checkpoint(self, folder: Path) -> None:
         if self._lora is not None and self._lora.attached:
             self._lora.save(folder)
-        super().save_checkpoint(folder)
+        # By the names of this model's parts, also where published files have others (experts).
+        self.save_pretrained(folder, save_original_format=False)
 
     def load_checkpoint(self, folder: Path) -> None:
         if self._lora is None or not self._lora.attached:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     LlamaConfig,
     LlamaModel,
     PreTrainedConfig,
@@ -18,8 +20,15 @@ from transformers import (
     Qwen3Config,
     Qwen3Model,
 )
+from transformers.cache_utils import (
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from ..core import LayerShape, OptionError, decoder_layers, weight_of
+from ..core.errors import brief
+from ..core.masks import KEEPS_NOTHING
 from ..declared.layer import Layer
 
 _SIZES = {
@@ -30,6 +39,9 @@ _SIZES = {
 
 _WRITES = {"o_proj", "out_proj", "dense", "c_proj", "down_proj", "dense_4h_to_h", "fc2"}
 """The last layers of attention and of MLPs, by the names that they have in transformers."""
+
+_DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
+"""How many layers a mixture of experts begins with that have none, by the names in configs."""
 
 
 def layer_like(target: PreTrainedModel) -> dict[str, Any]:
@@ -130,18 +142,73 @@ def norm_scale(target: PreTrainedModel) -> Tensor | None:
     return None if norm is None else scale_of(norm)
 
 
+def recurrent_layers(config: PreTrainedConfig) -> set[int]:
+    """The numbers of a language model's layers that keep a state of the whole text.
+
+    Linear attention, state spaces and short convolutions; a layer that also attends is one.
+    """
+    cache: Any = DynamicCache(config=config.get_text_config(decoder=True))
+    recurrent = LinearAttentionCacheLayerMixin
+    return {n for n, layer in enumerate(cache.layers) if isinstance(layer, recurrent)}
+
+
+def attending_layers(config: PreTrainedConfig, alone: bool = True) -> list[int]:
+    """The numbers of a language model's layers that attend.
+
+    Args:
+        alone: leave out those that are recurrent, too.
+    """
+    text = config.get_text_config(decoder=True)
+    cache: Any = DynamicCache(config=text)
+    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    left_out = recurrent_layers(text) if alone else set()
+    return [
+        n
+        for n, kind in enumerate(kinds)
+        if n not in left_out
+        and kind not in KEEPS_NOTHING
+        and type(cache.layers[n]) is not LinearAttentionLayer
+    ]
+
+
 def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConfig:
-    """The config of a model made of some layers of another, which must be its decoder alone."""
+    """The config of a model made of some layers of another, which must be its decoder alone.
+
+    Raises:
+        OptionError: it is more than a decoder; a layer is recurrent, and drafters cannot go back in
+            its state; or transformers makes no such model without recurrent layers.
+    """
     if config.get_text_config(decoder=True) is not config:
         raise OptionError(
             f"{config.model_type} is more than a language model, so no student can be made of its "
             "layers; give drafter.model, a smaller model with the same tokenizer."
+        )
+    recurrent = recurrent_layers(config)
+    if left_out := sorted(recurrent.intersection(chosen)):
+        raise OptionError(
+            f"layer {left_out[0]} of {config.model_type} is recurrent, and drafters are made of "
+            f"layers that only attend, here {attending_layers(config) or 'none'}; choose among "
+            "these, or use a drafter of another family, such as eagle3."
         )
     count, student = config.num_hidden_layers, copy.deepcopy(config)
     student.num_hidden_layers = len(chosen)
     for name, value in config.to_dict().items():
         if "layer" in name and isinstance(value, list) and len(value) == count:
             setattr(student, name, [value[layer] for layer in chosen])
+    if (attending := getattr(config, "attn_layer_indices", None)) is not None:
+        own = [number for number, layer in enumerate(chosen) if layer in attending]
+        student.attn_layer_indices = own
+    for name in _DENSE_FIRST:
+        if isinstance(dense := getattr(config, name, None), int):
+            setattr(student, name, sum(layer < dense for layer in chosen))
+    if recurrent:
+        try:
+            AutoConfig.for_model(**student.to_dict())
+        except StrictDataclassError as error:
+            raise OptionError(
+                f"transformers makes no {config.model_type} of layers that only attend "
+                f"({brief(error)}); use a drafter of another family, such as eagle3."
+            ) from error
     return student
 
 

@@ -33,7 +33,11 @@ def target_layer(target: PreTrainedModel) -> dict[str, Any]:
 
 
 def one_layer(config: PreTrainedConfig) -> dict[str, Any]:
-    """The same of the last layer that attends to the whole text, of a language model's config."""
+    """The same of the last layer that attends to the whole text, of a language model's config.
+
+    Raises:
+        OptionError: every layer is recurrent, see `layers_of`.
+    """
     types = getattr(config, "layer_types", None) or []
     whole = [number for number, kind in enumerate(types) if kind == "full_attention"]
     return _plain(layers_of(config, [max(whole, default=config.num_hidden_layers - 1)]))
