@@ -1,8 +1,10 @@
 """Tiny random models with recurrent layers, in the families that transformers has of them."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
+import torch
 import transformers as tf
 from torch import nn
 
@@ -161,3 +163,11 @@ RECURRENT: dict[str, Callable[[], Any]] = {
 }
 """Of one recurrent kind or another each: gated delta rules, state spaces as Mamba-2's, and short
 convolutions."""
+
+
+@cache
+def recurrent(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    """The model of that family, random, eval; the same object at every call."""
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        return RECURRENT[name]().to(dtype).eval()
