@@ -53,6 +53,21 @@ def _plain(config: Any) -> dict[str, Any]:
     return {key: value for key, value in without_unsafe(found).items() if key not in left_out}
 
 
+def _floats(value: Any) -> Any:
+    """Plain data with the numbers for what transformers writes in their place in `config.json`.
+
+    >>> _floats({"time_step_limit": [0.0, {"__float__": "Infinity"}]})
+    {'time_step_limit': [0.0, inf]}
+    """
+    if isinstance(value, list):
+        return [_floats(each) for each in value]
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: _floats(each) for key, each in value.items()}
+    return value
+
+
 def own_target_layer(config: dict[str, Any]) -> PreTrainedModel:
     """The model of such a layer with the norm after it, read by `inputs_embeds` alone.
 
@@ -60,7 +75,7 @@ def own_target_layer(config: dict[str, Any]) -> PreTrainedModel:
         OptionError: it is of a kind that transformers does not have.
     """
     try:
-        made = AutoConfig.for_model(**config)
+        made = AutoConfig.for_model(**_floats(config))
         model: Any = AutoModel.from_config(made, trust_remote_code=False)
     except (KeyError, ValueError) as error:
         raise OptionError(
