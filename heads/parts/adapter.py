@@ -37,6 +37,12 @@ def is_adapted(name: str, modules: Sequence[str], model_type: str) -> bool:
     return any(name == each or name.endswith(f".{each}") for each in modules)
 
 
+def _linear_layers(target: PreTrainedModel) -> list[str]:
+    """The names of a target's linear layers but for the output layer, each once."""
+    named = target.get_decoder().named_modules()
+    return sorted({name.rpartition(".")[2] for name, m in named if isinstance(m, nn.Linear)})
+
+
 class Adapter:
     """Low-rank changes of a target's linear layers: W + (alpha / rank) · B A, with B zero at first.
 
@@ -73,7 +79,7 @@ class Adapter:
         lora, kind = dict(self._lora), target.config.model_type
         if lora["target_modules"] == "all-linear" and kind in _LEFT_OUT:
             lora["exclude_modules"] = _LEFT_OUT[kind]
-        config = peft.LoraConfig(**lora)
+        config, known = peft.LoraConfig(**lora), _linear_layers(target)
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 torch.manual_seed(0)  # every process starts from the same factors
@@ -83,8 +89,8 @@ class Adapter:
         except ValueError as error:
             reason = " ".join(str(error).split())[:160]
             raise OptionError(
-                f"drafter.modules cannot be adapted ({reason}); expected names of the target's "
-                "linear layers, or none for all of them."
+                f"drafter.modules cannot be adapted ({reason}); expected some of the target's "
+                f"linear layers, {', '.join(known)}, or none for all of them."
             ) from error
         self.train(False)
         embedding: Any = target.get_input_embeddings()

@@ -64,6 +64,7 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> tuple[float
     calls: list[tuple[Callable, tuple, dict]] = []
 
     def recorded(function: Callable) -> Callable:
+        @functools.wraps(function)  # `generate` asks some models' forwards what they take
         def record(*args: Any, **kwargs: Any) -> Any:
             # A count of 0, in place of `begin`'s own: the drafter's cache does not grow in replays.
             still = [torch.zeros_like(args[3])] if function.__name__ == "begin" else args[3:]
