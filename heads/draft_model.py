@@ -188,7 +188,8 @@ class DraftModel(TrainableDrafter):
     def save_checkpoint(self, folder: Path) -> None:
         if self._lora is not None and self._lora.attached:
             self._lora.save(folder)
-        super().save_checkpoint(folder)
+        # By the names of this model's parts, also where published files have others (experts).
+        self.save_pretrained(folder, save_original_format=False)
 
     def load_checkpoint(self, folder: Path) -> None:
         if self._lora is None or not self._lora.attached:

@@ -13,6 +13,7 @@ import math
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
-from headstart.heads.core import load_pretrained
+from headstart.heads.core import LayerShape, load_pretrained
+from headstart.heads.parts.adapter import is_adapted
+from headstart.heads.parts.own_layers import attending_layers
 
 from .losses import loss_of
 from .losses.comparisons import GPU_BYTES
@@ -31,9 +34,11 @@ from .sizes import (
     ARTIFACT,
     ROW_TOKEN,
     STORED,
+    cache_bytes,
     feature_bytes,
     matrix_shape,
     parameters_of,
+    recurrent_shapes,
     state_bytes,
     weight_bytes,
 )
@@ -152,8 +157,9 @@ class _Arithmetic:
         self.text: Any = target.config.get_text_config(decoder=True)
         self.model, self.target = target, parameters_of(target)
         self.weight_bytes = weight_bytes(target, recipe.target.dtype)
-        self.matrices = [size for m in target.get_decoder().modules() if (size := matrix_shape(m))]
-        self.layers = sum(inputs * outputs for inputs, outputs in self.matrices)
+        named = target.get_decoder().named_modules()
+        self.matrices = {name: size for name, m in named if (size := matrix_shape(m))}
+        self.layers = sum(inputs * outputs for inputs, outputs in self.matrices.values())
         self.trained = parameters_of(drafter) if drafter.trainable else 0
         self.outputs = _outputs(drafter)  # parameters of the drafter's own output layers
         self.adapter = self._adapter()
@@ -187,10 +193,15 @@ class _Arithmetic:
         if self.drafter.adapter is None:
             return 0
         config: Any = self.drafter.config
-        sizes = sum(map(sum, self.matrices))
+        sizes = sum(map(sum, self._adapted()))
         if "lm_head" in config.modules:
             sizes += self.text.hidden_size + self.text.vocab_size
         return config.rank * sizes
+
+    def _adapted(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of the layers that the adapter changes, but for the output layer."""
+        modules, kind = getattr(self.drafter.config, "modules", ()), self.text.model_type
+        return [size for name, size in self.matrices.items() if is_adapted(name, modules, kind)]
 
     def _memory(self) -> dict[str, float]:
         train, weights = self.recipe.train, self.weight_bytes
@@ -202,7 +213,7 @@ class _Arithmetic:
         if learned:
             found["activations"] = self._activations(tokens) + GPU_BYTES  # and a chunk of logits
         training = sum(found.values()) if learned else 0.0
-        writing = weights + self._cache_bytes()
+        writing = weights + self._cache_bytes(self.longest)
         rest = self.assumed.context_gb * 1e9
         peak = max(training, writing) * (1 + self.assumed.slack) + rest
         return found | {"writing": writing, "peak": peak}
@@ -219,7 +230,7 @@ class _Arithmetic:
         kept = self._kept(_widths(self.drafter), student) * 4 * self._passes(self.longest) * tokens
         if self.adapter:
             sizes = {"num_hidden_layers": text.num_hidden_layers, "hidden_size": size}
-            kept += self._kept(sum(map(sum, self.matrices)), sizes) * 2 * tokens
+            kept += self._kept(sum(map(sum, self.matrices.values())), sizes) * 2 * tokens
         return float(features + frozen + kept)
 
     def _kept(self, widths: int, config: Mapping[str, Any]) -> float:
@@ -229,13 +240,13 @@ class _Arithmetic:
             return widths
         return widths / layers + layers * config["hidden_size"]
 
-    def _cache_bytes(self) -> float:
-        """Keys and values while the target writes."""
-        text: Any = self.text
-        heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-        head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-        each = 2 * text.num_hidden_layers * heads * head * 2  # bytes a token, in 16 bits
-        return float(self.recipe.distill.batch_size * self.longest * each)
+    @cached_property
+    def shapes(self) -> list[LayerShape]:
+        return recurrent_shapes(self.model)
+
+    def _cache_bytes(self, tokens: float) -> float:
+        """What the target caches while it writes rows of so many tokens."""
+        return cache_bytes(self.shapes, self.text, self.recipe.distill.batch_size, tokens)
 
     def _disk(self) -> dict[str, float]:
         distill = self.recipe.distill
@@ -258,7 +269,7 @@ class _Arithmetic:
             return {"writing": 0.0, "training": 0.0}
         distill, peak = self.recipe.distill, hardware.tflops * 1e12
         # Each step of decoding reads all weights and the cache, and computes a token of each row.
-        read = self.weight_bytes + self._cache_bytes() * self.row / self.longest
+        read = self.weight_bytes + self._cache_bytes(self.row)
         products = 2.0 * self.target * distill.batch_size
         step = max(read / (hardware.bandwidth * 1e9), products / peak) * slower / assumed.writing
         steps = distill.examples * assumed.answers * distill.new_tokens / distill.batch_size
@@ -276,12 +287,13 @@ class _Arithmetic:
         """Products of a training step a token: the frozen target's, and those of what is learned.
 
         A forward is 2 a parameter and token, a backward pass 4, or 2 where only what is below
-        learns. Logits are computed where tokens are supervised.
+        learns. Logits are computed where tokens are supervised. What recurrent layers compute
+        beside their matrices is a few per cent and not counted.
         """
         config: Any = self.drafter.config
         supervised = self.assumed.answers * self.recipe.distill.new_tokens / self.row
         size, vocab = self.text.hidden_size, self.text.vocab_size
-        attention = 2.0 * self.row * size * self.text.num_hidden_layers
+        attention = 2.0 * self.row * size * len(attending_layers(self.text, alone=False))
         soft = loss_of(self.recipe.train.loss).divergence is not None
         frozen = 2.0 * self.layers + attention if config.feature_layers or soft else 0.0
         if soft:

@@ -6,12 +6,17 @@ estimates of recipes for what is expected: both count by these.
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from headstart.heads import FINAL, Drafter
+from headstart.heads.core import LayerShape, probe_layers
+from headstart.heads.parts.own_layers import recurrent_layers
 
 from .losses import loss_of
 from .recipe import Recipe, Train
@@ -54,6 +59,40 @@ def weight_bytes(target: PreTrainedModel, dtype: str) -> float:
         layers = sum(inputs * outputs for inputs, outputs in shapes)
         return layers * _NF4 + (weights - layers) * 2
     return float(weights * _itemsize(target, dtype))
+
+
+def recurrent_shapes(target: PreTrainedModel) -> list[LayerShape]:
+    """What the layers of a target on `meta` cache, where some are recurrent; empty where none is.
+
+    Raises:
+        UnsupportedTarget: one keeps a state that cannot be rolled back.
+    """
+    if not recurrent_layers(target.config):
+        return []
+    text, name = target.config.get_text_config(decoder=True), "_experts_implementation"
+    before = getattr(text, name, None)
+    setattr(text, name, "batched_mm")  # other ways ask for data
+    try:
+        return probe_layers(target)
+    finally:
+        setattr(text, name, before)
+
+
+def cache_bytes(shapes: list[LayerShape], text: Any, rows: int, tokens: float) -> float:
+    """What a target caches of `rows` texts of so many tokens; keys and values in 16 bits.
+
+    Args:
+        shapes: of `recurrent_shapes`: a recurrent layer's state is as large for a text of any
+            length.
+        text: the config of its language model.
+    """
+    if shapes:
+        each = sum(math.prod(size) for shape in shapes for size in (shape.key, shape.value))
+        state = sum(shape.recurrent.bytes_of_row for shape in shapes if shape.recurrent)
+        return rows * (tokens * each * 2 + state)
+    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return float(rows * tokens * 2 * text.num_hidden_layers * heads * head * 2)
 
 
 def feature_bytes(

@@ -13,6 +13,10 @@ from transformers import PreTrainedModel
 from .errors import OptionError, UnsupportedTarget
 from .final import FINAL
 
+_FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
+_CAPS = ("final_logit_softcapping", "logits_soft_cap")
+"""What models do to their output layer's logits, by the names in their configs."""
+
 _Found = TypeVar("_Found")
 
 
@@ -199,10 +203,10 @@ class OutputLayer:
             expected = self.model(input_ids=ids, use_cache=False).logits.float()
             raw = self.layer(tap.take())
         tries: list[Callable[[Tensor], Tensor]] = [lambda logits: logits]
-        for name in ("logit_scale", "logits_scaling"):
+        for name in _FACTORS:
             if factor := getattr(config, name, None):
                 tries += [lambda logits, f=factor: logits * f, lambda logits, f=factor: logits / f]
-        for name in ("final_logit_softcapping", "logits_soft_cap"):
+        for name in _CAPS:
             if cap := getattr(config, name, None):
                 tries.append(lambda logits, cap=cap: torch.tanh(logits / cap) * cap)
         close = 1e-4 if raw.dtype in (torch.float32, torch.float64) else 3e-2
@@ -220,7 +224,7 @@ class OutputLayer:
 
 def _finish_of_sharded(config: Any) -> Callable[[Tensor], Tensor]:
     """See `OutputLayer.finish`, of a model in shards, which cannot run before its trainer does."""
-    names = ("logit_scale", "logits_scaling", "final_logit_softcapping", "logits_soft_cap")
+    names = (*_FACTORS, *_CAPS)
     if name := next((name for name in names if getattr(config, name, None)), None):
         raise OptionError(
             f"{config.model_type} has {name} in its config, so its output layer's logits may be "

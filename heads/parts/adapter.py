@@ -21,12 +21,34 @@ from transformers import PreTrainedModel
 from ..core import ArtifactError, OptionError, device_of, offloaded, output_layer, weight_of
 from ..declared.adapter import ADAPTER, ADAPTER_WEIGHTS
 
+_LEFT_OUT = {"falcon_h1": ["out_proj"], "nemotron_h": ["out_proj"]}
+"""Linear layers that peft refuses to adapt, by model type: kernels read their weights directly."""
+
+
+def is_adapted(name: str, modules: Sequence[str], model_type: str) -> bool:
+    """Whether an adapter of these `modules` changes a linear layer of this name.
+
+    >>> is_adapted("layers.0.mamba.out_proj", [], "bamba"), is_adapted("0.q_proj", ["k_proj"], "")
+    (True, False)
+    """
+    leaf = name.rpartition(".")[2]
+    if not modules:
+        return leaf not in _LEFT_OUT.get(model_type, ())
+    return any(name == each or name.endswith(f".{each}") for each in modules)
+
+
+def _linear_layers(target: PreTrainedModel) -> list[str]:
+    """The names of a target's linear layers but for the output layer, each once."""
+    named = target.get_decoder().named_modules()
+    return sorted({name.rpartition(".")[2] for name, m in named if isinstance(m, nn.Linear)})
+
 
 class Adapter:
     """Low-rank changes of a target's linear layers: W + (alpha / rank) · B A, with B zero at first.
 
     Args:
-        modules: names of layers, such as `q_proj`; empty for all linear ones but the output layer.
+        modules: names of layers, such as `q_proj`; empty for all linear ones but the output layer,
+            recurrent layers' included, as far as peft adapts them.
     """
 
     def __init__(self, rank: int, alpha: float, dropout: float, modules: Sequence[str]):
@@ -54,7 +76,10 @@ class Adapter:
 
         assert not self.attached
         self._trainable = [p for p in target.parameters() if p.requires_grad]
-        config = peft.LoraConfig(**self._lora)
+        lora, kind = dict(self._lora), target.config.model_type
+        if lora["target_modules"] == "all-linear" and kind in _LEFT_OUT:
+            lora["exclude_modules"] = _LEFT_OUT[kind]
+        config, known = peft.LoraConfig(**lora), _linear_layers(target)
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 torch.manual_seed(0)  # every process starts from the same factors
@@ -64,8 +89,8 @@ class Adapter:
         except ValueError as error:
             reason = " ".join(str(error).split())[:160]
             raise OptionError(
-                f"drafter.modules cannot be adapted ({reason}); expected names of the target's "
-                "linear layers, or none for all of them."
+                f"drafter.modules cannot be adapted ({reason}); expected some of the target's "
+                f"linear layers, {', '.join(known)}, or none for all of them."
             ) from error
         self.train(False)
         embedding: Any = target.get_input_embeddings()

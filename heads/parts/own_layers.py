@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import (
+    AutoConfig,
     LlamaConfig,
     LlamaModel,
     PreTrainedConfig,
@@ -19,8 +21,15 @@ from transformers import (
     Qwen3Config,
     Qwen3Model,
 )
+from transformers.cache_utils import (
+    DynamicCache,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
 
 from ..core import LayerShape, OptionError, decoder_layers, weight_of
+from ..core.errors import brief
+from ..core.masks import KEEPS_NOTHING
 from ..declared.layer import Layer
 
 _SIZES = {
@@ -43,6 +52,10 @@ _LAST_NORMS = {"norm", "final_layernorm", "norm_f", "embedding_norm"}
 
 _NUMBERS = {"attn_layer_indices", "mlp_only_layers"}
 """Where configs list the numbers of some layers."""
+
+
+_DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
+"""How many layers a mixture of experts begins with that have none, by the names in configs."""
 
 
 def layer_like(target: PreTrainedModel) -> dict[str, Any]:
@@ -167,12 +180,52 @@ def last_norm(decoder: nn.Module) -> Any:
     return next((norm for name, norm in decoder.named_children() if name in _LAST_NORMS), None)
 
 
+def recurrent_layers(config: PreTrainedConfig) -> set[int]:
+    """The numbers of a language model's layers that keep a state of the whole text.
+
+    Linear attention, state spaces and short convolutions; a layer that also attends is one.
+    """
+    cache: Any = DynamicCache(config=config.get_text_config(decoder=True))
+    recurrent = LinearAttentionCacheLayerMixin
+    return {n for n, layer in enumerate(cache.layers) if isinstance(layer, recurrent)}
+
+
+def attending_layers(config: PreTrainedConfig, alone: bool = True) -> list[int]:
+    """The numbers of a language model's layers that attend.
+
+    Args:
+        alone: leave out those that are recurrent, too.
+    """
+    text = config.get_text_config(decoder=True)
+    cache: Any = DynamicCache(config=text)
+    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
+    left_out = recurrent_layers(text) if alone else set()
+    return [
+        n
+        for n, kind in enumerate(kinds)
+        if n not in left_out
+        and kind not in KEEPS_NOTHING
+        and type(cache.layers[n]) is not LinearAttentionLayer
+    ]
+
+
 def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConfig:
-    """The config of a model made of some layers of another, which must be its decoder alone."""
+    """The config of a model made of some layers of another, which must be its decoder alone.
+
+    Raises:
+        OptionError: it is more than a decoder, none of the layers attends, or transformers makes no
+            such model of these layers.
+    """
     if config.get_text_config(decoder=True) is not config:
         raise OptionError(
             f"{config.model_type} is more than a language model, so no student can be made of its "
             "layers; give drafter.model, a smaller model with the same tokenizer."
+        )
+    attending = attending_layers(config, alone=False)
+    if not set(attending).intersection(chosen):
+        raise OptionError(
+            f"none of the layers {list(chosen)} of {config.model_type} attends; expected at least "
+            f"one of {attending} among them."
         )
     count, student = config.num_hidden_layers, copy.deepcopy(config)
     student.num_hidden_layers = len(chosen)
@@ -181,6 +234,17 @@ def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConf
             setattr(student, name, [own for own, layer in enumerate(chosen) if layer in value])
         elif "layer" in name and isinstance(value, list) and len(value) == count:
             setattr(student, name, [value[layer] for layer in chosen])
+    for name in _DENSE_FIRST:
+        if isinstance(dense := getattr(config, name, None), int):
+            setattr(student, name, sum(layer < dense for layer in chosen))
+    try:
+        AutoConfig.for_model(**student.to_dict())
+    except StrictDataclassError as error:
+        raise OptionError(
+            f"transformers makes no {config.model_type} of the layers {list(chosen)} alone "
+            f"({brief(error.__cause__ or error, 100)}); choose others, or use a drafter of another "
+            "family, such as eagle3."
+        ) from error
     return student
 
 

@@ -7,11 +7,10 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin
 
 from ..core import OptionError, brief
 from ..core.unsafe_settings import without_unsafe
-from .own_layers import layers_of
+from .own_layers import attending_layers, layers_of, recurrent_layers
 
 _IDS = 64
 """Token ids of the trial of such a layer, whose embeddings are made up."""
@@ -34,10 +33,22 @@ def target_layer(target: PreTrainedModel) -> dict[str, Any]:
 
 
 def one_layer(config: PreTrainedConfig) -> dict[str, Any]:
-    """The same of the last layer that attends to the whole text, of a language model's config."""
+    """The same of the last layer that attends to the whole text, of a language model's config.
+
+    Raises:
+        OptionError: every layer is recurrent, or see `layers_of`.
+    """
     types = getattr(config, "layer_types", None) or []
     whole = [number for number, kind in enumerate(types) if kind == "full_attention"]
-    return _plain(layers_of(config, [max(whole, default=config.num_hidden_layers - 1)]))
+    if not whole and not (whole := attending_layers(config)):
+        raise _recurs(config.model_type)
+    return _plain(layers_of(config, [max(whole)]))
+
+
+def _recurs(kind: Any) -> OptionError:
+    return OptionError(
+        f"{kind} has no layer that attends without a recurrent part, which mtp needs: use eagle3."
+    )
 
 
 def _plain(config: Any) -> dict[str, Any]:
@@ -94,12 +105,8 @@ def own_target_layer(config: dict[str, Any]) -> PreTrainedModel:
         model: Any = AutoModel.from_config(made, trust_remote_code=False)
     except (KeyError, ValueError) as error:
         raise _unknown(kind) from error
-    kept = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    if any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in kept):
-        raise OptionError(
-            f"{kind} has no layer that attends without a recurrent part, which mtp needs: use "
-            "eagle3."
-        )
+    if recurrent_layers(model.config):
+        raise _recurs(kind)
     model.set_input_embeddings(nn.Identity())
     return model
 

@@ -61,13 +61,15 @@ def round_parts(
 def _replay(speculator: Speculator, decode: Callable[[], object]) -> tuple[float, float]:
     """Milliseconds that the forwards of target and drafter take alone, the prefill's left out."""
     target, drafters = speculator.target, speculator.decoding_drafters.drafters
-    calls: list[tuple[Callable, tuple, dict]] = []
+    calls: list[tuple[Callable, tuple, dict, Any]] = []  # and the tree that recurrent layers ran
 
     def recorded(function: Callable) -> Callable:
+        @functools.wraps(function)  # `generate` asks some models' forwards what they take
         def record(*args: Any, **kwargs: Any) -> Any:
             # A count of 0, in place of `begin`'s own: the drafter's cache does not grow in replays.
             still = [torch.zeros_like(args[3])] if function.__name__ == "begin" else args[3:]
-            calls.append((function, (*args[:3], *still), kwargs))
+            states = getattr(kwargs.get("past_key_values"), "recurrent", None)
+            calls.append((function, (*args[:3], *still), kwargs, states and states.tree))
             return function(*args, **kwargs)
 
         return record
@@ -95,7 +97,7 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> tuple[float
 
     streams = offloaded(target.runner)
     with torch.no_grad():
-        for function, args, kwargs in calls[1:]:
+        for function, args, kwargs, tree in calls[1:]:
             call = functools.partial(function, *args, **kwargs)
             if (slab := kwargs.get("past_key_values")) is not None:
                 root, nodes = int(kwargs["position_ids"].min()), kwargs["input_ids"].shape[1]
@@ -103,6 +105,8 @@ def _replay(speculator: Speculator, decode: Callable[[], object]) -> tuple[float
                 mask = next(iter(masks.values())) if isinstance(masks, dict) else masks
                 live = root + 1 if mask is None else mask.shape[3]
                 slab.set_slots(range(root, root + nodes), live, root if mask is None else 0)
+                if slab.recurrent is not None:
+                    slab.recurrent.run_tree(tree)
                 if streams:
                     call = functools.partial(run_streamed, target.runner, call)
             with contexts() if slab is not None else nullcontext():

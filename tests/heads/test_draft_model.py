@@ -164,8 +164,8 @@ def shifted_slot(self: CachedLayers, state: Any, inputs: Any, depth: Tensor, *re
         state.lengths = lengths
 
 
-def without_siblings_apart(self: CachedLayers, state: Any, inputs: Any, depth: Tensor, seen):
-    return RUN(self, state, inputs, depth, torch.ones_like(seen))
+def without_siblings_apart(self: Any, state: Any, inputs: Any, depth: Tensor, seen, *rest: Any):
+    return RUN(self, state, inputs, depth, torch.ones_like(seen), *rest)
 
 
 RUN = CachedLayers._run

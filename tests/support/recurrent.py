@@ -41,11 +41,12 @@ SHORT: dict[str, Any] = {
 }
 
 
-def family(model: type, config: type, **options: Any) -> Callable[[], Any]:
+def family(model: type, config: type, **options: Any) -> Callable[..., Any]:
     """How to build a model whose decays and convolutions are as large as the others' weights."""
 
-    def build() -> Any:
-        chosen = {key: value for key, value in {**COMMON, **options}.items() if value is not ...}
+    def build(**more: Any) -> Any:
+        given = {**COMMON, **options, **more}
+        chosen = {key: value for key, value in given.items() if value is not ...}
         made = model(config(**chosen)).double()
         for name, weight in made.named_parameters():
             if name.endswith(("dt_bias", "conv1d.weight", "conv1d.bias", "conv.weight")):
@@ -57,7 +58,7 @@ def family(model: type, config: type, **options: Any) -> Callable[[], Any]:
     return build
 
 
-RECURRENT: dict[str, Callable[[], Any]] = {
+RECURRENT: dict[str, Callable[..., Any]] = {
     "qwen3-next": family(tf.Qwen3NextForCausalLM, tf.Qwen3NextConfig, **LAYERS, **DELTA, **EXPERTS),
     "qwen3.5": family(tf.Qwen3_5ForCausalLM, tf.Qwen3_5TextConfig, **LAYERS, **DELTA),
     "qwen3.5 experts": family(
@@ -166,8 +167,8 @@ convolutions."""
 
 
 @cache
-def recurrent(name: str) -> Any:
-    """The model of that name, random, float64, eval; the same object at every call."""
+def recurrent(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    """The model of that family, random, eval; the same object at every call."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
-        return RECURRENT[name]().eval()
+        return RECURRENT[name]().to(dtype).eval()

@@ -34,6 +34,7 @@ from ..data.training_rows import check_context
 from ..fit.arguments import load_options
 from ..fit.feature_files import check_feature_files
 from ..fit.on_policy import check_on_policy
+from ..fit.packing_trial import check_packing
 from ..fit.target_with_drafter import checkpoint_activations
 from ..fit.warm_start import start_from
 from ..losses.draft_loss import DraftLoss
@@ -80,6 +81,7 @@ def plan_run(recipe: Recipe, processes: int = 1) -> Plan:
     load_options(recipe.target, torch.device("cpu"))
     config, tokenizer = _config_and_tokenizer(recipe)
     target = _target(recipe, config)
+    check_packing(recipe.train.packing, target)
     drafter = _drafter(recipe, kind, target)
     check_feature_files(recipe, drafter.adapter is not None)
     if (parts := recipe.target.tp_plan) is not None:

@@ -15,7 +15,7 @@ from ..data.packing import Packs
 from ..data.training_rows import Rows
 from ..processes.tensor_parallel import data_share
 from ..recipe import Train
-from .packing_trial import packing_obstacle
+from .packing_trial import check_packing, packing_obstacle
 from .target_with_drafter import TargetWithDrafter
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ def make_batches(
     module: TargetWithDrafter, args: TrainingArguments, rows: Rows, spec: Train
 ) -> Batches:
     """This process's batches. Raises OptionError where rows are to be packed, but cannot be."""
+    check_packing(spec.packing, module.target)
     packs = None
     if spec.packing is not False:
         obstacle = packing_obstacle(module)

@@ -2,7 +2,8 @@
 
 transformers finds the documents of a row by its positions, which start again with each, but not in
 every model and not for every attention. One that does not would let a document read the one before
-it, without an error, and its features would be wrong.
+it, without an error, and its features would be wrong. Recurrent layers always do: they know no
+mask, and their state at a document's end is where the next one begins.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import inspect
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
+from headstart.heads import OptionError
 from headstart.heads.core import device_of
 from headstart.heads.core.features import eval_mode
 from headstart.heads.core.probe import tolerance
+from headstart.heads.parts.own_layers import recurrent_layers
 
 from ..processes.engine import layer_by_layer
 from .target_with_drafter import TargetWithDrafter
@@ -22,13 +26,34 @@ from .target_with_drafter import TargetWithDrafter
 _LENGTHS = ((20, 13), (17, 16))  # of the documents in two rows
 
 
+def check_packing(packing: bool | None, target: PreTrainedModel) -> None:
+    """Raise OptionError where a recipe insists on packed rows that recurrent layers would mix."""
+    if packing and (reason := _carried(target)):
+        raise OptionError(
+            f"train.packing is true, but {reason}; set it to false, or to null, which packs where "
+            "that is right: train.group_by_length keeps padding low, too."
+        )
+
+
+def _carried(model: PreTrainedModel) -> str | None:
+    """What a model's recurrent layers would carry into a row's next document."""
+    if not recurrent_layers(model.config):
+        return None
+    name = model.config.get_text_config(decoder=True).model_type
+    return f"{name} has recurrent layers, which carry their state into a row's next document"
+
+
 @torch.no_grad()
 def packing_obstacle(module: TargetWithDrafter) -> str | None:
     """Why rows that hold several documents would be trained wrongly; None where they are not.
 
     Two rows of two documents each are run packed, and each document alone. The features, and the
-    drafter's states, must be the same to rounding.
+    drafter's states, must be the same to rounding. What is read of the document before may fade
+    within a few tokens, so those that begin the second documents are also compared by themselves.
     """
+    for model in (module.target, module.drafter.language_model):
+        if model is not None and (reason := _carried(model)) is not None:
+            return reason
     drafter, name = module.drafter, module.target.config.model_type
     family = type(drafter).__name__
     if "positions" not in inspect.signature(drafter.draft_hidden_states).parameters:
@@ -48,15 +73,21 @@ def packing_obstacle(module: TargetWithDrafter) -> str | None:
         except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
             what = f"{type(error).__name__}: {error}".partition("\n")[0]
             return f"{name} or {family} cannot run a row of two documents ({what})"
+        reads_across = f"{name} with its attention reads across the documents of a row"
+        begins_otherwise = []
         for row, part in documents:
             features, alone = _run(module, tokens[row : row + 1, part])
-            if _differ(packed[row : row + 1, part], features):
-                return f"{name} with its attention reads across the documents of a row"
+            own = packed[row : row + 1, part]
+            if _differ(own, features):
+                return reads_across
+            if part.start:
+                begins_otherwise.append(_differ(own[:, :1], features[:, :1]))
             own = states[:, row : row + 1, part]
             known = own.shape[2] - len(own)  # a state that needs a token past them may be anything
             if _differ(own[:, :, :known], alone[:, :, :known]):
                 return f"{family} reads across the documents of a row"
-    return None
+    # In both rows, so that one expert routed otherwise by rounding does not count.
+    return reads_across if all(begins_otherwise) else None
 
 
 def _run(
