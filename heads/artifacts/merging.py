@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from ..core import ArtifactError
 from ..core.files import new_folder
 from ..drafter import Drafter
+from ..families import with_article
 from .files import check_is_free
 from .manifest import Manifest, fingerprint, tokenizer_hash
 from .saving import model_card, save_drafter
@@ -38,7 +39,8 @@ def save_merged(
     """
     folder = Path(folder)
     if drafter is None or drafter.adapter is None:
-        what = "no drafter" if drafter is None else f"a {drafter.config.family_name()} drafter"
+        name = None if drafter is None else drafter.config.family_name()
+        what = "no drafter" if name is None else f"{with_article(name)} drafter"
         raise ArtifactError(
             f"{what} changes nothing in its target, so there is nothing to merge; expected "
             "one that was trained together with its target (medusa2)."

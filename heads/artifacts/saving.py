@@ -13,6 +13,7 @@ from ..core import ArtifactError
 from ..core.files import flush_to_disk, writing
 from ..declared.adapter import ADAPTER_WEIGHTS
 from ..drafter import Drafter
+from ..families import with_article
 from .files import CARD, MANIFEST, WEIGHTS, card_example, retired_folder
 from .hub import has_page
 from .manifest import Manifest, sha256
@@ -34,8 +35,8 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
     folder = Path(folder)
     if drafter.adapter is not None and not drafter.adapter.attached:
         raise ArtifactError(
-            f"a {manifest.family} drafter is saved with its adapter, which is not in its target "
-            "now, or merged already; save it when it was trained, or copy the artifact's folder."
+            f"{with_article(manifest.family)} drafter is saved with its adapter, which is not in "
+            "its target now, or merged already; save it when it was trained, or copy the artifact's folder."
         )
     ours = (folder / MANIFEST).is_file() or (folder.is_dir() and not any(folder.iterdir()))
     if folder.exists() and not ours:

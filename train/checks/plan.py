@@ -26,6 +26,7 @@ from headstart.heads import Drafter, DrafterConfig, OptionError, TrainableDrafte
 from headstart.heads.artifacts.files import MALFORMED, brief
 from headstart.heads.artifacts.hub import model_commit, target_options
 from headstart.heads.core import FeatureTap, load_pretrained
+from headstart.heads.families import with_article
 from headstart.infer import parse_static
 from headstart.infer.trees.texts import sparse_nodes
 
@@ -100,7 +101,8 @@ def plan_run(recipe: Recipe, processes: int = 1) -> Plan:
     if recipe.distill.rounds > 1 and (drafter.adapter is not None or not drafter.trainable):
         what = "changes the target's text" if drafter.adapter is not None else "does not learn"
         raise CheckError(
-            f"distill.rounds is {recipe.distill.rounds}, but a {recipe.drafter.family} drafter, "
+            f"distill.rounds is {recipe.distill.rounds}, but "
+            f"{with_article(recipe.drafter.family)} drafter, "
             f"which would write the later ones, {what}; set distill.rounds=1"
         )
     _check_tree(recipe, drafter)
@@ -207,7 +209,8 @@ def _check_tree(recipe: Recipe, drafter: Drafter) -> None:
     depth, bound = parse_static(tree).max_depth, drafter.max_depth
     if bound is not None and depth > bound:
         raise OptionError(
-            f"decode.tree is {depth} deep, but a {recipe.drafter.family} drafter with these "
+            f"decode.tree is {depth} deep, but "
+            f"{with_article(recipe.drafter.family)} drafter with these "
             f"options proposes {bound} tokens; use a tree of at most {bound}, or another drafter"
         )
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads import OptionError
+from headstart.heads.families import with_article
 
 from ..data.training_rows import Rows
 from ..data.whole_files import WholeFile
@@ -53,7 +54,8 @@ def check_feature_files(recipe: Recipe, adapted: bool) -> None:
         return
     if adapted:
         raise OptionError(
-            f"{asked}, but a {recipe.drafter.family} drafter is trained together with an adapter "
+            f"{asked}, but "
+            f"{with_article(recipe.drafter.family)} drafter is trained together with an adapter "
             "of the target, whose features change with every step; set it to 0."
         )
     if recipe.target.tp_plan is not None:

@@ -19,6 +19,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from headstart.heads import OptionError, TrainableDrafter, family
 from headstart.heads.core import output_layer, row_seeds
+from headstart.heads.families import with_article
 from headstart.infer import Speculator
 
 from ..data.batches import collate_texts
@@ -33,7 +34,8 @@ def check_on_policy(recipe: Recipe) -> None:
         return
     if not family(recipe.drafter.family).writes_text:
         raise OptionError(
-            f"train.on_policy is set, but a {recipe.drafter.family} drafter writes no text without "
+            "train.on_policy is set, but "
+            f"{with_article(recipe.drafter.family)} drafter writes no text without "
             "the target; leave it out, or take a drafter that is a language model (draft_model)."
         )
     if is_deepspeed_zero3_enabled():

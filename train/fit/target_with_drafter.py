@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from headstart.heads import FINAL, OptionError, TrainableDrafter
 from headstart.heads.core import FeatureTap
+from headstart.heads.families import with_article
 
 from ..data.batches import collate
 from ..data.training_rows import Rows
@@ -251,6 +252,7 @@ def checkpoint_activations(drafter: TrainableDrafter) -> None:
     """See `TrainableDrafter.checkpoint_activations`; an OptionError where it does nothing."""
     if not drafter.checkpoint_activations():
         raise OptionError(
-            f"train.activation_checkpointing is true, but a {drafter.config.family_name()} drafter "
+            "train.activation_checkpointing is true, but "
+            f"{with_article(drafter.config.family_name())} drafter "
             "has no layers whose activations take much memory; set it to false."
         )

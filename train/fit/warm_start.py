@@ -9,6 +9,7 @@ import torch
 
 from headstart.heads import OptionError, TrainableDrafter
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
+from headstart.heads.families import with_article
 
 _LIKE = ("feature_layers", "layer", "norm_before_residual", "norm_output")
 """Settings of a config that weights were trained for, though their shapes do not show them."""
@@ -28,9 +29,13 @@ def start_from(name: str, drafter: TrainableDrafter) -> str:
     """
     source, family = DrafterSource(name), drafter.config.family_name()
     if source.kind is not SourceKind.ARTIFACT:
-        raise _unlike(name, f"is {source.kind}", f"a {family} head that headstart saved")
+        raise _unlike(
+            name, f"is {source.kind}", f"{with_article(family)} head that headstart saved"
+        )
     if source.manifest.family != family:
-        raise _unlike(name, f"is a {source.manifest.family} head", f"a {family} head")
+        raise _unlike(
+            name, f"is {with_article(source.manifest.family)} head", f"{with_article(family)} head"
+        )
     if getattr(drafter.config, "lora", None) is not None:
         raise _unlike(name, "comes with drafter.lora", "drafter.model to name it")
     if drafter.adapter is not None:
