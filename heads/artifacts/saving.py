@@ -36,7 +36,8 @@ def save_drafter(drafter: Drafter, folder: str | Path, manifest: Manifest, card:
     if drafter.adapter is not None and not drafter.adapter.attached:
         raise ArtifactError(
             f"{with_article(manifest.family)} drafter is saved with its adapter, which is not in "
-            "its target now, or merged already; save it when it was trained, or copy the artifact's folder."
+            "its target now, or merged already; save it when it was trained, or copy the "
+            "artifact's folder."
         )
     ours = (folder / MANIFEST).is_file() or (folder.is_dir() and not any(folder.iterdir()))
     if folder.exists() and not ours:
