@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
 from headstart.heads.core.files import write_atomically
+from headstart.heads.parts.own_layers import attending_layers, keep_layers
 
 from .estimate import model_config
 from .fit.arguments import training_arguments
@@ -36,6 +37,14 @@ _SIZES = {  # of whatever a config has of these
     "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16,
     "max_position_embeddings": _CONTEXT, "moe_intermediate_size": 32, "num_experts": 4,
     "num_local_experts": 4, "num_experts_per_tok": 2, "initializer_range": 0.3,
+    # of recurrent layers, by the names of several families
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_num_heads": 4,
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_head_dim": 16,
+    "mamba_n_heads": 4, "n_mamba_heads": 4, "mamba_num_heads": 4, "mamba_d_head": 32,
+    "mamba_headdim": 32, "mamba_head_dim": 32, "mamba_d_state": 16, "ssm_state_size": 16,
+    "mamba_d_ssm": 128, "n_groups": 1, "attention_hidden_size": 128, "attention_head_dim": 32,
+    "num_experts_per_token": 2, "shared_intermediate_size": 64,
+    "moe_shared_expert_intermediate_size": 32,
 }  # fmt: skip
 
 
@@ -172,10 +181,18 @@ def _write_model(
 
 
 def shrunk(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """A config of the same architecture with `LAYERS` layers, 64 wide, for a tokenizer."""
+    """A config of the same architecture with `LAYERS` layers, 64 wide, for a tokenizer.
+
+    They are the first ones, or the first that attends in the place of the last of them.
+    """
     small = copy.deepcopy(config)
     text: Any = small.get_text_config(decoder=True)
     count, heads = text.num_hidden_layers, text.num_attention_heads
+    chosen, attending = list(range(LAYERS)), attending_layers(text, alone=False)
+    if attending and attending[0] >= LAYERS:
+        chosen[-1] = attending[0]
+    if count >= LAYERS:
+        keep_layers(text, chosen)
     groups = (getattr(text, "num_key_value_heads", None) or heads) / heads
     sizes = _SIZES | {
         "num_hidden_layers": LAYERS,

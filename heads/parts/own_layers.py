@@ -50,7 +50,7 @@ _NOT_LLAMA = ("rope_theta", "partial_rotary_factor", "mrope_section", "mrope_int
 _LAST_NORMS = {"norm", "final_layernorm", "norm_f", "embedding_norm"}
 """Names in transformers of the norm after all layers."""
 
-_NUMBERS = {"attn_layer_indices", "mlp_only_layers"}
+_NUMBERS = {"attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers"}
 """Where configs list the numbers of some layers."""
 
 
@@ -209,6 +209,19 @@ def attending_layers(config: PreTrainedConfig, alone: bool = True) -> list[int]:
     ]
 
 
+def keep_layers(config: Any, chosen: Sequence[int]) -> None:
+    """Make a language model's config that of a model of some of its layers."""
+    count = config.num_hidden_layers
+    for name, value in config.to_dict().items():
+        if name in _NUMBERS and value is not None:
+            setattr(config, name, [own for own, layer in enumerate(chosen) if layer in value])
+        elif "layer" in name and isinstance(value, list) and len(value) == count:
+            setattr(config, name, [value[layer] for layer in chosen])
+        elif name in _DENSE_FIRST and isinstance(value, int):
+            setattr(config, name, sum(layer < value for layer in chosen))
+    config.num_hidden_layers = len(chosen)
+
+
 def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConfig:
     """The config of a model made of some layers of another, which must be its decoder alone.
 
@@ -227,16 +240,8 @@ def layers_of(config: PreTrainedConfig, chosen: Sequence[int]) -> PreTrainedConf
             f"none of the layers {list(chosen)} of {config.model_type} attends; expected at least "
             f"one of {attending} among them."
         )
-    count, student = config.num_hidden_layers, copy.deepcopy(config)
-    student.num_hidden_layers = len(chosen)
-    for name, value in config.to_dict().items():
-        if name in _NUMBERS and value is not None:
-            setattr(student, name, [own for own, layer in enumerate(chosen) if layer in value])
-        elif "layer" in name and isinstance(value, list) and len(value) == count:
-            setattr(student, name, [value[layer] for layer in chosen])
-    for name in _DENSE_FIRST:
-        if isinstance(dense := getattr(config, name, None), int):
-            setattr(student, name, sum(layer < dense for layer in chosen))
+    student = copy.deepcopy(config)
+    keep_layers(student, chosen)
     try:
         AutoConfig.for_model(**student.to_dict())
     except StrictDataclassError as error:

@@ -3,16 +3,19 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoConfig, AutoTokenizer
+import transformers as tf
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from headstart.cli import main
 from headstart.heads.artifacts.source import DrafterSource
+from headstart.heads.core import probe_layers
 from headstart.heads.families import FAMILIES
 from headstart.train.estimate import model_config
 from headstart.train.recipe import load_recipe, shipped_combinations, shipped_recipes
-from headstart.train.smoke import LAYERS, chats, smoke
+from headstart.train.smoke import LAYERS, chats, shrunk, smoke, tiny_tokenizer
 from tests.support.paths import ROOT
 from tests.support.recipes import launch
 
@@ -56,6 +59,20 @@ def check(name: str, root: Path, *overrides: str) -> None:
         found = AutoConfig.from_pretrained(root / "inputs" / "target")
         assert found.model_type == model_config(recipe.target.model).model_type
         assert (found.num_hidden_layers, found.hidden_size) == (LAYERS, 64)
+
+
+RECURRENT: list[Any] = [
+    tf.Qwen3NextConfig(),
+    tf.Qwen3_5TextConfig(),
+    tf.OlmoHybridConfig(),
+    tf.KimiLinearConfig(),
+    tf.Lfm2Config(layer_types=["conv"] * 6 + ["full_attention"] * 10, num_hidden_layers=16),
+    tf.FalconH1Config(),
+    tf.BambaConfig(attn_layer_indices=[9, 18, 27]),
+    tf.GraniteMoeHybridConfig(layer_types=["mamba"] * 5 + ["attention"] + ["mamba"] * 26),
+    tf.NemotronHConfig(),
+    tf.Zamba2Config(),
+]
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -117,3 +134,14 @@ def test_two_processes_share_one_smoke_run(tmp_path: Path) -> None:
 def test_every_recipe_runs(name: str, tmp_path: Path) -> None:
     overrides = ["target.model=Qwen/Qwen3-8B"] if name == "own-model" else []
     check(name, run(name, tmp_path, *overrides), *overrides)
+
+
+@pytest.mark.parametrize("config", RECURRENT, ids=lambda config: config.model_type)
+def test_targets_with_recurrent_layers_keep_one_that_attends(config: Any) -> None:
+    """And all that is large in them is small."""
+    small = shrunk(config, tiny_tokenizer(""))
+    assert small.num_hidden_layers == LAYERS
+    model: Any = AutoModelForCausalLM.from_config(small)
+    assert model.num_parameters() < 1e6
+    shapes = probe_layers(model.eval())
+    assert any(shape.attends for shape in shapes) and any(shape.recurrent for shape in shapes)
