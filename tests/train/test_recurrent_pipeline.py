@@ -68,7 +68,20 @@ def recipe(root: Path, target: Path, family: str, **sections: Any) -> Recipe:
                          for k, v in given.items()})  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "family"), TRAINED)
+def runs() -> list[Any]:
+    """One of each target by default, and all of them as a proof."""
+    quick = {
+        ("qwen3.5", "mtp"),
+        ("falcon-h1", "medusa2"),
+        ("lfm2", "draft_model"),
+        ("bamba", "mtp"),
+    }
+    return [
+        pytest.param(*each, marks=() if each in quick else pytest.mark.proof) for each in TRAINED
+    ]
+
+
+@pytest.mark.parametrize(("name", "family"), runs())
 def test_a_run_ends_in_an_artifact_that_decodes_exactly(
     name: str, family: str, saved: Callable[[str], Path], tmp_path: Path, no_pictures: None
 ) -> None:
@@ -115,7 +128,7 @@ SOUND = {"loss mask", "labels", "features", "held-out prompts"}
 """Others ask whether the target was trained."""
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "falcon-h1"])
+@pytest.mark.parametrize("name", ["qwen3.5", pytest.param("falcon-h1", marks=pytest.mark.proof)])
 def test_a_check_of_a_few_steps_finds_nothing_wrong(
     name: str, saved: Callable[[str], Path], tmp_path: Path
 ) -> None:

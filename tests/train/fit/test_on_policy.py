@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 from headstart.heads import FAMILIES, OptionError
 from headstart.heads.draft_model import DraftModel
+from headstart.heads.families import with_article
 from headstart.train.data.prefixes import DistillError
 from headstart.train.data.training_rows import Rows
 from headstart.train.fit import on_policy
@@ -293,7 +294,9 @@ def test_who_cannot_write_is_refused(family: str) -> None:
     check_on_policy(recipe_with(None, family))
     if family == "draft_model":
         return check_on_policy(recipe_with({}, family))
-    with pytest.raises(OptionError, match=f"a {family} drafter writes no text") as error:
+    with pytest.raises(
+        OptionError, match=f"{with_article(family)} drafter writes no text"
+    ) as error:
         check_on_policy(recipe_with({}, family))
     assert "\n" not in str(error.value)
 
