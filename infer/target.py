@@ -267,11 +267,8 @@ class Target:
         Args:
             in_place: whether its keys and values lie where they are to be.
         """
-        if not in_place:
-            # Entries past the accepted count land in slots that the next round overwrites.
-            self.cache.commit(path, self.kernels)
-        if self.cache.recurrent is not None:
-            self.cache.recurrent.commit(path[:, -1])  # the path's last node stands there, too
+        # Entries past the accepted count land in slots that the next round overwrites.
+        self.cache.commit(path, self.kernels, in_place)
 
     def _run_tapped(self, tokens: Tensor, forward: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """The logits of a forward over tokens [B, T], and its features [B, T, F]."""

@@ -156,13 +156,11 @@ class SlabCache(Cache):
     """
 
     def __init__(self, shapes: list[LayerShape], batch: int, capacity: int):
-        recurrent: dict[int, RecurrentLayer] = {}
-        for number, shape in enumerate(shapes):
-            if (state := shape.recurrent) is not None:
-                both = shape.attends
-                recurrent[number] = (
-                    _AttentionAndState(self, state) if both else RecurrentLayer(state)
-                )
+        recurrent = {
+            number: _AttentionAndState(self, state) if shape.attends else RecurrentLayer(state)
+            for number, shape in enumerate(shapes)
+            if (state := shape.recurrent) is not None
+        }
         super().__init__(layers=[recurrent.get(i) or _Layer(self) for i in range(len(shapes))])
         self.recurrent = RecurrentStates(recurrent) if recurrent else None
         self.shapes, self.batch, self.capacity = shapes, batch, 0
@@ -365,16 +363,20 @@ class SlabCache(Cache):
             return key, value, None, given.start
         return key, value, self._slots[key.device], 0
 
-    def commit(self, path: Tensor, kernels: bool = False) -> None:
-        """Move what attention wrote for nodes `path` [B, A] to its first A slots, in order.
+    def commit(self, path: Tensor, kernels: bool = False, in_place: bool = False) -> None:
+        """Keep what the last forward cached of a tree's `path` [B, A], nodes from the root on.
 
+        Its keys and values are moved to the first A slots, in order, unless they lie there already,
+        `in_place`. States are those after the path's last node, which all entries behind it repeat.
         One `plain_move` for all layers of a slab; on CUDA one launch, where triton is.
 
         Args:
             kernels: whether the kernels for CPUs may do it.
         """
+        if self.recurrent is not None:
+            self.recurrent.commit(path[:, -1])
         slots = self._flat_slots
-        for rows in self._rows:  # [entries, B*S, H, D]
+        for rows in self._rows if not in_place else ():  # [entries, B*S, H, D]
             if kernels and cpu_kernels.move_path(rows, slots, path):
                 continue
             if isinstance(slots, range):

@@ -18,7 +18,7 @@ _WITHOUT_MASKS = ("linear_attention", "conv")
 """What models call the masks of recurrent layers, which are given none."""
 _RECURRENT = {*_WITHOUT_MASKS, "hybrid", "hybrid_sliding"}  # the latter attend, too
 KEEPS_NOTHING = {"mlp", "moe"}
-"""Layers of some models that are not followed by another, and cache nothing."""
+"""Types of layers that are an MLP or experts alone, as in Nemotron-H, and cache nothing."""
 _OWN_WINDOWS = {
     "moshi": "its masks leave out the window that its config declares",
     "gpt_neo": "it cuts its local attention by the length of the cache",

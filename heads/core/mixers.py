@@ -225,13 +225,14 @@ def _for_slabs(forward: FunctionType) -> FunctionType | None:
     return made
 
 
-def _either(module: Any, own: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """A layer's forward: over a slab cache the one that knows trees, else its own."""
+def _either(
+    module: Any, run: FunctionType, own: Callable[..., Any], *given: Any, **options: Any
+) -> Any:
+    """A layer's forward: over a slab cache `run`, which knows trees, else its own."""
     caches = (each for each in (*given, *options.values()) if isinstance(each, SlabCache))
     cache = next(caches, None)
     if cache is None or cache.recurrent is None:
         return own(*given, **options)
-    run: Any = _for_slabs(_forward_of(module))
     with _running(cache.recurrent.layers[module.layer_idx]), _fetched(module):
         return run(module, *given, **options)
 
@@ -250,11 +251,6 @@ def _fetched(module: nn.Module) -> Iterator[None]:
             each._hf_hook.post_forward(each, ())
 
 
-def _forward_of(module: nn.Module) -> FunctionType:
-    found: Any = inspect.unwrap(type(module).forward)
-    return found
-
-
 def take_recurrent(model: PreTrainedModel, layers: Iterable[int]) -> None:
     """Let a model's recurrent layers run over slab caches; with other caches they are as before.
 
@@ -268,16 +264,16 @@ def take_recurrent(model: PreTrainedModel, layers: Iterable[int]) -> None:
     for module in model.modules():
         if getattr(module, "layer_idx", None) not in missing or isinstance(module, PreTrainedModel):
             continue
-        forward = _forward_of(module)
+        forward: Any = inspect.unwrap(type(module).forward)
         if "update_conv_state" not in forward.__code__.co_names:
             continue
-        if _for_slabs(forward) is None:
+        if (run := _for_slabs(forward)) is None:
             break
         missing.discard(module.layer_idx)  # type: ignore[arg-type]
         place = "_old_forward" if hasattr(module, "_old_forward") else "forward"  # of accelerate
         own = getattr(module, place)
         if getattr(own, "func", None) is not _either:
-            setattr(module, place, functools.partial(_either, module, own))
+            setattr(module, place, functools.partial(_either, module, run, own))
     if missing:
         raise undrivable(
             name,

@@ -246,7 +246,6 @@ def _check_states(
             )  # fmt: skip
             if shape is first:
                 slab.commit(path)
-                slab.recurrent.commit(path[:, -1])  # type: ignore[union-attr]
                 lengths = lengths + tokens.new_tensor([3, 2])
         plain = []
         for row, (count, nodes) in enumerate(zip(counts, ([7, 9, 10], [7, 8]), strict=True)):

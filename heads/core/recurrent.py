@@ -146,7 +146,8 @@ class RecurrentLayer(LinearAttentionCacheLayerMixin):
             newest = conv_states[..., -width:]
             kept.copy_(F.pad(newest, (width - newest.shape[-1], 0)))
         else:
-            places = counts.to(kept.device).unsqueeze(1) + torch.arange(-width, 0).to(kept.device)
+            last = torch.arange(-width, 0, device=kept.device)
+            places = counts.to(kept.device).unsqueeze(1) + last  # [B, W - 1]
             index = places.clamp(min=0).unsqueeze(1).expand(-1, conv_states.shape[1], -1)
             kept.copy_(conv_states.gather(2, index) * (places >= 0).unsqueeze(1))
         return conv_states

@@ -15,7 +15,7 @@ from headstart.heads.core import masks
 from headstart.infer import Speculator, Target, target
 from tests.support.recurrent import RECURRENT
 from tests.support.scripted import make
-from tests.support.tiny import COMMON, VOCAB, one_line, prompts
+from tests.support.tiny import COMMON, VOCAB, config_of, one_line, prompts
 
 NEW = 64
 LENGTHS = [13, 7, 10, 3]  # around the window of 9, so that drafts cross it
@@ -34,9 +34,8 @@ PADDED_FROM = 52
 
 
 def family(model: type, config: type, **options: Any) -> Callable[[], Any]:
-    """How to build a model; None takes an option of `tiny.COMMON` away."""
-    chosen = {k: v for k, v in {**COMMON, **options}.items() if v is not ...}
-    return lambda: model(config(**chosen))
+    """How to build a model, see `config_of`."""
+    return lambda: model(config_of(config, **options))
 
 
 def padded() -> Any:

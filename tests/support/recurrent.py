@@ -8,7 +8,7 @@ import torch
 import transformers as tf
 from torch import nn
 
-from tests.support.tiny import COMMON
+from tests.support.tiny import config_of
 
 LAYERS: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -45,9 +45,7 @@ def family(model: type, config: type, **options: Any) -> Callable[..., Any]:
     """How to build a model whose decays and convolutions are as large as the others' weights."""
 
     def build(**more: Any) -> Any:
-        given = {**COMMON, **options, **more}
-        chosen = {key: value for key, value in given.items() if value is not ...}
-        made = model(config(**chosen)).double()
+        made = model(config_of(config, **{**options, **more})).double()
         for name, weight in made.named_parameters():
             if name.endswith(("dt_bias", "conv1d.weight", "conv1d.bias", "conv.weight")):
                 nn.init.normal_(weight, std=0.7)
@@ -166,9 +164,14 @@ RECURRENT: dict[str, Callable[..., Any]] = {
 convolutions."""
 
 
-@cache
-def recurrent(name: str, dtype: torch.dtype = torch.float64) -> Any:
-    """The model of that family, random, eval; the same object at every call."""
+def fresh(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    """A model of that family, random, eval."""
     with torch.random.fork_rng():
         torch.manual_seed(1)
         return RECURRENT[name]().to(dtype).eval()
+
+
+@cache
+def recurrent(name: str, dtype: torch.dtype = torch.float64) -> Any:
+    """The same object at every call, see `fresh`."""
+    return fresh(name, dtype)

@@ -30,6 +30,14 @@ COMMON: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+
+def config_of(config: type, **options: Any) -> Any:
+    """A config of `COMMON` and these options; `...` takes one of `COMMON` away."""
+    return config(
+        **{key: value for key, value in {**COMMON, **options}.items() if value is not ...}
+    )
+
+
 CONFIGS = {
     "llama": lambda: tf.LlamaConfig(**COMMON),
     "mistral": lambda: tf.MistralConfig(**COMMON, sliding_window=9),

@@ -23,7 +23,7 @@ from headstart.heads.core.recurrent import (
     Updates,
 )
 from headstart.heads.core.tree import ancestor_mask
-from tests.support.recurrent import RECURRENT
+from tests.support.recurrent import RECURRENT, fresh
 
 CPU = torch.device("cpu")
 SHAPE = RecurrentShape(CPU, torch.float64, ((3, 4),), (2, 5, 6))
@@ -33,12 +33,6 @@ def states(batch: int = 2) -> RecurrentStates:
     made = RecurrentStates({0: RecurrentLayer(SHAPE), 3: RecurrentLayer(SHAPE)})
     made.resize(batch)
     return made
-
-
-def recurrent_model(name: str) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return RECURRENT[name]().eval()
 
 
 def test_a_prompts_last_inputs_are_kept_row_by_row() -> None:
@@ -109,14 +103,14 @@ def test_rows_are_adopted() -> None:
 def test_bytes_are_those_that_are_held() -> None:
     own = states(1)
     assert own.bytes_of_row == sum(slab.nbytes for slab in own._slabs.values())
-    cache = SlabCache(probe_layers(recurrent_model("falcon-h1")), 2, 64)
+    cache = SlabCache(probe_layers(fresh("falcon-h1")), 2, 64)
     held = [*cache._slabs, *cache.recurrent._slabs.values()]  # type: ignore[union-attr]
     assert cache.bytes_of(2, 64) == sum(slab.nbytes for slab in held)
 
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_the_trial_passes_by_far(name: str) -> None:
-    model = recurrent_model(name)
+    model = fresh(name)
     shapes = probe_layers(model)
     assert check_tree(model, AttentionWindows.of(model), shapes) < 1e-5
 
@@ -124,7 +118,7 @@ def test_the_trial_passes_by_far(name: str) -> None:
 @pytest.mark.parametrize("name", RECURRENT)
 def test_other_caches_are_served_as_before(name: str) -> None:
     """After a model was made ready for slab caches its own cache gives the same text."""
-    model, ids = recurrent_model(name), torch.arange(5, 17).view(2, 6)
+    model, ids = fresh(name), torch.arange(5, 17).view(2, 6)
     options: dict[str, Any] = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     before = model.generate(ids, **options)
     probe_layers(model)
@@ -157,7 +151,7 @@ STATES = [name for name in RECURRENT if not name.startswith("lfm2")]
 def test_the_trial_sees_what_is_broken(
     name: str, what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = recurrent_model(name)
+    model = fresh(name)
     shapes, windows = probe_layers(model), AttentionWindows.of(model)
     BREAKS[what](monkeypatch)
     with pytest.raises(UnsupportedTarget):
@@ -169,7 +163,7 @@ def test_the_trial_sees_a_state_that_is_not_added(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Though inputs of convolutions are kept."""
-    model = recurrent_model(name)
+    model = fresh(name)
     shapes, windows = probe_layers(model), AttentionWindows.of(model)
     monkeypatch.setattr(recurrent, "add_path", lambda *args: None)
     with pytest.raises(UnsupportedTarget, match="do not keep what they should"):
@@ -177,7 +171,7 @@ def test_the_trial_sees_a_state_that_is_not_added(
 
 
 def test_a_layer_that_calls_other_functions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = recurrent_model("qwen3.5")
+    model = fresh("qwen3.5")
     monkeypatch.setattr(mixers, "_SCANS", {})
     mixers._for_slabs.cache_clear()
     try:
@@ -191,13 +185,13 @@ def test_a_copied_model_runs_itself() -> None:
     """A deep copy's layers are its own, not those that it was copied from."""
     import copy
 
-    model = recurrent_model("qwen3.5")
+    model = fresh("qwen3.5")
     probe_layers(model)
     other = copy.deepcopy(model)
     with torch.no_grad():
         for weight in model.parameters():
             weight.zero_()
-    own: Any = recurrent_model("qwen3.5")
+    own: Any = fresh("qwen3.5")
     tokens = torch.arange(3, 9).unsqueeze(0)
 
     def logits(which: Any) -> Tensor:
