@@ -137,14 +137,14 @@ def several_rows() -> tuple[Case, Tensor]:
 def test_a_wrong_commit_shows(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     true = SlabCache.commit
 
-    def commit(self: SlabCache, path: Tensor, kernels: bool = False) -> None:
+    def commit(self: SlabCache, path: Tensor, *rest: bool) -> None:
         path = path.clone()
         if wrong == "one row":
             path[1] = torch.arange(path.shape[1])
         elif wrong == "shifted":
             path = (path + 1).clamp(max=5)
         if wrong != "nothing":
-            true(self, path, kernels)
+            true(self, path, *rest)
 
     monkeypatch.setattr(SlabCache, "commit", commit)
     case, script = several_rows()
