@@ -9,7 +9,7 @@ al. 2023, arXiv 2310.08461).
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from huggingface_hub.dataclasses import strict
@@ -125,11 +125,11 @@ class DraftModel(TrainableDrafter):
         """The student initialises its own."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> Self:
-        """The drafter around a loaded student."""
-        text = model.config.get_text_config(decoder=True)
-        sizes = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size}
-        return cls(DraftModelConfig(**sizes, student=model.config.to_dict()), model)
+    def of(cls, model: PreTrainedModel, **fields: Any) -> Self:
+        """The drafter around a loaded student, with other fields of its config."""
+        text, kind = model.config.get_text_config(decoder=True), cast(Any, cls.config_class)
+        sizes = {"hidden_size": text.hidden_size, "vocab_size": text.vocab_size, **fields}
+        return cls(kind(**sizes, student=model.config.to_dict()), model)
 
     @classmethod
     def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]

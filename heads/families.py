@@ -39,6 +39,7 @@ _SHARED = {"heads": 5, "output": "shared"}
 _TRIMMED = {"output": "trimmed", "draft_vocab_size": 32_000}
 _DEPTHS, _HYDRA = {"depths": 3}, {"heads": 3, "layers": 2, "prefix": True}
 _PREFIX = {"layers": 4, "prefix": True, **_TRIMMED}
+_PARALLEL = {"layers": 1, "depths": 3}
 
 _BLOCK = {"layers": 1, "depths": 4}
 
@@ -52,6 +53,7 @@ _FAMILIES = (
     Family("medusa", "medusa:Medusa", "medusa:MedusaFields", {"heads": 3}, _SHARED),
     Family("medusa2", "medusa2:Medusa2", "medusa:Medusa2Fields", {"heads": 3, "rank": 4}, _SHARED),
     Family("mtp", "mtp:Mtp", "", _DEPTHS, _TRIMMED),
+    Family("pard", "pard:Pard", "", _PARALLEL, {"layers": 1}),
     Family("redrafter", "redrafter:ReDrafter", "redrafter:ReDrafterFields", _DEPTHS, _TRIMMED),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}

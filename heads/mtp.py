@@ -28,6 +28,7 @@ from .declared.fields import VocabularyFields
 from .drafter import DrafterConfig
 from .eagle import Eagle
 from .parts.cached_layers import CachedLayers
+from .parts.draft_attention import knows_flex
 from .parts.own_layers import last_norm, norm_scale, silence, unit_scale_init
 from .parts.published.mtp import MTP, mtp
 from .parts.shipped_module import NoModule, shipped_module
@@ -96,9 +97,8 @@ class Mtp(Eagle):
         if config.output == "trimmed":
             self.lm_head = nn.Linear(size, config.output_size, bias=False)
         inner: Any = self.model.config
-        capped = getattr(inner, "attn_logit_softcapping", None) is not None
-        if capped or any("sink" in name for name, _ in self.model.named_parameters()):
-            self._mask_options = {"flex": False}  # FlexAttention as it is called here knows neither
+        if not knows_flex(self.model):
+            self._mask_options = {"flex": False}
         self._hidden_first = bool(getattr(inner, "mtp_hidden_states_first", False))
 
     def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]

@@ -94,6 +94,15 @@ class TrainableDrafter(Drafter):
         """From how many positions of a row, chosen at random, a training step drafts; None: all."""
         return None
 
+    @property
+    def depth_shares(self) -> list[float] | None:
+        """At which share of the positions, chosen at random, a training step asks for each depth.
+
+        A position that is asked for a depth is asked for all before it. None: all positions for
+        all depths.
+        """
+        return None
+
     def passes(self, row: float) -> float:
         """How often its layers are applied to a token of rows of so many tokens, in training."""
         return 1 if self.max_depth is not None else self.train_depths
@@ -107,6 +116,9 @@ class TrainableDrafter(Drafter):
         positions: Tensor | None = None,
     ) -> Tensor:
         """The drafter's states at depths 1 … `depths` with the true text fed to it.
+
+        A family with `depth_shares` takes another argument, `wanted`, [K, M] bool or None: which
+        of the states are asked for, where the others may be anything.
 
         Args:
             features: [B, T, F], the target's features at the tokens.

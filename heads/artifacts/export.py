@@ -33,16 +33,17 @@ from .source import DrafterSource
 
 _VLLM = {
     "dflash": "dflash", "eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa",
-    "draft_model": "draft_model",
+    "draft_model": "draft_model", "pard": "draft_model",
 }  # fmt: skip
-_SGLANG = {"dflash": "DFLASH", "eagle": "EAGLE", "eagle3": "EAGLE3", "draft_model": "STANDALONE"}
+_SGLANG = {"dflash": "DFLASH", "eagle": "EAGLE", "eagle3": "EAGLE3"}
+_SGLANG |= dict.fromkeys(("draft_model", "pard"), "STANDALONE")  # one token after another
 
 
 def _serve_vllm(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
     name, target = drafter.config.family_name(), _target(drafter)
     settings: dict[str, Any] = {"method": _VLLM[name], "model": place}
     settings["num_speculative_tokens"] = tokens
-    if name == "eagle3" and drafter.independent:
+    if name in ("eagle3", "pard") and drafter.independent:
         settings["parallel_drafting"] = True
     settings |= {"revision": revision} if revision else {}
     return f"vllm serve {target} --speculative-config '{json.dumps(settings)}'"
@@ -165,6 +166,11 @@ def _write(
     drafter: Any, form: str, folder: Path, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
     if drafter.saved_as_language_model:
+        if drafter.config.feature_layers:
+            raise ArtifactError(
+                f"the drafter reads features of its target, which {form} gives to no language "
+                "model; train one without drafter.feature_layers."
+            )
         drafter.save_pretrained(folder)
         drafter.model.generation_config.save_pretrained(folder)
         if tokenizer is not None:

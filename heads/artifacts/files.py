@@ -50,6 +50,9 @@ _NAMED = ("medusa_lm_head", "hydra_lm_head")
 HEADS = (*(f"{name}.{kind}" for kind in ("safetensors", "pt") for name in _NAMED), WEIGHTS, PICKLE)
 """The files of weights that another trainer's drafter may have; the first that is there is read."""
 
+PARALLEL_FEATURES = "warp_model.bin"
+"""Beside a PARD-2 drafter's weights, in its authors' format: the projection of features."""
+
 INDEX = f"{WEIGHTS}.index.json"
 """Which file holds which tensor, for a model whose weights are in several files."""
 
@@ -145,7 +148,8 @@ def files_to_download(names: Sequence[str], allow_pickle: bool) -> list[str]:
     elif MANIFEST in names:
         chosen = [*FILES, PICKLE]
     else:
-        patterns = (*_MODEL_FILES, *(single_weights(names) or [_SHARDS]))
+        weights = single_weights(names) or [_SHARDS]
+        patterns = (*_MODEL_FILES, *weights, PARALLEL_FEATURES)
         at_top = [name for name in names if "/" not in name]
         chosen = [name for name in at_top if any(fnmatch(name, each) for each in patterns)]
     return chosen if allow_pickle else [name for name in chosen if not pickled([name])]

@@ -22,18 +22,20 @@ from transformers import CONFIG_MAPPING, AutoTokenizer, PreTrainedModel, PreTrai
 from ..core import ArtifactError, OptionError, load_pretrained
 from ..draft_model import DraftModel
 from ..drafter import Drafter, DrafterConfig
+from ..pard import DRAFTING, PARALLEL, PROJECTION, Pard
 from ..parts.published.layer_ids import check_layer_ids
 from .files import (
     CONFIG,
     HEADS,
     MALFORMED,
+    PARALLEL_FEATURES,
     PICKLE,
     WEIGHTS,
     brief,
     check_settings,
     read_json,
 )
-from .foreign_files import HEADS_INSIDE, known_families, recognise
+from .foreign_files import HEADS_INSIDE, known_families, read_tensors, recognise
 from .manifest import tokenizer_hash
 from .settings import language_model_config
 from .shapes import expected_shapes, first_difference
@@ -195,14 +197,17 @@ def _load_language_model(
             f"the target's {len(expected)}); use a smaller model of the target's own family."
         )
     config, left_out = language_model_config(source.folder)
-    if left_out:
+    if left_out := [key for key in left_out if key not in DRAFTING]:
         logger.warning(
             f"{source}: settings of its config that a {config.model_type} does not have are left "
             f"out: {brief(', '.join(left_out))}."
         )
     options |= {"use_safetensors": True, "config": config}
+    kind = DraftModel
+    if PARALLEL in read_json(source.folder / CONFIG):
+        kind, options["projection"] = Pard, _projection(source)
     try:
-        return DraftModel.from_pretrained(source.folder, **options)
+        return kind.from_pretrained(source.folder, **options)
     except torch.OutOfMemoryError:
         raise
     except (*MALFORMED, StrictDataclassError, OSError) as error:
@@ -210,6 +215,20 @@ def _load_language_model(
             f"{source} cannot be loaded as a causal language model ({brief(error)}); expected one "
             "with weights in safetensors."
         ) from error
+
+
+def _projection(source: DrafterSource) -> Tensor | None:
+    """The tensor that PARD-2's authors publish beside the language model, in a pickle."""
+    if PARALLEL_FEATURES not in source.files:
+        return None
+    if source.allow_pickle:
+        return read_tensors(source.folder / PARALLEL_FEATURES).get(PROJECTION)
+    logger.warning(
+        f"{source} drafts from tokens alone: its projection of the target's features is in "
+        f"{PARALLEL_FEATURES}, a pickle; have its tensors read with allow_pickle=True "
+        "(--allow-pickle)."
+    )
+    return None
 
 
 def _load_tokenizer(place: Any, otherwise: str) -> Any:

@@ -59,7 +59,7 @@ def recognise(
         return files, None
     tensors: dict[str, Tensor] = {}
     for file in files:
-        tensors |= _read_tensors(file, inside)
+        tensors |= read_tensors(file, inside)
     return files, _family_of(config, tensors, files[0])
 
 
@@ -118,8 +118,12 @@ def _weights_files(source: DrafterSource) -> tuple[list[Path], bool]:
     return [source.folder / file for file in chosen], inside
 
 
-def _read_tensors(file: Path, inside: bool) -> dict[str, Tensor]:
-    """The tensors of a file by name, on the CPU; of heads inside of a model theirs alone."""
+def read_tensors(file: Path, inside: bool = False) -> dict[str, Tensor]:
+    """The tensors of a file by name, on the CPU; of heads inside of a model theirs alone.
+
+    Raises:
+        ArtifactError: the file is damaged, or holds something else.
+    """
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as found:

@@ -18,7 +18,8 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
 
     Where `trust_remote_code` is left out, transformers asks on stdin whether to run such code.
     Here it is False unless given, and then no setting of the model's config is followed that
-    fetches or imports code, such as kernels by name.
+    fetches or imports code, such as kernels by name. With a `state_dict`, which needs a `config`,
+    the weights are those, and not the ones at `name`.
 
     Raises:
         OptionError: the model or tokenizer needs code of its own, and is not trusted.
@@ -27,8 +28,13 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
     options = {"trust_remote_code": False, **options}
     if kind is AutoModelForCausalLM and not options["trust_remote_code"]:
         _check_config(name, options)
+    place = name
     try:
-        return kind.from_pretrained(name, *args, **options)
+        if "state_dict" in options:
+            with torch.device("meta"):
+                kind = type(kind.from_config(options["config"], trust_remote_code=False))
+            place = None
+        return kind.from_pretrained(place, *args, **options)
     except torch.OutOfMemoryError:
         raise
     except SafetensorError as error:

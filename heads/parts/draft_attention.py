@@ -13,8 +13,9 @@ places each, whose queries see the text up to the block's own position, and the 
     keys          text             blocks
     query a, w    start … at       a, every place or those up to w
 
-`block_mask` makes that one. Both are dense for torch's own attention or, on a GPU, blocks for
-FlexAttention, which computes none that is empty and never holds T² entries.
+`block_mask` makes that one. Where the text's queries run in the same pass, and blocks of different
+lengths come after it, `text_and_block_mask` does. All are dense for torch's own attention or, on a
+GPU, blocks for FlexAttention, which computes none that is empty and never holds T² entries.
 """
 
 from collections.abc import Callable, Iterator
@@ -129,6 +130,47 @@ def block_mask(
     return _mask(at, start, length + at.shape[1], seen, own, flex)
 
 
+def text_and_block_mask(
+    at: Tensor,
+    start: Tensor,
+    block: Tensor,
+    length: int,
+    longest: int,
+    window: int | None = None,
+    flex: bool | None = None,
+) -> Mask:
+    """What S queries a row see of their own keys: a text of T and, after it, causal blocks.
+
+    Args:
+        at: [B, S] int64, the last text key that a query sees; a query of the text its own.
+        start: [B, S], the first one.
+        block: [B, S], a number of each query's block, whose queries stand side by side.
+        length: T.
+        longest: of how many queries a block is at most.
+        window: of how many keys a query sees those of its block, itself included; None: all.
+        flex: whether as blocks; on a GPU when None.
+
+    Returns:
+        A `BlockMask`, or [B, 1, S, S] bool.
+
+    >>> at, start = torch.tensor([[0, 1, 0, 0, 1]]), torch.zeros(1, 5, dtype=torch.long)
+    >>> block = torch.tensor([[0, 0, 1, 1, 2]])
+    >>> text_and_block_mask(at, start, block, 2, 2, flex=False).int().tolist()[0][0]
+    [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [1, 1, 0, 0, 1]]
+    """
+    near = longest if window is None else min(longest, window)
+
+    def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        text = (key >= start[row, query]) & (key <= at[row, query])
+        own = (key >= length) & (key <= query) & (query - key < near)
+        return text | (own & (block[row, key] == block[row, query]))
+
+    def own(first: Tensor, last: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return [((first - near + 1).clamp(min=length), last)]
+
+    return _mask(at, start, at.shape[1], seen, own, flex)
+
+
 Ranges = Callable[[Tensor, Tensor], list[tuple[Tensor, Tensor]]]
 
 
@@ -178,6 +220,12 @@ def _blocks(
         some.sum(-1).int(), order.int(), BLOCK_SIZE=_BLOCK, mask_mod=seen,
         seq_lengths=(width, keys),
     )  # fmt: skip
+
+
+def knows_flex(model: PreTrainedModel) -> bool:
+    """Whether FlexAttention, as it is called here, computes what a model's layers do."""
+    capped = getattr(model.config, "attn_logit_softcapping", None) is not None
+    return not capped and not any("sink" in name for name, _ in model.named_parameters())
 
 
 @contextmanager

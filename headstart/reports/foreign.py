@@ -17,6 +17,7 @@ from headstart.heads.artifacts.foreign_checkpoints import check_model
 from headstart.heads.artifacts.foreign_files import INSIDE, format_of, recognise
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core import FINAL, ArtifactError, HeadstartError
+from headstart.heads.pard import PARALLEL
 
 from .tables import grid, print_apart, titled
 
@@ -77,10 +78,13 @@ def _target(config: dict[str, Any]) -> str | None:
 
 
 def _language_model(config: dict[str, Any]) -> dict[str, Any]:
+    parallel = PARALLEL in config
     sizes = ("num_hidden_layers", "hidden_size", "vocab_size")
+    drafts = (PARALLEL, "para_num", "pard2_target_layers")
     return {
-        "format": "a language model of transformers", "family": "draft_model",
-        "options": {n: config[n] for n in ("model_type", *sizes) if n in config},
+        "format": "a language model of transformers",
+        "family": "pard" if parallel else "draft_model",
+        "options": {n: config[n] for n in ("model_type", *sizes, *drafts) if n in config},
         "needs": ["a target with the same tokenizer"],
     }  # fmt: skip
 

@@ -52,6 +52,17 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("mtp", {"depths": DEPTHS}),
     ("mtp", {"depths": DEPTHS, "output": "trimmed", "draft_vocab_size": 40}),
     ("draft_model", {"layers": 1}),
+    ("pard", {"layers": 2, "depths": DEPTHS, "kept": 1.0}),
+    (
+        "pard",
+        {
+            "layers": 1,
+            "depths": DEPTHS,
+            "kept": 1.0,
+            "feature_layers": [FINAL, 1],
+            "feature_scale": 1.0,
+        },
+    ),
 ]
 """A family's options; every family that is trained has a row."""
 

@@ -21,7 +21,7 @@ from headstart.heads.families import with_article
 from ..data.batches import collate
 from ..data.training_rows import Rows
 from ..figures.progress import progress_bar
-from ..losses.draft_loss import DraftLoss, head_labels, label_counts, some_starts
+from ..losses.draft_loss import DraftLoss, head_labels, label_counts, some_starts, thinned_depths
 from ..processes.engine import weights_are_sharded
 from ..processes.tensor_parallel import in_parts
 from .feature_files import FeatureFiles, FeatureFolder
@@ -143,11 +143,14 @@ class TargetWithDrafter(nn.Module):
         return self.loss(read, tokens, labels, counts, final, positions)
 
     def labels(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
-        """See `head_labels`; of the positions from which this step drafts.  # [K, B, T]"""
+        """See `head_labels`; of the positions and depths that this step drafts.  # [K, B, T]"""
         depths, known = self.drafter.train_depths, self.drafter.draft_vocabulary
         labels = head_labels(tokens, supervised, depths, known, segments)
-        most = self.drafter.starts_a_row
-        return labels if most is None else some_starts(labels, tokens, supervised, most, self.step)
+        if (most := self.drafter.starts_a_row) is not None:
+            labels = some_starts(labels, tokens, supervised, most, self.step)
+        if (shares := self.drafter.depth_shares) is not None:
+            labels = thinned_depths(labels, tokens, supervised, shares, self.step)
+        return labels
 
     def counts(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:
         """See `label_counts`.  # [K]"""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -78,6 +78,24 @@ def some_starts(labels: Tensor, tokens: Tensor, supervised: Tensor, most: int, s
     chosen = order.masked_fill(~counted, -1.0).topk(most).indices
     kept = torch.zeros_like(counted).scatter(1, chosen, True)
     return labels.masked_fill(~kept, IGNORED)
+
+
+def thinned_depths(
+    labels: Tensor, tokens: Tensor, supervised: Tensor, shares: Sequence[float], step: int
+) -> Tensor:
+    """Labels [K, B, T] of each depth at a random share of the positions; `IGNORED` elsewhere.
+
+    Where a depth is kept, all before it are. As in `some_starts`, the choice depends on the row's
+    supervised tokens and on the step alone.
+
+    Args:
+        shares: [K], none larger than the one before.
+    """
+    seeds = (tokens * supervised).sum(1)
+    when = torch.full_like(seeds, step).unsqueeze(1)
+    drawn = uniform(seeds, when, torch.arange(tokens.shape[1], device=tokens.device)).squeeze(1)
+    dropped = [drawn >= share for share in shares[: len(labels)]]
+    return labels.masked_fill(torch.stack(dropped), IGNORED)
 
 
 def label_counts(labels: Tensor) -> Tensor:
@@ -195,11 +213,13 @@ class DraftLoss:
     ) -> Tensor:
         drafter = self.drafter
         where = (labels != IGNORED).any(0)  # [B, T]
-        packed = {} if positions is None else {"positions": positions}
-        states = drafter.draft_hidden_states(
-            features, tokens, where, len(labels), **packed
-        )  # [K, M, D']
+        asked = {} if positions is None else {"positions": positions}
         labels = labels[:, where]  # [K, M]
+        if drafter.depth_shares is not None:
+            asked["wanted"] = labels != IGNORED
+        states = drafter.draft_hidden_states(
+            features, tokens, where, len(labels), **asked
+        )  # [K, M, D']
         if not labels.shape[1]:
             return zero_with_gradient(drafter.parameters())
         depths = torch.arange(1, len(labels) + 1, device=counts.device)  # [K]

@@ -91,6 +91,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("mtp", "speculators", {"depths": 3}),
     *(("draft_model", form, {"layers": 1}) for form in ("vllm", "sglang", "transformers")),
+    *(("pard", form, {"layers": 1, "depths": 4}) for form in ("vllm", "sglang", "transformers")),
 ]
 
 

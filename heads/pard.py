@@ -1,0 +1,350 @@
+"""PARD: a draft model that drafts several tokens in one forward (arXiv 2504.18583).
+
+An ordinary small language model, taught to read a mask token where a token is not known yet. After
+the newest token x_t+1 come K - 1 masks at the positions that follow, and every place predicts the
+token after it, so a round of K drafts costs one forward, and a tree is grown over marginals:
+
+    reads       … x_t    x_t+1  mask   mask
+    predicts             x_t+2  x_t+3  x_t+4
+
+All masks are the same token, so there may be more of them while decoding than in training. Without
+masks the model is the draft model that it was, which other engines can run as one.
+
+With features of the target (PARD-2, arXiv 2605.08632) a projection of those that a token was
+emitted from is added to its embedding; masks take the newest token's.
+"""
+
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from huggingface_hub.dataclasses import strict
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import SAFE_WEIGHTS_NAME
+
+from .core import FINAL, AttentionWindows, OptionError, load_pretrained
+from .draft_model import DraftModel, DraftModelConfig
+from .drafter import Step, entries_at, last_true
+from .parts.cached_layers import DraftCache
+from .parts.draft_attention import Mask, attention_for, knows_flex, text_and_block_mask
+from .parts.own_layers import recurrent_layers
+
+PROJECTION = "target_proj.weight"
+"""The tensor in the file of weights that projects the target's features."""
+
+PARALLEL = "pard_token"
+"""What the `config.json` of a language model has that drafts in parallel: the mask token."""
+
+DRAFTING = {
+    *(PARALLEL, "spd_type", "para_num", "pard2", "pard2_proj_bias", "pard2_scale"),
+    *("pard2_target_layers", "pard2_target_dim"),
+}
+"""All that such a `config.json` says of drafting."""
+
+_DEPTHS = 12  # where a published config does not say; its masks were taught for fewer, see above
+
+
+@strict
+class PardConfig(DraftModelConfig):
+    """A draft model's, and how it drafts in parallel.
+
+    Attributes:
+        depths: K, how many tokens are drafted at once.
+        mask_token_id: the token that stands where a token is not known yet; None for the last of
+            the vocabulary, which most models never write.
+        kept: of the positions that a training step asks for one depth, the share that it asks for
+            the next; all are asked for the first (conditional drop-token).
+        least_kept: the least share of the positions that a step asks for any depth.
+        feature_layers: the target's hidden states that are read besides the tokens, see
+            `FeatureTap`; () for none.
+        feature_scale: the factor of their projection.
+        feature_dropout: the share of a training step's rows that are without them, so that the
+            model also drafts where there are none.
+    """
+
+    model_type = "headstart_pard"
+    depths: int = 8
+    mask_token_id: int | None = None
+    kept: float = 0.7
+    least_kept: float = 0.2
+    feature_scale: float = 0.02
+    feature_dropout: float = 0.1
+
+    OPTIONS = (
+        *DraftModelConfig.OPTIONS,
+        *("depths", "mask_token_id", "kept", "least_kept"),
+        *("feature_layers", "feature_scale", "feature_dropout"),
+    )
+    RANGES: ClassVar = {
+        "at least 1": ("depths",),
+        "more than 0": ("feature_scale",),
+        "0 … 1": ("kept", "least_kept"),
+        "0 … 1, 1 excluded": ("feature_dropout",),
+    }
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        config = super().for_target(target, **options)
+        student = AutoConfig.for_model(**(config.student or {}))
+        if recurrent := recurrent_layers(student):
+            raise OptionError(
+                f"a pard drafter's masks stand beside the text, and layer {min(recurrent)} of its "
+                f"{student.model_type} keeps a state of it; take a model whose layers all attend, "
+                "or drafter.family=draft_model."
+            )
+        known = student.get_text_config(decoder=True).vocab_size
+        if config.mask_token_id is None:
+            config.mask_token_id = min(known, config.vocab_size) - 1
+        if config.feature_layers and config.lora is not None:
+            raise OptionError(
+                "drafter.lora and drafter.feature_layers are both set, and an adapter holds no "
+                "projection of features; leave one of them out."
+            )
+        return config
+
+    def validate_mask_token(self) -> None:
+        """Part of the config's own validation."""
+        token, known = self.mask_token_id, self.vocab_size
+        if token is not None and known and not 0 <= token < known:
+            raise OptionError(f"drafter.mask_token_id is {token}; expected 0 … {known - 1}.")
+
+
+class Pard(DraftModel):
+    """A language model whose drafts all come from one forward."""
+
+    config_class = PardConfig
+    config: PardConfig  # type: ignore[override]
+    independent = True
+
+    def __init__(self, config: PardConfig, model: PreTrainedModel | None = None):
+        super().__init__(config, model)
+        if config.feature_layers:
+            wide = len(config.feature_layers) * config.hidden_size
+            own = self.model.get_input_embeddings().embedding_dim
+            self.model.target_proj = nn.Linear(wide, own, bias=False)
+        for name, value in _written(config).items():
+            setattr(self.model.config, name, value)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, name: Any, *args: Any, projection: Tensor | None = None, **options: Any
+    ) -> Any:
+        """Load a folder as transformers loads the language model, with the same options.
+
+        Args:
+            projection: [Dd, F], of the target's features, where the file of weights has none.
+                Without any the model drafts from tokens alone.
+        """
+        written, weights = PreTrainedConfig.get_config_dict(name)[0], Path(name) / SAFE_WEIGHTS_NAME
+        if written.get("pard2_target_layers") and weights.is_file():
+            tensors = load_file(weights)
+            if (own := tensors.pop(PROJECTION, None)) is not None:
+                config = options.pop("config", None) or load_pretrained(AutoConfig, name)
+                options |= {"config": config, "state_dict": tensors}
+                projection = own
+        options["trust_remote_code"] = False
+        loaded: Any = load_pretrained(AutoModelForCausalLM, name, *args, **options)
+        model, *report = loaded if isinstance(loaded, tuple) else (loaded,)
+        drafter = cls.of(model, **_read(written, projection))
+        if projection is not None:
+            model.target_proj.to(model.dtype).load_state_dict({"weight": projection})
+        return (drafter, *report) if report else drafter
+
+    def bind(self, target: PreTrainedModel) -> Self:
+        # Published configs count some layers from the end of the hidden states.
+        text, layers = target.config.get_text_config(decoder=True), self.config.feature_layers
+        last = text.num_hidden_layers + 1
+        self.config.feature_layers = [n if n >= FINAL else last + n for n in layers]
+        if layers and self.model.target_proj.in_features != len(layers) * text.hidden_size:
+            raise OptionError(
+                f"the drafter reads {self.model.target_proj.in_features} features of {len(layers)} "
+                f"layers, and this target's are {text.hidden_size} a layer; load the target that "
+                "it was trained for."
+            )
+        return super().bind(target)
+
+    @torch.no_grad()
+    def init_from_target(self, token_counts: Tensor | None = None) -> None:
+        """Start as the draft model does; the features add nothing yet."""
+        projection = self.model._modules.pop("target_proj", None)
+        super().init_from_target(token_counts)
+        if projection is not None:
+            self.model.target_proj = projection
+            nn.init.zeros_(projection.weight)
+
+    @property
+    def max_depth(self) -> int:
+        return self.config.depths
+
+    # Decoding.
+
+    def reserve(self, state: DraftCache, longest: int, room: int) -> None:
+        super().reserve(state, longest, room + self.config.depths - 1)
+
+    def prefill(self, state: DraftCache, features: Tensor, tokens: Tensor, count: Tensor) -> None:
+        # Each token is read with the feature that it was emitted from, the first with zeros.
+        inputs = self._model_inputs(tokens, _shifted(features))
+        self._layers.prefill(state, count, **inputs)
+
+    def begin(self, state: DraftCache, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
+        ahead, known = self.config.depths - 1, tokens.shape[1]
+        masks = tokens.new_full((len(tokens), ahead), self._mask_token)
+        newest = last_true(features, count).unsqueeze(1)  # [B, 1, F]
+        features = torch.cat([features, newest.expand(-1, ahead, -1)], 1)
+        inputs = self._model_inputs(torch.cat([tokens, masks], 1), features)
+        logits = self._layers.begin(state, count, ahead, **inputs).logits  # [B, A + K - 1, Vd]
+        root = last_true(logits[:, :known], count).unsqueeze(1)
+        return self._step(torch.cat([root, logits[:, known:]], 1))  # [B, K, Vd]
+
+    @property
+    def _mask_token(self) -> int:
+        assert self.config.mask_token_id is not None, "PardConfig.for_target says which"
+        return self.config.mask_token_id
+
+    def _model_inputs(self, tokens: Tensor, features: Tensor) -> dict[str, Tensor]:
+        """What the model reads for tokens [B, T] and the features [B, T, F] they were emitted
+        from."""
+        tokens = self._known(tokens)
+        if not self.config.feature_layers:
+            return {"input_ids": tokens}
+        embedded = self.model.get_input_embeddings()(tokens)
+        added = self.model.target_proj(features.to(embedded.dtype))
+        return {"inputs_embeds": embedded + self.config.feature_scale * added}
+
+    # Training.
+
+    @property
+    def depth_shares(self) -> list[float]:
+        shares = [self.config.kept**depth for depth in range(self.config.depths)]
+        return [1.0, *(max(share, self.config.least_kept) for share in shares[1:])]
+
+    def passes(self, row: float) -> float:
+        return sum(self.depth_shares)
+
+    def draft_hidden_states(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """The text and all masks in one pass: after the text, a block of masks for each start.
+
+        The block of position t attends to the text up to x_t+1 and to itself, causally. It has
+        masks for the depths 2 … k, the deepest that is wanted there. Depth 1 is the text's own.
+        """
+        length = tokens.shape[1]
+        every = torch.arange(length, device=tokens.device).expand_as(tokens)  # [B, T]
+        positions = every if positions is None else positions
+        begin = every - positions  # [B, T], where each token's document begins
+        numbers = torch.arange(1, depths + 1, device=tokens.device).unsqueeze(1)
+        deepest = torch.zeros_like(tokens)
+        deepest[where] = depths if wanted is None else (numbers * wanted).amax(0)
+        first, start, depth = _blocks((deepest - 1).clamp(min=0), depths)
+        # A state that needs a token past the row's end may be anything.
+        newest = (start + 1).clamp(max=length - 1)
+        places = (positions.gather(1, start) + depth).clamp(max=length - 1)
+        positions = torch.cat([positions, places], 1)  # [B, S], S = T + Q
+        mask = self._mask(
+            torch.cat([every, newest], 1),
+            torch.cat([begin, begin.gather(1, start)], 1),
+            torch.cat([torch.full_like(every, -1), start], 1),
+            positions,
+            length,
+        )
+        read = _shifted(features).masked_fill((begin == every).unsqueeze(-1), 0)
+        read = self._dropped(torch.cat([read, entries_at(features, start)], 1))  # [B, S, F]
+        masks = torch.full_like(start, self._mask_token)
+        inputs = self._model_inputs(torch.cat([tokens, masks], 1), read)
+        with attention_for(self.model, mask):
+            hidden = self.model.get_decoder()(
+                **inputs, attention_mask=mask, position_ids=positions, use_cache=False
+            )[0]  # [B, S, D]
+        row, at = where.nonzero(as_tuple=True)  # [M] each
+        slots = [(at + 1).clamp(max=length - 1)]
+        slots += [length + first[row, at] + k - 2 for k in range(2, depths + 1)]
+        return hidden[row, torch.stack(slots).clamp(max=hidden.shape[1] - 1)]  # [K, M, D]
+
+    def _dropped(self, features: Tensor) -> Tensor:
+        """Features [B, S, F], in training zeros for a random share of the rows."""
+        share = self.config.feature_dropout
+        if not self.training or not self.config.feature_layers:
+            return features
+        kept = torch.rand(len(features), 1, 1, device=features.device) >= share
+        return features * kept
+
+    def _mask(
+        self, at: Tensor, start: Tensor, block: Tensor, positions: Tensor, length: int
+    ) -> Any:
+        """See `text_and_block_mask`; with one for each type of layer where some have a window."""
+        model, found = self.model, dict[str | None, Mask]()
+        windows = AttentionWindows.of(model)
+        flex = None if knows_flex(model) else False
+        for kind, window in (windows.by_type or {None: windows.single}).items():
+            first = start if window is None else start + (positions - window + 1).clamp(min=0)
+            longest = max(self.config.depths - 1, 1)
+            mask: Any = text_and_block_mask(at, first, block, length, longest, window, flex)
+            if model.config._attn_implementation == "eager":  # it adds masks to scores
+                least = torch.finfo(model.dtype).min
+                mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, least)
+            found[kind] = mask
+        return found if windows.by_type else found[None]
+
+
+def _written(config: PardConfig) -> dict[str, Any]:
+    """What the language model's `config.json` says of drafting, by the names of PARD's authors."""
+    found = {PARALLEL: config.mask_token_id, "spd_type": "pard", "para_num": config.depths}
+    if config.feature_layers:
+        found |= {
+            "spd_type": "pard2", "pard2": True, "pard2_proj_bias": False,
+            "pard2_scale": config.feature_scale,
+            "pard2_target_layers": list(config.feature_layers),
+            "pard2_target_dim": len(config.feature_layers) * config.hidden_size,
+        }  # fmt: skip
+    return found
+
+
+def _read(written: dict[str, Any], projection: Tensor | None) -> dict[str, Any]:
+    """The same as fields of a `PardConfig`; those of features only where there is a projection."""
+    found = {"mask_token_id": written[PARALLEL], "depths": written.get("para_num", _DEPTHS)}
+    if projection is not None:
+        layers = written["pard2_target_layers"]
+        found |= {
+            "feature_layers": layers,
+            "feature_scale": written["pard2_scale"],
+            "hidden_size": projection.shape[1] // len(layers),
+        }
+    return found
+
+
+def _shifted(features: Tensor) -> Tensor:
+    """The features that tokens were emitted from: those before them, zeros first.  # [B, T, F]"""
+    return torch.cat([torch.zeros_like(features[:, :1]), features[:, :-1]], 1)
+
+
+def _blocks(masks: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the masks of each start stand, one start's after another's.
+
+    Args:
+        masks: [B, T] how many each start has.
+        longest: no depth is deeper.
+
+    Returns:
+        [B, T] the slot of each start's first mask, and of each slot [B, Q], Q those of the row with
+        the most, its start and its depth; slots past a row's own are given to its last position.
+
+    >>> first, start, depth = _blocks(torch.tensor([[2, 0, 1], [0, 1, 0]]), 3)
+    >>> first.tolist(), start.tolist(), depth.tolist()
+    ([[0, 2, 2], [0, 0, 1]], [[0, 0, 2], [1, 2, 2]], [[2, 3, 2], [2, 2, 3]])
+    """
+    ends = masks.cumsum(1)
+    first = ends - masks
+    slots = torch.arange(int(ends[:, -1].max()), device=masks.device).expand(len(masks), -1)
+    start = torch.searchsorted(ends, slots.contiguous(), right=True)
+    start = start.clamp(max=masks.shape[1] - 1)
+    depth = (slots - first.gather(1, start) + 2).clamp(max=longest)
+    return first, start, depth
