@@ -260,8 +260,9 @@ class Pard(DraftModel):
         read = self._dropped(torch.cat([read, entries_at(features, start)], 1))  # [B, S, F]
         masks = torch.full_like(start, self._mask_token)
         inputs = self._model_inputs(torch.cat([tokens, masks], 1), read)
-        with attention_for(self.model, mask):
-            hidden = self.model.get_decoder()(
+        decoder = self.model.get_decoder()
+        with attention_for(decoder, mask):
+            hidden = decoder(
                 **inputs, attention_mask=mask, position_ids=positions, use_cache=False
             )[0]  # [B, S, D]
         row, at = where.nonzero(as_tuple=True)  # [M] each
@@ -281,13 +282,13 @@ class Pard(DraftModel):
         self, at: Tensor, start: Tensor, block: Tensor, positions: Tensor, length: int
     ) -> Any:
         """See `text_and_block_mask`; with one for each type of layer where some have a window."""
-        model, found = self.model, dict[str | None, Mask]()
+        model, found = self.model.get_decoder(), dict[str | None, Mask]()
         windows = AttentionWindows.of(model)
-        flex = None if knows_flex(model) else False
+        how: dict[str, Any] = {} if knows_flex(model) else {"flex": False}
         for kind, window in (windows.by_type or {None: windows.single}).items():
             first = start if window is None else start + (positions - window + 1).clamp(min=0)
             longest = max(self.config.depths - 1, 1)
-            mask: Any = text_and_block_mask(at, first, block, length, longest, window, flex)
+            mask: Any = text_and_block_mask(at, first, block, length, longest, window, **how)
             if model.config._attn_implementation == "eager":  # it adds masks to scores
                 least = torch.finfo(model.dtype).min
                 mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, least)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from headstart.heads.parts import draft_attention
-from headstart.heads.parts.draft_attention import block_mask, depth_mask
+from headstart.heads.parts.draft_attention import block_mask, depth_mask, text_and_block_mask
 from tests.support.families import drafter, target
 from tests.support.tiny import VOCAB
 
@@ -62,7 +62,43 @@ def test_blocks_hold_all_that_the_dense_mask_of_whole_blocks_does(
     assert count * places < 2 * block or not computed.all(), "the control: some are left out"
 
 
-MASKS = {"eagle": depth_mask, "eagle3": depth_mask, "mtp": depth_mask, "dflash": block_mask}
+@pytest.mark.parametrize("window", [None, 2])
+@pytest.mark.parametrize("block", [8, 16])
+def test_blocks_hold_all_that_the_dense_mask_of_text_and_blocks_does(
+    window: int | None, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draft_attention, "_BLOCK", block)
+    length, longest = 33, 4
+    sizes = [[3, 1, 4, 2], [4, 4, 1, 1]]  # of the blocks of each row, behind these keys:
+    ends = torch.tensor([[3, 4, 20, 32], [0, 9, 10, 31]])
+    every = torch.arange(length)
+    rows = zip(ends, map(torch.tensor, sizes), strict=True)
+    owner = torch.stack([end.repeat_interleave(size) for end, size in rows])
+    at = torch.cat([every.expand(2, -1), owner], 1)
+    start = at - at % 7
+    number = torch.cat([torch.full((2, length), -1), owner], 1)
+    dense: Any = text_and_block_mask(at, start, number, length, longest, window)
+    for row, own in enumerate(sizes):
+        places = [place for size in own for place in range(size)]
+        for query in range(length + sum(own)):
+            keys = dense[row, 0, query].nonzero().squeeze(1).tolist()
+            text = [*range(int(start[row, query]), int(at[row, query]) + 1)]
+            before = 0
+            if query >= length:
+                before = min(places[query - length] + 1, window or longest)
+            assert keys == text + [query - each for each in reversed(range(before))]
+    blocks: Any = text_and_block_mask(at, start, number, length, longest, window, flex=True)
+    computed = blocks.to_dense().repeat_interleave(block, 2).repeat_interleave(block, 3)
+    computed = computed[:, :, : dense.shape[2], : dense.shape[3]].bool()
+    assert not (dense & ~computed).any() and not computed.all()
+
+
+MASKS = {
+    **dict.fromkeys(("eagle", "eagle3", "mtp"), depth_mask),
+    "dflash": block_mask,
+    "pard": text_and_block_mask,
+}
+AT_ONCE = ("dflash", "pard")
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -89,7 +125,7 @@ def test_both_ways_give_the_same_states(
 
         replace_mask(name, by_flex, monkeypatch)
         found = made.draft_hidden_states(features, tokens, where, 4, **given)
-    assert ways == ["BlockMask"] * (1 if name == "dflash" else 4 if packed else 3)
+    assert ways == ["BlockMask"] * (1 if name in AT_ONCE else 4 if packed else 3)
     inside = where & (positions < 19)
     known = inside[where]  # a state that needs a token past the row's end may be anything
     torch.testing.assert_close(found[:, known], expected[:, known], rtol=1e-9, atol=1e-9)
@@ -98,7 +134,7 @@ def test_both_ways_give_the_same_states(
 
 
 def replace_mask(name: str, by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = "dflash" if name == "dflash" else "eagle"
+    module = name if name in AT_ONCE else "eagle"
     monkeypatch.setattr(f"headstart.heads.{module}.{MASKS[name].__name__}", by)
 
 
@@ -111,8 +147,10 @@ def test_both_ways_give_the_same_gradients(name: str, monkeypatch: pytest.Monkey
     tokens = torch.randint(VOCAB, (2, 300)).cuda()
     features = torch.randn(2, 300, 32 * len(made.config.feature_layers)).cuda()
     where, found = torch.rand(2, 300).cuda() < 0.6, []
+    inner = ("fc.weight", "q_proj.weight")
+    weight = next(p for name, p in made.named_parameters() if name.endswith(inner))
     for flex in (True, False):
         replace_mask(name, partial(MASKS[name], flex=flex), monkeypatch)
         states = made.draft_hidden_states(features, tokens, where, 4)[:, :-10]
-        found.append(torch.autograd.grad(states.square().mean(), made.fc.weight)[0])
+        found.append(torch.autograd.grad(states.square().mean(), weight)[0])
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-5)

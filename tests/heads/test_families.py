@@ -33,8 +33,9 @@ def test_what_is_particular_is_declared() -> None:
 
     assert those("weightless") == {"lookup"}
     assert those("in_target") == {"mtp"}
-    assert those("saved_as_language_model") == those("writes_text") == {"draft_model"}
-    assert those("independent") == {"medusa", "medusa2"}
+    language_models = {"draft_model", "pard"}
+    assert those("saved_as_language_model") == those("writes_text") == language_models
+    assert those("independent") == {"medusa", "medusa2", "pard"}
     assert not issubclass(Drafter, TrainableDrafter)
 
 
