@@ -149,7 +149,7 @@ class TargetWithDrafter(nn.Module):
         if (most := self.drafter.starts_a_row) is not None:
             labels = some_starts(labels, tokens, supervised, most, self.step)
         if (shares := self.drafter.depth_shares) is not None:
-            labels = thinned_depths(labels, tokens, supervised, shares, self.step)
+            labels = thinned_depths(labels, tokens, supervised, shares, self.step, segments)
         return labels
 
     def counts(self, tokens: Tensor, supervised: Tensor, segments: Tensor | None = None) -> Tensor:

@@ -81,19 +81,29 @@ def some_starts(labels: Tensor, tokens: Tensor, supervised: Tensor, most: int, s
 
 
 def thinned_depths(
-    labels: Tensor, tokens: Tensor, supervised: Tensor, shares: Sequence[float], step: int
+    labels: Tensor,
+    tokens: Tensor,
+    supervised: Tensor,
+    shares: Sequence[float],
+    step: int,
+    segments: Tensor | None = None,
 ) -> Tensor:
     """Labels [K, B, T] of each depth at a random share of the positions; `IGNORED` elsewhere.
 
-    Where a depth is kept, all before it are. As in `some_starts`, the choice depends on the row's
-    supervised tokens and on the step alone.
+    Where a depth is kept, all before it are. The choice depends on the document's supervised tokens
+    and on the step alone, so it is the same in any batch, packed or not.
 
     Args:
         shares: [K], none larger than the one before.
+        segments: as in `head_labels`.
     """
-    seeds = (tokens * supervised).sum(1)
-    when = torch.full_like(seeds, step).unsqueeze(1)
-    drawn = uniform(seeds, when, torch.arange(tokens.shape[1], device=tokens.device)).squeeze(1)
+    every = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)  # [B, T]
+    document = torch.zeros_like(every) if segments is None else segments.clamp(min=0).long()
+    words = torch.zeros_like(every).scatter_add(1, document, tokens * supervised)
+    first = torch.full_like(every, tokens.shape[1]).scatter_reduce(1, document, every, "amin")
+    seeds, places = words.gather(1, document), every - first.gather(1, document)
+    when = torch.tensor([step], device=tokens.device)
+    drawn = uniform(seeds.flatten(), places.flatten().unsqueeze(1), when).view(tokens.shape)
     dropped = [drawn >= share for share in shares[: len(labels)]]
     return labels.masked_fill(torch.stack(dropped), IGNORED)
 
