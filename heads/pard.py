@@ -104,6 +104,13 @@ class PardConfig(DraftModelConfig):
             )
         return config
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **options: Any) -> Any:
+        """Also of a language model's own `config.json`, from what it says of drafting."""
+        if PARALLEL in config_dict:
+            config_dict = config_dict | _read(config_dict)
+        return super().from_dict(config_dict, **options)
+
     def validate_mask_token(self) -> None:
         """Part of the config's own validation."""
         token, known = self.mask_token_id, self.vocab_size
@@ -147,7 +154,12 @@ class Pard(DraftModel):
         options["trust_remote_code"] = False
         loaded: Any = load_pretrained(AutoModelForCausalLM, name, *args, **options)
         model, *report = loaded if isinstance(loaded, tuple) else (loaded,)
-        drafter = cls.of(model, **_read(written, projection))
+        fields = _read(written)
+        if projection is None:
+            fields.pop("feature_layers", None)
+        else:
+            fields["hidden_size"] = projection.shape[1] // len(fields["feature_layers"])
+        drafter = cls.of(model, **fields)
         if projection is not None:
             model.target_proj.to(model.dtype).load_state_dict({"weight": projection})
         return (drafter, *report) if report else drafter
@@ -309,16 +321,11 @@ def _written(config: PardConfig) -> dict[str, Any]:
     return found
 
 
-def _read(written: dict[str, Any], projection: Tensor | None) -> dict[str, Any]:
-    """The same as fields of a `PardConfig`; those of features only where there is a projection."""
+def _read(written: dict[str, Any]) -> dict[str, Any]:
+    """The same as fields of a `PardConfig`."""
     found = {"mask_token_id": written[PARALLEL], "depths": written.get("para_num", _DEPTHS)}
-    if projection is not None:
-        layers = written["pard2_target_layers"]
-        found |= {
-            "feature_layers": layers,
-            "feature_scale": written["pard2_scale"],
-            "hidden_size": projection.shape[1] // len(layers),
-        }
+    if layers := written.get("pard2_target_layers"):
+        found |= {"feature_layers": layers, "feature_scale": written["pard2_scale"]}
     return found
 
 

@@ -104,8 +104,10 @@ def _ignored(source: DrafterSource) -> list[str]:
     if not is_language_model(source.manifest.family):
         return []
     from headstart.heads.artifacts.settings import language_model_config
+    from headstart.heads.pard import DRAFTING
 
-    return language_model_config(source.folder)[1]
+    left_out = language_model_config(source.folder)[1]
+    return [name for name in left_out if name not in DRAFTING]
 
 
 def _weights(source: DrafterSource) -> Description:

@@ -20,10 +20,13 @@ from headstart.heads import (
     save_drafter,
 )
 from headstart.heads.artifacts.export import export_drafter
+from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core import capture
 from headstart.heads.draft_model import DraftModel
 from headstart.heads.pard import Pard, PardConfig
 from headstart.infer import Speculator
+from headstart.reports.description import describe
+from headstart.reports.foreign import describe_foreign
 from headstart.train.losses.draft_loss import IGNORED, head_labels, thinned_depths
 from tests.support.tiny import VOCAB, letters, one_line, prompts, tiny
 
@@ -281,3 +284,14 @@ def test_settings_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message) as caught:
         PardConfig.for_target(tiny("llama"), layers=1, **options)
     one_line(caught.value)
+
+
+def test_inspect_shows_how_it_drafts(tmp_path: Path) -> None:
+    made = drafter(**FEATURES)
+    save_drafter(made, tmp_path / "own", Manifest("pard", "tiny", fingerprint(tiny("llama"))))
+    found = describe(DrafterSource(tmp_path / "own"))
+    assert found["problem"] is None and not found["ignored"]
+    assert found["options"]["depths"] == K and found["options"]["mask_token_id"] == VOCAB - 1
+    assert found["feature_layers"] == [FINAL, 1] and found["options"]["feature_scale"] == 0.5
+    theirs = describe_foreign(DrafterSource(published(tmp_path / "theirs", pard_token=50)))
+    assert (theirs["family"], theirs["options"]["pard_token"]) == ("pard", 50)

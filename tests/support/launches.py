@@ -26,6 +26,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mtp": {"depths": 2},
     "medusa2": {"heads": 2, "rank": 4, "heads_first": 0.4, "dropout": 0.0},
     "dflash": {"layers": 1, "depths": 2, "anchors": 9},
+    "pard": {"layers": 2, "depths": 3},
     "dspark": {
         "family": "dflash", "layers": 2, "depths": 2, "sample_from_anchor": True, "markov_rank": 4,
         "output": "trimmed", "draft_vocab_size": 200, "anchors": 9,
