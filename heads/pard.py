@@ -19,12 +19,11 @@ from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub.dataclasses import strict
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_NAME
 
-from .core import FINAL, AttentionWindows, OptionError, load_pretrained
+from .core import FINAL, AttentionWindows, OptionError, load_pretrained, read_weights
 from .draft_model import DraftModel, DraftModelConfig
 from .drafter import Step, entries_at, last_true
 from .parts.cached_layers import DraftCache
@@ -131,6 +130,7 @@ class Pard(DraftModel):
             wide = len(config.feature_layers) * config.hidden_size
             own = self.model.get_input_embeddings().embedding_dim
             self.model.target_proj = nn.Linear(wide, own, bias=False)
+        self._mask_options: dict[str, Any] = {} if knows_flex(self.model) else {"flex": False}
         for name, value in _written(config).items():
             setattr(self.model.config, name, value)
 
@@ -146,7 +146,7 @@ class Pard(DraftModel):
         """
         written, weights = PreTrainedConfig.get_config_dict(name)[0], Path(name) / SAFE_WEIGHTS_NAME
         if written.get("pard2_target_layers") and weights.is_file():
-            tensors = load_file(weights)
+            tensors = read_weights(weights)
             if (own := tensors.pop(PROJECTION, None)) is not None:
                 config = options.pop("config", None) or load_pretrained(AutoConfig, name)
                 options |= {"config": config, "state_dict": tensors}
@@ -296,11 +296,11 @@ class Pard(DraftModel):
         """See `text_and_block_mask`; with one for each type of layer where some have a window."""
         model, found = self.model.get_decoder(), dict[str | None, Mask]()
         windows = AttentionWindows.of(model)
-        how: dict[str, Any] = {} if knows_flex(model) else {"flex": False}
         for kind, window in (windows.by_type or {None: windows.single}).items():
             first = start if window is None else start + (positions - window + 1).clamp(min=0)
             longest = max(self.config.depths - 1, 1)
-            mask: Any = text_and_block_mask(at, first, block, length, longest, window, **how)
+            sizes = (length, longest, window)
+            mask: Any = text_and_block_mask(at, first, block, *sizes, **self._mask_options)
             if model.config._attn_implementation == "eager":  # it adds masks to scores
                 least = torch.finfo(model.dtype).min
                 mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, least)

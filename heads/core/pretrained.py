@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .errors import MALFORMED, ArtifactError, HeadstartError, OptionError, brief
@@ -28,19 +30,16 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
     options = {"trust_remote_code": False, **options}
     if kind is AutoModelForCausalLM and not options["trust_remote_code"]:
         _check_config(name, options)
-    place = name
     try:
         if "state_dict" in options:
             with torch.device("meta"):
-                kind = type(kind.from_config(options["config"], trust_remote_code=False))
-            place = None
-        return kind.from_pretrained(place, *args, **options)
+                whole: Any = type(kind.from_config(options["config"], trust_remote_code=False))
+            return whole.from_pretrained(None, *args, **options)
+        return kind.from_pretrained(name, *args, **options)
     except torch.OutOfMemoryError:
         raise
     except SafetensorError as error:
-        raise ArtifactError(
-            f"the weights of {name} are no safetensors ({error}); download them again."
-        ) from error
+        raise _no_safetensors(name, error) from error
     except HeadstartError:
         raise
     except Exception as error:
@@ -54,6 +53,20 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
             f"{name} cannot be loaded ({kind_of}{brief(error, 300)}); expected a causal language "
             "model of transformers with its tokenizer: download it again, or correct its files."
         ) from error
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """The tensors of a file of safetensors; an ArtifactError where it is none."""
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise _no_safetensors(path, error) from error
+
+
+def _no_safetensors(name: Any, error: SafetensorError) -> ArtifactError:
+    return ArtifactError(
+        f"the weights of {name} are no safetensors ({error}); download them again."
+    )
 
 
 def _needs_code(name: Any) -> OptionError:
