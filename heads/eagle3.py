@@ -167,6 +167,8 @@ class Eagle3(Eagle):
         if (scale := norm_scale(self.target)) is not None:
             self.norm.weight.copy_(scale)
         self.lm_head.weight.copy_(self.rows_to_start_from(token_counts))
+        if self.independent:
+            self.mask_hidden.normal_()  # a norm's slope at zeros would be steep
 
     def _first(self, features: Tensor) -> Tensor:
         features = super()._first(features)

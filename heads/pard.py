@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .core import FINAL, AttentionWindows, OptionError, load_pretrained, read_weights
+from .declared.fields import check_token
 from .draft_model import DraftModel, DraftModelConfig
 from .drafter import Step, entries_at, last_true
 from .parts.cached_layers import DraftCache
@@ -112,9 +113,7 @@ class PardConfig(DraftModelConfig):
 
     def validate_mask_token(self) -> None:
         """Part of the config's own validation."""
-        token, known = self.mask_token_id, self.vocab_size
-        if token is not None and known and not 0 <= token < known:
-            raise OptionError(f"drafter.mask_token_id is {token}; expected 0 … {known - 1}.")
+        check_token(self.mask_token_id, self.vocab_size)
 
 
 class Pard(DraftModel):

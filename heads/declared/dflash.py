@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from ..core import OptionError
-from .fields import Shapes, VocabularyFields
+from .fields import Shapes, VocabularyFields, check_token
 from .layer import Layer
 
 
@@ -52,11 +51,7 @@ class DFlashFields(VocabularyFields):
 
     def validate_mask_token(self) -> None:
         """Part of the config's own validation."""
-        token = self.mask_token_id
-        if token is not None and self.vocab_size and not 0 <= token < self.vocab_size:
-            raise OptionError(
-                f"drafter.mask_token_id is {token}; expected 0 … {self.vocab_size - 1}."
-            )
+        check_token(self.mask_token_id, self.vocab_size)
 
     @property
     def decided(self) -> bool:

@@ -23,6 +23,14 @@ _RANGES = {
 }
 
 
+def check_token(mask_token_id: int | None, vocab_size: int) -> None:
+    """Refuse a mask token that is none of a vocabulary's, where its size is known."""
+    if mask_token_id is not None and vocab_size and not 0 <= mask_token_id < vocab_size:
+        raise OptionError(
+            f"drafter.mask_token_id is {mask_token_id}; expected 0 … {vocab_size - 1}."
+        )
+
+
 @dataclass(kw_only=True, repr=False)
 class Fields:
     """What every drafter's `config.json` says.

@@ -35,6 +35,7 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("eagle3", {"depths": DEPTHS}),
     ("eagle3", {"depths": DEPTHS, "output": "trimmed", "draft_vocab_size": 40}),
     ("eagle3", {"depths": DEPTHS, "feature_layers": [1, 0], "norm_before_residual": True}),
+    ("eagle3", {"depths": DEPTHS, "mask_token_id": 5}),
     ("dflash", {"depths": DEPTHS, "layers": 2}),
     ("dflash", {"depths": DEPTHS, "layers": 2, "causal": True, "feature_layers": [2, 0]}),
     ("dflash", {"depths": DEPTHS, "layers": 1, "sample_from_anchor": True, "markov_rank": 5}),

@@ -31,11 +31,7 @@ def made(name: str, target: Any = None, **options: Any) -> Any:
     torch.manual_seed(3)
     target, cls = tiny("llama") if target is None else target, family(name)
     config: Any = cls.config_class
-    published = {each: options.pop(each) for each in ("mask_token_id",) if each in options}
-    settings = config.for_target(target, **options)
-    for each, value in published.items():  # no recipe has it
-        setattr(settings, each, value)
-    drafter: Any = cls(settings).float().bind(target)
+    drafter: Any = cls(config.for_target(target, **options)).float().bind(target)
     assert isinstance(drafter, TrainableDrafter)
     drafter.init_from_target(torch.arange(VOCAB))
     with torch.no_grad():
