@@ -29,7 +29,7 @@ from .drafter import DrafterConfig
 from .eagle import Eagle
 from .parts.cached_layers import CachedLayers
 from .parts.draft_attention import knows_flex
-from .parts.own_layers import last_norm, norm_scale, silence, unit_scale_init
+from .parts.own_layers import last_norm, norm_eps, norm_scale, silence, unit_scale_init
 from .parts.published.mtp import MTP, mtp
 from .parts.shipped_module import NoModule, shipped_module
 from .parts.target_layer import Readable, own_target_layer, target_layer
@@ -91,7 +91,7 @@ class Mtp(Eagle):
         return model, CachedLayers(model, tried=Readable(model))
 
     def _make(self, config: MtpConfig) -> None:
-        size, eps = config.hidden_size, getattr(self.model.config, "rms_norm_eps", 1e-6)
+        size, eps = config.hidden_size, norm_eps(self.model.config)
         self.enorm, self.hnorm = (Qwen3RMSNorm(size, eps) for _ in range(2))
         self.eh_proj = nn.Linear(2 * size, size, bias=False)
         if config.output == "trimmed":

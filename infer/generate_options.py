@@ -41,6 +41,9 @@ _INPUTS = {"attention_mask", "position_ids", "past_key_values", "logits_to_keep"
 _INPUTS |= {"output_attentions", "output_hidden_states"}
 """Model inputs that are honoured, or never change the text."""
 
+_ENCODED = "mm_encoder_outputs"
+"""What `generate` adds for a model that also reads images: nothing in it where there are none."""
+
 
 class GenerateOptions:
     """The options of one call of `Speculator.generate`, resolved as transformers resolves them."""
@@ -219,9 +222,12 @@ def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Ten
     `inputs` are what else `generate` would pass to the model, which has `vocab` token ids.
     """
     for name, value in inputs.items():
+        if name == _ENCODED and not value:
+            continue
         if value is not None and name not in _INPUTS:
+            what = "an image or a video" if name == _ENCODED else name
             raise OptionError(
-                f"{name} was given, but a token tree is run with token ids and positions alone; "
+                f"{what} was given, but a token tree is run with token ids and positions alone; "
                 "leave it out."
             )
     cache = inputs.get("past_key_values")
@@ -254,8 +260,11 @@ def read_inputs(input_ids: Tensor, inputs: Mapping[str, Any], vocab: int) -> Ten
         )
     positions = inputs.get("position_ids")
     if positions is not None:
-        natural = (mask.cumsum(-1) - 1).clamp(min=0)
-        if positions.dim() != 2 or bool((positions.to(natural.device) != natural).any()):
+        # Models that also read images number each token several times: [3 or 4, B, P], of text
+        # alone always the same. How padding is numbered never matters.
+        natural, given = mask.cumsum(-1) - 1, positions.to(mask.device)
+        same = given.shape[-2:] == natural.shape and bool(((given == natural) | (mask == 0)).all())
+        if not same:
             raise OptionError(
                 "position_ids do not count the prompt's tokens from 0; the speculator numbers them "
                 "itself: leave position_ids out."

@@ -58,6 +58,16 @@ _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
 """How many layers a mixture of experts begins with that have none, by the names in configs."""
 
 
+_NORM_EPS = ("rms_norm_eps", "norm_eps", "layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+"""What configs call that which norms add to the variance."""
+
+
+def norm_eps(config: PreTrainedConfig) -> float:
+    """What the norms of a language model's layers add to the variance; 1e-6 where it says none."""
+    found = (getattr(config, name, None) for name in _NORM_EPS)
+    return next((eps for eps in found if eps is not None), 1e-6)
+
+
 def layer_like(target: PreTrainedModel) -> dict[str, Any]:
     """A Llama layer of the target's sizes, as plain data; published heads are such layers."""
     text = target.config.get_text_config(decoder=True)
@@ -70,7 +80,7 @@ def layer_like(target: PreTrainedModel) -> dict[str, Any]:
         "num_attention_heads": heads,
         "num_key_value_heads": getattr(text, "num_key_value_heads", None) or heads,
         "head_dim": getattr(text, "head_dim", None) or text.hidden_size // heads,
-        "rms_norm_eps": getattr(text, "rms_norm_eps", 1e-6),
+        "rms_norm_eps": norm_eps(text),
         "rope_theta": nested.get("rope_theta", 10_000.0),
     }
 

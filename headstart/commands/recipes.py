@@ -1,4 +1,4 @@
-"""List the shipped recipes, with estimated memory, disk and hours.
+"""List the shipped recipes; of those with given parts, estimate memory, disk and hours.
 
 headstart recipes
 headstart recipes medusa+llama-3.1-8b+1x80gb
@@ -10,12 +10,16 @@ import sys
 from . import options as shared
 
 _PARTS = (
-    "only recipes with these parts, e.g. medusa 1x24gb; the name of one recipe shows it in full"
+    "estimates for recipes with these parts, e.g. medusa 1x24gb; the name of one recipe shows it "
+    "in full"
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("parts", metavar="PART", nargs="*", help=_PARTS)
+    parser.add_argument(
+        "--estimates", action="store_true", help="without PART: also the estimates for all recipes"
+    )
     shared.add_json_argument(parser)
 
 
@@ -24,7 +28,8 @@ def run(options: argparse.Namespace) -> int:
     from headstart.reports.recipes import describe_recipes, print_recipes
     from headstart.reports.tables import to_json
 
-    found = describe_recipes([part for name in options.parts for part in name.split("+")])
+    parts = [part for name in options.parts for part in name.split("+")]
+    found = describe_recipes(parts, estimated=options.estimates or bool(parts))
     if options.json:
         print(to_json(found))
     else:

@@ -16,7 +16,7 @@ from headstart.train.recipe import (
 from headstart.train.recipe.fields import nearest
 from headstart.train.recipe.files import KINDS, first_line
 
-from .tables import column_table, grid, print_apart, titled
+from .tables import column_table, grid, plain_console, print_apart, titled
 
 _ASSUMED = {
     "training": ("training", "{:.0%} of the GPU's peak"),
@@ -35,10 +35,17 @@ _NOTE = (
 )
 
 
-def describe_recipes(chosen: Sequence[str]) -> dict[str, Any]:
-    """The recipes and parts by name, and the estimates of those combinations that have all of
-    `chosen`; with nothing chosen, everything is listed. Of a whole recipe its file, and with it
-    the combinations with the part of its name, if there is one.
+_COMPOSED = (
+    "A recipe for a real model is FAMILY+MODEL+HARDWARE. `headstart recipes PART…` estimates the "
+    "memory, disk and hours of those with these parts."
+)
+
+
+def describe_recipes(chosen: Sequence[str], estimated: bool = True) -> dict[str, Any]:
+    """With nothing chosen, the recipes and parts by name; of a whole recipe its file.
+
+    Where `estimated`, which imports torch, the estimates of the combinations that have all of
+    `chosen`; of a whole recipe those with the part of its name, if there is one.
 
     Raises:
         UsageError: a name that is not shipped.
@@ -54,8 +61,9 @@ def describe_recipes(chosen: Sequence[str]) -> dict[str, Any]:
         if name not in parts:
             near = nearest(name, [*parts, *whole])
             raise UsageError(f"no part {name!r}{near}; expected some of {', '.join(parts)}")
-    names = [name for name in shipped_combinations() if {*chosen} <= {*name.split("+")}]
-    found["estimates"] = _estimates(names)
+    if estimated:
+        names = [name for name in shipped_combinations() if {*chosen} <= {*name.split("+")}]
+        found["estimates"] = _estimates(names)
     if not chosen:
         found["recipes"] = {name: first_line(path) for name, path in whole.items()}
         found["parts"] = {
@@ -85,10 +93,8 @@ def print_recipes(found: dict[str, Any], out: TextIO) -> None:
     """Print the tables; of a single combination all of its figures, of a recipe first its file."""
     if "recipe" in found:
         print(f"# {found['recipe']}\n{found['text']}", end="", file=out)
-    if "estimates" not in found:
-        return
-    estimates = found["estimates"]
-    if len(estimates) == 1:
+    estimates = found.get("estimates")
+    if estimates and len(estimates) == 1:
         ((name, of),) = estimates.items()
         _print_one(name, of, out)
         return
@@ -99,6 +105,13 @@ def print_recipes(found: dict[str, Any], out: TextIO) -> None:
             for name, what in entries.items():
                 table.add_row(name, what)
             print_apart(titled(out, title), table)
+    if estimates is not None:
+        _print_several(estimates, out)
+    elif "parts" in found:
+        print_apart(plain_console(out), _COMPOSED, style="dim")
+
+
+def _print_several(estimates: dict[str, Any], out: TextIO) -> None:
     table = column_table(("estimate for",), ("drafter", "memory", "disk", "text", "training"))
     table.columns[0].no_wrap = True
     for name, of in estimates.items():

@@ -223,6 +223,7 @@ def test_a_failure_costs_the_others_nothing(
         raise RuntimeError("no room\nfor it")
 
     monkeypatch.setattr("benchmarks.gpu.costs.plain_costs", broken)
+    monkeypatch.setattr("torch._dynamo.config.disable", True)  # as where `measured` ran
     command = [*COMMAND, "--output", str(tmp_path), "--family", "lookup"]
     assert main([*command, "--part", "costs-1b"]) == 1
     printed = capsys.readouterr().out

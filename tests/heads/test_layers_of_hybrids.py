@@ -76,6 +76,26 @@ def test_a_layer_of_llama_has_heads_that_divide_its_size(
     tf.LlamaConfig(**layer)
 
 
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (tf.LlamaConfig, "rms_norm_eps"),
+        (tf.Lfm2Config, "norm_eps"),
+        (tf.NemotronHConfig, "layer_norm_epsilon"),
+        (tf.GPTNeoXConfig, "layer_norm_eps"),
+        (tf.Starcoder2Config, "norm_epsilon"),
+        (tf.OlmoConfig, None),  # norms without a setting
+    ],
+)
+def test_norms_add_to_the_variance_what_the_targets_do(config: Any, name: str | None) -> None:
+    given = config() if name is None else config(**{name: 3e-4})
+    made: Any = EagleConfig.for_target(type("Target", (), {"config": given}))  # type: ignore[arg-type]
+    with torch.device("meta"):
+        drafter: Any = family("eagle")(made)
+    found = drafter.model.layers[0].post_attention_layernorm.variance_epsilon
+    assert found == made.layer["rms_norm_eps"] == (1e-6 if name is None else 3e-4)
+
+
 def test_numbers_of_layers_in_a_config_follow_the_chosen_ones() -> None:
     config = tf.Qwen3NextConfig(num_hidden_layers=4, mlp_only_layers=[1, 3])
     found: Any = layers_of(config, [0, 3])

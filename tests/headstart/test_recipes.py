@@ -1,6 +1,8 @@
 """`headstart recipes`: what is shipped, and what it takes by estimate."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -18,7 +20,7 @@ def test_all_are_listed_with_their_estimates(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "110")
-    text = said(capsys)
+    text = said(capsys, "--estimates")
     lines = text.splitlines()
     for name in [*shipped_recipes(), *shipped_parts()]:
         assert any(line.startswith(f"{name} ") for line in lines), name
@@ -28,6 +30,19 @@ def test_all_are_listed_with_their_estimates(
     assert "everything from nothing" in text and "Estimates by arithmetic, nothing was" in text
     assert rows["lookup+qwen3-8b+1x80gb"].endswith("–")  # no text, no training
     assert " GB " in rows["medusa+qwen3-8b+1x80gb"] and "h" in rows["medusa+qwen3-8b+1x24gb"]
+
+
+def test_without_parts_the_names_are_listed_and_no_torch_is_imported() -> None:
+    code = (
+        "import sys; from headstart.cli import main; status = main(['recipes']); "
+        "sys.exit({'torch', 'transformers'} & set(sys.modules) or status)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for name in [*shipped_recipes(), *shipped_parts()]:
+        assert any(line.startswith(f"{name} ") for line in lines), name
+    assert "`headstart recipes PART…`" in done.stdout and "estimate for" not in done.stdout
 
 
 def test_parts_choose_and_a_single_recipe_is_shown_in_full(

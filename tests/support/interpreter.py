@@ -12,11 +12,14 @@ import pytest
 without_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
 
-def run_interpreted(module: str) -> Any:
+def run_interpreted(module: str, *arguments: str) -> Any:
     """The JSON that a module prints last when it is run with interpreted kernels."""
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     out = subprocess.run(
-        [sys.executable, "-m", module], env=environment, capture_output=True, text=True
+        [sys.executable, "-m", module, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     if "only 0-dimensional arrays can be converted to Python scalars" in out.stderr:
         pytest.skip("this triton's interpreter cannot read scalars of this numpy")

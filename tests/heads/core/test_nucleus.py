@@ -1,6 +1,7 @@
 """Top-p without a sort keeps the tokens that the warper of transformers keeps."""
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -18,10 +19,12 @@ from headstart.heads.core import nucleus
 from tests.support.interpreter import run_interpreted, without_triton
 
 SHARES = (0.0, 0.1, 0.5, 0.75, 0.9, 0.95, 0.999, 1.0)
+MANY = 9  # rows of a kind; the interpreter takes a tenth of a second for one and a share
 
 
-def rows() -> dict[str, Tensor]:
-    """Scores [M, V] with ties, equal scores, no probability, both zeros and what is no number."""
+def rows(count: int) -> dict[str, Tensor]:
+    """Scores [M, V] with ties, equal scores, no probability, both zeros and what is no number;
+    `count` rows of each random kind."""
     generator = torch.Generator().manual_seed(0)
 
     def normal(*size: int) -> Tensor:
@@ -33,12 +36,12 @@ def rows() -> dict[str, Tensor]:
     odd[6] = odd[6].sign() * 0.0  # of both signs
     odd[7] *= 1e7
     return {
-        "normal": 3 * normal(6, 1000),
-        "peaked": 8 * normal(6, 2000),
-        "rounded": (2 * normal(9, 300)).round() / 2,
-        "few values": torch.randint(3, (9, 64), generator=generator).log(),
+        "normal": 3 * normal(count, 1000),
+        "peaked": 8 * normal(count, 2000),
+        "rounded": (2 * normal(count, 300)).round() / 2,
+        "few values": torch.randint(3, (count, 64), generator=generator).log(),
         "flat": torch.zeros(2, 128),
-        "one": normal(3, 1),
+        "one": normal(2, 1),
         "odd": odd,
     }
 
@@ -57,12 +60,12 @@ def in_order(scores: Tensor, share: float) -> Tensor:
     return scores.masked_fill(gone.scatter(1, numbers, gone), -torch.inf)
 
 
-def judged(device: str = "cpu") -> dict[str, list[int]]:
+def judged(device: str = "cpu", count: int = MANY) -> dict[str, list[int]]:
     """Rows compared, those alike, and those that keep as many tokens as the warper."""
     from headstart.heads.core import nucleus_kernels as kernels
 
     found = {}
-    for name, scores in rows().items():
+    for name, scores in rows(count).items():
         for share in SHARES:
             of = torch.tensor(share, dtype=torch.float64, device=device)
             own = kernels.top_p(scores.to(device), of, -torch.inf).cpu()
@@ -77,21 +80,23 @@ def judged(device: str = "cpu") -> dict[str, list[int]]:
 
 
 @without_triton
-def test_the_kernel_keeps_what_the_warper_keeps() -> None:
+@pytest.mark.parametrize("count", [2, pytest.param(MANY, marks=pytest.mark.proof)])
+def test_the_kernel_keeps_what_the_warper_keeps(count: int) -> None:
     """But where a running sum comes within rounding of 1 - p, without being it."""
-    check(run_interpreted(__name__))
+    check(run_interpreted(__name__, str(count)), count)
 
 
 @pytest.mark.gpu
 @without_triton
 def test_the_kernel_compiled() -> None:
-    check(judged("cuda"))
+    check(judged("cuda"), MANY)
 
 
-def check(found: dict[str, list[int]]) -> None:
+def check(found: dict[str, list[int]], count: int) -> None:
     assert len(found) == 7 * len(SHARES)
     assert all(sure == alike == many for sure, alike, many in found.values()), found
-    assert sum(sure for sure, _, _ in found.values()) > 200
+    number = len(SHARES) * sum(map(len, rows(count).values()))
+    assert sum(sure for sure, _, _ in found.values()) > 0.6 * number
 
 
 def test_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,4 +143,4 @@ if __name__ == "__main__":
     from headstart.heads.core import nucleus_kernels
 
     nucleus_kernels._BLOCK = 256  # several steps a row
-    print(json.dumps(judged()))
+    print(json.dumps(judged(count=int(sys.argv[1]))))
