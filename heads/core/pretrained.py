@@ -1,6 +1,8 @@
 """Loading by `from_pretrained` without running code that comes with a model; peft's wrappers."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import deepspeed
 
 from .errors import MALFORMED, ArtifactError, HeadstartError, OptionError, brief
 from .unsafe_settings import unsafe_settings
@@ -48,6 +51,17 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
             f"{name} cannot be loaded ({kind_of}{brief(error, 300)}); expected a causal language "
             "model of transformers with its tokenizer: download it again, or correct its files."
         ) from error
+
+
+@contextmanager
+def loaded_whole() -> Iterator[None]:
+    """Models that are made while this lasts are whole on every process, also under ZeRO-3."""
+    known = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = known
 
 
 def _needs_code(name: Any) -> OptionError:
@@ -97,7 +111,7 @@ def _check_size(folder: Path, config: Any) -> None:
     size = sum(file.stat().st_size for file in files)
     try:
         config = config or AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        with torch.device("meta"):
+        with loaded_whole(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         parameters = sum(parameter.numel() for parameter in model.parameters())
     except (*MALFORMED, ImportError, OSError, StrictDataclassError):

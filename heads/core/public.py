@@ -29,7 +29,7 @@ from .packing import (
     runs_packed,
 )
 from .prefetch import Prefetch, alone, run_streamed
-from .pretrained import language_model_in, load_pretrained
+from .pretrained import language_model_in, load_pretrained, loaded_whole
 from .probe import (
     ATTENTION,
     PositionLimit,
