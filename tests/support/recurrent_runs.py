@@ -27,7 +27,12 @@ def save_target(folder: Path, name: str) -> Path:
 
 
 def recipe_of(
-    root: Path, target: Path, family: str, drafter: dict[str, Any] | None = None, **sections: Any
+    root: Path,
+    target: Path,
+    family: str,
+    /,
+    drafter: dict[str, Any] | None = None,
+    **sections: Any,
 ) -> dict[str, Any]:
     """A recipe that trains for four steps on text in `root`.
 

@@ -34,6 +34,8 @@ RUNS = [
 QUICK = {("qwen3.5 experts", "medusa2"), ("bamba", "eagle"), ("bamba", "medusa2"),
          ("lfm2", "draft_model")}  # fmt: skip
 STEPS = 6
+TOGETHER = "parts"
+"""Of a run whose processes divide the target's layers."""
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +43,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("recurrent")
 
 
+def chosen(all_of_them: bool) -> list[tuple[str, str]]:
+    return [each for each in RUNS if (each in QUICK) != all_of_them]
+
+
 def run_name(engine: str | None, name: str, kind: str) -> str:
     return f"{engine or 'one'}-{name}-{kind}".replace(".", "-").replace(" ", "-")
 
 
 @pytest.fixture(scope="module")
-def trained(root: Path) -> Callable[[str | None, bool], list[list[dict[str, Any]]]]:
+def trained(root: Path) -> Callable[..., list[list[dict[str, Any]]]]:
     """What each process saw of each run; the text of a target is written by one process, once."""
     written: set[str] = set()
 
@@ -56,17 +62,19 @@ def trained(root: Path) -> Callable[[str | None, bool], list[list[dict[str, Any]
             text = recipe_of(root, save_target(target, name), "medusa", name=base)
             pipeline.write_text(parse_recipe(text), fresh=False)
             written.add(name)
-        rows = {"batch_size": 2 if engine else 4, "max_steps": STEPS, "eval_every": 3}
+        batch = 4 if engine in (None, TOGETHER) else 2
+        rows = {"batch_size": batch, "max_steps": STEPS, "eval_every": 3}
         return recipe_of(
             root, target, kind, DRAFTERS[kind], name=run_name(engine, name, kind), shares=base,
             seed=3, train=rows, decode={"validation_prompts": 5},
+            target={"tp_plan": "auto"} if engine == TOGETHER else {},
         )  # fmt: skip
 
     @cache
-    def train(engine: str | None, all_of_them: bool) -> list[list[dict[str, Any]]]:
-        chosen = [each for each in RUNS if (each in QUICK) != all_of_them]
-        runs = [run_of(engine, *each) for each in chosen]
-        return Job(root / f"{engine or 'one'}-{all_of_them}", runs, engine).run()
+    def train(engine: str | None, *pairs: tuple[str, str]) -> list[list[dict[str, Any]]]:
+        runs = [run_of(engine, *each) for each in pairs]
+        launch = "ddp_cpu" if engine == TOGETHER else engine
+        return Job(root / f"{engine or 'one'}-{len(pairs)}", runs, launch).run()
 
     return train
 
@@ -83,20 +91,42 @@ def test_two_processes_train_and_decode_as_one(
     engine: str, all_of_them: bool, root: Path, trained: Any
 ) -> None:
     """Weights up to rounding, τ of the same texts; what is saved decodes the target's own text."""
-    trained(None, all_of_them)
-    seen = trained(engine, all_of_them)
+    pairs = chosen(all_of_them)
+    trained(None, *pairs)
+    told = f"{TOLD[engine]}, 2 processes, cpu, float32"
+    shared = engine in ("ddp_cpu", "zero2")
+    decoded = [3, 2] if shared else [5, 5]
+    check(root, engine, pairs, trained(engine, *pairs), TYPES[engine], told, decoded)
+
+
+@pytest.mark.proof
+def test_processes_that_divide_a_target_train_what_one_does(root: Path, trained: Any) -> None:
+    """By transformers' plan for it, whose recurrent layers are divided, too."""
+    pairs = [each for each in chosen(True) if each[0] == "qwen3.5" and each[1] != "medusa2"]
+    trained(None, *chosen(True))
+    told = "tensor parallelism, 2 processes, cpu, float32"
+    check(root, TOGETHER, pairs, trained(TOGETHER, *pairs), "MULTI_CPU", told, [5, 5])
+
+
+def check(
+    root: Path,
+    engine: str,
+    pairs: list[tuple[str, str]],
+    seen: list[list[dict[str, Any]]],
+    kind_of_state: str,
+    told: str,
+    decoded: list[int],
+) -> None:
     assert len(seen) == 2
-    chosen = [each for each in RUNS if (each in QUICK) != all_of_them]
-    for number, (name, kind) in enumerate(chosen):
+    for number, (name, kind) in enumerate(pairs):
         one, two = run_name(None, name, kind), run_name(engine, name, kind)
         # Norms that are stored as their distance from 1 are near 0, and so is what they learn.
         check_close(root, one, two, kind, times=30 if kind == "draft_model" else 10)
-        assert {process[number]["type"] for process in seen} == {TYPES[engine]}
-        found, alone = metrics(root, two), metrics(root, one)
-        assert found["ran_on"] == f"{TOLD[engine]}, 2 processes, cpu, float32"
-        shared = engine in ("ddp_cpu", "zero2")
-        assert [process[number]["decoded"] for process in seen] == ([3, 2] if shared else [5, 5])
-        assert found["real_tau"] == alone["real_tau"]
+        assert {process[number]["type"] for process in seen} == {kind_of_state}
+        found = metrics(root, two)
+        assert found["ran_on"] == told
+        assert [process[number]["decoded"] for process in seen] == decoded
+        assert found["real_tau"] == metrics(root, one)["real_tau"]
         check_text(root / name, root / "runs" / two / "heads")
 
 
