@@ -6,6 +6,7 @@ student, is made of some layers of the target, or loaded, and may be distilled (
 al. 2023, arXiv 2310.08461).
 """
 
+import logging
 from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
@@ -30,6 +31,8 @@ from .parts.cached_layers import CachedLayers, DraftCache
 from .parts.own_layers import copy_layers, layers_of
 from .parts.recompute import compute_again
 from .trainable import DraftLogits, TrainableDrafter
+
+logger = logging.getLogger(__name__)
 
 
 @strict
@@ -183,6 +186,8 @@ class DraftModel(TrainableDrafter):
         elif self.config.layers is not None:
             copy_layers(self.target, self.model, self.config.chosen(self.target))
         if self._lora is not None:
+            if left_out := self._lora.left_out(self.model):
+                logger.warning("%s", left_out)
             self._lora.attach(self.model)
 
     def save_checkpoint(self, folder: Path) -> None:

@@ -18,7 +18,7 @@ from headstart.heads.artifacts.files import ACCEPTANCE, METRICS, PLOT, REPORT, T
 from headstart.heads.artifacts.manifest import tokenizer_hash
 from headstart.heads.artifacts.plan import device_name, dtype_name, machine
 from headstart.heads.artifacts.saving import write_artifact
-from headstart.heads.core import gathered, in_shards
+from headstart.heads.core import gathered, in_shards, loaded_whole
 from headstart.heads.core.files import write_atomically
 from headstart.infer import StaticTree
 
@@ -36,7 +36,7 @@ from .fit.on_policy import StudentText
 from .fit.validate import Validation, tau_table
 from .fit.warm_start import start_from
 from .processes.agreement import from_process_0, is_process_0, wait_for_all
-from .processes.engine import ends_of, loaded_whole
+from .processes.engine import ends_of
 from .provenance import training_conditions
 from .recipe import Recipe
 from .stages.kept import (

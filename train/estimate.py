@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 
 from headstart.heads import Drafter, DrafterConfig, TrainableDrafter, family
 from headstart.heads.core import LayerShape, load_pretrained
-from headstart.heads.parts.adapter import is_adapted
+from headstart.heads.parts.adapted_layers import is_adapted
 from headstart.heads.parts.own_layers import attending_layers
 
 from .losses import loss_of
@@ -200,7 +200,7 @@ class _Arithmetic:
 
     def _adapted(self) -> list[tuple[int, int]]:
         """Inputs and outputs of the layers that the adapter changes, but for the output layer."""
-        modules, kind = getattr(self.drafter.config, "modules", ()), self.text.model_type
+        modules, kind = getattr(self.drafter.config, "modules", ()), self.model.config.model_type
         return [size for name, size in self.matrices.items() if is_adapted(name, modules, kind)]
 
     def _memory(self) -> dict[str, float]:

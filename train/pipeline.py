@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from headstart.heads import Drafter, OptionError, family, fingerprint
 from headstart.heads.artifacts.files import METRICS
 from headstart.heads.artifacts.hub import folder_or_repository
-from headstart.heads.core import load_pretrained
+from headstart.heads.core import load_pretrained, loaded_whole
 from headstart.infer import RULES, Speculator, load
 
 from .checks.early import check_prompts, check_run
@@ -46,7 +46,7 @@ from .processes.agreement import (
     on_process_0,
     wait_for_all,
 )
-from .processes.engine import join_deepspeed, loaded_as, loaded_whole, weights_are_sharded
+from .processes.engine import join_deepspeed, loaded_as, weights_are_sharded
 from .processes.launched import (
     check_engine,
     check_same,

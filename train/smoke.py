@@ -20,13 +20,13 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerFast
 
+from headstart.heads.core import loaded_whole
 from headstart.heads.core.files import write_atomically
 from headstart.heads.parts.own_layers import attending_layers, keep_layers
 
 from .estimate import model_config
 from .fit.arguments import training_arguments
 from .processes.agreement import on_process_0
-from .processes.engine import loaded_whole
 from .recipe import Corpus, Distill, DrafterSpec, Recipe, Scratch, TargetSpec, Train
 
 LAYERS = 4

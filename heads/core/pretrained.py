@@ -1,6 +1,8 @@
 """Loading by `from_pretrained` without running code that comes with a model; peft's wrappers."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.integrations import deepspeed
 
 from .errors import MALFORMED, ArtifactError, HeadstartError, OptionError, brief
 from .unsafe_settings import unsafe_settings
@@ -32,7 +35,7 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
         _check_config(name, options)
     try:
         if "state_dict" in options:
-            with torch.device("meta"):
+            with loaded_whole(), torch.device("meta"):
                 whole: Any = type(kind.from_config(options["config"], trust_remote_code=False))
             return whole.from_pretrained(None, *args, **options)
         return kind.from_pretrained(name, *args, **options)
@@ -67,6 +70,17 @@ def _no_safetensors(name: Any, error: SafetensorError) -> ArtifactError:
     return ArtifactError(
         f"the weights of {name} are no safetensors ({error}); download them again."
     )
+
+
+@contextmanager
+def loaded_whole() -> Iterator[None]:
+    """Models that are made while this lasts are whole on every process, also under ZeRO-3."""
+    known = deepspeed._hf_deepspeed_config_weak_ref
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed._hf_deepspeed_config_weak_ref = known
 
 
 def _needs_code(name: Any) -> OptionError:
@@ -116,7 +130,7 @@ def _check_size(folder: Path, config: Any) -> None:
     size = sum(file.stat().st_size for file in files)
     try:
         config = config or AutoConfig.from_pretrained(folder, trust_remote_code=False)
-        with torch.device("meta"):
+        with loaded_whole(), torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         parameters = sum(parameter.numel() for parameter in model.parameters())
     except (*MALFORMED, ImportError, OSError, StrictDataclassError):

@@ -20,27 +20,7 @@ from transformers import PreTrainedModel
 
 from ..core import ArtifactError, OptionError, device_of, offloaded, output_layer, weight_of
 from ..declared.adapter import ADAPTER, ADAPTER_WEIGHTS
-
-_LEFT_OUT = {"falcon_h1": ["out_proj"], "nemotron_h": ["out_proj"]}
-"""Linear layers that peft refuses to adapt, by model type: kernels read their weights directly."""
-
-
-def is_adapted(name: str, modules: Sequence[str], model_type: str) -> bool:
-    """Whether an adapter of these `modules` changes a linear layer of this name.
-
-    >>> is_adapted("layers.0.mamba.out_proj", [], "bamba"), is_adapted("0.q_proj", ["k_proj"], "")
-    (True, False)
-    """
-    leaf = name.rpartition(".")[2]
-    if not modules:
-        return leaf not in _LEFT_OUT.get(model_type, ())
-    return any(name == each or name.endswith(f".{each}") for each in modules)
-
-
-def _linear_layers(target: PreTrainedModel) -> list[str]:
-    """The names of a target's linear layers but for the output layer, each once."""
-    named = target.get_decoder().named_modules()
-    return sorted({name.rpartition(".")[2] for name, m in named if isinstance(m, nn.Linear)})
+from .adapted_layers import chosen_layers, left_out, linear_layers
 
 
 class Adapter:
@@ -54,8 +34,9 @@ class Adapter:
     def __init__(self, rank: int, alpha: float, dropout: float, modules: Sequence[str]):
         self._lora: dict[str, Any] = {
             "r": rank, "lora_alpha": alpha, "lora_dropout": dropout,
-            "target_modules": list(modules) or "all-linear", "task_type": "CAUSAL_LM",
+            "task_type": "CAUSAL_LM",
         }  # fmt: skip
+        self._modules = modules
         self._wrapped: Any = None  # peft's model around the target
         self._trainable: list[nn.Parameter] = []  # those of the target that peft has frozen
 
@@ -70,16 +51,15 @@ class Adapter:
         The target's own parameters are frozen until the adapter is detached or merged.
 
         Raises:
-            OptionError: the target has no such layers, or `modules` names a tied output layer.
+            OptionError: the target has no such layers, or `modules` names experts or a tied output
+                layer.
         """
         import peft  # slow to import, and not needed by other drafters
 
         assert not self.attached
         self._trainable = [p for p in target.parameters() if p.requires_grad]
-        lora, kind = dict(self._lora), target.config.model_type
-        if lora["target_modules"] == "all-linear" and kind in _LEFT_OUT:
-            lora["exclude_modules"] = _LEFT_OUT[kind]
-        config, known = peft.LoraConfig(**lora), _linear_layers(target)
+        known, chosen = linear_layers(target), chosen_layers(target, self._modules)
+        config = peft.LoraConfig(**self._lora, **chosen)
         try:
             with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
                 torch.manual_seed(0)  # every process starts from the same factors
@@ -101,6 +81,10 @@ class Adapter:
                 "drafter.modules names the output layer, which this target ties to its embedding; "
                 "leave it out."
             )
+
+    def left_out(self, target: PreTrainedModel) -> str:
+        """What it leaves out of a target unasked, in a sentence; empty if nothing."""
+        return "" if self._modules else left_out(target)
 
     def disabled(self) -> AbstractContextManager[None]:
         """While this context lasts, the target computes without the adapter; it may be nested."""

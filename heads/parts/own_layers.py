@@ -53,7 +53,6 @@ _LAST_NORMS = {"norm", "final_layernorm", "norm_f", "embedding_norm"}
 _NUMBERS = {"attn_layer_indices", "hybrid_layer_ids", "mlp_only_layers"}
 """Where configs list the numbers of some layers."""
 
-
 _DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
 """How many layers a mixture of experts begins with that have none, by the names in configs."""
 
@@ -195,9 +194,7 @@ def recurrent_layers(config: PreTrainedConfig) -> set[int]:
 
     Linear attention, state spaces and short convolutions; a layer that also attends is one.
     """
-    cache: Any = DynamicCache(config=config.get_text_config(decoder=True))
-    recurrent = LinearAttentionCacheLayerMixin
-    return {n for n, layer in enumerate(cache.layers) if isinstance(layer, recurrent)}
+    return {n for n, layer in enumerate(_cached(config)) if _recurs(layer)}
 
 
 def attending_layers(config: PreTrainedConfig, alone: bool = True) -> list[int]:
@@ -206,17 +203,24 @@ def attending_layers(config: PreTrainedConfig, alone: bool = True) -> list[int]:
     Args:
         alone: leave out those that are recurrent, too.
     """
-    text = config.get_text_config(decoder=True)
-    cache: Any = DynamicCache(config=text)
-    kinds = getattr(text, "layer_types", None) or [""] * text.num_hidden_layers
-    left_out = recurrent_layers(text) if alone else set()
-    return [
+    cached = _cached(config)
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None) or [""] * len(cached)
+    attend = [
         n
         for n, kind in enumerate(kinds)
-        if n not in left_out
-        and kind not in KEEPS_NOTHING
-        and type(cache.layers[n]) is not LinearAttentionLayer
+        if kind not in KEEPS_NOTHING and type(cached[n]) is not LinearAttentionLayer
     ]
+    return [n for n in attend if not (alone and _recurs(cached[n]))]
+
+
+def _cached(config: PreTrainedConfig) -> list[Any]:
+    """What transformers caches of each layer of a language model, empty."""
+    cache: Any = DynamicCache(config=config.get_text_config(decoder=True))
+    return cache.layers
+
+
+def _recurs(layer: Any) -> bool:
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
 
 
 def keep_layers(config: Any, chosen: Sequence[int]) -> None:

@@ -9,23 +9,26 @@ reads it. The files of Qwen3-Next and Qwen3.5, whose configs do not tell of it, 
 """
 
 import copy
-import json
 import logging
-from functools import partial
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 from transformers.modeling_layers import MtpModel
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-from transformers.utils.hub import cached_file
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from ..core import OptionError, brief
 from ..core.errors import MALFORMED
 from .own_layers import added_to_scale
+from .shipped_tensors import find_tensors, quantized, read_tensors
 from .target_layer import layer_config, target_layer
 
 _PREFIX, _MIXES = "mtp.", "mtp.fc.weight"
@@ -71,7 +74,7 @@ def shipped_module(target: PreTrainedModel) -> dict[str, Tensor]:
     if not target.name_or_path:
         raise NoModule(target)
     try:
-        named = _tensors(target)
+        named = find_tensors(target, f"^{re.escape(_PREFIX)}")
         if _MIXES in named:
             return _by_name(target, named)
         if declared:
@@ -84,35 +87,10 @@ def shipped_module(target: PreTrainedModel) -> dict[str, Tensor]:
     raise NoModule(target, other)
 
 
-def _tensors(target: PreTrainedModel) -> dict[str, Path]:
-    """The tensors of a target's files whose names begin as those of such a module, by file."""
-    name: Any = target.name_or_path
-    find: Any = partial(
-        cached_file, name, revision=getattr(target.config, "_commit_hash", None),
-        _raise_exceptions_for_missing_entries=False,
-    )  # fmt: skip
-    index = find(SAFE_WEIGHTS_INDEX_NAME)
-    if index is not None:
-        files = json.loads(Path(index).read_bytes())["weight_map"]
-    elif (single := find(SAFE_WEIGHTS_NAME)) is not None:
-        with safe_open(single, "pt") as file:
-            files = dict.fromkeys(file.keys(), SAFE_WEIGHTS_NAME)
-    else:
-        return {}
-    chosen = {name: file for name, file in files.items() if name.startswith(_PREFIX)}
-    found = {file: find(file) for file in set(chosen.values())}
-    if missing := [file for file, path in found.items() if path is None]:
-        raise OSError(f"{missing[0]} is missing")
-    return {name: Path(found[file]) for name, file in chosen.items()}
-
-
 def _by_name(target: PreTrainedModel, named: dict[str, Path]) -> dict[str, Tensor]:
     """The module of files that name it as above; its layer is read as a model's only one."""
-    tensors: dict[str, Tensor] = {}
-    for path in sorted(set(named.values())):
-        with safe_open(path, "pt") as file:
-            for name in (name for name, place in named.items() if place == path):
-                tensors[name.removeprefix(_PREFIX)] = file.get_tensor(name)
+    read = read_tensors(target, named)
+    tensors = {name.removeprefix(_PREFIX): tensor for name, tensor in read.items()}
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     _say_first(target, len(layers))
     others = tuple(f"layers.{number}." for number in layers - {"0"})
@@ -145,11 +123,11 @@ def _numbered(target: PreTrainedModel, before: int, count: int) -> dict[str, Ten
     """The module of files that number its `count` layers after the `before` ones of the target."""
     # By these patterns transformers finds the weights, for layers of released checkpoints alone.
     known = target._keys_to_ignore_on_load_unexpected or []
+    patterns = [*known, *(rf"(^|\.)layers\.{before + n}\." for n in range(count))]
     named: Any = copy.copy(target)
-    named._keys_to_ignore_on_load_unexpected = [
-        *known, *(rf"(^|\.)layers\.{before + n}\." for n in range(count))
-    ]  # fmt: skip
-    module: Any = MtpModel.from_pretrained(named, device_map={"": "cpu"})
+    named._keys_to_ignore_on_load_unexpected = patterns
+    with _in_full(named, find_tensors(target, "|".join(patterns))) as readable:
+        module: Any = MtpModel.from_pretrained(readable, device_map={"": "cpu"})
     layer = module.layers[0]
     if layer.post_norm is None:
         kind = target.config.get_text_config(decoder=True).model_type
@@ -164,6 +142,24 @@ def _numbered(target: PreTrainedModel, before: int, count: int) -> dict[str, Ten
     for prefix, part in (("layers.0", layer.mtp_block), ("norm", layer.post_norm)):
         found |= {f"model.{prefix}.{name}": each for name, each in part.state_dict().items()}
     return found
+
+
+@contextmanager
+def _in_full(target: Any, named: dict[str, Path]) -> Iterator[Any]:
+    """A target whose files hold tensors in full that its own hold in FP8, while this lasts.
+
+    The class of transformers reads files, and takes what is stored for weights, without scales.
+    """
+    if not quantized(named):
+        yield target
+        return
+    with TemporaryDirectory(prefix="headstart-") as folder:
+        save_file(read_tensors(target, named), Path(folder) / SAFE_WEIGHTS_NAME, {"format": "pt"})
+        other = copy.copy(target)
+        other.config = copy.copy(target.config)
+        other.config.name_or_path = folder
+        other._weight_conversions = None  # which may undo a quantization
+        yield other
 
 
 def _say_first(target: PreTrainedModel, layers: int) -> None:

@@ -33,6 +33,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 """By name, the options of a drafter, and its family where that has another name."""
+ENGINES = ["ddp_cpu", "zero2", "zero3", "fsdp2"]
+"""Launch files that need no GPU, FSDP2's with a workaround, see `several.py`."""
+TOLD = {"ddp_cpu": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
+TYPES = {"ddp_cpu": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
 STEPS = 8
 # Two rows in one, threads that read ahead; validations and checkpoints after 3, 6 and 8 steps.
 PACKED: dict[str, Any] = {
@@ -156,3 +160,21 @@ def weights(root: Path, name: str) -> dict[str, torch.Tensor]:
         if file.exists()
         for key, tensor in load_file(file).items()
     }
+
+
+def metrics(root: Path, name: str) -> dict[str, Any]:
+    """What a run's artifact says of it."""
+    manifest = root / "runs" / name / "heads" / "headstart.json"
+    return json.loads(manifest.read_text())["metrics"]
+
+
+def check_close(root: Path, first: str, second: str, kind: str, times: float = 1.0) -> None:
+    """Two runs have made the same up to rounding, `times` what is usual."""
+    one, two = weights(root, first), weights(root, second)
+    assert one.keys() == two.keys()
+    off = {key: float((two[key] - one[key]).double().norm()) for key in one}
+    size = {key: float(one[key].double().norm()) for key in one}
+    total = sum(x * x for x in off.values()) ** 0.5 / sum(x * x for x in size.values()) ** 0.5
+    worst = max(off[key] / size[key] for key in one if size[key] > 0)
+    most = 1e-3 if kind == "medusa2" else 1e-4
+    assert total < times * 1e-5 and worst < times * most, (second, total, worst)

@@ -4,7 +4,6 @@ Each trains all families, and one of them a second time, on packed rows, killed 
 proofs kill all of them under each engine. FSDP2 is only as far as a CPU can, see `several.py`.
 """
 
-import json
 import os
 import signal
 import sys
@@ -21,14 +20,21 @@ from headstart.train import pipeline
 from headstart.train.fit.validate import Validation
 from headstart.train.recipe import parse_recipe
 from headstart.train.stages.kept import read_drafter
-from tests.support.launches import FAMILIES, PACKED, Job, recipe, weights
+from tests.support.launches import (
+    ENGINES,
+    FAMILIES,
+    PACKED,
+    TOLD,
+    TYPES,
+    Job,
+    check_close,
+    metrics,
+    recipe,
+)
 from tests.support.recipes import TINY, launch
 
 pytestmark = pytest.mark.distributed
 
-ENGINES = ["ddp_cpu", "zero2", "zero3", "fsdp2"]
-TOLD = {"ddp_cpu": "DDP", "zero2": "ZeRO-2", "zero3": "ZeRO-3", "fsdp2": "FSDP2"}
-TYPES = {"ddp_cpu": "MULTI_CPU", "zero2": "DEEPSPEED", "zero3": "DEEPSPEED", "fsdp2": "FSDP"}
 # The last checkpoint after an interruption at a place of `several.py`: a step, or where it says.
 KEPT: dict[Any, dict[Any, set[int]]] = {
     "kill": {5: {3}, "validation": {3}, "loader": {3}},
@@ -334,27 +340,10 @@ def test_every_family_is_float32_under_bfloat16(root: Path, name: str | None) ->
             assert seen["target"] == ["torch.bfloat16"] and seen["learnt_as"] == ["torch.float32"]
 
 
-def metrics(root: Path, name: str) -> dict[str, Any]:
-    """What a run's artifact says of it."""
-    manifest = root / "runs" / name / "heads" / "headstart.json"
-    return json.loads(manifest.read_text())["metrics"]
-
-
 def last_checkpoint(root: Path, name: str) -> int | None:
     """The step of a run's last one that is whole."""
     found = (root / "runs" / name).glob("train*/checkpoints/*/complete.json")
     return max((int(file.parent.name.partition("-")[2]) for file in found), default=None)
-
-
-def check_close(root: Path, first: str, second: str, kind: str) -> None:
-    """Two runs have made the same up to rounding."""
-    one, two = weights(root, first), weights(root, second)
-    assert one.keys() == two.keys()
-    off = {key: float((two[key] - one[key]).double().norm()) for key in one}
-    size = {key: float(one[key].double().norm()) for key in one}
-    total = sum(x * x for x in off.values()) ** 0.5 / sum(x * x for x in size.values()) ** 0.5
-    worst = max(off[key] / size[key] for key in one if size[key] > 0)
-    assert total < 1e-5 and worst < (1e-3 if kind == "medusa2" else 1e-4), (second, total, worst)
 
 
 def check_the_same(root: Path, one: str, other: str) -> None:

@@ -15,17 +15,11 @@ from headstart.heads.artifacts.manifest import read_manifest
 from headstart.train import pipeline
 from headstart.train.checks.early import check_run
 from headstart.train.checks.inspect import inspect_run
-from headstart.train.data.documents import Document
 from headstart.train.data.training_rows import Rows
 from headstart.train.recipe import Recipe, parse_recipe
-from headstart.train.scratch_target import train_tokenizer
-from tests.support.recipes import TINY
-from tests.support.recurrent import RECURRENT
+from tests.support.recurrent_runs import recipe_of, save_target
 from tests.support.tiny import one_line
 
-SIZES: dict[str, dict[str, Any]] = {
-    "falcon-h1": {"lm_head_multiplier": 0.4, "embedding_multiplier": 1.5},
-}
 CHOSEN: dict[str, dict[str, Any]] = {"draft_model": {"layers": [0, 1, 2]}}  # of both kinds
 TRAINED = [
     *(("qwen3.5", name) for name in ("medusa2", "eagle3", "hydra", "draft_model", "mtp")),
@@ -41,31 +35,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     @cache
     def folder_of(name: str) -> Path:
-        folder = tmp_path_factory.mktemp("targets") / name
-        words = " ".join(f"word{n} {n * n}" for n in range(400))
-        torch.manual_seed(0)
-        model = RECURRENT[name](vocab_size=300, **SIZES.get(name, {})).float()
-        model.save_pretrained(folder)
-        train_tokenizer([Document("words", words)], 300, 128).save_pretrained(folder)
-        return folder
+        return save_target(tmp_path_factory.mktemp("targets") / name, name)
 
     return folder_of
 
 
-def recipe(root: Path, target: Path, family: str, **sections: Any) -> Recipe:
-    text = root / "text.txt"
-    text.write_text("\n\n".join(f"word{n} {n * n} word{n + 7} " * 12 for n in range(60)))
-    given: dict[str, Any] = TINY | {
-        "name": f"{target.name}-{family}".replace(".", "-"),
-        "output": str(root / "runs"),
-        "corpus": {"source": str(text), "held_out": 0.4},
-        "target": {"model": str(target)},
-        "drafter": {"family": family, **FAMILIES[family].small, **CHOSEN.get(family, {})},
-        "train": {"batch_size": 4, "max_steps": 4, "eval_every": 2, "loss": "forward_kl"},
-        "decode": {**TINY["decode"], "tree": "chain:2"},
-    }
-    return parse_recipe({k: {**v, **sections.get(k, {})} if isinstance(v, dict) else v
-                         for k, v in given.items()})  # fmt: skip
+def recipe(root: Path, target: Path, family: str, drafter: Any = None, **sections: Any) -> Recipe:
+    options = {**FAMILIES[family].small, **CHOSEN.get(family, {}), **(drafter or {})}
+    return parse_recipe(recipe_of(root, target, family, options, **sections))
 
 
 def runs() -> list[Any]:

@@ -6,6 +6,7 @@ and the divergence from that teacher is its own loss, beside the drafter's.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,6 +35,8 @@ from ..processes.engine import forget_steps
 from ..recipe import Train
 from .target_with_drafter import TargetWithDrafter
 from .trainer import DrafterTrainer
+
+logger = logging.getLogger(__name__)
 
 
 def drafter_weight(config: Any, share: float) -> float | None:
@@ -70,6 +73,8 @@ class JointTarget(TargetWithDrafter):
         assert drafter.adapter is not None
         self.base, self.adapter = base, drafter.adapter
         self._undo: list[Callable[[], None]] = []
+        if left_out := self.adapter.left_out(target):
+            logger.warning("%s", left_out)
         self.adapter.attach(target)
 
     def forward(

@@ -179,9 +179,12 @@ def weights_are_sharded() -> bool:
 
 
 def ends_of(target: PreTrainedModel) -> list[Any]:
-    """A target's modules outside of its layers: embedding, output layer and last norm."""
-    norm = getattr(target.get_decoder(), "norm", None)
-    return [target.get_input_embeddings(), output_layer(target), norm]
+    """A target's modules outside of its layers: embedding, output layer, and norms."""
+    decoder: Any = target.get_decoder()
+    inside = {id(module) for module in decoder_layers(target).modules()}
+    parts = [part for part in decoder.modules() if part is not decoder and id(part) not in inside]
+    own = [part for part in parts if any(True for _ in part.parameters(recurse=False))]
+    return list(dict.fromkeys([target.get_input_embeddings(), output_layer(target), *own]))
 
 
 def shard_layers(target: PreTrainedModel) -> None:
@@ -219,17 +222,6 @@ def layer_by_layer(target: PreTrainedModel) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-@contextmanager
-def loaded_whole() -> Iterator[None]:
-    """Models that are made while this lasts are whole on every process."""
-    known = integration._hf_deepspeed_config_weak_ref
-    integration.unset_hf_deepspeed_config()
-    try:
-        yield
-    finally:
-        integration._hf_deepspeed_config_weak_ref = known
 
 
 @contextmanager

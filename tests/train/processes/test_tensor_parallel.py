@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from transformers import AutoModelForCausalLM, BambaConfig, GPT2Config, LlamaConfig
 
 from headstart.heads import OptionError
 from headstart.train.checks.plan import plan_run
@@ -49,6 +49,7 @@ def test_layers_are_divided_and_the_ends_are_whole() -> None:
         (LlamaConfig, LLAMA, "auto", 4, "among 4 processes, and its num_attention_heads is 6"),
         (LlamaConfig, LLAMA, {"model.layer.mlp": "colwise"}, 3, r"\['model.layer.mlp'\] match n"),
         (GPT2Config, {"n_layer": 1, "n_embd": 12}, "auto", 2, "transformers has no plan for gpt2"),
+        (BambaConfig, {"num_hidden_layers": 1}, "auto", 2, "transformers has no plan for bamba"),
     ],
 )
 def test_what_cannot_be_divided_is_refused(
