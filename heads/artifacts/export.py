@@ -4,6 +4,8 @@
 |---|---|
 | `vllm` | vLLM |
 | `sglang` | SGLang |
+| `tensorrt-llm` | TensorRT-LLM, with its PyTorch backend |
+| `llama.cpp` | llama.cpp's converter to GGUF |
 | `speculators` | the speculators library, and vLLM through it |
 | `transformers` | transformers' `assistant_model` |
 | `original` | the code of the method's authors |
@@ -64,6 +66,47 @@ def _serve_sglang(drafter: Drafter, place: str, tokens: int, revision: str | Non
     )
 
 
+_TENSORRT = {
+    "dflash": "DFlash", "eagle3": "Eagle3", "draft_model": "DraftTarget", "pard": "PARD",
+}  # fmt: skip
+
+
+def _serve_tensorrt(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
+    name = drafter.config.family_name()
+    place, fetch = _downloaded(place, revision)
+    settings: dict[str, Any] = {"decoding_type": _TENSORRT[name], "max_draft_len": tokens}
+    settings["speculative_model"] = place
+    if name == "eagle3":  # it counts layers by their output
+        settings["eagle3_layers_to_capture"] = [n - 1 for n in drafter.config.feature_layers]
+    written = json.dumps({"speculative_config": settings})
+    return (
+        f"{fetch}echo '{written}' > speculative.yaml && "
+        f"trtllm-serve {_target(drafter)} --config speculative.yaml"
+    )
+
+
+_LLAMA_CPP = {"dflash": "draft-dflash", "eagle3": "draft-eagle3"}
+_LLAMA_CPP |= dict.fromkeys(("draft_model", "pard"), "draft-simple")
+
+
+def _serve_llama_cpp(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
+    name = drafter.config.family_name()
+    place, fetch = _downloaded(place, revision)
+    of_target = f" --target-model-dir {_target(drafter)}" if name in ("eagle3", "dflash") else ""
+    return (
+        f"{fetch}python convert_hf_to_gguf.py {place}{of_target} --outfile drafter.gguf && "
+        f"llama-server -m TARGET.gguf -md drafter.gguf --spec-type {_LLAMA_CPP[name]} "
+        f"--spec-draft-n-max {tokens}"
+    )
+
+
+def _downloaded(place: str, revision: str | None) -> tuple[str, str]:
+    """A local folder for an engine that reads no branch of the Hub, and what fetches it there."""
+    if revision is None:
+        return place, ""
+    return "drafter", f"hf download {place} --revision {revision} --local-dir drafter && "
+
+
 def _serve_speculators(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
     return f"vllm serve {place}{f' --revision {revision}' if revision else ''}"
 
@@ -80,6 +123,8 @@ def _target(drafter: Drafter) -> str:
 FORMATS: dict[str, Callable[[Drafter, str, int, str | None], str] | None] = {
     "vllm": _serve_vllm,
     "sglang": _serve_sglang,
+    "tensorrt-llm": _serve_tensorrt,
+    "llama.cpp": _serve_llama_cpp,
     "speculators": _serve_speculators,
     "transformers": _serve_transformers,
     "original": None,
@@ -87,7 +132,7 @@ FORMATS: dict[str, Callable[[Drafter, str, int, str | None], str] | None] = {
 """Every format, and how its engine is told of a drafter, its place (a folder, or a repository, then
 with the revision), and tokens a round; None where there is no engine."""
 
-_AS_LANGUAGE_MODEL = ("vllm", "sglang", "transformers")
+_AS_LANGUAGE_MODEL = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
 
 
 def check_format(form: str) -> None:

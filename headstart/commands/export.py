@@ -1,4 +1,4 @@
-"""Write a drafter for another engine: vLLM, SGLang, speculators, transformers.
+"""Write a drafter for another engine: vLLM, SGLang, TensorRT-LLM, llama.cpp, transformers.
 
 headstart export runs/my-model/heads exported --to vllm
 headstart export ORG/NAME exported --target ORG/MODEL --to original
@@ -12,7 +12,10 @@ from headstart.terminal import quiet_stdout
 
 from . import options as shared
 
-_FORMAT = "vllm, sglang, speculators, transformers, or original, that of the method's authors"
+_FORMAT = (
+    "vllm, sglang, tensorrt-llm, llama.cpp, speculators, transformers, or original, that of the "
+    "method's authors"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -96,7 +96,7 @@ def _export(options: argparse.Namespace, scratch: Path, target: str) -> dict[str
 
 def _formats(text: str) -> list[str]:
     """Formats of `headstart export`, but `original`, which no engine reads."""
-    known = ("vllm", "sglang", "speculators", "transformers")
+    known = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "speculators", "transformers")
     found = list(dict.fromkeys(part.strip() for part in text.split(",")))
     for each in found:
         if each not in known:

@@ -3,7 +3,7 @@
 The authors' have the config of a Qwen3 of a few layers, in which `dflash_config` names the mask
 token and the layers of the target (by their output), and tensors named as here but for the layers'
 prefix (github.com/z-lab/dflash). There are no embeddings and no output layer: these are the
-target's. vLLM and SGLang read the same files. The config of speculators nests that of the layers,
+target's. The engines read the same files. The config of speculators nests that of the layers,
 names the target's layers by their input, and may have a trimmed output layer.
 """
 
@@ -78,7 +78,7 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
 
 
 def _write(drafter: Any, form: str) -> Checkpoint:
-    """A drafter in the authors' form, which vLLM and SGLang read too."""
+    """A drafter in the authors' form, which the engines read too."""
     own = drafter.config
     _check_embedding(own, form)
     for special, what, remedy in (
@@ -142,7 +142,10 @@ def _written(drafter: Any) -> dict[str, Tensor]:
 
 
 DFLASH: dict[str, Callable[[Any], Checkpoint]] = {
-    **{form: partial(_write, form=form) for form in ("vllm", "sglang", "original")},
+    **{
+        form: partial(_write, form=form)
+        for form in ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "original")
+    },
     "speculators": _write_speculators,
 }
 """What writes a drafter in each format."""

@@ -14,6 +14,7 @@ from .layer_ids import ids_by_input, ids_by_output
 from .vocabulary import write_vocabulary
 
 _FORMS = ("vllm", "sglang", "speculators", "original")
+_TENSORRT, _LLAMA_CPP = "tensorrt-llm", "llama.cpp"  # of EAGLE-3 alone
 
 
 def _check(form: str, special: list[tuple[Any, str, tuple[str, ...]]]) -> None:
@@ -40,7 +41,7 @@ def _special(drafter: Any) -> list[tuple[Any, str, tuple[str, ...]]]:
         (count > 1, f"it has {count} layers, expected one", new),
         (layer.get("mlp_bias"), "its MLP has biases", new),
         (narrow, f"it is {layer['hidden_size']} wide and its target {wide}",
-         ("vllm", "sglang", "original")),
+         ("vllm", "sglang", "original", _TENSORRT)),
         (own.embedding == "own" and not narrow, "its embeddings are not its target's",
          ("vllm", "speculators", "original")),
     ]  # fmt: skip
@@ -89,11 +90,14 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
             form, f"it reads {len(layers)} layers of the target, expected 3",
             "train it with three drafter.feature_layers",
         )  # fmt: skip
+    _check_order(drafter, form)
     _check(form, [
-        (own.norm_before_residual, "it adds to its normalised input (norm_before_residual)", new),
+        (own.norm_before_residual, "it adds to its normalised input (norm_before_residual)",
+         (*new, _LLAMA_CPP)),
         (own.norm_before_fc, "it norms the features before it mixes them (norm_before_fc)", new),
-        (own.fc_norm, "it norms each layer's features before it mixes them (fc_norm)", new),
-        (own.norm_output, "its normed state feeds the next step (norm_output)", new),
+        (own.fc_norm, "it norms each layer's features before it mixes them (fc_norm)",
+         (*new, _TENSORRT)),
+        (own.norm_output, "its normed state feeds the next step (norm_output)", (*new, _TENSORRT)),
         (drafter.independent, "it drafts all tokens at once (mask_token_id)", new),
         (layer.get("attention_bias"), "its attention has biases", (*new, "original")),
         *_special(drafter),
@@ -129,13 +133,31 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
     return Checkpoint(config, _written(tensors, AUTHORS_3))
 
 
+def _check_order(drafter: Any, form: str) -> None:
+    """Refuse an engine that would read other layers of the target, or in another order."""
+    layers = list(drafter.config.feature_layers)
+    count = drafter.target.config.get_text_config(decoder=True).num_hidden_layers
+    expected = "any three, each named once, in ascending order, after the first"
+    if form == _LLAMA_CPP:  # its converter knows no others
+        expected = str(published := [2, count // 2, count - 3])
+        fits = layers == published
+    else:
+        fits = form != _TENSORRT or (layers == sorted(set(layers)) and layers[0] > 0)
+    if not fits:
+        raise cannot_be_written(
+            form, f"it reads the inputs of the layers {layers}, expected {expected}",
+            "train it with such drafter.feature_layers",
+        )  # fmt: skip
+
+
 def _written(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
     return {with_prefix(name, names): tensor for name, tensor in tensors.items()}
 
 
-def _all_forms(write: Callable[..., Checkpoint]) -> dict[str, Callable[[Any], Checkpoint]]:
-    return {form: partial(write, form=form) for form in _FORMS}
+Forms = dict[str, Callable[[Any], Checkpoint]]
 
-
-EAGLE1, EAGLE3 = _all_forms(_write_eagle1), _all_forms(_write_eagle3)
+EAGLE1: Forms = {form: partial(_write_eagle1, form=form) for form in _FORMS}
+EAGLE3: Forms = {
+    form: partial(_write_eagle3, form=form) for form in (*_FORMS, _TENSORRT, _LLAMA_CPP)
+}
 """What writes a drafter in each format."""

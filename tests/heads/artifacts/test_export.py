@@ -1,6 +1,7 @@
 """Exports: what other engines ask of names, shapes and settings, and the same logits on return."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from headstart.heads.artifacts.export import (
     export_drafter,
     formats_of,
     largest_difference,
+    serve_line,
 )
 from headstart.heads.artifacts.merging import save_merged
 from headstart.heads.core import FeatureTap
@@ -48,6 +50,18 @@ def shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
         return {n: (tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
 
 
+OF_LANGUAGE_MODELS = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
+READS_PUBLISHED = ("tensorrt-llm", "llama.cpp")
+"""Engines that read any three layers in order, or those that EAGLE-3's authors do."""
+
+
+@cache
+def deep() -> Any:
+    """A target with the layers that EAGLE-3's authors read: 2, 3 and 4 of 7."""
+    torch.manual_seed(2)
+    return LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_hidden_layers": 7})).double().eval()
+
+
 CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("medusa", "vllm", {"layers": 2}),
     ("medusa", "vllm", {"output": "own"}),
@@ -70,7 +84,13 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("eagle3", "speculators", {"norm_before_residual": True}),
     ("eagle3", "vllm", {"norm_before_fc": True, "norm_output": True}),
     ("eagle3", "speculators", {"fc_norm": True, "norm_output": True}),
-    *(("dflash", form, {"layers": 2, "depths": 4}) for form in ("vllm", "sglang", "original")),
+    *(("eagle3", form, {}) for form in ("tensorrt-llm", "llama.cpp")),
+    ("eagle3", "tensorrt-llm", {"fc_norm": True, "norm_output": True}),
+    ("eagle3", "llama.cpp", {"norm_before_residual": True}),
+    *(
+        ("dflash", form, {"layers": 2, "depths": 4})
+        for form in ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "original")
+    ),
     ("dflash", "vllm", {"layers": 1, "depths": 3, "causal": True}),
     ("dflash", "speculators", {"layers": 2, "depths": 4}),
     (
@@ -86,8 +106,8 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         },
     ),
     ("mtp", "speculators", {"depths": 3}),
-    *(("draft_model", form, {"layers": 1}) for form in ("vllm", "sglang", "transformers")),
-    *(("pard", form, {"layers": 1, "depths": 4}) for form in ("vllm", "sglang", "transformers")),
+    *(("draft_model", form, {"layers": 1}) for form in OF_LANGUAGE_MODELS),
+    *(("pard", form, {"layers": 1, "depths": 4}) for form in OF_LANGUAGE_MODELS),
 ]
 
 
@@ -96,6 +116,8 @@ def test_it_comes_back_with_the_same_logits(
     name: str, form: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     target = tiny("qwen3" if name == "mtp" else "llama")
+    if name == "eagle3" and form in READS_PUBLISHED:
+        target = deep()
     drafter = made(name, target, **options)
     tokenizer = letters()
     line = export_drafter(drafter, form, tmp_path / "out", tokenizer)
@@ -223,7 +245,7 @@ def test_what_an_engine_asks_for(name: str, form: str, tmp_path: Path) -> None:
     assert all(dtype == dtypes.get(each, "F32") for each, (_, dtype) in found.items())
 
 
-@pytest.mark.parametrize("form", ["vllm", "sglang", "transformers"])
+@pytest.mark.parametrize("form", OF_LANGUAGE_MODELS)
 def test_a_draft_model_is_an_ordinary_model(form: str, tmp_path: Path) -> None:
     """Engines read it by its architecture, with the names that transformers gives its tensors."""
     export_drafter(made("draft_model", layers=1), form, tmp_path / "out", letters())
@@ -258,6 +280,27 @@ def test_the_layer_named_is_the_layer_read(tmp_path: Path) -> None:
         assert read_layer_ids(config) == [0, 1, 1]
 
 
+def test_the_lines_that_start_engines(tmp_path: Path) -> None:
+    head = made("eagle3", deep(), depths=5)
+    line = str(export_drafter(head, "tensorrt-llm", tmp_path / "out"))
+    written, _, command = line.removeprefix("echo '").partition("' > speculative.yaml && ")
+    settings = json.loads(written)["speculative_config"]
+    assert settings == {
+        "decoding_type": "Eagle3", "max_draft_len": 5, "speculative_model": str(tmp_path / "out"),
+        "eagle3_layers_to_capture": [1, 2, 3],  # by their output
+    }  # fmt: skip
+    assert command.startswith("trtllm-serve ") and command.endswith(" --config speculative.yaml")
+    line = str(export_drafter(head, "llama.cpp", tmp_path / "gguf"))
+    assert f"convert_hf_to_gguf.py {tmp_path / 'gguf'} --target-model-dir " in line
+    assert line.endswith("--spec-type draft-eagle3 --spec-draft-n-max 5")
+    parallel = made("pard", layers=1, depths=4)
+    line = serve_line(parallel, "vllm", "them/pard", "vllm")
+    assert '"method": "draft_model"' in str(line) and '"parallel_drafting": true' in str(line)
+    line = str(serve_line(parallel, "tensorrt-llm", "them/pard", "tensorrt-llm"))
+    assert line.startswith("hf download them/pard --revision tensorrt-llm --local-dir drafter && ")
+    assert '"decoding_type": "PARD", "max_draft_len": 4, "speculative_model": "drafter"' in line
+
+
 def test_d2t_is_an_offset(tmp_path: Path) -> None:
     drafter = made("eagle3", **TRIMMED)
     export_drafter(drafter, "vllm", tmp_path / "out")
@@ -290,10 +333,14 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
             "sees those before it alone (causal); export it to v",
         ),
         ("dflash", "speculators", {"causal": True}, "sees those before it alone (causal)"),
+        ("dflash", "llama.cpp", {"causal": True}, "sees those before it alone (causal)"),
+        ("eagle3", "tensorrt-llm", {"feature_layers": [2, 1, 1]}, "ascending order"),
+        ("eagle3", "tensorrt-llm", {"feature_layers": [0, 1, 2]}, "after the first"),
+        ("eagle3", "llama.cpp", {"feature_layers": [0, 1, 2]}, "expected [2, 1, -1]"),
         ("medusa", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa", "sglang", {}, "expected one of: vllm, original"),
         ("mtp", "speculators", {}, "its layer is one of llama"),
-        ("hydra", "vllm", {}, "takes dflash, draft_model, eagle, eagle3, medusa"),
+        ("hydra", "vllm", {}, "takes dflash, draft_model, eagle, eagle3, medusa, medusa2, pard"),
         ("hydra", "original", {"layers": 3}, "differ"),
         ("redrafter", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa2", "original", {}, "headstart merge"),
