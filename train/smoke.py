@@ -150,6 +150,8 @@ def _drafter_options(
         small["model"] = str(folder / "student")
     if small.get("draft_vocab_size"):
         small["draft_vocab_size"] = min(small["draft_vocab_size"], vocab // 2)
+    if small.get("mask_token_id") is not None:
+        small["mask_token_id"] = min(small["mask_token_id"], vocab - 1)
     if small.get("exit_dim"):
         small["exit_dim"] = 128
     if "rank" in small:

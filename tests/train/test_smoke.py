@@ -28,6 +28,7 @@ CASES = [
     "eagle3+qwen3-8b+8x80gb",
     "draft-model+qwen3-8b+1x80gb",
     "dflash+llama-3.1-8b+1x80gb",
+    "pard+qwen3-8b+1x80gb",
     "mtp+mistral-7b+1x80gb",
     "lookup+mistral-7b+1x80gb",
 ]
