@@ -223,9 +223,9 @@ def test_a_failure_costs_the_others_nothing(
         raise RuntimeError("no room\nfor it")
 
     monkeypatch.setattr("benchmarks.gpu.costs.plain_costs", broken)
-    monkeypatch.setattr("torch._dynamo.config.disable", True)  # as where `measured` ran
     command = [*COMMAND, "--output", str(tmp_path), "--family", "lookup"]
-    assert main([*command, "--part", "costs-1b"]) == 1
+    with torch._dynamo.config.patch(disable=True):  # as where `measured` ran
+        assert main([*command, "--part", "costs-1b"]) == 1
     printed = capsys.readouterr().out
     assert "FAILED: plain" in printed and "not measured" in printed
     found = entries(tmp_path, "costs-1b")

@@ -85,7 +85,8 @@ def test_all_run_on_one_target_and_a_failure_costs_the_others_nothing(
     for name in ("_svg", "save_png"):
         monkeypatch.setattr(f"headstart.train.figures.report.page.{name}", lambda *_: "")
     shared = {name: TINY[name] for name in ("corpus", "target", "distill", "train", "decode")}
-    command = ["quickstart", "--drafter", "all", *overrides(shared), "train.max_steps=8"]
+    small = ["train.max_steps=4", "decode.prompts=1", "decode.new_tokens=8"]
+    command = ["quickstart", "--drafter", "all", *overrides(shared), *small]
     assert main([*command, "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     found = document["drafters"]

@@ -40,7 +40,7 @@ def cases() -> list[Any]:
 
 def write(speculator: Speculator, batch: int, turn: int, rule: str, **more: Any) -> Tensor:
     ids, mask = prompts([length + turn for length in LENGTHS[:batch]])
-    options: dict[str, Any] = {"max_new_tokens": 30, "pad_token_id": 0, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 20, "pad_token_id": 0, "do_sample": False}
     options |= {"suppress_tokens": [3, 4], "repetition_penalty": 1.2}
     if RULES[rule].samples:
         options |= {"do_sample": True, "top_k": 20, "temperature": 0.9, "top_p": 0.95}

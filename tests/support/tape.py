@@ -60,6 +60,7 @@ class Place:
     def __init__(self, tensor: Tensor, memory: Own | StorageWeakRef, what: str):
         self._memory, self._what, self._dtype = memory, what, tensor.dtype
         self._where = tensor.storage_offset(), tensor.shape, tensor.stride()
+        self.key = id(memory), self._dtype, self._where
 
     def tensor(self) -> Tensor:
         """What lies there now."""
@@ -80,11 +81,11 @@ class _Call:
     kwargs: dict[str, Any]
     outputs: list[Place]
 
-    def repeat(self) -> None:
-        kwargs = {name: _there(value) for name, value in self.kwargs.items()}
-        found = self.function(*map(_there, self.args), **kwargs)
+    def repeat(self, there: dict[Place, Tensor]) -> None:
+        kwargs = {name: _there(value, there) for name, value in self.kwargs.items()}
+        found = self.function(*[_there(value, there) for value in self.args], **kwargs)
         for place, new in zip(self.outputs, _tensors(found), strict=True):
-            old = place.tensor()
+            old = _there(place, there)
             if old.data_ptr() != new.data_ptr():
                 old.copy_(new)
 
@@ -95,6 +96,7 @@ class _Record(TorchDispatchMode):
         self.calls: list[_Call] = []
         self.own: dict[int, Own] = {}  # storages that were made meanwhile, by their addresses
         self._outside: dict[int, StorageWeakRef] = {}
+        self._places: dict[Any, Place] = {}  # those of one tensor are one
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         kwargs = kwargs or {}
@@ -122,11 +124,11 @@ class _Record(TorchDispatchMode):
 
     def _place(self, tensor: Tensor, name: str) -> Place:
         storage = tensor.untyped_storage()
-        if storage._cdata in self.own:
-            return Place(tensor, self.own[storage._cdata], name)
-        if storage._cdata not in self._outside:
-            self._outside[storage._cdata] = StorageWeakRef(storage)
-        return Place(tensor, self._outside[storage._cdata], name)
+        memory: Own | StorageWeakRef | None = self.own.get(storage._cdata)
+        if memory is None:
+            memory = self._outside.setdefault(storage._cdata, StorageWeakRef(storage))
+        place = Place(tensor, memory, name)
+        return self._places.setdefault(place.key, place)
 
 
 class Tape:
@@ -146,8 +148,9 @@ class Tape:
 
         def replay() -> None:
             self.replayed += 1
+            there: dict[Place, Tensor] = {}  # looked up once a replay, and held no longer
             for call in calls:
-                call.repeat()
+                call.repeat(there)
 
         return replay
 
@@ -211,11 +214,15 @@ def _is_view(function: Any) -> bool:
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
-def _there(value: Any) -> Any:
-    """An argument with what lies at its places now."""
+def _there(value: Any, there: dict[Place, Tensor]) -> Any:
+    """An argument with what lies at its places now, which `there` keeps for others."""
     if type(value) is Place:
-        return value.tensor()
-    return type(value)(map(_there, value)) if type(value) in (list, tuple) else value
+        if value not in there:
+            there[value] = value.tensor()
+        return there[value]
+    if type(value) in (list, tuple):
+        return type(value)(_there(each, there) for each in value)
+    return value
 
 
 def _tensors(found: Any) -> list[Tensor]:
