@@ -28,13 +28,10 @@ TOGETHER = "divided"
 """Of runs whose processes divide the target's layers."""
 OTHERS = (
     *("qwen3-next", "lfm2 experts", "kimi-linear", "falcon-h1", "nemotron-h", "zamba2"),
-    *("olmo-hybrid", "granite hybrid"),
+    *("olmo-hybrid", "granite hybrid", "qwen3.5 experts"),
 )
 GROUPS: dict[str, list[tuple[str, str]]] = {
-    "few": [
-        *(("bamba", kind) for kind in ("eagle", "medusa2")),
-        *(("qwen3.5 experts", "medusa2"), ("lfm2", "draft_model")),
-    ],
+    "few": [("bamba", "medusa2"), ("lfm2", "draft_model"), ("qwen3.5 experts", "eagle")],
     **{name: [(name, kind) for kind in DRAFTERS] for name in ("qwen3.5", "bamba", "lfm2")},
     "others": [(name, "medusa2") for name in OTHERS],
     TOGETHER: [("qwen3.5", kind) for kind in DRAFTERS if kind != "medusa2"],
@@ -84,7 +81,7 @@ def launches() -> list[Any]:
     """Two of few runs by default, and the others as proofs."""
     found = [(engine, group) for engine in ENGINES for group in GROUPS if group != TOGETHER]
     found.append((TOGETHER, TOGETHER))
-    quick = [("ddp_cpu", "few"), ("zero3", "few")]
+    quick = [("zero3", "few"), ("fsdp2", "few")]
     return [pytest.param(*each, marks=() if each in quick else pytest.mark.proof) for each in found]
 
 
