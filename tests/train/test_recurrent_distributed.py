@@ -27,8 +27,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 TOGETHER = "divided"
 """Of runs whose processes divide the target's layers."""
 OTHERS = (
-    *("qwen3-next", "lfm2 experts", "kimi-linear", "falcon-h1", "nemotron-h", "zamba2"),
-    *("olmo-hybrid", "granite hybrid", "qwen3.5 experts"),
+    *("qwen3-next", "lfm2 experts", "kimi-linear", "nemotron-h", "zamba2", "olmo-hybrid"),
+    *("granite hybrid", "qwen3.5 experts"),
 )
 GROUPS: dict[str, list[tuple[str, str]]] = {
     "few": [("bamba", "medusa2"), ("lfm2", "draft_model"), ("qwen3.5 experts", "eagle")],
