@@ -155,8 +155,9 @@ class _Run:
         world = self.args.world_size
         if in_parallel():
             check_same(self.recipe.to_dict())
+        sharded = weights_are_sharded()
         with loaded_whole():
-            on_process_0(lambda: check_run(self.recipe, world, self.parts) and None)
+            on_process_0(lambda: check_run(self.recipe, world, self.parts, sharded) and None)
         if in_parallel():
             check_shared(self.recipe.folder)
 

@@ -197,7 +197,7 @@ class OutputLayer:
         """
         config: Any = self.model.config.get_text_config(decoder=True)
         if any(hasattr(weight, "ds_id") for weight in self.layer.parameters()):
-            return _finish_of_sharded(config)
+            return finish_of_sharded(config)
         ids = torch.arange(8, device=self.model.device).unsqueeze(0) % config.vocab_size
         with eval_mode(self.model), FeatureTap(self.model, [FINAL]) as tap:
             expected = self.model(input_ids=ids, use_cache=False).logits.float()
@@ -222,13 +222,22 @@ class OutputLayer:
         )
 
 
-def _finish_of_sharded(config: Any) -> Callable[[Tensor], Tensor]:
-    """See `OutputLayer.finish`, of a model in shards, which cannot run before its trainer does."""
-    names = (*_FACTORS, *_CAPS)
-    if name := next((name for name in names if getattr(config, name, None)), None):
+def finish_of_sharded(config: Any) -> Callable[[Tensor], Tensor]:
+    """See `OutputLayer.finish`, of a model in shards, which cannot run before its trainer does.
+
+    Args:
+        config: of its language model.
+
+    Raises:
+        OptionError: its config names what it may do to its logits.
+    """
+    found = {name: getattr(config, name, None) for name in (*_FACTORS, *_CAPS)}
+    changes = [name for name, by in found.items() if by and not (by == 1 and name in _FACTORS)]
+    if changes:
         raise OptionError(
-            f"{config.model_type} has {name} in its config, so its output layer's logits may be "
-            "changed in a way that cannot be found out under DeepSpeed ZeRO-3; use "
-            "train.loss=cross_entropy, or ZeRO-2 or DDP."
+            f"{config.model_type} has {changes[0]} {found[changes[0]]} in its config, so its "
+            "output layer's logits may be changed in a way that cannot be found out under "
+            "DeepSpeed ZeRO-3; use ZeRO-2 or DDP, or of other families than medusa2 "
+            "train.loss=cross_entropy."
         )
     return lambda logits: logits

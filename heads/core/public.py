@@ -2,7 +2,14 @@
 
 from .cache import LayerShape, SlabCache, free_bytes, in_steps, total_bytes
 from .cpu_kernels import CpuLinear, each_product, use_huge_pages
-from .features import FeatureTap, OutputLayer, capture, decoder_layers, output_layer
+from .features import (
+    FeatureTap,
+    OutputLayer,
+    capture,
+    decoder_layers,
+    finish_of_sharded,
+    output_layer,
+)
 from .forward import attending, causal_run, prefill_forward, tree_forward, tree_run
 from .fused import FusedLayers
 from .machine import has_bfloat16, physical_cores, use_physical_cores

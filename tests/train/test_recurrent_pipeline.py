@@ -133,3 +133,21 @@ def test_a_drafter_that_cannot_be_made_is_refused_before_the_first_stage(
     with pytest.raises(ValueError, match=said) as error:
         check_run(recipe(tmp_path, target, family, drafter=options))
     one_line(error.value)
+
+
+def test_shards_of_a_target_that_changes_its_logits_are_refused_before_the_first_stage(
+    saved: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Under ZeRO-3, where no forward can tell how; but not for a factor of 1, or where no loss
+    asks for the target's distribution."""
+    target, given = saved("falcon-h1"), {"loss": "cross_entropy"}
+    for family, train in (("eagle", {}), ("medusa2", given)):
+        run = recipe(tmp_path, target, family, train=train)
+        with pytest.raises(
+            ValueError, match=r"has lm_head_multiplier 0.4 .* ZeRO-2 or DD"
+        ) as error:
+            check_run(run, 2, sharded=True)
+        one_line(error.value)
+        check_run(run, 2)
+    check_run(recipe(tmp_path, target, "eagle", train=given), 2, sharded=True)
+    check_run(recipe(tmp_path, saved("granite hybrid"), "medusa2"), 2, sharded=True)

@@ -9,11 +9,14 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from headstart.heads.core import finish_of_sharded
+
 from ..data.corpus import build_corpus, load_documents
 from ..data.hub import commit_of, hub_source
 from ..data.prefixes import Part, make_prefixes, recipe_prompts
 from ..data.reading import source_bytes
 from ..data.writers.counting import LOOKED_AT, look
+from ..losses import loss_of
 from ..recipe import Recipe
 from .needs import Needs, check_needs, needs_of
 from .plan import Plan, plan_run
@@ -23,18 +26,27 @@ _WHOLE = 64  # training documents that are tokenised to see that they are long e
 _FEW = 0.05  # share of them that may be too short without a word
 
 
-def check_run(recipe: Recipe, processes: int = 1, parts: Sequence[Part] = ("validation",)) -> Plan:
+def check_run(
+    recipe: Recipe,
+    processes: int = 1,
+    parts: Sequence[Part] = ("validation",),
+    sharded: bool = False,
+) -> Plan:
     """All that can be told of a run before its first stage; what it needs goes to stderr.
 
     A corpus of few bytes is read at once; of a larger one, prompts are counted after its stage.
 
     Args:
         parts: the held-out prompts that the run will decode.
+        sharded: whether processes hold parts of the target from the start, as under ZeRO-3.
 
     Raises:
         ValueError: one of its kinds, in one line.
     """
     plan = plan_run(recipe, processes)
+    teaches = loss_of(recipe.train.loss).divergence is not None or plan.drafter.adapter is not None
+    if sharded and teaches:  # which needs the target's distribution
+        finish_of_sharded(plan.target.config.get_text_config(decoder=True))
     needs: Needs = needs_of(recipe, plan)
     check_needs(recipe, needs, processes)
     size = corpus_bytes(recipe)
