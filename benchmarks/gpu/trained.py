@@ -29,6 +29,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "medusa": {"output": "shared"},
     "medusa2": {"output": "shared"},
     "draft_model": {"layers": 1},
+    "pard": {"layers": 1, "depths": 8},  # as its costs are timed
 }
 """Options in which a trained drafter differs from that of its family's quickstart."""
 

@@ -277,7 +277,8 @@ def test_families_come_from_the_table(tmp_path: Path) -> None:
         recipe = recipe_of(full, name)
         assert recipe.drafter.family == name and recipe.shares == "gpu-suite"
         assert recipe.corpus.source == "texts" and recipe.target.dtype == "bfloat16"
-    assert recipe_of(full, "draft_model").drafter.options["layers"] == 1
+    for name in ("draft_model", "pard"):
+        assert recipe_of(full, name).drafter.options["layers"] == FAMILIES[name].large["layers"]
     assert recipe_of(full, "medusa").drafter.options["output"] == "shared"
 
 
