@@ -31,13 +31,13 @@ OTHERS = (
     *("granite hybrid", "qwen3.5 experts"),
 )
 GROUPS: dict[str, list[tuple[str, str]]] = {
-    "few": [("bamba", "medusa2"), ("lfm2", "draft_model"), ("qwen3.5 experts", "eagle")],
+    "few": [("bamba", "medusa2"), ("qwen3.5", "draft_model")],
     **{name: [(name, kind) for kind in DRAFTERS] for name in ("qwen3.5", "bamba", "lfm2")},
-    "others": [(name, "medusa2") for name in OTHERS],
+    "others": [*((name, "medusa2") for name in OTHERS), ("qwen3.5 experts", "eagle")],
     TOGETHER: [("qwen3.5", kind) for kind in DRAFTERS if kind != "medusa2"],
 }
 """Targets and families of the runs that a launch trains one after another."""
-STEPS = 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def trained(root: Path) -> Callable[..., list[list[dict[str, Any]]]]:
             pipeline.write_text(parse_recipe(text), fresh=False)
             written.add(name)
         batch = 4 if engine in (None, TOGETHER) else 2
-        rows = {"batch_size": batch, "max_steps": STEPS, "eval_every": 3}
+        rows = {"batch_size": batch, "max_steps": STEPS, "eval_every": 2}
         return recipe_of(
             root, target, kind, DRAFTERS[kind], name=run_name(engine, group, name, kind),
             shares=base, seed=3, train=rows, decode={"validation_prompts": 5},
@@ -97,7 +97,7 @@ def test_two_processes_train_and_decode_as_one(
     for number, (name, kind) in enumerate(GROUPS[group]):
         one, two = run_name(None, group, name, kind), run_name(engine, group, name, kind)
         # Norms that are stored as their distance from 1 are near 0, and so is what they learn.
-        check_close(root, one, two, kind, times=30 if kind == "draft_model" else 10)
+        check_close(root, one, two, kind, times=100 if kind == "draft_model" else 10)
         ran_as = {(process[number]["type"], process[number]["processes"]) for process in seen}
         assert ran_as == {("MULTI_CPU" if engine == TOGETHER else TYPES[engine], 2)}
         told = "tensor parallelism" if engine == TOGETHER else TOLD[engine]
