@@ -25,7 +25,7 @@ class Fixed(nn.Module):
     def __init__(self, depths: int = 2, width: int = 2):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
-        self.train_depths, self.draft_vocabulary = depths, None
+        self.train_depths, self.draft_vocabulary, self.depth_shares = depths, None, None
         self.config = SimpleNamespace(vocab_size=width, hidden_size=width)
 
     def draft_hidden_states(
@@ -235,7 +235,7 @@ def test_the_teacher_is_asked_about_the_position_of_the_depth() -> None:
     model, size = embedding_target(), 6
 
     class Echo(nn.Module):
-        train_depths, draft_vocabulary = 2, None
+        train_depths, draft_vocabulary, depth_shares = 2, None, None
         config, target = SimpleNamespace(vocab_size=11), model
         late = 0
 
