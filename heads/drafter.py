@@ -190,6 +190,15 @@ def last_true(values: Tensor, count: Tensor) -> Tensor:
     return entries_at(values, (count - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
 
 
+def from_last_true(values: Tensor, count: Tensor, known: int) -> Tensor:
+    """The last true entry of the first `known`, and all that follow these.
+
+    Drafts that are made all at once come from these entries: [B, known + n, F] -> [B, 1 + n, F].
+    """
+    root = last_true(values[:, :known], count).unsqueeze(1)
+    return torch.cat([root, values[:, known:]], 1)
+
+
 def entries_at(values: Tensor, index: Tensor) -> Tensor:
     """Entries of each row: [B, A, F], [B, W] -> [B, W, F]; cheaper than `take_along_dim`."""
     return values.gather(1, index.unsqueeze(-1).expand(-1, -1, values.shape[-1]))

@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 from .checkpoint import Found
 from .core import output_layer, weight_of
 from .declared.eagle import Eagle3Fields
-from .drafter import Step, last_true
+from .drafter import Step, from_last_true
 from .eagle import Eagle, EagleConfig
 from .parts.cached_layers import DraftCache
 from .parts.own_layers import norm_scale, unit_scale_init
@@ -209,8 +209,7 @@ class Eagle3(Eagle):
         masks = tokens.new_full((len(tokens), ahead), self.config.mask_token_id)
         pairs = self._pairs(torch.cat([tokens, masks], 1), torch.cat([first, masked], 1))
         left = self._left(self._layers.begin(state, count, ahead, inputs_embeds=pairs))
-        root = last_true(left[:, :known], count).unsqueeze(1)
-        return self.propose(torch.cat([root, left[:, known:]], 1))  # [B, K, D]
+        return self.propose(from_last_true(left, count, known))  # [B, K, D]
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.config.norm_output:

@@ -24,9 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from .core import FINAL, AttentionWindows, OptionError, load_pretrained, read_weights
-from .declared.fields import check_token
 from .draft_model import DraftModel, DraftModelConfig
-from .drafter import Step, entries_at, last_true
+from .drafter import Step, entries_at, from_last_true, last_true
 from .parts.cached_layers import DraftCache
 from .parts.draft_attention import Mask, attention_for, knows_flex, text_and_block_mask
 from .parts.own_layers import recurrent_layers
@@ -110,10 +109,6 @@ class PardConfig(DraftModelConfig):
         if PARALLEL in config_dict:
             config_dict = config_dict | _read(config_dict)
         return super().from_dict(config_dict, **options)
-
-    def validate_mask_token(self) -> None:
-        """Part of the config's own validation."""
-        check_token(self.mask_token_id, self.vocab_size)
 
 
 class Pard(DraftModel):
@@ -206,8 +201,7 @@ class Pard(DraftModel):
         features = torch.cat([features, newest.expand(-1, ahead, -1)], 1)
         inputs = self._model_inputs(torch.cat([tokens, masks], 1), features)
         logits = self._layers.begin(state, count, ahead, **inputs).logits  # [B, A + K - 1, Vd]
-        root = last_true(logits[:, :known], count).unsqueeze(1)
-        return self._step(torch.cat([root, logits[:, known:]], 1))  # [B, K, Vd]
+        return self._step(from_last_true(logits, count, known))  # [B, K, Vd]
 
     @property
     def _mask_token(self) -> int:

@@ -237,7 +237,7 @@ def finish_of_sharded(config: Any) -> Callable[[Tensor], Tensor]:
         raise OptionError(
             f"{config.model_type} has {changes[0]} {found[changes[0]]} in its config, so its "
             "output layer's logits may be changed in a way that cannot be found out under "
-            "DeepSpeed ZeRO-3; use ZeRO-2 or DDP, or of other families than medusa2 "
-            "train.loss=cross_entropy."
+            "DeepSpeed ZeRO-3; use ZeRO-2 or DDP, or train.loss=cross_entropy and a family other "
+            "than medusa2."
         )
     return lambda logits: logits

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from .fields import Shapes, VocabularyFields, check_token
+from .fields import Shapes, VocabularyFields
 from .layer import Layer
 
 
@@ -48,10 +48,6 @@ class DFlashFields(VocabularyFields):
         "at least 1": ("depths", "layers"),
         "at least 0": ("markov_rank", "anchors"),
     }
-
-    def validate_mask_token(self) -> None:
-        """Part of the config's own validation."""
-        check_token(self.mask_token_id, self.vocab_size)
 
     @property
     def decided(self) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from ..core import OptionError
-from .fields import Shapes, VocabularyFields, check_token
+from .fields import Shapes, VocabularyFields
 from .layer import Layer
 
 _LAYERS, _FIRST = "model.layers.", "model.layers.0."
@@ -76,10 +76,6 @@ class Eagle3Fields(EagleFields):
         *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
         "mask_token_id",
     )
-
-    def validate_mask_token(self) -> None:
-        """Part of the config's own validation."""
-        check_token(self.mask_token_id, self.vocab_size)
 
     def validate_norms(self) -> None:
         """Part of the config's own validation."""

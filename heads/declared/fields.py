@@ -23,14 +23,6 @@ _RANGES = {
 }
 
 
-def check_token(mask_token_id: int | None, vocab_size: int) -> None:
-    """Refuse a mask token that is none of a vocabulary's, where its size is known."""
-    if mask_token_id is not None and vocab_size and not 0 <= mask_token_id < vocab_size:
-        raise OptionError(
-            f"drafter.mask_token_id is {mask_token_id}; expected 0 … {vocab_size - 1}."
-        )
-
-
 @dataclass(kw_only=True, repr=False)
 class Fields:
     """What every drafter's `config.json` says.
@@ -70,6 +62,12 @@ class Fields:
             for name in names:
                 if not _RANGES[expected](value := getattr(self, name)):
                     raise OptionError(f"drafter.{name} is {value}; expected {expected}.")
+
+    def validate_mask_token(self) -> None:
+        """Part of the config's own validation: a mask token, if any, is one of the vocabulary."""
+        token, known = getattr(self, "mask_token_id", None), self.vocab_size
+        if token is not None and known and not 0 <= token < known:
+            raise OptionError(f"drafter.mask_token_id is {token}; expected 0 … {known - 1}.")
 
     @property
     def decided(self) -> bool:
