@@ -48,7 +48,7 @@ class EagleConfig(EagleFields, DrafterConfig):
         return config
 
 
-class _Past:
+class Past:
     """The keys and values of the depths so far: a cache or, where it is made anew for every depth
     because that may run twice, what is in it."""
 
@@ -167,7 +167,7 @@ class Eagle(TokenConditioned):
         length = tokens.shape[1]
         packed = positions is not None
         at, positions, begin = chosen_positions(where, positions)
-        chosen, start, past = where.gather(1, at), begin.gather(1, at), _Past()  # [B, W]
+        chosen, start, past = where.gather(1, at), begin.gather(1, at), Past()  # [B, W]
         mask = self._mask(begin + positions, begin, length, 1) if packed else None
         # The last pair lacks its token: any will do, since no chosen state depends on it.
         first = self._first(features)
@@ -178,14 +178,9 @@ class Eagle(TokenConditioned):
         for depth in range(2, depths + 1):
             token = tokens.gather(1, (at + depth).clamp(max=length - 1))
             mask = self._mask(at, start, length, depth)
-            token, hidden = self._continued(token, hidden)
             hidden = self._run(past, token, hidden, own + depth - 1, mask)
             found.append(hidden[chosen])
         return torch.stack(found)  # [K, M, D]
-
-    def _continued(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """What a deeper pair is made of, here its true token and the hidden state above it."""
-        return tokens, hidden
 
     def _mask(
         self, at: Tensor, start: Tensor, length: int, depth: int
@@ -204,7 +199,7 @@ class Eagle(TokenConditioned):
         return True
 
     def _run(
-        self, past: _Past, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Any
+        self, past: Past, tokens: Tensor, hidden: Tensor, positions: Tensor, mask: Any
     ) -> Tensor:
         """Run a depth after the others, whose keys and values are `past`: [B, W, D]."""
         if not self._checkpointed:

@@ -25,9 +25,10 @@ from .checkpoint import Found
 from .core import output_layer, weight_of
 from .declared.eagle import Eagle3Fields
 from .drafter import Step, from_last_true
-from .eagle import Eagle, EagleConfig
+from .eagle import Eagle, EagleConfig, Past
 from .parts.cached_layers import DraftCache
-from .parts.own_layers import norm_scale, unit_scale_init
+from .parts.mask_blocks import MaskBlocks, depth_shares
+from .parts.own_layers import llama_like, norm_scale, silence, unit_scale_init
 from .parts.published.eagle import eagle3
 from .parts.published.eagle_files import EAGLE3
 from .parts.published.layer_ids import published_layers
@@ -43,6 +44,7 @@ class Eagle3Config(Eagle3Fields, EagleConfig):
     @classmethod
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
         config = super().for_target(target, **options)
+        config.layer = llama_like(target) | {"num_hidden_layers": config.layers}
         config.feature_layers = config.feature_layers or mixed_layers(target)
         return config
 
@@ -146,12 +148,14 @@ class Eagle3(Eagle):
         target's norm and output layer.
 
         The token comes through attention. Queries and keys get equal weights for embeddings, so a
-        pair attends mostly to itself at first.
+        pair attends mostly to itself at first. Layers after the first one add nothing yet.
         """
         unit_scale_init(self.model)
         layer: Any = self.model.layers[0]
         size, attention = self.config.hidden_size, layer.self_attn
         layer.mlp.down_proj.weight.zero_()
+        for deeper in self.model.layers[1:]:
+            silence(deeper)
         query, key, value = (
             getattr(attention, f"{name}_proj").weight.unflatten(0, (-1, attention.head_dim))
             for name in "qkv"
@@ -187,15 +191,6 @@ class Eagle3(Eagle):
         left = super()._left(found)
         return self.norm(left) if self.config.norm_output else left
 
-    def _continued(self, tokens: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.independent:
-            return tokens, hidden
-        return torch.full_like(tokens, self.config.mask_token_id), self._masked(hidden)
-
-    def _masked(self, like: Tensor) -> Tensor:
-        """The learned state that stands for one which is not known yet, for each of [..., D]."""
-        return self._first(self.mask_hidden).expand(*like.shape[:-1], -1)
-
     def reserve(self, state: DraftCache, longest: int, room: int) -> None:
         ahead = self.config.depths - 1 if self.independent else 0
         super().reserve(state, longest, room + ahead)
@@ -204,12 +199,44 @@ class Eagle3(Eagle):
         if not self.independent:
             return super().begin(state, features, tokens, count)
         ahead, known = self.config.depths - 1, tokens.shape[1]
-        first = self._first(features)
-        masked = self._masked(first[:, :1]).expand(-1, ahead, -1)
-        masks = tokens.new_full((len(tokens), ahead), self.config.mask_token_id)
-        pairs = self._pairs(torch.cat([tokens, masks], 1), torch.cat([first, masked], 1))
+        masks = tokens.new_empty(len(tokens), ahead)
+        pairs = self._pairs(*self._with_masks(tokens, self._first(features), masks))
         left = self._left(self._layers.begin(state, count, ahead, inputs_embeds=pairs))
         return self.propose(from_last_true(left, count, known))  # [B, K, D]
+
+    def _with_masks(self, tokens: Tensor, hidden: Tensor, masks: Tensor) -> tuple[Tensor, Tensor]:
+        """Tokens [B, T] and hidden states [B, T, D], and after them what stands for those that are
+        not known yet, for each of `masks` [B, Q]."""
+        token = torch.full_like(masks, self.config.mask_token_id)
+        state = self._first(self.mask_hidden).expand(*masks.shape, -1)
+        return torch.cat([tokens, token], 1), torch.cat([hidden, state], 1)
+
+    @property
+    def depth_shares(self) -> list[float] | None:
+        own = self.config
+        return depth_shares(own.depths, own.kept, own.least_kept) if self.independent else None
+
+    def passes(self, row: float) -> float:
+        return super().passes(row) if self.depth_shares is None else sum(self.depth_shares)
+
+    def draft_hidden_states(
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        where: Tensor,
+        depths: int,
+        positions: Tensor | None = None,
+        wanted: Tensor | None = None,
+    ) -> Tensor:
+        """As EAGLE-1 does or, where all drafts are made at once, in one pass, see `MaskBlocks`."""
+        if not self.independent:
+            return super().draft_hidden_states(features, tokens, where, depths, positions)
+        blocks = MaskBlocks.of(where, depths, positions, wanted, newest=0)
+        # The last pair lacks its token: any will do, since no chosen state depends on it.
+        text = tokens.roll(-1, 1), self._first(features)
+        mask = blocks.attention(self._windows, **self._mask_options)
+        pairs = self._with_masks(*text, blocks.start)
+        return blocks.states(self._run(Past(), *pairs, blocks.positions, mask))
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.config.norm_output:

@@ -27,7 +27,8 @@ from .core import FINAL, AttentionWindows, OptionError, load_pretrained, read_we
 from .draft_model import DraftModel, DraftModelConfig
 from .drafter import Step, entries_at, from_last_true, last_true
 from .parts.cached_layers import DraftCache
-from .parts.draft_attention import Mask, attention_for, knows_flex, text_and_block_mask
+from .parts.draft_attention import attention_for, knows_flex
+from .parts.mask_blocks import MaskBlocks, depth_shares
 from .parts.own_layers import recurrent_layers
 
 PROJECTION = "target_proj.weight"
@@ -222,8 +223,8 @@ class Pard(DraftModel):
 
     @property
     def depth_shares(self) -> list[float]:
-        shares = [self.config.kept**depth for depth in range(self.config.depths)]
-        return [1.0, *(max(share, self.config.least_kept) for share in shares[1:])]
+        own = self.config
+        return depth_shares(own.depths, own.kept, own.least_kept)
 
     def passes(self, row: float) -> float:
         return sum(self.depth_shares)
@@ -237,43 +238,19 @@ class Pard(DraftModel):
         positions: Tensor | None = None,
         wanted: Tensor | None = None,
     ) -> Tensor:
-        """The text and all masks in one pass: after the text, a block of masks for each start.
-
-        The block of position t attends to the text up to x_t+1 and to itself, causally. It has
-        masks for the depths 2 … k, the deepest that is wanted there. Depth 1 is the text's own.
-        """
-        length = tokens.shape[1]
-        every = torch.arange(length, device=tokens.device).expand_as(tokens)  # [B, T]
-        positions = every if positions is None else positions
-        begin = every - positions  # [B, T], where each token's document begins
-        numbers = torch.arange(1, depths + 1, device=tokens.device).unsqueeze(1)
-        deepest = torch.zeros_like(tokens)
-        deepest[where] = depths if wanted is None else (numbers * wanted).amax(0)
-        first, start, depth = _blocks((deepest - 1).clamp(min=0), depths)
-        # A state that needs a token past the row's end may be anything.
-        newest = (start + 1).clamp(max=length - 1)
-        places = (positions.gather(1, start) + depth).clamp(max=length - 1)
-        positions = torch.cat([positions, places], 1)  # [B, S], S = T + Q
-        mask = self._mask(
-            torch.cat([every, newest], 1),
-            torch.cat([begin, begin.gather(1, start)], 1),
-            torch.cat([torch.full_like(every, -1), start], 1),
-            positions,
-            length,
-        )
-        read = _shifted(features).masked_fill((begin == every).unsqueeze(-1), 0)
-        read = self._dropped(torch.cat([read, entries_at(features, start)], 1))  # [B, S, F]
-        masks = torch.full_like(start, self._mask_token)
+        """The text and all masks in one pass, see `MaskBlocks`; depth 1 is the text's own."""
+        blocks = MaskBlocks.of(where, depths, positions, wanted, newest=1)
+        at_begin = (blocks.positions[:, : tokens.shape[1]] == 0).unsqueeze(-1)
+        read = _shifted(features).masked_fill(at_begin, 0)
+        read = self._dropped(torch.cat([read, entries_at(features, blocks.start)], 1))  # [B, S, F]
+        masks = torch.full_like(blocks.start, self._mask_token)
         inputs = self._model_inputs(torch.cat([tokens, masks], 1), read)
-        decoder = self.model.get_decoder()
+        decoder, mask = self.model.get_decoder(), self._attention_mask(blocks)
         with attention_for(decoder, mask):
             hidden = decoder(
-                **inputs, attention_mask=mask, position_ids=positions, use_cache=False
+                **inputs, attention_mask=mask, position_ids=blocks.positions, use_cache=False
             )[0]  # [B, S, D]
-        row, at = where.nonzero(as_tuple=True)  # [M] each
-        slots = [(at + 1).clamp(max=length - 1)]
-        slots += [length + first[row, at] + k - 2 for k in range(2, depths + 1)]
-        return hidden[row, torch.stack(slots).clamp(max=hidden.shape[1] - 1)]  # [K, M, D]
+        return blocks.states(hidden)
 
     def _dropped(self, features: Tensor) -> Tensor:
         """Features [B, S, F], in training zeros for a random share of the rows."""
@@ -283,22 +260,18 @@ class Pard(DraftModel):
         kept = torch.rand(len(features), 1, 1, device=features.device) >= share
         return features * kept
 
-    def _mask(
-        self, at: Tensor, start: Tensor, block: Tensor, positions: Tensor, length: int
-    ) -> Any:
-        """See `text_and_block_mask`; with one for each type of layer where some have a window."""
-        model, found = self.model.get_decoder(), dict[str | None, Mask]()
-        windows = AttentionWindows.of(model)
-        for kind, window in (windows.by_type or {None: windows.single}).items():
-            first = start if window is None else start + (positions - window + 1).clamp(min=0)
-            longest = max(self.config.depths - 1, 1)
-            sizes = (length, longest, window)
-            mask: Any = text_and_block_mask(at, first, block, *sizes, **self._mask_options)
-            if model.config._attn_implementation == "eager":  # it adds masks to scores
-                least = torch.finfo(model.dtype).min
-                mask = torch.zeros_like(mask, dtype=model.dtype).masked_fill(~mask, least)
-            found[kind] = mask
-        return found if windows.by_type else found[None]
+    def _attention_mask(self, blocks: MaskBlocks) -> Any:
+        decoder = self.model.get_decoder()
+        found: Any = blocks.attention(AttentionWindows.of(decoder), **self._mask_options)
+        if decoder.config._attn_implementation != "eager":
+            return found
+        least = torch.finfo(self.model.dtype).min  # eager attention adds masks to scores
+
+        def added(mask: Tensor) -> Tensor:
+            return torch.zeros_like(mask, dtype=self.model.dtype).masked_fill(~mask, least)
+
+        by_type = isinstance(found, dict)
+        return {kind: added(mask) for kind, mask in found.items()} if by_type else added(found)
 
 
 def _written(config: PardConfig) -> dict[str, Any]:
@@ -325,27 +298,3 @@ def _read(written: dict[str, Any]) -> dict[str, Any]:
 def _shifted(features: Tensor) -> Tensor:
     """The features that tokens were emitted from: those before them, zeros first.  # [B, T, F]"""
     return torch.cat([torch.zeros_like(features[:, :1]), features[:, :-1]], 1)
-
-
-def _blocks(masks: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the masks of each start stand, one start's after another's.
-
-    Args:
-        masks: [B, T] how many each start has.
-        longest: no depth is deeper.
-
-    Returns:
-        [B, T] the slot of each start's first mask, and of each slot [B, Q], Q those of the row with
-        the most, its start and its depth; slots past a row's own are given to its last position.
-
-    >>> first, start, depth = _blocks(torch.tensor([[2, 0, 1], [0, 1, 0]]), 3)
-    >>> first.tolist(), start.tolist(), depth.tolist()
-    ([[0, 2, 2], [0, 0, 1]], [[0, 0, 2], [1, 2, 2]], [[2, 3, 2], [2, 2, 3]])
-    """
-    ends = masks.cumsum(1)
-    first = ends - masks
-    slots = torch.arange(int(ends[:, -1].max()), device=masks.device).expand(len(masks), -1)
-    start = torch.searchsorted(ends, slots.contiguous(), right=True)
-    start = start.clamp(max=masks.shape[1] - 1)
-    depth = (slots - first.gather(1, start) + 2).clamp(max=longest)
-    return first, start, depth

@@ -58,8 +58,12 @@ class Eagle3Fields(EagleFields):
         fc_norm: whether a norm reads the features of each layer, before `fc`.
         norm_output: whether the normed state, which the output layer reads, is also the hidden
             state of the next pair.
+        layers: how many decoder layers there are; the first one mixes tokens and features.
         mask_token_id: the token of the pairs of drafts that are made all at once, `depths` of them;
             None for a head that drafts one after another.
+        kept, least_kept: for such a head, of the positions that a training step asks for one depth
+            the share that it asks for the next, and the least share of all positions that it asks
+            for any depth (conditional drop-token).
     """
 
     feature_layers: list[int] | tuple[int, ...] = ()
@@ -69,13 +73,17 @@ class Eagle3Fields(EagleFields):
     norm_before_fc: bool = False
     fc_norm: bool = False
     norm_output: bool = False
+    layers: int = 1
     mask_token_id: int | None = None
+    kept: float = 0.7
+    least_kept: float = 0.2
 
     OPTIONS: ClassVar[tuple[str, ...]] = (
         *("feature_layers", "depths", "output", "draft_vocab_size"),
         *("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"),
-        "mask_token_id",
+        *("layers", "mask_token_id", "kept", "least_kept"),
     )
+    RANGES: ClassVar = {"at least 1": ("depths", "layers"), "0 … 1": ("kept", "least_kept")}
 
     def validate_norms(self) -> None:
         """Part of the config's own validation."""
@@ -83,6 +91,15 @@ class Eagle3Fields(EagleFields):
             raise OptionError(
                 "drafter.norm_before_fc and drafter.fc_norm are both true; expected one of them."
             )
+
+    def validate_kept(self) -> None:
+        """Part of the config's own validation."""
+        for name in ("kept", "least_kept"):
+            if self.mask_token_id is None and getattr(self, name) != getattr(type(self), name):
+                raise OptionError(
+                    f"drafter.{name} is {getattr(self, name)}, and this head drafts one token "
+                    "after another; set drafter.mask_token_id as well, or leave it out."
+                )
 
     def shapes(self) -> Shapes:
         layer, count = Layer.of(self.layer), len(self.feature_layers) or 3

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from headstart.heads import ArtifactError, load_drafter
+from headstart.heads import ArtifactError, OptionError, family, load_drafter
 from headstart.heads.artifacts.export import export_drafter, largest_difference
 from headstart.infer import Speculator
 from tests.support.published_eagle import KEPT, random
@@ -100,6 +100,46 @@ def test_training_sees_the_same(name: str, tmp_path: Path) -> None:
             text = tokens[0, start + 1 : at + depth + 1].tolist()
             expected = VARIANTS[name].logits(tensors, features[0, start : at + 1], text)
             torch.testing.assert_close(logits[row], expected, rtol=1e-5, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["P-EAGLE", "P-EAGLE of two layers"])
+def test_what_is_not_asked_for_is_not_computed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, _ = loaded(name, tmp_path / name)
+    tokens, features = torch.randint(VOCAB, (2, 16)), random(2, 16, 3 * TARGET)
+    where = torch.rand(2, 16) < 0.6
+    wanted = torch.arange(1, 5).unsqueeze(1) <= torch.randint(1, 5, (int(where.sum()),))  # [K, M]
+    widths: list[int] = []
+    run = drafter.model.forward
+
+    def counted(**how: Any) -> Any:
+        widths.append(how["inputs_embeds"].shape[1])
+        return run(**how)
+
+    monkeypatch.setattr(drafter.model, "forward", counted)
+    whole = drafter.draft_hidden_states(features, tokens, where, 4)
+    part = drafter.draft_hidden_states(features, tokens, where, 4, wanted=wanted)
+    chosen = wanted & (torch.arange(16) < 12).expand(2, -1)[where]
+    torch.testing.assert_close(part[chosen], whole[chosen], rtol=1e-10, atol=1e-10)
+    masks = torch.zeros(2, 16, dtype=torch.long)
+    masks[where] = wanted.sum(0) - 1
+    assert widths == [16 + 3 * int(where.sum(1).max()), 16 + int(masks.sum(1).max())]
+
+
+def test_each_depth_is_asked_of_a_share_of_the_positions() -> None:
+    kind: Any = family("eagle3")
+
+    def made(**options: Any) -> Any:
+        return kind(kind.config_class.for_target(tiny("llama"), depths=4, **options))
+
+    at_once, one_by_one = made(mask_token_id=3), made()
+    assert at_once.depth_shares == pytest.approx([1.0, 0.7, 0.49, 0.343])
+    assert at_once.passes(1000) == pytest.approx(2.533)
+    assert one_by_one.depth_shares is None and one_by_one.passes(1000) == 4
+    with pytest.raises(OptionError, match=r"drafter\.kept"):
+        made(kept=0.5)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -53,6 +53,7 @@ def eagle3(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
     size = layer_config(config).get("vocab_size") if mask is None else len(mask)
     known = _known(config, found, size) | _norms(config, found) | _parallel(config, found)
+    known["layers"] = known["layer"].get("num_hidden_layers", 1)
     known["norm_before_residual"] = bool(_said(config, "norm_before_residual"))
     layers, read = read_layer_ids(config), found["fc.weight"].shape[1]
     if read % (len(layers) or 3):
