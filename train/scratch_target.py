@@ -22,11 +22,11 @@ from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.heads.core.files import write_atomically
+from headstart.infer.measure.progress import progress_bar
 
 from .data.corpus import load_documents
 from .data.documents import Document
 from .data.tokenising import tokenise
-from .figures.progress import progress_bar
 from .recipe import Scratch
 
 END_OF_TEXT = "<|endoftext|>"

@@ -6,19 +6,18 @@ Times run from a prompt's first tokens to its last; the prefill is kept apart.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 from transformers import DynamicCache, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from ..speculator import Speculator
 from ..stats import Stats
+from .progress import with_progress
 from .timing import Stopwatch, take_turns
 
 
@@ -119,7 +118,7 @@ def decode_in_turns(
     Yields:
         Each prompt, [1, P], and its runs by the decoders' names.
     """
-    for number, prompt in enumerate(tqdm(prompts, desc=title, unit="prompt", file=sys.stderr)):
+    for number, prompt in enumerate(with_progress(prompts, title, "prompt")):
         ids = prompt.reshape(1, -1).to(device)
         if number == 0:  # warms up
             take_turns(decoders, [ids])

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from headstart.heads.artifacts.plan import dtype_name
 
 from ..speculator import Speculator
+from .progress import with_progress
 
 _COPIES = 4  # rows of the batch that plain decoding is repeated in
 
@@ -65,10 +63,10 @@ def compare_greedy(
 ) -> Greedy:
     """Compare greedy text with that of `generate`, prompt [1, P] by prompt."""
     model: Any = speculator.model
-    shown = partial(tqdm, prompts, unit="prompt", file=sys.stderr, disable=not progress)
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     compared, places = 0, {}
-    for number, ids in enumerate(shown(desc="greedy text")):
+    shown = with_progress(prompts, "greedy text", "prompt", disable=not progress)
+    for number, ids in enumerate(shown):
         plain, drafted = model.generate(ids, **options), speculator.generate(ids, **options)
         same, differs = agreement(plain, drafted, ids)
         compared += same

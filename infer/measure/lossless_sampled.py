@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from headstart.heads import OptionError
 from headstart.heads.artifacts.plan import dtype_name
@@ -25,6 +23,7 @@ from ..rules.registry import choose_rule
 from ..speculator import Speculator
 from ..trees.by_request import USUAL, TreesByRequest
 from .lossless_greedy import agreement
+from .progress import progress_bar
 
 ALPHA = 1e-6
 """The probability that a correct sampler fails the test."""
@@ -103,7 +102,7 @@ def compare_sampled(
 
     expected = continuations(plain, prompts[0], options)
     found: Counter[Text] = Counter()
-    bar = tqdm(total=draws, desc=f"sampling, {rule.name}", file=sys.stderr, disable=not progress)
+    bar = progress_bar(draws, f"sampling, {rule.name}", "draw", disable=not progress)
     # So many rows may have another tree than the single prompt that they stand for.
     tree, single = speculator.tree_of(1, temperature), copy.copy(speculator)
     single.trees = TreesByRequest({USUAL: tree})

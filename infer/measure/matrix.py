@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -18,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from headstart.heads import OptionError
@@ -26,6 +24,7 @@ from headstart.heads import OptionError
 from ..speculator import Speculator
 from ..stats import Stats
 from .baselines import Timed, TimedDecode, timed_generate, timed_speculator
+from .progress import with_progress
 from .round_parts import REPLAYED_PROMPTS, RoundParts, round_parts
 from .timing import take_turns
 
@@ -151,7 +150,7 @@ def measure_cell(
         found[name].stats = Stats(speculator.tree_of(batch_size, temperature).max_depth)
     batches = list(_batches(chats, batch_size))
     title = f"bench, temperature {temperature:g}"
-    for number, batch in enumerate(tqdm(batches, desc=title, unit="batch", file=sys.stderr)):
+    for number, batch in enumerate(with_progress(batches, title, "batch")):
         own = [chats[i] for i in batch]
         decode = functools.partial(_decode_turn, decoders, seeds=[settings.seed + i for i in batch])
         if number == 0:  # warms up

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import asdict, replace
 
 from torch import Tensor
-from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from headstart.heads import Drafter, DrafterGroup, OptionError
@@ -21,6 +21,7 @@ from .candidates import SMALL, Candidate, rank_trees, reach
 from .costs import STEPS, DecodeTimes, decode_times, measure_costs
 from .forward_costs import SECONDS
 from .own_text import BATCH, write_texts
+from .progress import progress_bar
 from .ranks import acceptance, measure_ranks
 
 MIN_SPEEDUP = 1.02
@@ -79,7 +80,7 @@ def make_plan(
     batches = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
     trials = batches * -(-_RUNS // len(batches)) if measure else []
     parts = 2 * -(-len(prompts) // BATCH) + STEPS + len(trials)
-    with tqdm(total=parts, desc="plan", unit="part", disable=not progress) as bar:
+    with closing(progress_bar(parts, "plan", "part", disable=not progress)) as bar:
         texts = write_texts(target, drafter, prompts, new_tokens, bar.update, temperature)
         most = min(max_nodes - 1, reach(max_nodes)[0])
         ranks = measure_ranks(drafter, texts, most, bar.update, temperature)

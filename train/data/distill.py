@@ -18,8 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.artifacts.manifest import fingerprint, library_versions, tokenizer_hash
 from headstart.heads.core.files import write_atomically
+from headstart.infer.measure.progress import progress_bar
 
-from ..figures.progress import progress_bar
 from ..recipe import Chat, Distill
 from .documents import Document
 from .prefixes import chat_renderer

@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from ..figures.progress import progress_bar
+from headstart.infer.measure.progress import progress_bar
 
 
 class Clock(TrainerCallback):

@@ -17,10 +17,10 @@ from transformers import PreTrainedModel
 from headstart.heads import FINAL, OptionError, TrainableDrafter
 from headstart.heads.core import FeatureTap
 from headstart.heads.families import with_article
+from headstart.infer.measure.progress import progress_bar
 
 from ..data.batches import collate
 from ..data.training_rows import Rows
-from ..figures.progress import progress_bar
 from ..losses.draft_loss import DraftLoss, head_labels, label_counts, some_starts, thinned_depths
 from ..processes.engine import weights_are_sharded
 from ..processes.tensor_parallel import in_parts

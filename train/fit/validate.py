@@ -21,12 +21,12 @@ from headstart.heads.core import in_shards, row_seeds
 from headstart.infer import RULES, Speculator, StaticTree, Stats, parse_static
 from headstart.infer.measure.bench import SHOWN, SHOWN_BEFORE
 from headstart.infer.measure.own_text import BATCH, Written, write_texts
+from headstart.infer.measure.progress import progress_bar
 from headstart.infer.measure.ranks import best_tree, measure_ranks, path_shares, replay
 from headstart.infer.rules.registry import find_rule
 from headstart.infer.trees.texts import sparse_nodes
 
 from ..data.prefixes import HeldOutPrompt
-from ..figures.progress import progress_bar
 from ..processes.agreement import from_each, in_parallel, in_turn, own_share
 
 Prompts = Sequence[HeldOutPrompt] | Sequence[Tensor]

@@ -1,7 +1,6 @@
-"""What a training says of itself: metrics.jsonl, its plot, and lines where there is no terminal."""
+"""What a training says of itself: metrics.jsonl and its plot."""
 
 import importlib.util
-import io
 import itertools
 import json
 from pathlib import Path
@@ -15,7 +14,6 @@ from transformers import TrainerCallback
 
 from headstart.train.figures.metrics import Metrics, real_tokens, scalars
 from headstart.train.figures.plot import draw_metrics
-from headstart.train.figures.progress import Lines, progress_bar
 from headstart.train.fit.arguments import training_arguments
 from headstart.train.fit.clock import Clock
 from headstart.train.recipe import Train
@@ -184,43 +182,3 @@ def test_there_is_no_plot_without_matplotlib(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert not draw_metrics(metrics_file, tmp_path / "metrics.png")
-
-
-def test_lines_come_now_and_then_and_at_the_end() -> None:
-    seconds, out = [0.0], io.StringIO()
-    bar = Lines(100, "distill", "row", out, now=lambda: seconds[0])
-    for done in range(1, 100):
-        seconds[0] = done * 1.0
-        bar.set_postfix_str(f"{done} tokens/s", refresh=False)
-        bar.update()
-    bar.close()
-    bar.close()
-    assert out.getvalue().splitlines() == [
-        "distill: 30% (30 rows), 00:30 elapsed, 01:10 left, 30 tokens/s",
-        "distill: 60% (60 rows), 01:00 elapsed, 00:40 left, 60 tokens/s",
-        "distill: 90% (90 rows), 01:30 elapsed, 00:10 left, 90 tokens/s",
-        "distill: 99% (99 rows), 01:39 elapsed, 00:01 left, 99 tokens/s",
-    ]
-    seconds[0], out = 0.0, io.StringIO()
-    share = Lines(1.0, "heads", file=out, now=lambda: seconds[0])
-    share.set_postfix({"step": 4, "loss": "2.100"})
-    share.update(1.0)
-    share.close()
-    assert out.getvalue() == "heads: 100%, 00:00 elapsed, step 4, loss 2.100\n"
-
-
-def test_a_terminal_gets_a_bar_and_a_log_gets_lines(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bar = progress_bar(1.0, "heads")
-    assert isinstance(bar, Lines)
-    bar.close()
-    assert "\r" not in capsys.readouterr().err
-    silent = progress_bar(1.0, "heads", disable=True)
-    silent.update(1.0)
-    silent.close()
-    assert capsys.readouterr().err == ""
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-    drawn = progress_bar(3, "distill", "row")
-    assert not isinstance(drawn, Lines) and drawn.total == 3
-    drawn.close()

@@ -1,11 +1,11 @@
-"""How a stage's progress is shown: a bar on a terminal, now and then a line where there is none."""
+"""How progress is shown: a bar on a terminal, now and then a line where there is none."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
@@ -15,11 +15,13 @@ SHARE = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 EVERY = 30.0
 """Seconds between lines."""
 
+_Item = TypeVar("_Item")
+
 
 class Lines:
     """Takes a bar's place in a log: a line every `EVERY` seconds and at the end.
 
-    It has those parts of tqdm that stages use.
+    It has those parts of tqdm that are used here.
     """
 
     def __init__(
@@ -77,3 +79,16 @@ def progress_bar(total: float, desc: str, unit: str = "", disable: bool = False)
         form: dict[str, Any] = {"unit": unit} if unit else {"bar_format": SHARE}
         return tqdm(total=total, desc=desc, disable=disable, **form)
     return Lines(total, desc, unit)
+
+
+def with_progress(
+    items: Collection[_Item], desc: str, unit: str, disable: bool = False
+) -> Iterator[_Item]:
+    """The items, one by one, under a `progress_bar`."""
+    bar = progress_bar(len(items), desc, unit, disable)
+    try:
+        for item in items:
+            yield item
+            bar.update()
+    finally:
+        bar.close()
