@@ -1,0 +1,67 @@
+"""Answer requests of the OpenAI protocol, decoded with a drafter.
+
+headstart serve --drafter runs/my-model/heads
+headstart serve --target ORG/MODEL --drafter ORG/NAME --port 8000 --name my-model
+"""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+
+from headstart.inputs import load_speculator
+from headstart.terminal import UsageError
+
+from . import options as shared
+
+_HOST = "the address to listen at (default: localhost, which other machines cannot reach)"
+_NAME = "the name that requests ask for (default: the target's)"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    shared.add_model_arguments(parser)
+    add("--host", metavar="HOST", default="localhost", help=_HOST)
+    add("--port", metavar="PORT", type=shared.whole, default=8000, help="its port (default: 8000)")
+    add("--name", metavar="NAME", help=_NAME)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Load the models, then answer requests until Ctrl-C."""
+    try:
+        import uvicorn
+        from transformers.cli.serving import chat_completion  # noqa: F401
+        from transformers.utils import logging
+    except ImportError as error:
+        raise UsageError(
+            f"serving needs packages that are missing ({error.name}); install them: "
+            "pip install fastapi uvicorn openai"
+        ) from error
+    listening = _bound(options.host, options.port)
+    speculator = load_speculator(options)
+    from headstart.reports.tables import said_of_forwards
+    from headstart.serving import server_of
+
+    logging.set_verbosity_error()  # its lines about requests say less than those printed here
+    name = options.name or str(options.target)
+    host, port = listening.getsockname()[:2]
+    tree = speculator.tree_of(1, 0.0).label if options.drafter else "plain"
+    by = said_of_forwards(speculator.target.forwards)
+    print(f"{name} · tree {tree}{by} · http://{host}:{port}/v1 (Ctrl-C stops)", file=sys.stderr)
+    if not getattr(speculator.tokenizer, "chat_template", None):
+        print("(no chat template: only /v1/completions has an answer)", file=sys.stderr)
+    settings = uvicorn.Config(server_of(speculator, name), log_level="warning")
+    uvicorn.Server(settings).run(sockets=[listening])
+    return 0
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket that listens there; whether it can is known before a model is loaded."""
+    try:
+        return socket.create_server((host, port))
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            f"cannot listen at {host}:{port} ({getattr(error, 'strerror', None) or error}); give "
+            "another --host or --port"
+        ) from error

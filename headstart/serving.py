@@ -1,0 +1,188 @@
+"""A server of the OpenAI protocol: that of transformers, with a speculator in the model's place.
+
+`transformers serve` has the endpoints, chat templates, tool calls, reasoning and streaming; here it
+is given one loaded target, whose `generate` is the speculator's. Requests are decoded one after
+another, each as fast as it can be.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import HTTPException, Request
+from fastapi.responses import JSONResponse
+from transformers.cli.serving.chat_completion import ChatCompletionHandler
+from transformers.cli.serving.completion import CompletionHandler
+from transformers.cli.serving.model_manager import ModelManager
+from transformers.cli.serving.response import ResponseHandler
+from transformers.cli.serving.server import build_server
+from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState
+
+from headstart.heads.core import trained_context
+from headstart.terminal import one_line
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from headstart.infer import Speculator
+
+PATHS = {
+    "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health",
+}  # fmt: skip
+"""The endpoints that are served, of those that transformers has."""
+
+
+def server_of(speculator: Speculator, name: str) -> FastAPI:
+    """The application that answers requests for the model `name`; it runs under any ASGI server."""
+    model, state = _OneModel(speculator, name), _OneManager(speculator)
+    handlers: dict[str, Any] = {
+        "chat_handler": _Chats(model, state),
+        "completion_handler": _Completions(model, state),
+        "response_handler": _Responses(model, state),
+    }
+    build: Any = build_server
+    wanted = inspect.signature(build).parameters  # which differ by version
+    others = {key: None for key in wanted if key.endswith("_handler")}
+    app: FastAPI = build(model, generation_state=state, **others | handlers)
+    app.router.routes = [r for r in app.router.routes if getattr(r, "path", "") in PATHS]
+
+    app.add_exception_handler(ValueError, _refused)
+    app.add_exception_handler(HTTPException, _refused)
+    return app
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    """A request's mistake in the form that clients of the protocol read."""
+    status = error.status_code if isinstance(error, HTTPException) else 400
+    message = str(error.detail) if isinstance(error, HTTPException) else one_line(error)
+    said = {"message": message, "type": "invalid_request_error"}
+    return JSONResponse({"error": said}, status_code=status)
+
+
+class _OneModel(ModelManager):
+    """Has one model, loaded already, under the name that it is served by."""
+
+    def __init__(self, speculator: Speculator, name: str):
+        super().__init__()
+        self.force_model, self._speculator = name, speculator
+
+    def load_model_and_processor(self, *given: Any, **options: Any) -> Any:
+        return self._speculator.model, self._speculator.tokenizer
+
+    @staticmethod
+    def process_model_name(model_id: str) -> str:
+        return model_id  # answers name it as requests do
+
+    def get_gen_models(self, *given: Any) -> list[dict[str, Any]]:  # type: ignore[override]
+        return [{"id": self.force_model, "object": "model", "owned_by": "headstart", "created": 0}]
+
+    def shutdown(self) -> None:
+        pass
+
+
+class _OneManager(GenerationState):
+    """Has one manager of generations for all requests."""
+
+    def __init__(self, speculator: Speculator):
+        super().__init__()
+        self._manager = _Manager(speculator)
+
+    def get_manager(self, *given: Any, **options: Any) -> GenerateManager:
+        return self._manager
+
+
+class _Manager(GenerateManager):
+    """Lets the speculator generate, in one thread, what handlers ask the model for."""
+
+    def __init__(self, speculator: Speculator):
+        super().__init__()
+        self._writer: Any = _Writer(speculator)
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *given: Any, **options: Any
+    ) -> Any:
+        self._writer.limit(inputs, gen_config)
+        return super().generate_streaming(
+            self._writer, processor, inputs, gen_config, *given, **options
+        )
+
+    async def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, gen_config: Any, *given: Any, **options: Any
+    ) -> Any:
+        self._writer.limit(inputs, gen_config)
+        return await super().generate_non_streaming(
+            self._writer, processor, inputs, gen_config, *given, **options
+        )
+
+
+class _Writer:
+    """What `generate` is called of: writes with the speculator, and says how fast that was."""
+
+    def __init__(self, speculator: Speculator):
+        self._speculator, self._context = speculator, trained_context(speculator.model)
+
+    def limit(self, inputs: Any, config: Any) -> None:
+        """Let a request write no more than the target's context has room for.
+
+        Raises:
+            ValueError: there is no prompt, or room for no token.
+        """
+        length = inputs["input_ids"].shape[-1]
+        if length == 0:
+            raise ValueError("the prompt is empty; give at least one token.")
+        if self._context is None:
+            return
+        if (room := self._context - length) < 1:
+            raise ValueError(
+                f"the prompt has {length} tokens, and the target was made for {self._context} in "
+                "all; shorten it."
+            )
+        config.max_new_tokens = min(config.max_new_tokens or room, room)
+
+    def generate(self, *, generation_config: Any, **inputs: Any) -> Any:
+        seed = vars(generation_config).pop(_SEED, None)
+        started = time.perf_counter()
+        found = self._speculator.generate(
+            generation_config=generation_config, **inputs, **{} if seed is None else {"seed": seed}
+        )
+        seconds, stats = time.perf_counter() - started, self._speculator.stats
+        tokens = found.shape[-1] - inputs["input_ids"].shape[-1]
+        tau = f", τ {stats.tau:.2f}" if stats.rounds else ""
+        print(
+            f"{tokens} tokens in {seconds:.2f} s ({tokens / seconds:.0f}/s){tau}", file=sys.stderr
+        )
+        return found
+
+
+_SEED = "headstart_seed"
+
+
+class _Sampled(BaseHandler):
+    """Reads sampling as the protocol means it: a temperature above 0 samples, and a seed is of its
+    own request, whatever other requests do meanwhile."""
+
+    def _build_generation_config(self, body: dict[str, Any], *given: Any, **options: Any) -> Any:
+        body = dict(body)
+        seed = body.pop("seed", None)
+        config = super()._build_generation_config(body, *given, **options)
+        if body.get("temperature") is not None:
+            config.do_sample = config.temperature > 0
+            config.temperature = config.temperature or 1.0  # greedy text has none
+        if seed is not None:
+            setattr(config, _SEED, int(seed))
+        return config
+
+
+class _Chats(_Sampled, ChatCompletionHandler):
+    pass
+
+
+class _Completions(_Sampled, CompletionHandler):
+    pass
+
+
+class _Responses(_Sampled, ResponseHandler):
+    pass

@@ -1,0 +1,146 @@
+"""`headstart serve`: answers are the text that the target writes alone; mistakes are said."""
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from transformers.utils.import_utils import is_serve_available
+
+from headstart.cli import main
+from headstart.infer import Speculator
+from tests.support.chats import CHATML, chat_tokenizer
+from tests.support.talker import talker
+
+pytestmark = pytest.mark.skipif(
+    not is_serve_available(), reason="needs fastapi, uvicorn and openai"
+)
+CONTEXT = 256
+ASKED = [{"role": "user", "content": "say something"}]
+
+
+@pytest.fixture(scope="module")
+def spoken() -> Any:
+    """A speculator whose drafts are of use: the target's letters repeat."""
+    tokenizer = chat_tokenizer(CHATML)
+    model = talker(tokenizer, "<|im_end|>", eagerness=1.0, context=CONTEXT)
+    from headstart.heads import family
+
+    lookup: Any = family("lookup")
+    return Speculator(model, lookup.of_target(model).bind(model), tokenizer=tokenizer)
+
+
+@pytest.fixture(scope="module")
+def client(spoken: Any) -> Iterator[Any]:
+    import uvicorn
+    from openai import OpenAI
+
+    from headstart.commands.serve import _bound
+    from headstart.serving import server_of
+
+    listening = _bound("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(server_of(spoken, "talker"), log_level="error"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+    thread.start()
+    limit = time.monotonic() + 60
+    while not server.started:
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+    url = f"http://127.0.0.1:{listening.getsockname()[1]}/v1"
+    yield OpenAI(base_url=url, api_key="none", max_retries=0)
+    server.should_exit = True
+    thread.join(timeout=10)
+
+
+def own_text(spoken: Any, new_tokens: int, **sampling: Any) -> str:
+    """What `generate` of transformers, or seeded plain decoding, writes."""
+    ids = spoken.tokenizer.apply_chat_template(
+        ASKED, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    writer = Speculator(spoken.model) if sampling else spoken.model
+    sampling = sampling or {"do_sample": False}
+    found = writer.generate(**ids, max_new_tokens=new_tokens, **sampling)
+    return spoken.tokenizer.decode(found[0, ids.input_ids.shape[1] :], skip_special_tokens=True)
+
+
+def ask(client: Any, **options: Any) -> Any:
+    return client.chat.completions.create(model="talker", messages=ASKED, **options)
+
+
+def test_a_greedy_answer_is_that_of_generate(
+    client: Any, spoken: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    expected = own_text(spoken, 30)
+    found = ask(client, max_tokens=30, temperature=0)
+    assert found.choices[0].message.content == expected and expected
+    assert found.model == "talker"
+    said = capfd.readouterr().err
+    assert "tokens in" in said and "τ" in said and ASKED[0]["content"] not in said
+    parts = ask(client, max_tokens=30, temperature=0, stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
+
+
+def test_a_temperature_samples_and_a_seed_repeats_it(client: Any, spoken: Any) -> None:
+    """Also with others at the same time; it is the text of seeded plain decoding."""
+    seeds = [1, 2, 3, 1, 2, 3]
+
+    def one(seed: int) -> str:
+        found = ask(client, max_tokens=24, temperature=1.3, seed=seed)
+        return found.choices[0].message.content
+
+    with ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(one, seeds))
+    assert found[:3] == found[3:] and len(set(found)) == 3
+    options = {"do_sample": True, "temperature": 1.3, "seed": 2}
+    assert found[1] == own_text(spoken, 24, **options)
+
+
+def test_completions_and_responses_have_the_text_too(client: Any, spoken: Any) -> None:
+    prompt = "once upon"
+    ids = spoken.tokenizer(prompt, return_tensors="pt")
+    text = spoken.model.generate(**ids, max_new_tokens=12, do_sample=False)
+    expected = spoken.tokenizer.decode(text[0, ids.input_ids.shape[1] :], skip_special_tokens=True)
+    found = client.completions.create(model="talker", prompt=prompt, max_tokens=12, temperature=0)
+    assert found.choices[0].text == expected
+    answer = client.responses.create(
+        model="talker", input="say something", max_output_tokens=30, temperature=0, stream=False
+    )
+    assert answer.output_text == own_text(spoken, 30)
+    assert [each.id for each in client.models.list()] == ["talker"]
+
+
+def test_a_text_ends_where_the_context_does(client: Any) -> None:
+    found = client.completions.create(model="talker", prompt="a" * 250, max_tokens=4000)
+    assert found.usage.total_tokens <= CONTEXT
+    for prompt, said in (("a" * CONTEXT, "shorten it"), ("", "empty")):
+        with pytest.raises(Exception, match=said) as caught:
+            client.completions.create(model="talker", prompt=prompt, max_tokens=4)
+        assert getattr(caught.value, "status_code", None) == 400
+
+
+def test_what_cannot_be_answered_is_the_callers_mistake(client: Any) -> None:
+    with pytest.raises(Exception, match="pinned") as caught:
+        client.completions.create(model="other", prompt="a")
+    assert getattr(caught.value, "status_code", None) == 400
+    with pytest.raises(Exception, match="404"):
+        client.audio.transcriptions.create(model="talker", file=b"x")
+
+
+def test_a_client_that_leaves_ends_its_request_alone(client: Any, spoken: Any) -> None:
+    with ask(client, max_tokens=200, temperature=1.5, seed=5, stream=True) as parts:
+        next(iter(parts))
+    assert ask(client, max_tokens=30, temperature=0).choices[0].message.content == own_text(
+        spoken, 30
+    )
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(
+    client: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    port = client.base_url.port
+    given = ["serve", "--target", "no/such-model", "--host", "127.0.0.1", "--port", str(port)]
+    assert main(given) == 2
+    said = capsys.readouterr().err
+    assert "cannot listen at 127.0.0.1" in said and "another --host or --port" in said
