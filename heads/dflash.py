@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from .core import weight_of
+from .core import AttentionWindows, OptionError, weight_of
 from .declared.dflash import DFlashFields
 from .drafter import DrafterConfig, Step, last_true
 from .parts.cached_layers import DraftCache
@@ -50,6 +50,14 @@ class DFlashConfig(DFlashFields, DrafterConfig):
     def for_target(cls, target: PreTrainedModel, **options: Any) -> Self:
         config = super().for_target(target, **options)
         config.layer = layer_like(target) | {"qk_norm": True, "num_hidden_layers": config.layers}
+        if config.window:
+            if config.layers == 1:
+                raise OptionError(
+                    f"drafter.window is {config.window} with one layer, and the last layer sees "
+                    "the whole text; set drafter.layers to at least 2."
+                )
+            types = ["sliding_attention"] * (config.layers - 1) + ["full_attention"]
+            config.layer |= {"sliding_window": config.window, "layer_types": types}
         config.feature_layers = config.feature_layers or spread_layers(target, config.layers)
         if config.mask_token_id is None:
             config.mask_token_id = config.vocab_size - 1
@@ -125,6 +133,7 @@ class DFlash(TokenConditioned):
             self.markov_head = _Markov(config.vocab_size, config.output_size, config.markov_rank)
         self.independent = self.markov_head is None
         self._layers = ContextLayers(self.model, shapes)
+        self._windows = AttentionWindows.of(self.model)
         self.post_init()
 
     @torch.no_grad()
@@ -184,7 +193,7 @@ class DFlash(TokenConditioned):
     def begin(self, state: DFlashState, features: Tensor, tokens: Tensor, count: Tensor) -> Step:
         self._layers.add_text(state.cached, count, self._context(features))
         anchor = last_true(tokens.unsqueeze(-1), count)  # [B, 1]
-        found = self._layers.block(state.cached, self._block(anchor), self.config.causal)
+        found = self._layers.block(state.cached, self._block(anchor), self.config.is_causal)
         state.states, state.level = self._drafts(found), 0
         if self.independent:
             return self.propose(state.states)  # [B, K, V]
@@ -252,8 +261,14 @@ class DFlash(TokenConditioned):
         block = self._block(anchor).flatten(1, 2)  # [B, A * W, D]
         steps = torch.arange(1, places + 1, device=at.device)
         of_block = (positions.gather(1, at).unsqueeze(-1) + steps).flatten(1)  # [B, A * W]
-        mask = block_mask(at, begin.gather(1, at), length, places, self.config.causal)
-        hidden = self._run(self._context(features), positions, block, of_block, mask)
+        begin = begin.gather(1, at)
+
+        def mask(window: int | None) -> Mask:
+            causal = self.config.is_causal(window)
+            return block_mask(at, begin, length, places, causal, window)
+
+        masks = self._windows.masks(mask)
+        hidden = self._run(self._context(features), positions, block, of_block, masks)
         states = self._drafts(hidden.unflatten(1, (-1, places)))  # [B, A, K, D]
         states = states[where.gather(1, at)].transpose(0, 1)[:depths]  # [K, M, D]
         if self.independent:
@@ -264,18 +279,25 @@ class DFlash(TokenConditioned):
         return torch.cat([states, self.markov_head.markov_w1(before)], -1)  # [K, M, D + r]
 
     def _run(
-        self, context: Tensor, positions: Tensor, hidden: Tensor, of_block: Tensor, mask: Mask
+        self,
+        context: Tensor,
+        positions: Tensor,
+        hidden: Tensor,
+        of_block: Tensor,
+        masks: Mask | dict[str, Mask],
     ) -> Tensor:
         """The layers on blocks [B, A * W, D] at positions `of_block`, behind the text's context.
 
         Layer by layer, so that each may be computed again by itself in the backward pass.
         """
         how = {
-            "attention_mask": mask, "position_ids": of_block,
+            "position_ids": of_block,
             "position_embeddings": self.model.rotary_emb(hidden, of_block),
-        }  # fmt: skip
+        }
+        types: Any = getattr(self.model.config, "layer_types", None)
         for number, (keys, values) in enumerate(text_keys(self.model, context, positions)):
-            run = partial(self._layer, number, how)
+            mask = masks[types[number]] if isinstance(masks, dict) else masks
+            run = partial(self._layer, number, how | {"attention_mask": mask})
             if self._checkpointed:
                 hidden = checkpoint(run, hidden, keys, values, use_reentrant=False)
             else:

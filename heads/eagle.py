@@ -182,17 +182,16 @@ class Eagle(TokenConditioned):
             found.append(hidden[chosen])
         return torch.stack(found)  # [K, M, D]
 
-    def _mask(
-        self, at: Tensor, start: Tensor, length: int, depth: int
-    ) -> Mask | dict[str | None, Mask]:
+    def _mask(self, at: Tensor, start: Tensor, length: int, depth: int) -> Mask | dict[str, Mask]:
         """See `depth_mask`; with one for each type of layer where some have a window."""
-        windows, found = self._windows, dict[str | None, Mask]()
-        for kind, window in (windows.by_type or {None: windows.single}).items():
+
+        def mask(window: int | None) -> Mask:
             first, past = start, 0
             if window is not None:
                 first, past = start.clamp(min=at + depth - window), max(depth - window - 1, 0)
-            found[kind] = depth_mask(at, first, length, depth - 1, past=past, **self._mask_options)
-        return found if windows.by_type else found[None]
+            return depth_mask(at, first, length, depth - 1, past=past, **self._mask_options)
+
+        return self._windows.masks(mask)
 
     def checkpoint_activations(self) -> bool:
         self._checkpointed = True

@@ -5,7 +5,7 @@ and for drafters that are language models or decoder layers.
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -41,7 +41,7 @@ def tree_run(
     inputs: dict[str, Tensor],
     lengths: Tensor,
     positions: Tensor,
-    ancestors: Tensor,
+    ancestors: Tensor | Mapping[int | None, Tensor],
     live: int,
     seen: int | None = None,
     shape: Topology | None = None,
@@ -52,7 +52,7 @@ def tree_run(
 
     Args:
         inputs: what the model reads, by its own name: [B, N] `input_ids`, or `inputs_embeds`.
-        lengths, ancestors: see `tree_mask`.
+        lengths, ancestors: see `tree_mask`; the latter perhaps by the layers' window.
         positions: [B, G] int64, each node's position: `lengths` + its depth.
         live: slots to attend to, at least the longest row's length + G.
         seen: given where all rows have this length. Lone roots then need no mask, and the model
@@ -64,6 +64,7 @@ def tree_run(
     nodes = positions.shape[1]
     first = nodes - next(iter(inputs.values())).shape[1]
     if slab.recurrent is not None:
+        assert isinstance(ancestors, Tensor)
         parents = parents_of(ancestors, positions) if shape is None else shape.parents
         deepest = nodes - 1 if shape is None else shape.max_depth
         levels = deepest if levels is None else levels
@@ -81,18 +82,19 @@ def tree_run(
             slab.set_slots(lengths.unsqueeze(1) + numbers, live)
 
         def mask(window: int | None) -> Tensor:
+            own = ancestors if isinstance(ancestors, Tensor) else ancestors[window]
             if seen is not None and shape is not None and shape.children is not None:
                 return masks.shifted_mask(shape, slab, seen, live, window)
             if windows.tree:
-                whole = pack_tree(lengths, positions, ancestors, window)  # [B, 1, G, 2 + G]
+                whole = pack_tree(lengths, positions, own, window)  # [B, 1, G, 2 + G]
             else:
-                whole = masks.tree_mask(lengths, positions, ancestors, live, slab.dtype, window)
+                whole = masks.tree_mask(lengths, positions, own, live, slab.dtype, window)
             return whole[:, :, first:] if first else whole  # [B, 1, N, …]
 
-        by_type = windows.by_type or {None: windows.single}
-        found: dict[Any, Tensor | None] = {kind: mask(window) for kind, window in by_type.items()}
-        found |= dict.fromkeys(windows.without_masks)
-        driving["attention_mask"] = found if windows.by_type else found[None]
+        found: Any = windows.masks(mask)
+        if windows.without_masks:
+            found |= dict.fromkeys(windows.without_masks)
+        driving["attention_mask"] = found
     if windows.cacheless:
         with tree_attention_on(slab):
             return (run or model)(**inputs, **driving, use_cache=False)

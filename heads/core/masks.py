@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,6 +21,8 @@ _WITHOUT_MASKS = ("linear_attention", "conv")
 _RECURRENT = {*_WITHOUT_MASKS, "hybrid", "hybrid_sliding"}  # the latter attend, too
 KEEPS_NOTHING = {"mlp", "moe"}
 """Types of layers that are an MLP or experts alone, as in Nemotron-H, and cache nothing."""
+_Mask = TypeVar("_Mask")
+
 _OWN_WINDOWS = {
     "moshi": "its masks leave out the window that its config declares",
     "gpt_neo": "it cuts its local attention by the length of the cache",
@@ -40,6 +44,17 @@ class AttentionWindows:
     tree: bool = False
     cacheless: bool = False
     without_masks: tuple[str, ...] = ()
+
+    def masks(self, make: Callable[[int | None], _Mask]) -> _Mask | dict[str, _Mask]:
+        """What `make` makes of a window: one for all layers, or one for each layer type."""
+        if self.by_type is None:
+            return make(self.single)
+        return {kind: make(window) for kind, window in self.by_type.items()}
+
+    @property
+    def all(self) -> set[int | None]:
+        """Every window that there is."""
+        return {self.single} if self.by_type is None else set(self.by_type.values())
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> AttentionWindows:

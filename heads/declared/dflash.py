@@ -21,6 +21,10 @@ class DFlashFields(VocabularyFields):
         mask_token_id: the token whose embedding stands where a token is not known yet; None for the
             last of the vocabulary, which most models never write.
         causal: whether a place of the block sees the places after it (False) or not (JetSpec).
+        window: of how many positions, its own included, every layer but the last sees; 0 where all
+            of them see the whole text.
+        causal_windows: whether in layers with a window a place does not see those after it, also
+            where `causal` is False; published ones are so.
         sample_from_anchor: whether the newest token's own place predicts the first draft (DSpark).
         markov_rank: r of the term that the token before a draft adds to its logits (DSpark); 0 for
             none.
@@ -35,19 +39,25 @@ class DFlashFields(VocabularyFields):
     output: Literal["shared", "trimmed"] = "shared"
     mask_token_id: int | None = None
     causal: bool = False
+    window: int = 0
+    causal_windows: bool = True
     sample_from_anchor: bool = False
     markov_rank: int = 0
     anchors: int = 512
 
     OPTIONS: ClassVar[tuple[str, ...]] = (
         *("depths", "layers", "feature_layers", "output", "draft_vocab_size"),
-        *("mask_token_id", "causal"),
+        *("mask_token_id", "causal", "window", "causal_windows"),
         *("sample_from_anchor", "markov_rank", "anchors"),
     )
     RANGES: ClassVar = {
         "at least 1": ("depths", "layers"),
-        "at least 0": ("markov_rank", "anchors"),
+        "at least 0": ("markov_rank", "anchors", "window"),
     }
+
+    def is_causal(self, window: int | None) -> bool:
+        """Whether a place does not see those after it, in layers with such a window or none."""
+        return self.causal or (window is not None and self.causal_windows)
 
     @property
     def decided(self) -> bool:

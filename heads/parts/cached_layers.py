@@ -4,6 +4,7 @@ Committed tokens are cached at their positions, as in the target's cache. The no
 come after them and attend to the text and their ancestors; the next round overwrites them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -156,12 +157,13 @@ class CachedLayers:
         state: DraftCache,
         inputs: dict[str, Tensor],
         depth: Tensor,
-        ancestors: Tensor,
+        ancestors: Tensor | Mapping[int | None, Tensor],
         levels: int | None = None,
     ) -> Any:
         """Run the last W of G nodes after the committed text; depth [B, G] is 1 at the first.
 
         Args:
+            ancestors: [B, G, G], or that by the layers' window.
             levels: see `tree_run`.
         """
         setup, lengths = self.forward_setup, state.lengths

@@ -5,7 +5,7 @@ layers. They are cached at the token's position, as in `cached_layers`; the bloc
 them, and the next round overwrites these.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -58,16 +58,23 @@ class ContextLayers(CachedLayers):
         self._write(state, context, positions)
         state.lengths = state.lengths + count
 
-    def block(self, state: DraftCache, block: Tensor, causal: bool) -> Tensor:
+    def block(
+        self, state: DraftCache, block: Tensor, causal: Callable[[int | None], bool]
+    ) -> Tensor:
         """Run a block's embeddings [B, W, D] after the text: [B, W, D].
 
         Args:
-            causal: whether a place sees those before it alone; if not, all see each other.
+            causal: whether in layers with such a window, or none, a place sees those before it
+                alone; if not, all in the window see each other.
         """
         batch, places = block.shape[:2]
-        seen = torch.ones(places, places, dtype=torch.bool, device=block.device)
-        seen = (seen.tril() if causal else seen).expand(batch, -1, -1)
-        depth = torch.arange(1, places + 1, device=block.device).expand(batch, -1)
+        place = torch.arange(places, device=block.device)
+        ahead = place - place.unsqueeze(1)  # [W, W], how far after a query a key stands
+        seen = {
+            window: (ahead < (1 if causal(window) else window or places)).expand(batch, -1, -1)
+            for window in self.forward_setup.windows.all
+        }
+        depth = (place + 1).expand(batch, -1)
         return self._run(state, {"inputs_embeds": block}, depth, seen).last_hidden_state
 
     def _write(self, state: DraftCache, context: Tensor, positions: Tensor) -> None:

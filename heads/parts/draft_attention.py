@@ -97,6 +97,7 @@ def block_mask(
     length: int,
     places: int,
     causal: bool,
+    window: int | None = None,
     flex: bool | None = None,
 ) -> Mask:
     """What the A · W queries of A blocks a row see of T text keys and of the blocks' own keys.
@@ -107,6 +108,8 @@ def block_mask(
         length: T.
         places: W.
         causal: whether a place sees those of its block up to itself alone.
+        window: of how many positions a place sees those before it, itself included, and those after
+            it; None: all.
         flex: whether as blocks; on a GPU when None.
 
     Returns:
@@ -117,11 +120,16 @@ def block_mask(
     [[1, 0, 1, 0, 0, 0], [1, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 0], [1, 1, 0, 0, 1, 1]]
     """
     at, start = (x.repeat_interleave(places, 1) for x in (at, start))  # [B, A · W]
+    near = places if window is None else min(window, places)
+    if window is not None:  # a block's first place is one after the last text key
+        place = torch.arange(at.shape[1], device=at.device) % places
+        start = start.maximum(at + place - (window - 2))
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         text = (key >= start[row, query]) & (key <= at[row, query])
-        own = (key >= length) & ((key - length) // places == query // places)
-        return text | (own & (key - length <= query) if causal else own)
+        ahead = key - length - query
+        own = (key >= length) & ((key - length) // places == query // places) & (ahead > -near)
+        return text | (own & (ahead < (1 if causal else near)))
 
     def own(first: Tensor, last: Tensor) -> list[tuple[Tensor, Tensor]]:
         whole = last if causal else last // places * places + places - 1

@@ -71,24 +71,26 @@ class MaskBlocks:
         whole = torch.cat([positions, places.clamp(max=where.shape[1] - 1)], 1)
         return cls(every - positions, whole, start, newest, depths, where, first)
 
-    def attention(self, windows: AttentionWindows, **options: Any) -> Mask | dict[Any, Mask]:
+    def attention(self, windows: AttentionWindows, **options: Any) -> Mask | dict[str, Mask]:
         """What every entry sees, for each type of layer where some of them have a window.
 
         Args:
             options: of `text_and_block_mask`.
         """
-        length, found = self.begin.shape[1], dict[Any, Mask]()
+        length = self.begin.shape[1]
         every = torch.arange(length, device=self.start.device).expand_as(self.begin)
         at = torch.cat([every, (self.start + self.newest).clamp(max=length - 1)], 1)
         begin = torch.cat([self.begin, self.begin.gather(1, self.start)], 1)
         block = torch.cat([torch.full_like(every, -1), self.start], 1)
-        for kind, window in (windows.by_type or {None: windows.single}).items():
+
+        def mask(window: int | None) -> Mask:
             first = begin
             if window is not None:
                 first = begin + (self.positions - window + 1).clamp(min=0)
             sizes = length, max(self.depths - 1, 1), window
-            found[kind] = text_and_block_mask(at, first, block, *sizes, **options)
-        return found if windows.by_type else found[None]
+            return text_and_block_mask(at, first, block, *sizes, **options)
+
+        return windows.masks(mask)
 
     def states(self, hidden: Tensor) -> Tensor:
         """Of the states [B, S, D'] of all entries those of each depth.  # [K, M, D']"""

@@ -1,6 +1,7 @@
 """DFlash: the published definition, other projects' checkpoints, trees of it, its options."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ FORMS = {
     "DSpark": Form(dspark=True, rank=6),
     "DSpark without a term": Form(dspark=True),
     "DFlash with a term": Form(rank=3),
+    "windows": Form(layers=3, window=3, seeing_all=2),
+    "windows alone": Form(window=4, seeing_all=-1),
+    "windows both ways": Form(window=3, both_ways=True),
+    "causal windows": Form(window=3, causal=True),
+    "DSpark with windows": Form(window=4, dspark=True, rank=6),
 }
 
 
@@ -86,9 +92,13 @@ def test_published_checkpoints_draft_as_defined(name: str, tmp_path: Path) -> No
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)  # float32 angles
     # The controls: the features' order, and each option, matter.
     assert (by_hand(form, features.flip(0), tokens) - expected).abs().max() > 1e-2
-    other = Form(form.layers, form.block, not form.causal, form.dspark, form.rank)
     if form.block > 2:
-        assert (by_hand(other, features, tokens) - expected).abs().max() > 1e-2
+        others = [replace(form, causal=not form.causal)] * (form.seeing_all >= 0)
+        if form.window:
+            others.append(replace(form, window=form.window + 1))
+            others += [replace(form, both_ways=not form.both_ways)] * (not form.causal)
+        for other in others:
+            assert (by_hand(other, features, tokens) - expected).abs().max() > 1e-3
 
 
 @pytest.mark.skipif(
@@ -126,7 +136,7 @@ def test_it_is_what_transformers_runs(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", ["DFlash", "DSpark"])
+@pytest.mark.parametrize("name", ["DFlash", "DSpark", "windows"])
 @pytest.mark.parametrize("tree", ["chain:4", "best-first:9,4,3", "cartesian:2,2,1"])
 def test_it_decodes_what_the_target_says(name: str, tree: str, tmp_path: Path) -> None:
     ids, mask = prompts([9, 4, 7])
@@ -143,7 +153,8 @@ def changed(form: Form, tensors: dict[str, Tensor] | None = None, **config: Any)
     return form.config | config, form.tensors | (tensors or {})
 
 
-WINDOW = {"sliding_window": 4, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}
+WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention"] * 2}  # which is not in use
+SWA = {"mask_token_id": 3, "target_layer_ids": [0, 1], "use_swa": True, "swa_window_size": 4}
 NORMS = ("q_norm.weight", "k_norm.weight")
 NORMLESS = {name: t for name, t in Form().tensors.items() if not name.endswith(NORMS)}
 
@@ -151,7 +162,8 @@ NORMLESS = {name: t for name, t in Form().tensors.items() if not name.endswith(N
 @pytest.mark.parametrize(
     ("config", "tensors", "said"),
     [
-        (*changed(Form(), **WINDOW), "see a window alone"),
+        (*changed(Form(), **WINDOW), "names sliding_attention without a window"),
+        (*changed(Form(), dflash_config=SWA), "gives layers a window by use_swa"),
         (Form().config, NORMLESS, "have no norms of queries and keys"),
         (*changed(Form(), dflash_config={"mask_token_id": 3}), "target_layer_ids for 0 layers"),
         (*changed(Form(), dflash_config={"target_layer_ids": [0, 1]}), "mask_token_id None"),
@@ -177,6 +189,7 @@ def test_refused(config: Any, tensors: Any, said: str, tmp_path: Path) -> None:
         ({"markov_rank": -1}, "drafter.markov_rank is -1; expected at least 0."),
         ({"mask_token_id": VOCAB}, f"drafter.mask_token_id is {VOCAB}; expected 0 … {VOCAB - 1}."),
         ({"heads": 3}, "drafter.heads is not an option of 'dflash'"),
+        ({"window": 8, "layers": 1}, "drafter.window is 8 with one layer"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], said: str) -> None:

@@ -41,21 +41,29 @@ def test_blocks_hold_all_that_the_dense_mask_does(
     assert added == 0 or length < 4 * block or not computed.all(), "the control: some are left out"
 
 
+@pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("places", [1, 3, 8])
 @pytest.mark.parametrize(("count", "length", "block"), [(20, 33, 8), (16, 16, 8), (5, 40, 16)])
 def test_blocks_hold_all_that_the_dense_mask_of_whole_blocks_does(
-    causal: bool, places: int, count: int, length: int, block: int, monkeypatch: pytest.MonkeyPatch
+    window: int | None,
+    causal: bool,
+    places: int,
+    count: int,
+    length: int,
+    block: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     at, start = layout(count, length, block, monkeypatch)
-    dense: Any = block_mask(at, start, length, places, causal)
+    dense: Any = block_mask(at, start, length, places, causal, window)
     for query in range(count * places):
         keys = dense[0, 0, query].nonzero().squeeze(1).tolist()
         one, place = divmod(query, places)
-        own = range(place + 1 if causal else places)
-        text = range(int(start[0, one]), int(at[0, one]) + 1)
+        far, last = window or length + places, int(at[0, one])
+        own = range(max(place + 1 - far, 0), place + 1 if causal else min(places, place + far))
+        text = range(max(int(start[0, one]), last + 2 + place - far), last + 1)
         assert keys == [*text, *(length + one * places + each for each in own)]
-    blocks: Any = block_mask(at, start, length, places, causal, flex=True)
+    blocks: Any = block_mask(at, start, length, places, causal, window, flex=True)
     computed = blocks.to_dense().repeat_interleave(block, 2).repeat_interleave(block, 3)
     computed = computed[:, :, : count * places, : dense.shape[-1]].bool()
     assert not (dense & ~computed).any()

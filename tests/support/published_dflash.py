@@ -26,6 +26,9 @@ class Form:
     causal: bool = False
     dspark: bool = False
     rank: int = 0
+    window: int = 0
+    seeing_all: int = 1  # the number of the layer without the window
+    both_ways: bool = False  # what the window's layers say of causality
 
     @property
     def config(self) -> dict[str, Any]:
@@ -35,10 +38,25 @@ class Form:
             "num_hidden_layers": self.layers, "num_attention_heads": HEADS,
             "num_key_value_heads": KV, "head_dim": HEAD, "rms_norm_eps": EPS, "rope_theta": THETA,
             "max_position_embeddings": 256, "vocab_size": VOCAB, "block_size": self.block,
-            "layer_types": ["full_attention"] * self.layers,
+            "layer_types": [
+                "full_attention" if not self.window or number == self.seeing_all
+                else "sliding_attention" for number in range(self.layers)
+            ],
+            "sliding_window": self.window or None, "use_sliding_window": self.window > 0,
             "dflash_config": {"mask_token_id": MASK, "target_layer_ids": TARGET_LAYERS}
             | ({"causal": True} if self.causal else {}),
+            **({"is_causal": False} if self.both_ways else {}),
         }  # fmt: skip
+
+    def sees(self, number: int, text: int) -> Tensor:
+        """What the places of a block after a text see in a layer, [W, T + W] bool."""
+        query = torch.arange(text, text + self.block).unsqueeze(1)
+        ahead = torch.arange(text + self.block) - query
+        windowed = self.window > 0 and number != self.seeing_all
+        causal = self.causal or (windowed and not self.both_ways)
+        return (ahead < (1 if causal else self.window if windowed else self.block)) & (
+            ahead > -(self.window if windowed else text + self.block)
+        )
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -97,9 +115,6 @@ def by_hand(form: Form, features: Tensor, tokens: list[int]) -> Tensor:
     ids = torch.tensor([tokens[text]] + [MASK] * (form.block - 1))
     hidden = target.model.embed_tokens(ids)  # [W, D]
     positions = torch.arange(text + form.block)
-    seen = torch.ones(form.block, text + form.block, dtype=torch.bool)
-    if form.causal:
-        seen[:, text:] = seen[:, text:].tril()
     for number in range(form.layers):
         prefix = f"layers.{number}."
         of = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
@@ -113,7 +128,7 @@ def by_hand(form: Form, features: Tensor, tokens: list[int]) -> Tensor:
         key = rotated(rms(key, of["self_attn.k_norm.weight"]), positions)
         key, value = (each.repeat_interleave(HEADS // KV, 1) for each in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD**0.5
-        shares = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+        shares = scores.masked_fill(~form.sees(number, text), -torch.inf).softmax(-1)
         mixed = torch.einsum("hqk,khd->qhd", shares, value).flatten(1)
         hidden = hidden + F.linear(mixed, of["self_attn.o_proj.weight"])
         normed = rms(hidden, of["post_attention_layernorm.weight"])

@@ -5,6 +5,9 @@ token and the layers of the target (by their output), and tensors named as here 
 prefix (github.com/z-lab/dflash). There are no embeddings and no output layer: these are the
 target's. The engines read the same files. The config of speculators nests that of the layers,
 names the target's layers by their input, and may have a trimmed output layer.
+
+Layers of the type `sliding_attention` see a window of the text, and in them a place does not see
+those after it; `is_causal` or, where it is not set, `dflash_config.causal` decides for all layers.
 """
 
 from collections.abc import Callable
@@ -46,9 +49,16 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     }
     layer, read = read_layers(config, found), read_layer_ids(config)
     size = len(found["fc.weight"])
-    if not layer.get("qk_norm") or layer.get("sliding_window"):
-        what = "see a window alone" if layer.get("qk_norm") else "have no norms of queries and keys"
-        raise ArtifactError(f"its layers {what}, which is not run here; expected Qwen3's layers.")
+    if not layer.get("qk_norm"):
+        raise ArtifactError(
+            "its layers have no norms of queries and keys, which is not run here; expected Qwen3's "
+            "layers."
+        )
+    if said.get("use_swa") or _without_window(config, layer):
+        raise ArtifactError(
+            "its config gives layers a window by use_swa, or names sliding_attention without a "
+            "window; expected layer_types, and a sliding_window that is in use."
+        )
     token, block = said.get("mask_token_id"), said.get("block_size")
     if token is None or not block or found["fc.weight"].shape[1] != len(read) * size:
         raise ArtifactError(
@@ -61,8 +71,9 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     known = {
         "hidden_size": size, "vocab_size": vocabulary, "layer": layer,
         "layers": layer.get("num_hidden_layers", 1), "feature_layers": read,
-        "mask_token_id": int(token), "causal": bool(said.get("causal", False)),
+        "mask_token_id": int(token), "window": layer.get("sliding_window", 0),
         "sample_from_anchor": from_anchor, "depths": int(block) - (not from_anchor),
+        **_causality(said),
     }  # fmt: skip
     if _MARKOV in found:
         known["markov_rank"] = found[_MARKOV].shape[1]
@@ -75,6 +86,17 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     if "embed_tokens.weight" in found:
         known["embedding"] = "own"  # likewise
     return {name: value for name, value in known.items() if value is not None}, found
+
+
+def _without_window(config: dict[str, Any], layer: dict[str, Any]) -> bool:
+    types = layer_config(config).get("layer_types") or ()
+    return "sliding_attention" in types and not layer.get("sliding_window")
+
+
+def _causality(said: dict[str, Any]) -> dict[str, bool]:
+    causal = said.get("is_causal")
+    causal = said.get("causal") if causal is None else causal
+    return {"causal": bool(causal), "causal_windows": causal is None or bool(causal)}
 
 
 def _write(drafter: Any, form: str) -> Checkpoint:
@@ -91,8 +113,10 @@ def _write(drafter: Any, form: str) -> Checkpoint:
         if special:
             remedy = f"train it with drafter.{remedy}, or export it to speculators"
             raise cannot_be_written(form, what, remedy)
-    if form != "vllm":
+    if form not in ("vllm", "original"):
         _check_causal(own, form)
+    if form == "llama.cpp":
+        _check_windows(own, form)
     config = llama_config(drafter, own.layer) | {
         "architectures": ["DFlashDraftModel"],
         "block_size": own.depths + 1,
@@ -100,9 +124,10 @@ def _write(drafter: Any, form: str) -> Checkpoint:
         "dflash_config": {
             "mask_token_id": own.mask_token_id,
             "target_layer_ids": [number - 1 for number in own.feature_layers],
-            "causal": own.causal,
         },
     }  # fmt: skip
+    if own.causal or not (own.window and own.causal_windows):  # else each layer's type decides
+        config["is_causal"] = config["dflash_config"]["causal"] = own.causal
     return Checkpoint(config, _written(drafter))
 
 
@@ -110,6 +135,7 @@ def _write_speculators(drafter: Any) -> Checkpoint:
     own, tensors = drafter.config, _written(drafter)
     _check_embedding(own, "speculators")
     _check_causal(own, "speculators")
+    _check_windows(own, "speculators")
     if (ids := tensors.pop("vocabulary", None)) is not None:
         tensors |= write_vocabulary(ids, own.vocab_size)
     kind = "dspark" if own.markov_rank else "dflash"
@@ -127,8 +153,18 @@ def _write_speculators(drafter: Any) -> Checkpoint:
 
 
 def _check_causal(own: Any, form: str) -> None:
-    if own.causal:
-        what = "a place of its block sees those before it alone (causal)"
+    for special, what in (
+        (own.causal, "a place of its block sees those before it alone (causal)"),
+        (own.window and not own.causal_windows,
+         "in its layers with a window a place sees those after it (causal_windows=false)"),
+    ):  # fmt: skip
+        if special:
+            raise cannot_be_written(form, what, "export it to vllm")
+
+
+def _check_windows(own: Any, form: str) -> None:
+    if own.window:
+        what = f"layers of it see a window of {own.window} positions alone (window)"
         raise cannot_be_written(form, what, "export it to vllm")
 
 

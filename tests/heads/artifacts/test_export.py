@@ -91,7 +91,15 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         ("dflash", form, {"layers": 2, "depths": 4})
         for form in ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "original")
     ),
-    ("dflash", "vllm", {"layers": 1, "depths": 3, "causal": True}),
+    *(
+        ("dflash", form, {"layers": 1, "depths": 3, "causal": True})
+        for form in ("vllm", "original")
+    ),
+    *(
+        ("dflash", form, {"layers": 2, "depths": 4, "window": 5})
+        for form in ("vllm", "sglang", "tensorrt-llm", "original")
+    ),
+    ("dflash", "vllm", {"layers": 2, "depths": 4, "window": 5, "causal_windows": False}),
     ("dflash", "speculators", {"layers": 2, "depths": 4}),
     (
         "dflash",
@@ -333,6 +341,14 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
             "sees those before it alone (causal); export it to v",
         ),
         ("dflash", "speculators", {"causal": True}, "sees those before it alone (causal)"),
+        ("dflash", "speculators", {"window": 5, "layers": 2}, "see a window of 5 positions alone"),
+        ("dflash", "llama.cpp", {"window": 5, "layers": 2}, "see a window of 5 positions alone"),
+        (
+            "dflash",
+            "sglang",
+            {"window": 5, "layers": 2, "causal_windows": False},
+            "a place sees those after it (causal_windows=false)",
+        ),
         ("dflash", "llama.cpp", {"causal": True}, "sees those before it alone (causal)"),
         ("eagle3", "tensorrt-llm", {"feature_layers": [2, 1, 1]}, "ascending order"),
         ("eagle3", "tensorrt-llm", {"feature_layers": [0, 1, 2]}, "after the first"),
