@@ -13,7 +13,9 @@ another, so a tree is grown over their marginals (`best-first`, as in DDTree, ar
 JetSpec (arXiv 2606.18394) has a block in which no place sees those after it: `causal`. In DSpark
 (arXiv 2607.05147) the anchor's place predicts the first draft (`sample_from_anchor`), and the token
 before a draft adds a low-rank term to its logits (`markov_rank`), by which drafts depend on each
-other: then a tree is grown level by level, at the cost of that term alone.
+other: then a tree is grown level by level, at the cost of that term alone. DFlash2 (by DFlash's
+authors) has a term that also depends on the draft's own state (`selector_rank`) and chooses among
+the tokens that are best without it, and convolutions in its layers (`conv_kernel_size`).
 """
 
 from collections.abc import Callable
@@ -28,14 +30,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from .checkpoint import Found
 from .core import AttentionWindows, OptionError, weight_of
 from .declared.dflash import DFlashFields
 from .drafter import DrafterConfig, Step, last_true
+from .parts.block_layers import BlockConvolution, ConvolvedLayer
 from .parts.cached_layers import DraftCache
 from .parts.context_layers import ContextLayers, text_keys
 from .parts.draft_attention import Mask, attention_for, block_mask, chosen_positions
 from .parts.own_layers import layer_like, norm_scale, own_layers, unit_scale_init
-from .parts.published.dflash import DFLASH, dflash
+from .parts.pair_terms import MarkovTerm, PairTerm, SelectorTerm
+from .parts.published.dflash import DFLASH, check_embedding_scale, dflash
 from .parts.vocabulary import TokenConditioned
 from .trainable import DraftLogits
 
@@ -76,15 +81,6 @@ def spread_layers(target: PreTrainedModel, count: int) -> list[int]:
     first, last = min(2, layers), max(layers - 2, 1)
     found = {first + round(n * (last - first) / (count - 1)) for n in range(count)}
     return sorted(found)
-
-
-class _Markov(nn.Module):
-    """What the token before a draft adds to its logits: W2 of row x of W1."""
-
-    def __init__(self, read: int, proposed: int, rank: int):
-        super().__init__()
-        self.markov_w1 = nn.Embedding(read, rank)
-        self.markov_w2 = nn.Linear(rank, proposed, bias=False)
 
 
 @dataclass
@@ -128,13 +124,29 @@ class DFlash(TokenConditioned):
         self.hidden_norm, self.norm = (Qwen3RMSNorm(size, eps) for _ in range(2))
         if config.output == "trimmed":
             self.lm_head = nn.Linear(size, config.output_size, bias=False)
-        self.markov_head: Any = None
+        if kernel := config.conv_kernel_size:
+            how = kernel, config.conv_group_size, self._places
+            self.model.layers = nn.ModuleList(
+                ConvolvedLayer(self.model.config, number, *how) for number in range(len(shapes))
+            )
+        ends = config.vocab_size, config.output_size, size
+        self.markov_head = self.candidate_selector = None
         if config.markov_rank:
-            self.markov_head = _Markov(config.vocab_size, config.output_size, config.markov_rank)
-        self.independent = self.markov_head is None
+            self.markov_head = MarkovTerm(*ends, config.markov_rank)
+        if config.selector_rank:
+            self.candidate_selector = SelectorTerm(*ends, config.selector_rank)
+        self.independent = self._term is None
         self._layers = ContextLayers(self.model, shapes)
         self._windows = AttentionWindows.of(self.model)
         self.post_init()
+
+    @classmethod
+    @torch.no_grad()
+    def completed(cls, found: Found, target: PreTrainedModel) -> Found:
+        known, tensors = super().completed(found, target)
+        if (scale := known.get("input_embedding_scale")) is not None:
+            check_embedding_scale(scale, target.get_input_embeddings())
+        return {n: value for n, value in known.items() if n != "input_embedding_scale"}, tensors
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
@@ -159,9 +171,13 @@ class DFlash(TokenConditioned):
             self.norm.weight.copy_(scale)
         if self.config.output == "trimmed":
             self.lm_head.weight.copy_(self.rows_to_start_from(token_counts))
-        if self.markov_head is not None:
-            nn.init.normal_(self.markov_head.markov_w1.weight)
-            nn.init.zeros_(self.markov_head.markov_w2.weight)
+        if self._term is not None:
+            self._term.start()
+        for part in self.model.modules():
+            if isinstance(part, BlockConvolution):  # at first each place is itself alone
+                nn.init.zeros_(part.kernel_projection.weight)
+                nn.init.zeros_(part.base_kernel)
+                part.base_kernel[:, 0] = 1
 
     def _mean_embedding(self, token_counts: Tensor | None) -> Tensor:
         """Of the corpus' tokens, or of the vocabulary where they were not counted.  # [D]"""
@@ -206,13 +222,36 @@ class DFlash(TokenConditioned):
     def _level(self, state: DFlashState, tokens: Tensor) -> Step:
         """The proposals for the children of nodes of one level with these tokens [B, W]."""
         states = state.states[:, state.level, None]  # [B, 1, D], the same for all of them
-        added = self.markov_head.markov_w2(self.markov_head.markov_w1(tokens))  # [B, W, Vd]
-        return Step(self._output(states) + added, self.draft_vocabulary)
+        alone = self._output(states)  # [B, 1, Vd]
+        logits = alone + self._term.last(self._term(tokens, states))  # [B, W, Vd]
+        count = self.config.selector_top_k
+        if self.candidate_selector is not None and 0 < count < alone.shape[-1]:
+            chosen = torch.full_like(alone, -torch.inf)
+            logits = logits + chosen.scatter_(-1, alone.topk(count, dim=-1).indices, 0.0)
+        return Step(logits, self.draft_vocabulary)
+
+    @property
+    def _term(self) -> PairTerm:
+        """What the token before a draft adds; None for nothing."""
+        return self.markov_head if self.candidate_selector is None else self.candidate_selector
 
     @property
     def _output(self) -> Callable[[Tensor], Tensor]:
-        """The layer that reads the drafts' states."""
-        return self.target_logits if self.config.output == "shared" else self.lm_head
+        """What makes logits of the drafts' states."""
+        layer = self.target_logits if self.config.output == "shared" else self.lm_head
+        factor, cap = self.config.output_multiplier, self.config.final_logit_softcapping
+        if self._plain_output:
+            return layer
+
+        def finished(states: Tensor) -> Tensor:
+            logits = layer(states) * factor
+            return logits if not cap else torch.tanh(logits / cap) * cap
+
+        return finished
+
+    @property
+    def _plain_output(self) -> bool:
+        return self.config.output_multiplier == 1 and not self.config.final_logit_softcapping
 
     @property
     def _places(self) -> int:
@@ -276,7 +315,7 @@ class DFlash(TokenConditioned):
         row, place = where.nonzero(as_tuple=True)  # [M] each
         ahead = place + torch.arange(1, len(states) + 1, device=row.device).unsqueeze(1)
         before = tokens[row, ahead.clamp(max=length - 1)]  # [K, M], the token before each draft
-        return torch.cat([states, self.markov_head.markov_w1(before)], -1)  # [K, M, D + r]
+        return torch.cat([states, self._term(before, states)], -1)  # [K, M, D + r]
 
     def _run(
         self,
@@ -316,13 +355,14 @@ class DFlash(TokenConditioned):
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         if self.independent:
             return self._output
-        size, output, term = self.config.hidden_size, self._output, self.markov_head.markov_w2
-        return lambda states: output(states[..., :size]) + term(states[..., size:])
+        size, output, last = self.config.hidden_size, self._output, self._term.last
+        return lambda states: output(states[..., :size]) + last(states[..., size:])
 
     def draft_output(self, depth: int) -> DraftLogits:
         trimmed = self.config.output == "trimmed"
-        if not self.independent:
-            learned = [self.markov_head.markov_w2, *([self.lm_head] if trimmed else [])]
+        if not self.independent or not self._plain_output:
+            learned = [*([self.lm_head] if trimmed else [])]
+            learned += [] if self.independent else [self._term.last]
             return DraftLogits(self.draft_logits(depth), tuple(learned))
         return DraftLogits(weight=self.lm_head.weight) if trimmed else super().draft_output(depth)
 

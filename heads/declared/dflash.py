@@ -1,8 +1,10 @@
 """What DFlash's config declares."""
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar, Literal
 
+from ..core import OptionError
 from .fields import Shapes, VocabularyFields
 from .layer import Layer
 
@@ -28,6 +30,13 @@ class DFlashFields(VocabularyFields):
         sample_from_anchor: whether the newest token's own place predicts the first draft (DSpark).
         markov_rank: r of the term that the token before a draft adds to its logits (DSpark); 0 for
             none.
+        selector_rank: r of a term that also depends on the draft's own state (DFlash2); 0 for none.
+        selector_top_k: with it, of how many tokens, the best without the term, drafts are chosen; 0
+            for all.
+        conv_kernel_size: how many places a layer's convolutions mix (DFlash2); 0 for none.
+        conv_group_size: how many channels these mix alike.
+        output_multiplier, final_logit_softcapping: what is done to the output layer's logits, a
+            factor and then a soft cap; None for no cap.
         anchors: of how many positions of a row, chosen anew in every step, a training step drafts;
             0 for all.
     """
@@ -43,17 +52,41 @@ class DFlashFields(VocabularyFields):
     causal_windows: bool = True
     sample_from_anchor: bool = False
     markov_rank: int = 0
+    selector_rank: int = 0
+    selector_top_k: int = 16
+    conv_kernel_size: int = 0
+    conv_group_size: int = 16
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
     anchors: int = 512
 
     OPTIONS: ClassVar[tuple[str, ...]] = (
         *("depths", "layers", "feature_layers", "output", "draft_vocab_size"),
         *("mask_token_id", "causal", "window", "causal_windows"),
         *("sample_from_anchor", "markov_rank", "anchors"),
+        *("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size"),
     )
     RANGES: ClassVar = {
-        "at least 1": ("depths", "layers"),
-        "at least 0": ("markov_rank", "anchors", "window"),
+        "at least 1": ("depths", "layers", "conv_group_size"),
+        "at least 0": (
+            *("markov_rank", "anchors", "window"),
+            *("selector_rank", "selector_top_k", "conv_kernel_size"),
+        ),
+        "more than 0": ("output_multiplier",),
     }
+
+    def validate_terms(self) -> None:
+        """Part of the config's own validation."""
+        if self.markov_rank and self.selector_rank:
+            raise OptionError(
+                f"drafter.markov_rank is {self.markov_rank} and drafter.selector_rank "
+                f"{self.selector_rank}; expected one of the two terms."
+            )
+        if self.conv_kernel_size and self.hidden_size % self.conv_group_size:
+            raise OptionError(
+                f"drafter.conv_group_size is {self.conv_group_size}, which does not divide the "
+                f"hidden size {self.hidden_size}; expected a divisor of it."
+            )
 
     def is_causal(self, window: int | None) -> bool:
         """Whether a place does not see those after it, in layers with such a window or none."""
@@ -73,4 +106,16 @@ class DFlashFields(VocabularyFields):
         for number, tokens in ((1, self.vocab_size), (2, self.output_size)):
             if rank:
                 found[f"markov_head.markov_w{number}.weight"] = [tokens, rank]
+        if rank := self.selector_rank:
+            found |= {
+                "candidate_selector.predecessor_codebook.weight": [self.vocab_size, rank],
+                "candidate_selector.successor_codebook.weight": [self.output_size, rank],
+                "candidate_selector.hidden_projection.weight": [rank, size],
+            }
+        if kernel := self.conv_kernel_size:
+            groups = size // self.conv_group_size
+            for number, part in product(range(layer.num_hidden_layers), ("attention", "mlp")):
+                name = f"model.layers.{number}.{part}_conv"
+                found[f"{name}.base_kernel"] = [2, kernel, size]
+                found[f"{name}.kernel_projection.weight"] = [2 * kernel * groups, size]
         return found

@@ -42,6 +42,17 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
     ("dflash", {"depths": DEPTHS, "layers": 2, "causal": True, "feature_layers": [2, 0]}),
     ("dflash", {"depths": DEPTHS, "layers": 3, "window": 3}),
     ("dflash", {"depths": DEPTHS, "layers": 2, "window": 2, "causal_windows": False}),
+    (
+        "dflash",
+        {
+            "depths": DEPTHS,
+            "layers": 2,
+            "selector_rank": 4,
+            "selector_top_k": 0,
+            "conv_kernel_size": 2,
+            "conv_group_size": 8,
+        },
+    ),
     ("dflash", {"depths": DEPTHS, "layers": 1, "sample_from_anchor": True, "markov_rank": 5}),
     ("dflash", {"depths": DEPTHS, "layers": 1, "output": "trimmed", "draft_vocab_size": 40}),
     (

@@ -4,6 +4,7 @@ The reference runs one block behind one text, without a cache, from names, shape
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from tests.support.tiny import VOCAB, tiny
 
 SIZE, HEADS, KV, HEAD, WIDE, THETA, EPS = 32, 4, 2, 8, 24, 5_000.0, 1e-5
 MASK = 61  # the mask token
+GROUP = 8  # channels of a group of a convolution
 TARGET_LAYERS = [0, 1]  # by their output
 
 
@@ -29,11 +31,19 @@ class Form:
     window: int = 0
     seeing_all: int = 1  # the number of the layer without the window
     both_ways: bool = False  # what the window's layers say of causality
+    kernel: int = 0  # of DFlash2's convolutions
+    selector: int = 0  # its rank
+    top_k: int = 5
+    multiplier: float = 1.0
+    cap: float = 0.0
 
     @property
     def config(self) -> dict[str, Any]:
         return {
-            "architectures": ["Qwen3DSparkModel" if self.dspark else "DFlashDraftModel"],
+            "architectures": [
+                "Qwen3DSparkModel" if self.dspark
+                else "DFlash2DraftModel" if self.selector else "DFlashDraftModel"
+            ],
             "model_type": "qwen3", "hidden_size": SIZE, "intermediate_size": WIDE,
             "num_hidden_layers": self.layers, "num_attention_heads": HEADS,
             "num_key_value_heads": KV, "head_dim": HEAD, "rms_norm_eps": EPS, "rope_theta": THETA,
@@ -44,7 +54,12 @@ class Form:
             ],
             "sliding_window": self.window or None, "use_sliding_window": self.window > 0,
             "dflash_config": {"mask_token_id": MASK, "target_layer_ids": TARGET_LAYERS}
-            | ({"causal": True} if self.causal else {}),
+            | ({"causal": True} if self.causal else {})
+            | ({"conv_kernel_size": self.kernel, "conv_group_size": GROUP} if self.kernel else {})
+            | ({"selector_rank": self.selector, "selector_top_k": self.top_k}
+               if self.selector else {})
+            | ({"output_multiplier": self.multiplier} if self.multiplier != 1 else {})
+            | ({"final_logit_softcapping": self.cap} if self.cap else {}),
             **({"is_causal": False} if self.both_ways else {}),
         }  # fmt: skip
 
@@ -81,9 +96,17 @@ class Form:
             layer = {name: random(*shape) for name, shape in products.items()}
             layer |= {name: 1 + random(size) for name, size in norms.items()}
             found |= {f"layers.{number}.{name}.weight": value for name, value in layer.items()}
+            for part in ("attention_conv", "mlp_conv") if self.kernel else ():
+                name, wide = f"layers.{number}.{part}", 2 * self.kernel * SIZE // GROUP
+                found[f"{name}.base_kernel"] = random(2, self.kernel, SIZE)
+                found[f"{name}.kernel_projection.weight"] = random(wide, SIZE)
         if self.rank:
             for which in (1, 2):
                 found[f"markov_head.markov_w{which}.weight"] = random(VOCAB, self.rank)
+        if self.selector:
+            for book in ("predecessor", "successor"):
+                found[f"candidate_selector.{book}_codebook"] = random(VOCAB, self.selector)
+            found["candidate_selector.hidden_projection.weight"] = random(self.selector, SIZE)
         if self.dspark:
             found |= {"confidence_head.proj.weight": random(1, SIZE + self.rank)}
             found |= {"confidence_head.proj.bias": random(1)}
@@ -103,6 +126,28 @@ def rotated(states: Tensor, positions: Tensor) -> Tensor:
     return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
 
 
+def convolved(of: dict[str, Tensor], part: str, normed: Tensor) -> list[Any]:
+    """The convolutions before and after a part of a layer; without any they change nothing."""
+    base = of.get(f"{part}_conv.base_kernel")
+    if base is None:
+        return [lambda states: states] * 2
+    dynamic = (normed @ of[f"{part}_conv.kernel_projection.weight"].T).view(
+        len(normed), 2, base.shape[1], SIZE // GROUP
+    )
+
+    def mix(which: int, states: Tensor) -> Tensor:
+        found = []
+        for place in range(len(states)):
+            total = torch.zeros(SIZE, dtype=states.dtype)
+            for back in range(min(base.shape[1], place + 1)):
+                kernel = base[which, back] + dynamic[place, which, back].repeat_interleave(GROUP)
+                total = total + kernel * states[place - back]
+            found.append(total)
+        return torch.stack(found)
+
+    return [partial(mix, which) for which in (0, 1)]
+
+
 def by_hand(form: Form, features: Tensor, tokens: list[int]) -> Tensor:
     """The logits [K, V] of the drafts after a text.
 
@@ -119,6 +164,8 @@ def by_hand(form: Form, features: Tensor, tokens: list[int]) -> Tensor:
         prefix = f"layers.{number}."
         of = {n.removeprefix(prefix): w for n, w in weights.items() if n.startswith(prefix)}
         normed = rms(hidden, of["input_layernorm.weight"])
+        before, after = convolved(of, "attention", normed)
+        normed = before(normed)
         both = torch.cat([context, normed])  # [T + W, D]
         query, key, value = (
             F.linear(read, of[f"self_attn.{name}_proj.weight"]).unflatten(-1, (-1, HEAD))
@@ -130,12 +177,27 @@ def by_hand(form: Form, features: Tensor, tokens: list[int]) -> Tensor:
         scores = torch.einsum("qhd,khd->hqk", query, key) / HEAD**0.5
         shares = scores.masked_fill(~form.sees(number, text), -torch.inf).softmax(-1)
         mixed = torch.einsum("hqk,khd->qhd", shares, value).flatten(1)
-        hidden = hidden + F.linear(mixed, of["self_attn.o_proj.weight"])
+        hidden = hidden + after(F.linear(mixed, of["self_attn.o_proj.weight"]))
         normed = rms(hidden, of["post_attention_layernorm.weight"])
+        before, after = convolved(of, "mlp", normed)
+        normed = before(normed)
         gate, up = (F.linear(normed, of[f"mlp.{name}_proj.weight"]) for name in ("gate", "up"))
-        hidden = hidden + F.linear(F.silu(gate) * up, of["mlp.down_proj.weight"])
+        hidden = hidden + after(F.linear(F.silu(gate) * up, of["mlp.down_proj.weight"]))
     drafts = rms(hidden, weights["norm.weight"])
-    logits = target.lm_head(drafts if form.dspark else drafts[1:])  # [K, V]
+    drafts = drafts if form.dspark else drafts[1:]
+    logits = target.lm_head(drafts) * form.multiplier  # [K, V]
+    if form.cap:
+        logits = torch.tanh(logits / form.cap) * form.cap
+    if form.selector:
+        first, second, inner = (
+            weights[f"candidate_selector.{name}"]
+            for name in ("predecessor_codebook", "successor_codebook", "hidden_projection.weight")
+        )
+        least = logits.topk(form.top_k, -1).values[:, -1:]
+        before = torch.tensor(tokens[text : text + len(logits)])
+        logits = (logits + (first[before] * (drafts @ inner.T)) @ second.T).masked_fill(
+            logits < least, -torch.inf
+        )
     if form.rank:
         first, second = (weights[f"markov_head.markov_w{which}.weight"] for which in (1, 2))
         before = torch.tensor(tokens[text : text + len(logits)])

@@ -14,19 +14,27 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...checkpoint import Found
-from ...core import ArtifactError
+from ...core import ArtifactError, weight_of
 from .checkpoint import Checkpoint, cannot_be_written, llama_config, speculators_config
 from .layer_ids import read_layer_ids
 from .layers import layer_config, read_layers
 from .vocabulary import read_vocabulary, write_vocabulary
 
 _MARKOV = "markov_head.markov_w1.weight"
+_BOOKS = ("candidate_selector.predecessor_codebook", "candidate_selector.successor_codebook")
+"""Of a DFlash2, whose files leave out `.weight` in these names."""
+_DFLASH2_SAYS = (
+    "selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size", "output_multiplier",
+    "final_logit_softcapping",
+)  # fmt: skip
 _DFLASH = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashSpeculator")
 _DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator")
-ARCHITECTURES = (*_DFLASH, *_DSPARK)
+_DFLASH2 = "DFlash2DraftModel"
+ARCHITECTURES = (*_DFLASH, *_DSPARK, _DFLASH2)
 """What the architectures are called that are run here."""
 
 
@@ -47,6 +55,9 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
         for name, tensor in tensors.items()
         if not name.startswith("confidence_head.")
     }
+    for name in _BOOKS:
+        if name in found:
+            found[f"{name}.weight"] = found.pop(name)
     layer, read = read_layers(config, found), read_layer_ids(config)
     size = len(found["fc.weight"])
     if not layer.get("qk_norm"):
@@ -77,6 +88,9 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     }  # fmt: skip
     if _MARKOV in found:
         known["markov_rank"] = found[_MARKOV].shape[1]
+    known |= {name: said[name] for name in _DFLASH2_SAYS if said.get(name) is not None}
+    if (scale := said.get("input_embedding_scale")) is not None:
+        known["input_embedding_scale"] = float(scale)  # see `check_embedding_scale`
     offsets, mask = found.pop("d2t", None), found.pop("t2d", None)
     if offsets is not None and (ids := read_vocabulary(offsets, mask, vocabulary)) is not None:
         found["vocabulary"] = ids
@@ -86,6 +100,17 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
     if "embed_tokens.weight" in found:
         known["embedding"] = "own"  # likewise
     return {name: value for name, value in known.items() if value is not None}, found
+
+
+def check_embedding_scale(scale: float, embedding: Any) -> None:
+    """An ArtifactError unless a target's embeddings are multiplied by what a config says."""
+    rows, ids = weight_of(embedding)[:8], torch.arange(8)
+    own = (embedding(ids.to(rows.device)).float() / rows.float()).nanmedian().item()
+    if abs(own - scale) > 0.01 * abs(scale):
+        raise ArtifactError(
+            f"it reads embeddings times {scale:g} (input_embedding_scale), and this target's are "
+            f"times {own:g}; load the target that it was trained for."
+        )
 
 
 def _without_window(config: dict[str, Any], layer: dict[str, Any]) -> bool:
@@ -107,6 +132,9 @@ def _write(drafter: Any, form: str) -> Checkpoint:
         (own.output == "trimmed", f"it knows {own.output_size} of its target's tokens",
          "output=shared"),
         (own.markov_rank, "it has no confidence_head beside its markov_rank", "markov_rank=0"),
+        (bool(own.selector_rank) != bool(own.conv_kernel_size),
+         "it has one of DFlash2's selector and convolutions, expected both",
+         "selector_rank and drafter.conv_kernel_size"),
         (own.sample_from_anchor, "its newest token's place drafts (sample_from_anchor)",
          "sample_from_anchor=false"),
     ):  # fmt: skip
@@ -117,8 +145,12 @@ def _write(drafter: Any, form: str) -> Checkpoint:
         _check_causal(own, form)
     if form == "llama.cpp":
         _check_windows(own, form)
+    second = bool(own.selector_rank)
+    if second and form not in ("vllm", "sglang", "original"):
+        what = "it has the selector and the convolutions of DFlash2"
+        raise cannot_be_written(form, what, "export it to vllm or sglang")
     config = llama_config(drafter, own.layer) | {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [_DFLASH2 if second else "DFlashDraftModel"],
         "block_size": own.depths + 1,
         "num_target_layers": drafter.target.config.get_text_config(decoder=True).num_hidden_layers,
         "dflash_config": {
@@ -128,11 +160,22 @@ def _write(drafter: Any, form: str) -> Checkpoint:
     }  # fmt: skip
     if own.causal or not (own.window and own.causal_windows):  # else each layer's type decides
         config["is_causal"] = config["dflash_config"]["causal"] = own.causal
-    return Checkpoint(config, _written(drafter))
+    said = _DFLASH2_SAYS if second else _DFLASH2_SAYS[-2:]
+    config["dflash_config"] |= {name: getattr(own, name) for name in said}
+    tensors = _written(drafter)
+    for name in _BOOKS if second else ():
+        tensors[name] = tensors.pop(f"{name}.weight")
+    return Checkpoint(config, tensors)
 
 
 def _write_speculators(drafter: Any) -> Checkpoint:
     own, tensors = drafter.config, _written(drafter)
+    for special, what in (
+        (own.selector_rank or own.conv_kernel_size, "it has parts of DFlash2"),
+        (own.output_multiplier != 1 or own.final_logit_softcapping, "its logits are scaled"),
+    ):
+        if special:
+            raise cannot_be_written("speculators", what, "export it to vllm")
     _check_embedding(own, "speculators")
     _check_causal(own, "speculators")
     _check_windows(own, "speculators")

@@ -101,6 +101,14 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     ("dflash", "vllm", {"layers": 2, "depths": 4, "window": 5, "causal_windows": False}),
     ("dflash", "speculators", {"layers": 2, "depths": 4}),
+    *(
+        (
+            "dflash",
+            form,
+            {"selector_rank": 3, "conv_kernel_size": 2, "conv_group_size": 8, "layers": 2},
+        )
+        for form in ("vllm", "sglang", "original")
+    ),
     (
         "dflash",
         "speculators",
@@ -328,6 +336,8 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ("eagle3", "vllm", {"feature_layers": [0, 1]}, "reads 2 layers"),
         ("dflash", "sglang", TRIMMED, "knows 20 of its target's tokens"),
         ("dflash", "vllm", {"markov_rank": 2}, "no confidence_head"),
+        ("dflash", "vllm", {"selector_rank": 2}, "expected both"),
+        ("dflash", "speculators", {"selector_rank": 2}, "parts of DFlash2"),
         (
             "dflash",
             "vllm",

@@ -52,7 +52,8 @@ CHOICES: dict[str, list[list[dict[str, Any]]]] = {
         [{"layer": LAYER | {"qk_norm": True} | each, "layers": each.get("num_hidden_layers", 1)}
          for each in LAYERS],
         [OUTPUTS[0], OUTPUTS[2]],
-        [{}, {"feature_layers": [1, 2]}, {"markov_rank": 3}, {"embedding": "own"}, {"window": 4}],
+        [{}, {"feature_layers": [1, 2]}, {"markov_rank": 3}, {"embedding": "own"}, {"window": 4},
+         {"selector_rank": 2, "conv_kernel_size": 3, "conv_group_size": 6}],
     ],
     "lookup": [[{}, {"max_match": 4}]],
 }  # fmt: skip
