@@ -96,6 +96,11 @@ class Drafter(StoredDrafter):
         return None
 
     @property
+    def default_tree(self) -> str:
+        """The tree to decode with where none is given, and none was measured for this drafter."""
+        return f"chain:{self.max_depth or 4}"
+
+    @property
     def needs_length_bound(self) -> bool:
         """Whether `reserve` must give a close bound; if not, one captured round serves all
         lengths."""

@@ -17,8 +17,6 @@ the row of its token. With a table of two successors, where b stood at two nodes
 The prompt's tokens are written first, from the target's final hidden states.
 """
 
-from typing import Any
-
 import torch
 from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
