@@ -55,6 +55,7 @@ CHOICES: dict[str, list[list[dict[str, Any]]]] = {
         [{}, {"feature_layers": [1, 2]}, {"markov_rank": 3}, {"embedding": "own"}],
     ],
     "lookup": [[{}, {"max_match": 4}]],
+    "recycling": [[{}, {"successors": 3}]],
 }  # fmt: skip
 
 
