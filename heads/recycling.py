@@ -29,6 +29,9 @@ from .parts.weightless import WeightlessDrafter
 
 _LOGITS = 1 << 25  # of a prompt's tokens that are computed at once
 
+# Of several trees of 16 nodes the one of most tokens per round, see docs/decoding.md.
+_TREE = ([3], [4], [5], [0, 1], [0, 2], [1, 1], [2, 0], [1, 0, 0], [0, 0, 0, 0])
+
 
 @strict
 class RecyclingConfig(RecyclingFields, DrafterConfig):
@@ -40,7 +43,7 @@ class RecyclingConfig(RecyclingFields, DrafterConfig):
 class RecyclingState:
     """A request's table: V · k · 4 bytes a row, 4.9 MB for 8 successors of 152,000 tokens."""
 
-    table: Tensor  # [B, V, k] int32 target ids, best first; -1 for a token without a row
+    table: Tensor  # [B, V, k] int32 target ids, best first; -1 for a token that was never verified
 
 
 class Recycling(WeightlessDrafter):
@@ -49,6 +52,10 @@ class Recycling(WeightlessDrafter):
     config_class = RecyclingConfig
     config: RecyclingConfig
     observes = True
+
+    @property
+    def default_tree(self) -> str:
+        return str([path for path in _TREE if max(path) < self.config.successors])
 
     def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
         return [output_layer(target)]
