@@ -83,12 +83,22 @@ class Drafter(StoredDrafter):
     writes_text: ClassVar[bool] = False
     """Whether it has a language model that writes text without the target."""
 
+    observes: ClassVar[bool] = False
+    """Whether `observe` is called. Such a drafter reads the final hidden state, `FINAL`, from which
+    the target's logits can be computed where no tree is verified: of prompts, and of texts that
+    ranks are recorded on."""
+
     _target: tuple[PreTrainedModel] | None = None
 
     @property
     def max_depth(self) -> int | None:
         """The deepest level that the drafter can propose for; None when there is no bound."""
         return None
+
+    @property
+    def default_tree(self) -> str:
+        """The tree to decode with where none is given, and none was measured for this drafter."""
+        return f"chain:{self.max_depth or 4}"
 
     @property
     def needs_length_bound(self) -> bool:
@@ -181,6 +191,19 @@ class Drafter(StoredDrafter):
             tokens: [B, W] int64, the new nodes' tokens.
             parent: [B, W] int64, each node's parent among the nodes grown so far in this round, in
                 the order of the `extend` calls; -1 where the parent is the root.
+        """
+        raise NotImplementedError
+
+    def observe(self, state: Any, tokens: Tensor, logits: Tensor, true: Tensor) -> None:
+        """Learn from what the target has answered, where the drafter `observes`.
+
+        Called after each verification, in the same CUDA graph, so it waits for nothing either: it
+        changes tensors of the state. The last token of a prompt is a tree of one node.
+
+        Args:
+            tokens: [B, N] int64, the tree's nodes, the root first, accepted later or not.
+            logits: [B, N, V], the target's after each node, before any processor.
+            true: [B, N] bool; False where there is no node, or the row has ended.
         """
         raise NotImplementedError
 

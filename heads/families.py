@@ -54,6 +54,7 @@ _FAMILIES = (
     Family("medusa2", "medusa2:Medusa2", "medusa:Medusa2Fields", {"heads": 3, "rank": 4}, _SHARED),
     Family("mtp", "mtp:Mtp", "", _DEPTHS, _TRIMMED),
     Family("pard", "pard:Pard", "", _PARALLEL, {"layers": 1}),
+    Family("recycling", "recycling:Recycling", "recycling:RecyclingFields"),
     Family("redrafter", "redrafter:ReDrafter", "redrafter:ReDrafterFields", _DEPTHS, _TRIMMED),
 )
 FAMILIES = {family.name: family for family in _FAMILIES}

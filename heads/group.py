@@ -89,6 +89,10 @@ class DrafterGroup:
         return cls([drafters] if isinstance(drafters, Drafter) else drafters or ())
 
     @property
+    def observes(self) -> bool:
+        return any(each.observes for each in self.drafters)
+
+    @property
     def needs_length_bound(self) -> bool:
         return any(each.needs_length_bound for each in self.drafters)
 
@@ -106,6 +110,11 @@ class DrafterGroup:
     def prefill(self, states: list[Any], features: Tensor, tokens: Tensor, count: Tensor) -> None:
         for member, state in zip(self.members, states, strict=True):
             member.drafter.prefill(state, member.own(features), tokens, count)
+
+    def observe(self, states: list[Any], tokens: Tensor, logits: Tensor, true: Tensor) -> None:
+        for each, state in zip(self.drafters, states, strict=True):
+            if each.observes:
+                each.observe(state, tokens, logits, true)
 
 
 def members(drafter: Any) -> list[Any]:

@@ -9,18 +9,14 @@ proposed, then `a`, then `b`; a continuation that reaches the end of the text re
     token      a b c a b          token j of the continuation is text[e + 1 + j mod 3]: c a b c …
 """
 
-from pathlib import Path
-from typing import Any
-
 import torch
 from huggingface_hub.dataclasses import strict
-from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from .core import in_steps
 from .declared.lookup import LookupFields
-from .drafter import Drafter, DrafterConfig, Step, entries_at
+from .drafter import DrafterConfig, Step, entries_at
+from .parts.weightless import WeightlessDrafter
 
 
 @strict
@@ -43,28 +39,11 @@ class LookupState:
     depth: Tensor  # [B, 1 + G]
 
 
-class Lookup(Drafter):
+class Lookup(WeightlessDrafter):
     """Proposes candidates, best first: the continuations of the matches that agree with a node."""
 
     config_class = LookupConfig
     config: LookupConfig
-    weightless = True
-
-    @classmethod
-    def from_pretrained(cls, name: Any, *args: Any, **options: Any) -> Any:  # type: ignore[override]
-        """The drafter that a config.json describes; transformers itself requires weights."""
-        config = LookupConfig.from_pretrained(name, local_files_only=Path(name).is_dir())
-        drafter = cls(config, *args).eval()
-        report = {f"{kind}_keys": [] for kind in ("missing", "unexpected", "mismatched")}
-        return (drafter, report) if options.get("output_loading_info") else drafter
-
-    def save_pretrained(self, folder: Any, **options: Any) -> None:  # type: ignore[override]
-        """Write the config, and a file of weights without tensors, since every artifact has one."""
-        self.config.save_pretrained(folder)
-        save_file({}, Path(folder) / "model.safetensors", metadata={"format": "pt"})
-
-    def shared_modules(self, target: PreTrainedModel) -> list[torch.nn.Module]:
-        return []
 
     def start(self, batch: int, capacity: int) -> LookupState:
         return LookupState()

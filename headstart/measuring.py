@@ -221,7 +221,7 @@ def _add_tree_shares(prepared: Prepared, matrix: Matrix, reports: Sequence[dict[
     best = max(reports, key=lambda report: report["speedup_vs_plain"]["median"])
     ways = prepared.ways[best["temperature"]]
     drafter = ways[best["way"]].speculator.drafter
-    if not best.get("tree_paths") or not isinstance(drafter, Drafter):
+    if not best.get("tree_paths") or not isinstance(drafter, Drafter) or drafter.observes:
         return
     prompts = [chat.prompt([]) for chat in prepared.chats[:_RANKED]]
     texts = write_texts(prepared.target.model, drafter, prompts, matrix.new_tokens)

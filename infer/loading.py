@@ -63,9 +63,9 @@ def load(
             or a model that transformers or peft has loaded. None takes the one that the drafter was
             trained for.
         drafter: the folder or Hub name (`ORG/NAME` or `ORG/NAME@REVISION`) of a drafter or of a
-            smaller language model with the same tokenizer; `"lookup"`; `"mtp"`, the module for
-            multi-token prediction in the target's own files; or a `Drafter`. A list of these
-            decodes with all of them together. None decodes plainly.
+            smaller language model with the same tokenizer; `"lookup"` or `"recycling"`, which have
+            no weights; `"mtp"`, the module for multi-token prediction in the target's own files; or
+            a `Drafter`. A list of these decodes with all of them together. None decodes plainly.
         tokenizer: of a target that is passed as a model; for `stop_strings` and checks.
         tree: how many tokens are drafted, and in which form, such as `"chain:4"`, see
             `Speculator`. None takes the plan for this machine that `headstart plan` has saved with
@@ -164,7 +164,7 @@ def _known_drafters(named: Any) -> list[Any]:
         if not isinstance(each, Drafter | NamedDrafter | None):
             raise OptionError(
                 f"drafter is of type {type(each).__name__}; expected the folder or Hub name of a "
-                "drafter or of a smaller model, 'lookup', 'mtp', or a Drafter."
+                "drafter or of a smaller model, 'lookup', 'recycling', 'mtp', or a Drafter."
             )
     return [each for each in found if each is not None]
 

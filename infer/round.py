@@ -93,6 +93,10 @@ def accept_and_commit(
         logits: [B, N, V] and features: [B, N, F], the target's at the tree's nodes.
     """
     record, lengths, text = request.record, request.lengths, request.text
+    if request.drafters.observes:
+        going = (request.committed.count > 0).unsqueeze(1)  # [B, 1]
+        true = going.expand_as(tree.tokens) if tree.valid is None else tree.valid & going
+        request.drafters.observe(request.states, tree.tokens, logits, true)
     scores = None if record is None else []
     accepted = request.rule.accept(Verified(tree, logits, request.sampling, lengths, text, scores))
     request.target.commit(accepted.path, request.policy.in_place or tree.nodes == 1)

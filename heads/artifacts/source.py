@@ -48,7 +48,8 @@ class DrafterSource:
     ArtifactError where there is no such drafter, or the attribute's file is damaged.
 
     Args:
-        name: a folder, `ORG/NAME` or `ORG/NAME@REVISION` on the Hub, `lookup`, or `mtp`.
+        name: a folder, `ORG/NAME` or `ORG/NAME@REVISION` on the Hub, or a family that its name
+            alone loads: one without weights, or `mtp`.
         allow_pickle: whether weights may be read from a pickle where there are no safetensors;
             tensors alone are unpickled.
     """

@@ -53,7 +53,9 @@ def make_plan(
             the rule `coupled`; 0 is greedily.
         max_nodes: the largest tree considered, the root counted; None takes 64, or 768 for a target
             whose weights are streamed in, where a node costs next to nothing.
-        measure: decode with this many of the best candidates, and choose among them by that.
+        measure: decode with this many of the best candidates, and choose among them by that; with
+            the best one of each size for a drafter that observes, since the larger the tree, the
+            more it gains beyond what is expected.
         compile: how forwards run, see `Speculator`; the plan is for those that run so.
         progress: show a bar on stderr.
 
@@ -95,7 +97,7 @@ def make_plan(
         found = rank_trees(ranks, costs, drafter.independent, max_nodes, batch_size)
         if measure:
             speculators = {"plain": Speculator(target, compile=compile)}
-            for each in found[:measure]:
+            for each in _best_of_each_size(found) if drafter.observes else found[:measure]:
                 made = Speculator(target, drafter, tree=each.tree, compile=compile)
                 speculators[each.name] = made
             done = decode_times(
@@ -118,6 +120,14 @@ def make_plan(
     )  # fmt: skip
 
 
+def _best_of_each_size(found: list[Candidate]) -> list[Candidate]:
+    """The first of every number of nodes."""
+    first: dict[int, Candidate] = {}
+    for each in found:
+        first.setdefault(each.nodes, each)
+    return list(first.values())
+
+
 def _measured(found: list[Candidate], done: DecodeTimes) -> list[Candidate]:
     """The candidates that have decoded, with measured figures, best first; then the others."""
 
@@ -132,4 +142,5 @@ def _measured(found: list[Candidate], done: DecodeTimes) -> list[Candidate]:
         )
 
     known = [measured(each) for each in found if each.name in done.per_round]
-    return sorted(known, key=lambda each: -each.best_known) + found[len(known) :]
+    others = [each for each in found if each.name not in done.per_round]
+    return sorted(known, key=lambda each: -each.best_known) + others

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from headstart.heads import Drafter, Sampling, Step
-from headstart.heads.core import row_seeds
+from headstart.heads.core import FINAL, OutputLayer, row_seeds
 
 from ..rules.registry import find_rule
 from ..trees.children import Children, rows_of
@@ -49,6 +49,9 @@ def measure_ranks(
 
         begin(f1, x2) -> the rank of x3;  extend(x3) -> the rank of x4
         begin(f2, x3) -> the rank of x4
+
+    A drafter that observes is shown what the target answers to each root, after that root's round.
+    While decoding it also sees the nodes that are rejected, and may then be right more often.
 
     Args:
         texts: see `write_texts`.
@@ -109,6 +112,7 @@ def _record(
         seeds = row_seeds([text.seed for text in texts], batch, device)
         children = Children(find_rule(None).children, replace(sampling, seeds=seeds))
     ranks = torch.full((batch, max(rounds), depth), MISSED, device=device)  # [B, M, K]
+    answers = _answers(drafter, features) if drafter.observes else None
     for place in range(max(rounds)):
         root = (prompt + place).clamp(max=longest - 1)  # [B]
         active = (root + 1 < length).long()
@@ -125,7 +129,17 @@ def _record(
             own = rows_of(step, level, level + 1) if drafter.independent else step
             rank = _rank(own, children.scores(own, root, level + 1), after[level + 1])
             ranks[:, place, level] = rank.masked_fill(root + level + 1 >= length, MISSED)
+        if answers is not None:
+            logits, true = answers(row, root).unsqueeze(1), active.unsqueeze(1) > 0
+            drafter.observe(state, after[0].unsqueeze(1), logits, true)
     return [each[:count] for each, count in zip(ranks.cpu(), rounds, strict=True)]
+
+
+def _answers(drafter: Drafter, features: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """The target's logits [B, V] at a place [B] of each row [B], of features [B, T, F]."""
+    layers, output = drafter.config.feature_layers, OutputLayer(drafter.target)
+    final = features.chunk(len(layers), dim=-1)[list(layers).index(FINAL)]  # [B, T, D]
+    return lambda row, place: output.raw(final[row, place])
 
 
 def _rank(step: Step, scores: Tensor | None, wanted: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """Where a round's time goes: the target's forwards, the drafter's, and the loop around them.
 
-The loop's cost is a round less its forwards replayed alone, with the arguments that they had.
+The loop's cost is a round less its forwards replayed alone, with the arguments that they had. What
+a drafter does when it observes counts as the loop's: replays would need the logits of every round.
 """
 
 from __future__ import annotations

@@ -32,10 +32,10 @@ def parse_tree(text: str | Sequence[Sequence[int]] | Policy) -> Policy:
 def default_tree(drafters: Sequence[Drafter], trees: Sequence[Any] = ()) -> Policy:
     """The tree of one drafter, the union of the trees of several; `plain` without drafter.
 
-    Where a drafter has none in `trees`, the deepest chain that it can propose; of 4 without bound.
+    Where a drafter has none in `trees`, its own default is taken.
     """
     parts = [
-        parse_tree(tree or f"chain:{drafter.max_depth or 4}")
+        parse_tree(tree or drafter.default_tree)
         for drafter, tree in itertools.zip_longest(drafters, trees[: len(drafters)])
     ]
     if len(parts) > 1:

@@ -31,7 +31,8 @@ def test_what_is_particular_is_declared() -> None:
     def those(fact: str) -> set[str]:
         return {name for name in FAMILIES if getattr(family(name), fact)}
 
-    assert those("weightless") == {"lookup"}
+    assert those("weightless") == {"lookup", "recycling"}
+    assert those("observes") == {"recycling"}
     assert those("in_target") == {"mtp"}
     language_models = {"draft_model", "pard"}
     assert those("saved_as_language_model") == those("writes_text") == language_models

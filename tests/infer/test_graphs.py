@@ -144,6 +144,7 @@ def test_plain_decoding() -> None:
 def test_tree_attention_needs_one_graph() -> None:
     """It reads lengths on the device; only a drafter that needs their bound splits the rounds."""
     counts = {"medusa": 1, "lookup": 1, "medusa+lookup": 1, "redrafter": 1, "draft_model": 2}
+    counts |= {"recycling": 1, "recycling+lookup": 1}
     for name, buckets in counts.items():
         tree = "+".join([STATIC] * len(name.split("+")))
         replayed, written, tape = both(name, tree, attention="tree")
@@ -236,7 +237,7 @@ def test_rows_end_while_the_next_round_runs(monkeypatch: pytest.MonkeyPatch) -> 
         ahead.append(len(self._started))
 
     monkeypatch.setattr(CapturedRunner, "_start_round", counted)
-    for name in ("medusa", "hydra", "draft_model", "lookup"):
+    for name in ("medusa", "hydra", "draft_model", "lookup", "recycling"):
         replayed, written, tape = both(name)
         text = decode(written)
         ends = [int(text[row, 9 + 4 * row + 2]) for row in range(4)]

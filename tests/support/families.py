@@ -15,7 +15,9 @@ TARGETS = {
     "quickstart": ROOT / "runs" / "quickstart" / "target",
 }
 TREES = ["chain:3", "[[0],[1],[2],[0,0],[0,1],[0,0,0]]", "best-first:8,3,3", "beam:3,3"]
-UNIONS = {"medusa+lookup": TREES[0], "draft_model+redrafter": TREES[1]}
+UNIONS = {
+    "medusa+lookup": TREES[0], "draft_model+redrafter": TREES[1], "recycling+lookup": TREES[1],
+}  # fmt: skip
 """Drafters that decode together; the first one's tree stays, the last one's is each of `TREES`."""
 LENGTHS = [9, 4, 7, 6]
 

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from headstart.cli import main
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core import probe_layers
-from headstart.heads.families import FAMILIES
+from headstart.heads.families import FAMILIES, family
 from headstart.train.estimate import model_config
 from headstart.train.recipe import load_recipe, shipped_combinations, shipped_recipes
 from headstart.train.smoke import LAYERS, chats, shrunk, smoke, tiny_tokenizer
@@ -31,6 +31,7 @@ CASES = [
     "pard+qwen3-8b+1x80gb",
     "mtp+mistral-7b+1x80gb",
     "lookup+mistral-7b+1x80gb",
+    "recycling+qwen3-8b+1x80gb",
 ]
 
 STAGES = ("corpus", "target", "distill", "train", "heads")
@@ -45,7 +46,7 @@ def run(name: str, folder: Path, *overrides: str) -> Path:
 def check(name: str, root: Path, *overrides: str) -> None:
     recipe = load_recipe(name, overrides)
     stages = {name for name in STAGES if (root / name / "stage.json").exists()}
-    trainable = recipe.drafter.family != "lookup"
+    trainable = family(recipe.drafter.family).trainable
     assert stages == {"corpus", "target", "heads", *(["distill", "train"] if trainable else [])}
     manifest = json.loads((root / "heads" / "headstart.json").read_text())
     assert manifest["family"] == recipe.drafter.family

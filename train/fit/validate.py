@@ -6,7 +6,7 @@ Checkpoints are chosen by τ from the same loop that users decode with, not by a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from headstart.infer.measure.bench import SHOWN, SHOWN_BEFORE
 from headstart.infer.measure.own_text import BATCH, Written, write_texts
 from headstart.infer.measure.progress import progress_bar
 from headstart.infer.measure.ranks import best_tree, measure_ranks, path_shares, replay
-from headstart.infer.rules.registry import find_rule
+from headstart.infer.rules.registry import GREEDY, find_rule
 from headstart.infer.trees.texts import sparse_nodes
 
 from ..data.prefixes import HeldOutPrompt
@@ -114,26 +114,23 @@ def tau_table(
     """τ with chains of several lengths and with a tree, at temperature 0 and 1.
 
     At temperature 0 the target's greedy text is written once, and each tree's rounds are counted
-    along it (see `replay`). At 1 each tree decodes, by the rule `coupled`.
+    along it (see `replay`), unless the drafter observes. Then each tree decodes, as it does at 1,
+    by the rule `coupled`.
 
     Returns:
         For each `tree`, `nodes`, `temperature`, `tau`, `tau_se`, `tau_by_source` and `rounds` of
         `tau_of`, and `acceptance_by_depth`.
     """
     given, most = _held_out(prompts), drafter.max_depth or max(chains)
-    texts = write_texts(target, drafter, [prompt.tokens for prompt in given], new_tokens)
-    ranks = measure_ranks(drafter, texts, max(min(most, max(chains)), tree.max_depth, 1))
     lengths = [length for length in chains if length <= most] or [most]
     trees = [parse_static(f"chain:{length}") for length in lengths]
     if tree.nodes > 1 and str(tree) not in map(str, trees):
         trees.append(tree)
     found = []
     bar = progress_bar(2 * len(trees), "heads: τ by tree", unit="tree")
-    for each in trees:
-        done = replay(ranks, each.paths)
-        counts = np.array([done.tokens, done.rounds]).T
-        shares = {"acceptance_by_depth": done.acceptance_by_depth(each.max_depth)}
-        found.append(_named(each, 0, tau_of(given, counts) | shares))
+    greedily = _greedy_taus(target, drafter, trees, given, new_tokens)
+    for each, measured in zip(trees, greedily, strict=True):
+        found.append(_named(each, 0, measured))
         bar.update(1)
     for each in trees:
         measured = measure_tau(target, drafter, each, find_rule(None).name, given, new_tokens)
@@ -141,6 +138,27 @@ def tau_table(
         bar.update(1)
     bar.close()
     return found
+
+
+def _greedy_taus(
+    target: PreTrainedModel,
+    drafter: Drafter,
+    trees: Sequence[StaticTree],
+    given: Sequence[HeldOutPrompt],
+    new_tokens: int,
+) -> Iterator[dict[str, Any]]:
+    """What `tau_table` says of each tree at temperature 0."""
+    if drafter.observes:  # what it proposes depends on the tree
+        for tree in trees:
+            yield measure_tau(target, drafter, tree, GREEDY.name, given, new_tokens)
+        return
+    texts = write_texts(target, drafter, [prompt.tokens for prompt in given], new_tokens)
+    ranks = measure_ranks(drafter, texts, max(tree.max_depth for tree in trees))
+    for tree in trees:
+        done = replay(ranks, tree.paths)
+        counts = np.array([done.tokens, done.rounds]).T
+        shares = {"acceptance_by_depth": done.acceptance_by_depth(tree.max_depth)}
+        yield tau_of(given, counts) | shares
 
 
 _PUBLISHED = ("tau", "tau_se", "tau_by_source", "rounds", "acceptance_by_depth")
@@ -233,7 +251,8 @@ class Validation:
     def __call__(self, drafter: Drafter) -> dict[str, Any]:
         """What `measure_tau` returns, and `tree`, the rank paths it was measured with.
 
-        Where ranks are recorded there is also `tree_shares`, see `path_shares`.
+        Where ranks are recorded there is also `tree_shares`, see `path_shares`; not of a drafter
+        that observes, whose ranks only lead to a tree.
 
         Several processes divide the prompts, and return the same; but where they hold parts of the
         target, so that each forward needs all of them, all decode every prompt.
@@ -256,9 +275,10 @@ class Validation:
                 ranks = in_turn(from_each(ranks))
             if self.sparse:
                 self.tree = StaticTree(best_tree(ranks, self.sparse))
-            if not RULES[self.rule].samples:
-                simulated["simulated_tau"] = replay(ranks, self.tree.paths).tau
-            simulated["tree_shares"] = path_shares(ranks, self.tree.paths)
+            if not drafter.observes:
+                if not RULES[self.rule].samples:
+                    simulated["simulated_tau"] = replay(ranks, self.tree.paths).tau
+                simulated["tree_shares"] = path_shares(ranks, self.tree.paths)
         measured = measure_tau(
             self.target, drafter, self.tree, self.rule, self.prompts, self.new_tokens,
             divided=divided,

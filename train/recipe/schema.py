@@ -189,7 +189,7 @@ class Distill:
     batch_size: int = positive(64)
     temperature: float = number(0.0, ge=0)
     # writer own: what the target is sped up by, which leaves the text the same: a drafter's path or
-    # Hub name, or lookup
+    # Hub name, lookup or recycling
     drafter: str | None = None
     use_drafter: str = one_of("where_faster", "always")  # than plain decoding, in a short trial
     # writer own: between rounds, each of as many shards, a drafter learns from the rows so far, and

@@ -56,6 +56,7 @@ CHOICES: dict[str, list[list[dict[str, Any]]]] = {
          {"selector_rank": 2, "conv_kernel_size": 3, "conv_group_size": 6}],
     ],
     "lookup": [[{}, {"max_match": 4}]],
+    "recycling": [[{}, {"successors": 3}]],
 }  # fmt: skip
 
 

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.heads import ArtifactError, Manifest, OptionError, fingerprint, save_drafter
+from headstart.heads import (
+    ArtifactError,
+    Manifest,
+    OptionError,
+    family,
+    fingerprint,
+    save_drafter,
+)
 from headstart.heads.artifacts.plan import Plan, find_plans, plan_key, write_plan
 from headstart.heads.medusa import Medusa
 from headstart.infer import Speculator, StaticTree
@@ -22,6 +29,7 @@ from headstart.infer.measure.ranks import Replayed, measure_ranks, replay
 from headstart.infer.target import Target
 from headstart.reports.plans import print_plan
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
+from tests.support.tiny import VOCAB, tiny
 
 PLAIN = 10.0
 
@@ -108,6 +116,23 @@ def test_what_is_measured_decides(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = plan_of(drafter, costs(0.0), monkeypatch, measure=2)
     assert plan.policy == "plain"
     assert [c["measured_speedup"] is not None for c in plan.candidates[:3]] == [True, True, False]
+
+
+def test_a_drafter_that_observes_decodes_with_trees_of_every_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its ranks promise less than its larger trees bring, so what is measured decides."""
+    model = tiny("llama")
+    drafter = family("recycling").of_target(model).bind(model)
+    monkeypatch.setattr(planner, "measure_costs", lambda *args: costs(0.5))
+    prompts = list(torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(3)))
+    plan = make_plan(model, drafter, prompts, new_tokens=40, measure=1, max_nodes=24)
+    tried = [each for each in plan.candidates if each["measured_tau"] is not None]
+    assert plan.candidates[: len(tried)] == tried
+    sizes_of_all = {each["nodes"] for each in plan.candidates}
+    assert sorted(each["nodes"] for each in tried) == sorted(sizes_of_all) and len(tried) > 4
+    largest = max(tried, key=lambda each: each["nodes"])
+    assert largest["measured_tau"] > largest["tau"]
 
 
 def test_trees_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -95,6 +95,28 @@ def test_so_it_is_with_the_noise_of_sampled_text(name: str) -> None:
         model.generation_config.top_k = None
 
 
+def test_a_drafter_that_observes_is_shown_each_answer() -> None:
+    """Against a table of the best tokens of all that was read before, kept by hand."""
+    drafter = families.drafter("recycling", "tiny")
+    target, size = drafter.target, drafter.config.successors
+    texts, depth, hits = write_texts(target, drafter, prompts(), NEW), 3, 0
+    ranks = measure_ranks(drafter, texts, depth)
+    for text, found in zip(texts, ranks, strict=True):
+        ids = text.tokens.tolist()
+        best = target(text.tokens.unsqueeze(0)).logits[0].topk(size).indices.tolist()
+        table = dict(zip(ids[: text.prompt], best, strict=False))
+        for place, at in enumerate(range(text.prompt, len(ids) - 1)):
+            for level in range(depth):
+                rank = MISSED
+                if at + level + 1 < len(ids) and ids[at + level + 1] in (
+                    row := table.get(ids[at + level], [])
+                ):
+                    rank, hits = row.index(ids[at + level + 1]), hits + 1
+                assert found[place, level] == rank
+            table[ids[at]] = best[at]
+    assert hits > 20
+
+
 def test_a_wrong_rank_shows() -> None:
     """The negative control: ranks that are one off replay to something else."""
     target = tiny("llama")

@@ -6,14 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from headstart.heads import OptionError
+from headstart.heads import OptionError, family
 from headstart.heads.medusa import Medusa
-from headstart.infer import StaticTree
+from headstart.infer import StaticTree, parse_static
 from headstart.infer.measure.own_text import Written, write_texts
 from headstart.infer.measure.ranks import MISSED, best_tree, measure_ranks
 from headstart.train.data.prefixes import HeldOutPrompt
-from headstart.train.fit.validate import Validation, measure_tau, ratio, standard_error
+from headstart.train.fit.validate import (
+    Validation,
+    measure_tau,
+    ratio,
+    standard_error,
+    tau_table,
+)
 from tests.support.counting import SIZE, counting_drafter, counting_rows, counting_target
+from tests.support.tiny import VOCAB, tiny
 
 
 def second_best(drafter: Medusa, head: int) -> Medusa:
@@ -60,6 +67,24 @@ def test_sparse_trees_follow_the_drafter() -> None:
     assert found["tree"] == [[0], [0, 0]] and found["simulated_tau"] == found["tau"] == 11 / 4
     sampled = Validation(target, list(counting_rows(2, 5)), 12, "chain:2", "match")
     assert "simulated_tau" not in sampled(counting_drafter(target, heads=3))
+
+
+def test_a_drafter_that_observes_decodes_for_its_figures() -> None:
+    """What it proposes depends on the tree, so nothing is told from its recorded ranks."""
+    model = tiny("llama")
+    drafter = family("recycling").of_target(model).bind(model)
+    prompts = list(torch.randint(VOCAB, (3, 12), generator=torch.Generator().manual_seed(3)))
+    found = Validation(model, prompts, 40, "sparse:12", "greedy")(drafter)
+    assert found["tau"] > 1 and not {"simulated_tau", "tree_shares"} & found.keys()
+    tree = parse_static(found["tree"])
+    rows = tau_table(model, drafter, tree, prompts, 40, chains=(2,))
+    assert [(row["nodes"], row["temperature"]) for row in rows] == [
+        (3, 0),
+        (12, 0),
+        (3, 1),
+        (12, 1),
+    ]
+    assert rows[1]["tau"] == found["tau"] > rows[0]["tau"]
 
 
 def test_prompts_of_different_lengths_are_decoded_as_each_alone() -> None:
