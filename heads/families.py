@@ -52,6 +52,10 @@ _FAMILIES = (
     Family("lookup", "lookup:Lookup", "lookup:LookupFields"),
     Family("medusa", "medusa:Medusa", "medusa:MedusaFields", {"heads": 3}, _SHARED),
     Family("medusa2", "medusa2:Medusa2", "medusa:Medusa2Fields", {"heads": 3, "rank": 4}, _SHARED),
+    Family(
+        "mlp_speculator", "mlp_speculator:MlpSpeculator", "mlp_speculator:MlpSpeculatorFields",
+        {"heads": 3, "inner_dim": 24}, _TRIMMED,
+    ),  # fmt: skip
     Family("mtp", "mtp:Mtp", "", _DEPTHS, _TRIMMED),
     Family("pard", "pard:Pard", "", _PARALLEL, {"layers": 1}),
     Family("redrafter", "redrafter:ReDrafter", "redrafter:ReDrafterFields", _DEPTHS, _TRIMMED),
@@ -62,7 +66,7 @@ FAMILIES = {family.name: family for family in _FAMILIES}
 
 def with_article(name: str) -> str:
     """A family's name after its article, for sentences: `a medusa`, `an eagle`."""
-    return f"{'an' if name[0] in 'aei' or name == 'mtp' else 'a'} {name}"
+    return f"{'an' if name[0] in 'aei' or name.startswith(('mtp', 'mlp')) else 'a'} {name}"
 
 
 def check_family(name: str) -> None:
