@@ -53,8 +53,11 @@ _FAMILIES = (
     Family("medusa", "medusa:Medusa", "medusa:MedusaFields", {"heads": 3}, _SHARED),
     Family("medusa2", "medusa2:Medusa2", "medusa:Medusa2Fields", {"heads": 3, "rank": 4}, _SHARED),
     Family(
-        "mlp_speculator", "mlp_speculator:MlpSpeculator", "mlp_speculator:MlpSpeculatorFields",
-        {"heads": 3, "inner_dim": 24}, _TRIMMED,
+        "mlp_speculator",
+        "mlp_speculator:MlpSpeculator",
+        "mlp_speculator:MlpSpeculatorFields",
+        {"heads": 3, "inner_dim": 24},
+        _TRIMMED,
     ),  # fmt: skip
     Family("mtp", "mtp:Mtp", "", _DEPTHS, _TRIMMED),
     Family("pard", "pard:Pard", "", _PARALLEL, {"layers": 1}),

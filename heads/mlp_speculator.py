@@ -95,6 +95,7 @@ class MlpSpeculator(TrimmedVocabulary):
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Output layers and embeddings start as the target's, where these are as wide."""
         import os
+
         mode = os.environ.get("HS_INIT", "1")
         rows = self.rows_to_start_from(token_counts)  # [Vd, D]
         if self.config.width != self.config.hidden_size or mode == "0":

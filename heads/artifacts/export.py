@@ -232,7 +232,7 @@ def _write(
 def largest_difference(one: Drafter, other: Drafter, seed: int = 0) -> float:
     """How far the logits of two drafters of one target differ, as a share of their size.
 
-    Both draft two tokens in a row after 12 random tokens and features.
+    Both draft two tokens in a row, or the one that they can, after 12 random tokens and features.
     """
     generator = torch.Generator().manual_seed(seed)
     layers = len(one.config.feature_layers)
@@ -258,6 +258,6 @@ def _drafts(drafter: Any, features: torch.Tensor, tokens: torch.Tensor) -> list[
     drafter.prefill(state, features, tokens, torch.tensor([length], device=place))
     last, one = (features[:, -1:], tokens[:, -1:]), torch.ones(1, dtype=torch.long, device=place)
     steps = [drafter.begin(state, *last, one)]
-    if not drafter.independent:
+    if not drafter.independent and drafter.max_depth != 1:
         steps.append(drafter.extend(state, tokens[:, :1], torch.full((1, 1), -1, device=place)))
     return [step.logits for step in steps]

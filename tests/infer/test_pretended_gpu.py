@@ -44,7 +44,7 @@ QUICK = {
     ("hydra", TREES[0], "block"), ("redrafter", TREES[3], "match"),
     ("eagle", TREES[1], "rejection"), ("eagle3", TREES[2], "greedy"),
     ("draft_model", TREES[2], "coupled"), ("lookup", TREES[1], "typical"),
-    ("pard", TREES[2], "coupled"),
+    ("pard", TREES[2], "coupled"), ("mlp_speculator", TREES[2], "coupled"),
 }  # fmt: skip
 """Every family, tree and rule."""
 
