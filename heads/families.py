@@ -42,6 +42,7 @@ _PREFIX = {"layers": 4, "prefix": True, **_TRIMMED}
 _PARALLEL = {"layers": 1, "depths": 3}
 
 _BLOCK = {"layers": 1, "depths": 4}
+_MLP, _STAGES = "mlp_speculator", {"heads": 3, "inner_dim": 24}
 
 _FAMILIES = (
     Family("dflash", "dflash:DFlash", "dflash:DFlashFields", _BLOCK),
@@ -52,13 +53,7 @@ _FAMILIES = (
     Family("lookup", "lookup:Lookup", "lookup:LookupFields"),
     Family("medusa", "medusa:Medusa", "medusa:MedusaFields", {"heads": 3}, _SHARED),
     Family("medusa2", "medusa2:Medusa2", "medusa:Medusa2Fields", {"heads": 3, "rank": 4}, _SHARED),
-    Family(
-        "mlp_speculator",
-        "mlp_speculator:MlpSpeculator",
-        "mlp_speculator:MlpSpeculatorFields",
-        {"heads": 3, "inner_dim": 24},
-        _TRIMMED,
-    ),  # fmt: skip
+    Family(_MLP, f"{_MLP}:MlpSpeculator", f"{_MLP}:MlpSpeculatorFields", _STAGES, _TRIMMED),
     Family("mtp", "mtp:Mtp", "", _DEPTHS, _TRIMMED),
     Family("pard", "pard:Pard", "", _PARALLEL, {"layers": 1}),
     Family("redrafter", "redrafter:ReDrafter", "redrafter:ReDrafterFields", _DEPTHS, _TRIMMED),

@@ -11,7 +11,7 @@ all but that of the feature have a weight and a bias. Where stages are tied, E, 
 layer are one each, P_1 reads the feature and P_2 serves all later stages.
 
 The cell of Arctic's drafters (`cell="lstm"`, github.com/snowflakedb/ArcticInference) has a P four
-times as high, to each quarter of which a E(x_t+k) is added; c_0 = 0, and σ is the logistic function:
+times as high, to each quarter of which a E(x_t+k) is added; c_0 = 0, and σ is the sigmoid:
 
     c_k = σ(forget) c_k-1 + σ(input) GELU(norm(candidate))
     s_k = σ(output) GELU(norm(c_k))
@@ -26,6 +26,7 @@ from huggingface_hub.dataclasses import strict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .core import weight_of
 from .declared.mlp_speculator import MlpSpeculatorFields
 from .drafter import DrafterConfig, Step, entries_at, last_true
 from .parts.published.mlp_speculator import MLP_SPECULATOR, mlp_speculator
@@ -93,24 +94,19 @@ class MlpSpeculator(TrimmedVocabulary):
 
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
-        """Output layers and embeddings start as the target's, where these are as wide."""
-        import os
+        """Output layers and embeddings start as the target's, where those are as wide.
 
-        mode = os.environ.get("HS_INIT", "1")
+        The embeddings get the size that the authors' random ones have.
+        """
         rows = self.rows_to_start_from(token_counts)  # [Vd, D]
-        if self.config.width != self.config.hidden_size or mode == "0":
-            return
-        size = self.config.width
-        E = self.target.get_input_embeddings().weight
-        for m in self.head:
-            m.weight.copy_(rows)
-        if mode in "23":
-            for m in self.emb:
-                m.weight.copy_(E / E.square().mean().sqrt() * size**-0.5)
-        if mode in "34":
-            for i, m in enumerate(self.proj):
-                for c in m.weight.chunk(self.config.gates):
-                    c.copy_(torch.eye(size))
+        known = weight_of(self.target.get_input_embeddings())  # [V, D]
+        for layer in self.head if rows.shape[1] == self.config.width else ():
+            cast(nn.Linear, layer).weight.copy_(rows)
+        for layer in self.emb if known.shape[1] == self.config.width else ():
+            weight = cast(nn.Embedding, layer).weight
+            weight.copy_(known[: len(weight)])
+            size = weight.square().mean().sqrt().clamp(min=1e-6)
+            weight.mul_(self.config.width**-0.5 / size)
 
     @property
     def max_depth(self) -> int:

@@ -26,7 +26,7 @@ class MlpSpeculatorFields(VocabularyFields):
     tied: bool = True
     scale_input: bool = True
     output: Literal["own", "trimmed"] = "own"
-    embedding: Literal["own"] = "own"
+    embedding: Literal["shared", "own"] = "own"  # and trained, unlike other families'
 
     OPTIONS: ClassVar = (
         *("heads", "inner_dim", "cell", "tied", "scale_input"),

@@ -18,6 +18,7 @@ from headstart.heads import (
     load_drafter,
     save_drafter,
 )
+from headstart.heads.artifacts.export import serve_line
 from headstart.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 from headstart.infer import Speculator, parse_tree
 from tests.support.published_mlp_speculator import GATES, LAYOUTS, SIZE, WIDE, Layout, logits
@@ -98,9 +99,26 @@ def test_a_tree_follows_the_formula_along_every_path(options: str) -> None:
                     found = by_hand(drafter, feature, [root, *path])
                     torch.testing.assert_close(step.logits[row, node], found)
     assert not drafter.independent and drafter.max_depth == drafter.train_depths == 4
+    vocabulary = steps[-1].vocabulary
     kept = KEPT.tolist() if options == "trimmed" else None
-    assert (step.vocabulary is None) == (kept is None)
-    assert step.vocabulary is None or step.vocabulary.tolist() == kept
+    assert (None if vocabulary is None else vocabulary.tolist()) == kept
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@torch.no_grad()
+def test_what_a_new_drafter_starts_with(options: str) -> None:
+    """The target's weights where they are as wide; embeddings of the authors' size in any case."""
+    drafter, model = speculator_of(options, random=False), tiny("llama")
+    wide = drafter.config.width
+    rows, words = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    rows = rows[KEPT] if options == "trimmed" else rows
+    weights = drafter.state_dict()
+    for stage in range(drafter.config.stages):
+        head, embedding = (weights[f"{kind}.{stage}.weight"] for kind in ("head", "emb"))
+        assert (wide == 32) == (head.shape == rows.shape and torch.equal(head, rows))
+        assert embedding.square().mean().sqrt() == pytest.approx(wide**-0.5, rel=0.1)
+        alike = F.cosine_similarity(embedding, words) if wide == 32 else torch.zeros(1)
+        assert bool((alike > 1 - 1e-9).all()) == (wide == 32)
 
 
 def read(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Any:
@@ -126,6 +144,7 @@ def test_published_drafters_compute_what_they_do_elsewhere(name: str, tmp_path: 
         steps.append(drafter.extend(state, torch.tensor([[token]]), torch.tensor([[node - 1]])))
     for depth, step in enumerate(steps, start=1):
         expected = logits(layout, tensors, feature[0, 0], path[:depth])
+        assert step.logits is not None
         torch.testing.assert_close(step.logits[0, 0], expected, rtol=1e-12, atol=1e-12)
     ids, _ = prompts([7])
     plain = Speculator(model).generate(ids, max_new_tokens=16, do_sample=False)
@@ -190,6 +209,16 @@ def test_what_is_not_run_is_refused(
     with pytest.raises(ArtifactError) as caught:
         read(tmp_path / "it", layout.config | config, changed(layout.tensors(), **by))
     assert said in one_line(caught.value)
+
+
+@pytest.mark.parametrize("options", ["tied", "lstm"])
+def test_the_line_for_vllm_asks_for_its_plugin(options: str) -> None:
+    drafter = speculator_of(options)
+    line, kind = serve_line(drafter, "vllm", "them/it"), "LSTM" if options == "lstm" else "MLP"
+    assert str(line).startswith("ARCTIC_INFERENCE_ENABLED=1 vllm serve ")
+    assert '"method": "arctic", "model": "them/it", "num_speculative_tokens": 4' in str(line)
+    config = MlpSpeculator.exports["vllm"](drafter).config
+    assert config["architectures"] == [f"Arctic{kind}SpeculatorPreTrainedModel"]
 
 
 def test_arctic_finds_the_names_that_it_takes() -> None:
