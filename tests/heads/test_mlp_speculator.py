@@ -88,6 +88,9 @@ def test_a_tree_follows_the_formula_along_every_path(options: str) -> None:
         steps = [step]
         for level, parent in zip(levels, parents, strict=True):
             steps.append(drafter.extend(state, level, torch.tensor([parent] * 2)))
+        kept = KEPT.tolist() if options == "trimmed" else None
+        known = [None if each.vocabulary is None else each.vocabulary.tolist() for each in steps]
+        assert known == [kept] * 4
         for row in range(2):
             last = int(count[row]) - 1
             root, feature = int(tokens[row, last]), features[row, last]
@@ -99,9 +102,6 @@ def test_a_tree_follows_the_formula_along_every_path(options: str) -> None:
                     found = by_hand(drafter, feature, [root, *path])
                     torch.testing.assert_close(step.logits[row, node], found)
     assert not drafter.independent and drafter.max_depth == drafter.train_depths == 4
-    vocabulary = steps[-1].vocabulary
-    kept = KEPT.tolist() if options == "trimmed" else None
-    assert (None if vocabulary is None else vocabulary.tolist()) == kept
 
 
 @pytest.mark.parametrize("options", OPTIONS)
