@@ -42,6 +42,7 @@ _PREFIX = {"layers": 4, "prefix": True, **_TRIMMED}
 _PARALLEL = {"layers": 1, "depths": 3}
 
 _BLOCK = {"layers": 1, "depths": 4}
+_MLP, _STAGES = "mlp_speculator", {"heads": 3, "inner_dim": 24}
 
 _FAMILIES = (
     Family("dflash", "dflash:DFlash", "dflash:DFlashFields", _BLOCK),
@@ -52,6 +53,7 @@ _FAMILIES = (
     Family("lookup", "lookup:Lookup", "lookup:LookupFields"),
     Family("medusa", "medusa:Medusa", "medusa:MedusaFields", {"heads": 3}, _SHARED),
     Family("medusa2", "medusa2:Medusa2", "medusa:Medusa2Fields", {"heads": 3, "rank": 4}, _SHARED),
+    Family(_MLP, f"{_MLP}:MlpSpeculator", f"{_MLP}:MlpSpeculatorFields", _STAGES, _TRIMMED),
     Family("mtp", "mtp:Mtp", "", _DEPTHS, _TRIMMED),
     Family("pard", "pard:Pard", "", _PARALLEL, {"layers": 1}),
     Family("recycling", "recycling:Recycling", "recycling:RecyclingFields"),
@@ -63,7 +65,7 @@ FAMILIES = {family.name: family for family in _FAMILIES}
 
 def with_article(name: str) -> str:
     """A family's name after its article, for sentences: `a medusa`, `an eagle`."""
-    return f"{'an' if name[0] in 'aei' or name == 'mtp' else 'a'} {name}"
+    return f"{'an' if name[0] in 'aei' or name.startswith(('mtp', 'mlp')) else 'a'} {name}"
 
 
 def check_family(name: str) -> None:

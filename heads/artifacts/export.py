@@ -2,7 +2,7 @@
 
 | to | what reads it |
 |---|---|
-| `vllm` | vLLM |
+| `vllm` | vLLM; for an MLP speculator with the plugin Arctic Inference |
 | `sglang` | SGLang |
 | `tensorrt-llm` | TensorRT-LLM, with its PyTorch backend |
 | `llama.cpp` | llama.cpp's converter to GGUF |
@@ -35,7 +35,7 @@ from .source import DrafterSource
 
 _VLLM = {
     "dflash": "dflash", "eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa",
-    "draft_model": "draft_model", "pard": "draft_model",
+    "draft_model": "draft_model", "pard": "draft_model", "mlp_speculator": "arctic",
 }  # fmt: skip
 _SGLANG = {"dflash": "DFLASH", "eagle": "EAGLE", "eagle3": "EAGLE3"}
 _SGLANG |= dict.fromkeys(("draft_model", "pard"), "STANDALONE")  # one token after another
@@ -48,7 +48,8 @@ def _serve_vllm(drafter: Drafter, place: str, tokens: int, revision: str | None)
     if name in ("eagle3", "pard") and drafter.independent:
         settings["parallel_drafting"] = True
     settings |= {"revision": revision} if revision else {}
-    return f"vllm serve {target} --speculative-config '{json.dumps(settings)}'"
+    plugin = "ARCTIC_INFERENCE_ENABLED=1 " if settings["method"] == "arctic" else ""
+    return f"{plugin}vllm serve {target} --speculative-config '{json.dumps(settings)}'"
 
 
 def _serve_sglang(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
@@ -231,7 +232,7 @@ def _write(
 def largest_difference(one: Drafter, other: Drafter, seed: int = 0) -> float:
     """How far the logits of two drafters of one target differ, as a share of their size.
 
-    Both draft two tokens in a row after 12 random tokens and features.
+    Both draft two tokens in a row, or the one that they can, after 12 random tokens and features.
     """
     generator = torch.Generator().manual_seed(seed)
     layers = len(one.config.feature_layers)
@@ -257,6 +258,6 @@ def _drafts(drafter: Any, features: torch.Tensor, tokens: torch.Tensor) -> list[
     drafter.prefill(state, features, tokens, torch.tensor([length], device=place))
     last, one = (features[:, -1:], tokens[:, -1:]), torch.ones(1, dtype=torch.long, device=place)
     steps = [drafter.begin(state, *last, one)]
-    if not drafter.independent:
+    if not drafter.independent and drafter.max_depth != 1:
         steps.append(drafter.extend(state, tokens[:, :1], torch.full((1, 1), -1, device=place)))
     return [step.logits for step in steps]

@@ -65,6 +65,12 @@ ROWS: list[tuple[str, dict[str, Any]]] = [
             "markov_rank": 5,
         },
     ),
+    ("mlp_speculator", {"heads": DEPTHS}),
+    ("mlp_speculator", {"heads": DEPTHS, "tied": False, "inner_dim": 24, "scale_input": False}),
+    (
+        "mlp_speculator",
+        {"heads": DEPTHS, "cell": "lstm", "output": "trimmed", "draft_vocab_size": 40},
+    ),
     ("mtp", {"depths": DEPTHS}),
     ("mtp", {"depths": DEPTHS, "output": "trimmed", "draft_vocab_size": 40}),
     ("draft_model", {"layers": 1}),

@@ -41,7 +41,7 @@ def test_what_is_particular_is_declared() -> None:
 
 
 def test_families_have_an_article() -> None:
-    found = {with_article(name).split()[0] for name in ("eagle", "eagle3", "mtp")}
+    found = {with_article(name).split()[0] for name in ("eagle", "eagle3", "mtp", "mlp_speculator")}
     others = {with_article(name).split()[0] for name in ("medusa", "dflash", "redrafter", "hydra")}
     assert (found, others) == ({"an"}, {"a"})
 

@@ -15,7 +15,10 @@ from tests.support.families import drafter
 from tests.support.tiny import COMMON, one_line, prompts, tiny
 
 OPTIONS: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
-FAMILIES = ["medusa", "redrafter", "draft_model", "eagle3", "dflash", "mtp", "hydra", "pard"]
+FAMILIES = [
+    "medusa", "redrafter", "draft_model", "eagle3", "dflash", "mtp", "hydra", "pard",
+    "mlp_speculator",
+]  # fmt: skip
 IDS, _ = prompts([7])
 
 

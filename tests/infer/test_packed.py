@@ -37,7 +37,7 @@ IDS, _ = prompts([7, 7, 7])
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 FAMILIES = [
     "medusa", "medusa2", "redrafter", "hydra", "eagle", "eagle3", "dflash", "mtp", "draft_model",
-    "pard", "lookup", "recycling",
+    "pard", "mlp_speculator", "lookup", "recycling",
     *UNIONS,
 ]  # fmt: skip
 

@@ -45,6 +45,7 @@ QUICK = {
     ("eagle", TREES[1], "rejection"), ("eagle3", TREES[2], "greedy"),
     ("draft_model", TREES[2], "coupled"), ("lookup", TREES[1], "typical"),
     ("pard", TREES[2], "coupled"), ("recycling", TREES[1], "greedy"),
+    ("mlp_speculator", TREES[2], "coupled"),
 }  # fmt: skip
 """Every family, tree and rule."""
 

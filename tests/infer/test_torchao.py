@@ -26,7 +26,10 @@ def weight_only(bits: int) -> Any:
     return quantization.IntxWeightOnlyConfig(weight_dtype=int4, granularity=group)
 
 
-NAMES = ["medusa", "eagle", "eagle3", "dflash", "mtp", "hydra", "redrafter", "draft_model"]
+NAMES = [
+    "medusa", "eagle", "eagle3", "dflash", "mtp", "hydra", "redrafter", "mlp_speculator",
+    "draft_model",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)

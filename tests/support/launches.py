@@ -22,6 +22,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "medusa": {"heads": 2},
     "redrafter": {"depths": 2},
     "draft_model": {"layers": 1},
+    "mlp_speculator": {"heads": 3, "cell": "lstm"},
     "eagle3": {"depths": 2},
     "mtp": {"depths": 2},
     "medusa2": {"heads": 2, "rank": 4, "heads_first": 0.4, "dropout": 0.0},

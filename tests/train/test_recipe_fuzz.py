@@ -22,6 +22,7 @@ DRAFTERS = [
     {"family": "draft_model", "layers": [0], "lora": {"rank": 4, "modules": ["q_proj"]}},
     {"family": "medusa2", "heads": 2, "rank": 4, "modules": [], "ramp": "sine"},
     {"family": "redrafter", "depths": 2, "exit_dim": 0},
+    {"family": "mlp_speculator", "heads": 2, "cell": "lstm", "inner_dim": 16, "tied": True},
     {"family": "lookup", "max_match": 4, "matches": 2},
 ]
 

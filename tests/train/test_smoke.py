@@ -29,6 +29,7 @@ CASES = [
     "draft-model+qwen3-8b+1x80gb",
     "dflash+llama-3.1-8b+1x80gb",
     "pard+qwen3-8b+1x80gb",
+    "mlp-speculator+llama-3.1-8b+1x24gb",
     "mtp+mistral-7b+1x80gb",
     "lookup+mistral-7b+1x80gb",
     "recycling+qwen3-8b+1x80gb",

@@ -69,6 +69,7 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("medusa", "original", {"layers": 2, "output": "own"}),
     ("medusa", "original", {}),
     ("hydra", "original", {"heads": 3, "layers": 2}),
+    ("hydra", "original", {"heads": 1}),
     ("hydra", "original", {"heads": 2, "layers": 2, "prefix": True, "output": "own"}),
     ("redrafter", "original", {}),
     ("redrafter", "original", {"exit_dim": 48, "layers": 1}),
@@ -120,6 +121,16 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
             "sample_from_anchor": True,
             "markov_rank": 4,
         },
+    ),
+    *(
+        ("mlp_speculator", form, options)
+        for form in ("vllm", "original")
+        for options in (
+            {},
+            {"heads": 1, "scale_input": False},
+            {"heads": 3, "tied": False, "inner_dim": 24},
+            {"heads": 3, "cell": "lstm", "inner_dim": 24},
+        )
     ),
     ("mtp", "speculators", {"depths": 3}),
     *(("draft_model", form, {"layers": 1}) for form in OF_LANGUAGE_MODELS),
@@ -365,8 +376,10 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ("eagle3", "llama.cpp", {"feature_layers": [0, 1, 2]}, "expected [2, 1, -1]"),
         ("medusa", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa", "sglang", {}, "expected one of: vllm, original"),
+        ("mlp_speculator", "vllm", TRIMMED, "20 of 64 tokens"),
+        ("mlp_speculator", "original", {"cell": "lstm", "heads": 1}, "no second projection"),
         ("mtp", "speculators", {}, "its layer is one of llama"),
-        ("hydra", "vllm", {}, "takes dflash, draft_model, eagle, eagle3, medusa, medusa2, pard"),
+        ("hydra", "vllm", {}, "eagle, eagle3, medusa, medusa2, mlp_speculator, pard"),
         ("hydra", "original", {"layers": 3}, "differ"),
         ("redrafter", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa2", "original", {}, "headstart merge"),

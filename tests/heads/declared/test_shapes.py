@@ -35,6 +35,10 @@ CHOICES: dict[str, list[list[dict[str, Any]]]] = {
         OUTPUTS[1:], [{}, {"rnn": False}], [{}, {"layers": 0}, {"exit_dim": 20}],
         [{}, {"embedding": "own"}],
     ],
+    "mlp_speculator": [
+        OUTPUTS[1:], [{}, {"inner_dim": 20}, {"heads": 1}],
+        [{}, {"tied": False, "scale_input": False}, {"cell": "lstm"}],
+    ],
     "hydra": [
         OUTPUTS, [{"heads": 3, "layers": 2}, {"layers": 1}], [{}, {"embedding": "own"}],
         [{}, *({"prefix": True, "layer": LAYER | each} for each in LAYERS)],
@@ -81,6 +85,7 @@ WRONG: list[dict[str, Any]] = [
     {"draft_vocab_size": 5}, {"vocab_size": "x"}, {"feature_layers": "abc"}, {"depths": 0},
     {"feature_layers": [None]}, {"hidden_size": None}, {"dropout": 1.0}, {"rnn": 3},
     {"max_match": 10**9}, {"norm_before_fc": True, "fc_norm": True}, {"layer": []},
+    {"cell": "gru"}, {"cell": "lstm", "tied": False}, {"inner_dim": -1},
     {"mask_token_id": "x"}, {"embedding": 3}, {"ramp": "square"}, {"modules": [1]},
 ]  # fmt: skip
 

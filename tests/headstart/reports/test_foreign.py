@@ -15,7 +15,10 @@ from headstart.reports.foreign import describe_foreign, fits_foreign, print_fore
 from tests.support import published_eagle as eagle
 from tests.support import published_hydra as hydra
 from tests.support.published_eagle3 import VARIANTS
+from tests.support.published_mlp_speculator import LAYOUTS
 from tests.support.tiny import tiny
+
+MLP = LAYOUTS["tied"]
 
 
 def write(folder: Path, config: dict[str, Any], tensors: Any, file: str) -> DrafterSource:
@@ -66,6 +69,7 @@ def _one_layer() -> Any:
         (*hydra.public("mlp", 1), "hydra_lm_head.safetensors", ("its authors'", "hydra")),
         (eagle.DIALECTS["SpecForge"][2], eagle.published(3, "midlayer."), "model.safetensors",
          ("SpecForge", "eagle3")),
+        (MLP.config, MLP.tensors(), "model.safetensors", ("its authors'", "mlp_speculator")),
         ({"medusa_num_heads": 1}, {"medusa_head.0.0.linear.weight": ones(4, 4),
          "medusa_head.0.0.linear.bias": ones(4)}, "model.safetensors",
          ("its authors', inside of its target", "medusa")),

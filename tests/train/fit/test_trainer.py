@@ -366,6 +366,8 @@ def norms_that_stayed(drafter: Drafter, before: dict[str, Tensor]) -> list[str]:
         ("medusa", {"heads": 2, "output": "own"}, 0),
         ("medusa2", {"heads": 2, "output": "own"}, 0),
         ("redrafter", {"depths": 2}, 0),
+        ("mlp_speculator", {"heads": 2}, 0),
+        ("mlp_speculator", {"heads": 2, "cell": "lstm"}, 0),
         ("hydra", {"heads": 2, "layers": 2, "output": "own", "prefix": True}, 3),
         ("eagle", {"depths": 2}, 1),
         ("eagle3", {"depths": 2}, 4),

@@ -36,7 +36,10 @@ def moved(made: TrainableDrafter) -> TrainableDrafter:
     return made
 
 
-TRAINED = ["medusa", "hydra", "redrafter", "eagle", "eagle3", "dflash", "mtp", "draft_model"]
+TRAINED = [
+    "medusa", "hydra", "redrafter", "mlp_speculator", "eagle", "eagle3", "dflash", "mtp",
+    "draft_model",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TRAINED)
