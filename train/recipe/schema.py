@@ -198,6 +198,10 @@ class Distill:
     round_steps: int | None = positive(None)  # null: train.max_steps (or epochs) ÷ rounds
     shards: int = number(8, ge=1, le=100_000)
     max_seconds: float | None = positive(None)
+    # the rows of another run (its folder `distill`), of which some are added so that the drafter
+    # does not forget them: their share of all supervised tokens, as far as there are so many
+    earlier: str | None = None
+    earlier_share: float = number(0.2, ge=0, lt=1)
 
     def __post_init__(self) -> None:
         if self.rounds > 1 and self.writer != "own":
@@ -331,6 +335,10 @@ class Decode:
     prefix_tokens: int = positive(64)  # of a window or a start
     new_tokens: int = positive(128)
     sampled: float | None = positive(None)  # measure text of this temperature, too
+    # what rules that sample are validated with
+    temperature: float = positive(1.0)
+    top_p: float | None = number(None, gt=0, le=1)
+    top_k: int | None = positive(None)
     validation_prompts: int = positive(8)
 
 
