@@ -42,20 +42,18 @@ def run(options: argparse.Namespace) -> int:
     check_name(options.drafter)
     if options.target is not None:
         check_name(options.target, "model")
-    from headstart.heads.artifacts.source import DrafterSource
-    from headstart.train.adapt.composition import check_adaptable
-    from headstart.train.adapt.traffic import read_traffic
-
-    source = DrafterSource.of(options.drafter)
-    check_adaptable(source)
-    traffic = read_traffic(options.traffic)
-    if options.target is None and not options.rewrite:
-        traffic.check_writer(source.manifest.target_fingerprint, source.manifest.target)
     with quiet_stdout():
-        from headstart.train.adapt.composition import compose
+        from headstart.heads.artifacts.source import DrafterSource
+        from headstart.train.adapt.composition import check_adaptable, compose
         from headstart.train.adapt.earlier import find_earlier
         from headstart.train.adapt.run import adapt
+        from headstart.train.adapt.traffic import read_traffic
 
+        source = DrafterSource.of(options.drafter)
+        check_adaptable(source)
+        traffic = read_traffic(options.traffic)
+        if options.target is None and not options.rewrite:
+            traffic.check_writer(source.manifest.target_fingerprint, source.manifest.target)
         earlier = find_earlier(source)
         how = options.target, options.out, options.rewrite, options.overrides
         recipe = compose(source, traffic, earlier, *how)

@@ -177,10 +177,10 @@ def _train(keys: dict[str, Any], traffic: Traffic, start: str | None) -> dict[st
     found = copy.deepcopy(keys.get("train", {})) | {"from": start, "extend": False}
     spec = parse_recipe({**keys, "train": found}).train
     step = spec.rows_per_step or spec.batch_size * spec.gradient_accumulation
-    steps = min(spec.max_steps, max(traffic.requests * _EPOCHS // step, 1))
+    steps = traffic.requests * _EPOCHS // step
     return found | {
         "learning_rate": _RATE * spec.learning_rate, "epochs": float(_EPOCHS),
-        "eval_every": max(steps // _EVALUATIONS, 1),
+        "max_steps": 1_000_000, "eval_every": max(steps // _EVALUATIONS, 1),  # epochs end it
     }  # fmt: skip
 
 
@@ -192,6 +192,7 @@ def _with_prompts(
         build_corpus(recipe.corpus, Path(folder), recipe.seed)
         tokenizer: Any = load_pretrained(AutoTokenizer, str(recipe.target.model))
         held_out = load_documents(Path(folder), "held_out")
+        keys["distill"]["examples"] = max(len(load_documents(Path(folder), "train")), 1)
         there = available_prompts(recipe, tokenizer, held_out)
     few = min(there["bench"], there["validation"] * 2)
     if few < FEWEST:

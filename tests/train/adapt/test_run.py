@@ -1,21 +1,24 @@
 """Adaptation from recorded requests to an artifact, or to none where it does not pay."""
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import headstart
 from headstart.cli import main
-from headstart.heads import load_drafter
-from headstart.heads.artifacts.manifest import read_manifest
+from headstart.heads import FAMILIES, Manifest, family, fingerprint, load_drafter, save_drafter
+from headstart.heads.artifacts.manifest import read_manifest, tokenizer_hash
 from headstart.train import pipeline
 from headstart.train.data.training_rows import Rows
 from headstart.train.fit import trainer
 from headstart.train.recipe import load_recipe
+from tests.support.counting import SIZE, counting_drafter, counting_target
 from tests.support.recipes import TINY
 
 WORDS = (
@@ -89,103 +92,170 @@ def test_a_drafter_becomes_better_and_is_kept_beside_the_old_one(run: Path, caps
     assert shown == 0 and "It paid" in capsys.readouterr().out
 
 
+def counting(folder: Path, off_by: int) -> Path:
+    """The folder of a target that counts, with heads that are off by so many."""
+    target = counting_target()
+    known = {str(number): number for number in range(SIZE)}
+    words = Tokenizer(models.WordLevel(known, unk_token="0"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    for part in (target, tokenizer):
+        part.save_pretrained(folder / "target")
+    hashes = fingerprint(target), tokenizer_hash(tokenizer)
+    manifest = Manifest("medusa", str(folder / "target"), *hashes)
+    save_drafter(counting_drafter(target, 2, off_by), folder / "drafter", manifest, "")
+    (folder / "drafter" / "tree.json").write_text("[[0], [0, 0]]")
+    return folder
+
+
+def counted(folder: Path, count: int = 60, **more: Any) -> Path:
+    """Requests to it, of which no two begin alike, as a recorder would write them."""
+    target = {"target_fingerprint": fingerprint(counting_target()), "model": "counting"}
+    path = folder / "traffic.jsonl"
+    with path.open("w") as file:
+        for number in range(count):
+            first = [number % SIZE, number // SIZE, 7, 9]
+            answer = [(10 + step) % SIZE for step in range(12)]
+            said = [" ".join(map(str, ids)) for ids in (first, answer)]
+            line = {"prompt": said[0], "completion": said[1], **target}
+            line |= {"prompt_token_ids": first, "token_ids": answer, **more}
+            file.write(json.dumps({k: v for k, v in line.items() if v is not None}) + "\n")
+    return path
+
+
+def command(folder: Path, *more: str) -> list[str]:
+    return ["adapt", "--drafter", str(folder / "drafter"), "--out", str(folder / "out"), "--json",
+            "--traffic", str(folder / "traffic.jsonl"), "train.rows_per_step=8",
+            "train.batch_size=8", "train.eval_every=null", "target.dtype=float32", *more]  # fmt: skip
+
+
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize(
-    "harm", [["train.learning_rate=1e-12"], ["train.learning_rate=1e3", "train.clip=1e9"]]
-)
-def test_a_drafter_that_is_not_better_is_not_kept(run: Path, capsys: Any, harm: list[str]) -> None:
-    out = run.with_name(f"harm-{harm[0][-3:]}")
-    found = adapted(run, capsys, "--out", str(out), *harm, status=1)
+@pytest.mark.parametrize("temperature", [0, 0.5])
+def test_a_drafter_without_a_recipe_learns_what_is_asked(
+    tmp_path: Path, capsys: Any, temperature: float
+) -> None:
+    """By the settings of its family, greedily and as the requests were sampled."""
+    counted(counting(tmp_path, 3), sampling={"temperature": temperature, "top_k": 4})
+    assert main(command(tmp_path, "train.learning_rate=0.2", "train.epochs=10")) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tau"][0] < 1.3 and found["tau"][1] > 2.5 and found["kept"]
+    assert found["sampling"]["temperature"] == temperature
+    recipe = read_manifest(tmp_path / "out" / "heads").recipe
+    assert recipe["decode"]["rule"] == ("coupled" if temperature else "greedy")
+    assert recipe["train"]["from"] == str(tmp_path / "drafter")
+
+
+@pytest.mark.parametrize(("off_by", "rate"), [(0, 0.1), (3, 1e-12)])
+def test_a_drafter_that_is_not_better_is_not_kept(
+    tmp_path: Path, capsys: Any, off_by: int, rate: float
+) -> None:
+    """One that cannot be better, and one that learns nothing."""
+    counted(counting(tmp_path, off_by))
+    assert main(command(tmp_path, f"train.learning_rate={rate}")) == 1
+    found = json.loads(capsys.readouterr().out)
     assert not found["kept"] and found["artifact"] is None
     assert found["tau"][1] <= found["tau"][0]
-    assert not (out / "heads").exists() and (run / "heads" / "headstart.json").is_file()
+    assert not (tmp_path / "out" / "heads").exists()
+    assert (tmp_path / "drafter" / "headstart.json").is_file()
 
 
-def test_answers_of_another_model_are_refused(run: Path, tmp_path: Path, capsys: Any) -> None:
-    lines = (run.parent.parent / "traffic.jsonl").read_text().splitlines()
-    other = [json.loads(line) | {"target_fingerprint": "0" * 64} for line in lines]
-    path = tmp_path / "other.jsonl"
-    path.write_text("".join(json.dumps(each) + "\n" for each in other[:40]) + "\n".join(lines[40:]))
-    command = ["adapt", "--drafter", f"{run}/heads", "--traffic", str(path)]
-    assert main([*command, "--out", str(tmp_path / "out")]) == 2
+def test_answers_of_another_model_are_refused(tmp_path: Path, capsys: Any) -> None:
+    path = counted(counting(tmp_path, 0), target_fingerprint="0" * 64, model="another")
+    for more in ([], ["--target", str(tmp_path / "target")]):
+        assert main(command(tmp_path, *more)) == 2
+        said = capsys.readouterr().err
+        assert "60 of 60 requests were answered by another model (another" in said
+        assert "--rewrite" in said and str(path) in said
+    assert not (tmp_path / "out" / "before").exists()
+
+
+def test_text_that_the_target_would_not_write_is_refused(tmp_path: Path, capsys: Any) -> None:
+    """Though nothing says who wrote it."""
+    odd = [step * 7 % SIZE for step in range(12)]
+    counted(counting(tmp_path, 0), token_ids=odd, target_fingerprint=None, model=None)
+    assert main(command(tmp_path)) == 2
     said = capsys.readouterr().err
-    assert "40 of 60 requests were answered by another model" in said and "--rewrite" in said
-    assert not (tmp_path / "out").exists()
-    assert main([*command, "--target", str(run / "target"), "--out", str(tmp_path / "out")]) == 2
-    assert "40 of 60 requests were answered by another model" in capsys.readouterr().err
+    assert "own text: they surprise it by" in said and "--rewrite" in said
+    assert not (tmp_path / "out" / "heads").exists()
 
 
-def test_text_that_the_target_would_not_write_is_refused(
-    run: Path, tmp_path: Path, capsys: Any
-) -> None:
-    """Though nothing says who wrote it; the target may answer it anew."""
-    path, out = tmp_path / "others.jsonl", tmp_path / "out"
-    texts = [f"{n} {' '.join(sorted(WORDS, key=lambda w: hash((w, n))))}" for n in range(60)]
-    path.write_text(
-        "".join(json.dumps({"prompt": t[:30], "response": t[30:]}) + "\n" for t in texts)
-    )
-    command = ["adapt", "--drafter", f"{run}/heads", "--traffic", str(path), "--out", str(out)]
-    assert main(command) == 2
-    assert "are not" in (said := capsys.readouterr().err) and "--rewrite" in said
-    assert not (out / "heads").exists()
-
-
-@pytest.mark.usefixtures("no_pictures")
-def test_the_target_answers_anew(run: Path, tmp_path: Path, capsys: Any) -> None:
-    lines = (run.parent.parent / "traffic.jsonl").read_text().splitlines()
-    others = [json.loads(line) | {"target_fingerprint": "0" * 64} for line in lines]
-    path = tmp_path / "other.jsonl"
-    path.write_text(
-        "".join(json.dumps(each | {"completion": "not its own"}) + "\n" for each in others)
-    )
-    more = ["--traffic", str(path), "--out", str(tmp_path / "out"), "--rewrite"]
-    found = adapted(run, capsys, *more, "train.learning_rate=1e-2", "distill.earlier_share=0")
+def test_the_target_answers_anew(tmp_path: Path, capsys: Any) -> None:
+    odd = [step * 7 % SIZE for step in range(12)]
+    counted(counting(tmp_path, 0), token_ids=odd, target_fingerprint="0" * 64)
+    assert main(command(tmp_path, "--rewrite")) == 1
     rows = Rows.load(tmp_path / "out" / "distill")
-    tokenizer: Any = headstart.load(run / "target").tokenizer
-    texts = [tokenizer.decode(rows.row(n).tokens) for n in range(len(rows))]
-    assert found["earlier_rows"] == 0 and not any("not its own" in text for text in texts)
+    texts = [rows.row(number) for number in range(len(rows))]
+    for row in texts:
+        asked = len(row.prompt())
+        counts = (row.tokens[asked - 1] + np.arange(len(row.tokens) - asked + 1)) % SIZE
+        assert row.tokens[asked - 1 :].tolist() == counts.tolist()
 
 
 def test_an_interrupted_adaptation_goes_on(
-    run: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fit, out = trainer.DrafterTrainer.fit, tmp_path / "out"
+    counted(counting(tmp_path, 0))
+    fit, record = trainer.DrafterTrainer.fit, tmp_path / "out" / "before" / "stage.json"
 
     def killed(self: Any) -> Any:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trainer.DrafterTrainer, "fit", killed)
-    traffic = str(run.parent.parent / "traffic.jsonl")
-    command = ["adapt", "--drafter", f"{run}/heads", "--traffic", traffic, "--out", str(out)]
-    assert main(command) == 130
-    id = json.loads((out / "before" / "stage.json").read_text())["id"]
+    assert main(command(tmp_path)) == 130
+    before = record.read_text()
     monkeypatch.setattr(trainer.DrafterTrainer, "fit", fit)
-    assert main(command) in (0, 1)
-    assert json.loads((out / "before" / "stage.json").read_text())["id"] == id
+    assert main(command(tmp_path)) == 1
+    assert record.read_text() == before
 
 
-def test_too_few_requests(run: Path, tmp_path: Path, capsys: Any) -> None:
-    lines = (run.parent.parent / "traffic.jsonl").read_text().splitlines(keepends=True)
-    path = tmp_path / "few.jsonl"
-    path.write_text("".join(lines[:12]))
-    command = ["adapt", "--drafter", f"{run}/heads", "--traffic", str(path)]
-    assert main([*command, "--out", str(tmp_path / "out")]) == 2
-    assert "expected at least 6 and 3: record" in capsys.readouterr().err
-    assert main([*command, "--out", str(run)]) == 2
-    assert "the folder of the drafter's own run" in capsys.readouterr().err
-    assert main([*command[:-1], str(tmp_path / "none.jsonl")]) == 2
-    assert "no such file" in capsys.readouterr().err
+def test_half_a_line_is_left_out(tmp_path: Path, capsys: Any) -> None:
+    path = counted(counting(tmp_path, 0))
+    with path.open("a") as file:
+        file.write('{"prompt": "3 4 5", "compl')
+    assert main(command(tmp_path)) == 1
+    assert json.loads(capsys.readouterr().out)["requests"] == 60
 
 
-def test_a_run_that_was_removed_gives_no_earlier_rows(
-    run: Path, tmp_path: Path, capsys: Any
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (["corpus.held_out=0.05"], "expected at least 6 and 3: record more"),
+        (["--traffic", "none.jsonl"], "none.jsonl: no such file"),
+        (["--out", "drafter/.."], "is the folder of the drafter's own run"),
+        (["train.rate=1"], "unknown key"),
+    ],
+)
+def test_what_cannot_be(
+    tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch, more: list[str], said: str
 ) -> None:
-    shutil.copytree(run / "heads", tmp_path / "heads")
-    (tmp_path / "heads" / "stage.json").unlink()
-    shutil.copytree(run / "target", tmp_path / "target")
-    traffic = str(run.parent.parent / "traffic.jsonl")
-    command = ["adapt", "--drafter", f"{tmp_path}/heads", "--traffic", traffic, "--json"]
-    command += ["--target", str(tmp_path / "target"), "--out", str(tmp_path / "out")]
-    assert main(command) in (0, 1)
-    found = json.loads(capsys.readouterr().out)
-    assert found["earlier"] is None and found["earlier_rows"] == 0
+    counted(counting(tmp_path, 0))
+    (tmp_path / "drafter").rename(tmp_path / "heads")
+    monkeypatch.chdir(tmp_path)
+    given = [str(tmp_path / "heads") if word == str(tmp_path / "drafter") else word
+             for word in command(tmp_path)]  # fmt: skip
+    assert main([*given, *(word.replace("drafter/", "heads/") for word in more)]) == 2
+    found = capsys.readouterr().err
+    assert said in found and found.count("\n") <= 3
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("lookup", "lookup drafter, which learns nothing"), ("medusa2", "headstart merge")],
+)
+def test_drafters_that_cannot_learn_further(
+    tmp_path: Path, capsys: Any, name: str, said: str
+) -> None:
+    counted(counting(tmp_path, 0))
+    target = counting_target()
+    kind: Any = family(name)
+    drafter = kind(kind.config_class.for_target(target, **FAMILIES[name].small)).bind(target)
+    if drafter.adapter is not None:
+        drafter.adapter.attach(target)
+    manifest = Manifest(name, str(tmp_path / "target"), fingerprint(target))
+    save_drafter(drafter, tmp_path / "other", manifest, "")
+    for drafted in (str(tmp_path / "other"), *(["lookup"] if name == "lookup" else [])):
+        assert main([*command(tmp_path), "--drafter", drafted]) == 2
+        found = capsys.readouterr().err
+        assert said in found or "expected a drafter that headstart saved" in found
+    assert not (tmp_path / "out").exists()
