@@ -126,7 +126,8 @@ def counted(folder: Path, count: int = 60, **more: Any) -> Path:
 def command(folder: Path, *more: str) -> list[str]:
     return ["adapt", "--drafter", str(folder / "drafter"), "--out", str(folder / "out"), "--json",
             "--traffic", str(folder / "traffic.jsonl"), "train.rows_per_step=8",
-            "train.batch_size=8", "train.eval_every=null", "target.dtype=float32", *more]  # fmt: skip
+            "train.batch_size=8", "train.eval_every=null", "target.dtype=float32",
+            *more]  # fmt: skip
 
 
 @pytest.mark.usefixtures("no_pictures")
