@@ -100,12 +100,16 @@ def test_nothing_is_written_of_a_request_that_failed(tmp_path: Path, caplog: Any
 def test_threads_append_whole_lines_of_their_own(tmp_path: Path) -> None:
     speculator, path = speculator_of(), tmp_path / "traffic.jsonl"
     recorders = [Recorder(path, speculator), Recorder(path, speculator_of())]
-    done = []
+    end: Any = speculator.model.config.eos_token_id
+    done: list[list[int]] = []
 
     def ask(number: int) -> None:
         recorder = recorders[number % 2]
         asked = batch(recorder.speculator, [f"question {number} " * 3])
-        done.append(recorder.generate(**asked, max_new_tokens=8)[0].tolist())
+        text = recorder.generate(**asked, max_new_tokens=8)[0].tolist()
+        text = text[: text.index(end) + 1] if end in text else text
+        if len(text) > asked["input_ids"].shape[1] + (end in text):  # one without text is left out
+            done.append(text)
 
     threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
     for each in threads:
@@ -113,9 +117,7 @@ def test_threads_append_whole_lines_of_their_own(tmp_path: Path) -> None:
     for each in threads:
         each.join()
     found = [[*line["prompt_token_ids"], *line["token_ids"]] for line in lines(path)]
-    ends: Any = speculator.model.config.eos_token_id
-    whole = [row[: row.index(ends) + 1] if ends in row else row for row in done]
-    assert sorted(found) == sorted(whole) and len(found) == 8
+    assert sorted(found) == sorted(done) and len(found) > 5
 
 
 def test_a_speculator_without_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -137,7 +137,7 @@ def _corpus(traffic: Traffic) -> dict[str, Any]:
     sources = [{"source": source} for source in traffic.sources]
     where = {"sources": sources} if len(sources) > 1 else sources[0]
     # A killed process may have left half a line; broken rows are counted.
-    return {**where, "max_bytes": 2 * traffic.size, "held_out": 0.2, "on_error": "skip"}
+    return {**where, "max_bytes": traffic.size, "held_out": 0.2, "on_error": "skip"}
 
 
 def _distill(
@@ -161,8 +161,7 @@ def _distill(
 
 def _decode(keys: dict[str, Any], source: DrafterSource, traffic: Traffic) -> dict[str, Any]:
     """The drafter's tree, and the settings of the traffic."""
-    found = {name: keys.get("decode", {}).get(name) for name in ("tree",)}
-    tree = source.tree or found["tree"] or "chain:4"
+    tree = source.tree or keys.get("decode", {}).get("tree") or "chain:4"
     answer = traffic.longest(traffic.answers) or _NEW_TOKENS
     answer = max(2, min(answer, _LONGEST_ANSWER, keys["distill"]["new_tokens"]))
     sampling = traffic.sampling

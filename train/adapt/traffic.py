@@ -17,6 +17,8 @@ from ..data.parsing import IDS
 from ..data.reading import source_files
 from ..recipe import Source
 
+_SAMPLING = ("temperature", "top_p", "top_k")
+
 
 class AdaptError(ValueError):
     """A drafter that cannot be adapted, or traffic that it cannot be adapted to."""
@@ -28,7 +30,7 @@ class Traffic:
 
     Attributes:
         sources: the files, folders or globs.
-        size: bytes of the files.
+        size: bytes of their text, at most.
         writers: of each (fingerprint, name) of a target, how many requests it has answered; None
             for what a request does not say.
         settings: of each sampling, as JSON, how many requests used it.
@@ -85,17 +87,24 @@ def read_traffic(sources: Sequence[str]) -> Traffic:
 
 
 def _add(traffic: Traffic, path: Path) -> None:
-    traffic.size += path.stat().st_size
+    packed = path.suffix in (".gz", ".parquet")
+    traffic.size += path.stat().st_size * (20 if packed else 2)
     for _, row in read_rows(path)[1]:
         if isinstance(row, CorpusError) or not isinstance(row, dict):
             continue  # the corpus counts it
         traffic.requests += 1
         names = (row.get("target_fingerprint"), row.get("model"))
-        known = [name if isinstance(name, str) else None for name in names]
-        traffic.writers[known[0], known[1]] += 1
+        fingerprint, name = (each if isinstance(each, str) else None for each in names)
+        traffic.writers[fingerprint, name] += 1
         if isinstance(sampling := row.get("sampling"), dict):
-            traffic.settings[json.dumps(sampling, sort_keys=True)] += 1
+            known = {name: sampling.get(name) for name in _SAMPLING}
+            known = {name: value for name, value in known.items() if _is_number(value)}
+            traffic.settings[json.dumps(known)] += 1
         prompt, answer = (row.get(name) for name in IDS)
         if isinstance(prompt, list) and isinstance(answer, list):
             traffic.answers.append(len(answer))
             traffic.wholes.append(len(prompt) + len(answer))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
