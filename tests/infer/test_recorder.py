@@ -33,7 +33,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def batch(speculator: Speculator, texts: list[str]) -> dict[str, torch.Tensor]:
+def batch(speculator: Speculator, texts: list[str]) -> dict[str, Any]:
     tokenizer: Any = speculator.tokenizer
     rows = [tokenizer(text)["input_ids"] for text in texts]
     longest = max(map(len, rows))
