@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from headstart.heads.core.files import append_line
 
 from .generate_options import GenerateOptions
 from .speculator import Speculator
+
+logger = logging.getLogger(__name__)
 
 Messages = Sequence[Mapping[str, Any]]
 """A chat: each message with `role` and `content`."""
@@ -39,7 +42,8 @@ class Recorder:
     The file holds what users ask and are told, unencrypted. It is made readable for its owner
     alone, and only grows. Lines are written after a request has ended, each whole or not at all;
     threads and processes may append to the same file. A request that ends with an exception is not
-    written.
+    written. Where a line cannot be written, the answer is returned all the same, and a warning says
+    so. While it records, call the speculator through it alone, since it reads `speculator.stats`.
 
     Args:
         speculator: with its tokenizer, which gives the text.
@@ -79,6 +83,8 @@ class Recorder:
                 then known to belong together, and can be rendered again by another template.
         """
         input_ids = options.pop("inputs", None) if input_ids is None else input_ids
+        if input_ids is None:
+            raise OptionError("a recorder needs the prompts' tokens, found none; pass input_ids.")
         asked = GenerateOptions(
             {"generation_config": generation_config, **options},
             self.speculator.model.generation_config,  # type: ignore[arg-type]
@@ -86,8 +92,6 @@ class Recorder:
         with self._one:
             output = self.speculator.generate(input_ids, generation_config, **options)
             stats = self.speculator.stats
-        if input_ids is None:
-            raise OptionError("a recorder needs token ids; found inputs_embeds alone.")
         text: Tensor = getattr(output, "sequences", output)
         masks = options.get("attention_mask")
         lengths = (stats.drafted.depths >= 0).sum(1)  # [rows]
@@ -116,7 +120,9 @@ class Recorder:
             setting: gives the value of an option of `generate` by its name, None where it has none.
             chat: the messages of the prompt.
         """
-        asked = self._tokenizer.decode(prompt)
+        # The start token is left out, which the tokenizer sets before any text.
+        start = bool(prompt) and prompt[0] == self._tokenizer.bos_token_id
+        asked = self._tokenizer.decode(prompt[start:])
         said = self._tokenizer.decode(answer, skip_special_tokens=True)
         if not (asked.strip() and said.strip()):
             return
@@ -129,4 +135,7 @@ class Recorder:
         line["max_new_tokens"] = setting("max_new_tokens")
         line["tau"] = tau and round(tau, 4)
         line["time"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        append_line(self.path, json.dumps(line, ensure_ascii=False))
+        try:
+            append_line(self.path, json.dumps(line, ensure_ascii=False))
+        except OSError as error:
+            logger.warning("%s: a request is not recorded (%s)", self.path, error.strerror)

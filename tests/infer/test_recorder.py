@@ -95,6 +95,21 @@ def test_nothing_is_written_of_a_request_that_failed(tmp_path: Path, caplog: Any
     assert not lines(recorder.path) and "secret" not in caplog.text
     recorder.generate(**asked, max_new_tokens=0)  # which writes no text
     assert not lines(recorder.path)
+    with pytest.raises(OptionError, match="found none; pass input_ids"):
+        recorder.generate(max_new_tokens=3)
+
+
+def test_an_answer_is_not_lost_with_its_line(tmp_path: Path, caplog: Any) -> None:
+    speculator = speculator_of()
+    (tmp_path / "logs").mkdir()
+    recorder = Recorder(tmp_path / "logs" / "traffic.jsonl", speculator)
+    asked = batch(speculator, ["a secret question"])
+    expected = recorder.generate(**asked, max_new_tokens=9)
+    recorder.path.unlink()
+    (tmp_path / "logs").rmdir()
+    assert torch.equal(recorder.generate(**asked, max_new_tokens=9), expected)
+    assert "a request is not recorded (No such file" in caplog.text
+    assert "secret" not in caplog.text
 
 
 def test_threads_append_whole_lines_of_their_own(tmp_path: Path) -> None:

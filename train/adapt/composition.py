@@ -22,7 +22,7 @@ from ..data.prefixes import available_prompts, prompt_settings
 from ..fit.warm_start import going_on
 from ..recipe import Recipe, family_keys, keys_of, parse_recipe, recipe_of
 from .earlier import Earlier
-from .traffic import AdaptError, Traffic
+from .traffic import AdaptError, Traffic, longest
 
 FEWEST = 6
 """Held-out prompts below which nothing can be told from noise."""
@@ -144,8 +144,8 @@ def _distill(
     keys: dict[str, Any], traffic: Traffic, earlier: Earlier, rewrite: bool, context: int | None
 ) -> dict[str, Any]:
     before = parse_recipe(keys).distill
-    answer = traffic.longest(traffic.answers) or before.new_tokens
-    length = max(traffic.longest(traffic.wholes) or _ROW, before.row_tokens)
+    answer = longest(traffic.answers) or before.new_tokens
+    length = max(longest(traffic.wholes) or _ROW, before.row_tokens)
     length = min(length, context or length)
     answer = min(answer, length // 2)
     found = {
@@ -162,7 +162,7 @@ def _distill(
 def _decode(keys: dict[str, Any], source: DrafterSource, traffic: Traffic) -> dict[str, Any]:
     """The drafter's tree, and the settings of the traffic."""
     tree = source.tree or keys.get("decode", {}).get("tree") or "chain:4"
-    answer = traffic.longest(traffic.answers) or _NEW_TOKENS
+    answer = longest(traffic.answers) or _NEW_TOKENS
     answer = max(2, min(answer, _LONGEST_ANSWER, keys["distill"]["new_tokens"]))
     sampling = traffic.sampling
     how: dict[str, Any] = {"tree": tree, "rule": "greedy", "prefix": "same", "new_tokens": answer}

@@ -50,10 +50,6 @@ class Traffic:
         """The settings that most requests used; greedy where none says any."""
         return json.loads(max(self.settings, key=self.settings.__getitem__, default="{}"))
 
-    def longest(self, lengths: Sequence[int], share: float = 0.95) -> int | None:
-        """A length that so many requests do not exceed; None where none was recorded."""
-        return int(np.ceil(np.quantile(lengths, share))) if lengths else None
-
     def check_writer(self, fingerprint: str, target: str) -> None:
         """Raise AdaptError where requests say that another model has answered them."""
         others = {
@@ -84,6 +80,11 @@ def read_traffic(sources: Sequence[str]) -> Traffic:
             "or headstart.Recorder, writes"
         )
     return traffic
+
+
+def longest(lengths: Sequence[int], share: float = 0.95) -> int | None:
+    """A length that so many requests do not exceed; None where none was recorded."""
+    return int(np.ceil(np.quantile(lengths, share))) if lengths else None
 
 
 def _add(traffic: Traffic, path: Path) -> None:

@@ -10,7 +10,7 @@ from headstart.heads import FAMILIES, Manifest, family, fingerprint, save_drafte
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.train.adapt.composition import compose
 from headstart.train.adapt.earlier import Earlier, find_earlier
-from headstart.train.adapt.traffic import AdaptError, read_traffic
+from headstart.train.adapt.traffic import AdaptError, longest, read_traffic
 from headstart.train.checks.plan import plan_run
 from headstart.train.recipe import keys_of, load_recipe, recipe_of
 from tests.support.bytewise import save_target
@@ -108,7 +108,7 @@ def test_each_adaptation_has_a_folder_of_its_own(
 def test_traffic_says_what_most_requests_were(traffic: Path) -> None:
     found = read_traffic([str(traffic)])
     assert (found.requests, found.sampling) == (60, {"temperature": 0.7, "top_p": 0.9})
-    assert found.longest(found.wholes) == 21 and found.longest([]) is None
+    assert longest(found.wholes) == 21 and longest([]) is None
     assert found.writers == {(None, None): 60}
 
 
