@@ -6,7 +6,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,7 @@ class Recorder:
         self,
         prompt: list[int],
         answer: list[int],
-        setting: Any,
+        setting: Callable[[str], Any],
         tau: float | None = None,
         chat: Messages | None = None,
     ) -> None:

@@ -52,11 +52,17 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return artifact.parent
 
 
+def printed(capsys: Any) -> dict[str, Any]:
+    """The JSON on stdout; deepspeed may say something in front of it when it is first imported."""
+    out = capsys.readouterr().out
+    return json.loads(out[out.index("{\n") :])
+
+
 def adapted(run: Path, capsys: Any, *more: str, status: int = 0) -> dict[str, Any]:
     command = ["adapt", "--drafter", f"{run}/heads", "--json"]
     given = [] if "--traffic" in more else ["--traffic", str(run.parent.parent / "traffic.jsonl")]
     assert main([*command, *given, *more]) == status, capsys.readouterr().err
-    return json.loads(capsys.readouterr().out)
+    return printed(capsys)
 
 
 @pytest.mark.usefixtures("no_pictures")
@@ -138,9 +144,13 @@ def test_a_drafter_without_a_recipe_learns_what_is_asked(
     """By the settings of its family, greedily and as the requests were sampled."""
     counted(counting(tmp_path, 3), sampling={"temperature": temperature, "top_k": 4})
     assert main(command(tmp_path, "train.learning_rate=0.2", "train.epochs=10")) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = printed(capsys)
     assert found["tau"][0] < 1.3 and found["tau"][1] > 2.5 and found["kept"]
     assert found["sampling"]["temperature"] == temperature
+    both = [json.loads((tmp_path / "out" / name / "counts.json").read_text())["traffic"]["counts"]
+            for name in ("before", "after")]  # fmt: skip
+    tokens, rounds = np.array(both).transpose(2, 0, 1)  # [drafters, prompts] each
+    assert (tokens[0] == tokens[1]).all() and (rounds[0] > rounds[1]).any()  # of the same text
     recipe = read_manifest(tmp_path / "out" / "heads").recipe
     assert recipe["decode"]["rule"] == ("coupled" if temperature else "greedy")
     assert recipe["train"]["from"] == str(tmp_path / "drafter")
@@ -153,7 +163,7 @@ def test_a_drafter_that_is_not_better_is_not_kept(
     """One that cannot be better, and one that learns nothing."""
     counted(counting(tmp_path, off_by))
     assert main(command(tmp_path, f"train.learning_rate={rate}")) == 1
-    found = json.loads(capsys.readouterr().out)
+    found = printed(capsys)
     assert not found["kept"] and found["artifact"] is None
     assert found["tau"][1] <= found["tau"][0]
     assert not (tmp_path / "out" / "heads").exists()
@@ -214,7 +224,7 @@ def test_half_a_line_is_left_out(tmp_path: Path, capsys: Any) -> None:
     with path.open("a") as file:
         file.write('{"prompt": "3 4 5", "compl')
     assert main(command(tmp_path)) == 1
-    assert json.loads(capsys.readouterr().out)["requests"] == 60
+    assert printed(capsys)["requests"] == 60
 
 
 @pytest.mark.parametrize(
