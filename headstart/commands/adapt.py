@@ -17,7 +17,7 @@ from . import options as shared
 
 _TRAFFIC = (
     "requests and answers, such as generate --record, chat --record or headstart.Recorder write, "
-    "or any rows that a corpus reads; a file, folder or glob, also several times"
+    "or any rows that a corpus reads; a file, a folder or a glob"
 )
 _TARGET = "another target than the drafter's own, such as a later version of it"
 _OUT = "the folder of the run (default: the drafter's, with -adapted after its name)"
@@ -29,7 +29,7 @@ KEPT = shared.KEPT
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--drafter", metavar="ARTIFACT", required=True, help=shared.ARTIFACT)
-    add("--traffic", metavar="FILE", action="append", required=True, help=_TRAFFIC)
+    add("--traffic", metavar="FILE", required=True, help=_TRAFFIC)
     add("--target", metavar="MODEL", help=_TARGET)
     add("--out", metavar="DIR", type=Path, help=_OUT)
     add("--rewrite", action="store_true", help=_REWRITE)

@@ -134,10 +134,10 @@ def _dtype(source: DrafterSource, target: str | None) -> dict[str, Any]:
 
 
 def _corpus(traffic: Traffic) -> dict[str, Any]:
-    sources = [{"source": source} for source in traffic.sources]
-    where = {"sources": sources} if len(sources) > 1 else sources[0]
     # A killed process may have left half a line; broken rows are counted.
-    return {**where, "max_bytes": traffic.size, "held_out": 0.2, "on_error": "skip"}
+    return {
+        "source": traffic.source, "max_bytes": traffic.size, "held_out": 0.2, "on_error": "skip"
+    }  # fmt: skip
 
 
 def _distill(
@@ -196,7 +196,7 @@ def _with_prompts(
     few = min(there["bench"], there["validation"] * 2)
     if few < FEWEST:
         raise AdaptError(
-            f"{', '.join(traffic.sources)}: {len(held_out)} of {traffic.requests} requests are "
+            f"{traffic.source}: {len(held_out)} of {traffic.requests} requests are "
             f"held out, and give {there['bench']} prompts to compare the drafters by and "
             f"{there['validation']} to choose a checkpoint by, of at most "
             f"{prompt_settings(recipe)['tokens']} tokens; expected at least {FEWEST} and "

@@ -139,7 +139,7 @@ class _Adaptation(Run):
         found = surprise(model, rows, new, self._sampling()["temperature"])
         if found["nats"] > max(_SURPRISE, 4 * found["se"]):
             raise AdaptError(
-                f"{', '.join(self.traffic.sources)}: the answers are not {name}'s own text: they "
+                f"{self.traffic.source}: the answers are not {name}'s own text: they "
                 f"surprise it by {found['nats']:.2f} nats a token more than it expects (standard "
                 f"error {found['se']:.2f}, limit {_SURPRISE}); let it answer anew (--rewrite)"
             )

@@ -29,7 +29,7 @@ class Traffic:
     """Requests, counted; no text of theirs is kept.
 
     Attributes:
-        sources: the files, folders or globs.
+        source: the file, folder or glob.
         size: bytes of their text, at most.
         writers: of each (fingerprint, name) of a target, how many requests it has answered; None
             for what a request does not say.
@@ -37,7 +37,7 @@ class Traffic:
         answers, wholes: tokens of each answer, and of prompt and answer, where they were recorded.
     """
 
-    sources: list[str]
+    source: str
     requests: int = 0
     size: int = 0
     writers: Counter[tuple[str | None, str | None]] = field(default_factory=Counter)
@@ -60,23 +60,22 @@ class Traffic:
         if others:
             (known, name), _ = max(others.items(), key=lambda found: found[1])
             raise AdaptError(
-                f"{', '.join(self.sources)}: {sum(others.values())} of {self.requests} requests "
+                f"{self.source}: {sum(others.values())} of {self.requests} requests "
                 f"were answered by another model ({name or 'without a name'}, fingerprint "
                 f"{str(known)[:12]}) than {target} ({fingerprint[:12]}); leave them out, adapt "
                 "that model's drafter, or let this target answer anew (--rewrite)"
             )
 
 
-def read_traffic(sources: Sequence[str]) -> Traffic:
+def read_traffic(source: str) -> Traffic:
     """Read all requests once. Raises CorpusError for a missing file, AdaptError where none is."""
-    traffic = Traffic(list(sources))
-    for source in sources:
-        for path in source_files(Source(source=source)).values():
-            if file_kind(path) in READERS:
-                _add(traffic, path)
+    traffic = Traffic(source)
+    for path in source_files(Source(source=source)).values():
+        if file_kind(path) in READERS:
+            _add(traffic, path)
     if not traffic.requests:
         raise AdaptError(
-            f"{', '.join(sources)}: no request found; expected JSONL such as generate --record, "
+            f"{source}: no request found; expected JSONL such as generate --record, "
             "or headstart.Recorder, writes"
         )
     return traffic

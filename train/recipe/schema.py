@@ -176,9 +176,10 @@ class Distill:
     round_steps: int | None = positive(None)  # null: train.max_steps (or epochs) ÷ rounds
     shards: int = number(8, ge=1, le=100_000)
     max_seconds: float | None = positive(None)
-    # the rows of another run (its folder `distill`), of which some are added so that the drafter
-    # does not forget them: their share of all supervised tokens, as far as there are so many
+    # the rows of another run (its folder `distill`), of which some are added, so that the drafter
+    # does not forget them
     earlier: str | None = None
+    # their share of all supervised tokens, as far as there are so many
     earlier_share: float = number(0.2, ge=0, lt=1)
 
     def __post_init__(self) -> None:
@@ -314,8 +315,8 @@ class Decode:
     new_tokens: int = positive(128)
     sampled: float | None = positive(None)  # measure text of this temperature, too
     temperature: float = positive(1.0)  # in validation, of rules that sample
-    top_p: float | None = number(None, gt=0, le=1)  # the same; null: all tokens
-    top_k: int | None = positive(None)  # the same; null: all tokens
+    top_p: float | None = number(None, gt=0, le=1)  # in validation; null: all tokens
+    top_k: int | None = positive(None)  # in validation; null: all tokens
     validation_prompts: int = positive(8)
 
 

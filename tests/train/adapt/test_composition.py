@@ -48,7 +48,7 @@ def test_any_family_goes_on_from_its_own_weights(name: str, tmp_path: Path, traf
     keys["drafter"] = {"family": name, **options}
     keys["train"] |= {"learning_rate": 1e-3, "loss": "forward_kl"}
     source = DrafterSource(saved(tmp_path, name, recipe_of(keys).to_dict()))
-    recipe = compose(source, read_traffic([str(traffic)]), Earlier(), out=tmp_path / "out")
+    recipe = compose(source, read_traffic(str(traffic)), Earlier(), out=tmp_path / "out")
     assert recipe.train.from_ == source.name and recipe.train.loss == "forward_kl"
     assert recipe.train.learning_rate == pytest.approx(3e-4)
     assert plan_run(recipe).drafter.config.family_name() == name  # the weights fit
@@ -63,7 +63,7 @@ def test_a_drafter_without_a_recipe_has_its_family_s(
     name: str, tmp_path: Path, traffic: Path
 ) -> None:
     source = DrafterSource(saved(tmp_path, name))
-    recipe = compose(source, read_traffic([str(traffic)]), Earlier(), out=tmp_path / "out",
+    recipe = compose(source, read_traffic(str(traffic)), Earlier(), out=tmp_path / "out",
                      overrides=["target.dtype=float32"])  # fmt: skip
     given = load_recipe(f"{name}+1x80gb", ["target.model=x"])
     assert recipe.train.loss == given.train.loss
@@ -77,7 +77,7 @@ def test_low_rank_factors_are_trained_anew_on_the_merged_student(
     keys = keys_of(load_recipe("draft-model").to_dict())
     keys["drafter"] = {"family": "draft_model", "layers": 1, "lora": {"rank": 2}}
     source = DrafterSource(saved(tmp_path, "draft_model", recipe_of(keys).to_dict()))
-    recipe = compose(source, read_traffic([str(traffic)]), Earlier(), out=tmp_path / "out")
+    recipe = compose(source, read_traffic(str(traffic)), Earlier(), out=tmp_path / "out")
     assert recipe.drafter.options == {"model": source.name, "lora": {"rank": 2}}
     assert recipe.train.from_ is None
     plan_run(recipe)
@@ -99,14 +99,14 @@ def test_each_adaptation_has_a_folder_of_its_own(
     (tmp_path / name).parent.mkdir(parents=True)
     (tmp_path / "drafter").rename(tmp_path / name)
     monkeypatch.chdir(tmp_path)
-    found = compose(DrafterSource(name), read_traffic([str(traffic)]), Earlier(),
+    found = compose(DrafterSource(name), read_traffic(str(traffic)), Earlier(),
                     overrides=["target.dtype=float32"])  # fmt: skip
     assert str(found.folder) == expected
     assert find_earlier(DrafterSource(name)) == Earlier()
 
 
 def test_traffic_says_what_most_requests_were(traffic: Path) -> None:
-    found = read_traffic([str(traffic)])
+    found = read_traffic(str(traffic))
     assert (found.requests, found.sampling) == (60, {"temperature": 0.7, "top_p": 0.9})
     assert longest(found.wholes) == 21 and longest([]) is None
     assert found.writers == {(None, None): 60}
@@ -115,4 +115,4 @@ def test_traffic_says_what_most_requests_were(traffic: Path) -> None:
 def test_traffic_without_a_request(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
     with pytest.raises(AdaptError, match="no request found"):
-        read_traffic([str(tmp_path / "empty.jsonl")])
+        read_traffic(str(tmp_path / "empty.jsonl"))
