@@ -72,7 +72,8 @@ def compose(
         keys["target"]["revision"] = None
     context = context_of(load_pretrained(AutoConfig, name))
     keys["corpus"] = _corpus(traffic)
-    keys["distill"] = _distill(keys, traffic, earlier, rewrite, context)
+    rows = earlier.rows if target is None else None  # another target would write otherwise
+    keys["distill"] = _distill(keys, traffic, rows, rewrite, context)
     keys["decode"] = _decode(keys, source, traffic)
     keys["train"] = _train(keys, traffic, start)
     return _with_prompts(keys, recipe_of(keys, overrides), traffic, overrides)
@@ -141,7 +142,7 @@ def _corpus(traffic: Traffic) -> dict[str, Any]:
 
 
 def _distill(
-    keys: dict[str, Any], traffic: Traffic, earlier: Earlier, rewrite: bool, context: int | None
+    keys: dict[str, Any], traffic: Traffic, rows: Path | None, rewrite: bool, context: int | None
 ) -> dict[str, Any]:
     before = parse_recipe(keys).distill
     answer = longest(traffic.answers) or before.new_tokens
@@ -151,7 +152,7 @@ def _distill(
     found = {
         "examples": traffic.requests, "prefix": "prompt", "chat": before.chat, "shards": 8,
         "batch_size": before.batch_size, "new_tokens": answer, "prefix_tokens": length - answer,
-        "earlier": earlier.rows and str(earlier.rows),
+        "earlier": rows and str(rows),
     }  # fmt: skip
     if not rewrite:
         return found | {"writer": "given", "max_length": length}

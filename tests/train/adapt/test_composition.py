@@ -83,6 +83,16 @@ def test_low_rank_factors_are_trained_anew_on_the_merged_student(
     plan_run(recipe)
 
 
+def test_text_of_the_old_target_is_not_added_for_another(tmp_path: Path, traffic: Path) -> None:
+    source, found = DrafterSource(saved(tmp_path, "medusa")), []
+    for target in (None, str(tmp_path / "target")):
+        earlier = Earlier(rows=tmp_path / "rows")
+        recipe = compose(source, read_traffic(str(traffic)), earlier, target, tmp_path / "out",
+                         overrides=["target.dtype=float32"])  # fmt: skip
+        found.append(recipe.distill.earlier)
+    assert found == [str(tmp_path / "rows"), None]
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
