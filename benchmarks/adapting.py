@@ -1,7 +1,8 @@
 """τ of a drafter before and after `headstart adapt`, on requests unlike its training text.
 
 The prompts are windows of any texts; the drafter's own target answers them, and the answers are
-recorded and adapted to. Each of --try is one more adaptation to the same requests.
+recorded and adapted to. Each of --try, settings with spaces between them, is one more
+adaptation to the same requests.
 
     headstart train benchmarks/stories260k.yaml
     python -m benchmarks.adapting runs/stories260k/heads \\
@@ -35,7 +36,7 @@ def main() -> None:
     add("--new-tokens", type=int, default=96)
     add("--temperature", type=float, default=0.0)
     add("--folder", type=Path, default=Path("runs"), help="where the traffic and the runs go")
-    add("--try", dest="tries", action="append", default=[], metavar="a.b=value")
+    add("--try", dest="tries", action="append", default=[], metavar="SETTINGS")
     options = parser.parse_args()
     traffic = options.folder / f"traffic-{options.temperature:g}.jsonl"
     traffic.unlink(missing_ok=True)
@@ -45,7 +46,7 @@ def main() -> None:
     for number, override in enumerate(["", *options.tries]):
         out = options.folder / f"adapted-{options.temperature:g}-{number}"
         words = ["adapt", "--drafter", options.drafter, "--traffic", str(traffic)]
-        given = parse([*words, "--out", str(out), *([override] if override else [])])
+        given = parse([*words, "--out", str(out), *override.split()])
         print(override or "as it is", flush=True)
         adapt.run(given)
 

@@ -31,8 +31,6 @@ _MOST = {"prompts": 64, "validation_prompts": 32}  # so that measuring takes lit
 _NEW_TOKENS, _ROW = 128, 2048  # of an answer, and with its prompt, where no length is known
 _LONGEST_ANSWER = 256  # tokens that are decoded of an answer, to measure
 _EPOCHS, _EVALUATIONS = 3, 6
-_RATE = 0.3
-"""Times the rate that a new drafter of the family is trained at: this one has learnt already."""
 
 
 def compose(
@@ -179,8 +177,8 @@ def _train(keys: dict[str, Any], traffic: Traffic, start: str | None) -> dict[st
     step = spec.rows_per_step or spec.batch_size * spec.gradient_accumulation
     steps = traffic.requests * _EPOCHS // step
     return found | {
-        "learning_rate": _RATE * spec.learning_rate, "epochs": float(_EPOCHS),
-        "max_steps": 1_000_000, "eval_every": max(steps // _EVALUATIONS, 1),  # epochs end it
+        "epochs": float(_EPOCHS), "max_steps": 1_000_000,  # epochs end it
+        "eval_every": max(steps // _EVALUATIONS, 1),
     }  # fmt: skip
 
 
