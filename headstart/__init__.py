@@ -10,14 +10,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headstart.heads import Drafter as Drafter
     from headstart.heads import DrafterConfig as DrafterConfig
+    from headstart.infer import Recorder as Recorder
     from headstart.infer import Speculator as Speculator
     from headstart.infer import load as load
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["Drafter", "DrafterConfig", "Speculator", "__version__", "load"]
+_LAYER_OF = {
+    **dict.fromkeys(("Drafter", "DrafterConfig"), "heads"),
+    **dict.fromkeys(("Recorder", "Speculator", "load"), "infer"),
+}
 
-_LAYER_OF = {"Drafter": "heads", "DrafterConfig": "heads", "Speculator": "infer", "load": "infer"}
+__all__ = ["Drafter", "DrafterConfig", "Recorder", "Speculator", "__version__", "load"]
 
 
 def __getattr__(name: str) -> Any:

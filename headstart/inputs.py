@@ -220,6 +220,21 @@ def find_device(name: str | None) -> torch.device:
     return device
 
 
+def check_record(path: Path | None) -> None:
+    """Make the file of --record, if it is not there, before anything is loaded."""
+    if path is None:
+        return
+    from headstart.heads.core.files import append_line
+
+    try:
+        append_line(path, None)
+    except OSError as error:
+        raise UsageError(
+            f"--record {path}: cannot be written ({error.strerror}); expected a file in a folder "
+            "that is there"
+        ) from None
+
+
 def check_prompts(path: str | Path) -> None:
     """Refuse a file of prompts that is not there, and say what such a file holds."""
     path = Path(path)

@@ -2,6 +2,7 @@
 
 from .loading import load
 from .loop import Decoding
+from .recorder import Recorder
 from .request import Request
 from .rules.registry import RULES, Rule
 from .speculator import Speculator

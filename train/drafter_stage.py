@@ -20,7 +20,7 @@ from headstart.heads.artifacts.plan import device_name, dtype_name, machine
 from headstart.heads.artifacts.saving import write_artifact
 from headstart.heads.core import gathered, in_shards, loaded_whole
 from headstart.heads.core.files import write_atomically
-from headstart.infer import StaticTree
+from headstart.infer import RULES, StaticTree
 
 from .data.documents import Document
 from .data.prefixes import held_out_texts, prompt_settings, recipe_prompts
@@ -33,12 +33,12 @@ from .figures.report.training import draw_acceptance, write_training_report
 from .fit.feature_files import FeatureFolder
 from .fit.joint import adapter_loss_change, training_classes, training_module
 from .fit.on_policy import StudentText
-from .fit.validate import Validation, tau_table
+from .fit.validate import AS_IT_IS, Validation, tau_table
 from .fit.warm_start import start_from
 from .processes.agreement import from_process_0, is_process_0, wait_for_all
 from .processes.engine import ends_of
 from .provenance import training_conditions
-from .recipe import Recipe
+from .recipe import Decode, Recipe
 from .stages.kept import (
     CHECKPOINTS,
     keep_weights_alone,
@@ -64,7 +64,14 @@ class Loaded:
         """The measurement of a drafter that `recipe` asks for."""
         prompts = recipe_prompts(recipe, self.tokenizer, self.held_out, "validation")
         decode = recipe.decode
-        return Validation(self.target, prompts, decode.new_tokens, decode.tree, decode.rule)
+        how = decode.new_tokens, decode.tree, decode.rule, sampling_of(decode)
+        return Validation(self.target, prompts, *how)
+
+
+def sampling_of(decode: Decode) -> dict[str, Any]:
+    """The options of `generate` that rules which sample are validated with."""
+    given = {"temperature": decode.temperature, "top_k": decode.top_k, "top_p": decode.top_p}
+    return AS_IT_IS | {name: value for name, value in given.items() if value is not None}
 
 
 def make_drafter(recipe: Recipe, target: PreTrainedModel, rows: Rows | None) -> Drafter:
@@ -89,6 +96,7 @@ def evaluation_settings(recipe: Recipe) -> dict[str, Any]:
     return {
         "tree": decode.tree, "rule": decode.rule, "new_tokens": decode.new_tokens,
         "validation_prompts": decode.validation_prompts, "prompts": prompt_settings(recipe),
+        **({"sampling": sampling_of(decode)} if RULES[decode.rule].samples else {}),
     }  # fmt: skip
 
 

@@ -20,12 +20,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from headstart.heads import Drafter, OptionError, family, fingerprint
 from headstart.heads.artifacts.files import METRICS
 from headstart.heads.artifacts.hub import folder_or_repository
+from headstart.heads.artifacts.manifest import sha256
 from headstart.heads.core import load_pretrained, loaded_whole
 from headstart.infer import RULES, Speculator, load
 
 from .checks.early import check_prompts, check_run
 from .data.corpus import build_corpus, load_documents
 from .data.distill import Pace, distill, write_manifest
+from .data.earlier import add_earlier
 from .data.fingerprints import source_fingerprint
 from .data.prefixes import Part, prompt_settings, recipe_prompts
 from .data.training_rows import Rows
@@ -72,13 +74,13 @@ from .stages.store import Stage, StageStore
 
 def train(recipe: Recipe, fresh: bool = False) -> Path:
     """Run the stages up to the trained drafter; returns its folder. `fresh` reuses none."""
-    with _Run(recipe, fresh) as this:
+    with Run(recipe, fresh) as this:
         return this.train().plain
 
 
 def write_text(recipe: Recipe, fresh: bool = False) -> Stage:
     """Run the stages up to the text that a drafter is trained on; returns the last of them."""
-    with _Run(recipe, fresh, parts=()) as this:
+    with Run(recipe, fresh, parts=()) as this:
         return this.write_text()
 
 
@@ -88,7 +90,7 @@ def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
     The report is that of `headstart.infer.measure.bench`, with `stage_seconds` and `artifact`
     added, and `held_out`, the file that the prompts came from.
     """
-    with _Run(recipe, fresh, ("validation", "bench")) as this:
+    with Run(recipe, fresh, ("validation", "bench")) as this:
         artifact = this.train()
         scratch, target = recipe.target.scratch, this.store.finished["target"].info
         return this.bench(artifact).info | {
@@ -102,8 +104,12 @@ def run(recipe: Recipe, fresh: bool = False) -> dict[str, Any]:
         }
 
 
-class _Run:
-    """One recipe being run by this process."""
+class Run:
+    """One recipe being run by this process.
+
+    Args:
+        parts: the held-out prompts that it will decode.
+    """
 
     def __init__(self, recipe: Recipe, fresh: bool, parts: Sequence[Part] = ("validation",)):
         transformers.utils.logging.set_verbosity_error()
@@ -205,7 +211,9 @@ class _Run:
 
     def _distill(self, corpus: Stage, target: Stage) -> Stage:
         spec, seed, chat = self.recipe.distill, self.recipe.seed, self.recipe.chat
-        name = self._target_name(target)
+        name, settings = self._target_name(target), self._settings("distill", "chat")
+        if spec.earlier is not None:
+            settings["earlier"] = self._earlier(Path(spec.earlier)), spec.earlier_share
 
         def work(folder: Path) -> dict[str, int]:
             if spec.writer == "own" and weights_are_sharded():
@@ -241,12 +249,17 @@ class _Run:
             model = self._loaded[0] if self._loaded else None  # a server may have written
             if not is_process_0():
                 return {}
-            return write_manifest(spec, folder, tokenizer, model, name, pace, chat)
+            counts = write_manifest(spec, folder, tokenizer, model, name, pace, chat)
+            return counts | add_earlier(spec, folder, tokenizer, seed)
 
         return self.store.run(
-            "distill", self._settings("distill", "chat"), work, [corpus, target], resumable=True,
-            shared=True, layout={"shards": spec.shards},
+            "distill", settings, work, [corpus, target], resumable=True, shared=True,
+            layout={"shards": spec.shards},
         )  # fmt: skip
+
+    def _earlier(self, folder: Path) -> dict[str, str]:
+        """What stands for rows of another run: the hashes of what describes its shards."""
+        return on_process_0(lambda: {p.name: sha256(p) for p in sorted(folder.glob("*.json"))})
 
     def _train(self, corpus: Stage, target: Stage, rows: Stage) -> Stage:
         spec, reads = self.recipe.train, [corpus, target, rows]
@@ -284,7 +297,9 @@ class _Run:
             return content
         return {"model": content, "from": self._content(*folder_or_repository(start))}
 
-    def _heads(self, corpus: Stage, target: Stage, trained: Stage | None) -> Stage:
+    def _heads(
+        self, corpus: Stage, target: Stage, trained: Stage | None, adapted: Stage | None = None
+    ) -> Stage:
         def work(folder: Path) -> dict[str, Any]:
             if weights_are_sharded() and self._drafter is None:
                 raise OptionError(
@@ -299,12 +314,14 @@ class _Run:
             else:
                 found = trained.folder, trained.info
                 drafter, measured = choose(self.recipe, loaded, self._drafter, *found)
+            if adapted is not None:
+                measured = measured | {"adapted": adapted.info}
             metrics = trained.folder / METRICS if trained else None
             rows = self.store.finished["distill"].folder if trained else None
             return write_drafter(self.recipe, loaded, drafter, measured, folder, metrics, rows)
 
         settings = self._settings("drafter", decode=evaluation_settings(self.recipe))
-        reads = [corpus, target, *([trained] if trained else [])]
+        reads = [corpus, target, *(stage for stage in (trained, adapted) if stage is not None)]
         return self.store.run("heads", settings, work, reads, resumable=True)
 
     def bench(self, artifact: Stage) -> Stage:
@@ -321,7 +338,7 @@ class _Run:
             documents = load_documents(corpus.folder, "held_out")
             prompts = recipe_prompts(self.recipe, tokenizer, documents, "bench")
             tokens = [prompt.tokens.to(model.device) for prompt in prompts]
-            temperature = 1.0 if RULES[decode.rule].samples else 0.0
+            temperature = decode.temperature if RULES[decode.rule].samples else 0.0
             report = bench(speculator, tokens, decode.new_tokens, temperature=temperature)
             if decode.sampled is not None:
                 trees, faster = speculator.trees, speculator.target.compile

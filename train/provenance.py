@@ -124,6 +124,34 @@ def target_loss(target: PreTrainedModel, rows: Rows, count: int = _ROWS) -> dict
 
 
 @torch.no_grad()
+def surprise(
+    target: PreTrainedModel, rows: Rows, most: int, temperature: float = 0.0, count: int = _ROWS
+) -> dict[str, float]:
+    """By how much the first `most` rows surprise a target more than text of its own would.
+
+    That is its loss on the supervised tokens less its own entropy there. For text that it sampled
+    at temperature 1 the two are equal on average, and the loss is the smaller one at any lower
+    temperature; for higher ones its distribution at that temperature is taken.
+
+    Returns:
+        `nats` a token, and its standard error `se` over rows.
+    """
+    model: Any = target
+    device, sums = device_of(target.get_input_embeddings()), []
+    for number in np.unique(np.linspace(0, most - 1, count).astype(int)).tolist():
+        row = rows[number]
+        ids = row["tokens"].to(device).unsqueeze(0)
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1]
+        chosen = row["supervised"][1:].to(logits.device)
+        logs = (logits[chosen].float() / max(temperature, 1.0)).log_softmax(-1)  # [M, V]
+        wanted = ids[0, 1:].to(logits.device)[chosen].unsqueeze(-1)
+        more = -logs.gather(-1, wanted).squeeze(-1) + (logs.exp() * logs).sum(-1)  # [M]
+        sums.append([float(more.sum()), len(more)])
+    mean, se = _mean(np.array(sums))
+    return {"nats": round(mean, 4), "se": round(se, 4)}
+
+
+@torch.no_grad()
 def mean_loss(
     target: PreTrainedModel, texts: list[Tensor], counted: list[Tensor], batch: int = 8
 ) -> dict[str, float]:
@@ -140,9 +168,15 @@ def mean_loss(
         losses = losses.view_as(wanted) * mask
         sums += torch.stack([losses.sum(1), mask.sum(1)], 1).tolist()
     each = np.array(sums)
+    mean, se = _mean(each)
+    return {"nats": round(mean, 4), "se": round(se, 4), "tokens": int(each[:, 1].sum())}
+
+
+def _mean(each: np.ndarray) -> tuple[float, float]:
+    """The mean a token of [n, 2] sums and tokens of rows, and its standard error over rows."""
     total, tokens = each.sum(0)
     mean = total / max(tokens, 1)
     residuals = each[:, 0] - mean * each[:, 1]
     few = len(each) < 2
     se = 0.0 if few else (len(each) / (len(each) - 1) * (residuals**2).sum()) ** 0.5 / tokens
-    return {"nats": round(float(mean), 4), "se": round(float(se), 4), "tokens": int(tokens)}
+    return float(mean), float(se)

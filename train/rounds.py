@@ -28,6 +28,7 @@ from headstart.heads.artifacts.files import MANIFEST
 from .data.distill import ROUNDS, Pace
 from .data.training_rows import Rows
 from .drafter_stage import Loaded, choose, train_drafter, write_drafter
+from .fit.warm_start import going_on
 from .processes.agreement import from_process_0, is_process_0, on_process_0, wait_for_all
 from .processes.engine import under_fsdp
 from .recipe import Distill, Recipe
@@ -101,11 +102,9 @@ def _trained(
         epochs = None
         if spec.round_steps is None and recipe.train.epochs is not None:
             epochs = recipe.train.epochs / spec.rounds
-        drafter, first = recipe.drafter, recipe.train.from_ if before is None else str(before)
-        if before is not None and drafter.options.get("lora") is not None:
-            # Its factors were merged into the student, which gets new ones.
-            options = {key: value for key, value in drafter.options.items() if key != "layers"}
-            drafter, first = replace(drafter, options=options | {"model": str(before)}), None
+        drafter, first = recipe.drafter, recipe.train.from_
+        if before is not None:
+            drafter, first = going_on(drafter, str(before))
         train = replace(
             recipe.train, max_steps=steps, epochs=epochs, eval_every=None, extend=False,
             from_=first,

@@ -1,5 +1,7 @@
 """Writing files that survive a crash."""
 
+import contextlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,6 +11,13 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from .errors import brief
+
+try:
+    import fcntl
+except ImportError:  # no POSIX
+    fcntl = None
+
+_BLOCK = 1 << 16  # bytes that are read at once where the end of a line is looked for
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
@@ -25,6 +34,51 @@ def write_atomically(path: Path, data: bytes | str) -> None:
     finally:
         temporary.unlink(missing_ok=True)
     flush_to_disk(path.parent)
+
+
+def append_line(path: Path, line: str | None) -> None:
+    """Append a line of JSON to a file that its owner alone may read, whole or not at all.
+
+    Without a line the file is made, if it is not there.
+
+    Threads and processes may append to the same file: a lock of the system orders them. What a
+    killed one has left of a line is removed by the next; a whole line without its end gets it.
+    """
+    file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+    try:
+        if fcntl is not None:
+            with contextlib.suppress(OSError):  # the file system has no locks
+                fcntl.flock(file, fcntl.LOCK_EX)
+        end = _mended(file)
+        due = memoryview(b"" if line is None else f"{line}\n".encode())
+        try:
+            while due:
+                due = due[os.write(file, due) :]
+        except OSError:
+            os.ftruncate(file, end)
+            raise
+    finally:
+        os.close(file)
+
+
+def _mended(file: int) -> int:
+    """Give the last line of a file its end, or remove what is left of it; the size afterwards."""
+    size = start = os.fstat(file).st_size
+    tail = b""
+    while start and b"\n" not in tail:
+        first = max(start - _BLOCK, 0)
+        tail = os.pread(file, start - first, first) + tail
+        start = first
+    tail = tail.rpartition(b"\n")[2]
+    if not tail:
+        return size
+    try:
+        json.loads(tail)
+    except ValueError:
+        os.ftruncate(file, size - len(tail))
+        return size - len(tail)
+    os.write(file, b"\n")
+    return size + 1
 
 
 def flush_to_disk(path: Path) -> None:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headstart.heads.core import trained_context
-from headstart.infer import Speculator
+from headstart.infer import Recorder, Speculator
+from headstart.infer.generate_options import GenerateOptions
 from headstart.show.figures import Figures
 from headstart.terminal import UsageError
 from headstart.train.data.documents import Message, plain_chat, render_chat
@@ -49,6 +50,7 @@ class Session:
         system: the first message, if any.
         max_new_tokens: of an answer; by default NEW_TOKENS, or what the context has room for.
         sampling: options of `generate`.
+        recorder: takes each answer that was not stopped, with the turns before it.
 
     Attributes:
         turns: of the chat; first: the number of the oldest one that the target still reads.
@@ -65,6 +67,7 @@ class Session:
         system: str | None = None,
         max_new_tokens: int | None = None,
         sampling: dict[str, Any] | None = None,
+        recorder: Recorder | None = None,
     ):
         self.speculator, self.tokenizer = speculator, speculator.tokenizer
         self.turns, self.answered = list[Turn](), list[Turn]()
@@ -74,6 +77,7 @@ class Session:
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self._new, self._sampling = max_new_tokens, sampling or {"do_sample": False}
         self._without: Speculator | None = None
+        self._recorder = recorder
 
     @property
     def drafts(self) -> bool:
@@ -102,6 +106,12 @@ class Session:
         answer = answer if self.templated else answer.strip()
         counts = ids.shape[1], streamer.figures, self.plain, stopped
         turn = Turn(message, answer, streamer.answer_ids, *counts)
+        if self._recorder is not None and not stopped:
+            asked = [*self.messages(self.first), {"role": "user", "content": message}]
+            options = {**self._sampling, "max_new_tokens": new}
+            setting = GenerateOptions(options, self.speculator.model.generation_config).get  # type: ignore[arg-type]
+            tau = streamer.figures.tau
+            self._recorder.add(ids[0].tolist(), turn.ids, setting, tau, asked)
         self.turns.append(turn)
         self.answered.append(turn)
         return turn

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 
-from headstart.inputs import load_speculator
+from headstart.inputs import check_record, load_speculator
 
 from . import options as shared
 
@@ -26,19 +27,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-new-tokens", metavar="N", type=shared.positive, help=_LENGTH)
     shared.add_sampling_arguments(parser)
     shared.add_top_arguments(parser)
+    add("--record", metavar="FILE", type=Path, help=shared.RECORD)
     add("--show", action="store_true", help=shared.SHOW)
 
 
 def run(options: argparse.Namespace) -> int:
     """Load the models, then answer what is typed, or each line of stdin."""
     sampling = shared.sampling(options)
+    check_record(options.record)
     speculator = load_speculator(options)
     from headstart.chat.dialogue import Dialogue
     from headstart.chat.lines import messages_of
     from headstart.chat.session import Session
     from headstart.reports.tables import said_of_forwards
 
-    session = Session(speculator, options.system, options.max_new_tokens, sampling)
+    recorder = None
+    if options.record is not None:
+        from headstart import Recorder
+
+        recorder = Recorder(options.record, speculator)
+    session = Session(speculator, options.system, options.max_new_tokens, sampling, recorder)
     tree = speculator.tree_of(1, options.temperature)
     why = "the drafter's plan is" if options.drafter else "no drafter:"
     how = f"tree {tree.label}" if session.drafts else f"{why} plain decoding"

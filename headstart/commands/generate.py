@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from headstart.inputs import check_length, load_speculator
+from headstart.inputs import check_length, check_record, load_speculator
 from headstart.terminal import UsageError
 
 from . import options as shared
@@ -35,12 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--chat", action="store_true", help=_CHAT)
     shared.add_sampling_arguments(parser)
     shared.add_top_arguments(parser)
+    add("--record", metavar="FILE", type=Path, help=shared.RECORD)
     add("--show", action="store_true", help=shared.SHOW)
 
 
 def run(options: argparse.Namespace) -> int:
     """Read the prompt, load the models and stream what they write."""
     sampling = shared.sampling(options)
+    check_record(options.record)
     messages = _read_chat(options) if options.chat else None
     prompt = "" if messages else _read_prompt(options)
     speculator = load_speculator(options)
@@ -60,8 +62,14 @@ def run(options: argparse.Namespace) -> int:
     inputs = inputs.to(speculator.device)
     started = time.perf_counter()
     before = "" if options.chat else prompt.rpartition("\n")[2][-_TAIL:]
+    decode: Any = speculator.generate
+    if options.record is not None:
+        from headstart import Recorder
+
+        decode = Recorder(options.record, speculator).generate
+        sampling["chats"] = [messages] if messages else None
     with ShowStreamer(tokenizer, coloured=options.show, before=before) as streamer:
-        speculator.generate(
+        decode(
             inputs.input_ids,
             attention_mask=inputs.attention_mask,
             max_new_tokens=new_tokens,

@@ -51,6 +51,10 @@ _FOLDER = (
 )
 
 
+RECORD = (
+    "append prompt and answer, as text and token ids, to FILE, for headstart adapt; the file holds "
+    "what was asked and answered, unencrypted, and only you can read it"
+)
 LENGTH = "generate at most N tokens (default: 128, or what the target's context has room for)"
 SHOW = (
     "colour accepted draft tokens by the depth at which they were drafted, and print figures below "

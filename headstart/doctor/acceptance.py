@@ -16,6 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from headstart.heads import OptionError
 from headstart.heads.core import row_seeds, trained_context
 from headstart.infer import Speculator, Stats
+from headstart.infer.measure.noise import Gain, paired_gain
 from headstart.infer.measure.own_text import BATCH, continue_texts, with_features
 from headstart.infer.measure.ranks import measure_ranks
 from headstart.long_prompts import is_cut, room_for, taken
@@ -83,38 +84,14 @@ class Accepted:
         return 1 + float(np.mean([counts[0] for counts in self.counts]))
 
 
-@dataclass(frozen=True)
-class Gain:
-    """How much τ rises, and its standard error, paired by prompts."""
-
-    tau: float
-    se: float
-
-    def beyond(self, errors: float) -> bool:
-        """Whether it rises by more than so many standard errors."""
-        return self.tau > errors * self.se and self.tau > 0
-
-
 def gain(before: Accepted, after: Accepted) -> Gain:
-    """What a change gains on the prompts that both decoded.
-
-    τ is a ratio of sums over prompts, so with prompt j's residual e_j = (s_j - τ n_j) / mean n of
-    each way, the difference of both has variance Σ (e'_j - e_j)² / (m (m - 1)) over m prompts
-    (Cochran, Sampling Techniques, chapter 6, as a paired difference).
-    """
+    """What a change gains on the prompts that both decoded."""
     common = sorted(set(before.documents) & set(after.documents))
-    if len(common) < 2:
-        return Gain(0.0, math.inf)
-    taus, residuals = [], []
+    sums = []
     for way in (before, after):
         at = {document: way.counts[i] for i, document in enumerate(way.documents)}
-        sums = np.array([[at[j].sum(), len(at[j])] for j in common], float)
-        ratio = sums[:, 0].sum() / sums[:, 1].sum()
-        taus.append(ratio)
-        residuals.append((sums[:, 0] - ratio * sums[:, 1]) / sums[:, 1].mean())
-    differences, m = residuals[1] - residuals[0], len(common)
-    se = math.sqrt(float((differences**2).sum()) / (m * (m - 1)))
-    return Gain(float(taus[1] - taus[0]), se)
+        sums.append(np.array([[at[j].sum(), len(at[j])] for j in common], float).reshape(-1, 2))
+    return paired_gain(*sums)
 
 
 class Decodes:

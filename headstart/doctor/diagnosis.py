@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from headstart.heads import Manifest, OptionError
+from headstart.infer.measure.noise import Gain
 from headstart.train.data.documents import Document
 from headstart.train.provenance import mean_loss
 
-from .acceptance import Accepted, Decodes, Gain, gain
+from .acceptance import Accepted, Decodes, gain
 from .causes import CAUSES
 from .pairs import Pair
 from .scene import Difference, Scene

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
+import numpy as np
+
 CONFIDENCE = 0.95
 
 
@@ -35,6 +37,44 @@ class Ratio:
     def within_noise(self) -> bool | None:
         """Whether 1 is as likely as not; None where there are too few units to tell."""
         return None if self.low is None or self.high is None else self.low <= 1 <= self.high
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How much τ rises, and its standard error, paired by prompts."""
+
+    tau: float
+    se: float
+
+    def beyond(self, errors: float) -> bool:
+        """Whether it rises by more than so many standard errors."""
+        return self.tau > errors * self.se and self.tau > 0
+
+
+def paired_gain(before: np.ndarray, after: np.ndarray) -> Gain:
+    """What a change gains on the same prompts, or groups of prompts that are not independent.
+
+    τ is a ratio of sums over prompts, so with prompt j's residual e_j = (s_j - τ n_j) / mean n of
+    each way, the difference of both has variance Σ (e'_j - e_j)² / (m (m - 1)) over m prompts
+    (Cochran, Sampling Techniques, chapter 6, as a paired difference).
+
+    Args:
+        before, after: [m, 2], tokens and rounds. With fewer than two prompts, or no round, nothing
+            is gained.
+
+    >>> paired_gain(np.array([[20, 10], [30, 10]]), np.array([[22, 10], [34, 10]]))
+    Gain(tau=0.3, se=0.1)
+    """
+    if len(before) < 2 or not (before.sum(0)[1] and after.sum(0)[1]):
+        return Gain(0.0, math.inf)
+    taus, residuals = [], []
+    for counts in (before, after):
+        tokens, rounds = counts.T.astype(float)
+        taus.append(tokens.sum() / rounds.sum())
+        residuals.append((tokens - taus[-1] * rounds) / rounds.mean())
+    differences, m = residuals[1] - residuals[0], len(before)
+    se = math.sqrt(float((differences**2).sum()) / (m * (m - 1)))
+    return Gain(round(float(taus[1] - taus[0]), 12), round(se, 12))
 
 
 def compare(slow: Sequence[float], fast: Sequence[float]) -> Ratio:

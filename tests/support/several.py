@@ -145,7 +145,7 @@ def relabelled(*args: Any, **how: Any) -> Any:
 
 FIND = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *of: None if name == "matplotlib" else FIND(name, *of)
-LOAD = pipeline._Run._load
+LOAD = pipeline.Run._load
 names = ("create_optimizer", "end_step", "get_batch_samples", "_save_checkpoint")
 ORIGINAL: dict[str, Any] = {name: getattr(DrafterTrainer, name) for name in names}
 for name in names:
@@ -154,7 +154,7 @@ VALIDATE, GENERATE, READ = Validation.__call__, Speculator.generate, TargetWithD
 Validation.__call__ = last_is_best  # type: ignore[method-assign]
 Speculator.generate = counted  # type: ignore[method-assign]
 TargetWithDrafter.read = read  # type: ignore[method-assign]
-pipeline._Run._load = load  # type: ignore[method-assign]
+pipeline.Run._load = load  # type: ignore[method-assign]
 arguments.multiplies_in_bf16 = in_bf16
 if JOB.get("apart"):
     lifetime._machine = lambda: os.environ["GROUP_RANK"]
@@ -166,7 +166,7 @@ status: Any = 0
 try:
     for recipe in JOB["recipes"]:
         NOW.update(name=recipe["name"], step=0)
-        with pipeline._Run(parse_recipe(recipe), fresh=False) as run:
+        with pipeline.Run(parse_recipe(recipe), fresh=False) as run:
             try:
                 run.train()
             except NonFiniteLoss as error:

@@ -184,7 +184,7 @@ def test_validation_is_that_of_one_process(root: Path, engine: Any) -> None:
         run = f"{name}-{kind}"
         decoded = [seen["decoded"] for seen in trained.of(run)]
         assert decoded == ([3, 2] if name in ("ddp_cpu", "zero2") else [5, 5])
-        with pipeline._Run(parse_recipe(recipe(root, run, kind, 2)), fresh=False) as one:
+        with pipeline.Run(parse_recipe(recipe(root, run, kind, 2)), fresh=False) as one:
             corpus = one._corpus()
             loaded = one._judged(corpus, one._target(corpus))
             folder = root / "runs" / run / "heads"

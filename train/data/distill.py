@@ -132,18 +132,18 @@ def shard_path(folder: Path, shard: int, shards: int) -> Path:
 
 def summary(spec: Distill, folder: Path) -> dict[str, int]:
     """What was written, by the names of `Counts`, and `shards`; what was left out is logged."""
-    rows = Rows.load(folder)
-    shards, units = len(rows.info), sum(said["units"] for said in rows.info)
+    told = [info for info in Rows.load(folder).info if not info.get("earlier")]
+    shards, units = len(told), sum(said["units"] for said in told)
     if shards < spec.shards:
         logger.warning(
             "distill: stopped at distill.max_seconds=%g, with %d of %d texts (%d of %d shards)",
-            spec.max_seconds or 0, units, rows.info[0]["of"], shards, spec.shards,
+            spec.max_seconds or 0, units, told[0]["of"], shards, spec.shards,
         )  # fmt: skip
     names = Counts.__dataclass_fields__
-    found = Counts(**{n: sum(said.get(n, 0) for said in rows.info) for n in names})
+    found = Counts(**{n: sum(said.get(n, 0) for said in told) for n in names})
     for line in found.left_out(spec):
         logger.warning("distill: %s", line)
-    skipped = rows.info[0].get("skipped", 0)
+    skipped = told[0].get("skipped", 0)
     if skipped:
         logger.warning(
             "distill: %d documents are shorter than distill.prefix_tokens %d, and were skipped",

@@ -33,6 +33,8 @@ def document_line(document: Document) -> tuple[bytes, bytes]:
         content["messages"] = document.messages
         if document.tools is not None:
             content["tools"] = document.tools
+    if document.ids is not None:
+        content["ids"] = document.ids
     # A file's name may hold bytes that are no UTF-8, as half surrogates: in JSON they are escaped.
     head = json.dumps({"id": document.id, "source": document.source})
     return f"{head[:-1]}, ".encode(), f"{_encode(content)[1:]}\n".encode()

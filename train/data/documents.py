@@ -42,6 +42,8 @@ class Document:
     source: str = ""  # the name of the source in the corpus
     tools: list[Any] | None = None  # of a chat: what its template is told of tools, JSON
     category: str = ""  # of a prompt, such as MT-bench's; only reports read it
+    # the tokens of the prompt and those of the last answer, as they were decoded
+    ids: list[list[int]] | None = None
 
     @classmethod
     def chat(
@@ -62,11 +64,13 @@ class Document:
     def prompts(self) -> list[Document]:
         """What is to be answered: a chat once for each turn of the assistant, with all before it.
 
-        A chat that ends with another's turn is a prompt as it stands, and so is a text.
+        A chat that ends with another's turn is a prompt as it stands, and so is a text. Of one
+        whose tokens are known it is the last answer alone.
         """
         if self.messages is None:
             return [replace(self, answer=None)]
         ends = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
+        ends = ends[-1:] if self.ids else ends
         if self.messages[-1]["role"] != "assistant":
             ends.append(len(self.messages))
         cut = [self.messages[:end] for end in ends]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from .documents import CorpusError, Document, Message
@@ -25,6 +26,8 @@ _ANSWERS = {  # the keys of a prompt, and those of its answer
 _KEYS = ("messages", "conversations", "turns", *_ANSWERS)
 _OF_TOOLS = ("tool_calls", "tool_call_id", "name", "reasoning_content")  # kept in messages
 _MAY_LACK = {"system", "tools", "input"}  # columns that many rows leave out
+IDS = ("prompt_token_ids", "token_ids")
+"""The tokens of a prompt and of its answer, as vLLM calls them."""
 OPENINGS = "answers_without_question"  # in the counts: turns of an assistant that open a chat
 
 
@@ -50,11 +53,19 @@ def parse_row(
     A chat that opens with turns of the assistant loses them, since what they answer is not known:
     most templates refuse them. `counts` counts these turns.
 
+    A row with an answer may also have `prompt_token_ids` and `token_ids`, the tokens of the prompt
+    and of the last answer as they were decoded: text that is tokenised again may have others.
+
     Args:
         columns: our names, and what the row calls them; its other columns are then not read.
     """
     if columns and isinstance(row, dict):
         row = _renamed(row, columns)
+    document = _document(row, id, source, counts)
+    return replace(document, ids=ids) if (ids := _ids(row)) else document
+
+
+def _document(row: Any, id: str, source: str, counts: Counter[str] | None) -> Document:
     key = text_key(row) if isinstance(row, dict) else None
     if key is None:
         raise CorpusError(f"expected an object with one of the keys {', '.join(_KEYS)}")
@@ -151,6 +162,21 @@ def _tools(row: Mapping[str, Any]) -> list[Any] | None:
         raise CorpusError("tools is not a list")
     _check_json(tools, "tools")
     return tools
+
+
+def _ids(row: Mapping[str, Any]) -> list[list[int]] | None:
+    """The tokens of a row's prompt and answer; None unless it has both."""
+    found = [row.get(name) for name in IDS]
+    if None in found:
+        return None
+    for name, ids in zip(IDS, found, strict=True):
+        if not isinstance(ids, list) or not ids or not all(map(_is_id, ids)):
+            raise CorpusError(f"{name} is not a list of token ids, or is empty")
+    return found  # type: ignore[return-value]
+
+
+def _is_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 31
 
 
 def _text(value: Any, what: str) -> str:

@@ -162,7 +162,7 @@ Part = Literal["bench", "validation"]
 
 
 def prompt_settings(recipe: Recipe) -> dict[str, Any]:
-    """What the prompts of validation and benchmark are: `prefix`, `tokens`, `chat`, `rendering`.
+    """What the prompts of validation and benchmark are, as `held_out_prompts` takes it.
 
     `decode.prefix` says it: `same` as what the target continues (`distill.prefix`), where prompts
     are those that distillation would take; or windows of `decode.prefix_tokens` tokens. Whoever
@@ -176,7 +176,8 @@ def prompt_settings(recipe: Recipe) -> dict[str, Any]:
         room = max(distill.row_tokens - decode.new_tokens, 1)
         tokens = room if distill.writer == "given" else distill.prefix_tokens
     rendering = asdict(recipe.chat)
-    return {"prefix": prefix, "tokens": tokens, "chat": distill.chat, "rendering": rendering}
+    kind = {"prefix": prefix, "tokens": tokens, "chat": distill.chat, "rendering": rendering}
+    return kind | ({"decoded": True} if distill.writer == "given" else {})
 
 
 def recipe_prompts(
@@ -198,6 +199,7 @@ def held_out_prompts(
     prefix: str = "window",
     chat: str = "auto",
     rendering: dict[str, Any] | None = None,
+    decoded: bool = False,
 ) -> list[HeldOutPrompt]:
     """The first `count` prompts of held-out documents, in an order drawn by (seed, documents).
 
@@ -210,12 +212,13 @@ def held_out_prompts(
             `start`, the first tokens of each document; or `prompt`, all up to an answer, drawn from
             all those of all documents, as distillation draws them.
         chat: see `encode`; rendering: the recipe's section `chat`, as plain data.
+        decoded: take the tokens of prompts that were decoded, where documents have them.
 
     Raises:
         HeldOutError: there are fewer.
     """
     settings = Chat(**rendering) if rendering else None
-    given = _by_document(tokenizer, documents, tokens, seed, prefix, chat, settings)
+    given = _by_document(tokenizer, documents, tokens, seed, prefix, chat, settings, decoded)
     mine = _of_part(given, part)
     prompts = [prompt for found in mine for prompt in found]
     if prefix == "prompt":
@@ -239,7 +242,8 @@ def available_prompts(
     """How many prompts held-out documents give for each part; see `held_out_prompts`."""
     kind = prompt_settings(recipe)
     prefix, tokens, chat = kind["prefix"], kind["tokens"], kind["chat"]
-    given = _by_document(tokenizer, documents, tokens, recipe.seed, prefix, chat, recipe.chat)
+    how = prefix, chat, recipe.chat, kind.get("decoded", False)
+    given = _by_document(tokenizer, documents, tokens, recipe.seed, *how)
     parts: tuple[Part, ...] = ("validation", "bench")
     return {part: sum(map(len, _of_part(given, part))) for part in parts}
 
@@ -255,7 +259,7 @@ def held_out_texts(
 
 def _by_document(
     tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], tokens: int, seed: int,
-    prefix: str, chat: str, settings: Chat | None = None,
+    prefix: str, chat: str, settings: Chat | None = None, decoded: bool = False,
 ) -> list[list[HeldOutPrompt]]:  # fmt: skip
     """The prompts of each document that gives any, the documents in a drawn order."""
     documents = sorted(documents, key=lambda document: order(f"{seed}:{document.id}"))
@@ -263,7 +267,9 @@ def _by_document(
         texts = [(at, text) for at, d in enumerate(documents) for text in d.prompts()]
         rows = encode(tokenizer, [text for _, text in texts], chat, settings)
         found: list[list[np.ndarray]] = [[] for _ in documents]
-        for (at, _), row in zip(texts, rows, strict=True):
+        for (at, text), row in zip(texts, rows, strict=True):
+            if decoded and text.ids is not None:
+                row = np.array(text.ids[0], np.int32)
             if 1 <= len(row) <= tokens:
                 found[at].append(row)
     else:

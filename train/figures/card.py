@@ -43,6 +43,8 @@ def training_card(
         chosen = "checkpoint and the tree were"
         other_text += ", which it was trained on"
     output = "The output is the\ntarget's own."
+    if adapted := measured.get("adapted"):
+        rows += _adapted(adapted)
     if loss := measured.get("held_out_loss"):
         output = (
             f"The output is that of\nthe adapted target: `{manifest.target}` with the LoRA adapter "
@@ -75,6 +77,21 @@ same kind, and still less on text unlike {other_text}.{_taus(measured)}{_trained
         body,
         "How it was trained is in `headstart.json`, the tree\nin `tree.json`.",
     )
+
+
+def _adapted(told: dict[str, Any]) -> list[tuple[str, str]]:
+    """The drafter that this one was trained further from, and what that gained."""
+    origin = f"`{told['from']}`, weights sha256 `{told['from_sha256'][:12]}`"
+    taus = [("τ on held-out requests", told), ("τ on the text it had learnt from", told["earlier"])]
+    return [
+        ("adapted from", origin),
+        ("adapted on", f"{told['requests']:,} requests, {told['supervised']:,} tokens of answers"),
+        *(
+            (f"{name}, before and after", "{:.2f} and {:.2f}".format(*of["tau"]))
+            for name, of in taus
+            if of is not None
+        ),
+    ]
 
 
 def _taus(measured: dict[str, Any]) -> str:

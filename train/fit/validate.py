@@ -6,7 +6,7 @@ Checkpoints are chosen by τ from the same loop that users decode with, not by a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,9 @@ from ..processes.agreement import from_each, in_parallel, in_turn, own_share
 Prompts = Sequence[HeldOutPrompt] | Sequence[Tensor]
 """Prompts of any lengths; tensors [P] count as prompts of different documents."""
 
+AS_IT_IS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
+"""Sampling from the target's own distribution; `generate` would take the 50 most likely tokens."""
+
 
 def measure_tau(
     target: PreTrainedModel,
@@ -42,27 +45,46 @@ def measure_tau(
     new_tokens: int,
     seed: int = 0,
     divided: bool = False,
+    sampling: Mapping[str, Any] = AS_IT_IS,
 ) -> dict[str, Any]:
-    """Decode prompts: what `tau_of` says, and `acceptance_by_depth`, None where none came.
+    """Decode prompts: what `tau_of` says, and what `decode_prompts` tells."""
+    given = _held_out(prompts)
+    how = (new_tokens, seed, divided, sampling)
+    counts, told = decode_prompts(target, drafter, tree, rule, given, *how)
+    return tau_of(given, counts) | told
 
-    Also `samples`: of the first prompts of different documents their last tokens, `prompt`, what
-    was written, `ids`, and of each round the tokens that it emitted and the nodes of its accepted
-    path, `rounds`.
 
-    Prompts are decoded in batches, padded on the left. Rules that sample do so at temperature 1.
+def decode_prompts(
+    target: PreTrainedModel,
+    drafter: Drafter,
+    tree: StaticTree,
+    rule: str,
+    given: Sequence[HeldOutPrompt],
+    new_tokens: int,
+    seed: int = 0,
+    divided: bool = False,
+    sampling: Mapping[str, Any] = AS_IT_IS,
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Decode prompts in batches, padded on the left; any drafter gives an exact rule's one text.
 
     Args:
         divided: each process decodes its share of the prompts, and all return the same; else each
             decodes all of them.
+        sampling: options of `generate` for rules that sample.
+
+    Returns:
+        The tokens and rounds of each prompt, [n, 2]; and `acceptance_by_depth`, None where none
+        came, and `samples`: of the first prompts of different documents their last tokens,
+        `prompt`, what was written, `ids`, and of each round the tokens that it emitted and the
+        nodes of its accepted path, `rounds`.
     """
-    given = _held_out(prompts)
     was_training = drafter.training
     drafter.eval()
     speculator = Speculator(target, drafter, tree=tree, rule=rule)
     own_stats = Stats(tree.max_depth)
     how: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
-    if RULES[rule].samples:  # without the top-k of 50 that `generate` defaults to
-        how |= {"do_sample": True, "temperature": 1.0, "top_k": 0}
+    if RULES[rule].samples:
+        how |= {"do_sample": True, **sampling}
     seeds = row_seeds(seed, len(given)).tolist()
     firsts = {prompt.document: number for number, prompt in reversed([*enumerate(given)])}
     shown: dict[int, dict[str, Any]] = {key: {} for key in sorted(firsts.values())[:SHOWN]}
@@ -99,8 +121,7 @@ def measure_tau(
         speculator.target.tap.close()
     drafter.train(was_training)
     shares = [None if math.isnan(share) else share for share in stats.acceptance_by_depth]
-    more = {"acceptance_by_depth": shares, "samples": list(shown.values())}
-    return tau_of(given, counts) | more
+    return counts, {"acceptance_by_depth": shares, "samples": list(shown.values())}
 
 
 def tau_table(
@@ -232,6 +253,7 @@ class Validation:
         tree: what `parse_static` reads, or `sparse:N`: the best tree of N nodes for each drafter
             that is measured, see `sparse_nodes`.
         rule: one that follows a static tree.
+        sampling: see `decode_prompts`.
     """
 
     def __init__(
@@ -241,8 +263,10 @@ class Validation:
         new_tokens: int,
         tree: str | Sequence[Sequence[int]],
         rule: str,
+        sampling: Mapping[str, Any] = AS_IT_IS,
     ):
         self.target, self.new_tokens, self.rule = target, new_tokens, rule
+        self.sampling = sampling
         self.prompts = _held_out(prompts)
         self.sparse = sparse_nodes(tree)
         self.tree = StaticTree([]) if self.sparse else parse_static(tree)
@@ -281,7 +305,7 @@ class Validation:
                 simulated["tree_shares"] = path_shares(ranks, self.tree.paths)
         measured = measure_tau(
             self.target, drafter, self.tree, self.rule, self.prompts, self.new_tokens,
-            divided=divided,
+            divided=divided, sampling=self.sampling,
         )  # fmt: skip
         return measured | simulated | {"tree": [list(path) for path in self.tree.paths]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import safetensors.torch
@@ -11,8 +12,19 @@ from headstart.heads import OptionError, TrainableDrafter
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.families import with_article
 
+from ..recipe import DrafterSpec
+
 _LIKE = ("feature_layers", "layer", "norm_before_residual", "norm_output")
 """Settings of a config that weights were trained for, though their shapes do not show them."""
+
+
+def going_on(drafter: DrafterSpec, before: str) -> tuple[DrafterSpec, str | None]:
+    """How a recipe's drafter goes on from an artifact of it: the drafter, and `train.from`."""
+    if drafter.options.get("lora") is None:
+        return drafter, before
+    # Its factors were merged into the student, which gets new ones.
+    options = {key: value for key, value in drafter.options.items() if key != "layers"}
+    return replace(drafter, options=options | {"model": before}), None
 
 
 def start_from(name: str, drafter: TrainableDrafter) -> str:
@@ -54,8 +66,9 @@ def start_from(name: str, drafter: TrainableDrafter) -> str:
             raise _unlike(name, f"has {theirs} at {key}", f"{mine}, as the recipe's drafter has")
     if not drafter.saved_as_language_model:
         _take_settings(name, drafter, source)
-    with torch.no_grad():
-        drafter.load_state_dict(found)
+    if drafter.device.type != "meta":  # which only shows whether they fit
+        with torch.no_grad():
+            drafter.load_state_dict(found)
     return source.origin
 
 

@@ -1,11 +1,12 @@
 """Recipes: `schema` is what one may say, `files` reads and composes them, `loading` checks."""
 
 from .fields import RecipeError
-from .files import shipped_combinations, shipped_parts, shipped_recipes
-from .loading import load_recipe, parse_recipe
+from .files import family_keys, shipped_combinations, shipped_parts, shipped_recipes
+from .loading import keys_of, load_recipe, parse_recipe, recipe_of
 from .schema import (
     Chat,
     Corpus,
+    Decode,
     Distill,
     DrafterSpec,
     Hardware,
@@ -19,7 +20,8 @@ from .schema import (
 )
 
 __all__ = [
-    "Chat", "Corpus", "Distill", "DrafterSpec", "Hardware", "OnPolicy", "OpenAI", "Recipe",
-    "RecipeError", "Scratch", "Source", "TargetSpec", "Train",
-    "load_recipe", "parse_recipe", "shipped_combinations", "shipped_parts", "shipped_recipes",
+    "Chat", "Corpus", "Decode", "Distill", "DrafterSpec", "Hardware", "OnPolicy", "OpenAI",
+    "Recipe", "RecipeError", "Scratch", "Source", "TargetSpec", "Train",
+    "family_keys", "keys_of", "load_recipe", "parse_recipe", "recipe_of", "shipped_combinations",
+    "shipped_parts", "shipped_recipes",
 ]  # fmt: skip

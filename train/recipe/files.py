@@ -94,6 +94,11 @@ def read_recipe(name_or_path: str) -> dict[str, Any]:
     return _read(_find(name_or_path))
 
 
+def family_keys(name: str) -> dict[str, Any]:
+    """The keys of the shipped part of a drafter family, with those that it is based on."""
+    return _compose([name.replace("_", "-")], ())
+
+
 def merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     """`below` with the single keys of its sections that `above` gives.
 

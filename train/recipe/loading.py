@@ -3,6 +3,7 @@
 Every mistake is one line that opens with the key's full path.
 """
 
+import copy
 import dataclasses
 import types
 import typing
@@ -32,12 +33,25 @@ def load_recipe(name_or_path: str | Path, overrides: Iterable[str] = ()) -> Reci
         RecipeError: no such recipe, or one that is malformed.
         OptionError: no such family, or options that it does not have.
     """
-    data = read_recipe(str(name_or_path))
+    return recipe_of(read_recipe(str(name_or_path)), overrides)
+
+
+def recipe_of(data: dict[str, Any], overrides: Iterable[str] = ()) -> Recipe:
+    """The Recipe of a file's keys, with `a.b=value` overrides; raises as `load_recipe` does."""
+    data = copy.deepcopy(data)
     for override in overrides:
         _override(data, override)
     recipe = parse_recipe(data)
     check_options(recipe.drafter.family, recipe.drafter.options)
     return recipe
+
+
+def keys_of(recipe: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a file for a recipe that `to_dict` has written, as manifests hold it."""
+    found = copy.deepcopy(recipe)
+    drafter = found["drafter"]
+    found["drafter"] = {"family": drafter["family"], **drafter["options"]}
+    return found
 
 
 def parse_recipe(data: dict[str, Any]) -> Recipe:

@@ -27,6 +27,7 @@ from .fields import (
     tree_field,
     url_field,
 )
+from .scratch import Scratch
 
 
 @strict
@@ -88,29 +89,6 @@ class Corpus:
         """The sources that are mixed; mostly one."""
         alone = Source(self.source, 1.0, self.config, self.split, self.revision, self.columns)
         return self.sources or [alone]
-
-
-@strict
-@dataclass
-class Scratch:
-    """A small Llama trained from random weights, for runs without a model hub."""
-
-    vocab_size: int = number(1024, ge=257)  # 256 bytes and the end-of-text token
-    hidden_size: int = positive(128)
-    layers: int = number(12, ge=1, le=1024)
-    heads: int = positive(2)
-    intermediate_size: int = positive(384)
-    context: int = positive(1024)
-    sequence_length: int = positive(128)  # tokens a training row
-    batch_size: int = positive(8)  # rows a step
-    muon_lr: float = positive(16e-3)
-    adamw_lr: float = positive(4e-3)
-    warmup_ratio: float = number(0.05, ge=0, lt=1)
-    max_seconds: float | None = positive(80.0)
-    max_tokens: int | None = positive(None)
-    min_tokens: int | None = positive(None)  # learnt past max_seconds too, up to twice as long
-    # the training loss, nats a token, that is expected of it; a run that ends above says so
-    expected_loss: float | None = positive(None)
 
 
 @strict
@@ -198,6 +176,11 @@ class Distill:
     round_steps: int | None = positive(None)  # null: train.max_steps (or epochs) ÷ rounds
     shards: int = number(8, ge=1, le=100_000)
     max_seconds: float | None = positive(None)
+    # the rows of another run (its folder `distill`), of which some are added, so that the drafter
+    # does not forget them
+    earlier: str | None = None
+    # their share of all supervised tokens, as far as there are so many
+    earlier_share: float = number(0.2, ge=0, lt=1)
 
     def __post_init__(self) -> None:
         if self.rounds > 1 and self.writer != "own":
@@ -331,6 +314,9 @@ class Decode:
     prefix_tokens: int = positive(64)  # of a window or a start
     new_tokens: int = positive(128)
     sampled: float | None = positive(None)  # measure text of this temperature, too
+    temperature: float = positive(1.0)  # in validation, of rules that sample
+    top_p: float | None = number(None, gt=0, le=1)  # in validation; null: all tokens
+    top_k: int | None = positive(None)  # in validation; null: all tokens
     validation_prompts: int = positive(8)
 
 

@@ -21,6 +21,8 @@ NOT_DECIDING = frozenset({
     "train.feature_cache_mb", "train.feature_disk_gb", "train.dataloader_workers", "train.compile",
     "train.activation_checkpointing", "target.device_map", "target.tp_plan",
     "target.attn_implementation",
+    # rows of another run, which are named by their content
+    "distill.earlier", "distill.earlier_share",
     # what is told of it
     "train.report_to",
     # the stage that is continued is named apart

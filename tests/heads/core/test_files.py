@@ -1,10 +1,16 @@
-"""The atomic writer."""
+"""Writers of whole files and whole lines."""
 
+import json
+import os
+import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from headstart.heads.core.files import write_atomically
+from headstart.heads.core import files
+from headstart.heads.core.files import append_line, write_atomically
 
 
 def test_a_failing_write_leaves_the_old_file(
@@ -24,3 +30,64 @@ def test_a_failing_write_leaves_the_old_file(
     assert list(file.parent.iterdir()) == [file]
     write_atomically(file, "τ")
     assert file.read_text(encoding="utf-8") == "τ"
+
+
+@pytest.mark.parametrize(
+    ("there", "kept"),
+    [
+        ("", []),
+        ('{"a": 1}\n', [{"a": 1}]),
+        ('{"a": 1}\n{"a": 2, "b": "half a li', [{"a": 1}]),  # of a process that was killed
+        ('{"a": 1}\n{"a": 2}', [{"a": 1}, {"a": 2}]),  # an editor left out the last end of line
+        ('{"a": "' + "x" * 200_000, []),
+    ],
+)
+def test_a_line_is_appended_behind_whole_ones(
+    tmp_path: Path, there: str, kept: list[dict[str, int]]
+) -> None:
+    path = tmp_path / "lines"
+    path.write_text(there)
+    append_line(path, json.dumps({"τ": "ü"}, ensure_ascii=False))
+    assert [*map(json.loads, path.read_text("utf-8").splitlines())] == [*kept, {"τ": "ü"}]
+
+
+def test_the_owner_alone_may_read_a_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    append_line(path, None)
+    assert path.read_bytes() == b"" and stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_a_full_disk_leaves_no_part_of_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, write = tmp_path / "lines", os.write
+    append_line(path, "{}")
+
+    def full(file: int, data: bytes) -> int:
+        if len(data) < 90:
+            raise OSError(28, "No space left on device")
+        return write(file, data[:10])
+
+    monkeypatch.setattr(files.os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        append_line(path, json.dumps({"a": "x" * 90}))
+    assert path.read_text() == "{}\n"
+
+
+APPEND = """
+import sys
+from pathlib import Path
+from headstart.heads.core.files import append_line
+for number in range(200):
+    append_line(Path(sys.argv[1]), '{"n": %d, "x": "%s"}' % (number, sys.argv[2] * 9000))
+"""
+
+
+def test_processes_append_to_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    command = [sys.executable, "-c", APPEND, str(path)]
+    running = [subprocess.Popen([*command, letter]) for letter in "abc"]
+    assert [each.wait(60) for each in running] == [0, 0, 0]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(rows) == 600 and all(len(set(row["x"])) == 1 for row in rows)
+    assert all([r["n"] for r in rows if r["x"][0] == c] == [*range(200)] for c in "abc")

@@ -177,3 +177,24 @@ def test_the_device_is_not_asked_for_more_than_the_rounds() -> None:
     turn = session.ask("who?", shower(session, Quiet()))
     other = Session(speculator_of(None, tree="chain:3"), None, 16)
     assert other.ask("who?", shower(other, Quiet())).ids == turn.ids and torch.is_grad_enabled()
+
+
+def test_answers_are_recorded_with_the_turns_before_them_but_not_stopped_ones() -> None:
+    found: list[Any] = []
+
+    class Kept:
+        def add(self, prompt: Any, answer: Any, setting: Any, tau: Any, chat: Any) -> None:
+            found.append((prompt, answer, setting("temperature"), tau, [*chat]))
+
+    recorder: Any = Kept()
+    sampling = {"do_sample": True, "temperature": 0.9, "seed": 3}
+    session = Session(speculator_of(tree="chain:4"), "be brief", 24, sampling, recorder)
+    first = session.ask("who?", shower(session, Quiet()))
+    session.ask("what?", shower(session, Quiet(), stop=lambda: True))
+    session.again()
+    last = session.ask("why?", shower(session, Quiet()))
+    assert [each[1] for each in found] == [first.ids, last.ids]
+    assert [len(each[0]) for each in found] == [first.prompt, last.prompt]
+    assert all(each[2] == 0.9 for each in found) and found[0][3] == first.figures.tau
+    roles = [[message["role"] for message in each[4]] for each in found]
+    assert roles == [["system", "user"], ["system", "user", "assistant", "user"]]

@@ -58,9 +58,10 @@ def given_rows(
 ) -> Iterator[list[Written]]:
     """The rows of each document, of several at once.
 
-    They are of a chat its answers, of a prompt its answer, of a text all. Rows that are too long
-    are cut at a turn, and left out where not one answer fits. Raises DistillError, which names the
-    document, where the template refuses a chat.
+    They are of a chat its answers, of a prompt its answer, of a text all; where the tokens of the
+    last answer are known, that answer alone. Rows that are too long are cut at a turn, and left out
+    where not one answer fits. Raises DistillError, which names the document, where the template
+    refuses a chat, or its tokens are not the tokenizer's.
     """
 
     def tokenised(given: list[_Texts]) -> tuple[list[_Texts], Iterator[np.ndarray]]:
@@ -70,7 +71,9 @@ def given_rows(
         found = []
         for each in given:
             document, turns = each.document, bool(each.document.messages)
-            if turns:
+            if document.ids is not None:
+                turns, rows = False, [_decoded(renderer, document)]
+            elif turns:
                 rows = renderer.rows_from(each.turns, ids)
             else:
                 rows = [_text_row(renderer, document, ids)]
@@ -92,7 +95,7 @@ def _together(renderer: ChatRenderer, documents: Iterable[Document]) -> Iterator
     found, size = [], 0
     for document, turns in _turns(renderer, documents):
         texts = renderer.turn_texts(turns)
-        if not document.messages:
+        if not document.messages and document.ids is None:
             whole = [(document.whole(), True)] if document.answer is not None else []
             texts = [(document.text, True), *whole]
         found.append(_Texts(document, turns, texts))
@@ -116,7 +119,8 @@ def _turns(
 
         def render(some: list[Document] = some, found: list[Any] = found) -> None:
             for document in some:
-                turns = renderer.turns_in_any_time(document.messages or [], document.tools)
+                messages = [] if document.ids else document.messages or []
+                turns = renderer.turns_in_any_time(messages, document.tools)
                 found.append((document, turns))
 
         try:
@@ -140,6 +144,19 @@ def _in_groups(documents: Iterable[Document]) -> Iterator[list[Document]]:
             group, due = [], 0
     if group:
         yield group
+
+
+def _decoded(renderer: ChatRenderer, document: Document) -> Rendered:
+    """A prompt and its answer, which is taught, by the tokens that were decoded."""
+    assert document.ids is not None
+    prompt, answer = document.ids
+    tokens, known = np.array([*prompt, *answer], np.int32), len(renderer.tokenizer)  # type: ignore[arg-type]
+    if tokens.max() >= known:
+        raise DistillError(
+            f"{document.id}: token {tokens.max()} is not in the vocabulary of {known} tokens, so "
+            "another tokenizer made it; drop the row, or its token ids."
+        )
+    return _row(tokens, len(prompt))
 
 
 def _text_row(renderer: ChatRenderer, document: Document, ids: Iterator[np.ndarray]) -> Rendered:

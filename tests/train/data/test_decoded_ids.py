@@ -1,0 +1,102 @@
+"""Rows whose tokens are known: they are trained on and prompted with as they were decoded."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headstart.train.data.corpus import build_corpus, load_documents
+from headstart.train.data.distill import Pace, distill, write_manifest
+from headstart.train.data.documents import CorpusError, Document
+from headstart.train.data.earlier import add_earlier
+from headstart.train.data.parsing import parse_row
+from headstart.train.data.prefixes import DistillError, held_out_prompts
+from headstart.train.data.training_rows import Rows
+from headstart.train.recipe import Corpus, Distill
+from tests.support.chats import CHATML, chat_tokenizer
+from tests.support.talker import talker
+
+END = "<|im_end|>"
+CHAT = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}]
+MORE = [*CHAT, {"role": "user", "content": "why?"}, {"role": "assistant", "content": "so"}]
+
+
+def rows_of(documents: Sequence[Document], folder: Path, **more: Any) -> Rows:
+    tokenizer = chat_tokenizer(CHATML, END)
+    spec = Distill(writer="given", shards=1, max_length=12, **more)
+    distill(spec, lambda: talker(tokenizer, END), tokenizer, documents, folder, progress=False)
+    return Rows.load(folder)
+
+
+def test_a_row_is_the_tokens_and_not_the_text(tmp_path: Path) -> None:
+    """In the corpus, and in training; the last answer alone is taught, and cut at a token."""
+    given = {"prompt_token_ids": [5, 6, 7], "token_ids": [8, 9]}
+    rows = [
+        {"prompt": "ab", "completion": "c", **given},
+        {"messages": MORE, **given, "token_ids": [*range(1, 20)]},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build_corpus(Corpus(source=str(path), held_out=0.0), tmp_path / "corpus")
+    documents = load_documents(tmp_path / "corpus", "train")
+    assert sum(document.ids is not None for document in documents) == 2
+    found = rows_of(documents, tmp_path / "rows")
+    taught = {tuple(r.tokens.tolist()): r.supervised.tolist() for r in map(found.row, range(2))}
+    assert taught[5, 6, 7, 8, 9] == [False] * 3 + [True] * 2
+    assert taught[5, 6, 7, 1, 2, 3, 4, 5, 6, 7, 8, 9] == [False] * 3 + [True] * 9
+
+
+def test_held_out_prompts_are_those_that_were_decoded() -> None:
+    tokenizer = chat_tokenizer(CHATML, END)
+    documents = [
+        Document.chat(str(n), MORE) if n % 2 else parse_row(
+            {"messages": MORE, "prompt_token_ids": [n, 1], "token_ids": [2]}, str(n)
+        )
+        for n in range(12)
+    ]  # fmt: skip
+    how = {"count": 6, "tokens": 400, "prefix": "prompt"}
+    decoded = held_out_prompts(tokenizer, documents, **how, decoded=True)
+    assert any(len(p.tokens) == 2 and p.tokens[1] == 1 for p in decoded)
+    assert all((len(p.tokens) == 2) == (int(p.document) % 2 == 0) for p in decoded)
+    rendered = held_out_prompts(tokenizer, documents, **how)
+    assert all(len(p.tokens) > 2 for p in rendered)
+
+
+@pytest.mark.parametrize("ids", [[], [1, -1], [True], "12", [1.0], [1 << 31]])
+def test_what_is_no_token_is_refused(ids: Any) -> None:
+    row = {"messages": CHAT, "prompt_token_ids": [1], "token_ids": ids}
+    with pytest.raises(CorpusError, match=r"^token_ids is not a list of token ids"):
+        parse_row(row, "1")
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    row = {"messages": CHAT, "prompt_token_ids": [1], "token_ids": [99_999]}
+    with pytest.raises(DistillError, match=r"logs:3: token 99999 is not in the vocabulary of \d+"):
+        rows_of([parse_row(row, "logs:3")], tmp_path)
+
+
+def test_rows_of_another_run_are_added_up_to_their_share(tmp_path: Path) -> None:
+    documents = [
+        parse_row({"messages": CHAT, "prompt_token_ids": [n], "token_ids": [n] * 8}, str(n))
+        for n in range(1, 25)
+    ]
+    tokenizer = chat_tokenizer(CHATML, END)
+    old, new = tmp_path / "old", tmp_path / "new"
+    rows_of(documents[:12], old)
+    rows_of(documents[12:], new)
+    spec = Distill(writer="given", earlier=str(old), earlier_share=0.25)
+    with pytest.raises(DistillError, match="holds no manifest"):
+        add_earlier(spec, new, tokenizer, 0)
+    write_manifest(spec, old, tokenizer, None, "target", Pace(0, 0.0))
+    for _ in range(2):  # as after a kill
+        assert add_earlier(spec, new, tokenizer, 0) == {"earlier_rows": 4}
+    found = Rows.load(new)
+    assert len(found) == 16
+    assert {int(found.row(n).tokens[0]) for n in range(12)} == set(range(13, 25))
+    assert {int(found.row(n).tokens[0]) for n in range(12, 16)} < set(range(1, 13))
+    other = chat_tokenizer(CHATML, END)
+    other.add_tokens(["another"])
+    with pytest.raises(DistillError, match="of another tokenizer"):
+        add_earlier(spec, new, other, 0)
