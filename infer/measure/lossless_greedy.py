@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,8 +66,8 @@ def compare_greedy(
     model: Any = speculator.model
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "do_sample": False}
     compared, places = 0, {}
-    shown = with_progress(prompts, "greedy text", "prompt", disable=not progress)
-    for number, ids in enumerate(shown):
+    shown = partial(with_progress, prompts, unit="prompt", disable=not progress)
+    for number, ids in enumerate(shown(desc="greedy text")):
         plain, drafted = model.generate(ids, **options), speculator.generate(ids, **options)
         same, differs = agreement(plain, drafted, ids)
         compared += same
