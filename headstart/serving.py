@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import HTTPException, Request
 from fastapi.responses import JSONResponse
@@ -27,7 +27,7 @@ from headstart.terminal import one_line
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from headstart.infer import Speculator
+    from headstart.infer import Recorder, Speculator
 
 PATHS = {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health",
@@ -35,9 +35,13 @@ PATHS = {
 """The endpoints that are served, of those that transformers has."""
 
 
-def server_of(speculator: Speculator, name: str) -> FastAPI:
-    """The application that answers requests for the model `name`; it runs under any ASGI server."""
-    model, state = _OneModel(speculator, name), _OneManager(speculator)
+def server_of(speculator: Speculator, name: str, recorder: Recorder | None = None) -> FastAPI:
+    """The application that answers requests for the model `name`; it runs under any ASGI server.
+
+    Args:
+        recorder: takes every request that was answered.
+    """
+    model, state = _OneModel(speculator, name), _OneManager(speculator, recorder)
     handlers: dict[str, Any] = {
         "chat_handler": _Chats(model, state),
         "completion_handler": _Completions(model, state),
@@ -86,9 +90,9 @@ class _OneModel(ModelManager):
 class _OneManager(GenerationState):
     """Has one manager of generations for all requests."""
 
-    def __init__(self, speculator: Speculator):
+    def __init__(self, speculator: Speculator, recorder: Recorder | None):
         super().__init__()
-        self._manager = _Manager(speculator)
+        self._manager = _Manager(_Writer(speculator, recorder))
 
     def get_manager(self, *given: Any, **options: Any) -> GenerateManager:
         return self._manager
@@ -97,9 +101,9 @@ class _OneManager(GenerationState):
 class _Manager(GenerateManager):
     """Lets the speculator generate, in one thread, what handlers ask the model for."""
 
-    def __init__(self, speculator: Speculator):
+    def __init__(self, writer: Any):
         super().__init__()
-        self._writer: Any = _Writer(speculator)
+        self._writer = writer
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *given: Any, **options: Any
@@ -121,8 +125,9 @@ class _Manager(GenerateManager):
 class _Writer:
     """What `generate` is called of: writes with the speculator, and says how fast that was."""
 
-    def __init__(self, speculator: Speculator):
+    def __init__(self, speculator: Speculator, recorder: Recorder | None):
         self._speculator, self._context = speculator, trained_context(speculator.model)
+        self._recorder = recorder
 
     def limit(self, inputs: Any, config: Any) -> None:
         """Let a request write no more than the target's context has room for.
@@ -143,11 +148,15 @@ class _Writer:
         config.max_new_tokens = min(config.max_new_tokens or room, room)
 
     def generate(self, *, generation_config: Any, **inputs: Any) -> Any:
-        seed = vars(generation_config).pop(_SEED, None)
+        asked: _Asked = vars(generation_config).pop(_ASKED, _Asked())
+        decode: Any = self._speculator.generate
+        if self._recorder is not None:
+            decode = self._recorder.generate
+            inputs["chats"] = None if asked.chat is None else [asked.chat]
+        if asked.seed is not None:
+            inputs["seed"] = asked.seed
         started = time.perf_counter()
-        found = self._speculator.generate(
-            generation_config=generation_config, **inputs, **{} if seed is None else {"seed": seed}
-        )
+        found = decode(generation_config=generation_config, **inputs)
         seconds, stats = time.perf_counter() - started, self._speculator.stats
         tokens = found.shape[-1] - inputs["input_ids"].shape[-1]
         tau = f", τ {stats.tau:.2f}" if stats.rounds else ""
@@ -157,7 +166,14 @@ class _Writer:
         return found
 
 
-_SEED = "headstart_seed"
+_ASKED = "headstart_asked"  # an attribute of a request's generation config
+
+
+class _Asked(NamedTuple):
+    """What of a request its generation config does not say."""
+
+    seed: int | None = None
+    chat: list[dict[str, Any]] | None = None
 
 
 class _Sampled(BaseHandler):
@@ -165,14 +181,15 @@ class _Sampled(BaseHandler):
     own request, whatever other requests do meanwhile."""
 
     def _build_generation_config(self, body: dict[str, Any], *given: Any, **options: Any) -> Any:
-        body = dict(body)
+        body, chat = dict(body), body.get("messages")
         seed = body.pop("seed", None)
+        if not all(isinstance(message.get("content"), str) for message in chat or [{}]):
+            chat = None  # with tools or pictures: the prompt alone is kept
         config = super()._build_generation_config(body, *given, **options)
         if body.get("temperature") is not None:
             config.do_sample = config.temperature > 0
             config.temperature = config.temperature or 1.0  # greedy text has none
-        if seed is not None:
-            setattr(config, _SEED, int(seed))
+        setattr(config, _ASKED, _Asked(None if seed is None else int(seed), chat))
         return config
 
 

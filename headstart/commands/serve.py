@@ -9,8 +9,9 @@ from __future__ import annotations
 import argparse
 import socket
 import sys
+from pathlib import Path
 
-from headstart.inputs import load_speculator
+from headstart.inputs import check_record, load_speculator
 from headstart.terminal import UsageError
 
 from . import options as shared
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", metavar="HOST", default="localhost", help=_HOST)
     add("--port", metavar="PORT", type=shared.whole, default=8000, help="its port (default: 8000)")
     add("--name", metavar="NAME", help=_NAME)
+    add("--record", metavar="FILE", type=Path, help=shared.RECORD)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -39,6 +41,7 @@ def run(options: argparse.Namespace) -> int:
             "pip install fastapi uvicorn openai"
         ) from error
     listening = _bound(options.host, options.port)
+    check_record(options.record)
     speculator = load_speculator(options)
     from headstart.reports.tables import said_of_forwards
     from headstart.serving import server_of
@@ -51,7 +54,12 @@ def run(options: argparse.Namespace) -> int:
     print(f"{name} · tree {tree}{by} · http://{host}:{port}/v1 (Ctrl-C stops)", file=sys.stderr)
     if not getattr(speculator.tokenizer, "chat_template", None):
         print("(no chat template: only /v1/completions has an answer)", file=sys.stderr)
-    settings = uvicorn.Config(server_of(speculator, name), log_level="warning")
+    recorder = None
+    if options.record is not None:
+        from headstart import Recorder
+
+        recorder = Recorder(options.record, speculator)
+    settings = uvicorn.Config(server_of(speculator, name, recorder), log_level="warning")
     uvicorn.Server(settings).run(sockets=[listening])
     return 0
 

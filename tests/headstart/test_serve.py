@@ -1,16 +1,18 @@
 """`headstart serve`: answers are the text that the target writes alone; mistakes are said."""
 
+import json
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers.utils.import_utils import is_serve_available
 
 from headstart.cli import main
-from headstart.infer import Speculator
+from headstart.infer import Recorder, Speculator
 from tests.support.chats import CHATML, chat_tokenizer
 from tests.support.talker import talker
 
@@ -33,7 +35,12 @@ def spoken() -> Any:
 
 
 @pytest.fixture(scope="module")
-def client(spoken: Any) -> Iterator[Any]:
+def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served") / "traffic.jsonl"
+
+
+@pytest.fixture(scope="module")
+def client(spoken: Any, record: Path) -> Iterator[Any]:
     import uvicorn
     from openai import OpenAI
 
@@ -41,7 +48,8 @@ def client(spoken: Any) -> Iterator[Any]:
     from headstart.serving import server_of
 
     listening = _bound("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(server_of(spoken, "talker"), log_level="error"))
+    app = server_of(spoken, "talker", Recorder(record, spoken))
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
     limit = time.monotonic() + 60
@@ -80,6 +88,18 @@ def test_a_greedy_answer_is_that_of_generate(
     assert "tokens in" in said and "τ" in said and ASKED[0]["content"] not in said
     parts = ask(client, max_tokens=30, temperature=0, stream=True)
     assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
+
+
+def test_an_answer_is_recorded_with_its_chat(client: Any, record: Path) -> None:
+    before = len(record.read_text().splitlines())
+    found = ask(client, max_tokens=9, temperature=1.1, seed=4)
+    list(ask(client, max_tokens=9, temperature=0, stream=True))
+    client.completions.create(model="talker", prompt="once upon", max_tokens=9, temperature=0)
+    chat, streamed, plain = map(json.loads, record.read_text().splitlines()[before:])
+    said = {"role": "assistant", "content": found.choices[0].message.content}
+    assert chat["messages"] == [*ASKED, said] and len(chat["token_ids"]) <= 9
+    assert chat["sampling"]["temperature"] == 1.1 and streamed["sampling"] == {"temperature": 0}
+    assert streamed["messages"][:-1] == ASKED and plain["prompt"] == "once upon"
 
 
 def test_a_temperature_samples_and_a_seed_repeats_it(client: Any, spoken: Any) -> None:
