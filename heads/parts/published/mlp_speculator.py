@@ -87,11 +87,9 @@ def _one_projection(found: dict[str, Tensor]) -> dict[str, Tensor]:
         there = [gate for gate in gates if gate is not None]
         if len(there) == len(_GATES):
             found[f"proj.{number}.weight"] = torch.cat(there)  # [4 N, D or N]
-    named = {"cell_ln.": "ln.", "state_ln.": "state_ln."}
-    for part in ("0.weight", "0.bias"):
-        for theirs, ours in named.items():
-            if (tensor := found.pop(theirs + part, None)) is not None:
-                found[ours + part] = tensor
+    for part in ("weight", "bias"):
+        if (tensor := found.pop(f"cell_ln.0.{part}", None)) is not None:
+            found[f"ln.0.{part}"] = tensor
     return found
 
 

@@ -24,6 +24,7 @@ from headstart.terminal import one_line
 from tests.support import published_eagle as eagle
 from tests.support.artifacts import save
 from tests.support.mutations import REFUSED, mutate_bytes, mutate_header, mutate_json, tried
+from tests.support.published_mlp_speculator import LAYOUTS
 from tests.support.tiny import letters, prompts, tiny
 
 
@@ -44,6 +45,15 @@ def checkpoint(folder: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     save_file(eagle.published(version, prefix, trimmed), folder / "model.safetensors")
+    return folder
+
+
+def mlp_speculator(folder: Path) -> Path:
+    layout = LAYOUTS["Arctic's LSTM"]
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(layout.config))
+    tensors = {name: tensor.clone() for name, tensor in layout.tensors().items()}
+    save_file(tensors, folder / "model.safetensors")
     return folder
 
 
@@ -86,10 +96,13 @@ def damage(path: Path, draw: random.Random) -> None:
         manifest.write_text(json.dumps(known))
 
 
-KINDS = {"artifact": artifact, "checkpoint": checkpoint, "model": language_model}
+KINDS = {
+    "artifact": artifact, "checkpoint": checkpoint, "mlp_speculator": mlp_speculator,
+    "model": language_model,
+}  # fmt: skip
 FEW, MANY = (
-    {"artifact": 30, "checkpoint": 20, "model": 20},
-    {"artifact": 600, "checkpoint": 500, "model": 300},
+    {"artifact": 30, "checkpoint": 20, "mlp_speculator": 10, "model": 20},
+    {"artifact": 600, "checkpoint": 500, "mlp_speculator": 300, "model": 300},
 )
 
 
