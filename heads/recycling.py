@@ -29,7 +29,7 @@ from .parts.weightless import WeightlessDrafter
 
 _LOGITS = 1 << 25  # of a prompt's tokens that are computed at once
 
-# Of several trees of 16 nodes the one of most tokens per round, see docs/decoding.md.
+# docs/decoding.md compares it with other trees.
 _TREE = ([3], [4], [5], [0, 1], [0, 2], [1, 1], [2, 0], [1, 0, 0], [0, 0, 0, 0])
 
 
