@@ -71,7 +71,7 @@ class Recycling(WeightlessDrafter):
         true = torch.arange(tokens.shape[1], device=tokens.device) < count.unsqueeze(1)
         newest = self._newest(tokens, true)
         last = newest == torch.arange(1, 1 + tokens.shape[1], device=tokens.device)
-        rows, columns = last.nonzero(as_tuple=True)  # [M] each token of a row once
+        rows, columns = last.nonzero().unbind(1)  # [M] each token of a row once
         output = OutputLayer(self.target)
         some = max(_LOGITS // self.config.vocab_size, 1)
         for row, column in zip(rows.split(some), columns.split(some), strict=True):
