@@ -29,7 +29,7 @@ from .parts.weightless import WeightlessDrafter
 
 _LOGITS = 1 << 25  # of a prompt's tokens that are computed at once
 
-# Of several trees of 16 nodes the one of most tokens per round, see docs/decoding.md.
+# docs/decoding.md compares it with other trees.
 _TREE = ([3], [4], [5], [0, 1], [0, 2], [1, 1], [2, 0], [1, 0, 0], [0, 0, 0, 0])
 
 
@@ -71,7 +71,7 @@ class Recycling(WeightlessDrafter):
         true = torch.arange(tokens.shape[1], device=tokens.device) < count.unsqueeze(1)
         newest = self._newest(tokens, true)
         last = newest == torch.arange(1, 1 + tokens.shape[1], device=tokens.device)
-        rows, columns = last.nonzero(as_tuple=True)  # [M] each token of a row once
+        rows, columns = last.nonzero().unbind(1)  # [M] each token of a row once
         output = OutputLayer(self.target)
         some = max(_LOGITS // self.config.vocab_size, 1)
         for row, column in zip(rows.split(some), columns.split(some), strict=True):
