@@ -58,6 +58,8 @@ def compose(
     keys = _own_recipe(source)
     drafter, start = going_on(parse_recipe(keys).drafter, source.name)
     keys["drafter"] = {"family": drafter.family, **drafter.options}
+    if drafter.options.get("model") == source.name:  # perhaps ORG/NAME@REVISION
+        keys["drafter"]["model"] = str(source.folder)
     place = out or _place(source)
     if place.resolve() == _run_of(source):
         raise AdaptError(
@@ -103,9 +105,11 @@ def _own_recipe(source: DrafterSource) -> dict[str, Any]:
     manifest = source.manifest
     if manifest.recipe:
         return keys_of(manifest.recipe)
-    keys, kind = family_keys(manifest.family), family(manifest.family)
-    config: Any = kind.config_class.from_pretrained(source.folder)  # type: ignore[union-attr]
-    options = {name: getattr(config, name) for name in kind.config_class.OPTIONS}  # type: ignore[union-attr]
+    kind: Any = family(manifest.family)
+    keys, config = family_keys(manifest.family), kind.config_class.from_pretrained(source.folder)
+    options = {name: getattr(config, name) for name in kind.config_class.OPTIONS}
+    if kind.saved_as_language_model:  # it is the model to go on from
+        options |= {"model": source.name, "layers": None}
     keys["drafter"] = {"family": manifest.family, **options}
     return keys
 
