@@ -157,7 +157,7 @@ def test_a_drafter_without_a_recipe_learns_what_is_asked(
 
 
 @pytest.mark.parametrize(
-    ("off_by", "rate", "tree"), [(0, 0.1, "[[0], [0, 0]]"), (3, 1e-12, "chain:2"), (3, 1e-12, None)]
+    ("off_by", "rate", "tree"), [(0, 0.1, "[[0], [0, 0]]"), (3, 1e-12, "chain:2"), (0, 0.1, None)]
 )
 def test_a_drafter_that_is_not_better_is_not_kept(
     tmp_path: Path, capsys: Any, off_by: int, rate: float, tree: str | None
