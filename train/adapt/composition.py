@@ -12,6 +12,7 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer
 
 from headstart.heads import family
+from headstart.heads.artifacts.files import CONFIG, read_json
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.core import load_pretrained
 from headstart.heads.families import with_article
@@ -58,6 +59,8 @@ def compose(
     keys = _own_recipe(source)
     drafter, start = going_on(parse_recipe(keys).drafter, source.name)
     keys["drafter"] = {"family": drafter.family, **drafter.options}
+    if drafter.options.get("model") == source.name:  # perhaps ORG/NAME@REVISION
+        keys["drafter"]["model"] = str(source.folder)
     place = out or _place(source)
     if place.resolve() == _run_of(source):
         raise AdaptError(
@@ -103,9 +106,12 @@ def _own_recipe(source: DrafterSource) -> dict[str, Any]:
     manifest = source.manifest
     if manifest.recipe:
         return keys_of(manifest.recipe)
-    keys, kind = family_keys(manifest.family), family(manifest.family)
-    config: Any = kind.config_class.from_pretrained(source.folder)  # type: ignore[union-attr]
-    options = {name: getattr(config, name) for name in kind.config_class.OPTIONS}  # type: ignore[union-attr]
+    kind: Any = family(manifest.family)
+    keys = family_keys(manifest.family)
+    config = kind.config_class.from_dict(read_json(source.folder / CONFIG))
+    options = {name: getattr(config, name) for name in kind.config_class.OPTIONS}
+    if kind.saved_as_language_model:  # it is the model to go on from
+        options |= {"model": source.name, "layers": None}
     keys["drafter"] = {"family": manifest.family, **options}
     return keys
 
@@ -150,10 +156,10 @@ def _distill(
     found = {
         "examples": traffic.requests, "prefix": "prompt", "chat": before.chat, "shards": 8,
         "batch_size": before.batch_size, "new_tokens": answer, "prefix_tokens": length - answer,
-        "earlier": rows and str(rows),
+        "max_length": length, "earlier": rows and str(rows),
     }  # fmt: skip
     if not rewrite:
-        return found | {"writer": "given", "max_length": length}
+        return found | {"writer": "given"}
     temperature = float(traffic.sampling.get("temperature", 0.0))
     return found | {"writer": "own", "temperature": temperature}
 

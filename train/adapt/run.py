@@ -19,7 +19,7 @@ import numpy as np
 from headstart.heads import Drafter, fingerprint, load_drafter
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core.files import write_atomically
-from headstart.infer import StaticTree
+from headstart.infer import parse_static
 from headstart.infer.measure.noise import paired_gain
 from headstart.infer.trees.texts import sparse_nodes
 
@@ -167,7 +167,7 @@ class _Adaptation(Run):
                 if name == "traffic":
                     raise
                 continue
-            decode, shape = recipe.decode, StaticTree(tree)
+            decode, shape = recipe.decode, parse_static(tree)
             counts, _ = decode_prompts(
                 model, drafter, shape, decode.rule, prompts, decode.new_tokens,
                 seed=recipe.seed, sampling=sampling_of(decode),

@@ -58,14 +58,14 @@ def test_any_family_goes_on_from_its_own_weights(name: str, tmp_path: Path, traf
     assert recipe.decode.prompts == 8 and recipe.decode.validation_prompts == 4
 
 
-@pytest.mark.parametrize("name", ["medusa", "hydra", "redrafter", "eagle", "eagle3", "dflash"])
+@pytest.mark.parametrize("name", TRAINED)
 def test_a_drafter_without_a_recipe_has_its_family_s(
     name: str, tmp_path: Path, traffic: Path
 ) -> None:
     source = DrafterSource(saved(tmp_path, name))
     recipe = compose(source, read_traffic(str(traffic)), Earlier(), out=tmp_path / "out",
                      overrides=["target.dtype=float32"])  # fmt: skip
-    given = load_recipe(f"{name}+1x80gb", ["target.model=x"])
+    given = load_recipe(f"{name.replace('_', '-')}+1x80gb", ["target.model=x"])
     assert recipe.train.loss == given.train.loss
     assert recipe.train.learning_rate == given.train.learning_rate
     assert plan_run(recipe).drafter.config.family_name() == name

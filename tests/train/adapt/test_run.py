@@ -156,13 +156,17 @@ def test_a_drafter_without_a_recipe_learns_what_is_asked(
     assert recipe["train"]["from"] == str(tmp_path / "drafter")
 
 
-@pytest.mark.parametrize(("off_by", "rate"), [(0, 0.1), (3, 1e-12)])
+@pytest.mark.parametrize(
+    ("off_by", "rate", "tree"), [(0, 0.1, "[[0], [0, 0]]"), (3, 1e-12, "chain:2"), (0, 0.1, None)]
+)
 def test_a_drafter_that_is_not_better_is_not_kept(
-    tmp_path: Path, capsys: Any, off_by: int, rate: float
+    tmp_path: Path, capsys: Any, off_by: int, rate: float, tree: str | None
 ) -> None:
-    """One that cannot be better, and one that learns nothing."""
+    """One that cannot be better, and one that learns nothing; also with a tree for each."""
     counted(counting(tmp_path, off_by))
-    assert main(command(tmp_path, f"train.learning_rate={rate}")) == 1
+    (tmp_path / "drafter" / "tree.json").unlink()  # the family's is sparse
+    given = [] if tree is None else [f"decode.tree={tree}"]
+    assert main(command(tmp_path, f"train.learning_rate={rate}", *given)) == 1
     found = printed(capsys)
     assert not found["kept"] and found["artifact"] is None
     assert found["tau"][1] <= found["tau"][0]
