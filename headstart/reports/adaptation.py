@@ -20,7 +20,7 @@ def print_adaptation(found: Mapping[str, Any], out: TextIO, title: str) -> None:
     warm = found["sampling"]["temperature"]
     print(
         f"{found['requests']} requests, {found['supervised']} tokens of answers trained on, "
-        f"{found['earlier_rows']} earlier rows; {f'temperature {warm:g}' if warm else 'greedy'}.",
+        f"{found['earlier_rows']} earlier rows; temperature {warm:g}.",
         file=out,
     )
     print(file=out)

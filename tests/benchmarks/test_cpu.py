@@ -8,6 +8,7 @@ import torch
 from benchmarks.cpu import __main__ as cpu
 from benchmarks.cpu import limit, shapes
 from headstart.heads.core.cpu_compile import instruction_sets, kernels
+from headstart.heads.core.packing import onednn_packs
 from headstart.infer import Speculator
 from headstart.infer.measure.roofline import Roofline, round_bytes
 
@@ -27,7 +28,7 @@ def test_it_runs_at_toy_size(capsys: pytest.CaptureFixture[str]) -> None:
 def test_products_are_timed_in_each_way(capsys: pytest.CaptureFixture[str]) -> None:
     cpu.main(["products", "--shape", "toy", "--repeats", "1", "--rows", "2", "--json"])
     found = json.loads(capsys.readouterr().out)
-    ways = ["torch", "packed for oneDNN"]
+    ways = ["torch", *["packed for oneDNN"] * onednn_packs(torch.bfloat16)]
     if kernels(torch.bfloat16) is not None:
         for name in instruction_sets(torch.bfloat16):
             ways += [name, f"{name}, layers together"]

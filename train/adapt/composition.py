@@ -16,6 +16,7 @@ from headstart.heads.artifacts.files import CONFIG, read_json
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
 from headstart.heads.core import load_pretrained
 from headstart.heads.families import with_article
+from headstart.infer.rules.registry import choose_rule
 
 from ..checks.plan import context_of
 from ..data.corpus import build_corpus, load_documents
@@ -170,9 +171,11 @@ def _decode(keys: dict[str, Any], source: DrafterSource, traffic: Traffic) -> di
     answer = longest(traffic.answers) or _NEW_TOKENS
     answer = max(2, min(answer, _LONGEST_ANSWER, keys["distill"]["new_tokens"]))
     sampling = traffic.sampling
-    how: dict[str, Any] = {"tree": tree, "rule": "greedy", "prefix": "same", "new_tokens": answer}
-    if sampling.get("temperature", 0) > 0:
-        how |= {"rule": "coupled", "temperature": float(sampling["temperature"])}
+    warm = sampling.get("temperature", 0) > 0
+    rule = choose_rule(None, warm).name
+    how: dict[str, Any] = {"tree": tree, "rule": rule, "prefix": "same", "new_tokens": answer}
+    if warm:
+        how["temperature"] = float(sampling["temperature"])
         how |= {name: sampling[name] for name in ("top_p", "top_k") if sampling.get(name)}
     return how
 

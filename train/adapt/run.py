@@ -19,7 +19,7 @@ import numpy as np
 from headstart.heads import Drafter, fingerprint, load_drafter
 from headstart.heads.artifacts.source import DrafterSource
 from headstart.heads.core.files import write_atomically
-from headstart.infer import parse_static
+from headstart.infer import RULES, parse_static
 from headstart.infer.measure.noise import paired_gain
 from headstart.infer.trees.texts import sparse_nodes
 
@@ -127,7 +127,7 @@ class _Adaptation(Run):
 
     def _sampling(self) -> dict[str, Any]:
         decode = self.recipe.decode
-        return {"temperature": 0} if decode.rule == "greedy" else sampling_of(decode)
+        return sampling_of(decode) if RULES[decode.rule].samples else {"temperature": 0}
 
     def _check_writer(self, model: Any, rows: Rows) -> None:
         """Raise AdaptError where the rows are not the target's own text."""
