@@ -10,7 +10,7 @@ from headstart.heads import TokenTree
 from headstart.heads.core import Packing, whole_layer
 from headstart.heads.core.whole_layer import WholeLayer, WholeLayers, take_whole_layers
 from headstart.infer import Speculator
-from headstart.infer.measure.lossless_greedy import compare_greedy
+from headstart.infer.measure.lossless_greedy import agreement, compare_greedy
 from headstart.infer.target import Target
 from headstart.infer.trees.static import StaticTree
 from tests.support.tiny import large_enough, prompts, tiny
@@ -52,11 +52,25 @@ def test_rows_of_uneven_length_run_whole_and_listened_layers_as_they_are(
     model = large_enough(kernel_type)
     ours = Speculator(model, compile=True)
     ids, mask = prompts([4, 9])
+    short = ids[:1, -4:]  # the shorter one without its padding
+    options = {**GREEDY, "output_logits": True, "return_dict_in_generate": True}
+
+    def padded_and_alone(writer: Any) -> tuple[int, bool, float, float]:
+        """Tokens that agree, whether any differs, and the difference and margin of logits."""
+        both = writer.generate(ids, attention_mask=mask, **options)
+        alone = writer.generate(short, **options)
+        same, differs = agreement(alone.sequences, both.sequences[:1, -28:], short)
+        steps = list(zip(both.logits, alone.logits, strict=True))[: same + 1]
+        largest = max(float((one[0] - other[0]).abs().max()) for one, other in steps)
+        best, second = steps[-1][1][0].float().topk(2).values.tolist()
+        return same, differs, largest, best - second
+
     ran.clear()
-    both = ours.generate(ids, attention_mask=mask, **GREEDY)
+    ours.generate(ids, attention_mask=mask, **GREEDY)
     assert set(ran) == {model.config.num_hidden_layers}
-    alone = ours.generate(ids[:1, -4:], **GREEDY)  # the shorter one without its padding
-    assert torch.equal(both[0, -24:], alone[0, -24:])
+    *_, noise, _ = padded_and_alone(model)
+    same, differs, largest, margin = padded_and_alone(ours)
+    assert largest <= 2 * noise and (margin <= 2 * noise if differs else same == 24)
     runner: Any = ours.target.runner
     heard = list[int]()
     handle = runner.model.layers[0].mlp.register_forward_hook(lambda *_: heard.append(1))
