@@ -89,6 +89,10 @@ class Pretended(Tensor):
     def __invert__(self) -> Tensor:
         return torch.bitwise_not(self)
 
+    def nonzero(self, **options: Any) -> Tensor:  # type: ignore[override]
+        assert not options
+        return torch.ops.aten.nonzero.default(self)
+
     def item(self) -> Any:
         return torch.ops.aten._local_scalar_dense.default(self)
 
