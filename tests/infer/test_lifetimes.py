@@ -24,9 +24,8 @@ LENGTHS = [9, 4, 7, 6, 5]
 BATCHES = (1, 5, 1)
 QUICK = {
     ("medusa", TREES[1], "traversal"), ("hydra", TREES[0], "block"),
-    ("lookup", TREES[1], "greedy"), ("draft_model", TREES[2], "coupled"),
+    ("recycling", TREES[1], "greedy"), ("draft_model", TREES[2], "coupled"),
     ("eagle", TREES[1], "rejection"), ("redrafter", TREES[3], "match"),
-    ("recycling", TREES[1], "coupled"),
 }  # fmt: skip
 """Every rule but one, every tree, and every way in which drafters keep what they know."""
 

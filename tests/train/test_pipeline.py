@@ -334,8 +334,11 @@ stage.write_atomically = stop
 
 @pytest.mark.parametrize(
     ("patch", "kept"),
-    [(IN_TARGET, STAGES[:1]), (IN_HEADS, STAGES[:3]), (IN_ARTIFACT, STAGES[:4])],
-    ids=["target", "heads", "artifact"],
+    [
+        pytest.param(IN_TARGET, STAGES[:1], id="target", marks=pytest.mark.proof),
+        pytest.param(IN_HEADS, STAGES[:3], id="heads"),
+        pytest.param(IN_ARTIFACT, STAGES[:4], id="artifact", marks=pytest.mark.proof),
+    ],
 )
 def test_sigkill_loses_no_finished_stage(
     tiny: Path, tmp_path: Path, patch: str, kept: tuple[str, ...]

@@ -164,7 +164,13 @@ def cut(tile: Any, rows: int, size: int, dtype: torch.dtype, capability: int) ->
 @without_triton
 @pytest.mark.parametrize(
     "dtype, capability, size",
-    [(BF16, 90, 64), (BF16, 90, 128), (BF16, 90, 256), (BF16, 80, 128), (F32, 90, 128)],
+    [
+        (BF16, 90, 128),
+        *(
+            pytest.param(*case, marks=pytest.mark.proof)
+            for case in [(BF16, 90, 64), (BF16, 90, 256), (BF16, 80, 128), (F32, 90, 128)]
+        ),
+    ],
     ids=str,
 )
 def test_warps_of_a_tile_share_its_work(
