@@ -196,9 +196,7 @@ def test_a_dropped_window_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert largest_difference(drafter) > 1e-2
 
 
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("depth", [1, 4])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "depth", "batch"), covering([*product(CONFIGS, (1, 4), (1, 4))]))
 def test_the_target_itself_is_always_right(name: str, depth: int, batch: int) -> None:
     drafter = DraftModel.of(tiny(name)).bind(tiny(name))
     expected, out, speculator = generated(drafter, f"chain:{depth}", batch)

@@ -70,8 +70,9 @@ def artifact(model: Path, folder: Path, hopeless: bool = False) -> str:
 
 def command(heads: str, folder: Path, *more: str) -> list[str]:
     (folder / "prompts.txt").write_text(ROWS)
-    prompts = ["--prompts", str(folder / "prompts.txt"), "--new-tokens", "20", "--max-nodes", "8"]
-    return ["plan", "--drafter", heads, *prompts, "--report", str(folder / "report"), *more]
+    prompts = ["--prompts", str(folder / "prompts.txt"), "--new-tokens", "12", "--max-nodes", "8"]
+    few = ["--measure", "1", "--report", str(folder / "report")]
+    return ["plan", "--drafter", heads, *prompts, *few, *more]
 
 
 def test_a_plan_belongs_into_an_artifact(
@@ -235,7 +236,7 @@ def test_each_request_follows_the_plan_of_its_kind(
     from headstart.heads.artifacts.plan import read_plans, write_plan
 
     heads = artifact(model, tmp_path / "heads")
-    options = "--temperature", "0.7", "--measure", "1", "--compile", "off"
+    options = "--temperature", "0.7", "--compile", "off"
     printed = " ".join(table(command(heads, tmp_path, *options), capsys).split())
     assert "one prompt at a time at temperature 0.7)" in printed
     assert "written at temperature 0.7; other temperatures need plans of their own" in printed

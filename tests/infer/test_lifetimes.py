@@ -40,7 +40,7 @@ def cases() -> list[Any]:
 
 def write(speculator: Speculator, batch: int, turn: int, rule: str, **more: Any) -> Tensor:
     ids, mask = prompts([length + turn for length in LENGTHS[:batch]])
-    options: dict[str, Any] = {"max_new_tokens": 20, "pad_token_id": 0, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 14, "pad_token_id": 0, "do_sample": False}
     options |= {"suppress_tokens": [3, 4], "repetition_penalty": 1.2}
     if RULES[rule].samples:
         options |= {"do_sample": True, "top_k": 20, "temperature": 0.9, "top_p": 0.95}
@@ -64,7 +64,7 @@ def test_requests_come_and_go(
     replayed, written = ours
     tape = on_tape(replayed)
     for turn, batch in enumerate(batch for batch in BATCHES for _ in range(requests)):
-        more = {"max_new_tokens": 90} if turn == 1 else {}
+        more = {"max_new_tokens": 60} if turn == 1 else {}
         text = write(replayed, batch, turn, rule, **more)
         assert torch.equal(text, write(written, batch, turn, rule, **more)), turn
         assert replayed.stats.counts.tolist() == written.stats.counts.tolist(), turn

@@ -2,6 +2,7 @@
 
 import threading
 from collections import deque
+from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,14 @@ KINDS = ["qwen3.5", "kimi-linear", "falcon-h1", "lfm2"]
 LENGTHS = [9, 4, 7, 1]
 TREES = ["chain:3", "cartesian:3,2,1"]
 BOTH_TREES = [pytest.param("chain:3", marks=pytest.mark.proof), "cartesian:3,2,1"]
+
 GREEDY: dict[str, Any] = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 SAMPLED: dict[str, Any] = {**GREEDY, "do_sample": True, "top_k": 0, "seed": 5}
+
+
+def by_kind(names: Iterable[str]) -> list[Any]:
+    """One model of each kind by default, the others as proofs."""
+    return [pytest.param(name, marks=() if name in KINDS else pytest.mark.proof) for name in names]
 
 
 @cache
@@ -55,7 +62,7 @@ def self_drafted(name: str, tree: str = TREES[0], **options: Any) -> Speculator:
 
 
 @pytest.mark.parametrize("tree", BOTH_TREES)
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", by_kind(RECURRENT))
 def test_draft_models_may_have_recurrent_layers_too(name: str, tree: str) -> None:
     """What they draft is what they would write, level by level: the target accepts all of it."""
     speculator = self_drafted(name, tree)
@@ -73,7 +80,7 @@ def test_replayed_rounds_write_the_same(name: str, tree: str) -> None:
     speculator = self_drafted(name, tree)
     tape = on_tape(speculator)
     ids, mask, expected = written(name)
-    for rows in (1, 4, 2, 4, 1):
+    for rows in (1, 4, 1):
         out = speculator.generate(ids[:rows], attention_mask=mask[:rows], **GREEDY)
         assert torch.equal(out[:, ids.shape[1] :], expected[:rows]), rows
     assert speculator.stats.tau > 3.5
@@ -95,7 +102,7 @@ def test_a_replayed_text_that_outgrows_its_cache(monkeypatch: pytest.MonkeyPatch
 def test_plain_decoding_of_other_batches(name: str) -> None:
     plain, captured = Speculator(recurrent(name)), Speculator(recurrent(name))
     tape = on_tape(captured)
-    for rows in (1, 4, 2, 1, 4):
+    for rows in (1, 4, 1):
         ids, mask, expected = written(name)
         ids, mask, expected = ids[:rows], mask[:rows], expected[:rows]
         for each in (plain, captured):

@@ -2,6 +2,7 @@
 
 from collections import deque
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from headstart.heads import FAMILIES, OptionError
 from headstart.infer import Speculator
 from headstart.infer.stream import Prompt, decode_stream
+from tests.support.covering import covering
 from tests.support.families import TREES, drafter
 from tests.support.tiny import VOCAB, one_line, tiny
 
@@ -87,14 +89,13 @@ def test_sampled() -> None:
     check(Speculator(tiny("llama")), 4, temperature=0.8)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
-@pytest.mark.parametrize("name", FAMILIES)
-def test_drafted(name: str, graphs: bool) -> None:
-    made = drafter(name, "tiny")
+@pytest.mark.parametrize(
+    ("name", "graphs", "temperature"), covering([*product(FAMILIES, (False, True), (0.0, 1.0))])
+)
+def test_drafted(name: str, graphs: bool, temperature: float) -> None:
     tree = TREES[1] if name != "redrafter" else "beam:3,3"
-    for temperature in (0.0, 1.0):
-        speculator = Speculator(tiny("llama"), made, tree=tree, graphs=graphs)
-        check(speculator, 4, temperature)
+    speculator = Speculator(tiny("llama"), drafter(name, "tiny"), tree=tree, graphs=graphs)
+    check(speculator, 4, temperature)
 
 
 def test_graphs_serve_a_stream_and_then_a_request() -> None:

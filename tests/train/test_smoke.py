@@ -78,8 +78,18 @@ RECURRENT: list[Any] = [
 ]
 
 
+QUICK = {
+    "medusa2+mistral-7b+1x24gb", "eagle3+qwen3-8b+8x80gb", "draft-model+qwen3-8b+1x80gb",
+    "dflash+llama-3.1-8b+1x80gb", "lookup+mistral-7b+1x80gb",
+}  # fmt: skip
+"""Heads, a module, a model, blocks, and nothing to train; the others are proofs."""
+
+
 @pytest.mark.usefixtures("no_pictures")
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.proof) for name in CASES],
+)
 def test_a_recipe_runs_through_all_stages(name: str, tmp_path: Path) -> None:
     check(name, run(name, tmp_path))
 

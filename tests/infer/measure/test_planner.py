@@ -125,8 +125,8 @@ def test_a_drafter_that_observes_decodes_with_trees_of_every_size(
     model = tiny("llama")
     drafter = family("recycling").of_target(model).bind(model)
     monkeypatch.setattr(planner, "measure_costs", lambda *args: costs(0.5))
-    prompts = list(torch.randint(VOCAB, (4, 12), generator=torch.Generator().manual_seed(3)))
-    plan = make_plan(model, drafter, prompts, new_tokens=40, measure=1, max_nodes=24)
+    prompts = list(torch.randint(VOCAB, (2, 12), generator=torch.Generator().manual_seed(3)))
+    plan = make_plan(model, drafter, prompts, new_tokens=24, measure=1, max_nodes=16)
     tried = [each for each in plan.candidates if each["measured_tau"] is not None]
     assert plan.candidates[: len(tried)] == tried
     sizes_of_all = {each["nodes"] for each in plan.candidates}

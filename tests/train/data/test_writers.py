@@ -139,7 +139,12 @@ def test_a_drafter_changes_no_byte(tmp_path: Path, temperature: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("prefix", "temperature"), [("prompt", 0.0), ("prompt", 0.8), ("start", 0.8)]
+    ("prefix", "temperature"),
+    [
+        pytest.param("prompt", 0.0, marks=pytest.mark.proof),
+        ("prompt", 0.8),
+        pytest.param("start", 0.8, marks=pytest.mark.proof),
+    ],
 )
 def test_near_ties_are_counted_and_nothing_else_differs(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, prefix: str, temperature: float
