@@ -212,11 +212,10 @@ def test_the_longest_row_alone_equals_generate(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_plain_decoding_equals_generate(name: str) -> None:
-    """Without a drafter; rows of one length run without a mask of ours."""
-    for row in (None, 0):
-        ids, mask, expected = reference(name, row)
-        out = Speculator(built(name)).generate(ids, attention_mask=mask, **options(24))
-        assert torch.equal(out[:, ids.shape[1] :], expected[:, :24])
+    """Without a drafter, and without a mask of ours."""
+    ids, mask, expected = reference(name, 3)
+    out = Speculator(built(name)).generate(ids, attention_mask=mask, **options(24))
+    assert torch.equal(out[:, ids.shape[1] :], expected[:, :24])
 
 
 def test_rows_of_the_padded_vocabulary_are_never_written() -> None:
@@ -278,8 +277,14 @@ BREAKS = {"mask": break_mask, "positions": break_positions}
 WITHOUT_POSITIONS = {"kimi-linear", "nemotron-h"}
 
 
-@pytest.mark.parametrize("what", BREAKS)
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        pytest.param(name, what, marks=pytest.mark.proof if (number + turn) % 2 else ())
+        for number, name in enumerate(FAMILIES)
+        for turn, what in enumerate(BREAKS)
+    ],
+)
 def test_what_is_broken_shows(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the text; and before the first token, for Target tries a small tree."""
     if what == "positions" and name in WITHOUT_POSITIONS:

@@ -122,6 +122,7 @@ def test_what_a_thread_has_of_its_own_is_seen() -> None:
 
 
 @torch.no_grad()
+@pytest.mark.proof
 def test_more_shapes_than_torch_compiles_of_one_code() -> None:
     """It gives up after eight, with a warning at most, and would run the ninth as it is."""
     runner = Target(target("tiny"), compile="default")

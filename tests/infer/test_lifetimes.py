@@ -31,11 +31,11 @@ QUICK = {
 
 
 def cases() -> list[Any]:
-    """With two requests of each batch size by default, and with three as proofs."""
+    """With a request of each batch size by default, and with three as proofs."""
     proofs = [
         pytest.param(*case, 3, marks=pytest.mark.proof) for case in product(FAMILIES, TREES, RULES)
     ]
-    return [(*case, 2) for case in sorted(QUICK)] + proofs
+    return [(*case, 1) for case in sorted(QUICK)] + proofs
 
 
 def write(speculator: Speculator, batch: int, turn: int, rule: str, **more: Any) -> Tensor:

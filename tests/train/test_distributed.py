@@ -1,7 +1,8 @@
 """Two processes on the CPU, from the shipped launch files: DDP, DeepSpeed ZeRO-2 and ZeRO-3, FSDP2.
 
-Each trains all families, and one of them a second time, on packed rows, killed on the way; the
-proofs kill all of them under each engine. FSDP2 is only as far as a CPU can, see `several.py`.
+Each trains several families, DDP all of them, and one a second time, on packed rows, killed on the
+way. The proofs train and kill all of them under each engine; ZeRO-2 is a proof but for offloading.
+FSDP2 is only as far as a CPU can, see `several.py`.
 """
 
 import os
@@ -35,6 +36,9 @@ from tests.support.recipes import TINY, launch
 
 pytestmark = pytest.mark.distributed
 
+TRIED = [
+    pytest.param(name, marks=pytest.mark.proof) if name == "zero2" else name for name in ENGINES
+]
 # The last checkpoint after an interruption at a place of `several.py`: a step, or where it says.
 KEPT: dict[Any, dict[Any, set[int]]] = {
     "kill": {5: {3}, "validation": {3}, "loader": {3}},
@@ -122,7 +126,7 @@ def trained(root: Path) -> Callable[[str | None], Trained]:
             for act, at in (("SIGTERM", "validation"), ("launcher", "loader")):
                 cut.append(interrupt(root, f"{act}-{own}", CUT[engine], engine, at, act))
         whole = recipe(root, f"whole-{own}", CUT[engine], batch(engine), **PACKED)
-        each = [recipe(root, f"{own}-{kind}", kind, batch(engine)) for kind in FAMILIES]
+        each = [recipe(root, f"{own}-{kind}", kind, batch(engine)) for kind in kinds(engine)]
         rounded = recipe(root, f"bf16-{own}", ROUNDED[engine], batch(engine))
         poisoned = [recipe(root, f"poisoned-{own}", "medusa", 2)] if engine else []
         parts = []
@@ -142,11 +146,19 @@ def trained(root: Path) -> Callable[[str | None], Trained]:
     return train
 
 
+def kinds(engine: str | None) -> list[str]:
+    """Of the families, all in one process and by DDP, and each by ZeRO-3 or FSDP2, too."""
+    if engine in (None, "ddp_cpu"):
+        return list(FAMILIES)
+    own = list(FAMILIES)[engine == "fsdp2" :: 2]
+    return [kind for kind in FAMILIES if kind in ("medusa", "eagle3", *own)]
+
+
 def label(engine: str | None) -> str:
     return engine or "one"
 
 
-@pytest.fixture(params=ENGINES)
+@pytest.fixture(params=TRIED)
 def engine(
     request: pytest.FixtureRequest, trained: Callable[[str | None], Trained]
 ) -> tuple[str, Trained]:
@@ -164,7 +176,7 @@ def test_the_engine_is_what_was_asked_for(root: Path, engine: Any) -> None:
         for run, seen in zip(trained.names, process, strict=True):
             assert seen["processes"] == 2 and seen["type"] == TYPES[name]
             assert run.startswith(others) or seen["engine"] == told
-    for kind in FAMILIES:
+    for kind in kinds(name):
         assert metrics(root, f"{name}-{kind}")["ran_on"] == told
 
 
@@ -173,8 +185,20 @@ def test_it_trains_what_one_process_does(
 ) -> None:
     name, _ = engine
     trained(None)
-    for kind in FAMILIES:
+    for kind in kinds(name):
         check_close(root, f"one-{kind}", f"{name}-{kind}", kind)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ENGINES)
+def test_every_family_trains_as_in_one_process(
+    root: Path, trained: Callable[[str | None], Trained], name: str
+) -> None:
+    trained(None)
+    runs = [recipe(root, f"all-{name}-{kind}", kind, 2) for kind in FAMILIES]
+    Job(root / f"all-{name}", runs, name).run()
+    for kind in FAMILIES:
+        check_close(root, f"one-{kind}", f"all-{name}-{kind}", kind)
 
 
 def test_validation_is_that_of_one_process(root: Path, engine: Any) -> None:
@@ -197,7 +221,7 @@ def test_validation_is_that_of_one_process(root: Path, engine: Any) -> None:
         assert {key: found[key] for key in expected} == expected
 
 
-@pytest.mark.parametrize("name", [None, *ENGINES])
+@pytest.mark.parametrize("name", [None, *TRIED])
 def test_no_checkpoint_holds_the_target(
     trained: Callable[[str | None], Trained], name: str | None
 ) -> None:
@@ -206,7 +230,7 @@ def test_no_checkpoint_holds_the_target(
         assert "stopped" in run or run["learnt"] < run["saved"] < 5.1 * run["learnt"]
 
 
-@pytest.mark.parametrize("name", [None, *ENGINES])
+@pytest.mark.parametrize("name", [None, *TRIED])
 def test_a_killed_process_ends_the_others_and_loses_nothing(
     root: Path, trained: Callable[[str | None], Trained], name: str | None
 ) -> None:
@@ -239,7 +263,7 @@ def test_a_loss_that_is_not_finite_stops_all_processes_within_the_step(engine: A
     assert "checkpoint-4 is kept" in told[0]
 
 
-@pytest.mark.parametrize("name", [None, *ENGINES])
+@pytest.mark.parametrize("name", [None, *TRIED])
 def test_bfloat16_products_leave_weights_in_float32(
     trained: Callable[[str | None], Trained], name: str | None
 ) -> None:
@@ -266,7 +290,9 @@ def test_processes_that_divide_the_target_train_what_one_does(
     assert len(written[0]) > 4 and written[0] == written[1]
 
 
-@pytest.mark.parametrize("name", ["zero2_offload", "zero3_offload"])
+@pytest.mark.parametrize(
+    "name", ["zero2_offload", pytest.param("zero3_offload", marks=pytest.mark.proof)]
+)
 def test_offloading_changes_nothing(
     root: Path, trained: Callable[[str | None], Trained], name: str
 ) -> None:

@@ -20,7 +20,7 @@ from tests.support.interpreter import run_interpreted, without_triton
 
 SHARES = (0.0, 0.5, 0.95, 1.0, 0.1, 0.75, 0.9, 0.999)
 MANY = 9  # rows of a kind; the interpreter takes a tenth of a second for one and a share
-FEW = 2
+FEW = 1
 
 
 def rows(count: int) -> dict[str, Tensor]:

@@ -125,7 +125,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("train-*")}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.proof), 1.0])
 def test_a_drafter_changes_no_byte(tmp_path: Path, temperature: float) -> None:
     spec = replace(SPEC, temperature=temperature)
     plain = written(tmp_path / "plain", spec)

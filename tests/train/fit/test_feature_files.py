@@ -207,7 +207,7 @@ def test_two_processes_write_each_row_once_and_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("engine", ["zero3", "fsdp2"])
+@pytest.mark.parametrize("engine", ["zero3", pytest.param("fsdp2", marks=pytest.mark.proof)])
 def test_targets_in_shards_run_in_step(tmp_path: Path, engine: str) -> None:
     """Also where one process has all features of its rows, and the other lacks some."""
     pipeline.train(parse_recipe(TINY | {"output": str(tmp_path / "runs"), "seed": 3}))
