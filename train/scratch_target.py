@@ -27,6 +27,7 @@ from headstart.infer.measure.progress import progress_bar
 from .data.corpus import load_documents
 from .data.documents import Document
 from .data.tokenising import tokenise
+from .muon import muon
 from .recipe import Scratch
 
 END_OF_TEXT = "<|endoftext|>"
@@ -162,13 +163,12 @@ def fit(
             f"the corpus has {len(tokens)} tokens, expected more than "
             f"target.scratch.sequence_length, {length}; use more text or a shorter sequence"
         )
-    # Muon (Jordan et al. 2024) orthogonalises each matrix's momentum; it is not meant for the
-    # embedding and the output layer, whose rows are tokens.
+    # Muon is not meant for the embedding and the output layer, whose rows are tokens.
     hidden = [p for n, p in model.named_parameters() if p.ndim == 2 and ".layers." in n]
     inside = {id(p) for p in hidden}
     others = [p for p in model.parameters() if id(p) not in inside]
     optimizers = (
-        torch.optim.Muon(hidden, lr=spec.muon_lr, momentum=0.95, weight_decay=0.0),
+        muon(hidden, spec.muon_lr),
         torch.optim.AdamW(others, lr=spec.adamw_lr, betas=(0.9, 0.95), weight_decay=0.0),
     )
     rates = [(group, group["lr"]) for each in optimizers for group in each.param_groups]
