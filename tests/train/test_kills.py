@@ -119,8 +119,9 @@ def kill(child: Any) -> Iterator[psutil.Process]:
     yield from psutil.wait_procs(started, timeout=10)[1]
 
 
+@pytest.mark.proof
 @pytest.mark.distributed
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("kills", [2, 20])
 def test_a_killed_run_ends_with_the_same_artifact(tmp_path: Path, kills: int) -> None:
     """Whichever stage it was in, with grouped, packed batches that two processes read ahead."""
     corpus = tmp_path / "chats.jsonl"

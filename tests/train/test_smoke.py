@@ -132,6 +132,7 @@ def test_a_scratch_target_is_trained_too(tmp_path: Path) -> None:
     assert (root / "target" / "model.safetensors").is_file()
 
 
+@pytest.mark.proof
 @pytest.mark.distributed
 def test_two_processes_share_one_smoke_run(tmp_path: Path) -> None:
     config, name = str(ROOT / "recipes" / "launch" / "ddp_cpu.yaml"), CASES[0]
