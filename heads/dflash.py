@@ -361,7 +361,7 @@ class DFlash(TokenConditioned):
     def draft_output(self, depth: int) -> DraftLogits:
         trimmed = self.config.output == "trimmed"
         if not self.independent or not self._plain_output:
-            learned = [*([self.lm_head] if trimmed else [])]
+            learned = [self.lm_head] if trimmed else []
             learned += [] if self.independent else [self._term.last]
             return DraftLogits(self.draft_logits(depth), tuple(learned))
         return DraftLogits(weight=self.lm_head.weight) if trimmed else super().draft_output(depth)

@@ -5,16 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import headstart
 from headstart.heads import OptionError, Step
 from headstart.heads.lookup import Lookup, LookupConfig
-from headstart.infer import Speculator
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
+from tests.support.weightless import SPARSE, check_shared_noise, generated
 
 SHAPE: dict[str, Any] = {"hidden_size": 32, "vocab_size": VOCAB}
-NEW = 40
 
 
 def lookup(**options: Any) -> Lookup:
@@ -124,25 +122,6 @@ def test_a_repeating_text_goes_round() -> None:
     assert nothing.ids is not None and (nothing.ids == -1).all()
 
 
-def generated(
-    drafter: Any, tree: Any, batch: int, stop: bool, **options: Any
-) -> tuple[Tensor, Tensor, Speculator]:
-    """What `generate` writes, what the speculator writes, and the speculator."""
-    model = tiny("llama")
-    ids, mask = prompts([11] if batch == 1 else [13, 7, 10, 3])
-    settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    settings |= {"attention_mask": mask, "eos_token_id": None}
-    expected = model.generate(ids, **settings)
-    if stop:
-        first_row = expected[0, ids.shape[1] : ids.shape[1] + 15].tolist()
-        settings["eos_token_id"] = max(first_row, key=first_row.index)
-        expected = model.generate(ids, **settings)
-    speculator = Speculator(model, drafter, tree=tree, **options)
-    return expected, speculator.generate(ids, **settings), speculator
-
-
-SPARSE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]
-
 TREES = ["chain:4", "cartesian:3,2,1", SPARSE, "best-first:9,3,4", "beam:3,4"]
 
 
@@ -157,13 +136,7 @@ def test_equals_generate(tree: Any, batch: int, stop: bool) -> None:
 
 @pytest.mark.parametrize("tree", ["chain:3", "cartesian:3,2"])
 def test_sampling_with_shared_noise_is_plain_sampling(tree: str) -> None:
-    """The text of an exact rule does not depend on what is proposed."""
-    ids, mask = prompts([13, 7, 10, 3])
-    settings: dict = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": True}
-    settings |= {"temperature": 0.7, "top_k": 0, "pad_token_id": 0, "eos_token_id": None, "seed": 5}
-    plain = Speculator(tiny("llama")).generate(ids, **settings)
-    out = Speculator(tiny("llama"), lookup(), tree=tree).generate(ids, **settings)
-    assert torch.equal(out, plain)
+    check_shared_noise(lookup(), tree)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from headstart.heads import (
 from headstart.heads.artifacts.export import serve_line
 from headstart.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 from headstart.infer import Speculator, parse_tree
+from tests.support.every_path import check_every_path
 from tests.support.published_mlp_speculator import GATES, LAYOUTS, SIZE, WIDE, Layout, logits
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
 
@@ -75,32 +76,10 @@ def by_hand(drafter: MlpSpeculator, feature: Tensor, tokens: list[int]) -> Tenso
 @torch.no_grad()
 def test_a_tree_follows_the_formula_along_every_path(options: str) -> None:
     drafter = speculator_of(options)
-    features = torch.randn(2, 3, 32, dtype=torch.float64)
-    tokens, count = torch.randint(VOCAB, (2, 3)), torch.tensor([3, 1])
-    state = drafter.start(2, 40)
-    drafter.prefill(state, features, tokens, count)
-    for turn in range(2):  # nothing of a round is left in the next one
-        features = features + turn
-        step = drafter.begin(state, features, tokens, count)
-        # Level 1: nodes a b under the root; level 2: c d under b, e under a; level 3: f under d.
-        levels = [torch.randint(VOCAB, (2, width)) for width in (2, 3, 1)]
-        parents = [[-1, -1], [1, 1, 0], [3]]
-        steps = [step]
-        for level, parent in zip(levels, parents, strict=True):
-            steps.append(drafter.extend(state, level, torch.tensor([parent] * 2)))
-        kept = KEPT.tolist() if options == "trimmed" else None
-        known = [None if each.vocabulary is None else each.vocabulary.tolist() for each in steps]
-        assert known == [kept] * 4
-        for row in range(2):
-            last = int(count[row]) - 1
-            root, feature = int(tokens[row, last]), features[row, last]
-            a, b, c, d, e, f = torch.cat([level[row] for level in levels]).tolist()
-            paths = [[[]], [[a], [b]], [[b, c], [b, d], [a, e]], [[b, d, f]]]
-            for step, expected in zip(steps, paths, strict=True):
-                assert step.logits is not None and step.logits.shape[1] == len(expected)
-                for node, path in enumerate(expected):
-                    found = by_hand(drafter, feature, [root, *path])
-                    torch.testing.assert_close(step.logits[row, node], found)
+    kept = KEPT.tolist() if options == "trimmed" else None
+    steps = check_every_path(drafter, by_hand)
+    known = [None if each.vocabulary is None else each.vocabulary.tolist() for each in steps]
+    assert known == [kept] * 8
     assert not drafter.independent and drafter.max_depth == drafter.train_depths == 4
 
 

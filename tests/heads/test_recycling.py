@@ -15,9 +15,7 @@ from headstart.infer import Speculator, parse_static
 from tests.support.scripted import decoding_of
 from tests.support.syncs import run_rounds
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
-
-NEW = 40
-SPARSE = [[0], [1], [2], [0, 0], [0, 1], [1, 0], [2, 0], [0, 0, 0], [1, 0, 0], [0, 0, 0, 0]]
+from tests.support.weightless import SPARSE, check_shared_noise, generated
 
 
 def drafter(**options: Any) -> Recycling:
@@ -163,21 +161,6 @@ def test_a_row_that_has_ended_learns_nothing() -> None:
     assert torch.equal(after[0], before[0]) and not torch.equal(after[1], before[1])
 
 
-def generated(made: Any, tree: Any, batch: int, stop: bool) -> tuple[Tensor, Tensor, Speculator]:
-    """What `generate` writes, what the speculator writes, and the speculator."""
-    model = tiny("llama")
-    ids, mask = prompts([11] if batch == 1 else [13, 7, 10, 3])
-    settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    settings |= {"attention_mask": mask, "eos_token_id": None}
-    expected = model.generate(ids, **settings)
-    if stop:
-        first_row = expected[0, ids.shape[1] : ids.shape[1] + 15].tolist()
-        settings["eos_token_id"] = max(first_row, key=first_row.index)
-        expected = model.generate(ids, **settings)
-    speculator = Speculator(model, made, tree=tree)
-    return expected, speculator.generate(ids, **settings), speculator
-
-
 @pytest.mark.parametrize("successors", [1, 2, 4, 9])
 def test_its_own_tree_asks_for_no_more_than_there_is(successors: int) -> None:
     tree = parse_static(drafter(successors=successors).default_tree)
@@ -213,12 +196,7 @@ def test_together_with_lookup(names: list[str], tree: str | None) -> None:
 
 @pytest.mark.parametrize("tree", ["chain:3", "cartesian:3,2"])
 def test_sampling_with_shared_noise_is_plain_sampling(tree: str) -> None:
-    ids, mask = prompts([13, 7, 10, 3])
-    settings: dict = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": True}
-    settings |= {"temperature": 0.7, "top_k": 0, "pad_token_id": 0, "eos_token_id": None, "seed": 5}
-    plain = Speculator(tiny("llama")).generate(ids, **settings)
-    out = Speculator(tiny("llama"), drafter(), tree=tree).generate(ids, **settings)
-    assert torch.equal(out, plain)
+    check_shared_noise(drafter(), tree)
 
 
 @pytest.mark.parametrize("successors", [0, -1, VOCAB + 1])
