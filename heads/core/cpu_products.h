@@ -101,10 +101,10 @@ static void by_dots(const number *weight, const state *states, long rows, long i
 int ask_for_tiles(void) { return syscall(SYS_arch_prctl, 0x1023, 18) != 0; }
 
 static void begin_products(long rows) {
-  struct { uint8_t palette, start, rest[14]; uint16_t bytes[16]; uint8_t lines[16]; }
-      tiles __attribute__((aligned(64))) = {.palette = 1};
+  struct { uint8_t palette, start, rest[14]; uint16_t bytes[16]; uint8_t lines[16]; } tiles = {1};
   for (int tile = 0; tile < 6; tile++) tiles.bytes[tile] = 64, tiles.lines[tile] = LINES;
-  if (rows > 1) _tile_loadconfig(&tiles);
+  // Of _tile_loadconfig some compilers believe that it reads eight bytes, and leave out the others.
+  if (rows > 1) __asm__ volatile("ldtilecfg %0" : : "m"(tiles));
 }
 
 static void end_products(long rows) {
