@@ -295,15 +295,18 @@ class _Arithmetic:
         size, vocab = self.text.hidden_size, self.text.vocab_size
         attention = 2.0 * self.row * size * len(attending_layers(self.text, alone=False))
         soft = loss_of(self.recipe.train.loss).divergence is not None
-        frozen = 2.0 * self.layers + attention if config.feature_layers or soft else 0.0
-        if soft:
-            frozen += 2.0 * size * (getattr(config, "draft_vocab_size", 0) or vocab) * supervised
+        confident = self.recipe.train.position_weights == "confidence"
+        final = soft or confident
+        frozen = 2.0 * self.layers + attention if config.feature_layers or final else 0.0
+        teacher = 2.0 * size * (getattr(config, "draft_vocab_size", 0) or vocab) * supervised
+        frozen += teacher * (soft + confident)
         depths = self.drafter.train_depths if isinstance(self.drafter, TrainableDrafter) else 1
         inner = sum(p.numel() for p in _inner(self.drafter))
         again = 2.0 if self.recipe.train.activation_checkpointing else 0.0
         passes = self._passes(self.row)
         learned = (6.0 + again) * inner * passes
-        first = 2.0 if self.recipe.train.acceptance_weights else 0.0  # logits, for the weights
+        weights = self.recipe.train.position_weights
+        first = 2.0 if weights == "acceptance" else 0.0  # logits, for the weights
         # Heads have a matrix each; others have one, which is applied to every depth.
         applied, drafted = min(passes, float(depths)), supervised
         if most := self._starts():

@@ -242,7 +242,7 @@ def test_blocks_are_read_where_drafts_start() -> None:
     term = _per_token("dflash", "drafter.layers=1", "drafter.anchors=64", "drafter.depths=4",
                       f"drafter.markov_rank={rank}")  # fmt: skip
     assert term - few_more == pytest.approx(6 * rank * vocab * 4 * 64 / row)
-    weighted = _per_token("medusa", "train.acceptance_weights=true") - _per_token("medusa")
+    weighted = _per_token("medusa", "train.position_weights=acceptance") - _per_token("medusa")
     assert weighted == pytest.approx(2 * size * vocab * 5 * supervised)
 
 

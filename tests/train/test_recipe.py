@@ -58,7 +58,7 @@ def test_defaults_and_drafter_options() -> None:
         ("train.loss", {"cross_entropy": 1}, ["train.loss: found weights of cross_entropy alone"]),
         ("train.loss", {}, ["train.loss: found weights of no loss"]),
         ("train.loss", 3, ["train.loss", "a string or a mapping"]),
-        ("train.acceptance_weights", 1, ["train.acceptance_weights: found the integer 1", "true"]),
+        ("train.position_weights", "much", ["train.position_weights", "much", "confidence"]),
         ("corpus", [1], ["corpus: found the list", "source, sources, config"]),
         ("corpus", None, ["corpus: found null"]),
         ("decode.rule", "gredy", ["decode.rule", "did you mean 'greedy'"]),

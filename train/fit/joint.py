@@ -200,7 +200,7 @@ def training_module(
     kind, _ = training_classes(drafter)
     return kind(
         target, drafter, train.head_decay, train.loss, train.feature_weight,
-        train.acceptance_weights,
+        train.position_weights,
     )  # fmt: skip
 
 

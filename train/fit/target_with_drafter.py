@@ -33,7 +33,7 @@ class TargetWithDrafter(nn.Module):
     """Computes the drafter's loss on texts, whose features the target computes or a cache holds.
 
     Args:
-        head_decay, loss, feature_weight, acceptance_weights: see `DraftLoss`.
+        head_decay, loss, feature_weight, weights: see `DraftLoss`.
 
     Raises:
         OptionError: the drafter is not trainable, or see `DraftLoss`.
@@ -49,7 +49,7 @@ class TargetWithDrafter(nn.Module):
         head_decay: float,
         loss: str | Mapping[str, float] = "cross_entropy",
         feature_weight: float = 0.0,
-        acceptance_weights: bool = False,
+        weights: str = "none",
     ):
         super().__init__()
         if not drafter.trainable:
@@ -62,9 +62,7 @@ class TargetWithDrafter(nn.Module):
         else:
             self.target = target
         self.drafter = drafter
-        self.loss = DraftLoss(
-            drafter, head_decay, loss, feature_weight, by_acceptance=acceptance_weights
-        )
+        self.loss = DraftLoss(drafter, head_decay, loss, feature_weight, weights=weights)
         size, layers = drafter.config.hidden_size, list(drafter.config.feature_layers)  # D
         self.width = len(layers) * size  # F, what the drafter reads
         self.final: slice | None = None  # where the final feature is among the captured ones

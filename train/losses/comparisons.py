@@ -226,6 +226,29 @@ class SoftLabels:
         return nats.detach(), torch.autograd.grad(total, logits)[0] if learns else None
 
 
+def target_probabilities(
+    teacher: Teacher, features: Tensor, rows: Tensor, labels: Tensor, size: int
+) -> Tensor:
+    """The target's probability of each label, [K, M]; 0 where there is none.
+
+    Args:
+        features: [N, D], the target's final ones.
+        rows: [K, M], from which of them a label is predicted; labels of the same row are the same.
+        labels: [K, M] int64; `IGNORED` where there is none.
+        size: how many rows of the teacher at once.
+    """
+    there = labels != IGNORED
+    wanted = labels.new_full((len(features),), IGNORED)
+    wanted[rows[there]] = labels[there]
+    asked = (wanted != IGNORED).nonzero().squeeze(1)
+    found = features.new_zeros(len(features), dtype=at_least_float32(features))
+    for some in asked.split(size):
+        log_p = teacher(features.index_select(0, some))
+        nats = log_p.gather(1, wanted[some].unsqueeze(1)).squeeze(1)
+        found[some] = nats.exp().to(found.dtype)
+    return found[rows] * there
+
+
 def parts(logits: Tensor) -> Iterator[slice]:
     """Rows [n, Vd] a few at a time, as a CPU's cache holds them; all of them on other devices."""
     count, width = logits.shape

@@ -83,6 +83,9 @@ LOSSES = {
 }
 """Every loss, by name."""
 
+WEIGHTS = ("none", "acceptance", "confidence")
+"""The values of `train.position_weights`, see `DraftLoss`."""
+
 
 def loss_of(value: str | Mapping[str, float]) -> Loss:
     """The loss that `train.loss` says: a name, or the weights of several that are added up.

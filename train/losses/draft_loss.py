@@ -12,7 +12,13 @@ from torch.nn import functional
 from headstart.heads import OptionError, TrainableDrafter
 from headstart.heads.core import gathered, output_layer, uniform
 
-from .comparisons import IGNORED, HardLabels, SoftLabels, rows_at_once
+from .comparisons import (
+    IGNORED,
+    HardLabels,
+    SoftLabels,
+    rows_at_once,
+    target_probabilities,
+)
 from .divergences import loss_of
 from .fused import label_probabilities, summed_loss
 from .room import Room
@@ -141,6 +147,25 @@ def acceptance_weights(probabilities: Tensor, counts: Tensor) -> Tensor:
     return products.flip(0).cumsum(0).flip(0)
 
 
+def confidence_weights(probabilities: Tensor) -> Tensor:
+    """What the target's own probabilities say of whether a depth will matter.
+
+    That is the weight of PARD-2's confidence-adaptive tokens (arXiv 2605.08632): the product of the
+    probabilities of the labels of all depths before, so 1 for the first. Its authors divide by the
+    sum of the weights, which is a factor for all depths alike.
+
+    Args:
+        probabilities: [K, M] of the labels, the target's; 0 where there is none.
+
+    Returns:
+        [K, M].
+
+    >>> confidence_weights(torch.tensor([[0.5], [0.25], [1.0]])).flatten().tolist()
+    [1.0, 0.5, 0.125]
+    """
+    return torch.cat([torch.ones_like(probabilities[:1]), probabilities[:-1].cumprod(0)])
+
+
 class DraftLoss:
     """The sum over depths k = 1 … K of decay**k times the depth's mean loss.
 
@@ -153,8 +178,8 @@ class DraftLoss:
         feature_weight: weight of the distance between the drafter's `predicted_features` and the
             target's final ones, which is added to each position's loss.
         size: see `rows_at_once`; as it says when None.
-        by_acceptance: whether each position's loss is also multiplied by its depth's weight of
-            `acceptance_weights`, which has no gradient.
+        weights: by which each position's loss is also multiplied at each depth: none,
+            those of `acceptance_weights` or of `confidence_weights`. They have no gradient.
 
     Raises:
         OptionError: see `Teacher`; or the drafter predicts no features.
@@ -167,13 +192,13 @@ class DraftLoss:
         loss: str | Mapping[str, float] = "cross_entropy",
         feature_weight: float = 0.0,
         size: int | None = None,
-        by_acceptance: bool = False,
+        weights: str = "none",
     ):
         self.drafter, self.decay, self.feature_weight = drafter, decay, feature_weight
         self.kind, self.size, self._teacher = loss_of(loss), size, None
-        self.by_acceptance = by_acceptance
+        self.weights = weights
         self._room = Room()  # kept on a CPU
-        if self.kind.divergence is not None:
+        if self.kind.divergence is not None or weights == "confidence":
             self._teacher = Teacher(drafter.target, drafter.draft_vocabulary)
         shared = getattr(drafter.config, "output", None) == "shared"
         # The target's output layer, where it is read here: as often as this process has chunks.
@@ -242,13 +267,18 @@ class DraftLoss:
         size = self.size or rows_at_once(self.kind, self._width(), states.device)
         room = self._room if states.device.type == "cpu" else Room()
         outputs = [drafter.draft_output(k) for k in range(1, len(labels) + 1)]
-        hard = HardLabels(labels, size, room, fused=not self.by_acceptance)
+        hard = HardLabels(labels, size, room, fused=self.weights == "none")
         weights = None  # [K, M]
-        if self.by_acceptance:
+        if self.weights == "acceptance":
             found = label_probabilities(outputs, states, hard)
             weights = acceptance_weights(found, labels != IGNORED)
+        elif self.weights == "confidence":
+            assert self._teacher is not None
+            given = target_probabilities(self._teacher, teaching, ahead, labels, size)
+            weights = confidence_weights(given)
         comparison = hard
-        if self._teacher is not None:
+        if self.kind.divergence is not None:
+            assert self._teacher is not None
             comparison = SoftLabels(self.kind, self._teacher, teaching, ahead, labels, size, room)
         total = summed_loss(outputs, states, factors, comparison, weights)
         if self.feature_weight:

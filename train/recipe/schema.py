@@ -13,7 +13,7 @@ from huggingface_hub.dataclasses import strict
 
 from headstart.infer.rules.registry import RULES
 
-from ..losses import LOSSES, loss_of
+from ..losses import LOSSES, WEIGHTS, loss_of
 from .fields import (
     RecipeError,
     columns_field,
@@ -258,7 +258,9 @@ class Train:
     clip: float = positive(1.0)  # the norm that gradients are clipped to
     optimizer: str = one_of("adamw", "adamw_8bit")  # adamw_8bit needs bitsandbytes
     head_decay: float = number(0.8, gt=0, le=1)  # weight of head k is head_decay ** k
-    acceptance_weights: bool = False  # times what acceptance gains from k at a position (D-PACE)
+    # of each position and head: what acceptance gains from it (D-PACE), or the target's probability
+    # of the tokens before its label (PARD-2)
+    position_weights: str = one_of(*WEIGHTS)
     eval_every: int | None = positive(None)  # steps between validations by real decoding
     feature_weight: float = number(0.0, ge=0)  # of the distance to the target's features (EAGLE)
     feature_cache_mb: float = number(512.0, ge=0)  # keep the target's features up to this size

@@ -395,8 +395,8 @@ def test_positions_are_weighted_by_acceptance() -> None:
     drafter = drafter_of(random_target(), "medusa", heads=1)
     batch = torch.arange(2), counting_rows(2, 12), torch.ones(2, 12, dtype=torch.bool)
     plain, weighted = (
-        TargetWithDrafter(drafter.target, drafter, 1.0, acceptance_weights=w)(*batch)["loss"]
-        for w in (False, True)
+        TargetWithDrafter(drafter.target, drafter, 1.0, weights=w)(*batch)["loss"]
+        for w in ("none", "acceptance")
     )
     assert 0.1 * plain < weighted < plain
 

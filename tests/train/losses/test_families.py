@@ -104,7 +104,7 @@ def test_gradients_are_those_of_autograd(
     slopes = torch.autograd.grad(expected, trained, allow_unused=True)
     for size, cached in ((None, comparisons._CACHED), (5, 2 * VOCAB + 1)):
         monkeypatch.setattr(comparisons, "_CACHED", cached)
-        run = DraftLoss(made, 0.8, loss, size=size, by_acceptance=weighted)
+        run = DraftLoss(made, 0.8, loss, size=size, weights="acceptance" if weighted else "none")
         found = run(features, tokens, labels, label_counts(labels), final)
         assert found.item() == pytest.approx(expected.item(), rel=1e-12)
         mine = torch.autograd.grad(found, trained, allow_unused=True)

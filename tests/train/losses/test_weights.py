@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from headstart.heads.medusa import Medusa, MedusaConfig
 from headstart.heads.trainable import DraftLogits
-from headstart.train.losses import loss_of
+from headstart.train.losses import WEIGHTS, loss_of
 from headstart.train.losses.comparisons import IGNORED, HardLabels, tensors
 from headstart.train.losses.draft_loss import (
     SMOOTHING,
     DraftLoss,
     acceptance_weights,
+    head_labels,
     label_counts,
 )
 from headstart.train.losses.fused import label_probabilities
@@ -85,16 +86,14 @@ def batch() -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(5)
     tokens = torch.randint(11, (3, 9), generator=generator)
     features, final = torch.randn(2, 3, 9, 6, generator=generator, dtype=torch.float64)
-    labels = torch.randint(11, (3, 3, 9), generator=generator)
+    labels = head_labels(tokens, torch.ones_like(tokens, dtype=torch.bool), 3)
     labels[:, torch.rand(3, 9, generator=generator) < 0.3] = IGNORED
     labels[2, 0], labels[1, 1, 4] = IGNORED, IGNORED
-    for k in range(3):
-        labels[k, :, 9 - k - 2 :] = IGNORED  # past the row's end
     return tokens, features, final, labels
 
 
 def by_formula(
-    drafter: Any, loss: Any, weighted: bool, features: Tensor, labels: Tensor, final: Tensor
+    drafter: Any, loss: Any, weights: str, features: Tensor, labels: Tensor, final: Tensor
 ) -> Tensor:
     """All logits at once, and each term of the loss by its definition."""
     where = torch.ones_like(labels[0], dtype=torch.bool)
@@ -112,29 +111,35 @@ def by_formula(
         for k in range(len(labels)):
             log_p = Teacher(drafter.target)(final.roll(-k - 1, 1).flatten(0, 1))
             nats[k] = nats[k] + kind.divergence(log_p, log_q[k])
-    if weighted:
+    if weights == "acceptance":
         nats = nats * acceptance_weights(gold.detach().exp(), there)
+    if weights == "confidence":
+        for k in range(1, len(labels)):
+            log_p = Teacher(drafter.target)(final.roll(-k, 1).flatten(0, 1))
+            said = log_p.gather(1, wanted[k - 1].clamp(min=0).unsqueeze(1)).squeeze(1).exp()
+            nats[k:] = nats[k:] * (said * there[k - 1])
     decay = 0.8 ** torch.arange(1, len(labels) + 1, dtype=nats.dtype)
     return ((nats * there).sum(1) / there.sum(1) * decay).sum()
 
 
 @pytest.mark.parametrize("loss", LOSSES, ids=str)
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize("output", ["shared", "own", "biased"])
-def test_value_and_gradient_are_the_formulas(loss: Any, weighted: bool, output: str) -> None:
+def test_value_and_gradient_are_the_formulas(loss: Any, weights: str, output: str) -> None:
     drafter = medusa(output)
     tokens, features, final, labels = batch()
-    expected = by_formula(drafter, loss, weighted, features, labels, final)
+    expected = by_formula(drafter, loss, weights, features, labels, final)
     trained = [p for p in drafter.parameters() if p.requires_grad]
     slopes = torch.autograd.grad(expected, trained)
     for size in (None, 4, 1):
-        run = DraftLoss(drafter, 0.8, loss, size=size, by_acceptance=weighted)
+        run = DraftLoss(drafter, 0.8, loss, size=size, weights=weights)
         found = run(features, tokens, labels, label_counts(labels), final)
         assert found.item() == pytest.approx(expected.item(), rel=1e-12)
         for one, two in zip(slopes, torch.autograd.grad(found, trained), strict=True):
             torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
     # The control: without the weights it is another loss.
-    other = by_formula(drafter, loss, not weighted, features, labels, final)
+    another = "none" if weights != "none" else "acceptance"
+    other = by_formula(drafter, loss, another, features, labels, final)
     assert abs(other.item() - expected.item()) > 1e-3
 
 
