@@ -1,15 +1,18 @@
 """A server of the OpenAI protocol: that of transformers, with a speculator in the model's place.
 
 `transformers serve` has the endpoints, chat templates, tool calls, reasoning and streaming; here it
-is given one loaded target, whose `generate` is the speculator's. Requests are decoded one after
-another, each as fast as it can be.
+is given one loaded target, whose `generate` is a batcher's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import sys
+import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import HTTPException, Request
@@ -27,7 +30,7 @@ from headstart.terminal import one_line
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from headstart.infer import Recorder, Speculator
+    from headstart.infer import Batcher, Recorder
 
 PATHS = {
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/health",
@@ -35,13 +38,13 @@ PATHS = {
 """The endpoints that are served, of those that transformers has."""
 
 
-def server_of(speculator: Speculator, name: str, recorder: Recorder | None = None) -> FastAPI:
+def server_of(batcher: Batcher, name: str, recorder: Recorder | None = None) -> FastAPI:
     """The application that answers requests for the model `name`; it runs under any ASGI server.
 
     Args:
-        recorder: takes every request that was answered.
+        recorder: of the same batcher; takes every request that was answered.
     """
-    model, state = _OneModel(speculator, name), _OneManager(speculator, recorder)
+    model, state = _OneModel(batcher, name), _OneManager(batcher, recorder)
     handlers: dict[str, Any] = {
         "chat_handler": _Chats(model, state),
         "completion_handler": _Completions(model, state),
@@ -69,12 +72,12 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 class _OneModel(ModelManager):
     """Has one model, loaded already, under the name that it is served by."""
 
-    def __init__(self, speculator: Speculator, name: str):
+    def __init__(self, batcher: Batcher, name: str):
         super().__init__()
-        self.force_model, self._speculator = name, speculator
+        self.force_model, self._batcher = name, batcher
 
     def load_model_and_processor(self, *given: Any, **options: Any) -> Any:
-        return self._speculator.model, self._speculator.tokenizer
+        return self._batcher.model, self._batcher.tokenizer
 
     @staticmethod
     def process_model_name(model_id: str) -> str:
@@ -90,20 +93,36 @@ class _OneModel(ModelManager):
 class _OneManager(GenerationState):
     """Has one manager of generations for all requests."""
 
-    def __init__(self, speculator: Speculator, recorder: Recorder | None):
+    def __init__(self, batcher: Batcher, recorder: Recorder | None):
         super().__init__()
-        self._manager = _Manager(_Writer(speculator, recorder))
+        self._manager = _Manager(_Writer(batcher, recorder))
 
     def get_manager(self, *given: Any, **options: Any) -> GenerateManager:
         return self._manager
 
 
 class _Manager(GenerateManager):
-    """Lets the speculator generate, in one thread, what handlers ask the model for."""
+    """Lets the batcher generate what handlers ask the model for, each request in its thread."""
 
     def __init__(self, writer: Any):
-        super().__init__()
-        self._writer = writer
+        self._writer = writer  # and not the one thread of all requests
+
+    def submit(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
+
+    def async_submit(
+        self, fn: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> asyncio.Future[Any]:
+        return asyncio.wrap_future(self.submit(fn, *args, **kwargs))
 
     def generate_streaming(
         self, model: Any, processor: Any, inputs: Any, gen_config: Any, *given: Any, **options: Any
@@ -123,10 +142,10 @@ class _Manager(GenerateManager):
 
 
 class _Writer:
-    """What `generate` is called of: writes with the speculator, and says how fast that was."""
+    """What `generate` is called of: writes with the batcher, and says how fast that was."""
 
-    def __init__(self, speculator: Speculator, recorder: Recorder | None):
-        self._speculator, self._context = speculator, trained_context(speculator.model)
+    def __init__(self, batcher: Batcher, recorder: Recorder | None):
+        self._batcher, self._context = batcher, trained_context(batcher.model)
         self._recorder = recorder
 
     def limit(self, inputs: Any, config: Any) -> None:
@@ -149,7 +168,7 @@ class _Writer:
 
     def generate(self, *, generation_config: Any, **inputs: Any) -> Any:
         asked: _Asked = vars(generation_config).pop(_ASKED, _Asked())
-        decode: Any = self._speculator.generate
+        decode: Any = self._batcher.generate
         if self._recorder is not None:
             decode = self._recorder.generate
             inputs["chats"] = None if asked.chat is None else [asked.chat]
@@ -157,7 +176,7 @@ class _Writer:
             inputs["seed"] = asked.seed
         started = time.perf_counter()
         found = decode(generation_config=generation_config, **inputs)
-        seconds, stats = time.perf_counter() - started, self._speculator.stats
+        seconds, stats = time.perf_counter() - started, self._batcher.stats
         tokens = found.shape[-1] - inputs["input_ids"].shape[-1]
         tau = f", τ {stats.tau:.2f}" if stats.rounds else ""
         print(

@@ -1,5 +1,6 @@
 """Names of `infer`, whose modules import torch; the package imports this file on first use."""
 
+from .batcher import Batcher
 from .loading import load
 from .loop import Decoding
 from .recorder import Recorder

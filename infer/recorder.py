@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from headstart.heads import OptionError
 from headstart.heads.artifacts.manifest import fingerprint
 from headstart.heads.core.files import append_line
 
+from .decoding_method import DecodingMethod
 from .generate_options import GenerateOptions
 from .speculator import Speculator
 
@@ -46,14 +48,14 @@ class Recorder:
     so. While it records, call the speculator through it alone, since it reads `speculator.stats`.
 
     Args:
-        speculator: with its tokenizer, which gives the text.
+        speculator: or a `Batcher`; with its tokenizer, which gives the text.
 
     Raises:
         OptionError: the speculator has no tokenizer.
         OSError: the file cannot be written.
     """
 
-    def __init__(self, path: str | Path, speculator: Speculator):
+    def __init__(self, path: str | Path, speculator: DecodingMethod):
         self.path, self.speculator = Path(path), speculator
         if speculator.tokenizer is None:
             raise OptionError(
@@ -65,7 +67,9 @@ class Recorder:
             "model": str(getattr(speculator.model, "name_or_path", "")),
             "target_fingerprint": fingerprint(speculator.model),
         }
-        self._one = threading.RLock()  # `speculator.stats` are those of the last request
+        # A speculator's `stats` are those of the last request, a batcher's those of the thread.
+        alone = isinstance(speculator, Speculator)
+        self._one: Any = threading.RLock() if alone else nullcontext()
         append_line(self.path, None)
 
     def generate(

@@ -107,7 +107,7 @@ def replay_round(
         seed: Any = None,
         **model_kwargs: Any,
     ) -> Tensor:
-        request, ending, mask = alone._request(
+        request, ending, mask = alone.request_of(
             model,
             input_ids,
             logits_processor,

@@ -76,6 +76,11 @@ class Rows:
         self._going = self.remaining > 0  # [B]
         self.ended = not self._going.all()
 
+    def end(self, rows: Sequence[int]) -> None:
+        """Let rows write no more."""
+        self.remaining[list(rows)] = 0
+        self._note_ends()
+
     def refill(self, rows: Sequence[int], roots: Sequence[int], new_tokens: Sequence[int]) -> None:
         """Let rows begin anew with a root at these positions, and so many tokens to emit."""
         where = list(rows)

@@ -192,17 +192,22 @@ def bucket(slots: int) -> int:
 def built_in(sampling: Sampling) -> Hashable:
     """All that a graph has built in of how tokens are chosen."""
 
-    def plain(value: Any) -> Hashable:
-        return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else repr(value)
-
     def options(item: LogitsProcessor) -> Hashable:
         if type(item) is Suppressed or type(item) is hf.SuppressTokensLogitsProcessor:
             return Suppressed
         if (penalty := sampling.penalty) is not None and item is penalty:
             return type(item)  # what it ignores is on the device, and so is what it is
-        there = NUMBERS.get(type(item))
-        rest = {name: value for name, value in vars(item).items() if name != there}
-        return type(item), *((name, plain(value)) for name, value in sorted(rest.items()))
+        return settings_of(item, NUMBERS.get(type(item)))
 
     processors = tuple(map(options, sampling.processors or ()))
     return sampling.seeds is None, sampling.dtype, processors
+
+
+def settings_of(item: LogitsProcessor, without: str | None = None) -> Hashable:
+    """A processor's class and its attributes, but for one: those of alike ones are equal."""
+
+    def plain(value: Any) -> Hashable:
+        return tuple(value.flatten().tolist()) if isinstance(value, Tensor) else repr(value)
+
+    found = {name: value for name, value in vars(item).items() if name != without}
+    return type(item), *((name, plain(value)) for name, value in sorted(found.items()))

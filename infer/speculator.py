@@ -3,7 +3,8 @@
 import copy
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -21,22 +22,20 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from headstart.heads import Drafter, DrafterGroup, OptionError, SlabCache
 from headstart.heads.core import alone, current, device_and_dtype, language_model_in
 
+from .decoding_method import DecodingMethod
 from .generate_options import (
     Ending,
-    GenerateOptions,
     check_autocast,
     check_config,
-    check_ids,
     read_inputs,
     read_sampling,
-    without_stop_strings,
 )
 from .graphs import RoundGraphs, captures_rounds, never_captured
 from .loop import Decoding
 from .request import Request
 from .rules.registry import choose_rule, find_rule
 from .stats import Drafted, Record, Stats
-from .streamer import RoundStreamer
+from .streamer import hand_on
 from .target import Target
 from .trees.by_request import USUAL, Kind, TreesByRequest, heat_of
 from .trees.expansions import Expansion
@@ -73,34 +72,25 @@ def _one_request(method: Method) -> Method:
             finally:
                 self.stats = spare.stats
         try:
-            if self._decodes:
-                raise OptionError(
-                    "this speculator was called from within its own request, by a processor, "
-                    "criterion or streamer; make another one with Speculator(model, …) for that."
-                )
-            self._decodes = True
-            _requests.open += 1
-            try:
+            with self.reserved():
                 return method(self, *args, **options)
-            finally:
-                self._decodes = False
-                _requests.open -= 1
         finally:
             self._lock.release()
 
     return alone  # type: ignore[return-value]
 
 
-class Speculator:
+class Speculator(DecodingMethod):
     """Decodes a target with a drafter, with the target's own output distribution.
 
     Give it to `model.generate(…, custom_generate=speculator)`, or call `speculator.generate(…)`:
     what transformers takes applies as it is. A logits processor of the user's own is shown the
     whole batch once per distinct length of the rows; a stopping criterion gets no scores.
 
-    It decodes one request at a time: another thread's call waits until the last one has ended, and
-    a call from within a request, by its processors, criteria or streamer, is refused. Several
-    speculators, and plain `generate`, may run on one model in threads of their own at once.
+    It decodes one request at a time: another thread's call waits until the last one has ended (a
+    `Batcher` decodes those of several threads together), and a call from within a request, by its
+    processors, criteria or streamer, is refused. Several speculators, and plain `generate`, may run
+    on one model in threads of their own at once.
 
     Args:
         target: a causal language model of transformers, in eval mode, also as a peft model. It may
@@ -181,6 +171,33 @@ class Speculator:
         self.graphs = RoundGraphs.on(self.device) if captured else None
         self._place = place
 
+    @property
+    def in_request(self) -> bool:
+        """Whether the calling thread is in a request of it, by a processor, say."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            return self._decodes
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def reserved(self) -> Iterator[None]:
+        """Meanwhile nothing else decodes with it: other threads wait."""
+        with self._lock:
+            if self._decodes:
+                raise OptionError(
+                    "this speculator was called from within its own request, by a processor, "
+                    "criterion or streamer; make another one with Speculator(model, …) for that."
+                )
+            self._decodes = True
+            _requests.open += 1
+            try:
+                yield
+            finally:
+                self._decodes = False
+                _requests.open -= 1
+
     def _spare(self) -> "Speculator":
         """Another speculator like this one, for a single request; it captures no rounds."""
         spare = copy.copy(self)
@@ -219,75 +236,10 @@ class Speculator:
     def device(self) -> torch.device:
         return self.target.device
 
-    def generate(
-        self,
-        input_ids: Tensor | None = None,
-        generation_config: Any = None,
-        **options: Any,
-    ) -> Any:
-        """Generate text as `model.generate` does, with the same arguments and result, but faster.
-
-            inputs = tokenizer(["a prompt", "another"], return_tensors="pt", padding=True)
-            output = speculator.generate(**inputs, max_new_tokens=64, do_sample=True, seed=0)
-
-        Also available as `model.generate(…, custom_generate=speculator)`, where a `streamer`,
-        `stop_strings`, `max_new_tokens=0` and `temperature=0` do not work.
-
-        Args:
-            input_ids: [B, P] int64, the prompts, padded on the left.
-            generation_config: a GenerationConfig; options given by name come before it.
-            options: what `model.generate` takes, such as `attention_mask` [B, P] (1 at tokens, 0 at
-                padding), `max_new_tokens`, `do_sample`, `temperature`, `top_p`, `top_k`,
-                `logits_processor`, `stopping_criteria`, `num_return_sequences`,
-                `return_dict_in_generate`; a `streamer`, for a single row; `stop_strings` (with
-                `tokenizer`, unless the speculator has it). `temperature=0` is greedy. And `seed`,
-                one for the batch or one per row, which makes sampling repeatable.
-
-        Returns:
-            [B, P + new] int64, prompts included, or a `GenerateDecoderOnlyOutput` with
-            `return_dict_in_generate=True`. `stats` then describes this call.
-
-        Raises:
-            OptionError: an option that cannot be honoured, by name.
-            DecodingError: the target's logits are NaN, or it has no further position.
-        """
-        input_ids = options.pop("inputs", None) if input_ids is None else input_ids
-        check_ids(input_ids)
-        if generation_config is not None:
-            options["generation_config"] = generation_config
-        given = GenerateOptions(options, self.model.generation_config)
-        for name in ("assistant_model", "custom_generate", "synced_gpus"):
-            if options.pop(name, None):
-                raise OptionError(
-                    f"{name} was given; the speculator decodes by itself, on one process: leave "
-                    "it out."
-                )
-        streamer = options.pop("streamer", None)
-        tokenizer = options.pop("tokenizer", None) or self.tokenizer
-        if given.get("temperature") == 0 and given.get("do_sample"):
-            given.set(do_sample=False, temperature=1.0)
-        given.take_stop_strings(tokenizer)
-        if input_ids is not None and input_ids.shape[-1] == 0 and "inputs_embeds" not in options:
-            raise OptionError("the prompts are empty; expected at least one token a row.")
-        if given.get("max_new_tokens") == 0 and input_ids is not None:
-            return self._prompts_alone(input_ids, streamer, given)
-        given.check_padding(input_ids)
-        generate: Any = without_stop_strings(self.model).generate
-        call = functools.partial(self, streamer=streamer)
-        return generate(input_ids, custom_generate=call, **options)
-
     @_one_request
-    def _prompts_alone(
-        self, ids: Tensor, streamer: BaseStreamer | None, given: GenerateOptions
-    ) -> Any:
+    def _write_nothing(self, rows: int) -> None:
         self.stats = Stats(self.tree.max_depth)
-        ids = ids.repeat_interleave(given.get("num_return_sequences") or 1, dim=0)
-        self.stats.drafted = Drafted.nothing(len(ids))
-        if streamer is not None:
-            streamer.put(ids.cpu())
-            streamer.end()
-        as_dict = given.get("return_dict_in_generate")
-        return GenerateDecoderOnlyOutput(sequences=ids) if as_dict else ids  # type: ignore[arg-type]
+        self.stats.drafted = Drafted.nothing(rows)
 
     @_one_request
     # What a request leaves for the next one must not be made under a caller's inference mode.
@@ -320,7 +272,7 @@ class Speculator:
             OptionError: something was asked for that cannot be honoured, by name.
             DecodingError: the target's logits are NaN, or it has no further position.
         """
-        request, ending, mask = self._request(
+        request, ending, mask = self.request_of(
             model,
             input_ids,
             logits_processor,
@@ -339,10 +291,7 @@ class Speculator:
         if streamer is not None:
             streamer.put(input_ids.cpu())
         for emitted in decoding.run(input_ids, mask, ending.limit - width):
-            if isinstance(streamer, RoundStreamer):
-                streamer.put_round(emitted)
-            elif streamer is not None:
-                streamer.put(torch.from_numpy(emitted.tokens[0, : emitted.count[0]]))
+            hand_on(streamer, emitted)
         if streamer is not None:
             streamer.end()
         sequences, self.stats.drafted = decoding.sequences, request.rows.drafted()
@@ -352,7 +301,7 @@ class Speculator:
         found: Any = {} if record is None else record.steps(sequences.shape[1] - width, ending.pad)
         return GenerateDecoderOnlyOutput(sequences=sequences, **found)  # type: ignore[arg-type]
 
-    def _request(
+    def request_of(
         self,
         model: PreTrainedModel,
         input_ids: Tensor,

@@ -8,14 +8,16 @@ All but its last token count as the prompt; the last one is the root of the row'
     prefill    x0 x1 x2          cached at positions 0, 1, 2
     root                x3       at position 3, whose round emits x4, …
 
-Texts are those of `generate`, since a row decodes alike in any batch.
+A batch of another size, with more rows for more prompts, or fewer where most have ended, starts
+with the texts so far as its prompts. Texts are those of `generate`, since a row decodes alike in
+any batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,11 +33,12 @@ from .request import Capacity, Request
 from .rows import Rows
 from .rules.registry import choose_rule
 from .speculator import Speculator
-from .stats import Emitted
+from .stats import Emitted, Stats
 from .trees.policy import Committed
 
 _SHARE = 8  # rows are filled anew when one in so many is free
 _TOGETHER = 16  # prompts that are run at once, which bounds the memory that they need meanwhile
+_FEW = 4  # a batch gets smaller once one row in so many is left
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,35 @@ class Prompt:
     tokens: Sequence[int]
     new_tokens: int
     seed: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the prompt and its text, at most."""
+        return len(self.tokens) + self.new_tokens
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How all prompts of a stream are decoded.
+
+    Attributes:
+        temperature: for which the tree is chosen; 0 is greedy decoding.
+        processors: that read single rows of logits alone, the temperature's among them.
+        eos: token ids that end a text.
+    """
+
+    temperature: float
+    processors: LogitsProcessorList
+    eos: tuple[int, ...]
+
+
+class Piece(NamedTuple):
+    """What a round wrote of one prompt's text."""
+
+    prompt: Prompt
+    emitted: Emitted  # of one row
+    text: list[int]  # all so far, without the prompt
+    ended: bool
 
 
 def decode_stream(
@@ -76,55 +108,172 @@ def decode_stream(
     Raises:
         OptionError: a prompt is empty, or too long.
     """
-    while first := _take(next_prompt, batch):
-        stream = _Stream(speculator, len(first), longest, temperature)
-        stream.fill(first)
-        while stream.active:
-            yield from stream.round()
-            free = len(stream.free)
-            # A few at a time, so that prompts rarely run alone.
-            if free >= max(1, len(first) // _SHARE) or not stream.active:
-                stream.fill(_take(next_prompt, free))
+    config: Any = speculator.model.generation_config
+    eos = torch.as_tensor([] if config.eos_token_id is None else config.eos_token_id)
+    processors = LogitsProcessorList()
+    if temperature not in (0.0, 1.0):
+        processors.append(TemperatureLogitsWarper(temperature))
+    manner = Manner(temperature, processors, tuple(eos.flatten().tolist()))
+    stream = Stream(speculator, manner, batch, longest)
+    while True:
+        # A few at a time, so that prompts rarely run alone.
+        if not stream.active or stream.room >= max(1, batch // _SHARE):
+            prompts = list(_take(next_prompt, stream.room))
+            for prompt in prompts:
+                _check(prompt, longest)
+            stream.add(prompts)
+        if not stream.active:
+            return
+        for piece in stream.round():
+            if piece.ended:
+                yield piece.prompt, piece.text
 
 
-def _take(next_prompt: Callable[[], Prompt | None], count: int) -> list[Prompt]:
-    found: list[Prompt] = []
-    while len(found) < count and (prompt := next_prompt()) is not None:
-        found.append(prompt)
-    return found
+def _take(next_prompt: Callable[[], Prompt | None], count: int) -> Iterator[Prompt]:
+    for _ in range(count):
+        if (prompt := next_prompt()) is None:
+            return
+        yield prompt
 
 
-class _Stream:
-    """A request of B rows, each with a prompt of its own or none.
+def _check(prompt: Prompt, longest: int) -> None:
+    length = len(prompt.tokens)
+    if length < 1 or prompt.new_tokens < 1 or prompt.longest > longest:
+        raise OptionError(
+            f"found a prompt of {length} tokens and {prompt.new_tokens} new ones; expected at "
+            f"least 1 of each, and at most {longest} in all."
+        )
 
-    Attributes:
-        free: the rows without a prompt.
+
+@dataclass
+class _Running:
+    """A prompt that is being decoded, and its text so far."""
+
+    prompt: Prompt
+    text: list[int] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.prompt.tokens, *self.text]
+
+    @property
+    def new_tokens(self) -> int:
+        """So many may follow."""
+        return self.prompt.new_tokens - len(self.text)
+
+
+class Stream:
+    """Prompts that are decoded together, and as many more as rows are free.
+
+    Args:
+        limit: rows at once, at most. The batch has fewer while it needs no more than these.
+        longest: tokens of a prompt and its text, at most, where that is known beforehand. The batch
+            starts anew where a prompt needs more.
     """
 
-    def __init__(self, speculator: Speculator, batch: int, longest: int, temperature: float):
-        config: Any = speculator.model.generation_config
-        eos = torch.as_tensor([] if config.eos_token_id is None else config.eos_token_id)
-        rule, device = choose_rule(speculator.rule, temperature > 0), speculator.device
-        processors = LogitsProcessorList()
-        if temperature not in (0.0, 1.0):
-            processors.append(TemperatureLogitsWarper(temperature))
-        seeds = torch.zeros(batch, dtype=torch.long, device=device) if temperature else None
-        self.request = Request(
-            speculator.target, speculator.drafters, speculator.tree_of(batch, temperature),
-            Sampling(seeds, processors), rule=rule,
-            expansion=speculator.expansion if rule.samples else rule.children,
-            eos=eos.flatten().tolist(),
-        )  # fmt: skip
-        rule.check_sampling(self.request.sampling)
-        self.decoding, self.longest = Decoding(self.request, speculator.graphs), longest
-        self.prompts: list[Prompt | None] = [None] * batch
-        self.texts: list[list[int]] = [[] for _ in range(batch)]
-        self.free, self._begun = list(range(batch)), False
-        self._start(batch)
+    def __init__(self, speculator: Speculator, manner: Manner, limit: int, longest: int = 0):
+        self.speculator, self.manner, self.limit = speculator, manner, limit
+        self.longest = longest
+        self._rows: list[_Running | None] = []
+        self._pieces: list[Piece] = []  # that no round has returned yet
 
-    def _start(self, batch: int) -> None:
+    @property
+    def active(self) -> int:
+        """How many prompts are being decoded."""
+        return sum(running is not None for running in self._rows)
+
+    @property
+    def room(self) -> int:
+        """How many more can be."""
+        return self.limit - self.active
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def add(self, prompts: Sequence[Prompt]) -> None:
+        """Begin to decode prompts, no more than there is room for."""
+        if not prompts:
+            return
+        longest = max(prompt.longest for prompt in prompts)
+        if longest > self.longest:
+            longest = _power_of_two(longest)  # so that batches seldom start anew
+        self._settle()
+        new = [_Running(prompt) for prompt in prompts]
+        if longest > self.longest or len(new) + self.active > len(self._rows):
+            self._start(new, max(longest, self.longest))
+        else:
+            with current(self.request.device):
+                self._fill(new)
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def round(self) -> list[Piece]:
+        """One round, for the prompts that are being decoded; what it wrote of each."""
+        if _FEW * self.active <= len(self._rows):
+            self._settle()
+            self._start([], self.longest)
+        if self.active:
+            self._add(self.decoding.round())
+        found, self._pieces = self._pieces, []
+        return found
+
+    def stop(self, prompts: Sequence[Prompt]) -> None:
+        """Write no more of prompts; what `round` still returns of them is nobody's."""
+        self._settle()
+        keys = {id(prompt) for prompt in prompts}
+        rows = [n for n, own in enumerate(self._rows) if own and id(own.prompt) in keys]
+        if not rows:
+            return
+        for row in rows:
+            self._rows[row] = None
+        self.request.rows.end(rows)
+        with current(self.request.device):
+            self.decoding.runner.restore_ended_rows(np.zeros(len(self._rows), dtype=int))
+
+    def _settle(self) -> None:
+        """End the rounds that have started."""
+        for emitted in self.decoding.settle() if self._rows else ():
+            self._add(emitted)
+
+    def _add(self, emitted: Emitted) -> None:
+        left = self.request.rows.remaining
+        for row in np.flatnonzero(emitted.count).tolist():
+            running, only = self._rows[row], slice(row, row + 1)
+            assert running is not None
+            drafter = None if emitted.drafter is None else emitted.drafter[only]
+            own = Emitted(emitted.count[only], emitted.nodes[only], emitted.tokens[only], drafter)
+            running.text += emitted.tokens[row, : emitted.count[row]].tolist()
+            ended = left[row] == 0
+            if ended:
+                self._rows[row] = None
+            self._pieces.append(Piece(running.prompt, own, running.text, ended))
+
+    def _start(self, new: list[_Running], longest: int) -> None:
+        """Start a batch of the rows that are needed now; texts so far go on in it."""
+        running = [own for own in self._rows if own is not None] + new
+        # Powers of two, since rounds of each size are captured by themselves.
+        batch = min(self.limit, _power_of_two(len(running)))
+        self._rows = list[_Running | None]([None] * batch)
+        self.longest = longest
+        if not running:
+            return
+        with current(self.speculator.device):
+            self._make_request(batch)
+            self._fill(running)
+
+    def _make_request(self, batch: int) -> None:
         """Make a request whose rows have all ended, at position 0."""
-        request, target, runner = self.request, self.request.target, self.decoding.runner
+        speculator, manner = self.speculator, self.manner
+        target, device = speculator.target, speculator.device
+        rule = choose_rule(speculator.rule, manner.temperature > 0)
+        seeds = torch.zeros(batch, dtype=torch.long, device=device) if manner.temperature else None
+        self.request = request = Request(
+            target, speculator.decoding_drafters, speculator.tree_of(batch, manner.temperature),
+            Sampling(seeds, manner.processors), rule=rule,
+            expansion=speculator.expansion if rule.samples else rule.children, eos=manner.eos,
+        )  # fmt: skip
+        rule.check_sampling(request.sampling)
+        self.decoding, self._begun = Decoding(request, speculator.graphs), False
+        runner = self.decoding.runner
         first = runner.first_tokens(batch, 1, self.longest)
         behind = runner.slots_ahead + request.policy.nodes
         request.capacity = Capacity(1, self.longest, behind, first)
@@ -136,67 +285,33 @@ class _Stream:
         context = None if target.limit is None else target.limit.positions
         pads = np.zeros(batch, dtype=int)
         request.rows = Rows(pads, 1, 0, request.eos, vocabulary, context, False)
-        ids = torch.zeros(batch, 1, dtype=torch.long, device=target.device)
+        ids = torch.zeros(batch, 1, dtype=torch.long, device=device)
         request.start_text(ids, pads, vocabulary)
         request.states = runner.start(batch, request.capacity.most)
-        zeros, none = torch.zeros_like(ids[:, 0]), torch.empty(batch, 1, 0, device=target.device)
+        zeros, none = torch.zeros_like(ids[:, 0]), torch.empty(batch, 1, 0, device=device)
         request.committed = Committed(none, ids, zeros, ids, zeros)
 
-    @property
-    def active(self) -> bool:
-        """Whether a row has a prompt."""
-        return len(self.free) < len(self.prompts)
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def round(self) -> list[tuple[Prompt, list[int]]]:
-        """One round; the prompts that ended in it, with what was written."""
-        self._add(self.decoding.round())
-        return self._ended()
-
-    def _add(self, emitted: Emitted) -> None:
-        for row in np.flatnonzero(emitted.count):
-            self.texts[row] += emitted.tokens[row, : emitted.count[row]].tolist()
-
-    def _ended(self) -> list[tuple[Prompt, list[int]]]:
-        found = []
-        for row in np.flatnonzero(self.request.rows.remaining == 0).tolist():
-            prompt = self.prompts[row]
-            if prompt is not None:
-                found.append((prompt, self.texts[row]))
-                self.prompts[row], self.texts[row] = None, []
-                self.free.append(row)
-        return found
-
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def fill(self, prompts: Sequence[Prompt]) -> None:
-        """Give prompts to free rows."""
-        with current(self.request.device):
-            self._fill(prompts)
-
-    def _fill(self, prompts: Sequence[Prompt]) -> None:
-        for emitted in self.decoding.settle():  # those rows have ended in it, too
-            self._add(emitted)
-        for first in range(0, len(prompts), _TOGETHER):
-            some = prompts[first : first + _TOGETHER]
-            rows, self.free = self.free[: len(some)], self.free[len(some) :]
-            for row, prompt in zip(rows, some, strict=True):
-                self.prompts[row] = prompt
+    def _fill(self, new: list[_Running]) -> None:
+        """Give texts to free rows."""
+        free = [row for row, running in enumerate(self._rows) if running is None]
+        for first in range(0, len(new), _TOGETHER):
+            some = new[first : first + _TOGETHER]
+            rows = free[first : first + len(some)]
+            for row, running in zip(rows, some, strict=True):
+                self._rows[row] = running
             self._run_prompts(rows, some)
-        if not prompts:
-            return
         if self._begun:
             self.decoding.runner.refill()
         else:
             self.decoding.runner.begin()
             self._begun = True
+        # A stream may go on for days; nobody reads these.
+        self.decoding.stats = Stats(self.request.policy.max_depth)
 
-    def _run_prompts(self, rows: list[int], prompts: Sequence[Prompt]) -> None:
+    def _run_prompts(self, rows: list[int], new: Sequence[_Running]) -> None:
         request, target = self.request, self.request.target
-        roots = [len(prompt.tokens) - 1 for prompt in prompts]  # their positions
-        self._check(prompts)
-        ids = [torch.tensor(prompt.tokens) for prompt in prompts]
+        ids = [torch.tensor(running.tokens) for running in new]
+        roots = [len(each) - 1 for each in ids]  # their positions
         tokens = pad_sequence(ids, batch_first=True).to(target.device)  # [R, T]
         where = torch.tensor(rows, device=target.device)  # [R]
         position = torch.tensor(roots, device=target.device)
@@ -206,15 +321,15 @@ class _Stream:
         before = tokens[:, : max(counts)]
         count = torch.tensor(counts, device=target.device)
         cached, features = target.prefill_apart(before, counts, roots)
-        request.rows.refill(rows, roots, [prompt.new_tokens for prompt in prompts])
+        request.rows.refill(rows, roots, [running.new_tokens for running in new])
         request.make_space(request.rows.longest)
         target.cache.adopt(cached, where, max(counts))
         if request.drafters.members:
             states = request.drafters.start(len(rows), request.capacity.most)
             request.drafters.prefill(states, features, before, count)
-            adopt_rows(request.states, states, where, max(counts), len(self.prompts))
+            adopt_rows(request.states, states, where, max(counts), len(self._rows))
         if request.sampling.seeds is not None:
-            seeds = torch.tensor([prompt.seed for prompt in prompts], device=target.device)
+            seeds = torch.tensor([each.prompt.seed for each in new], device=target.device)
             request.sampling.seeds.index_copy_(0, where, seeds)
         last = features.gather(1, (count - 1).view(-1, 1, 1).expand(-1, 1, features.shape[-1]))
         root = tokens.gather(1, position.unsqueeze(1))
@@ -235,14 +350,14 @@ class _Stream:
             old.lengths.index_copy(0, rows, position),
         )
 
-    def _check(self, prompts: Sequence[Prompt]) -> None:
-        for prompt in prompts:
-            length = len(prompt.tokens)
-            if length < 1 or prompt.new_tokens < 1 or length + prompt.new_tokens > self.longest:
-                raise OptionError(
-                    f"found a prompt of {length} tokens and {prompt.new_tokens} new ones; expected "
-                    f"at least 1 of each, and at most {self.longest} in all."
-                )
+
+def _power_of_two(number: int) -> int:
+    """The smallest one that is no less; 0 for 0.
+
+    >>> [_power_of_two(n) for n in (0, 1, 2, 3, 9)]
+    [0, 1, 2, 4, 16]
+    """
+    return 1 << (number - 1).bit_length() if number else 0
 
 
 def adopt_rows(own: Any, other: Any, rows: Tensor, slots: int, batch: int) -> None:

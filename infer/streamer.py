@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from typing import Any
 
+import torch
 from transformers.generation.streamers import BaseStreamer
 
 from .stats import Emitted
@@ -24,3 +25,11 @@ class RoundStreamer(BaseStreamer):
 
     def end(self) -> None:
         """Take note that the request has ended."""
+
+
+def hand_on(streamer: BaseStreamer | None, emitted: Emitted) -> None:
+    """Give a streamer, where there is one, what a round emitted for a single row."""
+    if isinstance(streamer, RoundStreamer):
+        streamer.put_round(emitted)
+    elif streamer is not None:
+        streamer.put(torch.from_numpy(emitted.tokens[0, : emitted.count[0]]))

@@ -6,6 +6,7 @@ import gc
 import math
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from itertools import product
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 from headstart.heads import FAMILIES, Drafter
 from headstart.heads.core import FusedLayers
 from headstart.heads.core.cache import no_kernel
+from headstart.infer.batcher import Batcher
 from headstart.infer.capture import CudaCapture
 from headstart.infer.graphs import RoundGraphs
 from headstart.infer.measure.costs import measure_costs
@@ -190,6 +192,7 @@ def lifetimes(place: Place) -> Items:
     yield "batches", partial(_compared, place, "medusa", [1, 2, 3, 4, 5, 4, 3, 2, 1])
     yield "plain", partial(_compared, place, None, [1, 3, 1], tree="plain")
     yield "nine speculators in turn", partial(_nine, place)
+    yield "requests of several threads", partial(_threads, place)
     yield "a failed capture", partial(_failed_capture, place)
 
 
@@ -206,6 +209,27 @@ def _nine(place: Place) -> dict[str, Any]:
     if not all(torch.equal(text, texts[0]) for text in texts):
         raise AssertionError("a speculator writes another text")
     return {"replayed_rounds": [s.graphs.replayed for s in ours if s.graphs is not None]}
+
+
+def _threads(place: Place) -> dict[str, Any]:
+    """Together, in batches that grow and shrink, against each alone; in float64, without ties."""
+    model = small_target(place.device, torch.float64)
+    drafter = random_drafter("medusa", model)
+    speculator = Speculator(model, drafter, tree=_TREES["static"], graphs=True)
+    batcher, plain = Batcher(speculator, rows=4), Speculator(model, graphs=False)
+
+    def text(decode: Any, turn: int) -> Tensor:
+        ids = make_prompts(place.device, 1, turn)
+        return decode.generate(ids, max_new_tokens=8 + 8 * (turn % 5), do_sample=False)
+
+    with ThreadPoolExecutor(6) as pool:
+        texts = list(pool.map(partial(text, batcher), range(12)))
+    if not all(torch.equal(found, text(plain, turn)) for turn, found in enumerate(texts)):
+        raise AssertionError("a thread got another text than alone")
+    replayed = 0 if speculator.graphs is None else speculator.graphs.replayed
+    if place.on_gpu and not replayed:
+        raise AssertionError("no round was captured")
+    return {"requests": len(texts), "replayed_rounds": replayed}
 
 
 def _failed_capture(place: Place) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from headstart.terminal import UsageError
 from . import options as shared
 
 _HOST = "the address to listen at (default: localhost, which other machines cannot reach)"
+_BATCH = "requests that are decoded together, at most (default: 1, each as fast as possible)"
 _NAME = "the name that requests ask for (default: the target's)"
 
 
@@ -26,6 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--host", metavar="HOST", default="localhost", help=_HOST)
     add("--port", metavar="PORT", type=shared.whole, default=8000, help="its port (default: 8000)")
     add("--name", metavar="NAME", help=_NAME)
+    add("--batch-size", metavar="N", type=shared.positive, default=1, help=_BATCH)
     add("--record", metavar="FILE", type=Path, help=shared.RECORD)
 
 
@@ -43,6 +45,7 @@ def run(options: argparse.Namespace) -> int:
     listening = _bound(options.host, options.port)
     check_record(options.record)
     speculator = load_speculator(options)
+    from headstart import Batcher, Recorder
     from headstart.reports.tables import said_of_forwards
     from headstart.serving import server_of
 
@@ -51,15 +54,15 @@ def run(options: argparse.Namespace) -> int:
     host, port = listening.getsockname()[:2]
     tree = speculator.tree_of(1, 0.0).label if options.drafter else "plain"
     by = said_of_forwards(speculator.target.forwards)
-    print(f"{name} · tree {tree}{by} · http://{host}:{port}/v1 (Ctrl-C stops)", file=sys.stderr)
+    most = options.batch_size
+    together = f" · up to {most} requests together" if most > 1 else ""
+    url = f"http://{host}:{port}/v1"
+    print(f"{name} · tree {tree}{by}{together} · {url} (Ctrl-C stops)", file=sys.stderr)
     if not getattr(speculator.tokenizer, "chat_template", None):
         print("(no chat template: only /v1/completions has an answer)", file=sys.stderr)
-    recorder = None
-    if options.record is not None:
-        from headstart import Recorder
-
-        recorder = Recorder(options.record, speculator)
-    settings = uvicorn.Config(server_of(speculator, name, recorder), log_level="warning")
+    batcher = Batcher(speculator, most)
+    recorder = None if options.record is None else Recorder(options.record, batcher)
+    settings = uvicorn.Config(server_of(batcher, name, recorder), log_level="warning")
     uvicorn.Server(settings).run(sockets=[listening])
     return 0
 

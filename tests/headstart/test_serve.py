@@ -12,7 +12,7 @@ import pytest
 from transformers.utils.import_utils import is_serve_available
 
 from headstart.cli import main
-from headstart.infer import Recorder, Speculator
+from headstart.infer import Batcher, Recorder, Speculator
 from tests.support.chats import CHATML, chat_tokenizer
 from tests.support.talker import talker
 
@@ -34,13 +34,19 @@ def spoken() -> Any:
     return Speculator(model, lookup.of_target(model).bind(model), tokenizer=tokenizer)
 
 
+@pytest.fixture(scope="module", params=[1, 4], ids=["alone", "together"])
+def rows(request: pytest.FixtureRequest) -> int:
+    """Requests that are decoded together."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def record(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def record(tmp_path_factory: pytest.TempPathFactory, rows: int) -> Path:
     return tmp_path_factory.mktemp("served") / "traffic.jsonl"
 
 
 @pytest.fixture(scope="module")
-def client(spoken: Any, record: Path) -> Iterator[Any]:
+def client(spoken: Any, record: Path, rows: int) -> Iterator[Any]:
     import uvicorn
     from openai import OpenAI
 
@@ -48,7 +54,8 @@ def client(spoken: Any, record: Path) -> Iterator[Any]:
     from headstart.serving import server_of
 
     listening = _bound("127.0.0.1", 0)
-    app = server_of(spoken, "talker", Recorder(record, spoken))
+    batcher = Batcher(spoken, rows)
+    app = server_of(batcher, "talker", Recorder(record, batcher))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()
@@ -90,12 +97,24 @@ def test_a_greedy_answer_is_that_of_generate(
     assert "".join(part.choices[0].delta.content or "" for part in parts) == expected
 
 
+def recorded(record: Path, count: int) -> list[dict[str, Any]]:
+    """So many requests for nine tokens; a line may be written after its stream has ended."""
+    limit = time.monotonic() + 20
+    while True:
+        lines = map(json.loads, record.read_text().splitlines())
+        found = [line for line in lines if line["max_new_tokens"] == 9]
+        if len(found) >= count:
+            return found
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
 def test_an_answer_is_recorded_with_its_chat(client: Any, record: Path) -> None:
-    before = len(record.read_text().splitlines())
     found = ask(client, max_tokens=9, temperature=1.1, seed=4)
     list(ask(client, max_tokens=9, temperature=0, stream=True))
+    chat, streamed = recorded(record, 2)
     client.completions.create(model="talker", prompt="once upon", max_tokens=9, temperature=0)
-    chat, streamed, plain = map(json.loads, record.read_text().splitlines()[before:])
+    plain = recorded(record, 3)[-1]
     said = {"role": "assistant", "content": found.choices[0].message.content}
     assert chat["messages"] == [*ASKED, said] and len(chat["token_ids"]) <= 9
     assert chat["sampling"]["temperature"] == 1.1 and streamed["sampling"] == {"temperature": 0}

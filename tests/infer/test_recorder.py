@@ -120,7 +120,7 @@ def test_threads_append_whole_lines_of_their_own(tmp_path: Path) -> None:
 
     def ask(number: int) -> None:
         recorder = recorders[number % 2]
-        asked = batch(recorder.speculator, [f"question {number} " * 3])
+        asked = batch(speculator, [f"question {number} " * 3])
         text = recorder.generate(**asked, max_new_tokens=8)[0].tolist()
         text = text[: text.index(end) + 1] if end in text else text
         if len(text) > asked["input_ids"].shape[1] + (end in text):  # one without text is left out

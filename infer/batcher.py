@@ -1,0 +1,309 @@
+"""Requests of several threads, decoded together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from headstart.heads import OptionError
+
+from .decoding_method import DecodingMethod
+from .generate_options import Ending
+from .request import Request
+from .runners import settings_of
+from .speculator import Speculator
+from .stats import Drafted, Emitted, Stats
+from .stream import Manner, Piece, Prompt, Stream
+from .streamer import hand_on
+from .trees.by_request import heat_of
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request that waits, or is being decoded.
+
+    Attributes:
+        manner: how it is decoded beside others; None for one that is decoded by itself.
+        alike: equal for requests that are decoded in the same manner.
+        pieces: of its text, or the error that ended all that were decoded with it.
+        turn: set once it may be decoded by itself; done: once it has been.
+    """
+
+    prompt: Prompt | None = None
+    manner: Manner | None = None
+    alike: Hashable = None
+    pieces: SimpleQueue[Piece | Exception] = field(default_factory=SimpleQueue)
+    stopped: bool = False
+    turn: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.stats = Stats()
+
+
+class Batcher(DecodingMethod):
+    """Decodes the requests of several threads together, by continuous batching.
+
+        batcher = headstart.Batcher(speculator, rows=8)
+        output = batcher.generate(**inputs, max_new_tokens=128)   # in each thread
+
+    `generate` takes and returns what `Speculator.generate` does, and the text is the same but for
+    near-ties: a forward over more rows may round otherwise. Requests join and leave the batch at
+    any round, each with a length, seed, streamer and stopping criteria of its own.
+
+    Requests are decoded together that have one prompt, the same end tokens, and the same sampling
+    settings, among which those that read the text (such as a repetition penalty) are not. They are
+    taken in the order in which they came: one that cannot join those that are being decoded, waits
+    until these have ended, and later ones wait for it. What else is asked for is decoded by itself.
+
+    The cache has space for the longest of the requests in every row, so memory grows with both.
+
+    Args:
+        speculator: what else is asked of it meanwhile waits.
+        rows: requests that are decoded together, at most.
+
+    Attributes:
+        stats: what the calling thread's last request did. Its time includes waiting for a row.
+
+    Raises:
+        OptionError: rows is below 1.
+    """
+
+    def __init__(self, speculator: Speculator, rows: int = 8):
+        if rows < 1:
+            raise OptionError(f"rows is {rows}; expected at least 1.")
+        self.speculator, self.rows, self.tokenizer = speculator, rows, speculator.tokenizer
+        self._lock = threading.Lock()
+        self._waiting: deque[_Job] = deque()
+        self._works = False  # whether a thread decodes what waits
+        self._own = _OfThread()
+
+    def __repr__(self) -> str:
+        return f"Batcher({self.speculator!r}, rows={self.rows})"
+
+    @property
+    def model(self) -> PreTrainedModel:
+        return self.speculator.model
+
+    @property
+    def stats(self) -> Stats:  # type: ignore[override]
+        return self._own.stats
+
+    def _write_nothing(self, rows: int) -> None:
+        self._own.stats = Stats()
+        self._own.stats.drafted = Drafted.nothing(rows)
+
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        generation_config: GenerationConfig | None = None,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        seed: int | Sequence[int] | Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Decode beside other threads' requests; see `Speculator.__call__`."""
+        given = model, input_ids, logits_processor, stopping_criteria, generation_config
+        request, ending, mask = self.speculator.request_of(*given, seed, model_kwargs)
+        config = generation_config or model.generation_config
+        job = self._job(request, ending, input_ids, mask, config)
+        if self.speculator.in_request:
+            raise OptionError(
+                "this batcher was called from within a request of its speculator, by a processor, "
+                "criterion or streamer; make another one with Speculator(model, …) for that."
+            )
+        with self._lock:
+            self._waiting.append(job)
+            if not self._works:
+                self._works = True
+                threading.Thread(target=self._work, name="headstart-batcher", daemon=True).start()
+        if job.manner is None:
+            if (seeds := request.sampling.seeds) is not None:
+                seed = seeds.tolist()  # which may have been drawn just now
+            more = {"streamer": streamer, "seed": seed, **model_kwargs}
+            return self._by_itself(job, partial(self.speculator, *given, **more))
+        text = self._follow(job, job.manner, _Text(input_ids, ending), streamer)
+        ending.warn_of_length(text)
+        if not config.return_dict_in_generate:
+            return text
+        return GenerateDecoderOnlyOutput(sequences=text)  # type: ignore[arg-type]
+
+    def _follow(
+        self, job: _Job, manner: Manner, text: _Text, streamer: BaseStreamer | None
+    ) -> Tensor:
+        """Take a request's text as it is written, until it or its criteria end it: [1, P + new]."""
+        depth = self.speculator.tree_of(1, manner.temperature).max_depth
+        self._own.stats = stats = Stats(depth)
+        begun, ended = time.perf_counter(), False
+        try:
+            if streamer is not None:
+                streamer.put(text.sequences.cpu())
+            while not ended:
+                piece = job.pieces.get()
+                if isinstance(piece, Exception):
+                    raise piece
+                emitted, met = text.add(piece.emitted)
+                ended = met or piece.ended
+                stats.add(emitted)
+                stats.prefill_seconds = stats.prefill_seconds or time.perf_counter() - begun
+                hand_on(streamer, emitted)
+        finally:
+            job.stopped = True
+        if streamer is not None:
+            streamer.end()
+        stats.decode_seconds = time.perf_counter() - begun - stats.prefill_seconds
+        stats.drafted = text.drafted
+        return text.sequences
+
+    def _job(
+        self,
+        request: Request,
+        ending: Ending,
+        input_ids: Tensor,
+        mask: Tensor,
+        config: GenerationConfig,
+    ) -> _Job:
+        """How a request is decoded, of prompts [B, P] with a mask [B, P]."""
+        sampling, limit = request.sampling, self.speculator.target.limit
+        rows, width = input_ids.shape
+        prompt = Prompt(None, input_ids[mask > 0].tolist(), ending.limit - width)
+        together = self.rows > 1 and rows == 1 and sampling.rowwise and request.record is None
+        if limit is not None:
+            together = together and prompt.longest <= limit.positions
+        if not together:
+            return _Job()
+        if sampling.seeds is not None:
+            prompt = replace(prompt, seed=int(sampling.seeds[0]))
+        processors: Any = sampling.processors
+        heat = heat_of(config.do_sample, config.temperature)
+        manner = Manner(heat, processors, tuple(ending.eos))
+        alike = sampling.seeds is None, *map(settings_of, processors), tuple(sorted(manner.eos))
+        job = _Job(None, manner, alike)
+        job.prompt = replace(prompt, key=job)
+        return job
+
+    def _by_itself(self, job: _Job, decode: Callable[[], Any]) -> Any:
+        try:
+            job.turn.wait()
+            output = decode()
+            self._own.stats = self.speculator.stats
+            return output
+        finally:
+            job.done.set()
+
+    def _work(self) -> None:
+        """Decode what waits, until nothing does."""
+        while (job := self._next()) is not None:
+            if job.manner is None:
+                job.turn.set()
+                job.done.wait()
+            else:
+                self._decode_with(job, job.manner)
+
+    def _next(self) -> _Job | None:
+        with self._lock:
+            while self._waiting:
+                job = self._waiting.popleft()
+                if not job.stopped:
+                    return job
+            self._works = False
+            return None
+
+    def _next_like(self, alike: Hashable, count: int) -> list[_Job]:
+        """So many of the first requests that wait, as far as they are alike."""
+        found = []
+        with self._lock:
+            while self._waiting and self._waiting[0].alike == alike and len(found) < count:
+                found.append(self._waiting.popleft())
+        return [job for job in found if not job.stopped]
+
+    def _decode_with(self, job: _Job, manner: Manner) -> None:
+        """Decode a request, and those that can join it, until no more of them come."""
+        jobs = [job]
+        try:
+            with self.speculator.reserved():
+                stream = Stream(self.speculator, manner, self.rows)
+                stream.add(_prompts(jobs))
+                while stream.active:
+                    if more := self._next_like(job.alike, stream.room):
+                        jobs += more
+                        stream.add(_prompts(more))
+                    if gone := [each for each in jobs if each.stopped]:
+                        stream.stop(_prompts(gone))
+                        jobs = [each for each in jobs if not each.stopped]
+                    for piece in stream.round():
+                        piece.prompt.key.pieces.put(piece)
+                        if piece.ended and piece.prompt.key in jobs:
+                            jobs.remove(piece.prompt.key)
+        except Exception as error:
+            for each in jobs:
+                each.pieces.put(error)
+
+
+def _prompts(jobs: Sequence[_Job]) -> list[Prompt]:
+    return [job.prompt for job in jobs if job.prompt is not None]
+
+
+class _Text:
+    """A request's text as it grows.
+
+    Attributes:
+        sequences: [1, P + new], the prompt included.
+    """
+
+    def __init__(self, prompt: Tensor, ending: Ending):
+        self._ids = torch.nn.functional.pad(prompt, (0, ending.limit - prompt.shape[1]))
+        self._length, self._criteria = prompt.shape[1], ending.others
+        self._rounds: list[Emitted] = []
+
+    def add(self, emitted: Emitted) -> tuple[Emitted, bool]:
+        """Take what a round emitted for the row: so much of it as is kept, and whether it ends."""
+        count = int(emitted.count[0])
+        tokens = torch.from_numpy(emitted.tokens[0, :count])
+        self._ids[0, self._length : self._length + count] = tokens.to(self._ids.device)
+        kept = next((n for n in range(1, count + 1) if self._ends_after(n)), None)
+        self._rounds.append(replace(emitted, count=np.array([kept or count])))
+        self._length += kept or count
+        return self._rounds[-1], kept is not None
+
+    def _ends_after(self, count: int) -> bool:
+        """Whether the criteria hold so many tokens later, asked as `generate` asks."""
+        if not self._criteria:
+            return False
+        written = self._ids[:, : self._length + count]
+        return bool(self._criteria(written, None))  # type: ignore[arg-type]
+
+    @property
+    def sequences(self) -> Tensor:
+        return self._ids[:, : self._length]
+
+    @property
+    def drafted(self) -> Drafted:
+        """Who wrote each new token."""
+        kept = [(each, slice(int(each.count[0]))) for each in self._rounds]
+        depths = [each.depths[:, count] for each, count in kept]
+        drafters = [each.drafters[:, count] for each, count in kept]
+        return Drafted(np.concatenate(depths, 1), np.concatenate(drafters, 1))

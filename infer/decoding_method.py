@@ -1,0 +1,102 @@
+"""What takes the arguments of transformers' `generate`, and decodes in its place."""
+
+import functools
+from abc import ABC, abstractmethod
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from headstart.heads import OptionError
+
+from .generate_options import GenerateOptions, check_ids, without_stop_strings
+from .stats import Stats
+
+
+class DecodingMethod(ABC):
+    """A decoding method: `generate` hands it prompts, processors and criteria, see `__call__`.
+
+    Attributes:
+        tokenizer: only needed for `stop_strings`.
+        stats: what the last call did.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    stats: Stats
+
+    @property
+    @abstractmethod
+    def model(self) -> PreTrainedModel:
+        """The target."""
+
+    @abstractmethod
+    def __call__(self, model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Any:
+        """Decode, as `generate` calls it."""
+
+    @abstractmethod
+    def _write_nothing(self, rows: int) -> None:
+        """Have `stats` of a call that writes no token."""
+
+    def generate(
+        self,
+        input_ids: Tensor | None = None,
+        generation_config: Any = None,
+        **options: Any,
+    ) -> Any:
+        """Generate text as `model.generate` does, with the same arguments and result, but faster.
+
+            inputs = tokenizer(["a prompt", "another"], return_tensors="pt", padding=True)
+            output = speculator.generate(**inputs, max_new_tokens=64, do_sample=True, seed=0)
+
+        Also available as `model.generate(…, custom_generate=speculator)`, where a `streamer`,
+        `stop_strings`, `max_new_tokens=0` and `temperature=0` do not work.
+
+        Args:
+            input_ids: [B, P] int64, the prompts, padded on the left.
+            generation_config: a GenerationConfig; options given by name come before it.
+            options: what `model.generate` takes, such as `attention_mask` [B, P] (1 at tokens, 0 at
+                padding), `max_new_tokens`, `do_sample`, `temperature`, `top_p`, `top_k`,
+                `logits_processor`, `stopping_criteria`, `num_return_sequences`,
+                `return_dict_in_generate`; a `streamer`, for a single row; `stop_strings` (with
+                `tokenizer`, unless the speculator has it). `temperature=0` is greedy. And `seed`,
+                one for the batch or one per row, which makes sampling repeatable.
+
+        Returns:
+            [B, P + new] int64, prompts included, or a `GenerateDecoderOnlyOutput` with
+            `return_dict_in_generate=True`. `stats` then describes this call.
+
+        Raises:
+            OptionError: an option that cannot be honoured, by name.
+            DecodingError: the target's logits are NaN, or it has no further position.
+        """
+        input_ids = options.pop("inputs", None) if input_ids is None else input_ids
+        check_ids(input_ids)
+        if generation_config is not None:
+            options["generation_config"] = generation_config
+        given = GenerateOptions(options, self.model.generation_config)  # type: ignore[arg-type]
+        for name in ("assistant_model", "custom_generate", "synced_gpus"):
+            if options.pop(name, None):
+                raise OptionError(
+                    f"{name} was given; the speculator decodes by itself, on one process: leave "
+                    "it out."
+                )
+        streamer = options.pop("streamer", None)
+        tokenizer = options.pop("tokenizer", None) or self.tokenizer
+        if given.get("temperature") == 0 and given.get("do_sample"):
+            given.set(do_sample=False, temperature=1.0)
+        given.take_stop_strings(tokenizer)
+        if input_ids is not None and input_ids.shape[-1] == 0 and "inputs_embeds" not in options:
+            raise OptionError("the prompts are empty; expected at least one token a row.")
+        if given.get("max_new_tokens") == 0 and input_ids is not None:
+            ids = input_ids.repeat_interleave(given.get("num_return_sequences") or 1, dim=0)
+            self._write_nothing(len(ids))
+            if streamer is not None:
+                streamer.put(ids.cpu())
+                streamer.end()
+            as_dict = given.get("return_dict_in_generate")
+            return GenerateDecoderOnlyOutput(sequences=ids) if as_dict else ids  # type: ignore[arg-type]
+        given.check_padding(input_ids)
+        generate: Any = without_stop_strings(self.model).generate
+        call = functools.partial(self, streamer=streamer)
+        return generate(input_ids, custom_generate=call, **options)

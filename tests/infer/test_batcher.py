@@ -1,0 +1,325 @@
+"""Requests of several threads that are decoded together write what each writes alone."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import headstart
+from headstart.heads import FAMILIES, DecodingError, OptionError
+from headstart.infer import Batcher, Speculator
+from headstart.infer.stream import Stream
+from tests.support.covering import covering
+from tests.support.families import TREES, drafter
+from tests.support.tape import on_tape
+from tests.support.tiny import VOCAB, letters, one_line, tiny
+
+GREEDY: dict[str, Any] = {"do_sample": False, "pad_token_id": 0, "eos_token_id": [3, 9]}
+SAMPLED = GREEDY | {"do_sample": True, "temperature": 0.8, "top_k": 20, "top_p": 0.95}
+TREE = TREES[1]
+WAIT = 60  # seconds, after which a test has failed
+
+
+def asked(count: int) -> list[tuple[Tensor, dict[str, Any]]]:
+    """Prompts of different lengths, each with a budget and a seed."""
+    generator = torch.Generator().manual_seed(3)
+    lengths = torch.randint(1, 30, (count,), generator=generator).tolist()
+    return [
+        (
+            torch.randint(1, VOCAB, (1, length), generator=generator),
+            {"max_new_tokens": 3 + (7 * number) % 30},
+        )
+        for number, length in enumerate(lengths)
+    ]
+
+
+def every(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """What calls return, each in a thread of its own."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [each.result(WAIT) for each in [pool.submit(call) for call in calls]]
+
+
+@pytest.fixture
+def sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The rows of each batch that was started."""
+    found, true = list[int](), Stream._make_request
+
+    def make(self: Stream, batch: int) -> None:
+        found.append(batch)
+        true(self, batch)
+
+    monkeypatch.setattr(Stream, "_make_request", make)
+    yield found
+
+
+@pytest.fixture
+def waiting(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is decoded until this is set, so that all requests wait by then."""
+    ready, true = threading.Event(), Batcher._work
+
+    def work(self: Batcher) -> None:
+        assert ready.wait(WAIT)
+        true(self)
+
+    monkeypatch.setattr(Batcher, "_work", work)
+    yield ready
+    ready.set()
+
+
+def all_wait(batcher: Batcher, calls: Sequence[Callable[[], Any]], go: threading.Event) -> list:
+    """What calls return that all wait, in their order, before the first one is decoded."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        found = []
+        for number, call in enumerate(calls):
+            found.append(pool.submit(call))
+            while len(batcher._waiting) <= number:
+                assert not found[-1].done(), found[-1].result()
+        go.set()
+        return [each.result(WAIT) for each in found]
+
+
+@pytest.mark.parametrize(
+    ("name", "graphs", "sampled"),
+    covering([*product([None, *FAMILIES], (False, True), (False, True))]),
+)
+def test_texts_are_those_of_each_alone(name: str | None, graphs: bool, sampled: bool) -> None:
+    model = tiny("llama")
+    own = None if name is None else drafter(name, "tiny")
+    tree = None if name is None else "beam:3,3" if name == "redrafter" else TREE
+    speculator = Speculator(model, own, tree=tree)
+    if graphs:
+        on_tape(speculator)
+    batcher = Batcher(speculator, rows=3)
+    plain = Speculator(model)
+    how = SAMPLED if sampled else GREEDY
+
+    def call(generate: Any, number: int) -> Callable[[], Any]:
+        ids, options = prompts[number]
+        return lambda: generate(ids, **how, **options, **seed(number))
+
+    def seed(number: int) -> dict[str, Any]:
+        return {"seed": 100 + number} if sampled else {}
+
+    prompts = asked(8)
+    found = every([call(batcher.generate, number) for number in range(8)])
+    for number, text in enumerate(found):
+        assert torch.equal(text, call(plain.generate, number)())
+    if graphs:
+        assert speculator.graphs is not None and speculator.graphs.replayed > 0
+
+
+def test_a_batch_has_the_rows_that_it_needs(sizes: list[int], waiting: threading.Event) -> None:
+    """It grows with what waits, and shrinks once most have ended; no more than are allowed."""
+    model, (ids, _) = tiny("llama"), asked(1)[0]
+    batcher = Batcher(Speculator(model, drafter("medusa", "tiny"), tree=TREE), rows=6)
+    budgets = [120, *[4 + n for n in range(8)]]
+
+    def call(budget: int) -> Callable[[], Tensor]:
+        return lambda: batcher.generate(ids, max_new_tokens=budget, do_sample=False)
+
+    found = all_wait(batcher, [call(budget) for budget in budgets], waiting)
+    expected = model.generate(ids, max_new_tokens=120, do_sample=False)
+    for budget, text in zip(budgets, found, strict=True):
+        assert torch.equal(text, expected[:, : ids.shape[1] + budget])
+    assert sizes[:2] == [1, 6] and sizes[-1] == 1 and max(sizes) == 6
+
+
+def test_each_request_has_its_own_criteria_streamer_and_statistics(
+    waiting: threading.Event,
+) -> None:
+    model, tokenizer = tiny("llama"), letters()
+    speculator = Speculator(model, drafter("medusa", "tiny"), tree=TREE, tokenizer=tokenizer)
+    batcher = Batcher(speculator, rows=4)
+    prompts, how = [ids for ids, _ in asked(4)], {"do_sample": False, "max_new_tokens": 40}
+    texts = [model.generate(ids, **how)[0] for ids in prompts]
+    stops = [tokenizer.decode(t[len(p[0]) + 20 :][:3]) for t, p in zip(texts, prompts, strict=True)]
+
+    def call(decode: Any, number: int) -> Callable[[], Any]:
+        def run() -> Any:
+            streamed = Kept()
+            text = decode.generate(
+                prompts[number], stop_strings=[stops[number]], streamer=streamed, **how
+            )
+            assert streamed.tokens == text[0].tolist() and streamed.ended
+            return text, decode.stats
+
+        return run
+
+    found = all_wait(batcher, [call(batcher, number) for number in range(4)], waiting)
+    for number, (text, stats) in enumerate(found):
+        expected = call(speculator, number)()[0]
+        assert torch.equal(text, expected)
+        new = text.shape[1] - prompts[number].shape[1]
+        assert 0 < new < 40 and stats.tokens == new and stats.drafted.depths.shape == (1, new)
+        assert (stats.drafted.depths > 0).sum() + stats.rounds >= new
+        assert stats.prefill_seconds > 0 and stats.decode_seconds > 0
+
+
+class Kept(BaseStreamer):
+    """Keeps the tokens that it is given; it may leave after so many calls."""
+
+    def __init__(self, leaves: int | None = None) -> None:
+        self.tokens, self.ended, self._leaves = list[int](), False, leaves
+
+    def put(self, value: Tensor) -> None:
+        if self._leaves is not None:
+            self._leaves -= 1
+            if self._leaves < 0:
+                raise ConnectionError("gone")
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_who_leaves_frees_a_row_and_nobody_notices(graphs: bool, waiting: threading.Event) -> None:
+    model = tiny("llama")
+    speculator = Speculator(model, drafter("medusa", "tiny"), tree=TREE)
+    if graphs:
+        on_tape(speculator)
+    batcher = Batcher(speculator, rows=3)
+    prompts, how = [ids for ids, _ in asked(5)], {"do_sample": False, "max_new_tokens": 60}
+
+    def call(number: int) -> Callable[[], Any]:
+        return lambda: batcher.generate(prompts[number], **how)
+
+    def leave() -> None:
+        with pytest.raises(ConnectionError):
+            batcher.generate(prompts[0], streamer=Kept(3), max_new_tokens=200, do_sample=False)
+
+    calls = [call(1), leave, call(2), call(3), leave, call(4)]
+    found = all_wait(batcher, calls, waiting)
+    texts = [text for text in found if text is not None]
+    for ids, text in zip(prompts[1:], texts, strict=True):
+        assert torch.equal(text, model.generate(ids, **how))
+
+
+def test_what_cannot_join_is_decoded_by_itself_in_its_turn(waiting: threading.Event) -> None:
+    """Several rows, settings that read the text, scores; other settings wait for their turn."""
+    model = tiny("llama")
+    speculator = Speculator(model, drafter("medusa", "tiny"), tree=TREE)
+    batcher = Batcher(speculator, rows=4)
+    ids = asked(1)[0][0]
+    more = {"max_new_tokens": 12, "pad_token_id": 0}
+    calls: list[dict[str, Any]] = [
+        {"do_sample": False},
+        {"do_sample": True, "seed": 5, "top_k": 0},
+        {"do_sample": False, "repetition_penalty": 1.3},
+        {"do_sample": True, "seed": [6], "top_k": 0},
+        {"do_sample": True, "seed": [6], "top_k": 0, "temperature": 0.5},
+        {"do_sample": True, "seed": 5, "top_k": 0, "num_return_sequences": 3},
+        {"do_sample": False, "output_scores": True, "return_dict_in_generate": True},
+        {"do_sample": False, "return_dict_in_generate": True},
+        {"do_sample": False, "suppress_tokens": [4, 5]},
+        {"do_sample": False, "suppress_tokens": [4, 6]},
+    ]
+    ended = list[int]()
+
+    def call(number: int) -> Callable[[], Any]:
+        def run() -> Any:
+            found = batcher.generate(ids, **calls[number], **more)
+            ended.append(number)
+            return found
+
+        return run
+
+    found = all_wait(batcher, [call(number) for number in range(len(calls))], waiting)
+    for options, text in zip(calls, found, strict=True):
+        expected = speculator.generate(ids, **options, **more)
+        if options.get("return_dict_in_generate"):
+            assert ("scores" in text) == ("scores" in expected)
+            text, expected = text.sequences, expected.sequences
+        assert torch.equal(text, expected)
+    assert ended.index(0) < ended.index(2) < ended.index(5)
+
+
+def test_a_padded_prompt_has_the_same_text() -> None:
+    model, ids = tiny("llama"), asked(1)[0][0]
+    batcher = Batcher(Speculator(model), rows=2)
+    padded = torch.nn.functional.pad(ids, (5, 0))
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (5, 0))
+    how: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    found = batcher.generate(padded, attention_mask=mask, **how)
+    assert torch.equal(found, model.generate(padded, attention_mask=mask, **how))
+
+
+def test_drawn_seeds_are_those_of_the_default_generator() -> None:
+    model, ids = tiny("llama"), asked(1)[0][0]
+    speculator = Speculator(model, drafter("medusa", "tiny"), tree=TREE)
+    for rows, returned in ((1, 1), (4, 1), (4, 3)):
+        how = SAMPLED | {"max_new_tokens": 12, "num_return_sequences": returned}
+        texts = []
+        for decode in (Batcher(speculator, rows), speculator):
+            torch.manual_seed(11)
+            texts.append(decode.generate(ids, **how))
+        assert torch.equal(*texts)
+
+
+def test_an_error_is_raised_in_every_thread_that_it_concerns(
+    waiting: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batcher = Batcher(Speculator(tiny("llama")), rows=4)
+    ids, true = asked(1)[0][0], Stream.round
+
+    def fail(self: Stream) -> Any:
+        raise DecodingError("the target's scores for new token 1 are NaN")
+
+    monkeypatch.setattr(Stream, "round", fail)
+
+    def call() -> str:
+        with pytest.raises(DecodingError) as error:
+            batcher.generate(ids, max_new_tokens=5, do_sample=False)
+        return one_line(error.value)
+
+    found = all_wait(batcher, [call] * 3, waiting)
+    assert found == ["the target's scores for new token 1 are NaN"] * 3
+    monkeypatch.setattr(Stream, "round", true)
+    assert batcher.generate(ids, max_new_tokens=5, do_sample=False).shape[1] == ids.shape[1] + 5
+
+
+class Asks(StoppingCriteria):
+    """Asks for another text once, and stops nothing."""
+
+    def __init__(self, ask: Callable[[], Any]):
+        self.ask = ask
+        self.answer: Any = None
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        if self.answer is None:
+            self.answer = self.ask()
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+def test_a_request_may_ask_for_another_where_that_can_be_decoded_beside_it() -> None:
+    model, ids = tiny("llama"), asked(1)[0][0]
+    batcher = Batcher(Speculator(model), rows=2)
+    how: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False}
+    expected = model.generate(ids, **how)
+    inner = Asks(lambda: batcher.generate(ids, **how))
+    assert torch.equal(batcher.generate(ids, stopping_criteria=[inner], **how), expected)
+    assert torch.equal(inner.answer, expected)
+    inner.answer = None
+    with pytest.raises(OptionError, match="called from within a request"):
+        batcher.generate(ids, stopping_criteria=[inner], repetition_penalty=1.2, **how)
+    assert torch.equal(batcher.generate(ids, **how), expected)
+
+
+def test_a_thread_without_work_ends_and_nothing_is_kept() -> None:
+    batcher = headstart.Batcher(Speculator(tiny("llama")), rows=2)
+    ids = asked(1)[0][0]
+    assert batcher.generate(ids, max_new_tokens=0, do_sample=False).shape == ids.shape
+    batcher.generate(ids, max_new_tokens=4, do_sample=False)
+    for thread in threading.enumerate():
+        if thread.name == "headstart-batcher":
+            thread.join(WAIT)
+    assert not batcher._works and not batcher._waiting
+    with pytest.raises(OptionError, match="rows is 0"):
+        Batcher(batcher.speculator, rows=0)
