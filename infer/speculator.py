@@ -20,7 +20,13 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import Drafter, DrafterGroup, OptionError, SlabCache
-from headstart.heads.core import alone, current, device_and_dtype, language_model_in
+from headstart.heads.core import (
+    alone,
+    current,
+    device_and_dtype,
+    language_model_in,
+    release_threads,
+)
 
 from .decoding_method import DecodingMethod
 from .generate_options import (
@@ -153,6 +159,7 @@ class Speculator(DecodingMethod):
         self._captures = graphs
         self._lock, self._decodes = threading.RLock(), False
         self._set_up(target)
+        self._release_threads()
 
     def _policy(self, tree: _Tree) -> Policy:
         return default_tree(self.drafters.drafters) if tree is None else parse_tree(tree)
@@ -197,6 +204,12 @@ class Speculator(DecodingMethod):
             finally:
                 self._decodes = False
                 _requests.open -= 1
+                self._release_threads()
+
+    def _release_threads(self) -> None:
+        """Let another thread decode as fast on a CPU."""
+        if self.device.type == "cpu":
+            release_threads()
 
     def _spare(self) -> "Speculator":
         """Another speculator like this one, for a single request; it captures no rounds."""

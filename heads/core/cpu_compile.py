@@ -12,7 +12,6 @@ import hashlib
 import logging
 import os
 import platform
-import re
 import shutil
 import subprocess
 import sys
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from .machine import openmp_library
 
 logger = logging.getLogger(__name__)
 
@@ -181,9 +182,8 @@ def cache_folder() -> Path:
 
 def _threads_of_torch() -> list[str]:
     """The library whose threads torch runs on: ours would wait in turns with those of another."""
-    with open("/proc/self/maps") as maps:
-        found = re.search(r"/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", maps.read())
-    return ["-Wl,--as-needed", found[0]] if found else []
+    found = openmp_library()
+    return ["-Wl,--as-needed", found] if found else []
 
 
 def _compile(into: Path, flags: tuple[str, ...]) -> None:

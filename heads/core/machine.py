@@ -1,6 +1,10 @@
 """What this machine's processor has: cores for threads, and types that it computes in fast."""
 
+import ctypes
 import os
+import re
+from functools import cache
+from typing import Any
 
 import psutil
 import torch
@@ -22,6 +26,36 @@ def use_physical_cores() -> int:
     if not any(os.environ.get(name) for name in _ASKED):
         torch.set_num_threads(min(torch.get_num_threads(), physical_cores()))
     return torch.get_num_threads()
+
+
+def openmp_library() -> str | None:
+    """The file of the library whose threads torch runs on, where the system tells."""
+    try:
+        with open("/proc/self/maps") as maps:
+            found = re.search(r"/\S*/lib(?:gomp|iomp5|omp)[^/\s]*\.so\S*", maps.read())
+    except OSError:
+        return None
+    return None if found is None else found[0]
+
+
+_HARD = 2  # OpenMP's number of the pause that ends the threads
+
+
+@cache
+def _gnu_openmp() -> Any:
+    path = openmp_library()
+    library = ctypes.CDLL(path) if path and "libgomp" in path else None
+    return library if hasattr(library, "omp_pause_resource_all") else None
+
+
+def release_threads() -> None:
+    """End the threads that wait for the calling thread's next parallel work, which starts others.
+
+    GNU's OpenMP keeps some for each thread that ever had such work. While all of them together are
+    more than the cores, its threads sleep wherever they wait, and decoding takes twice as long.
+    """
+    if (library := _gnu_openmp()) is not None:
+        library.omp_pause_resource_all(_HARD)
 
 
 def has_bfloat16() -> bool:

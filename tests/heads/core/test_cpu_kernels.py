@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -258,3 +259,26 @@ def test_huge_pages_change_no_number() -> None:
     address, before = tensor.data_ptr(), tensor.clone()
     cpu_kernels.use_huge_pages([tensor, tensor[:0]])
     assert tensor.data_ptr() == address and torch.equal(tensor, before)
+
+
+def huge_bytes() -> int:
+    """Of this process, what the system keeps in huge pages."""
+    found = re.search(r"AnonHugePages:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text())
+    return 0 if found is None else int(found[1]) << 10
+
+
+def test_small_weights_share_huge_pages() -> None:
+    """Of weights smaller than a huge page, each of which is first written to what fits in it."""
+    if sys.platform != "linux":
+        pytest.skip("other systems are not told")
+    size, before = 1200 << 10, huge_bytes()
+    plain = [torch.zeros(size, dtype=torch.uint8).fill_(7) for _ in range(40)]
+    cpu_kernels.use_huge_pages(plain)
+    if huge_bytes() - before < 20 * size:
+        pytest.skip("this system keeps none on demand")
+    before = huge_bytes()
+    given = torch.full((size,), 7, dtype=torch.uint8)
+    made = [cpu_kernels.in_huge_pages(given) for _ in range(40)]
+    cpu_kernels.use_huge_pages(made)
+    assert huge_bytes() - before > 20 * size
+    assert all(torch.equal(each, given) for each in made)
