@@ -252,7 +252,7 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> None:
     spans = [(each.data_ptr(), each.data_ptr() + each.nbytes) for each in tensors]
     pages = {page for first, end in spans for page in range(first // _HUGE, -(-end // _HUGE))}
     for page in sorted(pages):
-        # Linux makes a page only of memory of one advice, which `in_huge_pages` gives to parts alone.
+        # Linux makes a page of memory of one advice only, and `in_huge_pages` gives it to parts.
         _advise(page * _HUGE, _HUGE, _HUGE_LATER)
         _advise(page * _HUGE, _HUGE, _COLLAPSE)
 
