@@ -5,9 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
@@ -16,16 +15,14 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    LogitsProcessorList,
     PreTrainedModel,
-    StoppingCriteriaList,
 )
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import OptionError
 
-from .decoding_method import DecodingMethod
+from .decoding_method import DecodingMethod, Given
 from .generate_options import Ending
 from .request import Request
 from .runners import settings_of
@@ -113,22 +110,12 @@ class Batcher(DecodingMethod):
         self._own.stats = Stats()
         self._own.stats.drafted = Drafted.nothing(rows)
 
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
-        generation_config: GenerationConfig | None = None,
-        synced_gpus: bool = False,
-        streamer: BaseStreamer | None = None,
-        seed: int | Sequence[int] | Tensor | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Decode beside other threads' requests; see `Speculator.__call__`."""
-        given = model, input_ids, logits_processor, stopping_criteria, generation_config
-        request, ending, mask = self.speculator.request_of(*given, seed, model_kwargs)
-        config = generation_config or model.generation_config
+    def _decode(self, given: Given, streamer: BaseStreamer | None) -> Any:
+        request, ending, mask = self.speculator.request_of(*given)
+        config, input_ids = (
+            given.generation_config or given.model.generation_config,
+            given.input_ids,
+        )
         job = self._job(request, ending, input_ids, mask, config)
         if self.speculator.in_request:
             raise OptionError(
@@ -142,9 +129,8 @@ class Batcher(DecodingMethod):
                 threading.Thread(target=self._work, name="headstart-batcher", daemon=True).start()
         if job.manner is None:
             if (seeds := request.sampling.seeds) is not None:
-                seed = seeds.tolist()  # which may have been drawn just now
-            more = {"streamer": streamer, "seed": seed, **model_kwargs}
-            return self._by_itself(job, partial(self.speculator, *given, **more))
+                given = given._replace(seed=seeds.tolist())  # which may have been drawn just now
+            return self._by_itself(job, given, streamer)
         text = self._follow(job, job.manner, _Text(input_ids, ending), streamer)
         ending.warn_of_length(text)
         if not config.return_dict_in_generate:
@@ -205,10 +191,10 @@ class Batcher(DecodingMethod):
         job.prompt = replace(prompt, key=job)
         return job
 
-    def _by_itself(self, job: _Job, decode: Callable[[], Any]) -> Any:
+    def _by_itself(self, job: _Job, given: Given, streamer: BaseStreamer | None) -> Any:
         try:
             job.turn.wait()
-            output = decode()
+            output = self.speculator._decode(given, streamer)
             self._own.stats = self.speculator.stats
             return output
         finally:

@@ -2,16 +2,36 @@
 
 import functools
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import OptionError
 
 from .generate_options import GenerateOptions, check_ids, without_stop_strings
 from .stats import Stats
+
+
+class Given(NamedTuple):
+    """What `generate` hands a decoding method, see `DecodingMethod.__call__`."""
+
+    model: PreTrainedModel
+    input_ids: Tensor
+    logits_processor: LogitsProcessorList | None
+    stopping_criteria: StoppingCriteriaList | None
+    generation_config: GenerationConfig | None
+    seed: int | Sequence[int] | Tensor | None
+    model_kwargs: dict[str, Any]
 
 
 class DecodingMethod(ABC):
@@ -30,9 +50,39 @@ class DecodingMethod(ABC):
     def model(self) -> PreTrainedModel:
         """The target."""
 
+    def __call__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList | None = None,
+        stopping_criteria: StoppingCriteriaList | None = None,
+        generation_config: GenerationConfig | None = None,
+        synced_gpus: bool = False,
+        streamer: BaseStreamer | None = None,
+        seed: int | Sequence[int] | Tensor | None = None,
+        **model_kwargs: Any,
+    ) -> Tensor | GenerateDecoderOnlyOutput:
+        """Decode, as `generate` calls it.
+
+        Args:
+            input_ids: [B, P] int64, padded on the left.
+            seed: one seed for the batch, or one per row; drawn from torch's default generator when
+                None, so `transformers.set_seed` governs it.
+
+        Returns:
+            [B, P + new] int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`. In
+            its `scores` and `logits`, a row that has ended is certain of the padding token.
+
+        Raises:
+            OptionError: something was asked for that cannot be honoured, by name.
+            DecodingError: the target's logits are NaN, or it has no further position.
+        """
+        given = (model, input_ids, logits_processor, stopping_criteria, generation_config, seed)
+        return self._decode(Given(*given, model_kwargs), streamer)
+
     @abstractmethod
-    def __call__(self, model: PreTrainedModel, input_ids: Tensor, **given: Any) -> Any:
-        """Decode, as `generate` calls it."""
+    def _decode(self, given: Given, streamer: BaseStreamer | None) -> Any:
+        """See `__call__`."""
 
     @abstractmethod
     def _write_nothing(self, rows: int) -> None:

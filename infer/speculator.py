@@ -28,7 +28,7 @@ from headstart.heads.core import (
     release_threads,
 )
 
-from .decoding_method import DecodingMethod
+from .decoding_method import DecodingMethod, Given
 from .generate_options import (
     Ending,
     check_autocast,
@@ -258,42 +258,9 @@ class Speculator(DecodingMethod):
     # What a request leaves for the next one must not be made under a caller's inference mode.
     @torch.inference_mode(False)
     @torch.no_grad()
-    def __call__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: LogitsProcessorList | None = None,
-        stopping_criteria: StoppingCriteriaList | None = None,
-        generation_config: GenerationConfig | None = None,
-        synced_gpus: bool = False,
-        streamer: BaseStreamer | None = None,
-        seed: int | Sequence[int] | Tensor | None = None,
-        **model_kwargs: Any,
-    ) -> Tensor | GenerateDecoderOnlyOutput:
-        """Decode, as `generate` calls it.
-
-        Args:
-            input_ids: [B, P] int64, padded on the left.
-            seed: one seed for the batch, or one per row; drawn from torch's default generator when
-                None, so `transformers.set_seed` governs it.
-
-        Returns:
-            [B, P + new] int64, or a `GenerateDecoderOnlyOutput` with `return_dict_in_generate`. In
-            its `scores` and `logits`, a row that has ended is certain of the padding token.
-
-        Raises:
-            OptionError: something was asked for that cannot be honoured, by name.
-            DecodingError: the target's logits are NaN, or it has no further position.
-        """
-        request, ending, mask = self.request_of(
-            model,
-            input_ids,
-            logits_processor,
-            stopping_criteria,
-            generation_config,
-            seed,
-            model_kwargs,
-        )
+    def _decode(self, given: Given, streamer: BaseStreamer | None) -> Any:
+        request, ending, mask = self.request_of(*given)
+        model, input_ids, config = given.model, given.input_ids, given.generation_config
         if streamer is not None and len(input_ids) > 1:
             raise OptionError(
                 f"a streamer takes one row, found {len(input_ids)}; stream one prompt a call."
@@ -309,7 +276,7 @@ class Speculator(DecodingMethod):
             streamer.end()
         sequences, self.stats.drafted = decoding.sequences, request.rows.drafted()
         ending.warn_of_length(sequences)
-        if not (generation_config or model.generation_config).return_dict_in_generate:
+        if not (config or model.generation_config).return_dict_in_generate:
             return sequences
         found: Any = {} if record is None else record.steps(sequences.shape[1] - width, ending.pad)
         return GenerateDecoderOnlyOutput(sequences=sequences, **found)  # type: ignore[arg-type]

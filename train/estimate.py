@@ -295,9 +295,10 @@ class _Arithmetic:
         size, vocab = self.text.hidden_size, self.text.vocab_size
         attention = 2.0 * self.row * size * len(attending_layers(self.text, alone=False))
         soft = loss_of(self.recipe.train.loss).divergence is not None
-        confident = self.recipe.train.position_weights == "confidence"
-        final = soft or confident
-        frozen = 2.0 * self.layers + attention if config.feature_layers or final else 0.0
+        weights = self.recipe.train.position_weights
+        confident = weights == "confidence"
+        reads = config.feature_layers or soft or confident
+        frozen = 2.0 * self.layers + attention if reads else 0.0
         teacher = 2.0 * size * (getattr(config, "draft_vocab_size", 0) or vocab) * supervised
         frozen += teacher * (soft + confident)
         depths = self.drafter.train_depths if isinstance(self.drafter, TrainableDrafter) else 1
@@ -305,7 +306,6 @@ class _Arithmetic:
         again = 2.0 if self.recipe.train.activation_checkpointing else 0.0
         passes = self._passes(self.row)
         learned = (6.0 + again) * inner * passes
-        weights = self.recipe.train.position_weights
         first = 2.0 if weights == "acceptance" else 0.0  # logits, for the weights
         # Heads have a matrix each; others have one, which is applied to every depth.
         applied, drafted = min(passes, float(depths)), supervised

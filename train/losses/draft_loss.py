@@ -178,8 +178,8 @@ class DraftLoss:
         feature_weight: weight of the distance between the drafter's `predicted_features` and the
             target's final ones, which is added to each position's loss.
         size: see `rows_at_once`; as it says when None.
-        weights: by which each position's loss is also multiplied at each depth: none,
-            those of `acceptance_weights` or of `confidence_weights`. They have no gradient.
+        weights: by which each position's loss is also multiplied at each depth: none, those of
+            `acceptance_weights` or of `confidence_weights`. They have no gradient.
 
     Raises:
         OptionError: see `Teacher`; or the drafter predicts no features.
