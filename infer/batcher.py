@@ -21,10 +21,12 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from headstart.heads import OptionError
+from headstart.heads.core import RowSettings
 
 from .decoding_method import DecodingMethod, Given
 from .generate_options import Ending
 from .request import Request
+from .rules.registry import find_rule
 from .runners import settings_of
 from .speculator import Speculator
 from .stats import Drafted, Emitted, Stats
@@ -65,13 +67,17 @@ class Batcher(DecodingMethod):
         output = batcher.generate(**inputs, max_new_tokens=128)   # in each thread
 
     `generate` takes and returns what `Speculator.generate` does, and the text is the same but for
-    near-ties: a forward over more rows may round otherwise. Requests join and leave the batch at
-    any round, each with a length, seed, streamer and stopping criteria of its own.
+    near-ties: a forward over more rows may round otherwise. With a rule such as `rejection`, whose
+    text depends on what was drafted, it has the same distribution. Requests join and leave the
+    batch at any round, each with a length, seed, streamer and stopping criteria of its own.
 
-    Requests are decoded together that have one prompt, the same end tokens, and the same sampling
-    settings, among which those that read the text (such as a repetition penalty) are not. They are
-    taken in the order in which they came: one that cannot join those that are being decoded, waits
-    until these have ended, and later ones wait for it. What else is asked for is decoded by itself.
+    Requests are decoded together that have one prompt and the same end tokens. They may differ in
+    temperature, top-k, top-p and min-p, and greedy ones are decoded beside sampled ones where the
+    speculator's rule has the text of plain decoding (`coupled`, the default, and `match`). Other
+    settings must be the same, and those that read the text (such as a repetition penalty) are
+    decoded by themselves, as is what else is asked for. Requests are taken in the order in which
+    they came: one that cannot join those that are being decoded, waits until these have ended, and
+    later ones wait for it.
 
     The cache has space for the longest of the requests in every row, so memory grows with both.
 
@@ -131,17 +137,16 @@ class Batcher(DecodingMethod):
             if (seeds := request.sampling.seeds) is not None:
                 given = given._replace(seed=seeds.tolist())  # which may have been drawn just now
             return self._by_itself(job, given, streamer)
-        text = self._follow(job, job.manner, _Text(input_ids, ending), streamer)
+        heat = heat_of(config.do_sample, config.temperature)
+        depth = self.speculator.tree_of(1, heat).max_depth
+        text = self._follow(job, depth, _Text(input_ids, ending), streamer)
         ending.warn_of_length(text)
         if not config.return_dict_in_generate:
             return text
         return GenerateDecoderOnlyOutput(sequences=text)  # type: ignore[arg-type]
 
-    def _follow(
-        self, job: _Job, manner: Manner, text: _Text, streamer: BaseStreamer | None
-    ) -> Tensor:
+    def _follow(self, job: _Job, depth: int, text: _Text, streamer: BaseStreamer | None) -> Tensor:
         """Take a request's text as it is written, until it or its criteria end it: [1, P + new]."""
-        depth = self.speculator.tree_of(1, manner.temperature).max_depth
         self._own.stats = stats = Stats(depth)
         begun, ended = time.perf_counter(), False
         try:
@@ -181,13 +186,19 @@ class Batcher(DecodingMethod):
             together = together and prompt.longest <= limit.positions
         if not together:
             return _Job()
-        if sampling.seeds is not None:
+        if sampled := sampling.seeds is not None:
             prompt = replace(prompt, seed=int(sampling.seeds[0]))
-        processors: Any = sampling.processors
-        heat = heat_of(config.do_sample, config.temperature)
-        manner = Manner(heat, processors, tuple(ending.eos))
-        alike = sampling.seeds is None, *map(settings_of, processors), tuple(sorted(manner.eos))
-        job = _Job(None, manner, alike)
+        eos, processors = tuple(ending.eos), sampling.processors
+        settings = RowSettings.of(processors, sampled)
+        if settings is None:
+            heat = heat_of(config.do_sample, config.temperature)
+            manner = Manner(eos, heat, processors)
+            kind = sampled, *map(settings_of, processors or ())
+        else:
+            prompt, manner = replace(prompt, settings=settings), Manner(eos)
+            # Of the other rules none decodes greedily beside rows that are sampled.
+            kind = sampled and not find_rule(self.speculator.rule).same_text
+        job = _Job(None, manner, (kind, frozenset(eos)))
         job.prompt = replace(prompt, key=job)
         return job
 

@@ -77,7 +77,6 @@ class CapturedRunner:
         self.request, self.graphs = request, graphs
         self.slots_ahead = 2 * (request.policy.max_depth + 1)
         self._started: deque[tuple[Callable[[], np.ndarray], int]] = deque()  # report, its A
-        self._settings = built_in(request.sampling)
 
     def start(self, batch: int, capacity: int) -> list[Any]:
         return self.graphs.states(self.request.drafters, batch, capacity)
@@ -99,9 +98,10 @@ class CapturedRunner:
         for name in ("ends", "seen"):
             if (value := getattr(request.text, name)) is not None:
                 setattr(request.text, name, keep(name, value))
-        self._keep_rows()
+        self.refill()
 
     def refill(self) -> None:
+        self._settings = built_in(self.request.sampling)
         self._keep_rows()
 
     def settle(self) -> Iterator[tuple[np.ndarray, int]]:

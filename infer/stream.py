@@ -25,11 +25,12 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
-from headstart.heads import OptionError, Sampling, SlabCache
-from headstart.heads.core import current, in_steps
+from headstart.heads import OptionError, Sampling
+from headstart.heads.core import EachRow, RowSettings, current, in_steps
 
 from .loop import Decoding
 from .request import Capacity, Request
+from .row_states import adopt_rows
 from .rows import Rows
 from .rules.registry import choose_rule
 from .speculator import Speculator
@@ -49,13 +50,15 @@ class Prompt:
         key: the caller's own.
         tokens: [P] ids.
         new_tokens: at most so many are written.
-        seed: of its noise, where the stream samples.
+        seed: of its noise, where it is sampled.
+        settings: how it is sampled, in a stream whose prompts differ in that.
     """
 
     key: Any
     tokens: Sequence[int]
     new_tokens: int
     seed: int = 0
+    settings: RowSettings = RowSettings()  # noqa: RUF009 - a tuple
 
     @property
     def longest(self) -> int:
@@ -65,17 +68,18 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Manner:
-    """How all prompts of a stream are decoded.
+    """How the prompts of a stream are decoded.
 
     Attributes:
-        temperature: for which the tree is chosen; 0 is greedy decoding.
-        processors: that read single rows of logits alone, the temperature's among them.
         eos: token ids that end a text.
+        temperature: for which the tree is chosen; 0 is greedy decoding.
+        processors: that read single rows of logits alone, the temperature's among them; None where
+            each prompt has `settings` of its own. The tree is then for their mean temperature.
     """
 
-    temperature: float
-    processors: LogitsProcessorList
     eos: tuple[int, ...]
+    temperature: float = 0.0
+    processors: LogitsProcessorList | None = None
 
 
 class Piece(NamedTuple):
@@ -113,7 +117,7 @@ def decode_stream(
     processors = LogitsProcessorList()
     if temperature not in (0.0, 1.0):
         processors.append(TemperatureLogitsWarper(temperature))
-    manner = Manner(temperature, processors, tuple(eos.flatten().tolist()))
+    manner = Manner(tuple(eos.flatten().tolist()), temperature, processors)
     stream = Stream(speculator, manner, batch, longest)
     while True:
         # A few at a time, so that prompts rarely run alone.
@@ -175,6 +179,7 @@ class Stream:
         self.speculator, self.manner, self.limit = speculator, manner, limit
         self.longest = longest
         self._rows: list[_Running | None] = []
+        self._heat = 0.0  # the temperature that the tree is chosen for
         self._pieces: list[Piece] = []  # that no round has returned yet
 
     @property
@@ -198,7 +203,8 @@ class Stream:
             longest = _power_of_two(longest)  # so that batches seldom start anew
         self._settle()
         new = [_Running(prompt) for prompt in prompts]
-        if longest > self.longest or len(new) + self.active > len(self._rows):
+        fits = longest <= self.longest and len(new) + self.active <= len(self._rows)
+        if not fits or (self._heat == 0 and self._temperature(new) > 0):
             self._start(new, max(longest, self.longest))
         else:
             with current(self.request.device):
@@ -256,19 +262,29 @@ class Stream:
         self.longest = longest
         if not running:
             return
+        self._heat = self._temperature(running)
         with current(self.speculator.device):
             self._make_request(batch)
             self._fill(running)
 
+    def _temperature(self, running: Sequence[_Running]) -> float:
+        """The temperature to choose a tree for; 0 where all are decoded greedily."""
+        if self.manner.processors is not None:
+            return self.manner.temperature
+        return sum(own.prompt.settings.temperature for own in running) / len(running)
+
     def _make_request(self, batch: int) -> None:
         """Make a request whose rows have all ended, at position 0."""
-        speculator, manner = self.speculator, self.manner
+        speculator, manner, heat = self.speculator, self.manner, self._heat
         target, device = speculator.target, speculator.device
-        rule = choose_rule(speculator.rule, manner.temperature > 0)
-        seeds = torch.zeros(batch, dtype=torch.long, device=device) if manner.temperature else None
+        rule = choose_rule(speculator.rule, heat > 0)
+        seeds = torch.zeros(batch, dtype=torch.long, device=device) if heat else None
+        processors = manner.processors
+        if processors is None and heat:
+            processors = LogitsProcessorList([EachRow(batch, device)])
         self.request = request = Request(
-            target, speculator.decoding_drafters, speculator.tree_of(batch, manner.temperature),
-            Sampling(seeds, manner.processors), rule=rule,
+            target, speculator.decoding_drafters, speculator.tree_of(batch, heat),
+            Sampling(seeds, processors), rule=rule,
             expansion=speculator.expansion if rule.samples else rule.children, eos=manner.eos,
         )  # fmt: skip
         rule.check_sampling(request.sampling)
@@ -300,6 +316,8 @@ class Stream:
             for row, running in zip(rows, some, strict=True):
                 self._rows[row] = running
             self._run_prompts(rows, some)
+        if (each := self._each_row) is not None:
+            each.note(own.prompt.settings for own in self._rows if own is not None)
         if self._begun:
             self.decoding.runner.refill()
         else:
@@ -307,6 +325,12 @@ class Stream:
             self._begun = True
         # A stream may go on for days; nobody reads these.
         self.decoding.stats = Stats(self.request.policy.max_depth)
+
+    @property
+    def _each_row(self) -> EachRow | None:
+        """The settings of rows that differ in them."""
+        found = self.request.sampling.processors or ()
+        return next((item for item in found if isinstance(item, EachRow)), None)
 
     def _run_prompts(self, rows: list[int], new: Sequence[_Running]) -> None:
         request, target = self.request, self.request.target
@@ -331,6 +355,8 @@ class Stream:
         if request.sampling.seeds is not None:
             seeds = torch.tensor([each.prompt.seed for each in new], device=target.device)
             request.sampling.seeds.index_copy_(0, where, seeds)
+        if (each := self._each_row) is not None:
+            each.write(where, [running.prompt.settings for running in new])
         last = features.gather(1, (count - 1).view(-1, 1, 1).expand(-1, 1, features.shape[-1]))
         root = tokens.gather(1, position.unsqueeze(1))
         self._commit(where, last, root, position)
@@ -358,40 +384,3 @@ def _power_of_two(number: int) -> int:
     [0, 1, 2, 4, 16]
     """
     return 1 << (number - 1).bit_length() if number else 0
-
-
-def adopt_rows(own: Any, other: Any, rows: Tensor, slots: int, batch: int) -> None:
-    """Put what states of drafters hold of new prompts into rows [R] of states of `batch` rows.
-
-    Args:
-        other: states that have seen their prompts, and no round yet: tensors and slab caches with a
-            row for each text, as attributes, or attributes of those.
-        slots: of caches that hold something.
-    """
-    if isinstance(other, list):
-        for mine, theirs in zip(own, other, strict=True):
-            adopt_rows(mine, theirs, rows, slots, batch)
-        return
-    for name, value in vars(other).items() if hasattr(other, "__dict__") else ():
-        mine = getattr(own, name, None)
-        if isinstance(value, SlabCache):
-            assert mine is not None
-            mine.adopt(value, rows, slots)
-        elif isinstance(value, Tensor):
-            setattr(own, name, _with_rows(mine, value, rows, batch))
-        elif mine is not None:
-            adopt_rows(mine, value, rows, slots, batch)
-
-
-def _with_rows(own: Tensor | None, other: Tensor, rows: Tensor, batch: int) -> Tensor:
-    """`own` [B, …] with rows [R] replaced; it is as wide as the wider of the two."""
-    if own is None:
-        own = other.new_zeros(batch, *other.shape[1:])
-    if other.dim() == 1:
-        return own.index_copy(0, rows, other)
-    width = other.shape[1]
-    if own.shape[1] < width:
-        own = torch.cat([own, own.new_zeros(batch, width - own.shape[1], *own.shape[2:])], 1)
-    own = own.clone()
-    own[rows, :width] = other
-    return own

@@ -212,7 +212,10 @@ def _nine(place: Place) -> dict[str, Any]:
 
 
 def _threads(place: Place) -> dict[str, Any]:
-    """Together, in batches that grow and shrink, against each alone; in float64, without ties."""
+    """Together, in batches that grow and shrink, against each alone; in float64, without ties.
+
+    Every third one is greedy, and the others are sampled, each by settings of its own.
+    """
     model = small_target(place.device, torch.float64)
     drafter = random_drafter("medusa", model)
     speculator = Speculator(model, drafter, tree=_TREES["static"], graphs=True)
@@ -220,7 +223,11 @@ def _threads(place: Place) -> dict[str, Any]:
 
     def text(decode: Any, turn: int) -> Tensor:
         ids = make_prompts(place.device, 1, turn)
-        return decode.generate(ids, max_new_tokens=8 + 8 * (turn % 5), do_sample=False)
+        how: dict[str, Any] = {"do_sample": False}
+        if turn % 3:
+            how = {"do_sample": True, "seed": turn, "temperature": 0.5 + turn / 10, "top_k": 0}
+            how |= {"top_p": 0.9} if turn % 2 else {"top_k": 20, "min_p": 0.01}
+        return decode.generate(ids, max_new_tokens=8 + 8 * (turn % 5), **how)
 
     with ThreadPoolExecutor(6) as pool:
         texts = list(pool.map(partial(text, batcher), range(12)))

@@ -18,7 +18,7 @@ from .fused_products import has_kernels
 
 @torch.library.custom_op("headstart::top_p", mutates_args=())
 def top_p(scores: Tensor, share: Tensor, filter_value: float) -> Tensor:
-    """What `TopPLogitsWarper` makes of scores [M, V], its p being `share` [], float64.
+    """What `TopPLogitsWarper` makes of scores [M, V], its p being `share`, float64: [] or [M].
 
     From the least score up, equal ones by their number, a token goes while the sum of it and of
     those that went is at most 1 - p; the last one stays. Rows with a NaN stay what they are.
@@ -32,7 +32,7 @@ def top_p(scores: Tensor, share: Tensor, filter_value: float) -> Tensor:
 
         return nucleus_kernels.top_p(scores, share, filter_value)
     warper: Any = TopPLogitsWarper(0.0, filter_value)
-    warper.top_p = share
+    warper.top_p = share.unsqueeze(1) if share.dim() else share
     return warper(None, scores)
 
 

@@ -33,7 +33,8 @@ def _order(scores):
 
 
 @triton.jit
-def _top_p(scores, out, kept, share, filter_value, width, BLOCK: tl.constexpr):
+def _top_p(scores, out, kept, share, shares, filter_value, width, BLOCK: tl.constexpr):
+    share += tl.program_id(0) % shares
     first, along = tl.program_id(0).to(tl.int64) * width, tl.arange(0, BLOCK)
     scores, out, kept = scores + first, out + first, kept + first
     limit = (1.0 - tl.load(share)).to(tl.float32)
@@ -112,6 +113,14 @@ def top_p(scores: Tensor, share: Tensor, filter_value: float) -> Tensor:
     with torch.cuda.device(scores.device if scores.is_cuda else -1):
         block = min(_BLOCK, triton.next_power_of_2(width))
         kernel[(len(scores),)](
-            scores, out, kept, share, filter_value, width, BLOCK=block, num_warps=_WARPS
+            scores,
+            out,
+            kept,
+            share,
+            share.numel(),
+            filter_value,
+            width,
+            BLOCK=block,
+            num_warps=_WARPS,
         )
     return out

@@ -46,6 +46,7 @@ from .probe import (
     probe_layers,
     trained_context,
 )
+from .row_settings import EachRow, RowSettings
 from .sampling import STATEFUL, Sampling, Stream, argmax, draw, gumbel, place, row_seeds, uniform
 from .time_limit import within
 from .tree import TokenTree, Topology, ancestor_mask

@@ -17,9 +17,11 @@ from transformers.generation import logits_process as hf
 
 from .cpu_choices import best_tokens, with_noise
 from .nucleus import warped
+from .row_settings import EachRow
 
 WARPERS = (
     hf.TemperatureLogitsWarper, hf.TopKLogitsWarper, hf.TopPLogitsWarper, hf.MinPLogitsWarper,
+    EachRow,
 )  # fmt: skip
 """The processors that a drafter's proposals follow too: functions of one row of logits alone.
 
@@ -50,6 +52,7 @@ ROWWISE = (
 NUMBERS: dict[type, str] = {
     hf.TemperatureLogitsWarper: "temperature", hf.TopPLogitsWarper: "top_p",
     hf.MinPLogitsWarper: "min_p", hf.RepetitionPenaltyLogitsProcessor: "penalty",
+    EachRow: "numbers",
 }  # fmt: skip
 """The numbers of processors that may as well lie on the device, by the class."""
 
@@ -141,7 +144,7 @@ def read_on_device(
         name = NUMBERS.get(type(item))
         if name is not None:
             item = copy.copy(item)
-            number = torch.tensor(float(getattr(item, name)), dtype=torch.float64, device=device)
+            number = torch.as_tensor(getattr(item, name), dtype=torch.float64, device=device)
             setattr(item, name, keep((place, name), number))
         elif type(item) is hf.SuppressTokensLogitsProcessor:
             tokens = item.suppress_tokens.to(device)
@@ -194,9 +197,18 @@ class Sampling:
         """
         kept = (*STATEFUL, hf.PrefixConstrainedLogitsProcessor)
         return any(
-            type(item).__module__ not in (hf.__name__, __name__) or isinstance(item, kept)
+            type(item).__module__ != hf.__name__ or isinstance(item, kept)
             for item in self.processors or ()
+            if type(item) not in ROWWISE
         )
+
+    @property
+    def greedy(self) -> Tensor | None:
+        """Which rows are decoded greedily though others are sampled, [B] bool; None if none is."""
+        for item in self.processors or ():
+            if type(item) is EachRow and item.greedy:
+                return item.numbers[0] == 0
+        return None
 
     def warp(self, logits: Tensor) -> Tensor:
         """Apply the `WARPERS` alone, as to a drafter's proposals, in `dtype`: [..., V] -> same."""
@@ -247,10 +259,13 @@ class Sampling:
         """
         if self.seeds is None:
             return self.best(scores)
-        if (found := self._noisy(scores, positions, None, Stream.TARGET, True)) is not None:
-            return found
-        best, token = self.perturb(scores, positions).max(-1)
-        return token.masked_fill_((best - best).isnan(), -1)  # NaN, or nothing but one infinity
+        token = self._noisy(scores, positions, None, Stream.TARGET, True)
+        if token is None:
+            best, token = self.perturb(scores, positions).max(-1)
+            token.masked_fill_((best - best).isnan(), -1)  # NaN, or nothing but one infinity
+        if (greedy := self.greedy) is not None:
+            token = torch.where(greedy.unsqueeze(1), self.best(scores), token)
+        return token
 
     def best(self, scores: Tensor) -> Tensor:
         """See `argmax`."""
@@ -266,15 +281,20 @@ class Sampling:
     ) -> Tensor:
         """Scores [B, M, V] plus the noise of (seed, position [B, M] or [B, 1], token), float64.
 
+        Rows that are decoded greedily have no noise.
+
         Args:
             tokens: [V] the token ids that the columns stand for; 0 … V - 1 when None.
         """
         assert self.seeds is not None
-        if (found := self._noisy(scores, positions, tokens, stream, False)) is not None:
-            return found
-        if tokens is None:
-            tokens = torch.arange(scores.shape[-1], device=scores.device)
-        return scores.double() + gumbel(self.seeds, positions, in_stream(tokens, stream))
+        found = self._noisy(scores, positions, tokens, stream, False)
+        if found is None:
+            if tokens is None:
+                tokens = torch.arange(scores.shape[-1], device=scores.device)
+            found = scores.double() + gumbel(self.seeds, positions, in_stream(tokens, stream))
+        if (greedy := self.greedy) is not None:
+            found = torch.where(greedy.view(-1, 1, 1), scores.double(), found)
+        return found
 
     def _noisy(
         self, scores: Tensor, positions: Tensor, tokens: Tensor | None, stream: Stream, choose: bool

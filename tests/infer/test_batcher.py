@@ -203,7 +203,7 @@ def test_who_leaves_frees_a_row_and_nobody_notices(graphs: bool, waiting: thread
 
 
 def test_what_cannot_join_is_decoded_by_itself_in_its_turn(waiting: threading.Event) -> None:
-    """Several rows, settings that read the text, scores; other settings wait for their turn."""
+    """Several rows, settings that read the text, scores; other processors wait for their turn."""
     model = tiny("llama")
     speculator = Speculator(model, drafter("medusa", "tiny"), tree=TREE)
     batcher = Batcher(speculator, rows=4)
@@ -239,6 +239,71 @@ def test_what_cannot_join_is_decoded_by_itself_in_its_turn(waiting: threading.Ev
             text, expected = text.sequences, expected.sequences
         assert torch.equal(text, expected)
     assert ended.index(0) < ended.index(2) < ended.index(5)
+
+
+SETTINGS: list[dict[str, Any]] = [
+    GREEDY,
+    SAMPLED,
+    SAMPLED | {"temperature": 1.4, "top_k": 0},
+    GREEDY,
+    SAMPLED | {"temperature": 1.0, "top_p": 1.0, "min_p": 0.1},
+    SAMPLED | {"temperature": 0.3, "top_p": 0.5},
+    SAMPLED | {"temperature": 0.0},
+    SAMPLED | {"temperature": 1.0, "top_k": 0, "top_p": 1.0},
+]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("rule", [None, "match", "rejection"])
+@pytest.mark.parametrize("name", ["medusa", "eagle3"])
+def test_requests_of_several_settings_are_decoded_together(
+    name: str, rule: str | None, graphs: bool, sizes: list[int], waiting: threading.Event
+) -> None:
+    """Greedy ones among them, where the rule allows it; three rows are filled again and again."""
+    model = tiny("llama")
+    speculator = Speculator(model, drafter(name, "tiny"), tree=TREE, rule=rule)
+    if graphs:
+        on_tape(speculator)
+    batcher, prompts = Batcher(speculator, rows=3), asked(len(SETTINGS))
+
+    def call(decode: Any, number: int) -> Callable[[], Tensor]:
+        ids, budget = prompts[number]
+        seed = {"seed": number} if SETTINGS[number]["do_sample"] else {}
+        return lambda: decode.generate(ids, **SETTINGS[number], **budget, **seed)
+
+    count = range(len(SETTINGS))
+    found = all_wait(batcher, [call(batcher, number) for number in count], waiting)
+    started = len(sizes)
+    for number, text in zip(count, found, strict=True):
+        how, alone = SETTINGS[number], call(speculator, number)()
+        # What `rejection` draws depends on where rounds begin.
+        if rule != "rejection" or not how["do_sample"] or not how["temperature"]:
+            assert torch.equal(text, alone)
+    if rule != "rejection":  # one row, three of them, and fewer at the end
+        assert sizes[:2] == [1, 3] and started <= 4, sizes
+    if graphs:
+        assert speculator.graphs is not None and speculator.graphs.replayed > 0
+
+
+def test_only_sampled_requests_cost_noise(waiting: threading.Event) -> None:
+    """A batch is greedy until the first one that is sampled joins it."""
+    model = tiny("llama")
+    speculator, rules = Speculator(model, drafter("medusa", "tiny"), tree=TREE), list[str]()
+    batcher, true = Batcher(speculator, rows=2), Stream.round
+
+    def noted(self: Stream) -> Any:
+        rules.append(self.request.rule.name)
+        return true(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stream, "round", noted)
+        calls = [
+            lambda how=how: batcher.generate(asked(1)[0][0], **how, max_new_tokens=20)
+            for how in (GREEDY, GREEDY, SAMPLED)
+        ]
+        all_wait(batcher, calls, waiting)
+    changed = rules.index("coupled")
+    assert changed > 0 and rules == ["greedy"] * changed + ["coupled"] * (len(rules) - changed)
 
 
 def test_a_padded_prompt_has_the_same_text() -> None:

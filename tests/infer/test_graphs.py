@@ -16,6 +16,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from headstart.heads import FAMILIES, DecodingError, Drafter, OptionError, Sampling
+from headstart.heads.core import EachRow
 from headstart.heads.core.sampling import ROWWISE, Suppressed
 from headstart.heads.parts import cached_layers
 from headstart.infer import Speculator, graphs, request, runners
@@ -384,7 +385,7 @@ PROCESSORS: dict[type, tuple] = {
     hf.MinPLogitsWarper: (0.1,), hf.TypicalLogitsWarper: (0.9,), hf.EpsilonLogitsWarper: (0.01,),
     hf.EtaLogitsWarper: (0.01,), hf.TopHLogitsWarper: (0.5,),
     hf.SuppressTokensLogitsProcessor: ([3, 4],), hf.InfNanRemoveLogitsProcessor: (),
-    hf.LogitNormalization: (),
+    hf.LogitNormalization: (), EachRow: (2,),
 }  # fmt: skip
 
 

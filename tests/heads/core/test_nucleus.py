@@ -71,6 +71,11 @@ def judged(device: str = "cpu", count: int = MANY) -> dict[str, list[int]]:
 
     found = {}
     for name, scores in rows(count).items():
+        each = torch.tensor(shares(count), dtype=torch.float64, device=device)
+        few = scores[:2].to(device)
+        alone = [kernels.top_p(few, share, -torch.inf) for share in each]
+        own = kernels.top_p(few.repeat(len(each), 1), each.repeat_interleave(len(few)), -torch.inf)
+        assert torch.equal(own.nan_to_num(1.0), torch.cat(alone).nan_to_num(1.0))
         for share in shares(count):
             of = torch.tensor(share, dtype=torch.float64, device=device)
             own = kernels.top_p(scores.to(device), of, -torch.inf).cpu()

@@ -1,0 +1,123 @@
+"""Sampling settings of each row of a batch, in one processor for all rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+from transformers.generation import logits_process as hf
+
+from .fused_products import has_kernels
+from .nucleus import top_p as without_sorting
+
+_LEAST = 64  # a largest top_k is rounded up, to a power of two from here on
+
+
+class RowSettings(NamedTuple):
+    """Sampling settings of one row, by the names and in the order that `generate` uses.
+
+    A temperature of 0 is greedy decoding. The default is the target's whole distribution.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+    @classmethod
+    def of(cls, processors: Iterable[LogitsProcessor] | None, sampled: bool) -> Self | None:
+        """The settings that these processors of transformers stand for; None where none are.
+
+        >>> RowSettings.of([hf.TemperatureLogitsWarper(0.7), hf.TopPLogitsWarper(0.9)], True)
+        RowSettings(temperature=0.7, top_k=0, top_p=0.9, min_p=0.0)
+        >>> RowSettings.of([], sampled=False)
+        RowSettings(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        """
+        found, left = dict[str, Any](), list(processors or ())
+        for name, kind in _KINDS.items():
+            if left and type(left[0]) is kind:
+                item: Any = left.pop(0)
+                if getattr(item, "min_tokens_to_keep", 1) != 1 or (
+                    getattr(item, "filter_value", -math.inf) != -math.inf
+                ):
+                    return None
+                found[name] = getattr(item, name)
+        if left or (found and not sampled):
+            return None
+        return cls(**found) if sampled else cls(temperature=0.0)
+
+
+_KINDS: dict[str, type[LogitsProcessor]] = {
+    "temperature": hf.TemperatureLogitsWarper, "top_k": hf.TopKLogitsWarper,
+    "top_p": hf.TopPLogitsWarper, "min_p": hf.MinPLogitsWarper,
+}  # fmt: skip
+
+
+class EachRow(LogitsProcessor):
+    """What the processors of transformers make of scores, each row by settings of its own.
+
+    Scores [M, V] are those of B rows, M / B after one another. Rows of temperature 0 stay as they
+    are; `Sampling` adds no noise to them.
+
+    Attributes:
+        numbers: [4, B] float64, the fields of `RowSettings`.
+        most: the largest top_k, rounded up; 0 where no row has one.
+        nucleus, least: whether a row has a top_p, a min_p; greedy: whether one has temperature 0.
+    """
+
+    def __init__(self, batch: int, device: torch.device | str = "cpu"):
+        default = torch.tensor(RowSettings(), dtype=torch.float64, device=device)
+        self.numbers = default.unsqueeze(1).repeat(1, batch)
+        self.most, self.nucleus, self.least, self.greedy = 0, False, False, False
+
+    def write(self, rows: Tensor, settings: Sequence[RowSettings]) -> None:
+        """Give rows [R] these settings."""
+        numbers = torch.tensor(settings, dtype=torch.float64, device=rows.device)
+        self.numbers.index_copy_(1, rows, numbers.T)
+
+    def note(self, settings: Iterable[RowSettings]) -> None:
+        """Do from now on what these settings need, which are those of all rows that go on."""
+        found = list(settings)
+        most = max((each.top_k for each in found), default=0)
+        self.most = max(_LEAST, 1 << (most - 1).bit_length()) if most else 0
+        self.nucleus = any(each.top_p < 1 for each in found)
+        self.least = any(each.min_p > 0 for each in found)
+        self.greedy = any(each.temperature == 0 for each in found)
+
+    def __call__(self, input_ids: Tensor | None, scores: Tensor) -> Tensor:  # type: ignore[override]
+        temperature, top_k, top_p, min_p = self._for_each(scores)
+        scores = scores / temperature.to(scores.dtype)
+        if self.most:
+            best = scores.topk(min(self.most, scores.shape[-1]), dim=-1).values
+            place = (top_k.long() - 1).clamp(0, best.shape[-1] - 1)
+            gone = (scores < best.gather(1, place)) & (top_k > 0)
+            scores = scores.masked_fill(gone, -torch.inf)
+        if self.nucleus:
+            scores = torch.where(top_p < 1, _top_p(scores, top_p), scores)
+        if self.least:
+            chances = scores.softmax(-1)
+            gone = chances < min_p.to(scores.dtype) * chances.amax(-1, keepdim=True)
+            scores = scores.masked_fill(gone, -torch.inf)
+        return scores
+
+    def _for_each(self, scores: Tensor) -> Iterable[Tensor]:
+        """The four numbers for each row of scores, [M, 1] each; a temperature of 0 becomes 1."""
+        count = len(scores) // self.numbers.shape[1]
+        numbers = self.numbers.unsqueeze(-1).expand(-1, -1, count).reshape(4, -1, 1)
+        temperature, *others = numbers
+        return temperature.masked_fill(temperature == 0, 1.0), *others
+
+
+def _top_p(scores: Tensor, share: Tensor) -> Tensor:
+    """What `TopPLogitsWarper` makes of scores [M, V] with a p for each row, [M, 1] float64."""
+    if has_kernels(scores) and scores.dtype == torch.float32:
+        launch: Any = without_sorting
+        return launch(scores, share.flatten(), -torch.inf)
+    ordered, tokens = scores.sort(dim=-1)
+    gone = ordered.softmax(-1).cumsum(-1) <= (1 - share).to(scores.dtype)
+    gone[:, -1] = False
+    return scores.masked_fill(gone.scatter(1, tokens, gone), -torch.inf)

@@ -1,0 +1,104 @@
+"""Rows with settings of their own are processed as the warpers of transformers do each alone."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as hf
+
+from headstart.heads import Sampling
+from headstart.heads.core import EachRow, RowSettings
+
+SETTINGS = [
+    RowSettings(),
+    RowSettings(0.7),
+    RowSettings(1.3, top_k=5),
+    RowSettings(0.9, top_p=0.8),
+    RowSettings(0.5, top_k=40, top_p=0.95, min_p=0.02),
+    RowSettings(1.0, top_k=100, min_p=0.3),
+    RowSettings(0.0),
+    RowSettings(1.0, top_p=1e-9),
+    RowSettings(2.5, top_k=1),
+]
+
+
+def warpers(settings: RowSettings) -> LogitsProcessorList:
+    """As `generate` makes them."""
+    found = LogitsProcessorList()
+    if settings.temperature not in (0.0, 1.0):
+        found.append(hf.TemperatureLogitsWarper(settings.temperature))
+    if settings.top_k:
+        found.append(hf.TopKLogitsWarper(settings.top_k))
+    if settings.top_p < 1:
+        found.append(hf.TopPLogitsWarper(settings.top_p))
+    if settings.min_p:
+        found.append(hf.MinPLogitsWarper(settings.min_p))
+    return found
+
+
+def each_row(settings: list[RowSettings]) -> EachRow:
+    found = EachRow(len(settings))
+    found.write(torch.arange(len(settings)), settings)
+    found.note(settings)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("vocabulary", [30, 700])
+def test_each_row_is_processed_as_it_would_be_alone(dtype: torch.dtype, vocabulary: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(len(SETTINGS), 4, vocabulary, dtype=dtype, generator=generator) * 3
+    logits[:, 0] = logits[:, 0].round()  # equal scores
+    together = Sampling(None, LogitsProcessorList([each_row(SETTINGS)]), dtype)
+    assert together.rowwise and not together.readers and not together.particular
+    for found in (together.warp(logits), together.process_each(logits)):
+        for row, settings in enumerate(SETTINGS):
+            alone = Sampling(None, warpers(settings), dtype).process_each(logits[row])
+            assert torch.equal(found[row], alone), settings
+
+
+def test_only_what_some_row_needs_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits = torch.randn(2, 300)
+    for name in ("sort", "topk", "softmax"):
+        monkeypatch.setattr(torch.Tensor, name, None)
+    row = each_row([RowSettings(0.5), RowSettings(0.0)])
+    assert torch.equal(row(None, logits), logits / torch.tensor([[0.5], [1.0]]))
+    assert (row.most, row.nucleus, row.least, row.greedy) == (0, False, False, True)
+    row.note([RowSettings(1.0, 50, 0.9, 0.1)])
+    assert (row.most, row.nucleus, row.least, row.greedy) == (64, True, True, False)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_greedy_rows_take_the_best_token_and_others_draw(kernels: bool) -> None:
+    logits, positions = torch.randn(3, 2, 400), torch.tensor([[3, 4]] * 3)
+    seeds = torch.tensor([5, 6, 7])
+    mixed = [RowSettings(0.8), RowSettings(0.0), RowSettings(1.0, top_k=9)]
+    sampling = Sampling(seeds, LogitsProcessorList([each_row(mixed)]), kernels=kernels)
+    scores = sampling.process_each(logits)
+    found, noisy = sampling.choose(scores, positions), sampling.perturb(scores, positions)
+    assert torch.equal(found[1], logits[1].argmax(-1))
+    assert torch.equal(noisy[1], logits[1].double())
+    for row in (0, 2):
+        alone = Sampling(seeds[row : row + 1], warpers(mixed[row]), kernels=kernels)
+        own = alone.process_each(logits[row : row + 1])
+        assert torch.equal(found[row], alone.choose(own, positions[:1])[0])
+        assert torch.equal(noisy[row], alone.perturb(own, positions[:1])[0])
+    broken = scores.index_fill(2, torch.tensor([3]), torch.nan)
+    assert (sampling.choose(broken, positions) == -1).all()
+
+
+def test_settings_are_read_from_the_processors_of_generate() -> None:
+    for settings in SETTINGS:
+        assert RowSettings.of(warpers(settings), settings.temperature > 0) == settings
+    others: list[Any] = [
+        [hf.TopKLogitsWarper(5), hf.TemperatureLogitsWarper(0.5)],  # in another order
+        [hf.TopPLogitsWarper(0.5, min_tokens_to_keep=2)],
+        [hf.TopKLogitsWarper(5, filter_value=-1e4)],
+        [hf.TemperatureLogitsWarper(0.5), hf.TypicalLogitsWarper(0.9)],
+        [hf.TemperatureLogitsWarper(0.5), hf.TemperatureLogitsWarper(0.5)],
+        [hf.RepetitionPenaltyLogitsProcessor(1.2)],
+    ]
+    for processors in others:
+        assert RowSettings.of(processors, True) is None
+    assert RowSettings.of([hf.TopKLogitsWarper(5)], False) is None
