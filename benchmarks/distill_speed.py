@@ -17,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.infer import Speculator, load
-from headstart.infer.stream import Prompt, decode_stream
+from headstart.infer.continuous import Prompt
+from headstart.infer.stream import decode_stream
 from headstart.train.data.prefixes import make_prefixes
 from headstart.train.data.reading import read_documents
 from headstart.train.data.training_rows import write_rows

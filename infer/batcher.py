@@ -23,6 +23,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from headstart.heads import OptionError
 from headstart.heads.core import RowSettings
 
+from .continuous import Manner, Piece, Prompt, Stream
 from .decoding_method import DecodingMethod, Given
 from .generate_options import Ending
 from .request import Request
@@ -30,7 +31,6 @@ from .rules.registry import find_rule
 from .runners import settings_of
 from .speculator import Speculator
 from .stats import Drafted, Emitted, Stats
-from .stream import Manner, Piece, Prompt, Stream
 from .streamer import hand_on
 from .trees.by_request import heat_of
 
@@ -80,6 +80,8 @@ class Batcher(DecodingMethod):
     later ones wait for it.
 
     The cache has space for the longest of the requests in every row, so memory grows with both.
+    Where a GPU has too little, fewer rows are decoded together. An error that concerns one request
+    is raised for that one alone.
 
     Args:
         speculator: what else is asked of it meanwhile waits.
@@ -156,6 +158,7 @@ class Batcher(DecodingMethod):
                 piece = job.pieces.get()
                 if isinstance(piece, Exception):
                     raise piece
+                assert piece.emitted is not None
                 emitted, met = text.add(piece.emitted)
                 ended = met or piece.ended
                 stats.add(emitted)
@@ -252,7 +255,7 @@ class Batcher(DecodingMethod):
                         stream.stop(_prompts(gone))
                         jobs = [each for each in jobs if not each.stopped]
                     for piece in stream.round():
-                        piece.prompt.key.pieces.put(piece)
+                        piece.prompt.key.pieces.put(piece.error or piece)
                         if piece.ended and piece.prompt.key in jobs:
                             jobs.remove(piece.prompt.key)
         except Exception as error:

@@ -17,7 +17,7 @@ from headstart.heads.core import current
 from .graphs import RoundGraphs, never_captured_with
 from .request import ROOT_ONLY, Capacity, Request
 from .round import accept_and_commit, unpack
-from .rows import Rows
+from .rows import Fault, Rows
 from .runners import CapturedRunner, EagerRunner
 from .stats import Emitted, Stats
 from .trees.policy import Committed
@@ -29,7 +29,13 @@ class Decoding:
     Args:
         graphs: captures rounds and replays them, when given. Rounds whose text somebody reads, or
             whose scores are recorded, run as they are written.
+
+    Attributes:
+        faults: takes the rows that cannot go on, and why, where they end alone; None where such a
+            row ends the request.
     """
+
+    faults: dict[int, Fault] | None = None
 
     def __init__(self, request: Request, graphs: RoundGraphs | None = None):
         self.request, self.stats = request, Stats(request.policy.max_depth)
@@ -124,14 +130,20 @@ class Decoding:
         emitted, cut = rows.take(nodes, tokens, met, drafter)
         if cut or (rows.ended and not self.runner.holds_ended_rows):
             self.runner.restore_ended_rows(emitted.count)
-        if cut:
+        if cut and self.faults is None:
             rows.check()
+        elif cut and self.faults is not None:
+            found = rows.faults()
+            self.faults.update(found)
+            rows.end([*found])
         if request.reads_text:
             request.text.lengths = request.lengths + request.offset[:, 0]
         if request.record is not None:
             request.record.counts.append(emitted.count)
-        if broken is not None and (broken & (emitted.count > 0)).any():
-            request.drop_drafters()
+        if broken is not None:
+            broken[[*(self.faults or ())]] = False  # those rows' features are no numbers either
+            if (broken & (emitted.count > 0)).any():
+                request.drop_drafters()
         return emitted
 
     @property

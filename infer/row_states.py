@@ -8,6 +8,17 @@ from torch import Tensor
 from headstart.heads import SlabCache
 
 
+def clear_caches(states: Any) -> None:
+    """Empty the caches in states: what others left there may be NaN, which no mask hides."""
+    if isinstance(states, list):
+        for each in states:
+            clear_caches(each)
+    elif isinstance(states, SlabCache):
+        states.clear()
+    elif not isinstance(states, Tensor) and hasattr(states, "__dict__"):
+        clear_caches(list(vars(states).values()))
+
+
 def adopt_rows(own: Any, other: Any, rows: Tensor, slots: int, batch: int) -> None:
     """Put what states of drafters hold of new prompts into rows [R] of states of `batch` rows.
 

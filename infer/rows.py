@@ -1,6 +1,7 @@
 """What the host knows of a batch's rows: how long each is, and where what it accepted is cut."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -9,6 +10,24 @@ from headstart.heads import DecodingError
 from .stats import Drafted, Emitted
 
 _NEVER = 1 << 60
+
+
+Fault = Callable[[int, int], DecodingError]
+"""Why a row cannot go on, given its number and how many tokens it has written."""
+
+
+def _no_token(row: int, written: int) -> DecodingError:
+    return DecodingError(
+        f"the target's scores for new token {written} of row {row} are NaN or infinite; load it in "
+        "float32 or bfloat16, and check its weights and processors."
+    )
+
+
+def _no_position(context: int | None, row: int, written: int) -> DecodingError:
+    return DecodingError(
+        f"row {row} has used all {context} positions of the target after {written} new tokens; set "
+        "max_new_tokens to at most that."
+    )
 
 
 class Rows:
@@ -157,18 +176,17 @@ class Rows:
 
     def check(self) -> None:
         """Refuse to go on where the last scores were no distribution, or no position is left."""
-        last, written = self._emitted[-1], self.lengths - self._width
-        rows = np.arange(len(written))
-        for row in rows[(last.count > 0) & (last.tokens[rows, last.count - 1] < 0)]:
-            raise DecodingError(
-                f"the target's scores for new token {written[row]} of row {row} are NaN or "
-                "infinite; load it in float32 or bfloat16, and check its weights and processors."
-            )
-        for row in rows[(self.remaining > 0) & (self.positions >= (self._context or _NEVER))]:
-            raise DecodingError(
-                f"row {row} has used all {self._context} positions of the target after "
-                f"{written[row]} new tokens; set max_new_tokens to at most that."
-            )
+        written = self.lengths - self._width
+        for row, fault in self.faults().items():
+            raise fault(row, int(written[row]))
+
+    def faults(self) -> dict[int, Fault]:
+        """The rows that cannot go on, and why, once a round may have ended one."""
+        last, rows = self._emitted[-1], np.arange(len(self.remaining))
+        none = (last.count > 0) & (last.tokens[rows, last.count - 1] < 0)
+        full = (self.remaining > 0) & (self.positions >= (self._context or _NEVER))
+        found = dict.fromkeys(rows[full].tolist(), partial(_no_position, self._context))
+        return found | dict.fromkeys(rows[none].tolist(), _no_token)
 
     def text(self, pad: int) -> np.ndarray:
         """[B, longest] what the rows have emitted, padded after each row's end."""

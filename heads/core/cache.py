@@ -218,8 +218,7 @@ class SlabCache(Cache):
         counts = [math.prod(size) for size in sizes]
         have = [len(memory) for memory in self._memory] or [0] * len(counts)
         if any(count > had for count, had in zip(counts, have, strict=True)):
-            self._slabs, self._memory = [], []  # given back before more is taken
-            self._views_gone()
+            self._give_back()  # before more is taken
             self._memory = [
                 torch.empty(max(count, had), dtype=dtype, device=device)
                 for count, had, (device, dtype, _) in zip(counts, have, self._members, strict=True)
@@ -240,7 +239,13 @@ class SlabCache(Cache):
         firsts = torch.arange(self.batch, device=self.shapes[0].device) * capacity
         self._firsts = firsts.unsqueeze(1)  # [B, 1], the flat index of each row's first slot
 
-    def _views_gone(self) -> None:
+    def release(self) -> None:
+        """Give the memory back; there is none until `resize` takes some again."""
+        self._give_back()
+        self._capacities.clear()
+
+    def _give_back(self) -> None:
+        self._slabs, self._memory, self.capacity = [], [], 0
         self._rows, self._heads, self._flat, self._full = [], [], [], []
         self._written = None
 

@@ -1,6 +1,7 @@
 """Requests of several threads that are decoded together write what each writes alone."""
 
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
@@ -13,9 +14,10 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import headstart
-from headstart.heads import FAMILIES, DecodingError, OptionError
+from headstart.heads import FAMILIES, DecodingError, OptionError, SlabCache
 from headstart.infer import Batcher, Speculator
-from headstart.infer.stream import Stream
+from headstart.infer.continuous import Stream
+from headstart.infer.loop import Decoding
 from tests.support.covering import covering
 from tests.support.families import TREES, drafter
 from tests.support.tape import on_tape
@@ -348,6 +350,130 @@ def test_an_error_is_raised_in_every_thread_that_it_concerns(
     assert found == ["the target's scores for new token 1 are NaN"] * 3
     monkeypatch.setattr(Stream, "round", true)
     assert batcher.generate(ids, max_new_tokens=5, do_sample=False).shape[1] == ids.shape[1] + 5
+
+
+class Spoils:
+    """A hook that makes the embedding of a token no number after three of it, as no tree has it."""
+
+    def __init__(self, token: int):
+        self.token = token
+
+    def __call__(self, module: Any, args: Any, output: Tensor) -> Tensor:
+        found = args[0] == self.token  # [B, T]
+        found[:, 3:] &= found[:, 2:-1] & found[:, 1:-2] & found[:, :-3]
+        found[:, :3] = False
+        return output.masked_fill(found.unsqueeze(-1), torch.nan)
+
+
+@pytest.mark.parametrize(("name", "graphs"), [*product((None, "medusa", "eagle"), (False, True))])
+def test_a_request_whose_scores_are_nan_ends_alone(
+    name: str | None, graphs: bool, waiting: threading.Event
+) -> None:
+    """Its keys and values are NaN in the cache, and no other row may see them."""
+    model = tiny("llama")
+    speculator = Speculator(model, None if name is None else drafter(name, "tiny"))
+    if graphs:
+        on_tape(speculator)
+    batcher, how = Batcher(speculator, rows=3), {"max_new_tokens": 30, "do_sample": False}
+    prompts = [ids for ids, _ in asked(6)]
+    texts = [model.generate(ids, **how) for ids in prompts]
+    spoilt = next(n for n in range(1, VOCAB) if all(n not in text for text in texts))
+    handle = model.get_input_embeddings().register_forward_hook(Spoils(spoilt))
+
+    def call(ids: Tensor) -> Callable[[], Tensor]:
+        return lambda: batcher.generate(ids, **how)
+
+    def fail(length: int) -> Callable[[], str]:
+        ids = torch.cat([prompts[0], torch.tensor([[spoilt] * length])], 1)
+
+        def run() -> str:
+            with pytest.raises(DecodingError) as error:
+                batcher.generate(ids, **how)
+            return one_line(error.value)
+
+        return run
+
+    calls: list[Any] = [call(ids) for ids in prompts]
+    calls[1:1], calls[5:5] = [fail(5)], [fail(9)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the drafter is not to blame
+        found = all_wait(batcher, calls, waiting)
+    handle.remove()
+    errors = [each for each in found if isinstance(each, str)]
+    for text, expected in zip([e for e in found if not isinstance(e, str)], texts, strict=True):
+        assert torch.equal(text, expected)
+    assert len(errors) == 2
+    assert all("scores for new token 1 of row 0 are NaN" in error for error in errors)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_without_memory_fewer_are_decoded_together(
+    graphs: bool, waiting: threading.Event, sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the start of a batch, and in the middle of a round."""
+    model = tiny("llama")
+    speculator = Speculator(model, drafter("medusa", "tiny"), tree=TREE)
+    if graphs:
+        on_tape(speculator)
+    resize, take = SlabCache.resize, Decoding.round
+    rounds = []
+
+    def limited(self: SlabCache, batch: int, capacity: int) -> None:
+        if batch > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        resize(self, batch, capacity)
+
+    def interrupted(self: Decoding) -> Any:
+        rounds.append(len(self.request.rows.remaining))
+        if len(rounds) == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return take(self)
+
+    monkeypatch.setattr(SlabCache, "resize", limited)
+    monkeypatch.setattr(Decoding, "round", interrupted)
+    batcher, prompts = Batcher(speculator, rows=8), asked(9)
+
+    def call(number: int) -> Callable[[], Tensor]:
+        ids, budget = prompts[number]
+        return lambda: batcher.generate(ids, do_sample=False, **budget)
+
+    with pytest.warns(RuntimeWarning, match="no memory to decode") as told:
+        found = all_wait(batcher, [call(number) for number in range(9)], waiting)
+    for text, (ids, budget) in zip(found, prompts, strict=True):
+        assert torch.equal(text, model.generate(ids, do_sample=False, **budget))
+    said = [str(each.message) for each in told if "no memory" in str(each.message)]
+    assert ["8 requests together; from now on at most 4" in said[0], len(said)] == [True, 2]
+    assert "4 requests together; from now on at most 2" in said[1]
+    assert sizes[:4] == [1, 8, 4, 2] and max(sizes[4:], default=0) <= 2
+
+
+def test_a_request_that_is_too_large_fails_alone(
+    waiting: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, resize = tiny("llama"), SlabCache.resize
+
+    def limited(self: SlabCache, batch: int, capacity: int) -> None:
+        if batch * capacity > 256:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        resize(self, batch, capacity)
+
+    monkeypatch.setattr(SlabCache, "resize", limited)
+    batcher, ids = Batcher(Speculator(model), rows=2), asked(1)[0][0]
+
+    def fail() -> str:
+        with pytest.raises(DecodingError) as error:
+            batcher.generate(ids, max_new_tokens=400, do_sample=False)
+        return one_line(error.value)
+
+    def call() -> Tensor:
+        return batcher.generate(ids, max_new_tokens=20, do_sample=False)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        *found, error = all_wait(batcher, [call, call, call, fail], waiting)
+    expected = model.generate(ids, max_new_tokens=20, do_sample=False)
+    assert all(torch.equal(text, expected) for text in [*found, call()])
+    assert error == "no memory to decode this request, even alone: CUDA out of memory."
 
 
 class Asks(StoppingCriteria):

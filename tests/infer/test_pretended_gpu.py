@@ -17,10 +17,11 @@ from headstart.heads import FAMILIES, OptionError
 from headstart.heads.core import Packing, fused_products
 from headstart.heads.core.whole_model import take_whole_models
 from headstart.infer import Speculator, request
+from headstart.infer.continuous import Prompt
 from headstart.infer.measure import costs, forward_costs
 from headstart.infer.measure.own_text import write_texts
 from headstart.infer.rules.registry import RULES
-from headstart.infer.stream import Prompt, decode_stream
+from headstart.infer.stream import decode_stream
 from tests.support.families import LENGTHS, TREES, drafter, target
 from tests.support.pretended import (
     Mixed,

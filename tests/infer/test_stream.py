@@ -10,7 +10,8 @@ import torch
 
 from headstart.heads import FAMILIES, OptionError
 from headstart.infer import Speculator
-from headstart.infer.stream import Prompt, decode_stream
+from headstart.infer.continuous import Prompt
+from headstart.infer.stream import decode_stream
 from tests.support.covering import covering
 from tests.support.families import TREES, drafter
 from tests.support.tiny import VOCAB, one_line, tiny

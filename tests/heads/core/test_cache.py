@@ -119,6 +119,26 @@ def test_growth_keeps_what_is_cached() -> None:
     assert torch.equal(keys[1, :, 7], before.layer(0)[0][1, :, 7])
 
 
+def test_it_is_whole_again_after_memory_was_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the next size is: one that it had before, or of the rows that did not fit."""
+    cache = SlabCache(SHAPES, 1, 64)
+
+    def none(*given: object, **options: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    for batch in (1, 3):
+        with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError):
+            patch.setattr(torch, "empty", none)
+            cache.resize(3, 999)
+        cache.resize(batch, 64)
+        cache.set_slots(torch.tensor([[0, 1]] * batch), live=2)
+        written = [named(0, kind, batch, range(2)) for kind in (0, 1)]
+        assert all(map(torch.equal, cache.update(*written, 0), written))
+    cache.release()
+    cache.resize(1, 4)
+    assert (cache.batch, cache.capacity) == (1, 4)
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_probe_finds_every_layer(name: str) -> None:
     model = tiny(name)

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 
 from headstart.heads.core import row_seeds
-from headstart.infer.stream import Prompt, decode_stream
+from headstart.infer.continuous import Prompt
+from headstart.infer.stream import decode_stream
 
 from ...recipe import Distill
 from ..documents import Document
