@@ -132,8 +132,8 @@ def test_it_is_whole_again_after_memory_was_not_enough(monkeypatch: pytest.Monke
             cache.resize(3, 999)
         cache.resize(batch, 64)
         cache.set_slots(torch.tensor([[0, 1]] * batch), live=2)
-        written = [named(0, kind, batch, range(2)) for kind in (0, 1)]
-        assert all(map(torch.equal, cache.update(*written, 0), written))
+        keys, values = (named(0, kind, batch, range(2)) for kind in (0, 1))
+        assert all(map(torch.equal, cache.update(keys, values, 0), (keys, values)))
     cache.release()
     cache.resize(1, 4)
     assert (cache.batch, cache.capacity) == (1, 4)
