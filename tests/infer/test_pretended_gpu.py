@@ -6,6 +6,7 @@ where both are one place. Here they fail.
 
 import copy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
@@ -17,12 +18,14 @@ from headstart.heads import FAMILIES, OptionError
 from headstart.heads.core import Packing, fused_products
 from headstart.heads.core.whole_model import take_whole_models
 from headstart.infer import Speculator, request
+from headstart.infer.batcher import Batcher
 from headstart.infer.measure import costs, forward_costs
 from headstart.infer.measure.own_text import write_texts
 from headstart.infer.rules.registry import RULES
 from headstart.infer.stream import Prompt, decode_stream
 from tests.support.families import LENGTHS, TREES, drafter, target
 from tests.support.pretended import (
+    Gpu,
     Mixed,
     Pretended,
     Refused,
@@ -166,6 +169,31 @@ def test_a_stream_of_prompts(gpu: StrictCapture) -> None:
         found = decode_stream(ours, lambda given=waiting: next(given, None), 2, 40, 0.7)
         texts.append({prompt.key: text for prompt, text in found})
     assert texts[0] == texts[1] and len(texts[0]) == 5 and gpu.replayed
+
+
+def test_requests_of_several_threads(gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds are captured in a thread of their own, while others read the device."""
+    ours, plain = Speculator(*placed("hydra"), tree=TREES[1]), on_cpu("hydra", tree="plain")
+    batcher, work = Batcher(ours, rows=2), Batcher._work
+
+    def on_the_gpu(self: Batcher) -> None:
+        with Gpu():  # a mode is of one thread
+            work(self)
+
+    monkeypatch.setattr(Batcher, "_work", on_the_gpu)
+
+    def text(turn: int, decode: Any, ids: Tensor) -> Any:
+        options = {"do_sample": True, "top_k": 20, "temperature": 0.8, "seed": turn}
+        return decode.generate(ids, max_new_tokens=6 + 4 * turn, pad_token_id=0, **options)
+
+    def write_there(turn: int) -> Tensor:
+        with Gpu(), torch.no_grad():
+            return text(turn, batcher, Pretended(IDS[turn : turn + 1, -4:])).numbers
+
+    with ThreadPoolExecutor(3) as pool:
+        for turn, found in enumerate(pool.map(write_there, range(4))):
+            assert torch.equal(found, text(turn, plain, IDS[turn : turn + 1, -4:])), turn
+    assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
 
 
 def test_what_the_planner_measures(gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch) -> None:
