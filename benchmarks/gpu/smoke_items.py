@@ -193,6 +193,7 @@ def lifetimes(place: Place) -> Items:
     yield "plain", partial(_compared, place, None, [1, 3, 1], tree="plain")
     yield "nine speculators in turn", partial(_nine, place)
     yield "requests of several threads", partial(_threads, place)
+    yield "another thread during a capture", partial(_meanwhile, place)
     yield "a failed capture", partial(_failed_capture, place)
 
 
@@ -230,6 +231,26 @@ def _threads(place: Place) -> dict[str, Any]:
     if place.on_gpu and not replayed:
         raise AssertionError("no round was captured")
     return {"requests": len(texts), "replayed_rounds": replayed}
+
+
+def _meanwhile(place: Place) -> dict[str, Any]:
+    """What a capture does not record, and is not spoilt by: random numbers, and a read."""
+    value, found = torch.ones(4, device=place.device), list[Any]()
+
+    def elsewhere() -> float:
+        return torch.rand(1000, device=place.device).mean().item()
+
+    def work() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(elsewhere).result())
+        found.append(value + 1)
+
+    replay = CudaCapture(value.device)(work) if place.on_gpu else work
+    value.fill_(2)
+    replay()
+    if found[-1].tolist() != [3.0] * 4:
+        raise AssertionError(f"a replay computed {found[-1].tolist()}")
+    return {"mean": found[0]}
 
 
 def _failed_capture(place: Place) -> dict[str, Any]:
