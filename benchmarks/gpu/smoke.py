@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 
@@ -64,22 +64,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     groups = chosen.group or list(GROUPS)
     if chosen.here:
         return max(run_group(name, Place(torch.device(chosen.device), size)) for name in groups)
-    whole, lines = True, []
-    for name in groups:
-        line = [sys.executable, "-m", "benchmarks.gpu.smoke", "--here", "--group", name]
-        line += ["--device", chosen.device, "--size", size]
-        found, error = _apart(line)
-        if error:
-            found.append({"group": name, "item": "process", "ok": False, "error": error})
-            print(json.dumps(found[-1]), flush=True)
-        lines += [json.dumps(each) + "\n" for each in found]
-        whole = whole and all(each["ok"] for each in found)
-        if chosen.output:  # after every group, so that what is known outlives the machine
-            chosen.output.write_text("".join(lines), encoding="utf-8")
+    whole = True
+    with open(chosen.output or os.devnull, "w", encoding="utf-8") as file:
+        for name in groups:
+            line = [sys.executable, "-m", "benchmarks.gpu.smoke", "--here", "--group", name]
+            line += ["--device", chosen.device, "--size", size]
+            found, error = _apart(line, file)
+            if error:
+                found.append({"group": name, "item": "process", "ok": False, "error": error})
+                _show(json.dumps(found[-1]), file)
+            whole = whole and all(each["ok"] for each in found)
     return 0 if whole else 1
 
 
-def _apart(line: list[str]) -> tuple[list[dict[str, Any]], str]:
+def _show(line: str, file: TextIO | None) -> None:
+    """Print a line, and write it to a file at once, so that what is known outlives the machine."""
+    print(line, flush=True)
+    if file is not None:
+        print(line, file=file, flush=True)
+
+
+def _apart(line: list[str], file: TextIO | None = None) -> tuple[list[dict[str, Any]], str]:
     """Run a group in another process, showing its lines as they come; and how it failed, if so."""
     found: list[dict[str, Any]] = []
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
@@ -88,9 +93,9 @@ def _apart(line: list[str]) -> tuple[list[dict[str, Any]], str]:
         limit.start()
         for text in process.stdout:
             if text.startswith("{"):
-                print(text.rstrip("\n"), flush=True)
                 with suppress(json.JSONDecodeError):  # a process may end in the middle of a line
                     found.append(json.loads(text))
+                    _show(text.rstrip("\n"), file)
         status = process.wait()
         late = limit.finished.is_set()
         limit.cancel()

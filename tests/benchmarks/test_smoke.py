@@ -2,7 +2,10 @@
 
 import json
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,6 +58,22 @@ def test_what_fails_costs_the_others_nothing(
     monkeypatch.setattr(smoke, "_LIMIT", 0.5)
     hangs = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert smoke._apart(hangs) == ([], "it took more than 0.5 seconds")
+
+
+def test_lines_are_in_the_file_as_soon_as_they_are_known(tmp_path: Path) -> None:
+    """What runs the command may end it, and keeps the files."""
+    output, late = tmp_path / "smoke.jsonl", tmp_path / "late"
+    code = (
+        "import pathlib, time; print('{\"ok\": true}', flush=True)\n"
+        f"while not pathlib.Path({str(late)!r}).exists(): time.sleep(0.01)"
+    )
+    with open(output, "w") as file, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(smoke._apart, [sys.executable, "-c", code], file)
+        while not output.read_text() and not running.done():
+            time.sleep(0.01)
+        assert not running.done() and json.loads(output.read_text()) == {"ok": True}
+        late.touch()
+        assert running.result() == ([{"ok": True}], "")
 
 
 def test_another_text_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
