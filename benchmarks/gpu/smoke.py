@@ -4,19 +4,22 @@
 
 Each group runs in a process of its own, so that an error which ends one process's work on the GPU
 costs the others nothing. Each item is one line of JSON, written as soon as it is known: `group`,
-`item`, `ok`, `seconds`, what was found, and `error` where it is not ok. The status is 1 where an
-item is not ok. On the CPU it runs at toy size, uncaptured, which shows that everything runs.
+`item`, `ok`, `seconds`, and what was found; or where it is not ok, `error`, the last lines that it
+came `at`, and the `log`. The status is 1 where an item is not ok. On the CPU it runs at toy size,
+uncaptured, which shows that everything runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -106,18 +109,36 @@ def _apart(line: list[str], file: TextIO | None = None) -> tuple[list[dict[str, 
     return found, f"its process ended with status {status}" if bad else ""
 
 
+class _Log(logging.Handler):
+    """Keeps what was logged since it was last cleared: why something runs in a slower way."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
 def run_group(name: str, place: Place) -> int:
     """Run a group's items here, one after another; 1 where one was not ok."""
-    status = 0
+    status, log, ours = 0, _Log(), logging.getLogger("headstart")
+    ours.addHandler(log)
+    ours.setLevel(logging.INFO)
     for item, work in GROUPS[name](place):
         begun, line = time.perf_counter(), {"group": name, "item": item, "ok": True}
+        log.told.clear()
         try:
             line |= work()
         except Exception as error:  # the others go on
             line |= {"ok": False, "error": f"{type(error).__name__}: {one_line(error)}"}
+            frames = traceback.extract_tb(error.__traceback__)[-8:]
+            line["at"] = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+            line["log"] = list(dict.fromkeys(log.told))[-8:]
             status = 1
         line["seconds"] = round(time.perf_counter() - begun, 2)
         print(json.dumps(line), flush=True)
+    ours.removeHandler(log)
     return status
 
 

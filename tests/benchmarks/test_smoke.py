@@ -1,6 +1,8 @@
 """The GPU's smoke test at toy size: every group, a line an item, and going on after failures."""
 
+import inspect
 import json
+import logging
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -40,15 +42,21 @@ def test_groups_run_in_processes_of_their_own(
 def test_what_fails_costs_the_others_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def bad_item() -> Any:
+        logging.getLogger("headstart.infer").info("no %s", "graphs")
+        return 1 / 0
+
     def items(place: Place) -> Any:
-        yield "bad", lambda: 1 / 0
+        yield "bad", bad_item
         yield "good", lambda: {"value": 1}
 
     monkeypatch.setitem(GROUPS, "machine", items)
     assert main([*HERE, "--group", "machine"]) == 1
     bad, good = lines(capsys)
     assert not bad["ok"] and bad["error"] == "ZeroDivisionError: division by zero"
-    assert good["ok"] and good["value"] == 1
+    where = f"{__file__}:{inspect.getsourcelines(bad_item)[1] + 2}"
+    assert bad["at"][-1] == where and bad["log"] == ["no graphs"]
+    assert good["ok"] and good["value"] == 1 and "log" not in good
     killed = [sys.executable, "-c", "import os; print('{\"ok\": true}', flush=True); os.abort()"]
     found, error = smoke._apart(killed)
     assert found == [{"ok": True}] and "ended with status -6" in error
