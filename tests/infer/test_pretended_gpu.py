@@ -10,18 +10,21 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 
 from headstart.heads import FAMILIES, OptionError
 from headstart.heads.core import Packing, fused_products
 from headstart.heads.core.whole_model import take_whole_models
-from headstart.infer import Speculator, request
-from headstart.infer.batcher import Batcher
+from headstart.infer import Speculator, batcher, request
+from headstart.infer.generate_options import Ending
 from headstart.infer.measure import costs, forward_costs
 from headstart.infer.measure.own_text import write_texts
 from headstart.infer.rules.registry import RULES
+from headstart.infer.stats import Emitted
 from headstart.infer.stream import Prompt, decode_stream
 from tests.support.families import LENGTHS, TREES, drafter, target
 from tests.support.pretended import (
@@ -174,13 +177,13 @@ def test_a_stream_of_prompts(gpu: StrictCapture) -> None:
 def test_requests_of_several_threads(gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds are captured in a thread of their own, while others read the device."""
     ours, plain = Speculator(*placed("hydra"), tree=TREES[1]), on_cpu("hydra", tree="plain")
-    batcher, work = Batcher(ours, rows=2), Batcher._work
+    together, work = batcher.Batcher(ours, rows=2), batcher.Batcher._work
 
-    def on_the_gpu(self: Batcher) -> None:
+    def on_the_gpu(self: batcher.Batcher) -> None:
         with Gpu():  # a mode is of one thread
             work(self)
 
-    monkeypatch.setattr(Batcher, "_work", on_the_gpu)
+    monkeypatch.setattr(batcher.Batcher, "_work", on_the_gpu)
 
     def text(turn: int, decode: Any, ids: Tensor) -> Any:
         options = {"do_sample": True, "top_k": 20, "temperature": 0.8, "seed": turn}
@@ -188,12 +191,24 @@ def test_requests_of_several_threads(gpu: StrictCapture, monkeypatch: pytest.Mon
 
     def write_there(turn: int) -> Tensor:
         with Gpu(), torch.no_grad():
-            return text(turn, batcher, Pretended(IDS[turn : turn + 1, -4:])).numbers
+            return text(turn, together, Pretended(IDS[turn : turn + 1, -4:])).numbers
 
     with ThreadPoolExecutor(3) as pool:
         for turn, found in enumerate(pool.map(write_there, range(4))):
             assert torch.equal(found, text(turn, plain, IDS[turn : turn + 1, -4:])), turn
     assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
+
+
+def test_a_thread_takes_its_text_without_a_wait_for_the_gpu(gpu: StrictCapture) -> None:
+    """The next round of all requests runs by then."""
+    ending = Ending(limit=LENGTHS[0] + 9, eos=[], pad=0, others=StoppingCriteriaList(), lengths=[])
+    text = batcher._Text(Pretended(IDS[:1]), ending)
+    emitted = Emitted(np.array([2]), np.array([2]), np.array([[5, 6, 6]]), None)
+    gpu(lambda: text.add(emitted))  # which refuses a wait
+    with pytest.raises(Refused):
+        gpu(lambda: text.sequences)
+    found: Any = text.sequences
+    assert found.numbers.tolist() == [[*IDS[0].tolist(), 5, 6]]
 
 
 def test_what_the_planner_measures(gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch) -> None:
