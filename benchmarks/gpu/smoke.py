@@ -25,6 +25,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
+import psutil
 import torch
 
 from headstart.terminal import one_line
@@ -92,7 +93,7 @@ def _apart(line: list[str], file: TextIO | None = None) -> tuple[list[dict[str, 
     found: list[dict[str, Any]] = []
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
         assert process.stdout is not None
-        limit = threading.Timer(_LIMIT, process.kill)  # one that hangs writes no line any more
+        limit = threading.Timer(_LIMIT, _end, [process])  # one that hangs writes no line any more
         limit.start()
         for text in process.stdout:
             if text.startswith("{"):
@@ -107,6 +108,16 @@ def _apart(line: list[str], file: TextIO | None = None) -> tuple[list[dict[str, 
     # Status 1 says that an item was not ok, which its line has said.
     bad = status not in (0, 1) or (status == 1 and all(each["ok"] for each in found))
     return found, f"its process ended with status {status}" if bad else ""
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and all that it has started: as long as one of these lives, its output has no
+    end. Compilers have such processes."""
+    with suppress(psutil.NoSuchProcess):
+        whole = psutil.Process(process.pid)
+        for each in (whole, *whole.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
 
 
 class _Log(logging.Handler):

@@ -66,6 +66,10 @@ def test_what_fails_costs_the_others_nothing(
     monkeypatch.setattr(smoke, "_LIMIT", 0.5)
     hangs = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert smoke._apart(hangs) == ([], "it took more than 0.5 seconds")
+    begun = time.perf_counter()
+    code = f"import subprocess, sys; subprocess.run({hangs!r})"  # which has the output, too
+    assert smoke._apart([sys.executable, "-c", code]) == ([], "it took more than 0.5 seconds")
+    assert time.perf_counter() - begun < 30
 
 
 def test_lines_are_in_the_file_as_soon_as_they_are_known(tmp_path: Path) -> None:
