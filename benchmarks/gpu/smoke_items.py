@@ -32,7 +32,7 @@ from .attention_ways import Shape as LayerShape
 from .bandwidth import copy_bandwidth
 from .costs import usual_tree
 from .machine import machine
-from .paths import watched_paths
+from .paths import Fallback, watched_paths
 from .shapes import SHAPES, random_drafter, random_target
 
 Items = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
@@ -55,6 +55,17 @@ class Place:
     @property
     def full(self) -> bool:
         return self.size == "full"
+
+
+def without(place: Place, reason: str) -> dict[str, Any]:
+    """What an item says of a kernel that is missing; on a GPU it fails, for it judges another way.
+
+    Raises:
+        Fallback: on a GPU.
+    """
+    if place.on_gpu:
+        raise Fallback(f"it would run without its kernel: {reason}")
+    return {"kernel": reason}
 
 
 @cache
@@ -160,7 +171,7 @@ def _kernel(place: Place, context: int, tile: tuple[int, int, int] | None) -> di
     layer = Layer.draw(shape, dtype, place.device)
     expected = plain(layer)().float()
     if (reason := no_kernel(place.device, dtype, shape.size)) is not None:
-        return {"kernel": reason, "size": list(expected.shape)}
+        return without(place, reason) | {"size": list(expected.shape)}
     from headstart.heads.core.kernels import Tile
 
     run = kernel(layer, **({} if tile is None else {"tile": Tile(*tile)}))
@@ -285,8 +296,12 @@ def fused(place: Place) -> Items:
 
 def _fused_layers(place: Place) -> dict[str, Any]:
     """What is fused, and for how many rows the products' kernels are no slower than torch's."""
+    reason = no_kernel(place.device)
+    missing = {} if reason is None else without(place, reason)
     found = FusedLayers(_large(place))
-    return {**found.found, "rows": found.rows}
+    if not all(found.found.values()):
+        raise AssertionError(f"not all kinds of layers are fused: {found.found}")
+    return {**found.found, "rows": found.rows, **missing}
 
 
 def _compiled(place: Place, how: dict[str, Any]) -> dict[str, Any]:

@@ -128,6 +128,13 @@ def test_how_an_item_ran_is_known_of_what_it_makes(monkeypatch: pytest.MonkeyPat
             item()
 
 
+def test_on_a_gpu_no_item_is_judged_by_what_runs_without_a_kernel() -> None:
+    gpu, cpu = Place(torch.device("cuda"), "full"), Place(torch.device("cpu"), "toy")
+    assert smoke_items.without(cpu, "no compiler") == {"kernel": "no compiler"}
+    with pytest.raises(Fallback, match="no compiler"):
+        smoke_items.without(gpu, "no compiler")
+
+
 def test_what_the_host_calls_is_no_launch() -> None:
     def event(name: str, device: str, took: float) -> Any:
         kind = SimpleNamespace(name=device)
