@@ -82,7 +82,8 @@ class Mtp(Eagle):
         """
         shipped = shipped_module(target)
         drafter: Any = super().of_target(target)
-        drafter = drafter.to(target.dtype)
+        for weight in drafter.parameters():  # `to` would round the rotary frequencies, too
+            weight.data = weight.data.to(target.dtype)
         drafter._take(shipped)
         return drafter.to(device_of(output_layer(target))).eval()
 

@@ -268,22 +268,22 @@ def _prompts(jobs: Sequence[_Job]) -> list[Prompt]:
 
 
 class _Text:
-    """A request's text as it grows.
+    """A request's text as it grows, on the host, so that its thread waits for no round of others.
 
     Attributes:
-        sequences: [1, P + new], the prompt included.
+        sequences: [1, P + new] on the prompt's device, the prompt included.
     """
 
     def __init__(self, prompt: Tensor, ending: Ending):
-        self._ids = torch.nn.functional.pad(prompt, (0, ending.limit - prompt.shape[1]))
+        self._ids = torch.nn.functional.pad(prompt.cpu(), (0, ending.limit - prompt.shape[1]))
         self._length, self._criteria = prompt.shape[1], ending.others
-        self._rounds: list[Emitted] = []
+        self._device, self._rounds = prompt.device, list[Emitted]()
 
     def add(self, emitted: Emitted) -> tuple[Emitted, bool]:
         """Take what a round emitted for the row: so much of it as is kept, and whether it ends."""
         count = int(emitted.count[0])
         tokens = torch.from_numpy(emitted.tokens[0, :count])
-        self._ids[0, self._length : self._length + count] = tokens.to(self._ids.device)
+        self._ids[0, self._length : self._length + count] = tokens
         kept = next((n for n in range(1, count + 1) if self._ends_after(n)), None)
         self._rounds.append(replace(emitted, count=np.array([kept or count])))
         self._length += kept or count
@@ -293,12 +293,12 @@ class _Text:
         """Whether the criteria hold so many tokens later, asked as `generate` asks."""
         if not self._criteria:
             return False
-        written = self._ids[:, : self._length + count]
+        written = self._ids[:, : self._length + count].to(self._device)
         return bool(self._criteria(written, None))  # type: ignore[arg-type]
 
     @property
     def sequences(self) -> Tensor:
-        return self._ids[:, : self._length]
+        return self._ids[:, : self._length].to(self._device)
 
     @property
     def drafted(self) -> Drafted:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -134,12 +134,35 @@ class Captured(Generic[_Found]):
         return self.result
 
 
+class _Begins:
+    """A CUDA graph, of which `torch.cuda.graph` begins and ends the capture.
+
+    A capture takes the state of the device's random numbers, and until it ends torch (before 2.13)
+    raises an error in every thread that draws some, as plain `generate` does when it samples. What
+    is captured here draws none, so the capture is given a state of its own.
+    """
+
+    def __init__(self, graph: Any, device: torch.device):
+        self._graph, self._generator = graph, torch.cuda.default_generators[device.index]
+
+    def capture_begin(self, *given: Any, **options: Any) -> None:
+        shared = self._generator.graphsafe_get_state()
+        self._generator.graphsafe_set_state(self._generator.clone_state())
+        try:
+            self._graph.capture_begin(*given, **options)
+        finally:
+            self._generator.graphsafe_set_state(shared)
+
+    def capture_end(self) -> None:
+        self._graph.capture_end()
+
+
 class CudaCapture:
     """Captures work on a device as CUDA graphs that share one pool of memory, as they run one by
-    one.
+    one. Work that draws torch's own random numbers cannot be captured.
 
-    Where that fails, the thread's stream, the allocator and the random numbers are as before, and
-    what is raised is the cause, not that the capture was invalid.
+    Where that fails, the thread's stream and the allocator are as before, and what is raised is the
+    cause, not that the capture was invalid.
     """
 
     def __init__(self, device: torch.device):
@@ -166,7 +189,7 @@ class CudaCapture:
                 with (
                     self._restored(graph),
                     torch.cuda.graph(
-                        graph,
+                        cast(Any, _Begins(graph, self._device)),
                         pool=self._pool,
                         stream=self._stream,
                         capture_error_mode="thread_local",
@@ -184,8 +207,6 @@ class CudaCapture:
     def _restored(self, graph: Any) -> Iterator[None]:
         """After an error: what a capture changed that could not be ended."""
         stream, index = torch.cuda.current_stream(self._device), self._device.index
-        generator = torch.cuda.default_generators[index]
-        random = generator.clone_state()
         try:
             yield
         except BaseException:
@@ -194,7 +215,6 @@ class CudaCapture:
                 torch._C._cuda_endAllocateToPool(index, self._pool)
                 torch._C._cuda_releasePool(index, self._pool)
                 _unended.append(graph)
-            generator.graphsafe_set_state(random)
             self._pool = torch.cuda.graph_pool_handle()  # the old one may be half filled
             raise
 

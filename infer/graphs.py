@@ -15,12 +15,15 @@ Example: lengths that grow by one a round, repeated at the address where they li
 [6, 8]
 """
 
+import inspect
 import logging
+import traceback
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import numpy as np
@@ -184,7 +187,8 @@ class RoundGraphs:
         except RuntimeError as error:
             self._rounds[kind] = _Failed
             _hold(held)  # what the capture would have written was never there
-            self._tell((str(error).strip().splitlines() or ["no reason given"])[0])
+            what = (str(error).strip().splitlines() or ["no reason given"])[0]
+            self._tell(what + _where(error))
             return work()
         self._rounds[kind] = _Round(captured, self._held)
         return captured.result
@@ -226,6 +230,16 @@ class RoundGraphs:
             return host.numpy().copy()
 
         return read
+
+
+def _where(error: BaseException) -> str:
+    """Which line of ours an error came from, in words; empty where it came from none."""
+    room, capturing = Path(__file__).parent, (__file__, inspect.getfile(Captured))
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        file = frame.f_code.co_filename
+        if file not in capturing and room.parent in Path(file).parents:
+            return f", in line {line} of {Path(file).relative_to(room.parent)}"
+    return ""
 
 
 def repeated(

@@ -4,24 +4,28 @@
 
 Each group runs in a process of its own, so that an error which ends one process's work on the GPU
 costs the others nothing. Each item is one line of JSON, written as soon as it is known: `group`,
-`item`, `ok`, `seconds`, what was found, and `error` where it is not ok. The status is 1 where an
-item is not ok. On the CPU it runs at toy size, uncaptured, which shows that everything runs.
+`item`, `ok`, `seconds`, and what was found; or where it is not ok, `error`, the last lines that it
+came `at`, and the `log`. The status is 1 where an item is not ok. On the CPU it runs at toy size,
+uncaptured, which shows that everything runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+import psutil
 import torch
 
 from headstart.terminal import one_line
@@ -64,33 +68,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     groups = chosen.group or list(GROUPS)
     if chosen.here:
         return max(run_group(name, Place(torch.device(chosen.device), size)) for name in groups)
-    whole, lines = True, []
-    for name in groups:
-        line = [sys.executable, "-m", "benchmarks.gpu.smoke", "--here", "--group", name]
-        line += ["--device", chosen.device, "--size", size]
-        found, error = _apart(line)
-        if error:
-            found.append({"group": name, "item": "process", "ok": False, "error": error})
-            print(json.dumps(found[-1]), flush=True)
-        lines += [json.dumps(each) + "\n" for each in found]
-        whole = whole and all(each["ok"] for each in found)
-        if chosen.output:  # after every group, so that what is known outlives the machine
-            chosen.output.write_text("".join(lines), encoding="utf-8")
+    whole = True
+    with open(chosen.output or os.devnull, "w", encoding="utf-8") as file:
+        for name in groups:
+            line = [sys.executable, "-m", "benchmarks.gpu.smoke", "--here", "--group", name]
+            line += ["--device", chosen.device, "--size", size]
+            found, error = _apart(line, file)
+            if error:
+                found.append({"group": name, "item": "process", "ok": False, "error": error})
+                _show(json.dumps(found[-1]), file)
+            whole = whole and all(each["ok"] for each in found)
     return 0 if whole else 1
 
 
-def _apart(line: list[str]) -> tuple[list[dict[str, Any]], str]:
+def _show(line: str, file: TextIO | None) -> None:
+    """Print a line, and write it to a file at once, so that what is known outlives the machine."""
+    print(line, flush=True)
+    if file is not None:
+        print(line, file=file, flush=True)
+
+
+def _apart(line: list[str], file: TextIO | None = None) -> tuple[list[dict[str, Any]], str]:
     """Run a group in another process, showing its lines as they come; and how it failed, if so."""
     found: list[dict[str, Any]] = []
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env={**os.environ}) as process:
         assert process.stdout is not None
-        limit = threading.Timer(_LIMIT, process.kill)  # one that hangs writes no line any more
+        limit = threading.Timer(_LIMIT, _end, [process])  # one that hangs writes no line any more
         limit.start()
         for text in process.stdout:
             if text.startswith("{"):
-                print(text.rstrip("\n"), flush=True)
                 with suppress(json.JSONDecodeError):  # a process may end in the middle of a line
                     found.append(json.loads(text))
+                    _show(text.rstrip("\n"), file)
         status = process.wait()
         late = limit.finished.is_set()
         limit.cancel()
@@ -101,18 +110,46 @@ def _apart(line: list[str]) -> tuple[list[dict[str, Any]], str]:
     return found, f"its process ended with status {status}" if bad else ""
 
 
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a process and all that it has started: as long as one of these lives, its output has no
+    end. Compilers have such processes."""
+    with suppress(psutil.NoSuchProcess):
+        whole = psutil.Process(process.pid)
+        for each in (whole, *whole.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+
+
+class _Log(logging.Handler):
+    """Keeps what was logged since it was last cleared: why something runs in a slower way."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+
 def run_group(name: str, place: Place) -> int:
     """Run a group's items here, one after another; 1 where one was not ok."""
-    status = 0
+    status, log, ours = 0, _Log(), logging.getLogger("headstart")
+    ours.addHandler(log)
+    ours.setLevel(logging.INFO)
     for item, work in GROUPS[name](place):
         begun, line = time.perf_counter(), {"group": name, "item": item, "ok": True}
+        log.told.clear()
         try:
             line |= work()
         except Exception as error:  # the others go on
             line |= {"ok": False, "error": f"{type(error).__name__}: {one_line(error)}"}
+            frames = traceback.extract_tb(error.__traceback__)[-8:]
+            line["at"] = [f"{frame.filename}:{frame.lineno}" for frame in frames]
+            line["log"] = list(dict.fromkeys(log.told))[-8:]
             status = 1
         line["seconds"] = round(time.perf_counter() - begun, 2)
         print(json.dumps(line), flush=True)
+    ours.removeHandler(log)
     return status
 
 

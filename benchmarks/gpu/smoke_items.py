@@ -32,7 +32,7 @@ from .attention_ways import Shape as LayerShape
 from .bandwidth import copy_bandwidth
 from .costs import usual_tree
 from .machine import machine
-from .paths import watched_paths
+from .paths import Fallback, watched_paths
 from .shapes import SHAPES, random_drafter, random_target
 
 Items = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
@@ -55,6 +55,17 @@ class Place:
     @property
     def full(self) -> bool:
         return self.size == "full"
+
+
+def without(place: Place, reason: str) -> dict[str, Any]:
+    """What an item says of a kernel that is missing; on a GPU it fails, for it judges another way.
+
+    Raises:
+        Fallback: on a GPU.
+    """
+    if place.on_gpu:
+        raise Fallback(f"it would run without its kernel: {reason}")
+    return {"kernel": reason}
 
 
 @cache
@@ -160,7 +171,7 @@ def _kernel(place: Place, context: int, tile: tuple[int, int, int] | None) -> di
     layer = Layer.draw(shape, dtype, place.device)
     expected = plain(layer)().float()
     if (reason := no_kernel(place.device, dtype, shape.size)) is not None:
-        return {"kernel": reason, "size": list(expected.shape)}
+        return without(place, reason) | {"size": list(expected.shape)}
     from headstart.heads.core.kernels import Tile
 
     run = kernel(layer, **({} if tile is None else {"tile": Tile(*tile)}))
@@ -193,6 +204,7 @@ def lifetimes(place: Place) -> Items:
     yield "plain", partial(_compared, place, None, [1, 3, 1], tree="plain")
     yield "nine speculators in turn", partial(_nine, place)
     yield "requests of several threads", partial(_threads, place)
+    yield "another thread during a capture", partial(_meanwhile, place)
     yield "a failed capture", partial(_failed_capture, place)
 
 
@@ -239,6 +251,26 @@ def _threads(place: Place) -> dict[str, Any]:
     return {"requests": len(texts), "replayed_rounds": replayed}
 
 
+def _meanwhile(place: Place) -> dict[str, Any]:
+    """What a capture does not record, and is not spoilt by: random numbers, and a read."""
+    value, found = torch.ones(4, device=place.device), list[Any]()
+
+    def elsewhere() -> float:
+        return torch.rand(1000, device=place.device).mean().item()
+
+    def work() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(elsewhere).result())
+        found.append(value + 1)
+
+    replay = CudaCapture(value.device)(work) if place.on_gpu else work
+    value.fill_(2)
+    replay()
+    if found[-1].tolist() != [3.0] * 4:
+        raise AssertionError(f"a replay computed {found[-1].tolist()}")
+    return {"mean": found[0]}
+
+
 def _failed_capture(place: Place) -> dict[str, Any]:
     """A read of the device within a capture; decoding must go on as if nothing had been."""
     failed = "not captured on the CPU"
@@ -271,8 +303,12 @@ def fused(place: Place) -> Items:
 
 def _fused_layers(place: Place) -> dict[str, Any]:
     """What is fused, and for how many rows the products' kernels are no slower than torch's."""
+    reason = no_kernel(place.device)
+    missing = {} if reason is None else without(place, reason)
     found = FusedLayers(_large(place))
-    return {**found.found, "rows": found.rows}
+    if not all(found.found.values()):
+        raise AssertionError(f"not all kinds of layers are fused: {found.found}")
+    return {**found.found, "rows": found.rows, **missing}
 
 
 def _compiled(place: Place, how: dict[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from headstart.infer.rules import traversal
 from headstart.infer.rules.levels import judge_all
 
 from ..rule_launches import top_p, verified_at
-from .smoke_items import Items, Place
+from .smoke_items import Items, Place, without
 
 
 def sampling(place: Place) -> Items:
@@ -73,4 +73,4 @@ def _times(place: Place, ways: dict[str, Callable[[], object]]) -> dict[str, flo
 
 def _missing(place: Place) -> dict[str, str]:
     reason = no_kernel(place.device)
-    return {} if reason is None else {"kernel": reason}
+    return {} if reason is None else without(place, reason)

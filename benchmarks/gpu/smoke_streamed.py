@@ -19,6 +19,7 @@ from headstart.infer.measure.forward_costs import verify_costs
 from headstart.infer.measure.timing import Stopwatch
 from headstart.infer.speculator import Speculator
 
+from .paths import Fallback
 from .shapes import SHAPES, random_target
 from .smoke_items import NEW, Items, Place, make_prompts, small_target
 
@@ -76,6 +77,8 @@ def _link(place: Place, where: str) -> dict[str, Any]:
         seconds = verify_costs(away, (), ids, [64])[64] / 1e3
         ahead = Prefetch.of(away)
     if ahead is None:
+        if place.on_gpu:
+            raise Fallback("no layer is brought ahead of its forward")
         return {"forward_ms": 1e3 * seconds, "brought_ahead": 0}
     host = torch.empty(1 << 29, dtype=torch.uint8, pin_memory=True)
     there, watch = torch.empty_like(host, device=place.device), Stopwatch(place.device)

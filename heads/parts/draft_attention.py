@@ -32,6 +32,7 @@ NAME = "headstart_flex"
 """Under which FlexAttention is registered."""
 
 _BLOCK = 128
+_COMPILED = 64  # times at most, of the same code
 _LEAST_SIZE = 16  # of a head, for the kernel; zeros are added to what is smaller
 
 Mask = Tensor | BlockMask
@@ -275,7 +276,17 @@ def _attention(
 
 @cache
 def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention)
+    """FlexAttention, compiled for what it meets: with gradients and without, for one row, for few
+    keys, … Torch stops at eight of these, and goes on with all scores of a layer in memory."""
+    from torch._dynamo import config
+
+    compiled = torch.compile(flex_attention)
+
+    def attend(*given: Any, **options: Any) -> Any:
+        with config.patch(recompile_limit=_COMPILED):
+            return compiled(*given, **options)
+
+    return attend
 
 
 AttentionInterface.register(NAME, _attention)

@@ -1,8 +1,13 @@
 """The GPU's smoke test at toy size: every group, a line an item, and going on after failures."""
 
+import inspect
 import json
+import logging
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,15 +42,21 @@ def test_groups_run_in_processes_of_their_own(
 def test_what_fails_costs_the_others_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    def bad_item() -> Any:
+        logging.getLogger("headstart.infer").info("no %s", "graphs")
+        return 1 / 0
+
     def items(place: Place) -> Any:
-        yield "bad", lambda: 1 / 0
+        yield "bad", bad_item
         yield "good", lambda: {"value": 1}
 
     monkeypatch.setitem(GROUPS, "machine", items)
     assert main([*HERE, "--group", "machine"]) == 1
     bad, good = lines(capsys)
     assert not bad["ok"] and bad["error"] == "ZeroDivisionError: division by zero"
-    assert good["ok"] and good["value"] == 1
+    where = f"{__file__}:{inspect.getsourcelines(bad_item)[1] + 2}"
+    assert bad["at"][-1] == where and bad["log"] == ["no graphs"]
+    assert good["ok"] and good["value"] == 1 and "log" not in good
     killed = [sys.executable, "-c", "import os; print('{\"ok\": true}', flush=True); os.abort()"]
     found, error = smoke._apart(killed)
     assert found == [{"ok": True}] and "ended with status -6" in error
@@ -55,6 +66,26 @@ def test_what_fails_costs_the_others_nothing(
     monkeypatch.setattr(smoke, "_LIMIT", 0.5)
     hangs = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert smoke._apart(hangs) == ([], "it took more than 0.5 seconds")
+    begun = time.perf_counter()
+    code = f"import subprocess, sys; subprocess.run({hangs!r})"  # which has the output, too
+    assert smoke._apart([sys.executable, "-c", code]) == ([], "it took more than 0.5 seconds")
+    assert time.perf_counter() - begun < 30
+
+
+def test_lines_are_in_the_file_as_soon_as_they_are_known(tmp_path: Path) -> None:
+    """What runs the command may end it, and keeps the files."""
+    output, late = tmp_path / "smoke.jsonl", tmp_path / "late"
+    code = (
+        "import pathlib, time; print('{\"ok\": true}', flush=True)\n"
+        f"while not pathlib.Path({str(late)!r}).exists(): time.sleep(0.01)"
+    )
+    with open(output, "w") as file, ThreadPoolExecutor(1) as pool:
+        running = pool.submit(smoke._apart, [sys.executable, "-c", code], file)
+        while not output.read_text() and not running.done():
+            time.sleep(0.01)
+        assert not running.done() and json.loads(output.read_text()) == {"ok": True}
+        late.touch()
+        assert running.result() == ([{"ok": True}], "")
 
 
 def test_another_text_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +126,13 @@ def test_how_an_item_ran_is_known_of_what_it_makes(monkeypatch: pytest.MonkeyPat
     for item in items:
         with pytest.raises(Fallback, match="captured no rounds"):
             item()
+
+
+def test_on_a_gpu_no_item_is_judged_by_what_runs_without_a_kernel() -> None:
+    gpu, cpu = Place(torch.device("cuda"), "full"), Place(torch.device("cpu"), "toy")
+    assert smoke_items.without(cpu, "no compiler") == {"kernel": "no compiler"}
+    with pytest.raises(Fallback, match="no compiler"):
+        smoke_items.without(gpu, "no compiler")
 
 
 def test_what_the_host_calls_is_no_launch() -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo import config
+from torch._dynamo.utils import counters
 
 from headstart.heads.parts import draft_attention
 from headstart.heads.parts.draft_attention import block_mask, depth_mask, text_and_block_mask
@@ -144,6 +146,24 @@ def test_both_ways_give_the_same_states(
 def replace_mask(name: str, by: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     module = AT_ONCE.get(name, "eagle")
     monkeypatch.setattr(f"headstart.heads.{module}.{MASKS[name].__name__}", by)
+
+
+@pytest.mark.parametrize("most", [8, draft_attention._COMPILED])
+def test_it_is_compiled_for_all_that_it_meets(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for eight of them, as torch does, which holds all scores in memory for the others."""
+    counters.clear()
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(draft_attention, "_COMPILED", most)
+    attend = draft_attention._compiled.__wrapped__()
+    with torch.no_grad(), warnings.catch_warnings(), config.patch(automatic_dynamic_shapes=False):
+        warnings.simplefilter("ignore")  # what is not compiled says so
+        for length in range(130, 140):
+            at = torch.arange(length).unsqueeze(0)
+            mask = depth_mask(at, torch.zeros_like(at), length, 0, flex=True)
+            states = torch.randn(1, 2, length, 16)
+            attend(states, states, states, block_mask=mask)
+    torch._dynamo.reset()
+    assert counters["frames"]["ok"] == min(most, 10)
 
 
 @pytest.mark.gpu

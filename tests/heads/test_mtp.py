@@ -52,6 +52,17 @@ def test_a_released_module_drafts_what_it_does_in_transformers(kind: str, tmp_pa
     assert torch.equal(speculator.generate(ids, **GREEDY), written)
 
 
+def test_rotary_frequencies_are_not_rounded(tmp_path: Path) -> None:
+    """A relative error of 2^-9 turns keys a thousand tokens away by more than a radian."""
+    target = with_module("glm4", tmp_path).bfloat16()
+    drafter: Any = load_drafter("mtp", target)
+    assert {weight.dtype for weight in drafter.parameters()} == {torch.bfloat16}
+    found, exact = (each.model.rotary_emb.inv_freq for each in (drafter, target))
+    assert found.dtype == torch.float32
+    assert not torch.equal(found, exact), "the target was cast whole, and shows the difference"
+    torch.testing.assert_close(found.bfloat16(), exact, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_training_starts_from_the_released_module(kind: str, tmp_path: Path) -> None:
     target = with_module(kind, tmp_path / "target")

@@ -5,7 +5,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -69,8 +70,8 @@ class Gpu:
     """What of torch.cuda a capture calls, and what it changes there."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.stream, self.pools, self.random = "its own", set[int](), "as it was"
-        self.capturing = False
+        self.stream, self.pools, self.random = "its own", set[int](), "of all threads"
+        self.capturing, self.taken = False, list[str]()  # states of random numbers, by captures
         self.handles = iter(range(1, 9))
         for name in ("current_stream", "set_stream", "device", "graph", "Stream", "CUDAGraph"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
@@ -97,7 +98,21 @@ class Gpu:
         return f"capture stream of {device}"
 
     def CUDAGraph(self) -> Any:
+        gpu = self
+
         class Graph:
+            def capture_begin(self, pool: int, capture_error_mode: str) -> None:
+                assert capture_error_mode == "thread_local"
+                gpu.pools.add(pool)
+                gpu.taken.append(gpu.random)
+                if gpu.refuses:
+                    raise RuntimeError("a capture is under way")
+
+            def capture_end(self) -> None:
+                if gpu.invalid:
+                    raise RuntimeError("operation failed due to a previous error during capture")
+                gpu.pools.clear()
+
             def replay(self) -> None:
                 pass
 
@@ -106,6 +121,9 @@ class Gpu:
         return made
 
     def clone_state(self) -> str:
+        return "of a capture"
+
+    def graphsafe_get_state(self) -> str:
         return self.random
 
     def graphsafe_set_state(self, state: str) -> None:
@@ -114,18 +132,16 @@ class Gpu:
     @contextmanager
     def graph(self, graph: Any, pool: int, stream: str, capture_error_mode: str) -> Any:
         """As torch's: where the capture cannot be ended, nothing after that is done."""
-        self.stream, self.random, self.capturing = stream, "capturing", True
-        self.pools.add(pool)
+        self.stream, self.capturing = stream, True
+        graph.capture_begin(pool=pool, capture_error_mode=capture_error_mode)
         try:
             yield
         finally:
             self.capturing = False
-            if self.invalid:
-                raise RuntimeError("operation failed due to a previous error during capture")
-            self.stream, self.random = "its own", "as it was"
-            self.pools.discard(pool)
+            graph.capture_end()
+            self.stream = "its own"
 
-    invalid = False
+    invalid = refuses = False
 
     def end(self, index: int, pool: int) -> None:
         if pool not in self.pools:
@@ -152,13 +168,27 @@ def test_a_failed_capture_leaves_nothing_behind(
     for pool in (1, 2):
         with pytest.raises(RuntimeError, match="not permitted"):
             capture(waits)
-        assert (gpu.stream, gpu.random, gpu.pools) == ("its own", "as it was", set())
+        assert (gpu.stream, gpu.random, gpu.pools) == ("its own", "of all threads", set())
         assert gpu.released[-1] == pool
         gc.collect()
         assert gpu.graphs[-1]() is not None, "torch's allocator of pinned memory asks it still"
         gpu.invalid = False
     capture(lambda: None)()
-    assert (gpu.stream, gpu.random, gpu.pools) == ("its own", "as it was", set())
+    assert (gpu.stream, gpu.random, gpu.pools) == ("its own", "of all threads", set())
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_other_threads_draw_random_numbers_meanwhile(
+    refuses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch refuses them numbers of the state that a capture has taken."""
+    gpu, found = Gpu(monkeypatch), list[str]()
+    gpu.refuses = gpu.invalid = refuses
+    capture = CudaCapture(torch.device("cuda"))
+    with pytest.raises(RuntimeError) if refuses else nullcontext():
+        capture(lambda: found.append(gpu.random))
+    assert gpu.taken == ["of a capture"] and gpu.random == "of all threads"
+    assert found == ([] if refuses else ["of all threads"])
 
 
 def test_an_error_of_the_work_itself_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,3 +250,22 @@ def test_decoding_goes_on_after_a_failed_capture() -> None:
     value.fill_(2)
     replay()
     assert found[0].tolist() == [3.0] * 4
+
+
+@pytest.mark.gpu
+def test_another_thread_uses_the_gpu_during_a_capture() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    value, found = torch.ones(4, device=device), list[Any]()
+
+    def elsewhere() -> float:
+        return torch.rand(1000, device=device).mean().item()
+
+    def work() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(elsewhere).result())
+        found.append(value + 1)
+
+    replay = CudaCapture(device)(work)
+    value.fill_(2)
+    replay()
+    assert 0 < found[0] < 1 and found[1].tolist() == [3.0] * 4

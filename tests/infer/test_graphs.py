@@ -21,6 +21,7 @@ from headstart.heads.core.sampling import ROWWISE, Suppressed
 from headstart.heads.parts import cached_layers
 from headstart.infer import Speculator, graphs, request, runners
 from headstart.infer.graphs import RoundGraphs, addresses
+from headstart.infer.rules import matching
 from headstart.infer.runners import CapturedRunner
 from tests.support.families import LENGTHS, TREES, drafter, target
 from tests.support.tape import NEW, SAMPLED, Tape, decode, on_tape
@@ -378,6 +379,25 @@ def test_a_kind_that_fails_is_the_only_one() -> None:
             rounds.run(kind, lambda: value.add_(1))
     assert value.item() == 8 and len(tries) == 2
     assert rounds.captures and rounds.replayed == 2 and rounds.failed == ["out of memory"]
+
+
+def test_what_cannot_be_captured_is_named_by_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not by that of the dispatch mode which every operator of a capture goes through."""
+    true = matching.accept_matches
+
+    def reads(tree: Any, choices: Any) -> Any:
+        choices.sum().item()
+        return true(tree, choices)
+
+    replayed, written, _ = both("medusa")
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        patch.setattr(matching, "accept_matches", reads)
+        assert torch.equal(decode(replayed), decode(written))
+    lines, first = inspect.getsourcelines(matching.matching)
+    place = f"in line {first + len(lines) - 1} of infer/rules/matching.py"
+    assert replayed.graphs is not None and replayed.graphs.failed
+    assert all(each.endswith(place) for each in replayed.graphs.failed), replayed.graphs.failed
 
 
 PROCESSORS: dict[type, tuple] = {

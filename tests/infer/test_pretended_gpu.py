@@ -6,24 +6,30 @@ where both are one place. Here they fail.
 
 import copy
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import StoppingCriteriaList
 
 from headstart.heads import FAMILIES, OptionError
 from headstart.heads.core import Packing, fused_products
 from headstart.heads.core.whole_model import take_whole_models
-from headstart.infer import Speculator, request
+from headstart.infer import Speculator, batcher, request
 from headstart.infer.continuous import Prompt
+from headstart.infer.generate_options import Ending
 from headstart.infer.measure import costs, forward_costs
 from headstart.infer.measure.own_text import write_texts
 from headstart.infer.rules.registry import RULES
+from headstart.infer.stats import Emitted
 from headstart.infer.stream import decode_stream
 from tests.support.families import LENGTHS, TREES, drafter, target
 from tests.support.pretended import (
+    Gpu,
     Mixed,
     Pretended,
     Refused,
@@ -167,6 +173,43 @@ def test_a_stream_of_prompts(gpu: StrictCapture) -> None:
         found = decode_stream(ours, lambda given=waiting: next(given, None), 2, 40, 0.7)
         texts.append({prompt.key: text for prompt, text in found})
     assert texts[0] == texts[1] and len(texts[0]) == 5 and gpu.replayed
+
+
+def test_requests_of_several_threads(gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds are captured in a thread of their own, while others read the device."""
+    ours, plain = Speculator(*placed("hydra"), tree=TREES[1]), on_cpu("hydra", tree="plain")
+    together, work = batcher.Batcher(ours, rows=2), batcher.Batcher._work
+
+    def on_the_gpu(self: batcher.Batcher) -> None:
+        with Gpu():  # a mode is of one thread
+            work(self)
+
+    monkeypatch.setattr(batcher.Batcher, "_work", on_the_gpu)
+
+    def text(turn: int, decode: Any, ids: Tensor) -> Any:
+        options = {"do_sample": True, "top_k": 20, "temperature": 0.8, "seed": turn}
+        return decode.generate(ids, max_new_tokens=6 + 4 * turn, pad_token_id=0, **options)
+
+    def write_there(turn: int) -> Tensor:
+        with Gpu(), torch.no_grad():
+            return text(turn, together, Pretended(IDS[turn : turn + 1, -4:])).numbers
+
+    with ThreadPoolExecutor(3) as pool:
+        for turn, found in enumerate(pool.map(write_there, range(4))):
+            assert torch.equal(found, text(turn, plain, IDS[turn : turn + 1, -4:])), turn
+    assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
+
+
+def test_a_thread_takes_its_text_without_a_wait_for_the_gpu(gpu: StrictCapture) -> None:
+    """The next round of all requests runs by then."""
+    ending = Ending(limit=LENGTHS[0] + 9, eos=[], pad=0, others=StoppingCriteriaList(), lengths=[])
+    text = batcher._Text(Pretended(IDS[:1]), ending)
+    emitted = Emitted(np.array([2]), np.array([2]), np.array([[5, 6, 6]]), None)
+    gpu(lambda: text.add(emitted))  # which refuses a wait
+    with pytest.raises(Refused):
+        gpu(lambda: text.sequences)
+    found: Any = text.sequences
+    assert found.numbers.tolist() == [[*IDS[0].tolist(), 5, 6]]
 
 
 def test_what_the_planner_measures(gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch) -> None:

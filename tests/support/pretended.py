@@ -7,9 +7,10 @@ stand in for the kernels.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -102,14 +103,18 @@ class Pretended(Tensor):
         return self.cpu().tolist()
 
 
+class _OfThread(threading.local):
+    """What a thread does now."""
+
+    def __init__(self) -> None:
+        self.captures = False
+
+
+_now = _OfThread()
+
+
 class Gpu(TorchDispatchMode):
-    """While this lasts, `cuda` is the GPU that is pretended.
-
-    Attributes:
-        capturing: whether work is captured.
-    """
-
-    capturing: ClassVar = False
+    """While this lasts, `cuda` is the GPU that is pretended, for the thread that enters it."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None):
         return _run(function, args, kwargs or {})
@@ -176,7 +181,7 @@ def _checked(place: Any) -> Any:
 
 
 def _wait(what: str) -> None:
-    if Gpu.capturing:
+    if _now.captures:
         raise Refused(f"operation not permitted when stream is capturing: {what}")
 
 
@@ -188,11 +193,11 @@ class StrictCapture:
 
     def __call__(self, work: Callable[[], Any]) -> Callable[[], Any]:
         def run() -> None:
-            Gpu.capturing = True
+            _now.captures = True
             try:
                 work()
             finally:
-                Gpu.capturing = False
+                _now.captures = False
 
         def replay() -> None:
             self.replayed += 1
