@@ -27,7 +27,7 @@ from typing import Any, Self
 from safetensors import SafetensorError
 
 from headstart.heads.artifacts.manifest import library_versions, sha256
-from headstart.heads.core.files import flush_to_disk, write_atomically
+from headstart.heads.core.files import flush_folder, flush_to_disk, write_atomically
 
 from ..processes.agreement import is_process_0, on_process_0, wait_for_all
 from .folders import (
@@ -142,8 +142,7 @@ class StageStore:
                     "files": _checksums(folder),
                 }  # fmt: skip
                 text = json.dumps(record, indent=2, allow_nan=False)
-                for path in folder.rglob("*"):
-                    flush_to_disk(path)  # the record says that they are whole
+                flush_folder(folder)  # the record says that its files are whole
                 write_atomically(folder / RECORD, text.encode())
         done = stage
         self.finished[name] = on_process_0(lambda: self._make_current(done))
