@@ -31,12 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: stdin)")
     text.add_argument("--file", metavar="FILE", type=Path, help="read the prompt from a file")
-    add("--max-new-tokens", metavar="N", type=shared.positive, help=shared.LENGTH)
     add("--chat", action="store_true", help=_CHAT)
-    shared.add_sampling_arguments(parser)
-    shared.add_top_arguments(parser)
-    add("--record", metavar="FILE", type=Path, help=shared.RECORD)
+    add("--max-new-tokens", metavar="N", type=shared.positive, help=shared.LENGTH)
     add("--show", action="store_true", help=shared.SHOW)
+    add("--record", metavar="FILE", type=Path, help=shared.RECORD)
+    shared.add_sampling_arguments(parser)
+    shared.add_drafting_arguments(parser)
+    shared.add_loading_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
