@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -158,6 +159,7 @@ class StageStore:
         anew = self.fresh and root == self.root
         for folder in [] if anew else reversed(stage_folders(root, name)):
             if folder.fingerprint == fingerprint and (stage := _finished(folder)) is not None:
+                print(f"{name}: finished before, and reused", file=sys.stderr)
                 return folder.path, stage
         self._lock(root)
         begun = {"fingerprint": fingerprint, "layout": dict(layout)}
