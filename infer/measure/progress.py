@@ -36,6 +36,7 @@ class Lines:
         self.file, self.now = file, now
         self.n: float = 0
         self.postfix = ""
+        self.last: tuple[float, str] | None = None  # what the last line said
         self.started = self.printed = now()
         self.open = True
 
@@ -55,12 +56,12 @@ class Lines:
 
     def close(self) -> None:
         """Print the last line."""
-        if self.open:
+        if self.open and self.last != (self.n, self.postfix):
             self._print()
         self.open = False
 
     def _print(self) -> None:
-        self.printed = self.now()
+        self.printed, self.last = self.now(), (self.n, self.postfix)
         seconds, share = self.printed - self.started, self.n / self.total if self.total else 1.0
         parts = [f"{share:.0%}" + (f" ({counted(self.n, self.unit)})" if self.unit else "")]
         parts.append(f"{tqdm.format_interval(seconds)} elapsed")
