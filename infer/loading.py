@@ -67,9 +67,9 @@ def load(
             smaller language model with the same tokenizer; `"lookup"` or `"recycling"`, which have
             no weights; `"mtp"`, the module for multi-token prediction in the target's own files; or
             a `Drafter`. A list of these decodes with all of them together. None decodes plainly.
-        device: where a target that is given by name is put, such as `"cuda"`; None is as
-            transformers does, on a CPU unless `device_map` says otherwise.
         tokenizer: of a target that is passed as a model; for `stop_strings` and checks.
+        device: where a target that is given by name is put, such as `"cuda"`. None leaves it on
+            the CPU, as transformers does, unless `device_map` says otherwise.
         tree: how many tokens are drafted, and in which form, such as `"chain:4"`, see
             `Speculator`. None takes the plan for this machine that `headstart plan` has saved with
             the drafter (plain decoding where no tree is faster), or else the tree that training

@@ -47,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
     messages = _read_chat(options) if options.chat else None
     prompt = "" if messages else _read_prompt(options)
     speculator = load_speculator(options)
+    from headstart.infer.measure.progress import counted
     from headstart.reports.tables import said_of_forwards
     from headstart.show import ShowStreamer
     from headstart.train.data.documents import render_chat
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     said = f"no round was needed, {seconds:.2f} s"
     if stats.rounds:
         said = f"τ {stats.tau:.2f} tokens per round: {stats.tokens} tokens after the first, "
-        said += f"{stats.rounds} rounds, {seconds:.2f} s with the prompt"
+        said += f"{counted(stats.rounds, 'round')}, {seconds:.2f} s with the prompt"
     said += said_of_forwards(speculator.target.forwards)
     if not streamer.shows_figures:
         print(said, file=sys.stderr)
