@@ -11,8 +11,8 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from textwrap import dedent, indent, wrap
-from typing import NoReturn
+from textwrap import dedent, fill, indent, wrap
+from typing import Any, NoReturn
 
 from safetensors import SafetensorError
 
@@ -87,8 +87,26 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+_NAMED = 8  # a usage with more options than these names only those that must be given
+
+
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Wraps the help of an argument between words alone, so that `best-first` stays whole."""
+    """Wraps the help of an argument between words alone, so that `best-first` stays whole.
+
+    A long list of options is not repeated in the usage, since the help lists them below it.
+    """
+
+    def add_usage(self, usage: Any, actions: Any, groups: Any, prefix: Any = None) -> None:
+        optional = [action for action in actions if action.option_strings and not action.required]
+        if len(optional) > _NAMED:
+            actions = [action for action in actions if action not in optional]
+            groups = []
+            self._prog += " [options]"
+        super().add_usage(usage, actions, groups, prefix)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        raw = "\n" in text  # examples keep their lines
+        return super()._fill_text(text if raw else fill(text, width), width, indent)
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return wrap(" ".join(text.split()), width, break_on_hyphens=False)
@@ -126,7 +144,7 @@ def _refuse_unknown(rest: Sequence[str], parser: argparse.ArgumentParser) -> Non
     named = [word.partition("=")[0] for word in rest if re.match(r"--?[a-zA-Z]", word)]
     see = f"see {parser.prog} --help"
     if named:
-        raise UsageError(f"no option {named[0]}{_nearest(named[0], flags)}; {see}")
+        raise UsageError(f"no option {named[0]}{_nearest_option(named[0], flags)}; {see}")
     if any(action.dest == "overrides" for action in actions):
         if wrong := [word for word in rest if "=" not in word]:
             raise UsageError(
@@ -135,6 +153,18 @@ def _refuse_unknown(rest: Sequence[str], parser: argparse.ArgumentParser) -> Non
         return
     prompt = "; give the prompt with --prompt" if "--prompt" in flags else ""
     raise UsageError(f"too many arguments: {len(rest)} more than expected{prompt} ({see})")
+
+
+def _nearest_option(name: str, flags: Sequence[str]) -> str:
+    """A hint at the options that a mistyped or shortened one may stand for.
+
+    >>> _nearest_option("-p", ["-h", "--prompt", "--top-p"])
+    " (did you mean '--prompt'?)"
+    """
+    if re.fullmatch("-[a-zA-Z]", name):  # there are no short options but -h
+        begin_so = [repr(flag) for flag in flags if flag.startswith(f"-{name}")]
+        return f" (did you mean {' or '.join(begin_so)}?)" if begin_so else ""
+    return _nearest(name, flags)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -7,16 +7,17 @@ is given one loaded target, whose `generate` is a batcher's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastapi import HTTPException, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from transformers.cli.serving.chat_completion import ChatCompletionHandler
 from transformers.cli.serving.completion import CompletionHandler
 from transformers.cli.serving.model_manager import ModelManager
@@ -24,6 +25,7 @@ from transformers.cli.serving.response import ResponseHandler
 from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import BaseHandler, GenerateManager, GenerationState
 
+from headstart.asked import check_asked
 from headstart.heads.core import trained_context
 from headstart.terminal import one_line
 
@@ -56,9 +58,24 @@ def server_of(batcher: Batcher, name: str, recorder: Recorder | None = None) -> 
     app: FastAPI = build(model, generation_state=state, **others | handlers)
     app.router.routes = [r for r in app.router.routes if getattr(r, "path", "") in PATHS]
 
+    @app.get("/v1/models/{asked:path}")
+    def one_model(asked: str) -> dict[str, Any]:
+        check_model(asked, name)
+        return model.get_gen_models()[0]
+
     app.add_exception_handler(ValueError, _refused)
     app.add_exception_handler(HTTPException, _refused)
     return app
+
+
+def check_model(asked: Any, name: str | None) -> None:
+    """Refuse a request for another model than the one that is served as `name`.
+
+    Raises:
+        HTTPException: 404, as the protocol has it.
+    """
+    if asked not in (None, name):
+        raise HTTPException(404, f"no model {asked!r} is served here; ask for {name!r}")
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
@@ -199,6 +216,13 @@ class _Sampled(BaseHandler):
     """Reads sampling as the protocol means it: a temperature above 0 samples, and a seed is of its
     own request, whatever other requests do meanwhile."""
 
+    def _validate_request(self, body: dict[str, Any]) -> None:
+        model: Any = self.model_manager
+        check_model(body.get("model"), model.force_model)
+        super()._validate_request(body)
+        _, tokenizer = model.load_model_and_processor()
+        check_asked(body, getattr(tokenizer, "chat_template", None))
+
     def _build_generation_config(self, body: dict[str, Any], *given: Any, **options: Any) -> Any:
         body, chat = dict(body), body.get("messages")
         seed = body.pop("seed", None)
@@ -212,11 +236,28 @@ class _Sampled(BaseHandler):
         return config
 
 
-class _Chats(_Sampled, ChatCompletionHandler):
+class _Ended(_Sampled):
+    """Ends a stream as the protocol does, which some clients wait for."""
+
+    async def handle_request(self, body: dict[str, Any], request_id: str) -> Any:
+        answer = await super().handle_request(body, request_id)  # type: ignore[misc]
+        if isinstance(answer, StreamingResponse):
+            answer.body_iterator = _with_end(answer.body_iterator)
+        return answer
+
+
+async def _with_end(parts: Any) -> AsyncIterator[Any]:
+    async with contextlib.aclosing(parts):  # when the client leaves, the writer is told
+        async for part in parts:
+            yield part
+    yield "data: [DONE]\n\n"
+
+
+class _Chats(_Ended, ChatCompletionHandler):
     pass
 
 
-class _Completions(_Sampled, CompletionHandler):
+class _Completions(_Ended, CompletionHandler):
     pass
 
 

@@ -103,9 +103,13 @@ class GenerateOptions:
 
 def check_ids(ids: Any) -> None:
     """Refuse prompts that are no token ids [B, P]."""
-    if ids is None or (isinstance(ids, Tensor) and ids.dim() == 2):
+    if ids is None:
         return
-    shape = f"a tensor of shape {[*ids.shape]}" if isinstance(ids, Tensor) else type(ids).__name__
+    shape = type(ids).__name__
+    if isinstance(ids, Tensor):
+        if ids.dim() == 2 and ids.dtype in (torch.int64, torch.int32):
+            return
+        shape = f"a tensor of shape {[*ids.shape]} and type {str(ids.dtype).removeprefix('torch.')}"
     raise OptionError(
         f"input_ids is {shape}; expected token ids [batch, tokens], such as "
         "generate(**tokenizer(text, return_tensors='pt'))."

@@ -41,6 +41,7 @@ def load(
     drafter: Drafter | NamedDrafter | Sequence[Drafter | NamedDrafter] | None = None,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
+    device: str | torch.device | None = None,
     tree: Trees = None,
     rule: str | None = None,
     expansion: str | None = None,
@@ -67,6 +68,8 @@ def load(
             no weights; `"mtp"`, the module for multi-token prediction in the target's own files; or
             a `Drafter`. A list of these decodes with all of them together. None decodes plainly.
         tokenizer: of a target that is passed as a model; for `stop_strings` and checks.
+        device: where a target that is given by name is put, such as `"cuda"`. None leaves it on
+            the CPU, as transformers does, unless `device_map` says otherwise.
         tree: how many tokens are drafted, and in which form, such as `"chain:4"`, see
             `Speculator`. None takes the plan for this machine that `headstart plan` has saved with
             the drafter (plain decoding where no tree is faster), or else the tree that training
@@ -98,6 +101,8 @@ def load(
         target = _own_target(drafters, options)
     _check_dtype(options)
     by_name = isinstance(target, str | Path)
+    if device is not None:
+        options = _placed(options, device) if by_name else {**options, "device": device}
     if by_name:
         local = target_options(target, options.get("revision"))
         model = load_pretrained(AutoModelForCausalLM, target, **{**local, **options}).eval()
@@ -155,6 +160,23 @@ def load(
         compile=compile,
         fused=fused,
     )
+
+
+def _placed(options: dict[str, Any], device: str | torch.device) -> dict[str, Any]:
+    """The options of `from_pretrained` that put a whole model on a device."""
+    if "device_map" in options:
+        raise OptionError("device and device_map are given, and each says where; leave one out.")
+    try:
+        place = torch.device(device)
+    except RuntimeError as error:
+        raise OptionError(f"device is {device!r}; expected cpu, cuda, cuda:1, …") from error
+    gpus = torch.cuda.device_count()
+    if place.type == "cuda" and (place.index or 0) >= gpus:
+        raise OptionError(
+            f"device is {str(place)!r}, and torch {torch.__version__} finds {gpus} GPUs here; give "
+            "'cpu', or another GPU."
+        )
+    return options if place.type == "cpu" else {**options, "device_map": {"": place}}
 
 
 def _known_drafters(named: Any) -> list[Any]:

@@ -169,6 +169,10 @@ class Target:
         self.cache = SlabCache(self.shapes, 0, 0)
         self.limit = PositionLimit.of(model)  # no row may run past it; None without an end
 
+    def __repr__(self) -> str:
+        kind, dtype = type(self.model).__name__, str(self.model.dtype).removeprefix("torch.")
+        return f"Target({kind}, {dtype}, {self.device}, forwards by {self.forwards})"
+
     @property
     def device(self) -> torch.device:
         return device_of(self.model)

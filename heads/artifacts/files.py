@@ -69,6 +69,15 @@ HERE = '"PATH OF THIS FOLDER"'  # in the example of a card that was not pushed
 TARGET_HERE = '"PATH OF THE TARGET"'  # in one whose target has no place on the Hub
 
 
+def load_call(target: str) -> str:
+    """How the line of a card's example begins that loads a target and its drafter.
+
+    >>> load_call("ORG/MODEL")
+    'headstart.load("ORG/MODEL",'
+    """
+    return f"headstart.load({json.dumps(target, ensure_ascii=False)},"
+
+
 def card_example(target: str, then: str = "") -> str:
     """The part of a card that says how a drafter is installed and loaded, and `then` used."""
     return f"""```bash
@@ -78,7 +87,7 @@ pip install .    # in a checkout of headstart, which runs this drafter
 ```python
 import headstart
 
-speculator = headstart.load({target!r}, {HERE})
+speculator = {load_call(target)} {HERE})
 {then}```
 """
 

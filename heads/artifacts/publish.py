@@ -23,6 +23,7 @@ from .files import (
     TARGET_HERE,
     brief,
     card_example,
+    load_call,
     read_json,
 )
 from .hub import has_page, is_hub_name, split_revision
@@ -120,7 +121,7 @@ def _card(body: str, manifest: Manifest, target: str, repository: str, license: 
         body = f"# A {manifest.family} drafter for `{target}`\n\n{card_example(target)}"
     body = body.replace(HERE, f'"{repository}"')
     on_hub = has_page(target)
-    if not on_hub and (named := f"headstart.load({target!r},") in body:
+    if not on_hub and (named := load_call(target)) in body:
         body = body.replace(named, f"headstart.load({TARGET_HERE},")
         body += f"\nThe target, `{target}`, is not on the Hub: loading needs its folder.\n"
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from ..core import ArtifactError
-from ..core.files import flush_to_disk, writing
+from ..core.files import flush_folder, flush_to_disk, writing
 from ..declared.adapter import ADAPTER_WEIGHTS
 from ..drafter import Drafter
 from ..families import with_article
@@ -87,8 +87,7 @@ def write_artifact(drafter: Drafter, folder: Path, manifest: Manifest, card: str
     (folder / MANIFEST).write_text(text, encoding="utf-8")
     if card:
         (folder / CARD).write_text(card, encoding="utf-8")
-    for path in (*folder.rglob("*"), folder):
-        flush_to_disk(path)
+    flush_folder(folder)
 
 
 def _remove(old: Path, new: Path) -> None:

@@ -92,6 +92,19 @@ def flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
+def flush_folder(folder: Path) -> None:
+    """Wait until the disk holds a folder and all below it.
+
+    Whoever may read the folder may read its weights afterwards, which safetensors writes so that
+    the owner alone may.
+    """
+    for path in (*folder.rglob("*"), folder):
+        if path.suffix == ".safetensors" and not path.is_symlink():
+            with contextlib.suppress(PermissionError):  # the file system has no permissions
+                path.chmod(path.parent.stat().st_mode & 0o666)
+        flush_to_disk(path)
+
+
 class _NotSaved(OSError):
     """What `writing` raises; an outer one names its own folder and the same reason."""
 
@@ -132,8 +145,7 @@ def _new_folder(folder: Path) -> Iterator[Path]:
     new.mkdir(parents=True)
     try:
         yield new
-        for path in (*new.rglob("*"), new):
-            flush_to_disk(path)
+        flush_folder(new)
         if folder.is_dir():
             folder.rmdir()
         new.rename(folder)

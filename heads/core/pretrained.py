@@ -1,5 +1,6 @@
 """Loading by `from_pretrained` without running code that comes with a model; peft's wrappers."""
 
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,7 +28,8 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
     the weights are those, and not the ones at `name`.
 
     Raises:
-        OptionError: the model or tokenizer needs code of its own, and is not trusted.
+        OptionError: the model or tokenizer needs code of its own, and is not trusted; or it takes
+            no such option.
         ArtifactError: a file of weights is no safetensors, or the config fits no such model.
     """
     options = {"trust_remote_code": False, **options}
@@ -49,6 +51,11 @@ def load_pretrained(kind: Any, name: Any, *args: Any, **options: Any) -> Any:
         expected = (*MALFORMED, ImportError, StrictDataclassError)
         if not isinstance(error, expected) and type(error) is not Exception:  # of `tokenizers`
             raise
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown and unknown[1] in options:
+            raise OptionError(
+                f"{unknown[1]} is no option that loading {name} takes; check the spelling."
+            ) from error
         if isinstance(error, ValueError) and "trust_remote_code" in str(error):
             raise _needs_code(name) from error
         kind_of = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "

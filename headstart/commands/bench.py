@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="MATRIX", type=Path, nargs="?", help=_MATRIX)
     add("--matrix", metavar="MATRIX", type=Path, help="the same, as an option")
-    shared.add_model_arguments(parser, compare=True)
+    shared.add_model_arguments(parser)
     add("--separately", action="store_true", help=_SEPARATELY)
     shared.add_prompt_arguments(parser, compare=True)
-    shared.add_sampling_arguments(parser, compare=True)
+    shared.add_temperatures(parser)
     add("--batch-size", metavar="N", type=positive, action="append", help=_SIZE)
     add("--against", metavar="METHODS", help=_AGAINST)
     add("--assistant", metavar="MODEL", help=_ASSISTANT)
@@ -44,6 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--roofline", action="store_true", default=None, help=_ROOFLINE)
     add("--report", metavar="DIR", default="runs/bench", help=_REPORT)
     shared.add_json_argument(parser)
+    shared.add_drafting_arguments(parser, compare=True)
+    shared.add_loading_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:

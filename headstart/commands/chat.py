@@ -25,10 +25,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_model_arguments(parser)
     add("--system", metavar="TEXT", help=_SYSTEM)
     add("--max-new-tokens", metavar="N", type=shared.positive, help=_LENGTH)
-    shared.add_sampling_arguments(parser)
-    shared.add_top_arguments(parser)
-    add("--record", metavar="FILE", type=Path, help=shared.RECORD)
     add("--show", action="store_true", help=shared.SHOW)
+    add("--record", metavar="FILE", type=Path, help=shared.RECORD)
+    shared.add_sampling_arguments(parser)
+    shared.add_drafting_arguments(parser)
+    shared.add_loading_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -29,11 +29,8 @@ _ORIGINAL = "do not load the target of training to compare with, if it is not th
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--target", metavar="MODEL", help=shared.TARGET)
-    add("--trust-remote-code", action="store_true", help=shared.TRUST)
     add("--drafter", metavar="ARTIFACT", required=True, help=_DRAFTER)
-    add("--allow-pickle", action="store_true", help=shared.PICKLE)
-    shared.add_placing_arguments(parser)
+    add("--target", metavar="MODEL", help=shared.TARGET)
     add("--prompts", metavar="FILE", type=Path, required=True, help=_PROMPTS)
     add(
         "--limit",
@@ -54,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system", metavar="TEXT", help="the system prompt of your chats (default: none)")
     add("--no-original", action="store_true", help=_ORIGINAL)
     shared.add_json_argument(parser)
+    shared.add_loading_arguments(parser, faster=False)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -31,12 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = parser.add_mutually_exclusive_group()
     text.add_argument("--prompt", metavar="TEXT", help="the text to continue (default: stdin)")
     text.add_argument("--file", metavar="FILE", type=Path, help="read the prompt from a file")
-    add("--max-new-tokens", metavar="N", type=shared.positive, help=shared.LENGTH)
     add("--chat", action="store_true", help=_CHAT)
-    shared.add_sampling_arguments(parser)
-    shared.add_top_arguments(parser)
-    add("--record", metavar="FILE", type=Path, help=shared.RECORD)
+    add("--max-new-tokens", metavar="N", type=shared.positive, help=shared.LENGTH)
     add("--show", action="store_true", help=shared.SHOW)
+    add("--record", metavar="FILE", type=Path, help=shared.RECORD)
+    shared.add_sampling_arguments(parser)
+    shared.add_drafting_arguments(parser)
+    shared.add_loading_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,6 +47,7 @@ def run(options: argparse.Namespace) -> int:
     messages = _read_chat(options) if options.chat else None
     prompt = "" if messages else _read_prompt(options)
     speculator = load_speculator(options)
+    from headstart.infer.measure.progress import counted
     from headstart.reports.tables import said_of_forwards
     from headstart.show import ShowStreamer
     from headstart.train.data.documents import render_chat
@@ -80,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     said = f"no round was needed, {seconds:.2f} s"
     if stats.rounds:
         said = f"τ {stats.tau:.2f} tokens per round: {stats.tokens} tokens after the first, "
-        said += f"{stats.rounds} rounds, {seconds:.2f} s with the prompt"
+        said += f"{counted(stats.rounds, 'round')}, {seconds:.2f} s with the prompt"
     said += said_of_forwards(speculator.target.forwards)
     if not streamer.shows_figures:
         print(said, file=sys.stderr)

@@ -21,9 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("artifact", metavar="ARTIFACT", help=shared.ARTIFACT)
     add("--target", metavar="MODEL", help="also check that the drafter fits this model")
+    shared.add_json_argument(parser)
     add("--trust-remote-code", action="store_true", help=shared.TRUST)
     add("--allow-pickle", action="store_true", help=shared.PICKLE)
-    shared.add_json_argument(parser)
     look = parser.add_argument_group("look at a tree, or at a round of decoding")
     add = look.add_argument
     add("--tree", metavar="TREE", nargs="?", const="", help=_TREE)
@@ -37,8 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--rule", metavar="RULE", help=shared.RULE)
     add("--expansion", metavar="EXPANSION", help=shared.EXPANSION)
-    shared.add_sampling_arguments(look)
-    shared.add_top_arguments(look)
+    shared.add_sampling_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -126,34 +126,37 @@ def _faster(text: str) -> str | bool:
     return _FASTER[text]
 
 
-def add_compile_argument(parser: argparse.ArgumentParser) -> None:
-    """Whether forwards are made faster; `auto` where a trial on a CPU finds them so."""
-    how: dict[str, Any] = {"nargs": "?", "const": True, "default": "auto", "type": _faster}
-    parser.add_argument("--compile", metavar="auto|on|off", **how, help=_COMPILE)
-
-
-def add_model_arguments(parser: argparse.ArgumentParser, compare: bool = False) -> None:
-    """Target, drafters, and how they decode; to `compare`, --tree and --rule are lists."""
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """Drafters and target; a command's first options."""
     add = parser.add_argument
-    action, more = ("append", "; several times to compare") if compare else ("store", "")
-    add("--target", metavar="MODEL", help=TARGET)
-    add("--trust-remote-code", action="store_true", help=TRUST)
     add("--drafter", metavar="ARTIFACT", action="append", help=_DRAFTER)
-    add("--allow-pickle", action="store_true", help=PICKLE)
+    add("--target", metavar="MODEL", help=TARGET)
+
+
+def add_drafting_arguments(parser: argparse.ArgumentParser, compare: bool = False) -> None:
+    """How drafters decode; to `compare`, --tree and --rule are lists."""
+    add = parser.add_argument_group("drafting").add_argument
+    action, more = ("append", "; several times to compare") if compare else ("store", "")
     add("--tree", metavar="TREE", action=action, help=_TREE + more)
     add("--rule", metavar="RULE", action=action, help=RULE + more)
     add("--expansion", metavar="EXPANSION", help=EXPANSION)
-    add_compile_argument(parser)
-    add_placing_arguments(parser)
 
 
-def add_placing_arguments(parser: argparse.ArgumentParser) -> None:
-    """The models' dtype, and which devices hold them."""
-    add = parser.add_argument
-    add("--dtype", metavar="DTYPE", type=dtype, help="float32, bfloat16, … (default: as saved)")
+def add_loading_arguments(
+    parser: argparse.ArgumentParser, faster: bool = True, pickles: bool = True
+) -> None:
+    """The models' dtype and devices, whether they are made `faster`, and what is trusted."""
+    add = parser.add_argument_group("loading").add_argument
     add("--device", metavar="DEVICE", help="cpu, cuda, cuda:1, … (default: a GPU if there is one)")
+    add("--dtype", metavar="DTYPE", type=dtype, help="float32, bfloat16, … (default: as saved)")
+    if faster:  # `auto` where a trial on a CPU finds them so
+        how: dict[str, Any] = {"nargs": "?", "const": True, "default": "auto", "type": _faster}
+        add("--compile", metavar="auto|on|off", **how, help=_COMPILE)
     add("--max-memory", metavar="DEVICE=SIZE,…", type=memory, help=_MEMORY)
     add("--offload-folder", metavar="DIR", type=Path, help=_FOLDER)
+    add("--trust-remote-code", action="store_true", help=TRUST)
+    if pickles:
+        add("--allow-pickle", action="store_true", help=PICKLE)
 
 
 def add_prompt_arguments(parser: argparse.ArgumentParser, compare: bool = False) -> None:
@@ -170,25 +173,26 @@ def add_prompt_arguments(parser: argparse.ArgumentParser, compare: bool = False)
     add("--new-tokens", metavar="N", type=positive, default=default, help=new_tokens)
 
 
-def add_sampling_arguments(parser: argparse._ActionsContainer, compare: bool = False) -> None:
-    """Temperature and seed; to `compare`, a list of temperatures."""
-    add, greedy = parser.add_argument, "sampling temperature; 0 is greedy (default)"
-    if compare:
-        several = f"{greedy}; several times to compare"
-        add("--temperature", metavar="T", type=temperature, action="append", help=several)
-    else:
-        add("--temperature", metavar="T", type=temperature, default=0.0, help=greedy)
-    add("--seed", metavar="S", type=int, help="makes sampling repeatable")
-
-
+_GREEDY = "sampling temperature; 0 is greedy (default)"
+_SEED = "makes sampling repeatable"
 _TOP_P = "sample from the most likely tokens, up to a probability of P together"
 _TOP_K = "sample from the K most likely tokens"
 
 
-def add_top_arguments(parser: argparse._ActionsContainer) -> None:
-    """Among how many tokens sampling chooses."""
-    parser.add_argument("--top-p", metavar="P", type=probability, help=_TOP_P)
-    parser.add_argument("--top-k", metavar="K", type=positive, help=_TOP_K)
+def add_sampling_arguments(parser: argparse._ActionsContainer) -> None:
+    """Whether tokens are sampled, and how."""
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", metavar="T", type=temperature, default=0.0, help=_GREEDY)
+    add("--seed", metavar="S", type=int, help=_SEED)
+    add("--top-p", metavar="P", type=probability, help=_TOP_P)
+    add("--top-k", metavar="K", type=positive, help=_TOP_K)
+
+
+def add_temperatures(parser: argparse.ArgumentParser) -> None:
+    """Temperatures to compare, and a seed."""
+    add, several = parser.add_argument, f"{_GREEDY}; several times to compare"
+    add("--temperature", metavar="T", type=temperature, action="append", help=several)
+    add("--seed", metavar="S", type=int, help=_SEED)
 
 
 def sampling(options: argparse.Namespace) -> dict[str, Any]:

@@ -25,11 +25,8 @@ _MEASURE = "decode with the K best trees, and choose the fastest of them (defaul
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--target", metavar="MODEL", help=shared.TARGET)
-    add("--trust-remote-code", action="store_true", help=shared.TRUST)
     add("--drafter", metavar="ARTIFACT", required=True, help=shared.ARTIFACT)
-    shared.add_compile_argument(parser)
-    shared.add_placing_arguments(parser)
+    add("--target", metavar="MODEL", help=shared.TARGET)
     shared.add_prompt_arguments(parser)
     add(
         "--batch-size",
@@ -44,6 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--plot", metavar="FILE", type=Path, help="draw speedup against tree size (.png, .svg, …)")
     add("--report", metavar="DIR", default="runs/plan", help=_REPORT)
     shared.add_json_argument(parser)
+    shared.add_loading_arguments(parser, pickles=False)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -27,8 +27,8 @@ _FAMILY = (
 )
 
 _STEPS = (
-    "Stages: a small model is trained (target) and generates text (distill); a drafter",
-    "is trained on that text (train, heads), and decodes held-out files (bench).",
+    "Stages: a small model is trained (target) and generates text (distill); on this",
+    "text a drafter is trained (train, heads), and decodes held-out files (bench).",
 )
 
 KEPT = shared.KEPT

@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--name", metavar="NAME", help=_NAME)
     add("--batch-size", metavar="N", type=shared.positive, default=1, help=_BATCH)
     add("--record", metavar="FILE", type=Path, help=shared.RECORD)
+    shared.add_drafting_arguments(parser)
+    shared.add_loading_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:

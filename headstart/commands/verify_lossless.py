@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temperature", metavar="T", type=temperature, default=1.0, help=_TEMPERATURE)
     add("--seed", metavar="S", type=int, default=0, help="of the sampled texts (default: 0)")
     shared.add_json_argument(parser)
+    shared.add_drafting_arguments(parser)
+    shared.add_loading_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:

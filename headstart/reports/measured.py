@@ -56,16 +56,16 @@ def print_next_steps(report: Report, out: TextIO) -> None:
 def next_commands(report: Report) -> list[str]:
     """Shell lines that use the artifact; empty where the run wrote none.
 
-    >>> next_commands({"artifact": "runs/quickstart/heads"})[1]
-    "headstart generate --drafter runs/quickstart/heads --prompt 'def read(self'"
+    >>> next_commands({"artifact": "runs/quickstart/heads"})[0]
+    "headstart generate --drafter runs/quickstart/heads --prompt 'def read(self' --show"
     """
     if not report.get("artifact"):
         return []
     artifact = Path(report["artifact"])
     drafter = f"--drafter {shlex.quote(str(artifact))}"
-    generate = f"headstart generate {drafter} --prompt 'def read(self'"
+    generate = f"headstart generate {drafter} --prompt 'def read(self' --show"
     temperature = (report.get("sampled") or {}).get("temperature", 0.3)
-    commands = [f"{generate} --temperature {temperature:g} --seed 1 --show", generate]
+    commands = [generate, f"{generate} --temperature {temperature:g} --seed 1"]
     held_out = Path(report.get("held_out") or artifact.parent / "corpus" / "held_out.jsonl")
     if held_out.is_file():
         prompts = f"--prompts {shlex.quote(str(held_out))}"
@@ -158,10 +158,12 @@ def remarks(report: Report) -> list[str]:
             "these figures do not show what a larger model would gain."
         )
     sampled = report.get("sampled")
-    if sampled and sampled["speedup_vs_plain"]["median"] < 1:
+    if sampled and (speedup := sampled["speedup_vs_plain"])["median"] < 1:
+        at = f"temperature {sampled['temperature']:g}"
+        slower = "is not shown to be faster" if speedup.get("within_noise") else "is slower"
         said.append(
-            f"Sampled at temperature {sampled['temperature']:g}, drafting does not pay here: leave "
-            f"--drafter out, or let headstart plan --temperature {sampled['temperature']:g} choose."
+            f"Sampled at {at}, drafting {slower} here: leave --drafter out at this temperature, or "
+            f"let headstart plan --{at} choose the tree."
         )
     return said
 

@@ -169,15 +169,15 @@ def draw_candidates(axes: Axes, plan: Plan) -> None:
         ink = axes.xaxis.label.get_color()  # the page's own, dark or light
         axes.plot(nodes, speedup, "x", color=ink, label="measured", ms=7, zorder=3)
     axes.axhline(1, color="gray", linestyle=":", label="plain decoding")
-    best = plan.candidates[0]
+    best, sizes = plan.candidates[0], [c["nodes"] for c in plan.candidates]
     if plan.tree:
+        left = best["nodes"] ** 2 < min(sizes) * max(sizes)  # of the axis, which is logarithmic
         height = best["speedup"] if best["measured_speedup"] is None else best["measured_speedup"]
         axes.annotate(
-            f"chosen: {plan.policy}", (best["nodes"], height), (-14, 16), va="bottom", ha="right",
-            textcoords="offset points",
+            f"chosen: {plan.policy}", (best["nodes"], height), (14 if left else -14, 16),
+            va="bottom", ha="left" if left else "right", textcoords="offset points",
             arrowprops={"arrowstyle": "->", "color": axes.xaxis.label.get_color()},
         )  # fmt: skip
-    sizes = [c["nodes"] for c in plan.candidates]
     first, last = (max(size - 1, 0).bit_length() for size in (min(sizes), max(sizes)))
     axes.set_xscale("log", base=2)
     axes.set_xticks([2**power for power in range(first, last + 1)])

@@ -9,7 +9,7 @@ from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
-SHARE = "{desc} {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
+SHARE = "{desc}: {percentage:3.0f}%|{bar}| {elapsed}<{remaining}{postfix}"
 """The form of a bar over a share of 1."""
 
 EVERY = 30.0
@@ -36,6 +36,7 @@ class Lines:
         self.file, self.now = file, now
         self.n: float = 0
         self.postfix = ""
+        self.last: tuple[float, str] | None = None  # what the last line said
         self.started = self.printed = now()
         self.open = True
 
@@ -55,19 +56,29 @@ class Lines:
 
     def close(self) -> None:
         """Print the last line."""
-        if self.open:
+        if self.open and self.last != (self.n, self.postfix):
             self._print()
         self.open = False
 
     def _print(self) -> None:
-        self.printed = self.now()
+        self.printed, self.last = self.now(), (self.n, self.postfix)
         seconds, share = self.printed - self.started, self.n / self.total if self.total else 1.0
-        parts = [f"{share:.0%}" + (f" ({self.n:.0f} {self.unit}s)" if self.unit else "")]
+        parts = [f"{share:.0%}" + (f" ({counted(self.n, self.unit)})" if self.unit else "")]
         parts.append(f"{tqdm.format_interval(seconds)} elapsed")
         if 0 < share < 1:
             parts.append(f"{tqdm.format_interval(seconds / share - seconds)} left")
         parts += [self.postfix] if self.postfix else []
         print(f"{self.desc}: {', '.join(parts)}", file=self.file or sys.stderr, flush=True)
+
+
+def counted(number: float, unit: str) -> str:
+    """A number of things, and what they are called.
+
+    >>> counted(8, "batch"), counted(1, "text"), counted(0, "tree")
+    ('8 batches', '1 text', '0 trees')
+    """
+    several = "" if number == 1 else "es" if unit.endswith(("ch", "s")) else "s"
+    return f"{number:.0f} {unit}{several}"
 
 
 def progress_bar(total: float, desc: str, unit: str = "", disable: bool = False) -> Any:

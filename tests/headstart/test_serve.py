@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -160,11 +161,53 @@ def test_a_text_ends_where_the_context_does(client: Any) -> None:
 
 
 def test_what_cannot_be_answered_is_the_callers_mistake(client: Any) -> None:
-    with pytest.raises(Exception, match="pinned") as caught:
-        client.completions.create(model="other", prompt="a")
-    assert getattr(caught.value, "status_code", None) == 400
+    for ask_other in (
+        lambda: client.completions.create(model="other", prompt="a"),
+        lambda: client.models.retrieve("other"),
+    ):
+        with pytest.raises(Exception, match="ask for 'talker'") as caught:
+            ask_other()
+        assert getattr(caught.value, "status_code", None) == 404
+    assert client.models.retrieve("talker").id == "talker"
     with pytest.raises(Exception, match="404"):
         client.audio.transcriptions.create(model="talker", file=b"x")
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"n": 2}, "n is 2, which this server cannot do; send a request for each answer"),
+        ({"logprobs": True}, "logprobs is True"),
+        ({"presence_penalty": 0.5}, "use frequency_penalty"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"max_tokens": 0}, "max_tokens is 0; expected a whole number from 1"),
+        ({"temperature": -1}, "temperature is -1; expected a number from 0"),
+        ({"top_p": 1.5}, "top_p is 1.5; expected a number from 0 to 1"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "no place for tools"),
+    ],
+)
+def test_what_would_be_ignored_is_refused(client: Any, option: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception, match=said) as caught:
+        ask(client, **({"max_tokens": 2} | option))
+    assert getattr(caught.value, "status_code", None) == 400
+
+
+def test_options_that_ask_for_nothing_are_taken(client: Any) -> None:
+    given: dict[str, Any] = {"n": 1, "logprobs": False, "presence_penalty": 0, "user": "me"}
+    given |= {"response_format": {"type": "text"}, "top_logprobs": 0, "tool_choice": "none"}
+    assert ask(client, max_tokens=2, temperature=0, **given).choices[0].message.content
+
+
+def test_a_stream_ends_as_the_protocol_does(client: Any) -> None:
+    body = {"model": "talker", "messages": ASKED, "max_tokens": 3, "stream": True}
+    request = urllib.request.Request(
+        f"{client.base_url}chat/completions",
+        json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = answer.read().decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""] and "total_tokens" in lines[-3]
 
 
 def test_a_client_that_leaves_ends_its_request_alone(client: Any, spoken: Any) -> None:

@@ -454,11 +454,30 @@ def test_load_from_folders(artifact: Path, tmp_path: Path) -> None:
     assert torch.equal(ours.generate(ids, **options), ours.model.generate(ids, **options))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("options", [{"dtype": "float64"}, {"revision": "v1", "in_plce": True}])
+@pytest.mark.parametrize(
+    "options", [{"dtype": "float64"}, {"revision": "v1", "in_plce": True}, {"device": "cpu"}]
+)
 def test_load_refuses_what_a_loaded_target_would_leave_unread(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError, match=f"^{' and '.join(options)} given beside") as caught:
         load(tiny("llama"), "lookup", **options)
     one_line(caught.value)
+
+
+def test_load_takes_a_device_and_refuses_what_there_is_not(tmp_path: Path) -> None:
+    save_target(tmp_path)
+    ours = load(tmp_path, device="cpu", dtype="float32")
+    assert ours.device == torch.device("cpu")
+    assert repr(ours.target) == "Target(LlamaForCausalLM, float32, cpu, forwards by torch)"
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"device": "gpu"}, "device is 'gpu'; expected cpu, cuda"),
+        ({"device": "cuda:99"}, "device is 'cuda:99', and torch .* finds .* GPUs here"),
+        ({"device": "cpu", "device_map": "auto"}, "leave one out"),
+        ({"tre": "chain:3"}, "tre is no option that loading .* takes; check the spelling"),
+    ]
+    for options, said in wrong:
+        with pytest.raises(OptionError, match=said) as caught:
+            load(tmp_path, **options)
+        one_line(caught.value)
 
 
 def test_load_fuses() -> None:
@@ -515,7 +534,9 @@ def test_load_refuses_a_type_that_there_is_not(name: str) -> None:
         load("somewhere", dtype=name)
 
 
-@pytest.mark.parametrize("ids", ["a text", [[1, 2]], {"input_ids": 1}, torch.ones(3)])
+@pytest.mark.parametrize(
+    "ids", ["a text", [[1, 2]], {"input_ids": 1}, torch.ones(3), torch.ones(1, 3)]
+)
 def test_prompts_that_are_no_token_ids_are_refused(ids: Any) -> None:
     with pytest.raises(OptionError, match="expected token ids") as caught:
         Speculator(tiny("llama")).generate(ids)

@@ -85,7 +85,7 @@ def test_the_time_that_is_told_counts_what_a_target_may_learn_past_its_limit(
     given |= {name: {**TINY[name], "max_seconds": 60} for name in ("distill", "train")}
     check_run(parse_recipe(given))
     _, line = capsys.readouterr().err.splitlines()
-    assert line.endswith("about 5 min before it is measured")
+    assert line.endswith("about 5 min without measuring it")
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -37,14 +37,14 @@ class Needs:
     drafter: int  # its parameters
     disk: float  # at most
     memory: float  # at least, of each process
-    seconds: float | None  # at most, before it is measured; None where a stage has no bound
+    seconds: float | None  # at most, without measuring the drafter; None where a stage has no bound
 
     @property
     def text(self) -> str:
         """In two lines, which fit into 80 columns."""
         bound = "time unknown (`headstart check` measures it)"
         if self.seconds is not None:
-            bound = f"about {math.ceil(self.seconds / 60)} min before it is measured"
+            bound = f"about {math.ceil(self.seconds / 60)} min without measuring it"
         return (
             f"a drafter of {self.drafter:,} parameters; at least {size(self.memory)} of memory,\n"
             f"at most {size(self.disk)} of disk, {bound}"

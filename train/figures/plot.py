@@ -48,8 +48,9 @@ def draw_metrics(metrics: Path, image: Path, best: int | None = None) -> bool:
     draw_acceptance(right, validated)
     for (title, name, unit), axes in zip(took, below, strict=False):
         known = [line for line in trained if line.get(name) is not None]
-        axes.plot([line["step"] for line in known], [line[name] / unit for line in known])
-        axes.set(title=title, xlabel="step", ylim=(0, None))
+        values = [line[name] / unit for line in known]
+        axes.plot([line["step"] for line in known], values)
+        axes.set(title=title, xlabel="step", ylim=(0, 1.1 * max(values) or 1))
         axes.grid(alpha=0.3)
     for axes in below[len(took) :]:  # a CPU's peak is not known
         axes.remove()

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from headstart.heads import OptionError
-from headstart.heads.core.files import flush_to_disk, write_atomically
+from headstart.heads.core.files import write_atomically
 
 COMPLETE = "complete.json"
 
@@ -42,12 +42,6 @@ def finish_checkpoint(folder: Path, spread: Spread, reached: Reached) -> None:
     """Declare a checkpoint whole, whose files the disk holds; see `flush_folder`."""
     text = json.dumps(asdict(spread) | asdict(reached))
     write_atomically(folder / COMPLETE, text.encode())
-
-
-def flush_folder(folder: Path) -> None:
-    """Wait until the disk holds all files below a folder."""
-    for path in [*folder.rglob("*"), folder]:
-        flush_to_disk(path)
 
 
 def keep_only(folder: Path, kept: Iterable[Path]) -> None:

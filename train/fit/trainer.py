@@ -26,6 +26,7 @@ from transformers.trainer_callback import PrinterCallback, TrainerControl
 from headstart.heads import Drafter
 from headstart.heads.artifacts.files import METRICS
 from headstart.heads.core import gathered, in_shards, output_layer
+from headstart.heads.core.files import flush_folder
 
 from ..data.batches import batch_loader, read_ahead
 from ..data.training_rows import Rows
@@ -50,7 +51,6 @@ from .checkpoints import (
     Reached,
     Spread,
     finish_checkpoint,
-    flush_folder,
     keep_only,
     last_checkpoint,
     read_checkpoint,

@@ -134,8 +134,9 @@ def _find(name: str) -> Path:
             f"{', '.join(parts)}"
         )
     raise RecipeError(
-        f"no recipe {name!r}: neither a file nor a shipped recipe{nearest(name, shipped)}; "
-        f"shipped: {', '.join(shipped) or 'none'}; or parts joined by +: {', '.join(parts)}"
+        f"no recipe {name!r}: neither a file nor a shipped recipe"
+        f"{nearest(name, [*shipped, *parts])}; give a path, or what `headstart "
+        "recipes` lists: a recipe, or parts joined by +"
     )
 
 

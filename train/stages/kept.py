@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from headstart.heads import Drafter
 from headstart.heads.artifacts.files import METRICS, WEIGHTS
 from headstart.heads.core import gathered
-from headstart.heads.core.files import flush_to_disk
+from headstart.heads.core.files import flush_folder
 
 from ..fit.checkpoints import last_checkpoint
 from ..recipe import Train
@@ -154,6 +154,5 @@ def continue_from(earlier: Path, folder: Path) -> None:
             best = folder / Path(state["best_model_checkpoint"]).name
             state["best_model_checkpoint"] = str(best)
         (copy / _STATE).write_text(json.dumps(state, indent=2), encoding="utf-8")
-        for path in copy.rglob("*"):
-            flush_to_disk(path)
+        flush_folder(copy)
         copy.rename(place)

@@ -17,6 +17,7 @@ import json
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from typing import Any, Self
 from safetensors import SafetensorError
 
 from headstart.heads.artifacts.manifest import library_versions, sha256
-from headstart.heads.core.files import flush_to_disk, write_atomically
+from headstart.heads.core.files import flush_folder, flush_to_disk, write_atomically
 
 from ..processes.agreement import is_process_0, on_process_0, wait_for_all
 from .folders import (
@@ -142,8 +143,7 @@ class StageStore:
                     "files": _checksums(folder),
                 }  # fmt: skip
                 text = json.dumps(record, indent=2, allow_nan=False)
-                for path in folder.rglob("*"):
-                    flush_to_disk(path)  # the record says that they are whole
+                flush_folder(folder)  # the record says that its files are whole
                 write_atomically(folder / RECORD, text.encode())
         done = stage
         self.finished[name] = on_process_0(lambda: self._make_current(done))
@@ -159,6 +159,7 @@ class StageStore:
         anew = self.fresh and root == self.root
         for folder in [] if anew else reversed(stage_folders(root, name)):
             if folder.fingerprint == fingerprint and (stage := _finished(folder)) is not None:
+                print(f"{name}: finished before, and reused", file=sys.stderr)
                 return folder.path, stage
         self._lock(root)
         begun = {"fingerprint": fingerprint, "layout": dict(layout)}

@@ -275,7 +275,7 @@ def test_the_pushed_texts(run: Path, tmp_path: Path) -> None:
     assert "drafter for `me/base`" in body and "1.50" in body
     (code,) = re.findall(r"```python\n(.*?)```", body, re.DOTALL)
     compile(code, "README.md", "exec")
-    assert "headstart.load('me/base', \"me/drafter@v2\"" in code
+    assert 'headstart.load("me/base", "me/drafter@v2"' in code
     assert "PATH OF" not in body and str(run) not in body
 
 
@@ -296,7 +296,7 @@ def test_a_card_by_hand_and_a_label(run: Path, tmp_path: Path) -> None:
     assert body == "See notes.md, our own 7B, https://h/a/b and the route /v1/chat.\n"
     (heads / "README.md").unlink()
     clean_copy(heads, out, "me/drafter", "me/base")
-    assert "headstart.load('me/base', \"me/drafter\")" in (out / "README.md").read_text()
+    assert 'headstart.load("me/base", "me/drafter")' in (out / "README.md").read_text()
 
 
 @pytest.mark.parametrize("written", [True, False])

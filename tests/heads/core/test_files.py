@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from headstart.heads.core import files
-from headstart.heads.core.files import append_line, write_atomically
+from headstart.heads.core.files import append_line, flush_folder, write_atomically
 
 
 def test_a_failing_write_leaves_the_old_file(
@@ -55,6 +57,21 @@ def test_the_owner_alone_may_read_a_new_file(tmp_path: Path) -> None:
     path = tmp_path / "lines"
     append_line(path, None)
     assert path.read_bytes() == b"" and stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(("folder_mode", "file_mode"), [(0o755, 0o644), (0o700, 0o600)])
+def test_weights_may_be_read_by_those_who_may_read_their_folder(
+    tmp_path: Path, folder_mode: int, file_mode: int
+) -> None:
+    folder = tmp_path / "heads"
+    folder.mkdir()
+    folder.chmod(folder_mode)
+    save_file({"weight": torch.zeros(2)}, folder / "model.safetensors")
+    secret = folder / "journal"
+    append_line(secret, None)
+    flush_folder(folder)
+    assert stat.S_IMODE((folder / "model.safetensors").stat().st_mode) == file_mode
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
 
 
 def test_a_full_disk_leaves_no_part_of_a_line(

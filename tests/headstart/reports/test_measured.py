@@ -52,10 +52,12 @@ def test_sampled_text_stands_beside_the_other() -> None:
     assert line(text, "its text") == "identical to plain"
     assert line(text, "its distinct 4-grams") == "93%"
     said = "where the text repeats itself less: the same text, 1.2 times as fast"
-    assert said in " ".join(text.split()) and "does not pay" not in text
+    assert said in " ".join(text.split()) and "drafting is" not in text
     slower = SAMPLED | {"speedup_vs_plain": {"median": 0.9, "min": 0.8, "max": 1.1}}
     (costs,) = remarks(REPORT | {"sampled": slower})
-    assert "drafting does not pay here" in costs
+    assert "drafting is slower here" in costs
+    slower["speedup_vs_plain"] |= {"within_noise": True}
+    assert "drafting is not shown to be faster here" in remarks(REPORT | {"sampled": slower})[0]
     wrong = table(REPORT | {"sampled": SAMPLED | {"identical_to_plain": False}})
     assert line(wrong, "its text") == "NOT as plain"
     before_commands = text.split("To try next:")[0]

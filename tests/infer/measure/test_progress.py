@@ -23,6 +23,16 @@ def test_lines_come_now_and_then_and_at_the_end() -> None:
         "distill: 99% (99 rows), 01:39 elapsed, 00:01 left, 99 tokens/s",
     ]
     seconds[0], out = 0.0, io.StringIO()
+    slow = Lines(2, "heads: τ by tree", "tree", out, now=lambda: seconds[0])
+    for done in (40.0, 80.0):
+        seconds[0] = done
+        slow.update()
+    slow.close()  # what the last line has said is not said again
+    assert out.getvalue().splitlines() == [
+        "heads: τ by tree: 50% (1 tree), 00:40 elapsed, 00:40 left",
+        "heads: τ by tree: 100% (2 trees), 01:20 elapsed",
+    ]
+    seconds[0], out = 0.0, io.StringIO()
     share = Lines(1.0, "heads", file=out, now=lambda: seconds[0])
     share.set_postfix({"step": 4, "loss": "2.100"})
     share.update(1.0)

@@ -49,7 +49,9 @@ def two(root: Path, first: Work, second: Work, size: int = 1) -> tuple[Stage, St
     return a, b
 
 
-def test_reuse(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_reuse(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     first, second = Work(), Work()
     a, b = two(tmp_path, first, second)
     assert not a.reused and not b.reused
@@ -61,6 +63,8 @@ def test_reuse(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         "stage a: reused",
         "stage b: reused",
     ]
+    told = "a: finished before, and reused\nb: finished before, and reused\n"
+    assert capsys.readouterr().err == told
 
 
 def one(root: Path, name: str, settings: dict[str, int], work: Any, **how: Any) -> Stage:

@@ -1,0 +1,49 @@
+"""The help of the commands: its order, its width, and the options that it hints at."""
+
+import pytest
+
+from headstart.cli import main
+from headstart.commands import COMMANDS
+
+
+def help_of(command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    return capsys.readouterr().out
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_80_columns_but_for_examples(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    described, _, examples = help_of(command, capsys).partition("examples:")
+    assert examples and all(len(line) <= 80 for line in described.splitlines())
+
+
+def test_help_names_the_most_used_options_first(capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of("generate", capsys)
+    order = ["--drafter", "--prompt", "--max-new-tokens", "--temperature", "--tree", "--dtype"]
+    places = [text.index(f"\n  {option}") for option in order]
+    assert places == sorted(places)
+
+
+def test_a_long_usage_has_only_what_must_be_given(capsys: pytest.CaptureFixture[str]) -> None:
+    usage = help_of("plan", capsys).splitlines()[0]
+    assert usage == "usage: headstart plan [options] --drafter ARTIFACT --prompts FILE"
+    assert "[--fresh]" in help_of("train", capsys).splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("option", "hint"),
+    [("-p", " (did you mean '--prompt'?)"), ("-z", ""), ("--promt", " (did you mean '--prompt'?)")],
+)
+def test_hints_at_an_option(option: str, hint: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", option]) == 2
+    assert capsys.readouterr().err == (
+        f"headstart: error: no option {option}{hint}; see headstart generate --help\n"
+    )
