@@ -1,4 +1,4 @@
-"""What top-p and the rule `traversal` launch, with their kernels and without.
+"""What top-p, noise and the rule `traversal` launch, with their kernels and without.
 
 Counted on the CPU under a dispatch mode, as in `benchmarks.launches`, which prints it. A sort
 counts as one launch there, and is several on a GPU.
@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from headstart.heads import Sampling, TokenTree
-from headstart.heads.core import nucleus, row_seeds
+from headstart.heads.core import noise, nucleus, row_seeds
 from headstart.infer.rules import traversal
 from headstart.infer.rules.rule_api import Text, Verified
 from headstart.infer.trees.parse import parse_static
@@ -63,6 +63,10 @@ def rows(vocabulary: int, counts: Callable[[], Any]) -> Iterator[tuple[str, Any,
     """What is counted, its counts without kernels, and with them."""
     scores, warper = torch.randn(1, vocabulary), top_p()[1]
     yield "top-p", *_both(counts, lambda: nucleus.warped(warper, scores))
+    scores, positions = scores.unsqueeze(1), torch.zeros(1, 1, dtype=torch.long)
+    sampling = Sampling(row_seeds(3, 1))
+    yield "noise of a node's children", *_both(counts, lambda: sampling.perturb(scores, positions))
+    yield "a sampled token", *_both(counts, lambda: sampling.choose(scores, positions))
     for tree, nodes in TREES.items():
         for processors in (None, top_p()):
             verified = verified_at(tree, vocabulary, processors)
@@ -79,7 +83,8 @@ def _count(counts: Callable[[], Any], kernels: bool, work: Callable[[], object])
     with ExitStack() as stack:
         if kernels:
             enter = stack.enter_context
-            enter(mock.patch.object(nucleus, "_has_kernels", lambda scores: True))
+            for module in (nucleus, noise):
+                enter(mock.patch.object(module, "_has_kernels", lambda scores: True))
             enter(mock.patch.object(traversal, "at_once", lambda verified: True))
         work()  # what is made once is made by now
         counted = stack.enter_context(counts())
@@ -89,14 +94,19 @@ def _count(counts: Callable[[], Any], kernels: bool, work: Callable[[], object])
 
 def kernel_calls(nodes: int, vocabulary: int) -> dict[str, tuple[Any, Sequence[str], Any]]:
     """Module, kernel and call of each kernel, for one row of so many nodes; nothing is computed."""
-    from headstart.heads.core import nucleus_kernels
+    from headstart.heads.core import noise_kernels, nucleus_kernels
     from headstart.infer.rules import level_kernels
 
     scores, share = torch.empty(nodes, vocabulary), torch.empty((), dtype=torch.float64)
     left, rest = torch.empty(2, 1, nodes, vocabulary), torch.empty(1, nodes, vocabulary)
     weights, ids = torch.empty(1, nodes), torch.empty(1, nodes, dtype=torch.int64)
     valid = torch.empty(1, nodes, dtype=torch.bool)
+    noisy = scores.unsqueeze(0), torch.empty(1, dtype=torch.int64), ids
     return {
+        "noise": (noise_kernels, ["_add"],
+                  lambda: noise_kernels.add_noise(*noisy, None, 1)),
+        "sampled tokens": (noise_kernels, ["_part", "_merge"],
+                  lambda: noise_kernels.best_with_noise(*noisy)),
         "top-p": (nucleus_kernels, ["_top_p"],
                   lambda: nucleus_kernels.top_p(scores, share, -math.inf)),
         "level of traversal": (level_kernels, ["_judge"],

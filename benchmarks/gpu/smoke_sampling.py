@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 from transformers.generation.logits_process import TopPLogitsWarper
 
-from headstart.heads.core import nucleus
+from headstart.heads import Sampling
+from headstart.heads.core import noise, nucleus, row_seeds
 from headstart.heads.core.cache import no_kernel
 from headstart.infer.measure.timing import Stopwatch
 from headstart.infer.rules import traversal
@@ -21,10 +22,11 @@ from .smoke_items import Items, Place, without
 
 
 def sampling(place: Place) -> Items:
-    """Top-p for one row and for a tree's, and traversal by level and from node to node."""
+    """Top-p and noise for one row and a tree's, traversal by level and from node to node."""
     vocabulary = 128_256 if place.full else 500
     for rows in (1, 64):
         yield f"top-p, {rows} rows", partial(_top_p, place, rows, vocabulary)
+        yield f"noise, {rows} rows", partial(_noise, place, rows, vocabulary)
     for tree in ("chain:5", "cartesian:2,2,2,2,2"):
         yield f"traversal, {tree}", partial(_traversal, place, tree, vocabulary)
 
@@ -44,6 +46,26 @@ def _top_p(place: Place, rows: int, vocabulary: int) -> dict[str, Any]:
     ways["sorting_ms"] = partial(warper, None, scores)
     kept = int((own > -torch.inf).sum(-1).max())
     return {"off": off, "kept": kept, **_times(place, ways), **_missing(place)}
+
+
+def _noise(place: Place, rows: int, vocabulary: int) -> dict[str, Any]:
+    """The noise is torch's but for the last bits of a logarithm, and so are the tokens."""
+    generator = torch.Generator().manual_seed(0)
+    scores = (4 * torch.randn(1, rows, vocabulary, generator=generator)).to(place.device)
+    positions = torch.arange(rows, device=place.device).unsqueeze(0)
+    sampling = Sampling(row_seeds(3, 1, place.device))
+    ways: dict[str, Callable[[], Any]] = {
+        "ms": partial(sampling.perturb, scores, positions),
+        "token_ms": partial(sampling.choose, scores, positions),
+    }
+    own, tokens = (work() for work in ways.values())
+    with mock.patch.object(noise, "_has_kernels", lambda scores: False):
+        true = {f"apart_{name}": _times(place, {name: work})[name] for name, work in ways.items()}
+        expected, best = (work() for work in ways.values())
+    difference = (own - expected).abs().max().item()
+    if not difference <= 1e-11 or not torch.equal(tokens, best):
+        raise AssertionError(f"it differs from torch's by {difference:.2g}, or in a token")
+    return {"difference": difference, **_times(place, ways), **true, **_missing(place)}
 
 
 @torch.no_grad()

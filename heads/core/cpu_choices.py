@@ -32,14 +32,14 @@ def with_noise(
     seeds: Tensor,
     positions: Tensor,
     tokens: Tensor | None,
-    stream: int,
+    first: int,
     choose: bool,
 ) -> Tensor | None:
     """Scores [B, M or 1, V] plus the noise of positions [B, M or 1]; None where no kernel fits.
 
     Args:
         seeds: [B]; tokens: [V], or None for 0 … V - 1.
-        stream: added to tokens, see `sampling.in_stream`.
+        first: added to tokens, see `Stream`.
         choose: whether the best tokens alone are asked for.
 
     Returns:
@@ -54,7 +54,7 @@ def with_noise(
     now = Choice(
         scores.data_ptr(), seeds.data_ptr(), positions.data_ptr(),
         None if tokens is None else tokens.data_ptr(), None, None,
-        batch, rows, size, score_rows, position_rows, stream, torch.get_num_threads(),
+        batch, rows, size, score_rows, position_rows, first, torch.get_num_threads(),
     )  # fmt: skip
     if choose:
         made = torch.empty(batch, rows, dtype=torch.long)

@@ -14,6 +14,7 @@ from .forward import attending, causal_run, prefill_forward, tree_forward, tree_
 from .fused import FusedLayers
 from .machine import has_bfloat16, physical_cores, release_threads, use_physical_cores
 from .masks import AttentionWindows, tree_mask
+from .noise import Stream, gumbel, place, row_seeds, uniform
 from .offload import (
     current,
     device_and_dtype,
@@ -47,7 +48,7 @@ from .probe import (
     trained_context,
 )
 from .row_settings import EachRow, RowSettings
-from .sampling import STATEFUL, Sampling, Stream, argmax, draw, gumbel, place, row_seeds, uniform
+from .sampling import STATEFUL, Sampling, argmax, draw
 from .time_limit import within
 from .tree import TokenTree, Topology, ancestor_mask
 from .whole_model import take_whole_models

@@ -1,13 +1,8 @@
-"""From logits to scores, distributions and tokens, the same for target and drafter.
-
-Random numbers come from a counter: the same (seed, position, token) always gives the same number.
-There is no generator and so no state: a row decodes alike alone, in any batch, and with any tree.
-"""
+"""From logits to scores, distributions and tokens, the same for target and drafter."""
 
 import copy
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import cached_property
 
 import torch
@@ -16,6 +11,7 @@ from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from .cpu_choices import best_tokens, with_noise
+from .noise import Stream, add_noise, best_with_noise, uniform
 from .nucleus import warped
 from .row_settings import EachRow
 
@@ -60,69 +56,6 @@ STATEFUL = (
     hf.UnbatchedClassifierFreeGuidanceLogitsProcessor, hf.SynthIDTextWatermarkLogitsProcessor,
 )  # fmt: skip
 """Those that count on one call for each token of the text, in order, for the whole batch."""
-
-
-_GOLDEN = -7046029254386353131  # 0x9E3779B97F4A7C15, the increment of splitmix64
-_STREAM = 40  # the bit of a key that the number of its stream begins at
-_MIX = (-4658895280553007687, -7723592293110705685)  # its two multipliers
-
-
-def _splitmix(state: Tensor) -> Tensor:
-    """The finalizer of splitmix64 (Steele, Lea and Flood 2014) on int64, whose product wraps."""
-    for shift, multiplier in zip((30, 27), _MIX, strict=True):
-        state = (state ^ ((state >> shift) & ((1 << (64 - shift)) - 1))) * multiplier
-    return state ^ ((state >> 31) & ((1 << 33) - 1))
-
-
-def row_seeds(seed: int | Sequence[int], batch: int, device: torch.device | str = "cpu") -> Tensor:
-    """One seed per row, [B] int64: a list is taken as it is, an int is spread over the rows.
-
-    >>> row_seeds([3, 4], 2).tolist()
-    [3, 4]
-    """
-    if isinstance(seed, int):
-        rows = torch.arange(batch, device=device, dtype=torch.int64)
-        return _splitmix((seed & (2**62 - 1)) + rows * _GOLDEN)
-    return torch.tensor(list(seed), dtype=torch.int64, device=device)
-
-
-class Stream(IntEnum):
-    """Which draw a number is for; streams share no number."""
-
-    TARGET = 0  # the target's own choice of a token, shared with the drafter by `coupled`
-    CHILDREN = 1  # the drafter's independent draws of a node's children
-    VERDICTS = 2  # accepting a node, and the token drawn at the end of a round
-
-
-def uniform(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Uniforms in (0, 1), float64 [B, M, V], keyed by (seed, position, token).
-
-    Args:
-        seeds: [B] int64; tokens: [V] int64, ids.
-        positions: [B, M] int64, the absolute position that the draw decides.
-    """
-    row = _splitmix(seeds.unsqueeze(1) + _splitmix(positions + 1) * _GOLDEN)  # [B, M]
-    bits = _splitmix(row.unsqueeze(-1) + (tokens + 1) * _GOLDEN)  # [B, M, V]
-    # 52 bits and a half: the largest value stays below 1 after rounding, so the noise stays finite.
-    return (((bits >> 12) & ((1 << 52) - 1)).double() + 0.5) * 2.0**-52
-
-
-def gumbel(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """Standard Gumbel noise, float64 [B, M, V]; arguments as for `uniform`.
-
-    The argmax of log p + noise is a draw from p (Gumbel 1954; Maddison et al. 2014).
-    """
-    return -torch.log(-torch.log(uniform(seeds, positions, tokens)))
-
-
-def place(positions: Tensor, nodes: Tensor) -> Tensor:
-    """A key for a position and a node of the tree there, to be used in place of a position."""
-    return positions + ((nodes + 1) << 32)
-
-
-def in_stream(numbers: Tensor, stream: Stream) -> Tensor:
-    """Token ids, or numbers of draws, as keys that no other stream uses."""
-    return numbers + (stream << _STREAM) if stream else numbers
 
 
 def read_on_device(
@@ -261,8 +194,7 @@ class Sampling:
             return self.best(scores)
         token = self._noisy(scores, positions, None, Stream.TARGET, True)
         if token is None:
-            best, token = self.perturb(scores, positions).max(-1)
-            token.masked_fill_((best - best).isnan(), -1)  # NaN, or nothing but one infinity
+            token = best_with_noise(scores, self.seeds, positions)
         if (greedy := self.greedy) is not None:
             token = torch.where(greedy.unsqueeze(1), self.best(scores), token)
         return token
@@ -289,9 +221,7 @@ class Sampling:
         assert self.seeds is not None
         found = self._noisy(scores, positions, tokens, stream, False)
         if found is None:
-            if tokens is None:
-                tokens = torch.arange(scores.shape[-1], device=scores.device)
-            found = scores.double() + gumbel(self.seeds, positions, in_stream(tokens, stream))
+            found = add_noise(scores, self.seeds, positions, tokens, stream)
         if (greedy := self.greedy) is not None:
             found = torch.where(greedy.view(-1, 1, 1), scores.double(), found)
         return found
@@ -301,13 +231,13 @@ class Sampling:
     ) -> Tensor | None:
         if not self.kernels or self.seeds is None:
             return None
-        return with_noise(scores, self.seeds, positions, tokens, stream << _STREAM, choose)
+        return with_noise(scores, self.seeds, positions, tokens, stream.first, choose)
 
     def uniforms(self, positions: Tensor, draws: int, stream: Stream) -> Tensor:
         """`draws` uniforms in (0, 1) for each of the positions: [B, M] -> [B, M, draws] float64."""
         assert self.seeds is not None
-        numbers = torch.arange(draws, device=positions.device)
-        return uniform(self.seeds, positions, in_stream(numbers, stream))
+        numbers = torch.arange(draws, device=positions.device) + stream.first
+        return uniform(self.seeds, positions, numbers)
 
 
 def draw(probabilities: Tensor, uniforms: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from headstart.heads import Drafter, DrafterGroup, Sampling, Step
 from headstart.heads.core import row_seeds
-from headstart.heads.core.sampling import Stream, place
+from headstart.heads.core.noise import Stream, place
 from headstart.infer import Decoding, Request, Target
 from headstart.infer.rules.registry import RULES
 from headstart.infer.trees.parse import parse_tree

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from headstart.heads import Sampling, Step, TokenTree
-from headstart.heads.core.sampling import Stream
+from headstart.heads.core.noise import Stream
 from headstart.heads.group import GroupMember
 from headstart.infer.rules.registry import RULES, Rule
 from headstart.infer.rules.rule_api import Accepted, Text, Verified, seen_in

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from headstart.heads.core import cpu_choices, cpu_kernels, row_seeds
-from headstart.heads.core.sampling import Sampling, Stream, argmax
+from headstart.heads.core.noise import Stream
+from headstart.heads.core.sampling import Sampling, argmax
 
 SIZES = (1, 5, 16, 1000, 4096, 12_293)
 

@@ -16,7 +16,7 @@ from transformers import (
 
 from headstart.heads import Sampling
 from headstart.heads.core import gumbel, row_seeds, uniform
-from headstart.heads.core.sampling import _splitmix
+from headstart.heads.core.noise import _splitmix
 
 ALL = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
