@@ -2,16 +2,18 @@
 
     python benchmarks/batching.py TARGET DRAFTER PROMPTS [--threads 1 2 4 8] [--rows 1 2 4 8]
 
-Each thread asks for one text after another, greedily, of prompts cut to --prefix-tokens. A text's
-length is drawn between an eighth of --new-tokens and all of it, as answers differ. All ways take
-turns, --repeats times; medians count. Columns are `Batcher(rows=…)`: tokens a second of all threads
-together, and the median seconds until an answer is whole.
+Each thread asks for one text after another, of prompts cut to --prefix-tokens, at --temperatures in
+turn: by default greedily. A text's length is drawn between an eighth of --new-tokens and all of it,
+as answers differ. All ways take turns, --repeats times; medians count. Columns are
+`Batcher(rows=…)`: tokens a second of all threads together, and the median seconds until an answer
+is whole.
 """
 
 import argparse
 import statistics
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -29,6 +31,7 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--prefix-tokens", type=int, default=64)
     parser.add_argument("--texts", type=int, default=32, help="of all threads together")
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0])
     parser.add_argument("--repeats", type=int, default=3)
     options = parser.parse_args()
     use_physical_cores()
@@ -45,14 +48,18 @@ def main() -> None:
         generator=torch.Generator().manual_seed(1),
     ).tolist()  # fmt: skip
 
+    of_each = options.temperatures
+
     def ask(batcher: Batcher, threads: int) -> tuple[float, float]:
         """Tokens a second, and the median seconds of an answer."""
 
         def one(number: int) -> float:
-            begun = time.perf_counter()
-            batcher.generate(
-                ids[number % len(ids)], do_sample=False, max_new_tokens=lengths[number]
-            )
+            begun, temperature = time.perf_counter(), of_each[number % len(of_each)]
+            how: dict[str, Any] = {"do_sample": False}
+            if temperature:
+                how = {"do_sample": True, "temperature": temperature, "top_k": 0, "seed": number}
+            prompt = ids[number % len(ids)]
+            batcher.generate(prompt, max_new_tokens=lengths[number], **how)
             return time.perf_counter() - begun
 
         begun = time.perf_counter()
