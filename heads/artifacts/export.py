@@ -94,9 +94,10 @@ def _serve_llama_cpp(drafter: Drafter, place: str, tokens: int, revision: str | 
     name = drafter.config.family_name()
     place, fetch = _downloaded(place, revision)
     of_target = f" --target-model-dir {_target(drafter)}" if name in ("eagle3", "dflash") else ""
+    kind = "draft-dspark" if getattr(drafter.config, "markov_rank", 0) else _LLAMA_CPP[name]
     return (
         f"{fetch}python convert_hf_to_gguf.py {place}{of_target} --outfile drafter.gguf && "
-        f"llama-server -m TARGET.gguf -md drafter.gguf --spec-type {_LLAMA_CPP[name]} "
+        f"llama-server -m TARGET.gguf -md drafter.gguf --spec-type {kind} "
         f"--spec-draft-n-max {tokens}"
     )
 

@@ -94,13 +94,17 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     *(
         ("dflash", form, {"layers": 1, "depths": 3, "causal": True})
-        for form in ("vllm", "original")
+        for form in ("vllm", "sglang", "llama.cpp", "original")
     ),
     *(
         ("dflash", form, {"layers": 2, "depths": 4, "window": 5})
         for form in ("vllm", "sglang", "tensorrt-llm", "original")
     ),
-    ("dflash", "vllm", {"layers": 2, "depths": 4, "window": 5, "causal_windows": False}),
+    *(
+        ("dflash", form, {"layers": 2, "depths": 4, "window": 5, "causal_windows": False})
+        for form in ("vllm", "sglang", "llama.cpp", "speculators")
+    ),
+    ("dflash", "llama.cpp", {"layers": 2, "depths": 4, "window": 5, "causal": True}),
     ("dflash", "speculators", {"layers": 2, "depths": 4}),
     *(
         (
@@ -108,19 +112,22 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
             form,
             {"selector_rank": 3, "conv_kernel_size": 2, "conv_group_size": 8, "layers": 2},
         )
-        for form in ("vllm", "sglang", "original")
+        for form in ("vllm", "sglang", "llama.cpp", "speculators", "original")
     ),
-    (
-        "dflash",
-        "speculators",
-        {
-            "layers": 1,
-            "depths": 3,
-            "output": "trimmed",
-            "draft_vocab_size": KEPT,
-            "sample_from_anchor": True,
-            "markov_rank": 4,
-        },
+    *(
+        (
+            "dflash",
+            form,
+            {
+                "layers": 1,
+                "depths": 3,
+                "output": "trimmed",
+                "draft_vocab_size": KEPT,
+                "sample_from_anchor": True,
+                "markov_rank": 4,
+            },
+        )
+        for form in ("speculators", "llama.cpp")
     ),
     *(
         ("mlp_speculator", form, options)
@@ -186,6 +193,7 @@ EAGLE3 = LLAMA | {
     "target_hidden_size": SIZE,
 }  # fmt: skip
 TRIMMED = {"output": "trimmed", "draft_vocab_size": KEPT}
+DFLASH2 = {"selector_rank": 3, "conv_kernel_size": 2, "conv_group_size": 8}
 HEAD3 = {
     "fc.weight": (SIZE, 3 * SIZE), "norm.weight": (SIZE,), "lm_head.weight": (KEPT, SIZE),
     "d2t": (KEPT,), "t2d": (VOCAB,),
@@ -320,12 +328,56 @@ def test_the_lines_that_start_engines(tmp_path: Path) -> None:
     line = str(export_drafter(head, "llama.cpp", tmp_path / "gguf"))
     assert f"convert_hf_to_gguf.py {tmp_path / 'gguf'} --target-model-dir " in line
     assert line.endswith("--spec-type draft-eagle3 --spec-draft-n-max 5")
+    line = str(serve_line(made("dflash", depths=4, markov_rank=2), "llama.cpp", "out"))
+    assert line.endswith("--spec-type draft-dspark --spec-draft-n-max 4")
     parallel = made("pard", layers=1, depths=4)
     line = serve_line(parallel, "vllm", "them/pard", "vllm")
     assert '"method": "draft_model"' in str(line) and '"parallel_drafting": true' in str(line)
     line = str(serve_line(parallel, "tensorrt-llm", "them/pard", "tensorrt-llm"))
     assert line.startswith("hf download them/pard --revision tensorrt-llm --local-dir drafter && ")
     assert '"decoding_type": "PARD", "max_draft_len": 4, "speculative_model": "drafter"' in line
+
+
+@pytest.mark.parametrize(
+    ("form", "options", "settings"),
+    [
+        ("sglang", {"causal": True}, {"is_causal": True}),
+        ("sglang", {"window": 5}, {"use_sliding_window": True, "sliding_window": 5}),
+        ("llama.cpp", {"window": 5, "causal_windows": False}, {"is_causal": False}),
+        ("llama.cpp", {"window": 5, "causal": True}, {"is_causal": True}),
+        ("llama.cpp", {"markov_rank": 2}, {"architectures": ["DSparkSpeculator"]}),
+        ("speculators", {}, {"sliding_window_non_causal": None}),
+        (
+            "speculators",
+            {"window": 5, "causal_windows": False},
+            {"sliding_window_non_causal": True, "speculators_model_type": "dflash"},
+        ),
+    ],
+)
+def test_what_a_place_of_a_block_sees(
+    form: str, options: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each engine reads it from settings of its own; where none is set, a layer's type decides."""
+    drafter = made("dflash", layers=2, depths=4, **options)
+    export_drafter(drafter, form, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: config.get(key) for key in settings} == settings
+    if options == {"window": 5}:
+        assert "is_causal" not in config and "causal" not in config["dflash_config"]
+
+
+def test_windows_alone_are_one_setting(tmp_path: Path) -> None:
+    """Where every layer has a window, what holds in one layer holds in all."""
+    drafter = made("dflash", layers=2, depths=4, window=5)
+    drafter.config.layer["layer_types"] = ["sliding_attention"] * 2
+    drafter = type(drafter)(drafter.config).float().bind(tiny("llama")).eval()
+    for form, settings in (
+        ("llama.cpp", {"is_causal": True}),
+        ("speculators", {"sliding_window_non_causal": False}),
+    ):
+        export_drafter(drafter, form, tmp_path / form)
+        config = json.loads((tmp_path / form / "config.json").read_text())
+        assert {key: config[key] for key in settings} == settings
 
 
 def test_d2t_is_an_offset(tmp_path: Path) -> None:
@@ -348,7 +400,10 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ("dflash", "sglang", TRIMMED, "knows 20 of its target's tokens"),
         ("dflash", "vllm", {"markov_rank": 2}, "no confidence_head"),
         ("dflash", "vllm", {"selector_rank": 2}, "expected both"),
-        ("dflash", "speculators", {"selector_rank": 2}, "parts of DFlash2"),
+        ("dflash", "speculators", {"selector_rank": 2}, "one of DFlash2's parts, expected both"),
+        ("dflash", "tensorrt-llm", DFLASH2, "the selector and the convolutions of DFlash2"),
+        ("dflash", "speculators", DFLASH2 | TRIMMED, "knows 20 tokens, as a DFlash2"),
+        ("dflash", "llama.cpp", {"causal": True, "markov_rank": 2}, "does not see those after it"),
         (
             "dflash",
             "vllm",
@@ -357,20 +412,26 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ),
         (
             "dflash",
-            "sglang",
+            "tensorrt-llm",
             {"causal": True},
             "sees those before it alone (causal); export it to v",
         ),
         ("dflash", "speculators", {"causal": True}, "sees those before it alone (causal)"),
-        ("dflash", "speculators", {"window": 5, "layers": 2}, "see a window of 5 positions alone"),
-        ("dflash", "llama.cpp", {"window": 5, "layers": 2}, "see a window of 5 positions alone"),
+        *(
+            (
+                "dflash",
+                form,
+                {"window": 5, "layers": 2},
+                "in its layers with a window alone a place does not see those after it",
+            )
+            for form in ("speculators", "llama.cpp")
+        ),
         (
             "dflash",
-            "sglang",
+            "tensorrt-llm",
             {"window": 5, "layers": 2, "causal_windows": False},
             "a place sees those after it (causal_windows=false)",
         ),
-        ("dflash", "llama.cpp", {"causal": True}, "sees those before it alone (causal)"),
         ("eagle3", "tensorrt-llm", {"feature_layers": [2, 1, 1]}, "ascending order"),
         ("eagle3", "tensorrt-llm", {"feature_layers": [0, 1, 2]}, "after the first"),
         ("eagle3", "llama.cpp", {"feature_layers": [0, 1, 2]}, "expected [2, 1, -1]"),
