@@ -1,7 +1,6 @@
 """Exports: what other engines ask of names, shapes and settings, and the same logits on return."""
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +9,18 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import ArtifactError, TrainableDrafter, family, load_drafter
-from headstart.heads.artifacts.export import (
-    FORMATS,
-    export_drafter,
-    formats_of,
-    largest_difference,
-    serve_line,
-)
+from headstart.heads import ArtifactError, family, load_drafter
+from headstart.heads.artifacts.engines import FORMATS
+from headstart.heads.artifacts.export import export_drafter, formats_of, largest_difference
 from headstart.heads.artifacts.merging import save_merged
 from headstart.heads.core import FeatureTap
 from headstart.heads.families import FAMILIES
 from headstart.heads.parts.published.layer_ids import ids_by_input, ids_by_output, read_layer_ids
 from headstart.infer import Speculator
+from tests.support.drafters import deep, made
 from tests.support.tiny import COMMON, VOCAB, letters, one_line, prompts, tiny
 
 SIZE, KEPT = COMMON["hidden_size"], 20
-
-
-def made(name: str, target: Any = None, **options: Any) -> Any:
-    """A float32 drafter of a target, by default the tiny one, with random weights."""
-    torch.manual_seed(3)
-    target, cls = tiny("llama") if target is None else target, family(name)
-    config: Any = cls.config_class
-    drafter: Any = cls(config.for_target(target, **options)).float().bind(target)
-    assert isinstance(drafter, TrainableDrafter)
-    drafter.init_from_target(torch.arange(VOCAB))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return drafter.eval()
 
 
 def shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -53,13 +34,6 @@ def shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 OF_LANGUAGE_MODELS = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
 READS_PUBLISHED = ("tensorrt-llm", "llama.cpp")
 """Engines that read any three layers in order, or those that EAGLE-3's authors do."""
-
-
-@cache
-def deep() -> Any:
-    """A target with the layers that EAGLE-3's authors read: 2, 3 and 4 of 7."""
-    torch.manual_seed(2)
-    return LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_hidden_layers": 7})).double().eval()
 
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -155,7 +129,8 @@ def test_it_comes_back_with_the_same_logits(
     drafter = made(name, target, **options)
     tokenizer = letters()
     line = export_drafter(drafter, form, tmp_path / "out", tokenizer)
-    assert (line is None) == (form == "original")
+    unread = form == "speculators" and name in ("eagle", "mtp")  # by the vLLM of today
+    assert (line is None) == (form == "original" or unread)
     assert line is None or str(tmp_path / "out") in line
     again = load_drafter(tmp_path / "out", target, tokenizer, dtype=torch.float32)
     assert type(again) is type(drafter)
@@ -313,29 +288,6 @@ def test_the_layer_named_is_the_layer_read(tmp_path: Path) -> None:
         place = config if form == "vllm" else config["eagle_config"]
         assert place["eagle_aux_hidden_state_layer_ids"] == key
         assert read_layer_ids(config) == [0, 1, 1]
-
-
-def test_the_lines_that_start_engines(tmp_path: Path) -> None:
-    head = made("eagle3", deep(), depths=5)
-    line = str(export_drafter(head, "tensorrt-llm", tmp_path / "out"))
-    written, _, command = line.removeprefix("echo '").partition("' > speculative.yaml && ")
-    settings = json.loads(written)["speculative_config"]
-    assert settings == {
-        "decoding_type": "Eagle3", "max_draft_len": 5, "speculative_model": str(tmp_path / "out"),
-        "eagle3_layers_to_capture": [1, 2, 3],  # by their output
-    }  # fmt: skip
-    assert command.startswith("trtllm-serve ") and command.endswith(" --config speculative.yaml")
-    line = str(export_drafter(head, "llama.cpp", tmp_path / "gguf"))
-    assert f"convert_hf_to_gguf.py {tmp_path / 'gguf'} --target-model-dir " in line
-    assert line.endswith("--spec-type draft-eagle3 --spec-draft-n-max 5")
-    line = str(serve_line(made("dflash", depths=4, markov_rank=2), "llama.cpp", "out"))
-    assert line.endswith("--spec-type draft-dspark --spec-draft-n-max 4")
-    parallel = made("pard", layers=1, depths=4)
-    line = serve_line(parallel, "vllm", "them/pard", "vllm")
-    assert '"method": "draft_model"' in str(line) and '"parallel_drafting": true' in str(line)
-    line = str(serve_line(parallel, "tensorrt-llm", "them/pard", "tensorrt-llm"))
-    assert line.startswith("hf download them/pard --revision tensorrt-llm --local-dir drafter && ")
-    assert '"decoding_type": "PARD", "max_draft_len": 4, "speculative_model": "drafter"' in line
 
 
 @pytest.mark.parametrize(
