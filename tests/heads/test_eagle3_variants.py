@@ -22,10 +22,10 @@ EXPORTS = {
     "fc_norm": {"vllm", "speculators"},
     "window": {"vllm", "speculators"},
     "two layers": {"vllm", "speculators"},
-    "q and k norms": {"speculators"},
-    "of all": {"speculators"},
+    "q and k norms": {"vllm", "speculators"},
+    "of all": {"vllm", "speculators"},
     "P-EAGLE": {"vllm", "speculators"},
-    "P-EAGLE of two layers": {"speculators"},
+    "P-EAGLE of two layers": {"vllm"},
 }
 
 

@@ -32,8 +32,8 @@ def shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 OF_LANGUAGE_MODELS = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
-READS_PUBLISHED = ("tensorrt-llm", "llama.cpp")
-"""Engines that read any three layers in order, or those that EAGLE-3's authors do."""
+OF_MANY_LAYERS = ("tensorrt-llm", "llama.cpp")
+"""Formats that are tried with a target of more layers than the others."""
 
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -60,7 +60,17 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("eagle3", "vllm", {"norm_before_fc": True, "norm_output": True}),
     ("eagle3", "speculators", {"fc_norm": True, "norm_output": True}),
     *(("eagle3", form, {}) for form in ("tensorrt-llm", "llama.cpp")),
-    ("eagle3", "tensorrt-llm", {"fc_norm": True, "norm_output": True}),
+    *(
+        ("eagle3", form, {"fc_norm": True, "norm_output": True})
+        for form in ("sglang", "tensorrt-llm")
+    ),
+    *(
+        ("eagle3", form, {"norm_before_fc": True})
+        for form in ("sglang", "tensorrt-llm", "llama.cpp")
+    ),
+    *(("eagle3", form, {"feature_layers": [0, 1]}) for form in ("vllm", "sglang")),
+    ("eagle3", "tensorrt-llm", {"feature_layers": [1, 2, 4, 5]}),
+    ("eagle3", "llama.cpp", {"feature_layers": [5, 1, 6]}),
     ("eagle3", "llama.cpp", {"norm_before_residual": True}),
     *(
         ("dflash", form, {"layers": 2, "depths": 4})
@@ -124,7 +134,7 @@ def test_it_comes_back_with_the_same_logits(
     name: str, form: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     target = tiny("qwen3" if name == "mtp" else "llama")
-    if name == "eagle3" and form in READS_PUBLISHED:
+    if name == "eagle3" and form in OF_MANY_LAYERS:
         target = deep()
     drafter = made(name, target, **options)
     tokenizer = letters()
@@ -204,6 +214,19 @@ ASKED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], dict[str, tup
         HEAD3 | {"input_norm.weight": (3 * SIZE,)}
         | {f"midlayer.{n}": s for n, s in LAYER.items()},
     ),
+    ("eagle3", "vllm of two layers"): (
+        {"feature_layers": [0, 1], **TRIMMED},
+        EAGLE3 | ids_by_input([0, 1]) | {"num_aux_hidden_states": 2},
+        HEAD3 | {"fc.weight": (SIZE, 2 * SIZE)}
+        | {f"midlayer.{n}": s for n, s in LAYER.items()},
+    ),
+    ("eagle3", "sglang EAGLE-3.1"): (
+        {"fc_norm": True, "norm_output": True, **TRIMMED},
+        EAGLE3 | {"fc_norm": True, "norm_output": True},
+        HEAD3
+        | {f"fc_norm.{i}.weight": (SIZE,) for i in range(3)}
+        | {f"midlayer.{n}": s for n, s in LAYER.items()},
+    ),
     ("eagle3", "vllm P-EAGLE"): (
         {"mask_token_id": 7, "depths": 4},
         EAGLE3 | {"draft_vocab_size": VOCAB, "ptd_token_id": 7},
@@ -223,7 +246,7 @@ ASKED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], dict[str, tup
         {"fc.weight": (SIZE, 2 * SIZE)} | {f"layers.0.{n}": s for n, s in NARROW.items()},
     ),
     ("eagle", "sglang"): (
-        {"bias": False}, LLAMA | {"architectures": ["LlamaForCausalLMEagle"]},
+        {"bias": False}, LLAMA | {"architectures": ["LlamaForCausalLMEagle"], "bias": False},
         {"fc.weight": (SIZE, 2 * SIZE), "fc.bias": (SIZE,)}
         | {f"layers.0.{n}": s for n, s in NARROW.items()},
     ),
@@ -346,9 +369,18 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
     [
         ("eagle", "vllm", {}, "has a bias"),
         ("eagle3", "sglang", {"norm_before_residual": True}, "norm_before_residual"),
-        ("eagle3", "sglang", {"fc_norm": True}, "fc_norm); export it to vllm or speculators"),
+        ("eagle3", "original", {"fc_norm": True}, "fc_norm); export it to vllm or sglang or spec"),
         ("eagle3", "original", {"norm_output": True}, "norm_output); export it to vllm"),
-        ("eagle3", "vllm", {"feature_layers": [0, 1]}, "reads 2 layers"),
+        ("eagle3", "llama.cpp", {"fc_norm": True}, "fc_norm); export it to vllm"),
+        ("eagle3", "speculators", {"feature_layers": [0, 1]}, "reads 2 layers"),
+        ("eagle3", "llama.cpp", {"feature_layers": [0, 1]}, "reads 2 layers"),
+        ("eagle3", "vllm", {"feature_layers": [0, 1, -1]}, "what the target's last norm returns"),
+        (
+            "eagle3",
+            "speculators",
+            {"fc_norm": True, "mask_token_id": 7, "depths": 4},
+            "drafts all tokens at once (fc_norm, mask_token_id); export it to vllm",
+        ),
         ("dflash", "sglang", TRIMMED, "knows 20 of its target's tokens"),
         ("dflash", "vllm", {"markov_rank": 2}, "no confidence_head"),
         ("dflash", "vllm", {"selector_rank": 2}, "expected both"),
@@ -386,7 +418,6 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ),
         ("eagle3", "tensorrt-llm", {"feature_layers": [2, 1, 1]}, "ascending order"),
         ("eagle3", "tensorrt-llm", {"feature_layers": [0, 1, 2]}, "after the first"),
-        ("eagle3", "llama.cpp", {"feature_layers": [0, 1, 2]}, "expected [2, 1, -1]"),
         ("medusa", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa", "sglang", {}, "expected one of: vllm, original"),
         ("mlp_speculator", "vllm", TRIMMED, "20 of 64 tokens"),
@@ -406,6 +437,33 @@ def test_what_an_engine_cannot_run_is_refused(
         export_drafter(made(name, **options), form, tmp_path / "out")
     assert said in one_line(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_vllm_makes_no_output_layer_for_eagle1(tmp_path: Path) -> None:
+    cls: Any = family("eagle")
+    config = cls.config_class.for_target(tiny("llama"), bias=False)
+    config.output = "own"
+    drafter = cls(config).float().bind(tiny("llama"))
+    with pytest.raises(ArtifactError, match="its output layer is not its target's; export"):
+        export_drafter(drafter, "vllm", tmp_path / "out")
+
+
+def test_where_engines_look_for_norms(tmp_path: Path) -> None:
+    """TensorRT-LLM finds that of all features in eagle_config alone; q_norm is Qwen3's in vLLM."""
+    drafter = made("eagle3", deep(), norm_before_fc=True)
+    export_drafter(drafter, "tensorrt-llm", tmp_path / "trt")
+    config = json.loads((tmp_path / "trt" / "config.json").read_text())
+    assert config["eagle_config"] == {"norm_before_fc": True}
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
+    drafter.config.layer["qk_norm"] = True
+    drafter = type(drafter)(drafter.config).float().bind(deep()).eval()
+    export_drafter(drafter, "vllm", tmp_path / "vllm")
+    config = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert config["architectures"] == ["Eagle3Qwen3ForCausalLM"] and config["norm_before_fc"]
+    assert config["model_type"] == "qwen3"
+    drafter.config.layer["attention_bias"] = True
+    with pytest.raises(ArtifactError, match="both norms of queries and keys, and biases; decode"):
+        export_drafter(drafter, "vllm", tmp_path / "biased")
 
 
 def test_what_stands_in_the_folder_stays(tmp_path: Path) -> None:
