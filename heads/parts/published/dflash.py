@@ -16,12 +16,18 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...checkpoint import Found
-from ...core import ArtifactError, weight_of
-from .checkpoint import Checkpoint, cannot_be_written, llama_config, speculators_config
+from ...core import ArtifactError
+from .checkpoint import (
+    Checkpoint,
+    cannot_be_written,
+    embedding_scale,
+    llama_config,
+    scaled_embeddings,
+    speculators_config,
+)
 from .layer_ids import read_layer_ids
 from .layers import layer_config, read_layers
 from .vocabulary import read_vocabulary, write_vocabulary
@@ -107,8 +113,7 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
 
 def check_embedding_scale(scale: float, embedding: Any) -> None:
     """An ArtifactError unless a target's embeddings are multiplied by what a config says."""
-    rows, ids = weight_of(embedding)[:8], torch.arange(8)
-    own = (embedding(ids.to(rows.device)).float() / rows.float()).nanmedian().item()
+    own = embedding_scale(embedding)
     if abs(own - scale) > 0.01 * abs(scale):
         raise ArtifactError(
             f"it reads embeddings times {scale:g} (input_embedding_scale), and this target's are "
@@ -169,6 +174,7 @@ def _write(drafter: Any, form: str) -> Checkpoint:
         config["is_causal"] = config["dflash_config"]["causal"] = causal  # else a layer's type does
     said = _DFLASH2_SAYS if second else _DFLASH2_SAYS[-2:]
     config["dflash_config"] |= {name: getattr(own, name) for name in said}
+    config["dflash_config"] |= _scale(drafter, form, form != "vllm" or second)
     return Checkpoint(config, _books_renamed(_written(drafter)) if second else _written(drafter))
 
 
@@ -207,6 +213,7 @@ def _write_speculators(drafter: Any, form: str = "speculators") -> Checkpoint:
     if own.markov_rank:
         config |= {"markov_rank": own.markov_rank, "markov_head_type": "vanilla"}
         config |= {"enable_confidence_head": False, "confidence_head_with_markov": False}
+    config |= _scale(drafter, form, form == "llama.cpp")
     if second:
         config |= {name: getattr(own, name) for name in _DFLASH2_SAYS[:4]}
         tensors = _books_renamed(tensors)
@@ -237,6 +244,15 @@ def _check_causal(own: Any, form: str) -> None:
     for special, what in wrong:
         if special:
             raise cannot_be_written(form, what, "export it to vllm or sglang")
+
+
+def _scale(drafter: Any, form: str, read: bool) -> dict[str, float]:
+    """The entry for the scale of the target's embeddings; refused where a form does not read it."""
+    scale = scaled_embeddings(drafter)
+    if scale is not None and not read:
+        what = f"it reads its target's embeddings times {scale:g}, and {form} as they are"
+        raise cannot_be_written(form, what, "export it to sglang")
+    return {} if scale is None else {"input_embedding_scale": scale}
 
 
 def _check_embedding(own: Any, form: str) -> None:

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from ...core import FINAL, weight_of
-from .checkpoint import Checkpoint, cannot_be_written, llama_config, speculators_config
+from .checkpoint import (
+    Checkpoint,
+    cannot_be_written,
+    llama_config,
+    scaled_embeddings,
+    speculators_config,
+)
 from .eagle import AUTHORS_1, AUTHORS_3, SPECULATORS_1, SPECULATORS_3, with_prefix
 from .layer_ids import ids_by_input, ids_by_output
 from .vocabulary import write_vocabulary
@@ -57,10 +63,12 @@ def _write_eagle1(drafter: Any, form: str) -> Checkpoint:
     """An EAGLE-1 drafter in a format; the target's embedding and output layer are not written."""
     tensors, layer = dict(drafter.state_dict()), drafter.config.layer
     one = (*_FORMS[:2], "original") if form != "speculators" else ()
-    several = layer.get("num_hidden_layers", 1) > 1
+    several, scale = layer.get("num_hidden_layers", 1) > 1, scaled_embeddings(drafter)
     _check(form, [
         (drafter.config.output == "own", "its output layer is not its target's", ("speculators",)),
         (several, "it has several layers", one), *_special(drafter, ("speculators",)),
+        (scale and drafter.config.embedding != "own", "it reads its target's embeddings times "
+         f"{scale or 1:g}, which others read as they are", ()),
     ])  # fmt: skip
     if form == "vllm" and drafter.config.bias:
         if tensors.pop("fc.bias").any():

@@ -439,6 +439,25 @@ def test_what_an_engine_cannot_run_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+def test_scaled_embeddings_of_a_target(tmp_path: Path) -> None:
+    """Gemma's are read times the root of their width. Engines give drafters the table as it is."""
+    target = tiny("gemma3")
+    drafter = made("dflash", target, layers=2, depths=4)
+    for form in ("sglang", "llama.cpp"):
+        export_drafter(drafter, form, tmp_path / form)
+        config = json.loads((tmp_path / form / "config.json").read_text())
+        scale = config["dflash_config"]["input_embedding_scale"]
+        assert scale == pytest.approx(target.config.hidden_size**0.5, rel=0.01)
+    for form in ("vllm", "speculators"):
+        with pytest.raises(ArtifactError, match=f"and {form} as they are; export it to sglang"):
+            export_drafter(drafter, form, tmp_path / form)
+    second = made("dflash", target, layers=2, depths=4, **DFLASH2)
+    export_drafter(second, "vllm", tmp_path / "second")
+    with pytest.raises(ArtifactError, match="which others read as they are; decode with it here"):
+        export_drafter(made("eagle", target, bias=False), "vllm", tmp_path / "eagle")
+    export_drafter(made("eagle3", target), "vllm", tmp_path / "eagle3")  # which norms them first
+
+
 def test_vllm_makes_no_output_layer_for_eagle1(tmp_path: Path) -> None:
     cls: Any = family("eagle")
     config = cls.config_class.for_target(tiny("llama"), bias=False)
