@@ -29,7 +29,7 @@ from ..core.files import new_folder
 from ..drafter import Drafter
 from ..families import FAMILIES, family, with_article
 from .engines import FORMATS, serve_line
-from .files import CONFIG, check_is_free
+from .files import CONFIG, check_is_free, read_json
 from .foreign_checkpoints import load_checkpoint
 from .source import DrafterSource
 
@@ -107,6 +107,8 @@ def _write(
                 "model; train one without drafter.feature_layers."
             )
         drafter.save_pretrained(folder)
+        config = with_older_names(read_json(folder / CONFIG))
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         drafter.model.generation_config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -115,6 +117,25 @@ def _write(
     tensors = {name: tensor.contiguous().clone() for name, tensor in written.tensors.items()}
     save_file(tensors, folder / written.file, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
+
+
+def with_older_names(config: dict[str, Any]) -> dict[str, Any]:
+    """A model's config that also says by their older names what transformers 5 renamed.
+
+    Engines with transformers 4 would take defaults instead.
+
+    >>> theirs = with_older_names({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    >>> theirs["rope_theta"], theirs["rope_scaling"]
+    (500000.0, None)
+    """
+    older = {"torch_dtype": config["dtype"]} if config.get("dtype") else {}
+    rope = dict(config.get("rope_parameters") or {})
+    if "rope_theta" in rope:  # else there are none, or some for each type of layers
+        older["rope_theta"] = rope.pop("rope_theta")
+        if (part := rope.pop("partial_rotary_factor", None)) is not None:
+            older["partial_rotary_factor"] = part
+        older["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    return config | older
 
 
 @torch.no_grad()

@@ -292,6 +292,26 @@ def test_a_draft_model_is_an_ordinary_model(form: str, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
+def test_engines_with_older_transformers_find_a_draft_models_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They know no `rope_parameters`, and would take positions of base 10,000."""
+    scaled = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    rope = scaled | {"rope_theta": 500_000.0}
+    torch.manual_seed(2)
+    target: Any = LlamaForCausalLM(LlamaConfig(**COMMON, rope_parameters=rope)).double().eval()
+    drafter = made("draft_model", target, layers=1)
+    export_drafter(drafter, "tensorrt-llm", tmp_path / "out", letters())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_parameters"] == rope and config["torch_dtype"] == config["dtype"]
+    assert config["rope_theta"] == 500_000.0 and config["rope_scaling"] == scaled
+    assert LlamaConfig(**config).rope_parameters == rope
+    assert "left out" not in caplog.text
+
+
 def test_the_layer_named_is_the_layer_read(tmp_path: Path) -> None:
     """Both conventions lead to the hidden states that the drafter was made for."""
     target, ids = tiny("llama"), prompts([7])[0]
