@@ -142,8 +142,8 @@ def _write(drafter: Any, form: str) -> Checkpoint:
         return _write_speculators(drafter, form)
     _check_embedding(own, form)
     for special, what, remedy in (
-        (own.output == "trimmed", f"it knows {own.output_size} of its target's tokens",
-         "output=shared"),
+        (own.output == "trimmed" and (form != "vllm" or own.selector_rank),
+         f"it knows {own.output_size} of its target's tokens", "output=shared"),
         (own.markov_rank, "it has no confidence_head beside its markov_rank", "markov_rank=0"),
         (bool(own.selector_rank) != bool(own.conv_kernel_size),
          "it has one of DFlash2's selector and convolutions, expected both",
@@ -175,7 +175,11 @@ def _write(drafter: Any, form: str) -> Checkpoint:
     said = _DFLASH2_SAYS if second else _DFLASH2_SAYS[-2:]
     config["dflash_config"] |= {name: getattr(own, name) for name in said}
     config["dflash_config"] |= _scale(drafter, form, form != "vllm" or second)
-    return Checkpoint(config, _books_renamed(_written(drafter)) if second else _written(drafter))
+    tensors = _written(drafter)
+    if (ids := tensors.pop("vocabulary", None)) is not None:
+        tensors |= write_vocabulary(ids, own.vocab_size)
+        config["draft_vocab_size"] = own.output_size
+    return Checkpoint(config, _books_renamed(tensors) if second else tensors)
 
 
 def _write_speculators(drafter: Any, form: str = "speculators") -> Checkpoint:
@@ -248,7 +252,7 @@ def _check_causal(own: Any, form: str) -> None:
 
 def _scale(drafter: Any, form: str, read: bool) -> dict[str, float]:
     """The entry for the scale of the target's embeddings; refused where a form does not read it."""
-    scale = scaled_embeddings(drafter)
+    scale = None if drafter.config.embedding == "own" else scaled_embeddings(drafter)
     if scale is not None and not read:
         what = f"it reads its target's embeddings times {scale:g}, and {form} as they are"
         raise cannot_be_written(form, what, "export it to sglang")
@@ -256,8 +260,8 @@ def _scale(drafter: Any, form: str, read: bool) -> dict[str, float]:
 
 
 def _check_embedding(own: Any, form: str) -> None:
-    if own.embedding == "own":
-        raise cannot_be_written(form, "its embeddings are not its target's", "decode with it here")
+    if own.embedding == "own" and form != "vllm":
+        raise cannot_be_written(form, "its embeddings are not its target's", "export it to vllm")
 
 
 def _written(drafter: Any) -> dict[str, Tensor]:

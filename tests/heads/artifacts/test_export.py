@@ -84,6 +84,11 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
         ("dflash", form, {"layers": 2, "depths": 4, "window": 5})
         for form in ("vllm", "sglang", "tensorrt-llm", "original")
     ),
+    (
+        "dflash",
+        "vllm",
+        {"layers": 2, "window": 5, "output": "trimmed", "draft_vocab_size": KEPT},
+    ),
     *(
         ("dflash", form, {"layers": 2, "depths": 4, "window": 5, "causal_windows": False})
         for form in ("vllm", "sglang", "llama.cpp", "speculators")
@@ -457,6 +462,26 @@ def test_what_an_engine_cannot_run_is_refused(
         export_drafter(made(name, **options), form, tmp_path / "out")
     assert said in one_line(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_vllm_reads_a_block_drafters_own_ends(tmp_path: Path) -> None:
+    drafter = made("dflash", layers=2, depths=4, **TRIMMED)
+    drafter.config.embedding = "own"
+    drafter = type(drafter)(drafter.config).float().bind(tiny("llama")).eval()
+    with torch.no_grad():
+        drafter.embed_tokens.weight.normal_()
+        drafter.vocabulary.copy_(torch.arange(KEPT) * 2)
+    export_drafter(drafter, "vllm", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["draft_vocab_size"] == KEPT
+    found = {name: shape for name, (shape, _) in shapes(tmp_path / "out").items()}
+    ends = {
+        "lm_head.weight": (KEPT, SIZE), "embed_tokens.weight": (VOCAB, SIZE), "d2t": (KEPT,),
+        "t2d": (VOCAB,),
+    }  # fmt: skip
+    assert {name: found[name] for name in ends} == ends
+    with pytest.raises(ArtifactError, match="embeddings are not its target's; export it to vllm"):
+        export_drafter(drafter, "sglang", tmp_path / "no")
 
 
 def test_scaled_embeddings_of_a_target(tmp_path: Path) -> None:
