@@ -22,7 +22,7 @@ _TARGET_NAME = (
 
 _EXPORT = (
     "also push it in the formats of other engines, each on its own branch: vllm, sglang, "
-    "speculators, transformers"
+    "tensorrt-llm, llama.cpp, speculators, transformers"
 )
 
 

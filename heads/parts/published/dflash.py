@@ -154,6 +154,7 @@ def _write(drafter: Any, form: str) -> Checkpoint:
         if special:
             remedy = f"train it with drafter.{remedy}, or export it to speculators"
             raise cannot_be_written(form, what, remedy)
+    _check_selector(own, form)
     if form in ("tensorrt-llm", "llama.cpp"):
         _check_causal(own, form)
     second = bool(own.selector_rank)
@@ -201,6 +202,7 @@ def _write_speculators(drafter: Any, form: str = "speculators") -> Checkpoint:
         if special:
             raise cannot_be_written(form, what, remedy)
     _check_embedding(own, form)
+    _check_selector(own, form)
     _check_causal(own, "speculators")
     if (ids := tensors.pop("vocabulary", None)) is not None:
         tensors |= write_vocabulary(ids, own.vocab_size)
@@ -222,6 +224,12 @@ def _write_speculators(drafter: Any, form: str = "speculators") -> Checkpoint:
         config |= {name: getattr(own, name) for name in _DFLASH2_SAYS[:4]}
         tensors = _books_renamed(tensors)
     return Checkpoint(config, tensors)
+
+
+def _check_selector(own: Any, form: str) -> None:
+    if own.selector_rank and not own.selector_top_k:
+        what = "its selector chooses among all tokens (selector_top_k=0), and theirs among the best"
+        raise cannot_be_written(form, what, "train it with drafter.selector_top_k=16")
 
 
 def _check_causal(own: Any, form: str) -> None:

@@ -410,6 +410,10 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ("dflash", "vllm", {"markov_rank": 2}, "no confidence_head"),
         ("dflash", "vllm", {"selector_rank": 2}, "expected both"),
         ("dflash", "speculators", {"selector_rank": 2}, "one of DFlash2's parts, expected both"),
+        *(
+            ("dflash", form, DFLASH2 | {"selector_top_k": 0}, "drafter.selector_top_k=16")
+            for form in ("vllm", "speculators")
+        ),
         ("dflash", "tensorrt-llm", DFLASH2, "the selector and the convolutions of DFlash2"),
         ("dflash", "speculators", DFLASH2 | TRIMMED, "knows 20 tokens, as a DFlash2"),
         ("dflash", "llama.cpp", {"causal": True, "markov_rank": 2}, "does not see those after it"),
