@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core import FINAL, weight_of
+from ...core import weight_of
 from .checkpoint import (
     Checkpoint,
     cannot_be_written,
@@ -16,7 +16,7 @@ from .checkpoint import (
     speculators_config,
 )
 from .eagle import AUTHORS_1, AUTHORS_3, SPECULATORS_1, SPECULATORS_3, with_prefix
-from .layer_ids import ids_by_input, ids_by_output
+from .layer_ids import check_writable, ids_by_input, ids_by_output
 from .vocabulary import write_vocabulary
 
 _FORMS = ("vllm", "sglang", "speculators", "original")
@@ -154,10 +154,7 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
 def _check_order(drafter: Any, form: str) -> None:
     """Refuse an engine that would read other layers of the target, or in another order."""
     layers = list(drafter.config.feature_layers)
-    if FINAL in layers:
-        raise cannot_be_written(
-            form, "it reads what the target's last norm returns", "decode with it here"
-        )
+    check_writable(layers, form)
     if form == _TENSORRT and (layers != sorted(set(layers)) or layers[0] <= 0 or len(layers) < 2):
         raise cannot_be_written(
             form, f"it reads the inputs of the layers {layers}, expected several, each named once, "

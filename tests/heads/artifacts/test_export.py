@@ -400,6 +400,7 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ("eagle3", "speculators", {"feature_layers": [0, 1]}, "reads 2 layers"),
         ("eagle3", "llama.cpp", {"feature_layers": [0, 1]}, "reads 2 layers"),
         ("eagle3", "vllm", {"feature_layers": [0, 1, -1]}, "what the target's last norm returns"),
+        ("dflash", "sglang", {"feature_layers": [1, -1]}, "what the target's last norm returns"),
         (
             "eagle3",
             "speculators",
