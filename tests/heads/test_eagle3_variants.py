@@ -25,7 +25,7 @@ EXPORTS = {
     "q and k norms": {"vllm", "speculators"},
     "of all": {"vllm", "speculators"},
     "P-EAGLE": {"vllm", "speculators"},
-    "P-EAGLE of two layers": {"vllm"},
+    "P-EAGLE of two layers": {"vllm", "speculators"},
 }
 
 
@@ -178,6 +178,10 @@ def test_it_goes_out_to_what_can_run_it(name: str, tmp_path: Path) -> None:
             assert "cannot run this drafter" in one_line(caught.value)
             continue
         line = export_drafter(drafter, form, tmp_path / form)
+        config = json.loads((tmp_path / form / "config.json").read_text())
+        if form == "speculators" and drafter.independent:  # of these vLLM reads the layers' alone
+            normed = config["transformer_layer_config"].get("fc_norm", False)
+            assert normed == drafter.config.fc_norm
         assert drafter.independent == ("parallel_drafting" in (line or "")) or form != "vllm"
         again = load_drafter(tmp_path / form, tiny("llama"))
         assert largest_difference(drafter, again, seed=5) <= 1e-12

@@ -109,8 +109,6 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
         (own.norm_before_fc, "it norms the features before it mixes them (norm_before_fc)",
          (*normed, _LLAMA_CPP)),
         (own.fc_norm, "it norms each layer's features before it mixes them (fc_norm)", normed),
-        (own.fc_norm and drafter.independent, "it norms them and drafts all tokens at once (fc_norm"
-         ", mask_token_id)", ("vllm",)),  # vLLM overlooks the former in speculators' form
         (own.norm_output, "its normed state feeds the next step (norm_output)", normed),
         (drafter.independent, "it drafts all tokens at once (mask_token_id)", new),
         (layer.get("attention_bias"), "its attention has biases", (*new, "original")),
@@ -129,6 +127,8 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
         tensors["mask_hidden"] = tensors["mask_hidden"].view(1, -1)
     if form == "speculators":
         kind = "peagle" if drafter.independent else "eagle3"
+        if kind == "peagle" and own.fc_norm:  # where vLLM finds it: it reads only some at the top
+            config["fc_norm"] = True
         config = speculators_config(drafter, kind, config) | ids_by_input(layers) | said
         config["architectures"] = ["PEagleSpeculator" if kind == "peagle" else "Eagle3Speculator"]
         config["embed_requires_grad"] = own.embedding == "own"

@@ -401,12 +401,6 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ("eagle3", "llama.cpp", {"feature_layers": [0, 1]}, "reads 2 layers"),
         ("eagle3", "vllm", {"feature_layers": [0, 1, -1]}, "what the target's last norm returns"),
         ("dflash", "sglang", {"feature_layers": [1, -1]}, "what the target's last norm returns"),
-        (
-            "eagle3",
-            "speculators",
-            {"fc_norm": True, "mask_token_id": 7, "depths": 4},
-            "drafts all tokens at once (fc_norm, mask_token_id); export it to vllm",
-        ),
         ("dflash", "sglang", TRIMMED, "knows 20 of its target's tokens"),
         ("dflash", "vllm", {"markov_rank": 2}, "no confidence_head"),
         ("dflash", "vllm", {"selector_rank": 2}, "expected both"),
