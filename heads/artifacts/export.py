@@ -17,7 +17,6 @@ a draft model is, can be read by all engines as it is.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,109 +28,10 @@ from ..core import ArtifactError
 from ..core.files import new_folder
 from ..drafter import Drafter
 from ..families import FAMILIES, family, with_article
-from .files import CONFIG, check_is_free
+from .engines import FORMATS, serve_line
+from .files import CONFIG, check_is_free, read_json
 from .foreign_checkpoints import load_checkpoint
 from .source import DrafterSource
-
-_VLLM = {
-    "dflash": "dflash", "eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa",
-    "draft_model": "draft_model", "pard": "draft_model", "mlp_speculator": "arctic",
-}  # fmt: skip
-_SGLANG = {"dflash": "DFLASH", "eagle": "EAGLE", "eagle3": "EAGLE3"}
-_SGLANG |= dict.fromkeys(("draft_model", "pard"), "STANDALONE")  # one token after another
-
-
-def _serve_vllm(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
-    name, target = drafter.config.family_name(), _target(drafter)
-    settings: dict[str, Any] = {"method": _VLLM[name], "model": place}
-    settings["num_speculative_tokens"] = tokens
-    if name in ("eagle3", "pard") and drafter.independent:
-        settings["parallel_drafting"] = True
-    settings |= {"revision": revision} if revision else {}
-    plugin = "ARCTIC_INFERENCE_ENABLED=1 " if settings["method"] == "arctic" else ""
-    return f"{plugin}vllm serve {target} --speculative-config '{json.dumps(settings)}'"
-
-
-def _serve_sglang(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
-    at = f" --speculative-draft-model-revision {revision}" if revision else ""
-    name = drafter.config.family_name()
-    line = (
-        f"python -m sglang.launch_server --model-path {_target(drafter)} "
-        f"--speculative-algorithm {_SGLANG[name]} --speculative-draft-model-path {place}{at}"
-    )
-    if name == "dflash":  # its config says how many
-        return line
-    return (
-        f"{line} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
-        f"--speculative-num-draft-tokens {tokens + 1}"
-    )
-
-
-_TENSORRT = {
-    "dflash": "DFlash", "eagle3": "Eagle3", "draft_model": "DraftTarget", "pard": "PARD",
-}  # fmt: skip
-
-
-def _serve_tensorrt(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
-    name = drafter.config.family_name()
-    place, fetch = _downloaded(place, revision)
-    settings: dict[str, Any] = {"decoding_type": _TENSORRT[name], "max_draft_len": tokens}
-    settings["speculative_model"] = place
-    if name == "eagle3":  # it counts layers by their output
-        settings["eagle3_layers_to_capture"] = [n - 1 for n in drafter.config.feature_layers]
-    written = json.dumps({"speculative_config": settings})
-    return (
-        f"{fetch}echo '{written}' > speculative.yaml && "
-        f"trtllm-serve {_target(drafter)} --config speculative.yaml"
-    )
-
-
-_LLAMA_CPP = {"dflash": "draft-dflash", "eagle3": "draft-eagle3"}
-_LLAMA_CPP |= dict.fromkeys(("draft_model", "pard"), "draft-simple")
-
-
-def _serve_llama_cpp(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
-    name = drafter.config.family_name()
-    place, fetch = _downloaded(place, revision)
-    of_target = f" --target-model-dir {_target(drafter)}" if name in ("eagle3", "dflash") else ""
-    return (
-        f"{fetch}python convert_hf_to_gguf.py {place}{of_target} --outfile drafter.gguf && "
-        f"llama-server -m TARGET.gguf -md drafter.gguf --spec-type {_LLAMA_CPP[name]} "
-        f"--spec-draft-n-max {tokens}"
-    )
-
-
-def _downloaded(place: str, revision: str | None) -> tuple[str, str]:
-    """A local folder for an engine that reads no branch of the Hub, and what fetches it there."""
-    if revision is None:
-        return place, ""
-    return "drafter", f"hf download {place} --revision {revision} --local-dir drafter && "
-
-
-def _serve_speculators(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
-    return f"vllm serve {place}{f' --revision {revision}' if revision else ''}"
-
-
-def _serve_transformers(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
-    at = f" at revision {revision}" if revision else ""
-    return f"model.generate(**inputs, assistant_model=assistant)  # a causal LM from {place}{at}"
-
-
-def _target(drafter: Drafter) -> str:
-    return str(drafter.target.name_or_path)
-
-
-FORMATS: dict[str, Callable[[Drafter, str, int, str | None], str] | None] = {
-    "vllm": _serve_vllm,
-    "sglang": _serve_sglang,
-    "tensorrt-llm": _serve_tensorrt,
-    "llama.cpp": _serve_llama_cpp,
-    "speculators": _serve_speculators,
-    "transformers": _serve_transformers,
-    "original": None,
-}
-"""Every format, and how its engine is told of a drafter, its place (a folder, or a repository, then
-with the revision), and tokens a round; None where there is no engine."""
 
 _AS_LANGUAGE_MODEL = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
 
@@ -197,17 +97,6 @@ def export_drafter(
     return serve_line(drafter, form, str(folder))
 
 
-def serve_line(drafter: Drafter, form: str, place: str, revision: str | None = None) -> str | None:
-    """The line that starts a format's engine with a drafter and its target; None without one.
-
-    Args:
-        place: the folder of the export, or its repository, where it is the branch `revision`.
-    """
-    serve = FORMATS[form]
-    depth = drafter.max_depth or getattr(drafter.config, "depths", 5)
-    return serve and serve(drafter, place, depth, revision)
-
-
 def _write(
     drafter: Any, form: str, folder: Path, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
@@ -218,6 +107,8 @@ def _write(
                 "model; train one without drafter.feature_layers."
             )
         drafter.save_pretrained(folder)
+        config = with_older_names(read_json(folder / CONFIG))
+        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         drafter.model.generation_config.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
@@ -226,6 +117,25 @@ def _write(
     tensors = {name: tensor.contiguous().clone() for name, tensor in written.tensors.items()}
     save_file(tensors, folder / written.file, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(written.config, indent=2) + "\n", encoding="utf-8")
+
+
+def with_older_names(config: dict[str, Any]) -> dict[str, Any]:
+    """A model's config that also says by their older names what transformers 5 renamed.
+
+    Engines with transformers 4 would take defaults instead.
+
+    >>> theirs = with_older_names({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    >>> theirs["rope_theta"], theirs["rope_scaling"]
+    (500000.0, None)
+    """
+    older = {"torch_dtype": config["dtype"]} if config.get("dtype") else {}
+    rope = dict(config.get("rope_parameters") or {})
+    if "rope_theta" in rope:  # else there are none, or some for each type of layers
+        older["rope_theta"] = rope.pop("rope_theta")
+        if (part := rope.pop("partial_rotary_factor", None)) is not None:
+            older["partial_rotary_factor"] = part
+        older["rope_scaling"] = rope if rope.get("rope_type", "default") != "default" else None
+    return config | older
 
 
 @torch.no_grad()

@@ -35,7 +35,7 @@ _OF_DRAFTERS = re.compile(
 )
 """Names of tensors that a drafter has and no language model."""
 
-_SPECULATORS = ("eagle", "eagle3", "peagle", "dflash", "dspark", "mtp")
+_SPECULATORS = ("eagle", "eagle3", "peagle", "dflash", "dflash2", "dspark", "mtp")
 _BLOCKS = re.compile("DFlash|DSpark|JetSpec|Domino")
 
 

@@ -22,7 +22,7 @@ _TARGET_NAME = (
 
 _EXPORT = (
     "also push it in the formats of other engines, each on its own branch: vllm, sglang, "
-    "speculators, transformers"
+    "tensorrt-llm, llama.cpp, speculators, transformers"
 )
 
 
@@ -79,7 +79,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace, scratch: Path, target: str) -> dict[str, str]:
     """Write the exports below `scratch`; returns the lines that start their engines."""
-    from headstart.heads.artifacts.export import export_drafter, serve_line
+    from headstart.heads.artifacts.engines import serve_line
+    from headstart.heads.artifacts.export import export_drafter
 
     # The drafter is needed, whatever a plan says.
     told = argparse.Namespace(target=options.target, drafter=options.artifact, tree="plain")

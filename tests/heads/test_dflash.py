@@ -108,6 +108,32 @@ def test_published_checkpoints_draft_as_defined(name: str, tmp_path: Path) -> No
             assert moved.abs().max() > 1e-3
 
 
+@pytest.mark.parametrize(
+    ("kind", "form", "said"),
+    [
+        ("dflash", Form(layers=3, window=3, seeing_all=2), {}),
+        ("dflash", FORMS["windows both ways"], {"sliding_window_non_causal": True}),
+        ("dflash", FORMS["windows alone"], {"sliding_window_non_causal": False}),
+        ("dspark", FORMS["DSpark with windows"], {"sliding_window_non_causal": False}),
+        ("dflash2", replace(FORMS["DFlash2"], multiplier=1.0, cap=0.0), {}),
+        ("dflash2", Form(kernel=3, selector=4), {"sliding_window_non_causal": True}),
+    ],
+)
+def test_windows_as_speculators_names_them(
+    kind: str, form: Form, said: dict[str, Any], tmp_path: Path
+) -> None:
+    """Where nothing is said, a window of DFlash2 is seen both ways, and of the others is not."""
+    place = write(tmp_path, form.in_speculators(kind, **said), form.tensors)
+    found: Any = load_drafter(place, tiny("llama"), dtype=torch.float64)
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(9, 64, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(VOCAB, (9 + form.block + 1,), generator=generator).tolist()
+    expected = by_hand(form, features, tokens)
+    torch.testing.assert_close(
+        drafted(found.eval(), features, tokens, 4), expected, rtol=1e-5, atol=1e-5
+    )
+
+
 @pytest.mark.skipif(
     not hasattr(transformers, "MuseGlimmerAssistantModel"), reason="this transformers has none"
 )
@@ -181,7 +207,7 @@ NORMLESS = {name: t for name, t in Form().tensors.items() if not name.endswith(N
         (*changed(Form(), architectures=["DominoDraftModel"]), "calls it 'DominoDraftModel'"),
         (*changed(Form(), input_embedding_scale=5.0), "reads embeddings times 5"),
         (*changed(Form(), {"prefix_gru.weight": torch.ones(2)}), "it has a part that is not run"),
-        (*changed(Form(), speculators_model_type="dflash2"), "calls it 'dflash2'"),
+        (*changed(Form(), speculators_model_type="xpress"), "calls it 'xpress'"),
         (*changed(Form(), {"layers.0.self_attn.attention_sink_bias": torch.ones(4)}),
          "it has a part that is not run"),
     ],

@@ -22,10 +22,10 @@ EXPORTS = {
     "fc_norm": {"vllm", "speculators"},
     "window": {"vllm", "speculators"},
     "two layers": {"vllm", "speculators"},
-    "q and k norms": {"speculators"},
-    "of all": {"speculators"},
+    "q and k norms": {"vllm", "speculators"},
+    "of all": {"vllm", "speculators"},
     "P-EAGLE": {"vllm", "speculators"},
-    "P-EAGLE of two layers": {"speculators"},
+    "P-EAGLE of two layers": {"vllm", "speculators"},
 }
 
 
@@ -151,6 +151,23 @@ def test_decoding_is_exact(name: str, tmp_path: Path) -> None:
     assert torch.equal(text, Speculator(tiny("llama")).generate(ids, **options))
 
 
+def test_other_names_of_norms_mean_the_same(tmp_path: Path) -> None:
+    """SGLang's first ones of `fc_norm`, and ModelOpt's of `norm_output`, which stands apart."""
+    one, tensors = loaded("fc_norm", tmp_path / "one")
+    config = dict(VARIANTS["fc_norm"].config)
+    del config["fc_norm"], config["norm_output"]
+    config |= {"use_aux_norm": True, "eagle_config": {"return_hidden_post_norm": True}}
+    names = {f"fc_norm.{i}.": f"aux_norm_{name}." for i, name in enumerate(("low", "mid", "high"))}
+    for old, new in names.items():
+        tensors = {name.replace(old, new): tensor for name, tensor in tensors.items()}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "other" / "model.safetensors")
+    other: Any = load_drafter(tmp_path / "other", tiny("llama"))
+    assert other.config.fc_norm and other.config.norm_output
+    assert largest_difference(one, other) <= 1e-12
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_it_goes_out_to_what_can_run_it(name: str, tmp_path: Path) -> None:
     drafter, _ = loaded(name, tmp_path / name)
@@ -161,6 +178,10 @@ def test_it_goes_out_to_what_can_run_it(name: str, tmp_path: Path) -> None:
             assert "cannot run this drafter" in one_line(caught.value)
             continue
         line = export_drafter(drafter, form, tmp_path / form)
+        config = json.loads((tmp_path / form / "config.json").read_text())
+        if form == "speculators" and drafter.independent:  # of these vLLM reads the layers' alone
+            normed = config["transformer_layer_config"].get("fc_norm", False)
+            assert normed == drafter.config.fc_norm
         assert drafter.independent == ("parallel_drafting" in (line or "")) or form != "vllm"
         again = load_drafter(tmp_path / form, tiny("llama"))
         assert largest_difference(drafter, again, seed=5) <= 1e-12

@@ -18,7 +18,7 @@ from headstart.heads import (
     load_drafter,
     save_drafter,
 )
-from headstart.heads.artifacts.export import serve_line
+from headstart.heads.artifacts.engines import serve_line
 from headstart.heads.mlp_speculator import MlpSpeculator, MlpSpeculatorConfig
 from headstart.infer import Speculator, parse_tree
 from tests.support.every_path import check_every_path

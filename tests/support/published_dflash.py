@@ -63,6 +63,18 @@ class Form:
             **({"is_causal": False} if self.both_ways else {}),
         }  # fmt: skip
 
+    def in_speculators(self, kind: str, **said: Any) -> dict[str, Any]:
+        """The config that speculators writes for it, with the layers' own nested in it."""
+        theirs = self.config
+        inner = theirs.pop("dflash_config")
+        ids = [number + 1 for number in inner.pop("target_layer_ids")]
+        outer = {name: theirs.pop(name) for name in ("architectures", "block_size")}
+        theirs.pop("is_causal", None)
+        return {
+            "speculators_model_type": kind, "transformer_layer_config": theirs,
+            "aux_hidden_state_layer_ids": ids, **outer, **inner, **said,
+        }  # fmt: skip
+
     def sees(self, number: int, text: int) -> Tensor:
         """What the places of a block after a text see in a layer, [W, T + W] bool."""
         query = torch.arange(text, text + self.block).unsqueeze(1)

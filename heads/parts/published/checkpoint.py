@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ...core import ArtifactError
+from ...core import ArtifactError, weight_of
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,19 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: dict[str, Tensor]
     file: str = "model.safetensors"
+
+
+def embedding_scale(embedding: Any) -> float:
+    """What a target's embeddings are multiplied by where they are read; 1 for most targets."""
+    rows, ids = weight_of(embedding)[:8], torch.arange(8)
+    return (embedding(ids.to(rows.device)).float() / rows.float()).nanmedian().item()
+
+
+def scaled_embeddings(drafter: Any) -> float | None:
+    """The scale of the target's embeddings as a drafter reads them; None where they have none."""
+    with torch.no_grad():
+        scale = embedding_scale(drafter.target.get_input_embeddings())
+    return None if abs(scale - 1) < 0.01 else scale
 
 
 def cannot_be_written(engine: str, reason: str, remedy: str) -> ArtifactError:

@@ -8,19 +8,27 @@ names the target's layers by their input, and may have a trimmed output layer.
 
 Layers of the type `sliding_attention` see a window of the text, and in them a place does not see
 those after it; `is_causal` or, where it is not set, `dflash_config.causal` decides for all layers.
+In the config of speculators `sliding_window_non_causal` decides for the layers with a window, and
+in all others a place sees those after it.
 """
 
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ...checkpoint import Found
-from ...core import ArtifactError, weight_of
-from .checkpoint import Checkpoint, cannot_be_written, llama_config, speculators_config
-from .layer_ids import read_layer_ids
+from ...core import ArtifactError
+from .checkpoint import (
+    Checkpoint,
+    cannot_be_written,
+    embedding_scale,
+    llama_config,
+    scaled_embeddings,
+    speculators_config,
+)
+from .layer_ids import check_writable, read_layer_ids
 from .layers import layer_config, read_layers
 from .vocabulary import read_vocabulary, write_vocabulary
 
@@ -34,6 +42,7 @@ _DFLASH2_SAYS = (
 _DFLASH = ("DFlashDraftModel", "Qwen3DFlashDraftModel", "DFlashSpeculator")
 _DSPARK = ("DSparkDraftModel", "Qwen3DSparkModel", "DSparkSpeculator")
 _DFLASH2 = "DFlash2DraftModel"
+_SPECULATORS = {"dflash": _DFLASH[-1], "dspark": _DSPARK[-1], "dflash2": _DFLASH2}
 ARCHITECTURES = (*_DFLASH, *_DSPARK, _DFLASH2)
 """What the architectures are called that are run here."""
 
@@ -104,8 +113,7 @@ def dflash(config: dict[str, Any], tensors: dict[str, Tensor]) -> Found | None:
 
 def check_embedding_scale(scale: float, embedding: Any) -> None:
     """An ArtifactError unless a target's embeddings are multiplied by what a config says."""
-    rows, ids = weight_of(embedding)[:8], torch.arange(8)
-    own = (embedding(ids.to(rows.device)).float() / rows.float()).nanmedian().item()
+    own = embedding_scale(embedding)
     if abs(own - scale) > 0.01 * abs(scale):
         raise ArtifactError(
             f"it reads embeddings times {scale:g} (input_embedding_scale), and this target's are "
@@ -119,6 +127,9 @@ def _without_window(config: dict[str, Any], layer: dict[str, Any]) -> bool:
 
 
 def _causality(said: dict[str, Any]) -> dict[str, bool]:
+    if (kind := said.get("speculators_model_type")) is not None:
+        both_ways = said.get("sliding_window_non_causal", kind == "dflash2")
+        return {"causal": False, "causal_windows": not both_ways}
     causal = said.get("is_causal")
     causal = said.get("causal") if causal is None else causal
     return {"causal": bool(causal), "causal_windows": causal is None or bool(causal)}
@@ -127,10 +138,12 @@ def _causality(said: dict[str, Any]) -> dict[str, bool]:
 def _write(drafter: Any, form: str) -> Checkpoint:
     """A drafter in the authors' form, which the engines read too."""
     own = drafter.config
+    if form == "llama.cpp" and own.markov_rank:
+        return _write_speculators(drafter, form)
     _check_embedding(own, form)
     for special, what, remedy in (
-        (own.output == "trimmed", f"it knows {own.output_size} of its target's tokens",
-         "output=shared"),
+        (own.output == "trimmed" and (form != "vllm" or own.selector_rank),
+         f"it knows {own.output_size} of its target's tokens", "output=shared"),
         (own.markov_rank, "it has no confidence_head beside its markov_rank", "markov_rank=0"),
         (bool(own.selector_rank) != bool(own.conv_kernel_size),
          "it has one of DFlash2's selector and convolutions, expected both",
@@ -141,12 +154,11 @@ def _write(drafter: Any, form: str) -> Checkpoint:
         if special:
             remedy = f"train it with drafter.{remedy}, or export it to speculators"
             raise cannot_be_written(form, what, remedy)
-    if form not in ("vllm", "original"):
+    _check_parts(own, form)
+    if form in ("tensorrt-llm", "llama.cpp"):
         _check_causal(own, form)
-    if form == "llama.cpp":
-        _check_windows(own, form)
     second = bool(own.selector_rank)
-    if second and form not in ("vllm", "sglang", "original"):
+    if second and form == "tensorrt-llm":
         what = "it has the selector and the convolutions of DFlash2"
         raise cannot_be_written(form, what, "export it to vllm or sglang")
     config = llama_config(drafter, own.layer) | {
@@ -158,66 +170,116 @@ def _write(drafter: Any, form: str) -> Checkpoint:
             "target_layer_ids": [number - 1 for number in own.feature_layers],
         },
     }  # fmt: skip
-    if own.causal or not (own.window and own.causal_windows):  # else each layer's type decides
-        config["is_causal"] = config["dflash_config"]["causal"] = own.causal
+    causal = own.is_causal(own.window or None) if form == "llama.cpp" else own.causal
+    if form == "llama.cpp" or causal == own.is_causal(own.window or None):
+        config["is_causal"] = config["dflash_config"]["causal"] = causal  # else a layer's type does
     said = _DFLASH2_SAYS if second else _DFLASH2_SAYS[-2:]
     config["dflash_config"] |= {name: getattr(own, name) for name in said}
+    config["dflash_config"] |= _scale(drafter, form, form != "vllm" or second)
     tensors = _written(drafter)
-    for name in _BOOKS if second else ():
-        tensors[name] = tensors.pop(f"{name}.weight")
-    return Checkpoint(config, tensors)
-
-
-def _write_speculators(drafter: Any) -> Checkpoint:
-    own, tensors = drafter.config, _written(drafter)
-    for special, what in (
-        (own.selector_rank or own.conv_kernel_size, "it has parts of DFlash2"),
-        (own.output_multiplier != 1 or own.final_logit_softcapping, "its logits are scaled"),
-    ):
-        if special:
-            raise cannot_be_written("speculators", what, "export it to vllm")
-    _check_embedding(own, "speculators")
-    _check_causal(own, "speculators")
-    _check_windows(own, "speculators")
     if (ids := tensors.pop("vocabulary", None)) is not None:
         tensors |= write_vocabulary(ids, own.vocab_size)
-    kind = "dspark" if own.markov_rank else "dflash"
+        config["draft_vocab_size"] = own.output_size
+    return Checkpoint(config, _books_renamed(tensors) if second else tensors)
+
+
+def _write_speculators(drafter: Any, form: str = "speculators") -> Checkpoint:
+    """A drafter in the form of speculators, in which llama.cpp reads DSpark's."""
+    own, tensors = drafter.config, _written(drafter)
+    second = bool(own.selector_rank)
+    here = "decode with it here"
+    for special, what, remedy in (
+        (second != bool(own.conv_kernel_size), "it has one of DFlash2's parts, expected both",
+         here),
+        (second and own.markov_rank, "it has the terms of DFlash2 and of DSpark", here),
+        (second and own.output == "trimmed", f"it knows {own.output_size} tokens, as a DFlash2",
+         here),
+        (own.output_multiplier != 1 or own.final_logit_softcapping, "its logits are scaled",
+         "export it to vllm"),
+        (form == "llama.cpp" and own.is_causal(own.window or None),
+         "a place of its block does not see those after it", here),
+    ):  # fmt: skip
+        if special:
+            raise cannot_be_written(form, what, remedy)
+    _check_embedding(own, form)
+    _check_parts(own, form)
+    _check_causal(own, "speculators")
+    if (ids := tensors.pop("vocabulary", None)) is not None:
+        tensors |= write_vocabulary(ids, own.vocab_size)
+    kind = "dspark" if own.markov_rank else "dflash2" if second else "dflash"
     config = speculators_config(drafter, kind, llama_config(drafter, own.layer)) | {
-        "architectures": ["DSparkSpeculator" if own.markov_rank else "DFlashSpeculator"],
+        "architectures": [_SPECULATORS[kind]],
         "aux_hidden_state_layer_ids": list(own.feature_layers),
         "block_size": own.depths + (not own.sample_from_anchor),
         "draft_vocab_size": own.output_size, "mask_token_id": own.mask_token_id,
         "sample_from_anchor": own.sample_from_anchor,
     }  # fmt: skip
+    if own.window:
+        config["sliding_window_non_causal"] = not own.is_causal(own.window)
     if own.markov_rank:
-        config |= {"markov_rank": own.markov_rank, "enable_confidence_head": False}
-        config |= {"confidence_head_with_markov": False}
+        config |= {"markov_rank": own.markov_rank, "markov_head_type": "vanilla"}
+        config |= {"enable_confidence_head": False, "confidence_head_with_markov": False}
+    config |= _scale(drafter, form, form == "llama.cpp")
+    if second:
+        config |= {name: getattr(own, name) for name in _DFLASH2_SAYS[:4]}
+        tensors = _books_renamed(tensors)
     return Checkpoint(config, tensors)
 
 
+def _check_parts(own: Any, form: str) -> None:
+    check_writable(own.feature_layers, form)
+    if own.selector_rank and not own.selector_top_k:
+        what = "its selector chooses among all tokens (selector_top_k=0), and theirs among the best"
+        raise cannot_be_written(form, what, "train it with drafter.selector_top_k=16")
+
+
 def _check_causal(own: Any, form: str) -> None:
-    for special, what in (
-        (own.causal, "a place of its block sees those before it alone (causal)"),
-        (own.window and not own.causal_windows,
-         "in its layers with a window a place sees those after it (causal_windows=false)"),
-    ):  # fmt: skip
+    """Refuse a form in which some layers would see more, or less, of a block than they should.
+
+    speculators has no causal layers that see the whole text, and vLLM reads its config as one
+    setting for all layers, as llama.cpp's is; in TensorRT-LLM a layer's type decides.
+    """
+    types = (own.layer or {}).get("layer_types") or ["full_attention"]
+    whole, windowed = "full_attention" in types, own.window and own.is_causal(own.window)
+    alone = (own.causal, "a place of its block sees those before it alone (causal)")
+    both = (
+        own.window and not windowed,
+        "in its layers with a window a place sees those after it (causal_windows=false)",
+    )
+    mixed = (
+        windowed and not own.causal,
+        "in its layers with a window alone a place does not see those after it",
+    )
+    if form == "tensorrt-llm":
+        wrong = [alone, both]
+    else:
+        wrong = [alone, mixed] if whole and form == "speculators" else [mixed] if whole else []
+    for special, what in wrong:
         if special:
-            raise cannot_be_written(form, what, "export it to vllm")
+            raise cannot_be_written(form, what, "export it to vllm or sglang")
 
 
-def _check_windows(own: Any, form: str) -> None:
-    if own.window:
-        what = f"layers of it see a window of {own.window} positions alone (window)"
-        raise cannot_be_written(form, what, "export it to vllm")
+def _scale(drafter: Any, form: str, read: bool) -> dict[str, float]:
+    """The entry for the scale of the target's embeddings; refused where a form does not read it."""
+    scale = None if drafter.config.embedding == "own" else scaled_embeddings(drafter)
+    if scale is not None and not read:
+        what = f"it reads its target's embeddings times {scale:g}, and {form} as they are"
+        raise cannot_be_written(form, what, "export it to sglang")
+    return {} if scale is None else {"input_embedding_scale": scale}
 
 
 def _check_embedding(own: Any, form: str) -> None:
-    if own.embedding == "own":
-        raise cannot_be_written(form, "its embeddings are not its target's", "decode with it here")
+    if own.embedding == "own" and form != "vllm":
+        raise cannot_be_written(form, "its embeddings are not its target's", "export it to vllm")
 
 
 def _written(drafter: Any) -> dict[str, Tensor]:
     return {name.removeprefix("model."): t for name, t in drafter.state_dict().items()}
+
+
+def _books_renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    books = {f"{name}.weight": name for name in _BOOKS}
+    return {books.get(name, name): tensor for name, tensor in tensors.items()}
 
 
 DFLASH: dict[str, Callable[[Any], Checkpoint]] = {

@@ -24,6 +24,9 @@ SPECULATORS_3 = {_LAYERS: "layers."}
 
 _FORMATS = (AUTHORS_1, AUTHORS_3, SPECULATORS_1, SPECULATORS_3)
 _NAMES = {there: here for form in _FORMATS for here, there in form.items()}
+_NAMES |= {  # as SGLang called them first
+    f"aux_norm_{name}.": f"fc_norm.{i}." for i, name in enumerate(("low", "mid", "high"))
+}
 
 _EMBEDDING, _OUTPUT = "embed_tokens.weight", "lm_head.weight"
 
@@ -88,7 +91,8 @@ def _said(config: dict[str, Any], *names: str) -> Any:
 
 def _norms(config: dict[str, Any], found: dict[str, Tensor]) -> dict[str, Any]:
     """The norms before `fc`, by their tensors, and whether the normed state is handed on."""
-    known: dict[str, Any] = {"norm_output": bool(_said(config, "norm_output"))}
+    handed_on = bool(_said(config, "norm_output", "return_hidden_post_norm"))  # ModelOpt's name
+    known: dict[str, Any] = {"norm_output": handed_on}
     for field, names, tensor in (
         ("norm_before_fc", ("norm_before_fc",), "input_norm.weight"),
         ("fc_norm", ("fc_norm", "use_aux_norm"), "fc_norm.0.weight"),

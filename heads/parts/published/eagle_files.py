@@ -8,9 +8,15 @@ import torch
 from torch import Tensor
 
 from ...core import weight_of
-from .checkpoint import Checkpoint, cannot_be_written, llama_config, speculators_config
+from .checkpoint import (
+    Checkpoint,
+    cannot_be_written,
+    llama_config,
+    scaled_embeddings,
+    speculators_config,
+)
 from .eagle import AUTHORS_1, AUTHORS_3, SPECULATORS_1, SPECULATORS_3, with_prefix
-from .layer_ids import ids_by_input, ids_by_output
+from .layer_ids import check_writable, ids_by_input, ids_by_output
 from .vocabulary import write_vocabulary
 
 _FORMS = ("vllm", "sglang", "speculators", "original")
@@ -30,20 +36,26 @@ def _check(form: str, special: list[tuple[Any, str, tuple[str, ...]]]) -> None:
             raise cannot_be_written(form, what, remedy)
 
 
-def _special(drafter: Any) -> list[tuple[Any, str, tuple[str, ...]]]:
-    """What the first published heads have not, and which forms can run it; see `_check`."""
+def _special(drafter: Any, new: tuple[str, ...]) -> list[tuple[Any, str, tuple[str, ...]]]:
+    """What the first published heads have not, and which forms can run it; see `_check`.
+
+    Args:
+        new: the forms that can run norms of queries and keys, and windows.
+    """
     own, layer = drafter.config, drafter.config.layer
-    new, count, wide = ("vllm", "speculators"), layer.get("num_hidden_layers", 1), own.hidden_size
-    narrow = layer["hidden_size"] != wide
+    both, count, wide = ("vllm", "speculators"), layer.get("num_hidden_layers", 1), own.hidden_size
+    narrow, normed = layer["hidden_size"] != wide, layer.get("qk_norm")
+    biased = layer.get("mlp_bias") or layer.get("attention_bias")
     return [
-        (layer.get("qk_norm"), "its queries and keys are normed (q_norm)", ("speculators",)),
+        (normed, "its queries and keys are normed (q_norm)", new),
+        (normed and biased, "its layers have both norms of queries and keys, and biases", ()),
         (layer.get("sliding_window"), "layers of it see a window alone (sliding_window)", new),
-        (count > 1, f"it has {count} layers, expected one", new),
-        (layer.get("mlp_bias"), "its MLP has biases", new),
+        (count > 1, f"it has {count} layers, expected one", both),
+        (layer.get("mlp_bias"), "its MLP has biases", both),
         (narrow, f"it is {layer['hidden_size']} wide and its target {wide}",
-         ("vllm", "sglang", "original", _TENSORRT)),
+         ("vllm", "sglang", "original", _TENSORRT, _LLAMA_CPP)),
         (own.embedding == "own" and not narrow, "its embeddings are not its target's",
-         ("vllm", "speculators", "original")),
+         ("vllm", "speculators", "original", _LLAMA_CPP)),
     ]  # fmt: skip
 
 
@@ -51,11 +63,12 @@ def _write_eagle1(drafter: Any, form: str) -> Checkpoint:
     """An EAGLE-1 drafter in a format; the target's embedding and output layer are not written."""
     tensors, layer = dict(drafter.state_dict()), drafter.config.layer
     one = (*_FORMS[:2], "original") if form != "speculators" else ()
-    several = layer.get("num_hidden_layers", 1) > 1
+    several, scale = layer.get("num_hidden_layers", 1) > 1, scaled_embeddings(drafter)
     _check(form, [
-        (drafter.config.output == "own", "its output layer is not its target's",
-         ("vllm", "speculators")),
-        (several, "it has several layers", one), *_special(drafter),
+        (drafter.config.output == "own", "its output layer is not its target's", ("speculators",)),
+        (several, "it has several layers", one), *_special(drafter, ("speculators",)),
+        (scale and drafter.config.embedding != "own", "it reads its target's embeddings times "
+         f"{scale or 1:g}, which others read as they are", ()),
     ])  # fmt: skip
     if form == "vllm" and drafter.config.bias:
         if tensors.pop("fc.bias").any():
@@ -76,7 +89,8 @@ def _write_eagle1(drafter: Any, form: str) -> Checkpoint:
         return Checkpoint(config, _written(tensors, SPECULATORS_1))
     config |= {
         "architectures": ["LlamaForCausalLMEagle" if form == "sglang" else "LlamaForCausalLM"],
-        "bias": "fc.bias" in tensors,
+        # SGLang, whose fc always has one, takes it for that of attention.
+        "bias": "fc.bias" in tensors and form != "sglang",
     }
     return Checkpoint(config, _written(tensors, AUTHORS_1))
 
@@ -85,22 +99,20 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
     """An EAGLE-3 drafter in a format, with the target's embedding for speculators alone."""
     own, tensors = drafter.config, dict(drafter.state_dict())
     layer, layers, new = own.layer, list(own.feature_layers), ("vllm", "speculators")
-    if form != "original" and len(layers) != 3:
-        raise cannot_be_written(
-            form, f"it reads {len(layers)} layers of the target, expected 3",
-            "train it with three drafter.feature_layers",
-        )  # fmt: skip
+    normed, count = (*new, "sglang", _TENSORRT), len(layers)
     _check_order(drafter, form)
     _check(form, [
+        (count != 3, f"it reads {count} layers of the target, expected 3",
+         ("vllm", "sglang", "original", _TENSORRT)),
         (own.norm_before_residual, "it adds to its normalised input (norm_before_residual)",
          (*new, _LLAMA_CPP)),
-        (own.norm_before_fc, "it norms the features before it mixes them (norm_before_fc)", new),
-        (own.fc_norm, "it norms each layer's features before it mixes them (fc_norm)",
-         (*new, _TENSORRT)),
-        (own.norm_output, "its normed state feeds the next step (norm_output)", (*new, _TENSORRT)),
+        (own.norm_before_fc, "it norms the features before it mixes them (norm_before_fc)",
+         (*normed, _LLAMA_CPP)),
+        (own.fc_norm, "it norms each layer's features before it mixes them (fc_norm)", normed),
+        (own.norm_output, "its normed state feeds the next step (norm_output)", normed),
         (drafter.independent, "it drafts all tokens at once (mask_token_id)", new),
         (layer.get("attention_bias"), "its attention has biases", (*new, "original")),
-        *_special(drafter),
+        *_special(drafter, new),
     ])  # fmt: skip
     ids = tensors.pop("vocabulary", None)
     if ids is not None:
@@ -115,6 +127,8 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
         tensors["mask_hidden"] = tensors["mask_hidden"].view(1, -1)
     if form == "speculators":
         kind = "peagle" if drafter.independent else "eagle3"
+        if kind == "peagle" and own.fc_norm:  # where vLLM finds it: it reads only some at the top
+            config["fc_norm"] = True
         config = speculators_config(drafter, kind, config) | ids_by_input(layers) | said
         config["architectures"] = ["PEagleSpeculator" if kind == "peagle" else "Eagle3Speculator"]
         config["embed_requires_grad"] = own.embedding == "own"
@@ -127,26 +141,24 @@ def _write_eagle3(drafter: Any, form: str) -> Checkpoint:
         return Checkpoint(config, _written(tensors, SPECULATORS_3))
     by_output = form == "sglang"
     config |= said | (ids_by_output(layers) if by_output else ids_by_input(layers))
+    config |= {"num_aux_hidden_states": count} if count != 3 else {}
+    if own.norm_before_fc and form == _TENSORRT:  # which looks for it there
+        config["eagle_config"] = {"norm_before_fc": True}
     if drafter.independent:
         config |= {"ptd_token_id": own.mask_token_id, "num_depths": own.depths}
-    config["architectures"] = ["LlamaForCausalLMEagle3"]
+    arch = "Eagle3Qwen3ForCausalLM" if layer.get("qk_norm") else "LlamaForCausalLMEagle3"
+    config["architectures"] = [arch]
     return Checkpoint(config, _written(tensors, AUTHORS_3))
 
 
 def _check_order(drafter: Any, form: str) -> None:
     """Refuse an engine that would read other layers of the target, or in another order."""
     layers = list(drafter.config.feature_layers)
-    count = drafter.target.config.get_text_config(decoder=True).num_hidden_layers
-    expected = "any three, each named once, in ascending order, after the first"
-    if form == _LLAMA_CPP:  # its converter knows no others
-        expected = str(published := [2, count // 2, count - 3])
-        fits = layers == published
-    else:
-        fits = form != _TENSORRT or (layers == sorted(set(layers)) and layers[0] > 0)
-    if not fits:
+    check_writable(layers, form)
+    if form == _TENSORRT and (layers != sorted(set(layers)) or layers[0] <= 0 or len(layers) < 2):
         raise cannot_be_written(
-            form, f"it reads the inputs of the layers {layers}, expected {expected}",
-            "train it with such drafter.feature_layers",
+            form, f"it reads the inputs of the layers {layers}, expected several, each named once, "
+            "in ascending order, after the first", "train it with such drafter.feature_layers",
         )  # fmt: skip
 
 

@@ -62,6 +62,15 @@ def check_layer_ids(layers: Sequence[int], count: int) -> None:
             )
 
 
+def check_writable(layers: Sequence[int], form: str) -> None:
+    """An ArtifactError where a drafter reads what the last norm returns, which no config names."""
+    if FINAL in layers:
+        raise ArtifactError(
+            f"{form} cannot run this drafter: it reads what the target's last norm returns; "
+            "decode with it here."
+        )
+
+
 def ids_by_input(layers: Sequence[int]) -> dict[str, Any]:
     """The config's entry that vLLM and speculators read."""
     return {_AUX: list(layers)}

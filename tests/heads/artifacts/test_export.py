@@ -1,7 +1,6 @@
 """Exports: what other engines ask of names, shapes and settings, and the same logits on return."""
 
 import json
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -10,36 +9,18 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from headstart.heads import ArtifactError, TrainableDrafter, family, load_drafter
-from headstart.heads.artifacts.export import (
-    FORMATS,
-    export_drafter,
-    formats_of,
-    largest_difference,
-    serve_line,
-)
+from headstart.heads import ArtifactError, family, load_drafter
+from headstart.heads.artifacts.engines import FORMATS
+from headstart.heads.artifacts.export import export_drafter, formats_of, largest_difference
 from headstart.heads.artifacts.merging import save_merged
 from headstart.heads.core import FeatureTap
 from headstart.heads.families import FAMILIES
 from headstart.heads.parts.published.layer_ids import ids_by_input, ids_by_output, read_layer_ids
 from headstart.infer import Speculator
+from tests.support.drafters import deep, made
 from tests.support.tiny import COMMON, VOCAB, letters, one_line, prompts, tiny
 
 SIZE, KEPT = COMMON["hidden_size"], 20
-
-
-def made(name: str, target: Any = None, **options: Any) -> Any:
-    """A float32 drafter of a target, by default the tiny one, with random weights."""
-    torch.manual_seed(3)
-    target, cls = tiny("llama") if target is None else target, family(name)
-    config: Any = cls.config_class
-    drafter: Any = cls(config.for_target(target, **options)).float().bind(target)
-    assert isinstance(drafter, TrainableDrafter)
-    drafter.init_from_target(torch.arange(VOCAB))
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    return drafter.eval()
 
 
 def shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -51,15 +32,8 @@ def shapes(folder: Path) -> dict[str, tuple[tuple[int, ...], str]]:
 
 
 OF_LANGUAGE_MODELS = ("vllm", "sglang", "tensorrt-llm", "llama.cpp", "transformers")
-READS_PUBLISHED = ("tensorrt-llm", "llama.cpp")
-"""Engines that read any three layers in order, or those that EAGLE-3's authors do."""
-
-
-@cache
-def deep() -> Any:
-    """A target with the layers that EAGLE-3's authors read: 2, 3 and 4 of 7."""
-    torch.manual_seed(2)
-    return LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_hidden_layers": 7})).double().eval()
+OF_MANY_LAYERS = ("tensorrt-llm", "llama.cpp")
+"""Formats that are tried with a target of more layers than the others."""
 
 
 CASES: list[tuple[str, str, dict[str, Any]]] = [
@@ -86,7 +60,17 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ("eagle3", "vllm", {"norm_before_fc": True, "norm_output": True}),
     ("eagle3", "speculators", {"fc_norm": True, "norm_output": True}),
     *(("eagle3", form, {}) for form in ("tensorrt-llm", "llama.cpp")),
-    ("eagle3", "tensorrt-llm", {"fc_norm": True, "norm_output": True}),
+    *(
+        ("eagle3", form, {"fc_norm": True, "norm_output": True})
+        for form in ("sglang", "tensorrt-llm")
+    ),
+    *(
+        ("eagle3", form, {"norm_before_fc": True})
+        for form in ("sglang", "tensorrt-llm", "llama.cpp")
+    ),
+    *(("eagle3", form, {"feature_layers": [0, 1]}) for form in ("vllm", "sglang")),
+    ("eagle3", "tensorrt-llm", {"feature_layers": [1, 2, 4, 5]}),
+    ("eagle3", "llama.cpp", {"feature_layers": [5, 1, 6]}),
     ("eagle3", "llama.cpp", {"norm_before_residual": True}),
     *(
         ("dflash", form, {"layers": 2, "depths": 4})
@@ -94,13 +78,22 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
     ),
     *(
         ("dflash", form, {"layers": 1, "depths": 3, "causal": True})
-        for form in ("vllm", "original")
+        for form in ("vllm", "sglang", "llama.cpp", "original")
     ),
     *(
         ("dflash", form, {"layers": 2, "depths": 4, "window": 5})
         for form in ("vllm", "sglang", "tensorrt-llm", "original")
     ),
-    ("dflash", "vllm", {"layers": 2, "depths": 4, "window": 5, "causal_windows": False}),
+    (
+        "dflash",
+        "vllm",
+        {"layers": 2, "window": 5, "output": "trimmed", "draft_vocab_size": KEPT},
+    ),
+    *(
+        ("dflash", form, {"layers": 2, "depths": 4, "window": 5, "causal_windows": False})
+        for form in ("vllm", "sglang", "llama.cpp", "speculators")
+    ),
+    ("dflash", "llama.cpp", {"layers": 2, "depths": 4, "window": 5, "causal": True}),
     ("dflash", "speculators", {"layers": 2, "depths": 4}),
     *(
         (
@@ -108,19 +101,22 @@ CASES: list[tuple[str, str, dict[str, Any]]] = [
             form,
             {"selector_rank": 3, "conv_kernel_size": 2, "conv_group_size": 8, "layers": 2},
         )
-        for form in ("vllm", "sglang", "original")
+        for form in ("vllm", "sglang", "llama.cpp", "speculators", "original")
     ),
-    (
-        "dflash",
-        "speculators",
-        {
-            "layers": 1,
-            "depths": 3,
-            "output": "trimmed",
-            "draft_vocab_size": KEPT,
-            "sample_from_anchor": True,
-            "markov_rank": 4,
-        },
+    *(
+        (
+            "dflash",
+            form,
+            {
+                "layers": 1,
+                "depths": 3,
+                "output": "trimmed",
+                "draft_vocab_size": KEPT,
+                "sample_from_anchor": True,
+                "markov_rank": 4,
+            },
+        )
+        for form in ("speculators", "llama.cpp")
     ),
     *(
         ("mlp_speculator", form, options)
@@ -143,12 +139,13 @@ def test_it_comes_back_with_the_same_logits(
     name: str, form: str, options: dict[str, Any], tmp_path: Path
 ) -> None:
     target = tiny("qwen3" if name == "mtp" else "llama")
-    if name == "eagle3" and form in READS_PUBLISHED:
+    if name == "eagle3" and form in OF_MANY_LAYERS:
         target = deep()
     drafter = made(name, target, **options)
     tokenizer = letters()
     line = export_drafter(drafter, form, tmp_path / "out", tokenizer)
-    assert (line is None) == (form == "original")
+    unread = form == "speculators" and name in ("eagle", "mtp")  # by the vLLM of today
+    assert (line is None) == (form == "original" or unread)
     assert line is None or str(tmp_path / "out") in line
     again = load_drafter(tmp_path / "out", target, tokenizer, dtype=torch.float32)
     assert type(again) is type(drafter)
@@ -186,6 +183,7 @@ EAGLE3 = LLAMA | {
     "target_hidden_size": SIZE,
 }  # fmt: skip
 TRIMMED = {"output": "trimmed", "draft_vocab_size": KEPT}
+DFLASH2 = {"selector_rank": 3, "conv_kernel_size": 2, "conv_group_size": 8}
 HEAD3 = {
     "fc.weight": (SIZE, 3 * SIZE), "norm.weight": (SIZE,), "lm_head.weight": (KEPT, SIZE),
     "d2t": (KEPT,), "t2d": (VOCAB,),
@@ -221,6 +219,19 @@ ASKED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], dict[str, tup
         HEAD3 | {"input_norm.weight": (3 * SIZE,)}
         | {f"midlayer.{n}": s for n, s in LAYER.items()},
     ),
+    ("eagle3", "vllm of two layers"): (
+        {"feature_layers": [0, 1], **TRIMMED},
+        EAGLE3 | ids_by_input([0, 1]) | {"num_aux_hidden_states": 2},
+        HEAD3 | {"fc.weight": (SIZE, 2 * SIZE)}
+        | {f"midlayer.{n}": s for n, s in LAYER.items()},
+    ),
+    ("eagle3", "sglang EAGLE-3.1"): (
+        {"fc_norm": True, "norm_output": True, **TRIMMED},
+        EAGLE3 | {"fc_norm": True, "norm_output": True},
+        HEAD3
+        | {f"fc_norm.{i}.weight": (SIZE,) for i in range(3)}
+        | {f"midlayer.{n}": s for n, s in LAYER.items()},
+    ),
     ("eagle3", "vllm P-EAGLE"): (
         {"mask_token_id": 7, "depths": 4},
         EAGLE3 | {"draft_vocab_size": VOCAB, "ptd_token_id": 7},
@@ -240,7 +251,7 @@ ASKED: dict[tuple[str, str], tuple[dict[str, Any], dict[str, Any], dict[str, tup
         {"fc.weight": (SIZE, 2 * SIZE)} | {f"layers.0.{n}": s for n, s in NARROW.items()},
     ),
     ("eagle", "sglang"): (
-        {"bias": False}, LLAMA | {"architectures": ["LlamaForCausalLMEagle"]},
+        {"bias": False}, LLAMA | {"architectures": ["LlamaForCausalLMEagle"], "bias": False},
         {"fc.weight": (SIZE, 2 * SIZE), "fc.bias": (SIZE,)}
         | {f"layers.0.{n}": s for n, s in NARROW.items()},
     ),
@@ -286,6 +297,26 @@ def test_a_draft_model_is_an_ordinary_model(form: str, tmp_path: Path) -> None:
     assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
+def test_engines_with_older_transformers_find_a_draft_models_settings(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They know no `rope_parameters`, and would take positions of base 10,000."""
+    scaled = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    rope = scaled | {"rope_theta": 500_000.0}
+    torch.manual_seed(2)
+    target: Any = LlamaForCausalLM(LlamaConfig(**COMMON, rope_parameters=rope)).double().eval()
+    drafter = made("draft_model", target, layers=1)
+    export_drafter(drafter, "tensorrt-llm", tmp_path / "out", letters())
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["rope_parameters"] == rope and config["torch_dtype"] == config["dtype"]
+    assert config["rope_theta"] == 500_000.0 and config["rope_scaling"] == scaled
+    assert LlamaConfig(**config).rope_parameters == rope
+    assert "left out" not in caplog.text
+
+
 def test_the_layer_named_is_the_layer_read(tmp_path: Path) -> None:
     """Both conventions lead to the hidden states that the drafter was made for."""
     target, ids = tiny("llama"), prompts([7])[0]
@@ -307,25 +338,46 @@ def test_the_layer_named_is_the_layer_read(tmp_path: Path) -> None:
         assert read_layer_ids(config) == [0, 1, 1]
 
 
-def test_the_lines_that_start_engines(tmp_path: Path) -> None:
-    head = made("eagle3", deep(), depths=5)
-    line = str(export_drafter(head, "tensorrt-llm", tmp_path / "out"))
-    written, _, command = line.removeprefix("echo '").partition("' > speculative.yaml && ")
-    settings = json.loads(written)["speculative_config"]
-    assert settings == {
-        "decoding_type": "Eagle3", "max_draft_len": 5, "speculative_model": str(tmp_path / "out"),
-        "eagle3_layers_to_capture": [1, 2, 3],  # by their output
-    }  # fmt: skip
-    assert command.startswith("trtllm-serve ") and command.endswith(" --config speculative.yaml")
-    line = str(export_drafter(head, "llama.cpp", tmp_path / "gguf"))
-    assert f"convert_hf_to_gguf.py {tmp_path / 'gguf'} --target-model-dir " in line
-    assert line.endswith("--spec-type draft-eagle3 --spec-draft-n-max 5")
-    parallel = made("pard", layers=1, depths=4)
-    line = serve_line(parallel, "vllm", "them/pard", "vllm")
-    assert '"method": "draft_model"' in str(line) and '"parallel_drafting": true' in str(line)
-    line = str(serve_line(parallel, "tensorrt-llm", "them/pard", "tensorrt-llm"))
-    assert line.startswith("hf download them/pard --revision tensorrt-llm --local-dir drafter && ")
-    assert '"decoding_type": "PARD", "max_draft_len": 4, "speculative_model": "drafter"' in line
+@pytest.mark.parametrize(
+    ("form", "options", "settings"),
+    [
+        ("sglang", {"causal": True}, {"is_causal": True}),
+        ("sglang", {"window": 5}, {"use_sliding_window": True, "sliding_window": 5}),
+        ("llama.cpp", {"window": 5, "causal_windows": False}, {"is_causal": False}),
+        ("llama.cpp", {"window": 5, "causal": True}, {"is_causal": True}),
+        ("llama.cpp", {"markov_rank": 2}, {"architectures": ["DSparkSpeculator"]}),
+        ("speculators", {}, {"sliding_window_non_causal": None}),
+        (
+            "speculators",
+            {"window": 5, "causal_windows": False},
+            {"sliding_window_non_causal": True, "speculators_model_type": "dflash"},
+        ),
+    ],
+)
+def test_what_a_place_of_a_block_sees(
+    form: str, options: dict[str, Any], settings: dict[str, Any], tmp_path: Path
+) -> None:
+    """Each engine reads it from settings of its own; where none is set, a layer's type decides."""
+    drafter = made("dflash", layers=2, depths=4, **options)
+    export_drafter(drafter, form, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {key: config.get(key) for key in settings} == settings
+    if options == {"window": 5}:
+        assert "is_causal" not in config and "causal" not in config["dflash_config"]
+
+
+def test_windows_alone_are_one_setting(tmp_path: Path) -> None:
+    """Where every layer has a window, what holds in one layer holds in all."""
+    drafter = made("dflash", layers=2, depths=4, window=5)
+    drafter.config.layer["layer_types"] = ["sliding_attention"] * 2
+    drafter = type(drafter)(drafter.config).float().bind(tiny("llama")).eval()
+    for form, settings in (
+        ("llama.cpp", {"is_causal": True}),
+        ("speculators", {"sliding_window_non_causal": False}),
+    ):
+        export_drafter(drafter, form, tmp_path / form)
+        config = json.loads((tmp_path / form / "config.json").read_text())
+        assert {key: config[key] for key in settings} == settings
 
 
 def test_d2t_is_an_offset(tmp_path: Path) -> None:
@@ -342,13 +394,24 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
     [
         ("eagle", "vllm", {}, "has a bias"),
         ("eagle3", "sglang", {"norm_before_residual": True}, "norm_before_residual"),
-        ("eagle3", "sglang", {"fc_norm": True}, "fc_norm); export it to vllm or speculators"),
+        ("eagle3", "original", {"fc_norm": True}, "fc_norm); export it to vllm or sglang or spec"),
         ("eagle3", "original", {"norm_output": True}, "norm_output); export it to vllm"),
-        ("eagle3", "vllm", {"feature_layers": [0, 1]}, "reads 2 layers"),
+        ("eagle3", "llama.cpp", {"fc_norm": True}, "fc_norm); export it to vllm"),
+        ("eagle3", "speculators", {"feature_layers": [0, 1]}, "reads 2 layers"),
+        ("eagle3", "llama.cpp", {"feature_layers": [0, 1]}, "reads 2 layers"),
+        ("eagle3", "vllm", {"feature_layers": [0, 1, -1]}, "what the target's last norm returns"),
+        ("dflash", "sglang", {"feature_layers": [1, -1]}, "what the target's last norm returns"),
         ("dflash", "sglang", TRIMMED, "knows 20 of its target's tokens"),
         ("dflash", "vllm", {"markov_rank": 2}, "no confidence_head"),
         ("dflash", "vllm", {"selector_rank": 2}, "expected both"),
-        ("dflash", "speculators", {"selector_rank": 2}, "parts of DFlash2"),
+        ("dflash", "speculators", {"selector_rank": 2}, "one of DFlash2's parts, expected both"),
+        *(
+            ("dflash", form, DFLASH2 | {"selector_top_k": 0}, "drafter.selector_top_k=16")
+            for form in ("vllm", "speculators")
+        ),
+        ("dflash", "tensorrt-llm", DFLASH2, "the selector and the convolutions of DFlash2"),
+        ("dflash", "speculators", DFLASH2 | TRIMMED, "knows 20 tokens, as a DFlash2"),
+        ("dflash", "llama.cpp", {"causal": True, "markov_rank": 2}, "does not see those after it"),
         (
             "dflash",
             "vllm",
@@ -357,23 +420,28 @@ def test_d2t_is_an_offset(tmp_path: Path) -> None:
         ),
         (
             "dflash",
-            "sglang",
+            "tensorrt-llm",
             {"causal": True},
             "sees those before it alone (causal); export it to v",
         ),
         ("dflash", "speculators", {"causal": True}, "sees those before it alone (causal)"),
-        ("dflash", "speculators", {"window": 5, "layers": 2}, "see a window of 5 positions alone"),
-        ("dflash", "llama.cpp", {"window": 5, "layers": 2}, "see a window of 5 positions alone"),
+        *(
+            (
+                "dflash",
+                form,
+                {"window": 5, "layers": 2},
+                "in its layers with a window alone a place does not see those after it",
+            )
+            for form in ("speculators", "llama.cpp")
+        ),
         (
             "dflash",
-            "sglang",
+            "tensorrt-llm",
             {"window": 5, "layers": 2, "causal_windows": False},
             "a place sees those after it (causal_windows=false)",
         ),
-        ("dflash", "llama.cpp", {"causal": True}, "sees those before it alone (causal)"),
         ("eagle3", "tensorrt-llm", {"feature_layers": [2, 1, 1]}, "ascending order"),
         ("eagle3", "tensorrt-llm", {"feature_layers": [0, 1, 2]}, "after the first"),
-        ("eagle3", "llama.cpp", {"feature_layers": [0, 1, 2]}, "expected [2, 1, -1]"),
         ("medusa", "original", TRIMMED, "20 of 64 tokens"),
         ("medusa", "sglang", {}, "expected one of: vllm, original"),
         ("mlp_speculator", "vllm", TRIMMED, "20 of 64 tokens"),
@@ -393,6 +461,72 @@ def test_what_an_engine_cannot_run_is_refused(
         export_drafter(made(name, **options), form, tmp_path / "out")
     assert said in one_line(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_vllm_reads_a_block_drafters_own_ends(tmp_path: Path) -> None:
+    drafter = made("dflash", layers=2, depths=4, **TRIMMED)
+    drafter.config.embedding = "own"
+    drafter = type(drafter)(drafter.config).float().bind(tiny("llama")).eval()
+    with torch.no_grad():
+        drafter.embed_tokens.weight.normal_()
+        drafter.vocabulary.copy_(torch.arange(KEPT) * 2)
+    export_drafter(drafter, "vllm", tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["draft_vocab_size"] == KEPT
+    found = {name: shape for name, (shape, _) in shapes(tmp_path / "out").items()}
+    ends = {
+        "lm_head.weight": (KEPT, SIZE), "embed_tokens.weight": (VOCAB, SIZE), "d2t": (KEPT,),
+        "t2d": (VOCAB,),
+    }  # fmt: skip
+    assert {name: found[name] for name in ends} == ends
+    with pytest.raises(ArtifactError, match="embeddings are not its target's; export it to vllm"):
+        export_drafter(drafter, "sglang", tmp_path / "no")
+
+
+def test_scaled_embeddings_of_a_target(tmp_path: Path) -> None:
+    """Gemma's are read times the root of their width. Engines give drafters the table as it is."""
+    target = tiny("gemma3")
+    drafter = made("dflash", target, layers=2, depths=4)
+    for form in ("sglang", "llama.cpp"):
+        export_drafter(drafter, form, tmp_path / form)
+        config = json.loads((tmp_path / form / "config.json").read_text())
+        scale = config["dflash_config"]["input_embedding_scale"]
+        assert scale == pytest.approx(target.config.hidden_size**0.5, rel=0.01)
+    for form in ("vllm", "speculators"):
+        with pytest.raises(ArtifactError, match=f"and {form} as they are; export it to sglang"):
+            export_drafter(drafter, form, tmp_path / form)
+    second = made("dflash", target, layers=2, depths=4, **DFLASH2)
+    export_drafter(second, "vllm", tmp_path / "second")
+    with pytest.raises(ArtifactError, match="which others read as they are; decode with it here"):
+        export_drafter(made("eagle", target, bias=False), "vllm", tmp_path / "eagle")
+    export_drafter(made("eagle3", target), "vllm", tmp_path / "eagle3")  # which norms them first
+
+
+def test_vllm_makes_no_output_layer_for_eagle1(tmp_path: Path) -> None:
+    cls: Any = family("eagle")
+    config = cls.config_class.for_target(tiny("llama"), bias=False)
+    config.output = "own"
+    drafter = cls(config).float().bind(tiny("llama"))
+    with pytest.raises(ArtifactError, match="its output layer is not its target's; export"):
+        export_drafter(drafter, "vllm", tmp_path / "out")
+
+
+def test_where_engines_look_for_norms(tmp_path: Path) -> None:
+    """TensorRT-LLM finds that of all features in eagle_config alone; q_norm is Qwen3's in vLLM."""
+    drafter = made("eagle3", deep(), norm_before_fc=True)
+    export_drafter(drafter, "tensorrt-llm", tmp_path / "trt")
+    config = json.loads((tmp_path / "trt" / "config.json").read_text())
+    assert config["eagle_config"] == {"norm_before_fc": True}
+    assert config["eagle_aux_hidden_state_layer_ids"] == [2, 3, 4]
+    drafter.config.layer["qk_norm"] = True
+    drafter = type(drafter)(drafter.config).float().bind(deep()).eval()
+    export_drafter(drafter, "vllm", tmp_path / "vllm")
+    config = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert config["architectures"] == ["Eagle3Qwen3ForCausalLM"] and config["norm_before_fc"]
+    assert config["model_type"] == "qwen3"
+    drafter.config.layer["attention_bias"] = True
+    with pytest.raises(ArtifactError, match="both norms of queries and keys, and biases; decode"):
+        export_drafter(drafter, "vllm", tmp_path / "biased")
 
 
 def test_what_stands_in_the_folder_stays(tmp_path: Path) -> None:

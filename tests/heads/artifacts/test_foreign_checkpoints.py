@@ -457,7 +457,7 @@ def without(tensors: Tensors, name: str) -> Tensors:
         ({"model_type": "x"}, lambda: {"x": normal(3)}, MODEL, "of another kind"),
         (LLAMA, lambda: {"model.norm.weight": normal(3)}, MODEL, "no tokenizer"),
         (eagle.SAID, lambda: latent(eagle.published(3, "midlayer.")), MODEL, "multi-head latent"),
-        (LLAMA | {"speculators_model_type": "dflash2"}, dict, MODEL, "calls it 'dflash2'"),
+        (LLAMA | {"speculators_model_type": "xpress"}, dict, MODEL, "calls it 'xpress'"),
         (LLAMA | {"architectures": ["DominoDraftModel"]}, dict, MODEL, "'DominoDraftModel'"),
         (eagle.SAID | {"target_hidden_size": 32}, lambda: {
             **eagle.published(3, "midlayer."), "fc.weight": normal(SIZE, 3 * 48)}, MODEL,

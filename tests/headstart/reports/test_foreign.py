@@ -96,6 +96,6 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     write(tmp_path / "it", eagle.SAID, eagle.published(1, "layers.0."), "model.safetensors")
     status, found = run(tmp_path / "it")
     assert (status, found["family"], found["options"]["bias"]) == (0, "eagle", True)
-    write(tmp_path / "no", {"speculators_model_type": "dflash2"}, {}, "model.safetensors")
+    write(tmp_path / "no", {"speculators_model_type": "xpress"}, {}, "model.safetensors")
     status, found = run(tmp_path / "no")
-    assert status == 1 and "calls it 'dflash2'" in found["problem"]
+    assert status == 1 and "calls it 'xpress'" in found["problem"]

@@ -1,0 +1,167 @@
+"""The lines that start other engines with an exported drafter and its target.
+
+They are those of vLLM 0.33, SGLang 0.5.23, speculators 0.9, and of TensorRT-LLM and llama.cpp as
+of autumn 2026.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..drafter import Drafter
+
+_VLLM = {
+    "dflash": "dflash", "eagle": "eagle", "eagle3": "eagle3", "medusa": "medusa",
+    "draft_model": "draft_model", "pard": "draft_model", "mlp_speculator": "arctic",
+}  # fmt: skip
+_SGLANG = {"dflash": "DFLASH", "eagle": "EAGLE", "eagle3": "EAGLE3"}
+_SGLANG |= dict.fromkeys(("draft_model", "pard"), "STANDALONE")  # one token after another
+
+
+def _vllm(drafter: Drafter, method: str, place: str, tokens: int, revision: str | None) -> str:
+    settings: dict[str, Any] = {"method": method, "model": place}
+    settings["num_speculative_tokens"] = tokens
+    if drafter.config.family_name() in ("eagle3", "pard") and drafter.independent:
+        settings["parallel_drafting"] = True
+    settings |= {"revision": revision} if revision else {}
+    return _vllm_line(_target(drafter), settings)
+
+
+def _vllm_line(target: str, settings: dict[str, Any]) -> str:
+    return f"vllm serve {shlex.quote(target)} --speculative-config {_json(settings)}"
+
+
+def _serve_vllm(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
+    method = _VLLM[drafter.config.family_name()]
+    line = _vllm(drafter, method, place, tokens, revision)
+    if method == "arctic":
+        return f"ARCTIC_INFERENCE_ENABLED=1 {line}"
+    return f"{line}  # vLLM 0.32 or older" if method == "medusa" else line
+
+
+def _serve_sglang(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
+    at = f" --speculative-draft-model-revision {revision}" if revision else ""
+    name = drafter.config.family_name()
+    line = (
+        f"python -m sglang.launch_server --model-path {shlex.quote(_target(drafter))} "
+        f"--speculative-algorithm {_SGLANG[name]} "
+        f"--speculative-draft-model-path {shlex.quote(place)}{at}"
+    )
+    if name == "dflash":  # its config says how many
+        return line
+    return (
+        f"{line} --speculative-num-steps {tokens} --speculative-eagle-topk 1 "
+        f"--speculative-num-draft-tokens {tokens + 1}"
+    )
+
+
+_TENSORRT = {
+    "dflash": "DFlash", "eagle3": "Eagle3", "draft_model": "Draft_Target", "pard": "PARD",
+}  # fmt: skip
+
+
+def _serve_tensorrt(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
+    name = drafter.config.family_name()
+    place, fetch = _downloaded(place, revision)
+    settings: dict[str, Any] = {"decoding_type": _TENSORRT[name], "max_draft_len": tokens}
+    settings["speculative_model"] = place
+    if name == "eagle3":  # it counts layers by their output
+        settings["eagle3_layers_to_capture"] = [n - 1 for n in drafter.config.feature_layers]
+    return (
+        f"{fetch}echo {_json({'speculative_config': settings})} > speculative.yaml && "
+        f"trtllm-serve {shlex.quote(_target(drafter))} --config speculative.yaml"
+    )
+
+
+_LLAMA_CPP = {"dflash": "draft-dflash", "eagle3": "draft-eagle3"}
+_LLAMA_CPP |= dict.fromkeys(("draft_model", "pard"), "draft-simple")
+
+
+def _serve_llama_cpp(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
+    name, target, of_target = drafter.config.family_name(), _target(drafter), ""
+    place, fetch = _downloaded(place, revision)
+    if name in ("eagle3", "dflash"):  # the converter reads the target's config and tokenizer
+        if not Path(target).is_dir():
+            fetch += f"hf download {target} --exclude '*.safetensors' --local-dir target && "
+            target = "target"
+        of_target = f" --target-model-dir {shlex.quote(target)}"
+    kind = "draft-dspark" if getattr(drafter.config, "markov_rank", 0) else _LLAMA_CPP[name]
+    return (
+        f"{fetch}python convert_hf_to_gguf.py {shlex.quote(place)}{of_target} "
+        f"--outfile drafter.gguf && llama-server -m TARGET.gguf -md drafter.gguf "
+        f"--spec-type {kind} --spec-draft-n-max {tokens}"
+    )
+
+
+def _downloaded(place: str, revision: str | None) -> tuple[str, str]:
+    """A local folder for an engine that reads no branch of the Hub, and what fetches it there."""
+    if revision is None:
+        return place, ""
+    return "drafter", f"hf download {place} --revision {revision} --local-dir drafter && "
+
+
+def _serve_speculators(
+    drafter: Drafter, place: str, tokens: int, revision: str | None
+) -> str | None:
+    """vLLM names the target too, since it takes none from a drafter's config that is a folder.
+
+    It reads no EAGLE-1 of this form and runs no DFlash whose newest token's place drafts. A module
+    for MTP is put into its target's checkpoint first.
+    """
+    own: Any = drafter.config
+    name = own.family_name()
+    if name == "mtp":
+        if own.layer["model_type"] == "qwen3":  # which has no such module in vLLM
+            return None
+        place, fetch = _downloaded(place, revision)
+        settings = {"method": "mtp", "num_speculative_tokens": tokens}
+        both = f"{shlex.quote(place)} {shlex.quote(_target(drafter))}"
+        stitch = f"speculators stitch-mtp {both} --output-path stitched"
+        return f"{fetch}{stitch} && {_vllm_line('stitched', settings)}"
+    pairs = bool(getattr(own, "markov_rank", 0))
+    if name == "eagle" or (name == "dflash" and own.sample_from_anchor and not pairs):
+        return None
+    method = "dspark" if pairs else _VLLM[name]
+    return _vllm(drafter, method, place, tokens, revision)
+
+
+def _serve_transformers(drafter: Drafter, place: str, tokens: int, revision: str | None) -> str:
+    at = f" at revision {revision}" if revision else ""
+    return f"model.generate(**inputs, assistant_model=assistant)  # a causal LM from {place}{at}"
+
+
+def _target(drafter: Drafter) -> str:
+    return str(drafter.target.name_or_path)
+
+
+def _json(settings: dict[str, Any]) -> str:
+    """Settings as one word of a command line."""
+    return shlex.quote(json.dumps(settings))
+
+
+FORMATS: dict[str, Callable[[Drafter, str, int, str | None], str | None] | None] = {
+    "vllm": _serve_vllm,
+    "sglang": _serve_sglang,
+    "tensorrt-llm": _serve_tensorrt,
+    "llama.cpp": _serve_llama_cpp,
+    "speculators": _serve_speculators,
+    "transformers": _serve_transformers,
+    "original": None,
+}
+"""Every format, and how its engine is told of a drafter, its place (a folder, or a repository, then
+with the revision), and tokens a round; None where there is no engine."""
+
+
+def serve_line(drafter: Drafter, form: str, place: str, revision: str | None = None) -> str | None:
+    """The line that starts a format's engine with a drafter and its target; None without one.
+
+    Args:
+        place: the folder of the export, or its repository, where it is the branch `revision`.
+    """
+    serve = FORMATS[form]
+    depth = drafter.max_depth or getattr(drafter.config, "depths", 5)
+    return serve and serve(drafter, place, depth, revision)

@@ -1,0 +1,31 @@
+"""Drafters with random weights, bound to tiny targets."""
+
+from functools import cache
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from headstart.heads import TrainableDrafter, family
+from tests.support.tiny import COMMON, VOCAB, tiny
+
+
+def made(name: str, target: Any = None, **options: Any) -> Any:
+    """A float32 drafter of a target, by default the tiny one, with random weights."""
+    torch.manual_seed(3)
+    target, cls = tiny("llama") if target is None else target, family(name)
+    config: Any = cls.config_class
+    drafter: Any = cls(config.for_target(target, **options)).float().bind(target)
+    assert isinstance(drafter, TrainableDrafter)
+    drafter.init_from_target(torch.arange(VOCAB))
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return drafter.eval()
+
+
+@cache
+def deep() -> Any:
+    """A target with the layers that EAGLE-3's authors read: 2, 3 and 4 of 7."""
+    torch.manual_seed(2)
+    return LlamaForCausalLM(LlamaConfig(**{**COMMON, "num_hidden_layers": 7})).double().eval()
