@@ -19,7 +19,7 @@ from headstart.train.data.writers import units
 from headstart.train.data.writers.counting import count_prompts
 from headstart.train.data.writers.drafting import Drafting, second_best
 from headstart.train.recipe import Chat, Distill
-from tests.support.chats import CHATML, QWEN3, chat_tokenizer
+from tests.support.chats import CHATML, GEMMA, QWEN3, chat_tokenizer
 from tests.support.talker import talker
 
 END = "<|im_end|>"
@@ -253,6 +253,27 @@ def test_limits_cut_chats_at_a_turn_and_are_counted(
     assert len(first) == 9 and all(np.diff(row.supervised.astype(int)).sum() == 1 for row in first)
     with pytest.raises(DistillError, match="none of 9 training documents has a prompt"):
         written(tmp_path / "none", replace(SPEC, prefix_tokens=3))
+
+
+@pytest.mark.parametrize("writer", ["own", "given"])
+def test_chats_that_the_template_refuses_are_left_out_where_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, writer: str
+) -> None:
+    """Behind those that are looked at before the work begins, too."""
+    system = {"role": "system", "content": "Be kind."}
+    refused = Document.chat("chats:refused", [system, *(CHATS[0].messages or ())])
+    spec = replace(SPEC, writer=writer)
+    how = {"template": GEMMA, "model": talker(chat_tokenizer(GEMMA), "<end_of_turn>")}
+    with pytest.raises(DistillError, match=r"chats:refused: .* refuses .* chat\.refused=skip"):
+        written(tmp_path / "raise", spec, documents=[*CHATS, refused], **how)
+    skip = {"chat": Chat(refused="skip"), **how}
+    rows = written(tmp_path / "skip", spec, documents=[CHATS[0], refused, *CHATS[1:]], **skip)
+    assert {row.id for row in rows} == {document.id for document in CHATS}
+    counts = summary(spec, tmp_path / "skip")
+    assert (counts["kept"], counts["refused"]) == (9, 1)
+    assert "1 chats were refused by the chat template" in caplog.text
+    with pytest.raises(DistillError, match=r"none of 1 training .* the chat template refuses 1"):
+        written(tmp_path / "none", spec, documents=[refused], **skip)
 
 
 GIVEN = [

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...recipe import Distill
 from ..documents import ChatTemplateError, Document, Message
-from ..prefixes import DistillError
+from ..prefixes import leave_out
 from ..rendering import ChatRenderer, Rendered, add_answer
 from .units import Counts, Written, written
 
@@ -125,5 +125,6 @@ class Replay:
         try:
             return self.renderer.prompt(self.history, self.document.tools)
         except ChatTemplateError as error:
-            said = f"{self.document.id}: {error}; drop the row, or set distill.chat=plain."
-            raise DistillError(said) from None
+            leave_out(self.renderer, self.document, error)
+            self.counts.refused = int(not self.answers)
+            return []
