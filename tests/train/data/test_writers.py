@@ -18,6 +18,7 @@ from headstart.train.data.training_rows import Row, Rows
 from headstart.train.data.writers import units
 from headstart.train.data.writers.counting import count_prompts
 from headstart.train.data.writers.drafting import Drafting, second_best
+from headstart.train.data.writers.replay import Replay
 from headstart.train.recipe import Chat, Distill
 from tests.support.chats import CHATML, GEMMA, QWEN3, chat_tokenizer
 from tests.support.talker import talker
@@ -253,6 +254,23 @@ def test_limits_cut_chats_at_a_turn_and_are_counted(
     assert len(first) == 9 and all(np.diff(row.supervised.astype(int)).sum() == 1 for row in first)
     with pytest.raises(DistillError, match="none of 9 training documents has a prompt"):
         written(tmp_path / "none", replace(SPEC, prefix_tokens=3))
+
+
+def test_the_history_is_what_was_written_to_the_space() -> None:
+    """Tokenizers may take a space before a full stop away; the next prompt has it."""
+    tokenizer = chat_tokenizer(CHATML)
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    said = tokenizer("no , it is not .", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(said) == "no, it is not."
+    end: Any = tokenizer.convert_tokens_to_ids(END)
+    replay = Replay(CHATS[1], ChatRenderer(tokenizer), SPEC, {end})
+    assert replay.ask() is not None
+    replay.take([*said, end])
+    assert replay.history[-1]["content"] == "no , it is not ."
+    assert replay.ask() is not None
+    replay.take([end])
+    assert len(replay.rows) == 1
 
 
 @pytest.mark.parametrize("writer", ["own", "given"])

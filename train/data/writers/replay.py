@@ -85,7 +85,8 @@ class Replay:
         self.add(answer)
         ended = bool(answer) and answer[-1] in self.ends
         said = answer[:-1] if ended else answer
-        text = str(self.renderer.tokenizer.decode(said, skip_special_tokens=False))
+        exact = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        text = str(self.renderer.tokenizer.decode(said, **exact))
         self.go_on(text, ended)
 
     def go_on(self, text: str, ended: bool) -> None:
