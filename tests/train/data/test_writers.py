@@ -256,6 +256,17 @@ def test_limits_cut_chats_at_a_turn_and_are_counted(
         written(tmp_path / "none", replace(SPEC, prefix_tokens=3))
 
 
+def test_a_penalty_that_answers_are_written_without_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = talker(chat_tokenizer(CHATML), END)
+    rows = written(tmp_path / "plain", model=model)
+    assert "generation config" not in caplog.text
+    model.generation_config.repetition_penalty = 1.5
+    assert same(written(tmp_path / "penalty", model=model), rows)
+    assert "without the repetition_penalty 1.5 of the target's generation config" in caplog.text
+
+
 def test_the_history_is_what_was_written_to_the_space() -> None:
     """Tokenizers may take a space before a full stop away; the next prompt has it."""
     tokenizer = chat_tokenizer(CHATML)
