@@ -276,6 +276,10 @@ class DFlash(TokenConditioned):
     # Training.
 
     @property
+    def drafts_blocks(self) -> bool:
+        return True
+
+    @property
     def starts_a_row(self) -> int | None:
         return self.config.anchors or None
 

@@ -264,7 +264,10 @@ class DraftModel(TrainableDrafter):
         return True
 
     def draft_output(self, depth: int) -> DraftLogits:
-        return DraftLogits(self.draft_logits(depth), (output_layer(self.model),))
+        layer = self._output.layer
+        if self._output.is_linear and layer.weight.shape[0] <= self.config.vocab_size:
+            return DraftLogits(weight=layer.weight, bias=layer.bias)
+        return DraftLogits(self.draft_logits(depth), (layer,))
 
     @cached_property
     def _output(self) -> OutputLayer:

@@ -90,6 +90,12 @@ class TrainableDrafter(Drafter):
         return self.max_depth or getattr(self.config, "depths", 1)
 
     @property
+    def drafts_blocks(self) -> bool:
+        """Whether it learns whole blocks: only from positions whose next token is supervised, and
+        of each up to the first token that is not."""
+        return False
+
+    @property
     def starts_a_row(self) -> int | None:
         """From how many positions of a row, chosen at random, a training step drafts; None: all."""
         return None

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from .errors import OptionError, UnsupportedTarget
 from .final import FINAL
+from .offload import offloaded
 
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
@@ -185,6 +186,12 @@ class OutputLayer:
             dtype = self.model.dtype
         return self.layer(hidden.to(dtype))
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether logits are what a linear layer's weight and bias, which are here, make of it."""
+        linear = type(self.layer) is nn.Linear and not offloaded(self.layer)
+        return linear and self.vocabulary is None and self.finish is _unchanged
+
     @cached_property
     def finish(self) -> Callable[[Tensor], Tensor]:
         """What the model does to its output layer's logits: nothing, a factor, or a soft cap.
@@ -202,7 +209,7 @@ class OutputLayer:
         with eval_mode(self.model), FeatureTap(self.model, [FINAL]) as tap:
             expected = self.model(input_ids=ids, use_cache=False).logits.float()
             raw = self.layer(tap.take())
-        tries: list[Callable[[Tensor], Tensor]] = [lambda logits: logits]
+        tries: list[Callable[[Tensor], Tensor]] = [_unchanged]
         for name in _FACTORS:
             if factor := getattr(config, name, None):
                 tries += [lambda logits, f=factor: logits * f, lambda logits, f=factor: logits / f]
@@ -220,6 +227,10 @@ class OutputLayer:
             "not know; expected none, a factor or a soft cap: use train.loss=cross_entropy, or "
             "another drafter if this is the draft model."
         )
+
+
+def _unchanged(logits: Tensor) -> Tensor:
+    return logits
 
 
 def finish_of_sharded(config: Any) -> Callable[[Tensor], Tensor]:
@@ -240,4 +251,4 @@ def finish_of_sharded(config: Any) -> Callable[[Tensor], Tensor]:
             "DeepSpeed ZeRO-3; use ZeRO-2 or DDP, or train.loss=cross_entropy and a family other "
             "than medusa2."
         )
-    return lambda logits: logits
+    return _unchanged

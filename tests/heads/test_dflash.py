@@ -15,7 +15,8 @@ from transformers.models.qwen3.modeling_qwen3 import rotate_half
 from headstart.heads import ArtifactError, OptionError, family, load_drafter
 from headstart.heads.dflash import DFlash, spread_layers
 from headstart.infer import Speculator
-from headstart.train.losses.draft_loss import head_labels, some_starts
+from headstart.train.fit.target_with_drafter import TargetWithDrafter
+from headstart.train.losses.draft_loss import head_labels, some_starts, unbroken
 from tests.support import published_dflash as published
 from tests.support.published_dflash import Form, by_hand
 from tests.support.tiny import VOCAB, one_line, prompts, tiny
@@ -308,6 +309,28 @@ def test_a_step_drafts_from_some_positions() -> None:
     assert torch.equal(again[:, 0, :40], found[:, 1])
     assert not torch.equal(some_starts(labels, tokens, supervised, 11, step=6), found)
     assert torch.equal(some_starts(labels, tokens, supervised, 40, step=5), labels)
+
+
+def test_blocks_begin_and_end_within_an_answer() -> None:
+    """The label past the gap, and those of blocks that begin in the prompt, are no round's."""
+    tokens = torch.tensor([[10, 11, 12, 13, 14, 15, 16, 17]])
+    supervised = torch.tensor([[False, False, True, True, True, False, True, True]])
+    none, at = -100, head_labels(tokens, supervised, 3)
+    assert at[:, 0, 0].tolist() == [12, 13, 14] and at[:, 0, 2].tolist() == [14, none, 16]
+    expected = [
+        [none, 13, 14, none, none, 17, none, none],
+        [none, 14, none, none, none, none, none, none],
+        [none] * 8,
+    ]
+    assert unbroken(at, supervised)[:, 0].tolist() == expected
+    target = tiny("llama")
+    for name, found in (("dflash", expected), ("medusa", at[:, 0].tolist())):
+        kind: Any = family(name)
+        options = {"depths": 3} if name == "dflash" else {"heads": 3}
+        drafter = kind(kind.config_class.for_target(target, **options)).bind(target)
+        module = TargetWithDrafter(target, drafter, 1.0)
+        assert module.labels(tokens, supervised)[:, 0].tolist() == found
+        module.release()
 
 
 def test_of_the_text_itself_a_block_reads_the_newest_token_alone(tmp_path: Path) -> None:

@@ -225,6 +225,22 @@ def test_sampling_with_shared_noise_is_plain_sampling(tree: str) -> None:
     assert torch.equal(speculator.generate(ids, **options), plain)
 
 
+@pytest.mark.parametrize(("name", "options", "named"), [
+    ("llama", {}, True), ("llama", {"vocab_size": VOCAB - 8}, True),
+    ("llama", {"vocab_size": VOCAB + 8}, False),
+    ("gemma3", {"final_logit_softcapping": 0.1}, False),
+])  # fmt: skip
+def test_a_loss_is_told_of_the_layer_that_makes_logits_alone(
+    name: str, options: dict[str, Any], named: bool
+) -> None:
+    """Its gradient is then added up where it is kept; not where logits are cut or capped."""
+    drafter = student(name, **options)
+    output, layer = drafter.draft_output(1), drafter.model.get_output_embeddings()
+    assert (output.weight is layer.weight) == named and (output.body is None) == named
+    states = torch.randn(5, 32, dtype=torch.double)
+    torch.testing.assert_close(output(states), drafter.draft_logits(1)(states))
+
+
 @pytest.mark.parametrize("size", [VOCAB - 20, VOCAB + 20])
 def test_a_padded_vocabulary(size: int) -> None:
     """Models of one family share a tokenizer and pad their tables differently."""

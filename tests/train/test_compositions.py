@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from headstart.heads.families import FAMILIES
+from headstart.heads.parts.mask_blocks import depth_shares
 from headstart.train.estimate import (
     Assumptions,
     estimate,
@@ -52,6 +53,16 @@ def test_there_is_a_part_for_every_family() -> None:
     assert families == FAMILIES.keys()
     assert [len(names) for names in BY_KIND.values()] == [13, 4, 3]
     assert len(shipped_combinations()) == 156
+
+
+def test_a_position_of_pard_counts_alike_at_every_depth() -> None:
+    """A depth's mean is weighted by the share of the positions that are asked for it."""
+    recipe = load_recipe("pard+llama-3.1-8b")
+    options, decay = recipe.drafter.options, recipe.train.head_decay
+    shares = depth_shares(options["depths"], options["kept"], options["least_kept"])
+    assert shares.count(options["least_kept"]) == 3
+    weights = [decay ** (k - 1) for k in range(1, options["depths"] + 1)]
+    assert weights[:-3] == pytest.approx(shares[:-3])
 
 
 @pytest.mark.parametrize("model", BY_KIND["models"])

@@ -24,6 +24,7 @@ from headstart.infer import StaticTree, parse_static
 from headstart.train import main, pipeline
 from headstart.train.data.corpus import load_documents
 from headstart.train.data.prefixes import held_out_prompts
+from headstart.train.fit.clock import Clock
 from headstart.train.fit.validate import measure_tau
 from headstart.train.recipe import load_recipe
 from headstart.train.stages.folders import StageError
@@ -90,6 +91,13 @@ def test_training_goes_on_only_when_asked(tiny: Path, tmp_path: Path) -> None:
     metrics = read_manifest(root / "heads").metrics
     bounds = [(of["max_steps"], of["steps"]) for of in metrics["schedules"]]
     assert bounds == [(12, 12), (20, 20)] and metrics["steps"] == 20
+    # From its first step on at the rate of the longer schedule; that of the shorter one was 0 here.
+    lines = (root / "heads" / "metrics.jsonl").read_text().splitlines()
+    rates = [line["learning_rate"] for line in map(json.loads, lines) if "learning_rate" in line]
+    clock = Clock(20, None, 0.1)
+    factors = [clock.factor(step) for step in range(12, 20)]
+    assert rates[12:] == pytest.approx([rates[12] / factors[0] * factor for factor in factors])
+    assert rates[12] > rates[11] > 0
     second = ids(root)
     assert {name for name in STAGES if second[name] != first[name]} == {"train", "heads"}
     pipeline.train(load_recipe(tiny, more))

@@ -31,6 +31,10 @@ class ChatTemplateError(ValueError):
     """A tokenizer's template refuses a chat; the message does not quote the chat."""
 
 
+class EndlessTemplateError(ChatTemplateError):
+    """A tokenizer's template does not end, whatever chat it is given."""
+
+
 @dataclass(frozen=True)
 class Document:
     """A text, a prompt or a chat."""
@@ -133,13 +137,13 @@ def render_chat(tokenizer: Any, messages: list[Message]) -> str:
 
 
 def in_time(call: Callable[[], Result]) -> Result:
-    """What `call()` returns, which applies a chat template; a ChatTemplateError past a limit."""
+    """What `call()` returns, which applies a chat template; EndlessTemplateError past a limit."""
     from headstart.heads.core import within
 
     try:
         return within(_SECONDS, call)
     except TimeoutError as error:
-        raise ChatTemplateError(
+        raise EndlessTemplateError(
             f"the tokenizer's chat template does not end ({error}); use another tokenizer or "
             "template"
         ) from None

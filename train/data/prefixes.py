@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from ..recipe import Chat, Distill, Recipe
-from .documents import ChatTemplateError, Document
+from .documents import ChatTemplateError, Document, EndlessTemplateError
 from .reading import order
 from .rendering import ChatRenderer
 from .tokenising import Ragged, Text, tokenise
@@ -117,7 +117,8 @@ def encode(
 
     A chat is rendered by the tokenizer's template, as `plain_chat` does it (`plain`), or by the
     template where there is one (`auto`); one that ends with the user's turn is encoded up to where
-    the answer begins. Raises DistillError where there is no template, or it refuses a chat.
+    the answer begins. Raises DistillError where there is no template, or it refuses a chat; one
+    that is left out (`chat.refused`) has no ids.
     """
     renderer = chat_renderer(tokenizer, chat, how)
 
@@ -129,8 +130,8 @@ def encode(
             # A template writes the special tokens itself.
             return renderer.text(document.messages, due, document.tools), False
         except ChatTemplateError as error:
-            said = f"{document.id}: {error}; drop the row, or set distill.chat=plain."
-            raise DistillError(said) from None
+            leave_out(renderer, document, error)
+            return "", False
 
     return tokenise(tokenizer, map(text, documents))
 
@@ -147,6 +148,15 @@ def chat_renderer(
         return ChatRenderer(tokenizer, chat, how)
     except ChatTemplateError as error:
         raise DistillError(str(error)) from None
+
+
+def leave_out(renderer: ChatRenderer, document: Document, error: ChatTemplateError) -> None:
+    """Raise DistillError for a chat that a template refuses, unless such chats are left out."""
+    if renderer.chat.refused == "skip" and not isinstance(error, EndlessTemplateError):
+        return
+    raise DistillError(
+        f"{document.id}: {error}; drop the row, set chat.refused=skip, or set distill.chat=plain."
+    ) from None
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,18 @@ class Clock(TrainerCallback):
             return share / self.warmup
         return 0.5 * (1 + math.cos(math.pi * (share - self.warmup) / (1 - self.warmup)))
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, lr_scheduler: Any = None, **kwargs: Any
+    ) -> None:
         if state.global_step:  # resumed
             self.read(state.global_step, self.seconds)
+            # The optimizer's state has the next rate of the schedule that it was saved under: 0
+            # where that had ended, and this one goes on.
+            schedule = getattr(lr_scheduler, "scheduler", lr_scheduler)  # as engines wrap it
+            rates = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+            schedule._last_lr = [rate * factor(schedule.last_epoch) for rate, factor in rates]
+            for group, rate in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
+                group["lr"] = rate
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.share >= 1.0:

@@ -21,7 +21,14 @@ from headstart.infer.measure.progress import progress_bar
 
 from ..data.batches import collate
 from ..data.training_rows import Rows
-from ..losses.draft_loss import DraftLoss, head_labels, label_counts, some_starts, thinned_depths
+from ..losses.draft_loss import (
+    DraftLoss,
+    head_labels,
+    label_counts,
+    some_starts,
+    thinned_depths,
+    unbroken,
+)
 from ..processes.engine import weights_are_sharded
 from ..processes.tensor_parallel import in_parts
 from .feature_files import FeatureFiles, FeatureFolder
@@ -144,6 +151,8 @@ class TargetWithDrafter(nn.Module):
         """See `head_labels`; of the positions and depths that this step drafts.  # [K, B, T]"""
         depths, known = self.drafter.train_depths, self.drafter.draft_vocabulary
         labels = head_labels(tokens, supervised, depths, known, segments)
+        if self.drafter.drafts_blocks:
+            labels = unbroken(labels, supervised)
         if (most := self.drafter.starts_a_row) is not None:
             labels = some_starts(labels, tokens, supervised, most, self.step)
         if (shares := self.drafter.depth_shares) is not None:

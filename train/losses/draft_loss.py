@@ -68,6 +68,24 @@ def head_labels(
     return found.masked_fill(there != segments, IGNORED)
 
 
+def unbroken(labels: Tensor, supervised: Tensor) -> Tensor:
+    """Labels [K, B, T] up to which all tokens since x_t+1 are supervised; `IGNORED` elsewhere.
+
+    A round begins with a token that the target wrote, and ends where its answer does:
+
+        supervised   –   –   x2  x3  x4  –   x6
+        position 0   a block begins with x1, which is not
+        position 1   x3  x4  –   –               x6 is behind a gap
+
+    Args:
+        supervised: [B, T] bool.
+    """
+    depths, length = len(labels), labels.shape[2]
+    padded = functional.pad(supervised, (0, depths + 1), value=False)  # [B, T + K + 1]
+    ahead = torch.stack([padded[:, k : k + length] for k in range(1, depths + 2)])
+    return labels.masked_fill(ahead.byte().cumprod(0)[1:] == 0, IGNORED)
+
+
 def some_starts(labels: Tensor, tokens: Tensor, supervised: Tensor, most: int, step: int) -> Tensor:
     """Labels [K, B, T] of `most` positions a row at most, chosen at random; `IGNORED` elsewhere.
 

@@ -9,13 +9,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from headstart.heads.medusa import Medusa, MedusaConfig
+from headstart.train.data import documents
 from headstart.train.data.distill import distill, summary
 from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import DistillError, Prompts, Windows, encode, make_prefixes
 from headstart.train.data.training_rows import Rows
 from headstart.train.fit.target_with_drafter import TargetWithDrafter
 from headstart.train.losses.comparisons import IGNORED
-from headstart.train.recipe import Distill
+from headstart.train.recipe import Chat, Distill
 from headstart.train.scratch_target import train_tokenizer
 from tests.support.training import columns
 
@@ -93,6 +94,26 @@ def test_a_template_that_refuses_names_the_row_alone(tokenizer: PreTrainedTokeni
     with pytest.raises(DistillError, match="chats:1: the tokenizer's chat template") as error:
         make_prefixes(SPEC, tokenizer, DOCUMENTS)
     assert ASK not in str(error.value) and error.value.__suppress_context__
+
+
+def test_a_chat_that_the_template_refuses_gives_no_prompt_where_asked(
+    tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer.chat_template = (
+        TEMPLATE + "{% if messages[1:] %}{{ raise_exception('no') }}{% endif %}"
+    )
+    skip = Chat(refused="skip")
+    with pytest.raises(DistillError, match="refuses the roles user, assistant"):
+        make_prefixes(SPEC, tokenizer, DOCUMENTS)
+    found = make_prefixes(SPEC, tokenizer, DOCUMENTS, skip)
+    assert len(found) == len(DOCUMENTS) and found.skipped == 1  # the first chat's second prompt
+    assert [len(row) > 0 for row in encode(tokenizer, DOCUMENTS, chat=skip)] == [False, *[True] * 3]
+    # One that does not end is no matter of a chat.
+    monkeypatch.setattr(documents, "_SECONDS", 0.2)
+    loops = "{% for i in range(99999) %}" * 2 + "{% endfor %}" * 2
+    tokenizer.chat_template = loops + TEMPLATE
+    with pytest.raises(DistillError, match="does not end"):
+        make_prefixes(SPEC, tokenizer, DOCUMENTS, skip)
 
 
 def test_the_start_token_comes_once(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -18,8 +18,9 @@ from headstart.train.data.training_rows import Row, Rows
 from headstart.train.data.writers import units
 from headstart.train.data.writers.counting import count_prompts
 from headstart.train.data.writers.drafting import Drafting, second_best
+from headstart.train.data.writers.replay import Replay
 from headstart.train.recipe import Chat, Distill
-from tests.support.chats import CHATML, QWEN3, chat_tokenizer
+from tests.support.chats import CHATML, GEMMA, QWEN3, chat_tokenizer
 from tests.support.talker import talker
 
 END = "<|im_end|>"
@@ -253,6 +254,55 @@ def test_limits_cut_chats_at_a_turn_and_are_counted(
     assert len(first) == 9 and all(np.diff(row.supervised.astype(int)).sum() == 1 for row in first)
     with pytest.raises(DistillError, match="none of 9 training documents has a prompt"):
         written(tmp_path / "none", replace(SPEC, prefix_tokens=3))
+
+
+def test_a_penalty_that_answers_are_written_without_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = talker(chat_tokenizer(CHATML), END)
+    rows = written(tmp_path / "plain", model=model)
+    assert "generation config" not in caplog.text
+    model.generation_config.repetition_penalty = 1.5
+    assert same(written(tmp_path / "penalty", model=model), rows)
+    assert "without the repetition_penalty 1.5 of the target's generation config" in caplog.text
+
+
+def test_the_history_is_what_was_written_to_the_space() -> None:
+    """Tokenizers may take a space before a full stop away; the next prompt has it."""
+    tokenizer = chat_tokenizer(CHATML)
+    tokenizer.clean_up_tokenization_spaces = True
+    tokenizer.clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output = True
+    said = tokenizer("no , it is not .", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(said) == "no, it is not."
+    end: Any = tokenizer.convert_tokens_to_ids(END)
+    replay = Replay(CHATS[1], ChatRenderer(tokenizer), SPEC, {end})
+    assert replay.ask() is not None
+    replay.take([*said, end])
+    assert replay.history[-1]["content"] == "no , it is not ."
+    assert replay.ask() is not None
+    replay.take([end])
+    assert len(replay.rows) == 1
+
+
+@pytest.mark.parametrize("writer", ["own", "given"])
+def test_chats_that_the_template_refuses_are_left_out_where_asked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, writer: str
+) -> None:
+    """Behind those that are looked at before the work begins, too."""
+    system = {"role": "system", "content": "Be kind."}
+    refused = Document.chat("chats:refused", [system, *(CHATS[0].messages or ())])
+    spec = replace(SPEC, writer=writer)
+    how = {"template": GEMMA, "model": talker(chat_tokenizer(GEMMA), "<end_of_turn>")}
+    with pytest.raises(DistillError, match=r"chats:refused: .* refuses .* chat\.refused=skip"):
+        written(tmp_path / "raise", spec, documents=[*CHATS, refused], **how)
+    skip = {"chat": Chat(refused="skip"), **how}
+    rows = written(tmp_path / "skip", spec, documents=[CHATS[0], refused, *CHATS[1:]], **skip)
+    assert {row.id for row in rows} == {document.id for document in CHATS}
+    counts = summary(spec, tmp_path / "skip")
+    assert (counts["kept"], counts["refused"]) == (9, 1)
+    assert "1 chats were refused by the chat template" in caplog.text
+    with pytest.raises(DistillError, match=r"none of 1 training .* the chat template refuses 1"):
+        written(tmp_path / "none", spec, documents=[refused], **skip)
 
 
 GIVEN = [

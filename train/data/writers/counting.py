@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from transformers import PreTrainedTokenizerBase
 
 from ...recipe import Chat, Distill
-from ..documents import Document
-from ..prefixes import DistillError, chat_renderer
+from ..documents import ChatTemplateError, Document
+from ..prefixes import DistillError, chat_renderer, leave_out
 from ..rendering import ChatRenderer
 from .given import given_rows
 from .replay import Replay
@@ -53,11 +53,15 @@ def _asked(spec: Distill, renderer: ChatRenderer, document: Document) -> Counts:
     replay = Replay(document, renderer, spec, set())
     first = replay.ask()
     if first is None:
-        return Counts(too_long=replay.counts.too_long, empty=1 - replay.counts.too_long)
+        too_long, refused = replay.counts.too_long, replay.counts.refused
+        return Counts(too_long=too_long, refused=refused, empty=1 - too_long - refused)
     questions = [at for at, m in enumerate(document.messages or ()) if m["role"] == "user"]
     tokens = len(first.tokens)
     if len(questions) > 1 and spec.turns == "all" and document.messages is not None:
-        tokens = len(renderer.prompt(document.messages[: questions[-1] + 1], document.tools))
+        try:
+            tokens = len(renderer.prompt(document.messages[: questions[-1] + 1], document.tools))
+        except ChatTemplateError as error:  # after answers that it has here, and will not have
+            leave_out(renderer, document, error)
     return Counts(kept=1, cut=int(tokens >= spec.row_tokens), tokens=tokens)
 
 
@@ -77,7 +81,7 @@ def look(
             wanted = f"a prompt of at most {min(spec.prefix_tokens, spec.row_tokens - 1)} tokens"
         raise DistillError(
             f"none of {len(documents)} training documents has {wanted} ({found.too_long} are "
-            f"longer, {found.empty} have none); change distill.prefix_tokens or max_length, or the "
-            "corpus."
+            f"longer, {found.empty} have none, the chat template refuses {found.refused}); change "
+            "distill.prefix_tokens or max_length, or the corpus."
         )
     return found

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..documents import ChatTemplateError, Document, in_time
-from ..prefixes import DistillError
+from ..prefixes import DistillError, leave_out
 from ..rendering import ChatRenderer, Rendered, Turn, begins
 from ..tokenising import Text
 from .units import Counts, Tick, Written, order_of, written
@@ -71,6 +71,9 @@ def given_rows(
         found = []
         for each in given:
             document, turns = each.document, bool(each.document.messages)
+            if each.turns is None:
+                found.append(written(document.id, [], Counts(refused=1)))
+                continue
             if document.ids is not None:
                 turns, rows = False, [_decoded(renderer, document)]
             elif turns:
@@ -86,7 +89,7 @@ class _Texts:
     """A document, and the texts whose ids its rows are made of."""
 
     document: Document
-    turns: list[Turn]  # of a chat
+    turns: list[Turn] | None  # of a chat; None of one that the template refuses
     texts: list[Text]
 
 
@@ -94,7 +97,7 @@ def _together(renderer: ChatRenderer, documents: Iterable[Document]) -> Iterator
     """The texts of documents, of so many at a time as `_AT_ONCE` says."""
     found, size = [], 0
     for document, turns in _turns(renderer, documents):
-        texts = renderer.turn_texts(turns)
+        texts = renderer.turn_texts(turns or ())
         if not document.messages and document.ids is None:
             whole = [(document.whole(), True)] if document.answer is not None else []
             texts = [(document.text, True), *whole]
@@ -109,26 +112,29 @@ def _together(renderer: ChatRenderer, documents: Iterable[Document]) -> Iterator
 
 def _turns(
     renderer: ChatRenderer, documents: Iterable[Document]
-) -> Iterator[tuple[Document, list[Turn]]]:
+) -> Iterator[tuple[Document, list[Turn] | None]]:
     """Each document and the turns of its chat, none of others; an error names the document.
+
+    The turns of a chat that is left out, since the template refuses it, are None.
 
     A time limit takes a thread, so there is one for several chats.
     """
     for some in _in_groups(documents):
-        found: list[tuple[Document, list[Turn]]] = []
+        found: list[tuple[Document, list[Turn] | None]] = []
 
         def render(some: list[Document] = some, found: list[Any] = found) -> None:
-            for document in some:
+            for document in some[len(found) :]:
                 messages = [] if document.ids else document.messages or []
                 turns = renderer.turns_in_any_time(messages, document.tools)
                 found.append((document, turns))
 
-        try:
-            in_time(render)
-        except ChatTemplateError as error:
-            raise DistillError(
-                f"{some[len(found)].id}: {error}; drop the row, or set distill.chat=plain."
-            ) from None
+        while len(found) < len(some):
+            try:
+                in_time(render)
+            except ChatTemplateError as error:
+                refused = some[len(found)]
+                leave_out(renderer, refused, error)
+                found.append((refused, None))
         yield from found
 
 

@@ -17,11 +17,11 @@ from headstart.heads.core import row_seeds
 
 from ...recipe import Distill
 from ..documents import ChatTemplateError, Document
-from ..prefixes import DistillError
+from ..prefixes import DistillError, leave_out
 from ..rendering import ChatRenderer
 from .client import Client, RefusedError
 from .replay import Asked, Replay
-from .units import Tick, Written, order_of, written
+from .units import Counts, Tick, Written, order_of, written
 
 
 class ServerWriter:
@@ -84,7 +84,8 @@ class ServerWriter:
             self._stop.set()
             raise
         journal.close()
-        if found and not self.client.answered and all(r.counts.refused for r in found.values()):
+        refused = self.client.refusal and all(r.counts.refused for r in found.values())
+        if found and not self.client.answered and refused:
             raise DistillError(
                 f"the server refused all {len(numbers)} chats of a shard with status "
                 f"{self.client.refusal}; check distill.openai.model and the length of its context."
@@ -196,7 +197,8 @@ class ServerWriter:
             tools = replay.document.tools
             rows = self.renderer.rows(replay.history, not replay.finished, tools)
         except ChatTemplateError as error:
-            raise DistillError(f"{replay.document.id}: {error}; or drop the row.") from None
+            leave_out(self.renderer, replay.document, error)
+            return written(replay.document.id, [], Counts(refused=1))
         limit = self.spec.row_tokens
         rows = [row.cut(limit) for row in rows]
         return written(replay.document.id, [row for row in rows if row.answers], replay.counts)

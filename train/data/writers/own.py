@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -22,6 +23,11 @@ from ..training_rows import write_rows
 from .drafting import Drafting
 from .replay import Replay
 from .units import Counts, Tick, Written, order_of, written
+
+logger = logging.getLogger(__name__)
+
+_READ_THE_TEXT = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
+"""Settings of `generate` that a stream of prompts has not, and their values without effect."""
 
 
 class PrefixWriter:
@@ -88,7 +94,15 @@ class ReplayWriter:
         self.drafting, self.renderer, self.spec = drafting, renderer, spec
         self.documents, self.units, self.skipped = documents, examples, 0
         self._order = order_of(len(documents), seed)
-        eos: Any = drafting.model.generation_config.eos_token_id
+        config: Any = drafting.model.generation_config
+        eos = config.eos_token_id
+        for name, neutral in _READ_THE_TEXT.items():
+            if (value := getattr(config, name, None)) not in (None, neutral):
+                logger.warning(
+                    "distill: answers are written without the %s %g of the target's generation "
+                    "config, which `generate` applies, also in validation; drafts fit best where "
+                    "you decode without it too (%s=%g)", name, value, name, neutral,
+                )  # fmt: skip
         self._ends = set(torch.as_tensor([] if eos is None else eos).flatten().tolist())
         self._seeds = row_seeds(seed, examples).tolist()
 

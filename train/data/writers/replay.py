@@ -12,7 +12,7 @@ import numpy as np
 
 from ...recipe import Distill
 from ..documents import ChatTemplateError, Document, Message
-from ..prefixes import DistillError
+from ..prefixes import leave_out
 from ..rendering import ChatRenderer, Rendered, add_answer
 from .units import Counts, Written, written
 
@@ -85,7 +85,8 @@ class Replay:
         self.add(answer)
         ended = bool(answer) and answer[-1] in self.ends
         said = answer[:-1] if ended else answer
-        text = str(self.renderer.tokenizer.decode(said, skip_special_tokens=False))
+        exact = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+        text = str(self.renderer.tokenizer.decode(said, **exact))
         self.go_on(text, ended)
 
     def go_on(self, text: str, ended: bool) -> None:
@@ -125,5 +126,6 @@ class Replay:
         try:
             return self.renderer.prompt(self.history, self.document.tools)
         except ChatTemplateError as error:
-            said = f"{self.document.id}: {error}; drop the row, or set distill.chat=plain."
-            raise DistillError(said) from None
+            leave_out(self.renderer, self.document, error)
+            self.counts.refused = int(not self.answers)
+            return []

@@ -26,7 +26,7 @@ class Counts:
         kept: units that gave a row; cut: those among them whose last turns did not fit.
         too_long: left out, since not even the first answer fits; empty: without an answer.
         unfinished: chats that ended with an answer of `distill.new_tokens` without its end.
-        refused: chats that the server would not answer.
+        refused: chats that the chat template or the server refused.
         rows: training rows; tokens: of all rows; supervised: those that are trained on.
         answers: in the rows; openings: those among them whose first token is supervised, and the
             one after it, which is the first that a drafter drafts.
@@ -71,7 +71,8 @@ class Counts:
                 f"{spec.new_tokens}"
             )
         if self.refused:
-            yield f"{self.refused} chats were refused by the server"
+            who = "chat template" + (" or the server" if spec.writer == "openai" else "")
+            yield f"{self.refused} chats were refused by the {who}"
 
 
 @dataclass(frozen=True)
