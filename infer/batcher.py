@@ -247,7 +247,7 @@ class Batcher(DecodingMethod):
             with self.speculator.reserved():
                 stream = Stream(self.speculator, manner, self.rows)
                 stream.add(_prompts(jobs))
-                while stream.active:
+                while not stream.ended:
                     if more := self._next_like(job.alike, stream.room):
                         jobs += more
                         stream.add(_prompts(more))

@@ -137,6 +137,11 @@ class Stream:
         return len(self._going)
 
     @property
+    def ended(self) -> bool:
+        """Whether no prompt is left, and `round` has returned all that was written."""
+        return not self._going and not self._pieces
+
+    @property
     def _going(self) -> list[_Running]:
         return [running for running in self._rows if running is not None] + self._waiting
 

@@ -50,7 +50,7 @@ def decode_stream(
             for prompt in prompts:
                 _check(prompt, longest)
             stream.add(prompts)
-        if not stream.active:
+        if stream.ended:
             return
         for piece in stream.round():
             if piece.error is not None:

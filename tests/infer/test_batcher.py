@@ -473,7 +473,7 @@ def test_a_request_that_is_too_large_fails_alone(
         *found, error = all_wait(batcher, [call, call, call, fail], waiting)
     expected = model.generate(ids, max_new_tokens=20, do_sample=False)
     assert all(torch.equal(text, expected) for text in [*found, call()])
-    assert error == "no memory to decode this request, even alone: CUDA out of memory."
+    assert error == "no memory to decode this request, even alone: CUDA out of memory." == fail()
 
 
 class Asks(StoppingCriteria):
