@@ -74,8 +74,8 @@ class Estimate:
     Attributes:
         parameters: of `target`, `drafter`, and `adapter` where there is one.
         memory: of each GPU while training, by what it holds (`training state`: weights that learn,
-            their gradients, the optimizer), and `writing`, all of it while the target writes;
-            `peak`, the larger of both sums.
+            their gradients, the optimizer, and copies in bfloat16 for products), and `writing`,
+            all of it while the target writes; `peak`, the larger of both sums.
         disk: `model` (as downloaded), `rows`, `features` of rows, `checkpoints`, `artifact`.
         hours: `writing` and `training` on all GPUs, and `all`; none for text that others write.
         fits: whether the peak fits the GPU's memory.
@@ -209,7 +209,8 @@ class _Arithmetic:
         state = state_bytes(train)
         state += 4 if self.hardware.gpus > 1 else 0  # what is exchanged of the gradients
         learned = self.trained + self.adapter
-        found = {"target": weights, "training state": float(state * learned)}
+        copied = self.outputs if train.activation_checkpointing else learned
+        found = {"target": weights, "training state": float(state * learned + 2 * copied)}
         if learned:
             found["activations"] = self._activations(tokens) + GPU_BYTES  # and a chunk of logits
         training = sum(found.values()) if learned else 0.0

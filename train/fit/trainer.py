@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import AutocastKwargs
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
@@ -124,6 +125,10 @@ class DrafterTrainer(Trainer):
             ],
         )
         self.remove_callback(PrinterCallback)  # it prints to stdout
+        # Autocast keeps a copy of every weight in bfloat16 until the forward ends; not here.
+        self.copies = not spec.activation_checkpointing
+        given: Any = AutocastKwargs(cache_enabled=self.copies)
+        self.accelerator.autocast_handler = given
         self.kind = kind_of(args, os.environ)
         check_kind(self.kind, self.accelerator.distributed_type)
 
@@ -283,8 +288,8 @@ class DrafterTrainer(Trainer):
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         options = {"counts": num_items_in_batch, **self.forward_options()}
-        autocast = getattr(self.args, "own_autocast", False)
-        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=autocast):
+        place, own = self.args.device.type, getattr(self.args, "own_autocast", False)
+        with torch.autocast(place, torch.bfloat16, enabled=own, cache_enabled=self.copies):
             outputs = model(**inputs, **options)
         self.parts.append((inputs, outputs["loss"].detach()))
         if self.accelerator.sync_gradients:  # before the gradients are used

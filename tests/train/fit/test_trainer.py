@@ -83,6 +83,26 @@ def weights(drafter: Drafter) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_autocast_keeps_no_copies_where_memory_is_saved(
+    own: bool, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether transformers' autocast is used, or our own, as under FSDP."""
+    monkeypatch.setattr("headstart.train.fit.arguments.multiplies_in_bf16", lambda: not own)
+    fitting = trainer(tmp_path, replace(SPEC, max_steps=1, activation_checkpointing=again))
+    fitting.args.own_autocast = own  # type: ignore[attr-defined]
+    seen, true = [], fitting.module.drafter.draft_hidden_states
+
+    def noted(*given: Any, **options: Any) -> Any:
+        seen.append((torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()))
+        return true(*given, **options)
+
+    monkeypatch.setattr(fitting.module.drafter, "draft_hidden_states", noted)
+    fitting.fit()
+    assert set(seen) == {(True, not again)}
+
+
 @pytest.mark.parametrize("off_by", [-1, 0, 1])
 def test_labels_fit_the_decode_loop(off_by: int) -> None:
     target = counting_target()
