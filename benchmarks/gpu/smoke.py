@@ -134,6 +134,7 @@ class _Log(logging.Handler):
 def run_group(name: str, place: Place) -> int:
     """Run a group's items here, one after another; 1 where one was not ok."""
     status, log, ours = 0, _Log(), logging.getLogger("headstart")
+    level = ours.level
     ours.addHandler(log)
     ours.setLevel(logging.INFO)
     for item, work in GROUPS[name](place):
@@ -150,6 +151,7 @@ def run_group(name: str, place: Place) -> int:
         line["seconds"] = round(time.perf_counter() - begun, 2)
         print(json.dumps(line), flush=True)
     ours.removeHandler(log)
+    ours.setLevel(level)
     return status
 
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from headstart.heads import Sampling, SlabCache
-from headstart.heads.core import masks, parents_of_paths
+from headstart.heads import SlabCache
+from headstart.heads.core import masks, noise, parents_of_paths
 from headstart.infer import target
 from tests.support.random_rounds import Case, Run, draw_case, left_padded
 from tests.support.scripted import SHAPES, decoding_of, rows_of
@@ -158,14 +158,12 @@ def test_a_wrong_commit_shows(wrong: str, monkeypatch: pytest.MonkeyPatch) -> No
 @torch.no_grad()
 def test_a_seed_that_knows_its_row_shows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise keyed by the place in the batch: rows then differ from their solo runs."""
-    true = Sampling.perturb
+    true = noise.gumbel
 
-    def perturb(self: Sampling, scores: Tensor, positions: Tensor, *rest: Any) -> Tensor:
-        assert self.seeds is not None
-        keyed = replace(self, seeds=self.seeds + torch.arange(len(self.seeds)))
-        return true(keyed, scores, positions, *rest)
+    def gumbel(seeds: Tensor, *rest: Any) -> Tensor:
+        return true(seeds + torch.arange(len(seeds)), *rest)
 
-    monkeypatch.setattr(Sampling, "perturb", perturb)
+    monkeypatch.setattr(noise, "gumbel", gumbel)
     case, script = several_rows()
     assert torch.equal(plain_text(case.alone(0)), script[:1])
     assert not torch.equal(plain_text(case.alone(1)), script[1:2])
