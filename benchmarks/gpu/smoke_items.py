@@ -57,6 +57,12 @@ class Place:
         return self.size == "full"
 
 
+def missing(place: Place) -> dict[str, Any]:
+    """What an item says of missing kernels, if they are, see `without`."""
+    reason = no_kernel(place.device)
+    return {} if reason is None else without(place, reason)
+
+
 def without(place: Place, reason: str) -> dict[str, Any]:
     """What an item says of a kernel that is missing; on a GPU it fails, for it judges another way.
 
@@ -303,12 +309,11 @@ def fused(place: Place) -> Items:
 
 def _fused_layers(place: Place) -> dict[str, Any]:
     """What is fused, and for how many rows the products' kernels are no slower than torch's."""
-    reason = no_kernel(place.device)
-    missing = {} if reason is None else without(place, reason)
+    unfused = missing(place)
     found = FusedLayers(_large(place))
     if not all(found.found.values()):
         raise AssertionError(f"not all kinds of layers are fused: {found.found}")
-    return {**found.found, "rows": found.rows, **missing}
+    return {**found.found, "rows": found.rows, **unfused}
 
 
 def _compiled(place: Place, how: dict[str, Any]) -> dict[str, Any]:

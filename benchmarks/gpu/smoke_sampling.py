@@ -12,13 +12,12 @@ from transformers.generation.logits_process import TopPLogitsWarper
 
 from headstart.heads import Sampling
 from headstart.heads.core import noise, nucleus, row_seeds
-from headstart.heads.core.cache import no_kernel
 from headstart.infer.measure.timing import Stopwatch
 from headstart.infer.rules import traversal
 from headstart.infer.rules.levels import judge_all
 
 from ..rule_launches import top_p, verified_at
-from .smoke_items import Items, Place, without
+from .smoke_items import Items, Place, missing
 
 
 def sampling(place: Place) -> Items:
@@ -45,7 +44,7 @@ def _top_p(place: Place, rows: int, vocabulary: int) -> dict[str, Any]:
     ways = {"ms": partial(nucleus.top_p, scores, share, -torch.inf)}
     ways["sorting_ms"] = partial(warper, None, scores)
     kept = int((own > -torch.inf).sum(-1).max())
-    return {"off": off, "kept": kept, **_times(place, ways), **_missing(place)}
+    return {"off": off, "kept": kept, **_times(place, ways), **missing(place)}
 
 
 def _noise(place: Place, rows: int, vocabulary: int) -> dict[str, Any]:
@@ -65,7 +64,7 @@ def _noise(place: Place, rows: int, vocabulary: int) -> dict[str, Any]:
     difference = (own - expected).abs().max().item()
     if not difference <= 1e-11 or not torch.equal(tokens, best):
         raise AssertionError(f"it differs from torch's by {difference:.2g}, or in a token")
-    return {"difference": difference, **_times(place, ways), **true, **_missing(place)}
+    return {"difference": difference, **_times(place, ways), **true, **missing(place)}
 
 
 @torch.no_grad()
@@ -77,7 +76,7 @@ def _traversal(place: Place, tree: str, vocabulary: int) -> dict[str, Any]:
     if not difference <= 1e-3:
         raise AssertionError(f"its weights differ from the definition's by {difference:.2g}")
     ways = {"ms": partial(_by, True, verified), "by_node_ms": partial(_by, False, verified)}
-    return {"difference": difference, **_times(place, ways), **_missing(place)}
+    return {"difference": difference, **_times(place, ways), **missing(place)}
 
 
 def _by(level: bool, verified: Any) -> object:
@@ -91,8 +90,3 @@ def _times(place: Place, ways: dict[str, Callable[[], object]]) -> dict[str, flo
         watch.time(work, 2)
         found[name] = min(watch.time(work, 5) for _ in range(3))
     return found
-
-
-def _missing(place: Place) -> dict[str, str]:
-    reason = no_kernel(place.device)
-    return {} if reason is None else without(place, reason)

@@ -4,7 +4,7 @@ They come from a counter: the same (seed, position, token) always gives the same
 generator and so no state: a row decodes alike alone, in any batch, and with any tree.
 
 On CUDA the noise of scores, and the best of them, take one launch or two, see `noise_kernels`, and
-no memory but the result's. With torch's operators they take some thirty.
+no memory but the result's. With torch's operators they take some fifty.
 """
 
 from __future__ import annotations

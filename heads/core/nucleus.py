@@ -31,12 +31,28 @@ def top_p(scores: Tensor, share: Tensor, filter_value: float) -> Tensor:
         from . import nucleus_kernels
 
         return nucleus_kernels.top_p(scores, share, filter_value)
+    if share.dim():
+        return _by_sorting(scores, share, filter_value)
     warper: Any = TopPLogitsWarper(0.0, filter_value)
-    warper.top_p = share.unsqueeze(1) if share.dim() else share
+    warper.top_p = share
     return warper(None, scores)
 
 
 _launch: Any = top_p
+
+
+def top_p_by_row(scores: Tensor, shares: Tensor) -> Tensor:
+    """What `TopPLogitsWarper` makes of scores [M, V] with a p for each row, [M] float64."""
+    if _has_kernels(scores):
+        return _launch(scores, shares, -torch.inf)
+    return _by_sorting(scores, shares, -torch.inf)
+
+
+def _by_sorting(scores: Tensor, shares: Tensor, filter_value: float) -> Tensor:
+    ordered, tokens = scores.sort(dim=-1)
+    gone = ordered.softmax(-1).cumsum(-1) <= (1 - shares).unsqueeze(1).to(scores.dtype)
+    gone[:, -1] = False
+    return scores.masked_fill(gone.scatter(1, tokens, gone), filter_value)
 
 
 def warped(processor: Any, scores: Tensor) -> Tensor:

@@ -11,8 +11,7 @@ from torch import Tensor
 from transformers import LogitsProcessor
 from transformers.generation import logits_process as hf
 
-from .fused_products import has_kernels
-from .nucleus import top_p as without_sorting
+from .nucleus import top_p_by_row
 
 _LEAST = 64  # a largest top_k is rounded up, to a power of two from here on
 
@@ -97,7 +96,7 @@ class EachRow(LogitsProcessor):
             gone = (scores < best.gather(1, place)) & (top_k > 0)
             scores = scores.masked_fill(gone, -torch.inf)
         if self.nucleus:
-            scores = torch.where(top_p < 1, _top_p(scores, top_p), scores)
+            scores = torch.where(top_p < 1, top_p_by_row(scores, top_p.squeeze(1)), scores)
         if self.least:
             chances = scores.softmax(-1)
             gone = chances < min_p.to(scores.dtype) * chances.amax(-1, keepdim=True)
@@ -110,14 +109,3 @@ class EachRow(LogitsProcessor):
         numbers = self.numbers.unsqueeze(-1).expand(-1, -1, count).reshape(4, -1, 1)
         temperature, *others = numbers
         return temperature.masked_fill(temperature == 0, 1.0), *others
-
-
-def _top_p(scores: Tensor, share: Tensor) -> Tensor:
-    """What `TopPLogitsWarper` makes of scores [M, V] with a p for each row, [M, 1] float64."""
-    if has_kernels(scores) and scores.dtype == torch.float32:
-        launch: Any = without_sorting
-        return launch(scores, share.flatten(), -torch.inf)
-    ordered, tokens = scores.sort(dim=-1)
-    gone = ordered.softmax(-1).cumsum(-1) <= (1 - share).to(scores.dtype)
-    gone[:, -1] = False
-    return scores.masked_fill(gone.scatter(1, tokens, gone), -torch.inf)
