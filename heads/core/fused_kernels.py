@@ -13,6 +13,8 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
+from .kernels import launching_on
+
 _ELEMENTS = 1024  # that a program of an elementwise kernel takes
 
 
@@ -92,16 +94,12 @@ def _write(
     tl.store(values + (slot * heads + head) * width_v + along, value, mask=ok_v)
 
 
-def _on(tensor: Tensor) -> Any:
-    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
-
-
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `fused.rms_norm`."""
     kernel: Any = _norm
     states, width = states.contiguous(), states.shape[-1]
     out = torch.empty_like(states)
-    with _on(states):
+    with launching_on(states):
         block = triton.next_power_of_2(width)
         kernel[(states.numel() // width,)](states, weight, out, eps, width, BLOCK=block)
     return out
@@ -112,7 +110,7 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     kernel: Any = _gated
     gate, up = gate.contiguous(), up.contiguous()
     out = torch.empty_like(gate)
-    with _on(gate):
+    with launching_on(gate):
         programs = triton.cdiv(gate.numel(), _ELEMENTS)
         kernel[(programs,)](gate, up, out, gate.numel(), BLOCK=_ELEMENTS)
     return out
@@ -141,7 +139,7 @@ def rotate(
     )
     assert found[0].stride() == query.stride() and found[1].stride() == key.stride()
     keys, values, slots, value = written or (key, key, key, key)
-    with _on(query):
+    with launching_on(query):
         kernel[(batch * nodes, heads + key.shape[1])](
             query, key, value, *found, keys, values, slots, cos, sin, nodes, heads, key.shape[1],
             half, value.shape[-1], *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
@@ -155,7 +153,7 @@ def write(keys: Tensor, values: Tensor, slots: Tensor, key: Tensor, value: Tenso
     """See `fused_writes.write`; keys and values are contiguous."""
     kernel: Any = _write
     (batch, heads, nodes, width), wide = key.shape, value.shape[-1]
-    with _on(key):
+    with launching_on(key):
         kernel[(batch * nodes, heads)](
             keys, values, slots, key, value, nodes, heads, width, wide,
             *key.stride()[:3], *value.stride()[:3],

@@ -74,6 +74,12 @@ class Tile(NamedTuple):
         return cls(rows, slots, 8 if rows > 16 and rows * _block(value) >= 1 << 12 else 4)
 
 
+def launching_on(tensor: Tensor) -> Any:
+    """A context for launches on a tensor's GPU, which need not be the current one; on the CPU,
+    where kernels are interpreted, it does nothing."""
+    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
+
+
 @triton.jit
 def _absorb(
     query, keys, values, seen, scale, softcap, top, total, output,
@@ -221,7 +227,7 @@ def split_attention(
     partial = torch.empty(parts, count, width, dtype=torch.float32, device=query.device)
     lse = torch.empty(parts, count, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, nodes, query_heads, width, dtype=query.dtype, device=query.device)
-    with torch.cuda.device(query.device if query.is_cuda else -1):
+    with launching_on(query):
         attend[(tiles, batch * heads, parts)](
             query, key, value, packed, partial, lse, scaling, softcap or 0.0,
             heads, groups, nodes, tree, splits,
@@ -280,7 +286,7 @@ def move_path(rows: Tensor, slots: Tensor, path: Tensor) -> None:
     columns, block = heads * size, triton.next_power_of_2(steps)
     most = max(16, _MOVED // (block * rows.element_size()))
     wide = min(most, triton.next_power_of_2(columns))
-    with torch.cuda.device(rows.device if rows.is_cuda else -1):
+    with launching_on(rows):
         move[(entries * batch, triton.cdiv(columns, wide))](
             rows, slots, path, steps, batch, rows.stride(0), columns,
             *slots.stride(), *path.stride(), STEPS=block, COLUMNS=wide, num_warps=4,

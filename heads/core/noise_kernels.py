@@ -12,6 +12,8 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
+from .kernels import launching_on
+
 _BLOCK = 1024
 _PARTS = 128  # of a row at most, of which each has its own best token
 _ROWS = ["rows", "of_scores", "of_positions"]
@@ -97,10 +99,6 @@ def _sizes(scores: Tensor, positions: Tensor) -> tuple[int, int, int, int]:
     return max(of_scores, positions.shape[1]), of_scores, positions.shape[1], width
 
 
-def _on(scores: Tensor) -> Any:
-    return torch.cuda.device(scores.device if scores.is_cuda else -1)
-
-
 def add_noise(
     scores: Tensor, seeds: Tensor, positions: Tensor, tokens: Tensor | None, stream: int
 ) -> Tensor:
@@ -111,7 +109,7 @@ def add_noise(
     out = scores.new_empty(len(scores), rows, width, dtype=torch.float64)
     names = scores if tokens is None else tokens.contiguous()
     kernel: Any = _add
-    with _on(scores):
+    with launching_on(scores):
         kernel[len(scores) * rows, triton.cdiv(width, _BLOCK)](
             scores, seeds, positions, names, out, stream, *sizes, NAMED=tokens is not None,
             BLOCK=_BLOCK,
@@ -132,7 +130,7 @@ def best_with_noise(scores: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
     out = scores.new_empty(len(scores), rows, dtype=torch.int64)
     part: Any = _part
     merge: Any = _merge
-    with _on(scores):
+    with launching_on(scores):
         part[count, parts](
             scores, seeds, positions, best, token, *sizes, steps, BLOCK=_BLOCK
         )  # fmt: skip

@@ -20,6 +20,8 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
+from .kernels import launching_on
+
 _BLOCK = 4096
 _WARPS = 16
 _SLACK: tl.constexpr = tl.constexpr(1e-6)  # of a score, more than its logarithm's error
@@ -110,7 +112,7 @@ def top_p(scores: Tensor, share: Tensor, filter_value: float) -> Tensor:
     kernel: Any = _top_p
     scores, width = scores.contiguous(), scores.shape[-1]
     out, kept = torch.empty_like(scores), torch.empty_like(scores)
-    with torch.cuda.device(scores.device if scores.is_cuda else -1):
+    with launching_on(scores):
         block = min(_BLOCK, triton.next_power_of_2(width))
         kernel[(len(scores),)](
             scores,

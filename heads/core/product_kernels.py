@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
+
+from .kernels import launching_on
 
 _COLUMNS = 16
 _DEPTH = 128  # terms of a sum that are read at once
@@ -95,10 +96,6 @@ def _shape(states: Tensor) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _on(tensor: Tensor) -> Any:
-    return torch.cuda.device(tensor.device if tensor.is_cuda else -1)
-
-
 def three_layers(
     states: Tensor, weights: list[Tensor], biases: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,7 +105,7 @@ def three_layers(
     sizes = [len(weight) for weight in weights]
     one, two, three = (states.new_empty(*states.shape[:-1], size) for size in sizes)
     programs = sum(triton.cdiv(size, _COLUMNS) for size in sizes)
-    with _on(states):
+    with launching_on(states):
         kernel[(programs,)](
             states, *weights, one, two, three, *(biases or weights), states.numel() // width, width,
             *sizes, BIAS=bool(biases), **_shape(states),
@@ -121,7 +118,7 @@ def gated_layers(states: Tensor, weights: list[Tensor], biases: list[Tensor]) ->
     kernel: Any = _gated
     states, (size, width) = states.contiguous(), weights[0].shape
     out = states.new_empty(*states.shape[:-1], size)
-    with _on(states):
+    with launching_on(states):
         kernel[(triton.cdiv(size, _COLUMNS),)](
             states, *weights, out, *(biases or weights), states.numel() // width, width, size,
             BIAS=bool(biases), **_shape(states),

@@ -15,6 +15,8 @@ import triton  # type: ignore[import-not-found]
 import triton.language as tl  # type: ignore[import-not-found]
 from torch import Tensor
 
+from headstart.heads.core.kernels import launching_on
+
 _BLOCK = 4096
 _WARPS = 16
 
@@ -127,7 +129,7 @@ def judge_level(
     kernel: Any = _judge
     batch, nodes, vocab = left.shape[1:]
     rows = [entry.contiguous() for entry in (tokens, parents, rank, depth, proposal_row)]
-    with torch.cuda.device(left.device if left.is_cuda else -1):
+    with launching_on(left):
         kernel[(batch, nodes)](
             left, side, before, after, left if rest is None else rest,
             left if source is None else source.contiguous(), *rows,
