@@ -24,6 +24,7 @@ the launch is the same for texts of any length, as a captured CUDA graph needs.
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -34,7 +35,7 @@ from torch import Tensor
 _WARPS = 8
 """For how many warps of each multiprocessor the splits give work: for more, more parts are merged.
 That many keep their registers whatever the tile."""
-_MAX_SPLITS = 63
+_MAX_SPLITS = 64
 _SHARED = 96 * 1024
 """Bytes that a program may keep in shared memory; every GPU since Ampere has 99 kB."""
 _MOVED = 8 * 1024
@@ -83,35 +84,53 @@ def launching_on(tensor: Tensor) -> Any:
 @triton.jit
 def _absorb(
     query, keys, values, seen, scale, softcap, top, total, output,
-    ok_slots, ok_key, ok_value, CAPPED: tl.constexpr,
+    ok_slots, ok_key, ok_value, CAPPED: tl.constexpr, WHOLE: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one block of slots: the running maximum, total and output of each row, after it."""
-    key = tl.load(keys, mask=ok_key[:, None] & ok_slots[None, :], other=0.0)  # [D, slots]
-    score = tl.dot(query, key, input_precision="ieee") * scale
+    """Attend to one block of slots: the running maximum, total and output of each row, after it.
+
+    Scores are in powers of two. `WHOLE`: each row sees all of these slots; `EVEN`: heads have as
+    many numbers as are read.
+    """
+    if WHOLE and EVEN:
+        key = tl.load(keys)  # [D, slots]
+    elif WHOLE:
+        key = tl.load(keys, mask=ok_key[:, None], other=0.0)
+    else:
+        key = tl.load(keys, mask=ok_key[:, None] & ok_slots[None, :], other=0.0)
+    score = tl.dot(query, key, input_precision="ieee")
     if CAPPED:
-        score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)  # tanh
-    score = tl.where(seen, score * 1.4426950408889634, float("-inf"))  # in powers of two
-    above = tl.maximum(top, tl.max(score, 1))
-    base = tl.where(above == float("-inf"), 0.0, above)
-    weight = tl.exp2(score - base[:, None])
+        score = softcap * (2.0 * tl.sigmoid(2.0 * score * scale / softcap) - 1.0)  # tanh
+        scale = 1.4426950408889634
+    if not WHOLE:
+        score = tl.where(seen, score, float("-inf"))
+    above = tl.maximum(top, tl.max(score, 1) * scale)
+    base = above if WHOLE else tl.where(above == float("-inf"), 0.0, above)
+    weight = tl.exp2(score * scale - base[:, None])
     fade = tl.exp2(top - base)
-    value = tl.load(values, mask=ok_slots[:, None] & ok_value[None, :], other=0.0)  # [slots, Dv]
+    if WHOLE and EVEN:
+        value = tl.load(values)  # [slots, Dv]
+    elif WHOLE:
+        value = tl.load(values, mask=ok_value[None, :], other=0.0)
+    else:
+        value = tl.load(values, mask=ok_slots[:, None] & ok_value[None, :], other=0.0)
     output = tl.dot(weight.to(value.dtype), value, output * fade[:, None], input_precision="ieee")
     return above, total * fade + tl.sum(weight, 1), output
 
 
-@triton.jit(do_not_specialize=["nodes", "tree", "splits", "p_row", "p_node"])
+@triton.jit(do_not_specialize=["nodes", "tree", "p_row", "p_node"])
 def _attend(
     q, k, v, packed, partial, lse, scale, softcap,
-    heads, groups, nodes, tree, splits,
+    heads, groups, nodes, tree,
     q_row, q_head, q_node, k_row, k_head, k_slot, v_row, v_head, v_slot, p_row, p_node,
     D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one head's rows over one part of the slots; the last part is the tree.
+    """A tile of one head's rows over one part of the blocks of slots: the prefix's, then the
+    tree's.
 
     Row r of a head is node r % N of its query r // N. Partial outputs are [P, B, Hq, N, Dv].
     """
+    EVEN: tl.constexpr = D == D_BLOCK and DV == DV_BLOCK
     tile, pair, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head = (pair // heads).to(tl.int64), pair % heads
     rows = tile * ROWS + tl.arange(0, ROWS)
@@ -120,48 +139,66 @@ def _attend(
     along, along_v, step = tl.arange(0, D_BLOCK), tl.arange(0, DV_BLOCK), tl.arange(0, SLOTS)
     ok_key, ok_value = along < D, along_v < DV
 
-    sight = packed + row * p_row + node * p_node
-    end = tl.load(packed + row * p_row + 1)
-    first = tl.load(sight, mask=ok, other=2147483647)  # [ROWS], the oldest slot that a node sees
+    sight, in_sight = packed + row * p_row, node * p_node
+    end = tl.load(sight + 1)
+    first = tl.load(sight + in_sight, mask=ok, other=2147483647)  # [ROWS], the oldest slot that a node sees
     at = q + row * q_row + query_head * q_head + node * q_node
     query = tl.load(at[:, None] + along[None, :], mask=ok[:, None] & ok_key[None, :], other=0.0)
 
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     output = tl.zeros([ROWS, DV_BLOCK], tl.float32)
-    keys = k + row * k_row + head * k_head + along[:, None]
-    values = v + row * v_row + head * v_head + along_v[None, :]
-    if part < splits:
-        oldest = tl.min(first, 0) // SLOTS * SLOTS
-        blocks = tl.cdiv(tl.maximum(end - oldest, 0), SLOTS)
-        each = tl.cdiv(blocks, splits) * SLOTS
-        low = oldest + part * each
-        high = tl.minimum(low + each, end)
-        key_at = keys + (low.to(tl.int64) + step)[None, :] * k_slot
-        value_at = values + (low.to(tl.int64) + step)[:, None] * v_slot
-        for start in range(low, high, SLOTS):
-            slots = start + step
-            seen = (slots < high)[None, :] & (slots[None, :] >= first[:, None])
-            top, total, output = _absorb(
-                query, key_at, value_at, seen, scale, softcap, top, total, output,
-                slots < high, ok_key, ok_value, CAPPED,
-            )  # fmt: skip
-            key_at += SLOTS * k_slot
-            value_at += SLOTS * v_slot
-    else:
-        key_at = keys + (end.to(tl.int64) + step)[None, :] * k_slot
-        value_at = values + (end.to(tl.int64) + step)[:, None] * v_slot
-        for start in range(0, tree, SLOTS):
-            others = start + step
-            inside = others < tree
-            bits = sight[:, None] + 2 + others[None, :]
-            seen = tl.load(bits, mask=ok[:, None] & inside[None, :], other=0) != 0
-            top, total, output = _absorb(
-                query, key_at, value_at, seen, scale, softcap, top, total, output,
-                inside, ok_key, ok_value, CAPPED,
-            )  # fmt: skip
-            key_at += SLOTS * k_slot
-            value_at += SLOTS * v_slot
+    keys, values = k + row * k_row + head * k_head, v + row * v_row + head * v_head
+    in_keys = along[:, None] + step[None, :] * k_slot
+    in_values = step[:, None] * v_slot + along_v[None, :]
+
+    oldest = tl.min(first, 0) // SLOTS * SLOTS
+    blocks = tl.cdiv(tl.maximum(end - oldest, 0), SLOTS)
+    each = tl.cdiv(blocks + tl.cdiv(tree, SLOTS), tl.num_programs(2))
+    low = oldest + tl.minimum(part * each, blocks) * SLOTS
+    high = tl.minimum(oldest + tl.minimum((part + 1) * each, blocks) * SLOTS, end)
+
+    # Blocks that every row sees in full need no mask.
+    newest = tl.max(tl.where(ok, first, 0), 0)
+    ahead = tl.cdiv(tl.minimum(tl.maximum(newest, low), tl.maximum(high, low)) - low, SLOTS)
+    start_whole = low + ahead * SLOTS
+    whole = tl.maximum(high - start_whole, 0) // SLOTS
+    end_whole = start_whole + whole * SLOTS
+    keys_at = keys + start_whole.to(tl.int64) * k_slot
+    values_at = values + start_whole.to(tl.int64) * v_slot
+    for _ in range(whole):
+        top, total, output = _absorb(
+            query, keys_at + in_keys, values_at + in_values, ok, scale, softcap,
+            top, total, output, ok, ok_key, ok_value, CAPPED, True, EVEN,
+        )  # fmt: skip
+        keys_at += SLOTS * k_slot
+        values_at += SLOTS * v_slot
+    # The others are few: without stages they need fewer registers.
+    for edge in tl.range(ahead + (end_whole < high), num_stages=1):
+        start = tl.where(edge < ahead, low + edge * SLOTS, end_whole)
+        slots = start + step
+        seen = (slots < high)[None, :] & (slots[None, :] >= first[:, None])
+        keys_at = keys + start.to(tl.int64) * k_slot
+        values_at = values + start.to(tl.int64) * v_slot
+        top, total, output = _absorb(
+            query, keys_at + in_keys, values_at + in_values, seen, scale, softcap,
+            top, total, output, slots < high, ok_key, ok_value, CAPPED, False, EVEN,
+        )  # fmt: skip
+    before = tl.maximum(part * each - blocks, 0) * SLOTS
+    after = tl.minimum(((part + 1) * each - blocks) * SLOTS, tree)
+    keys_at = keys + (end + before).to(tl.int64) * k_slot
+    values_at = values + (end + before).to(tl.int64) * v_slot
+    for start in tl.range(before, after, SLOTS, num_stages=1):
+        others = start + step
+        inside = others < tree
+        bits = sight + 2 + (in_sight[:, None] + others[None, :])
+        seen = tl.load(bits, mask=ok[:, None] & inside[None, :], other=0) != 0
+        top, total, output = _absorb(
+            query, keys_at + in_keys, values_at + in_values, seen, scale, softcap,
+            top, total, output, inside, ok_key, ok_value, CAPPED, False, EVEN,
+        )  # fmt: skip
+        keys_at += SLOTS * k_slot
+        values_at += SLOTS * v_slot
 
     output = output / tl.where(total == 0.0, 1.0, total)[:, None]
     place = ((part * tl.num_programs(1) + pair).to(tl.int64) * groups) * nodes + rows
@@ -207,7 +244,7 @@ def split_attention(
     call compiles: make one before a CUDA graph is captured.
 
     Args:
-        splits: programs that share a prefix; what fills the GPU when None.
+        splits: programs that share the slots; what fills the GPU when None.
         tile: how the work is cut; `Tile.fit` when None.
     """
     attend: Any = _attend  # a kernel is called with its grid in brackets
@@ -219,18 +256,19 @@ def split_attention(
     tile = tile or Tile.fit(groups * nodes, size, width, key.element_size())
     tiles = triton.cdiv(groups * nodes, tile.rows)
     if splits is None:
-        # No more programs than there are places for, the tree's among them.
+        # No more programs than there are places for.
         places = processors(query.device) * _WARPS // tile.warps
-        wanted = places // (tiles * batch * heads) - 1
+        wanted = places // (tiles * batch * heads)
         splits = max(1, min(wanted, triton.cdiv(key.shape[2], tile.slots), _MAX_SPLITS))
-    parts, count = splits + 1, batch * query_heads * nodes
-    partial = torch.empty(parts, count, width, dtype=torch.float32, device=query.device)
-    lse = torch.empty(parts, count, dtype=torch.float32, device=query.device)
+    count = batch * query_heads * nodes
+    partial = torch.empty(splits, count, width, dtype=torch.float32, device=query.device)
+    lse = torch.empty(splits, count, dtype=torch.float32, device=query.device)
     out = torch.empty(batch, nodes, query_heads, width, dtype=query.dtype, device=query.device)
     with launching_on(query):
-        attend[(tiles, batch * heads, parts)](
-            query, key, value, packed, partial, lse, scaling, softcap or 0.0,
-            heads, groups, nodes, tree, splits,
+        attend[(tiles, batch * heads, splits)](
+            query, key, value, packed, partial, lse,
+            scaling * (math.log2(math.e) if softcap is None else 1.0), softcap or 0.0,
+            heads, groups, nodes, tree,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             packed.stride(0), packed.stride(2),
             D=size, DV=width, D_BLOCK=_block(size), DV_BLOCK=_block(width),
@@ -238,8 +276,8 @@ def split_attention(
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         merge[(count,)](
-            partial, lse, out, query_heads, nodes, parts, count,
-            DV=width, DV_BLOCK=_block(width), PARTS=triton.next_power_of_2(parts), num_warps=4,
+            partial, lse, out, query_heads, nodes, splits, count,
+            DV=width, DV_BLOCK=_block(width), PARTS=triton.next_power_of_2(splits), num_warps=4,
         )  # fmt: skip
     return out
 

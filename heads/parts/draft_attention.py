@@ -80,10 +80,11 @@ def depth_mask(
     [[[[1, 1, 0, 1, 0], [0, 0, 1, 0, 1]]]]
     """
     width = at.shape[1]
+    first_added = length + past * width
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         text = (key >= start[row, query]) & (key <= at[row, query])
-        own = (key >= length + past * width) & ((key - length) % width == query)
+        own = (key >= first_added) & ((key - length) % width == query)
         return text | own
 
     def own(first: Tensor, last: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -125,12 +126,13 @@ def block_mask(
     if window is not None:  # a block's first place is one after the last text key
         place = torch.arange(at.shape[1], device=at.device) % places
         start = start.maximum(at + place - (window - 2))
+    least, most = 1 - near, 0 if causal else near - 1  # places ahead
 
     def seen(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         text = (key >= start[row, query]) & (key <= at[row, query])
         ahead = key - length - query
-        own = (key >= length) & ((key - length) // places == query // places) & (ahead > -near)
-        return text | (own & (ahead < (1 if causal else near)))
+        own = (key >= length) & ((key - length) // places == query // places)
+        return text | (own & (ahead >= least) & (ahead <= most))
 
     def own(first: Tensor, last: Tensor) -> list[tuple[Tensor, Tensor]]:
         whole = last if causal else last // places * places + places - 1
@@ -195,7 +197,8 @@ def _mask(
 
     Args:
         keys: how many there are in all.
-        seen: (row, head, query, key) -> whether it is seen.
+        seen: (row, head, query, key) -> whether it is seen. It computes with tensors and numbers
+            that are there before it is called: torch 2.11 compiles no other numbers on a GPU.
         own: the first and last of some queries -> the ranges of keys, beside the text's, that hold
             all which these see.
     """

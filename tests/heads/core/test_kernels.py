@@ -127,7 +127,7 @@ def repeated(ttgir: str) -> list[str]:
     """Products of which warps compute some numbers more than once, by their shape and layout."""
     layouts, found = dict(re.findall(r"^(#\w+) = (#ttg\..*)$", ttgir, re.MULTILINE)), []
     products = re.findall(r"(?:tt\.dot|warp_group_dot) .*-> tensor<(\d+)x(\d+)xf32, (#\w+)>", ttgir)
-    assert len(products) == 4  # two for the prefix, two for the tree
+    assert len(products) == 6  # two each for slots that all rows see, for others, for the tree
     for *shape, name in products:
 
         def numbers(key: str, layout: str = layouts[name]) -> list[int]:
@@ -223,7 +223,7 @@ def test_splits_fill_the_multiprocessors_once(
     tiles, pairs, parts = launch.grid
     places = 132 * 8 // launch.options["num_warps"]
     assert launch.programs <= max(places, 2 * tiles * pairs)
-    assert 2 <= parts <= 64 and max(launch.grid[1:]) < 1 << 16
+    assert parts <= 64 and max(launch.grid[1:]) < 1 << 16
     if tiles * pairs <= places // 8:
         assert launch.programs > 0.7 * places
 
