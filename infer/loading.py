@@ -49,7 +49,7 @@ def load(
     attention: str = "auto",
     allow_pickle: bool = False,
     compile: bool | str | None = None,
-    fused: bool = False,
+    fused: bool | None = None,
     in_place: bool = True,
     **options: Any,
 ) -> Speculator:

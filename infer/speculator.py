@@ -120,8 +120,9 @@ class Speculator(DecodingMethod):
             Elsewhere it compiles the target's forwards, also by a mode of `torch.compile`; the
             first round of each batch size then takes long. Sums are rounded otherwise, so near-ties
             may fall otherwise than without; in float64 nothing is packed.
-        fused: whether norms, rotary embedding with cache write, and gated products are a kernel
-            each in the target's forwards over trees, see `heads/core/fused.py`; packed ones are.
+        fused: whether norms, rotary embedding with cache write, and products of the same states are
+            a kernel each in the target's forwards over trees, see `heads/core/fused.py`; packed
+            ones are, and of compiled ones the products. None: on a GPU where a trial passes.
 
     Attributes:
         trees: by kind of request, which another speculator takes as `tree`.
@@ -141,7 +142,7 @@ class Speculator(DecodingMethod):
         graphs: bool | None = None,
         attention: str = "auto",
         compile: bool | str = False,
-        fused: bool = False,
+        fused: bool | None = None,
     ):
         target = language_model_in(target)
         self.drafters = DrafterGroup.of(drafter)

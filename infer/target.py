@@ -1,5 +1,6 @@
 """Drives a target model: prefill, verify a tree in one forward, commit the accepted path."""
 
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -23,6 +24,8 @@ from headstart.heads.core import (
     choose_attention,
     copy_fits,
     device_of,
+    has_kernels,
+    in_shards,
     in_steps,
     layers_run_by,
     offloaded,
@@ -37,6 +40,8 @@ from headstart.heads.core import (
 )
 
 from .capture import unwatched
+
+logger = logging.getLogger(__name__)
 
 PACKED, AUTO = "packed", "auto"
 MODES = (PACKED, "default", "max-autotune-no-cudagraphs")
@@ -94,22 +99,33 @@ def _compiled(model: PreTrainedModel, mode: str, attention: str) -> Callable[...
 
 
 def _fused_layers(
-    model: PreTrainedModel, shapes: list[LayerShape], asked: bool
+    model: PreTrainedModel, shapes: list[LayerShape], asked: bool | None
 ) -> FusedLayers | None:
-    """Fused layers where they are asked for, or a model runs packed here and they do the same."""
+    """Fused layers where they are asked for, or a model runs packed here and they do the same; or,
+    if nothing is asked, where a model is on one GPU that has kernels for them, and they do."""
     packed = runs_packed(model) and device_of(model).type == "cpu"  # it may have been moved since
-    if not asked and not packed:
+    wanted = asked or packed or (asked is None and _has_kernels(model))
+    if not wanted:
         return None
     fused = FusedLayers(model)
     try:
         check_fused(model, fused, shapes)
-    except UnsupportedTarget:
+    except UnsupportedTarget as error:
         if asked:
             raise
+        logger.info("No fused layers: %s", error)
         return None
     if packed:
         fused.found["whole layers"] = take_whole_models(model)
     return fused
+
+
+def _has_kernels(model: PreTrainedModel) -> bool:
+    """Whether a model's weights are all on one GPU whose kernels compute with them."""
+    weights = list(model.parameters())
+    if not weights or offloaded(model) or in_shards(model):
+        return False
+    return has_kernels(weights[0]) and len({weight.device for weight in weights}) == 1
 
 
 class Target:
@@ -122,15 +138,16 @@ class Target:
             CPU: linear layers run on packed weights, see `Packing`. Elsewhere forwards over trees
             are compiled by `torch.compile`, once for each shape, and attend by tree attention;
             prompts run as they are.
-        fused: whether forwards over trees run with `FusedLayers`; those of a packed model do.
+        fused: whether forwards over trees run with `FusedLayers`; those of a packed model do. None:
+            on one GPU, in the types that it has kernels for. Of forwards that `torch.compile`
+            compiles, only the products are: it makes kernels of the rest itself.
 
     Attributes:
         model: the model that was given; runner: what its forwards run, itself or a packed copy.
         kernels: whether layers run by the kernels for CPUs.
 
     Raises:
-        OptionError: a mode that captures graphs itself, or masked attention to be compiled; or
-            fused beside forwards that `torch.compile` compiles.
+        OptionError: a mode that captures graphs itself, or masked attention to be compiled.
         UnsupportedTarget: the model cannot be driven by a token tree; the message names why.
     """
 
@@ -140,15 +157,10 @@ class Target:
         feature_layers: Sequence[int] = (),
         attention: str = "auto",
         compile: bool | str = False,
-        fused: bool = False,
+        fused: bool | None = None,
     ):
         mode = way_to_run(model, compile)
         self.model, self.compile = model, (mode or False) if compile == AUTO else compile
-        if fused and mode not in (None, PACKED):
-            raise OptionError(
-                "fused and compile were both given, and each replaces the same layers; leave one "
-                "of them out."
-            )
         self._packing = Packing() if mode == PACKED else None
         inductor = mode if mode != PACKED else None
         self._run = _compiled(model, inductor, attention) if inductor else None

@@ -7,7 +7,8 @@ those of queries, keys and values, and those of a gated product. Attention stays
 model code is changed: modules and functions are found by what they look like, and each is replaced
 only where a trial on random numbers shows that it does the same. On CUDA they are the kernels of
 `fused_kernels`; on a CPU fewer of torch's own operators, called as they are, since each call costs
-microseconds; elsewhere, and in float64, those that transformers applies, in its order.
+microseconds; elsewhere, and in float64, those that transformers applies, in its order. While torch
+compiles a forward, only the products are ours, and it makes kernels of the rest itself.
 """
 
 import functools
@@ -208,6 +209,8 @@ def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 
 
 def _norm(module: Any, states: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        return type(module).forward(module, states)
     eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     if _directly(states):
         if (found := cpu_kernels.norm(states, module.weight, eps)) is not None:
@@ -218,6 +221,10 @@ def _norm(module: Any, states: Tensor) -> Tensor:
 
 def _gated_layer(module: Any, states: Tensor, most: int = MOST_ROWS) -> Tensor:
     both = [module.gate_proj, module.up_proj]
+    if torch.compiler.is_compiling():
+        if _rows(states) > most or not alike(both):
+            return type(module).forward(module, states)
+        return module.down_proj(gated_layers(states, *weights(both), most))
     if cpu_kernels.together(both, states):
         return module.down_proj(cpu_kernels.gated(both[0], both[1], states))
     if not _directly(states) and alike(both):
@@ -242,19 +249,30 @@ def _of_three(
 ) -> Tensor:
     """One of three layers that are called one after the other with the same states."""
     if _now.depth and states is _now.states and module in _now.ready:
-        return _now.ready.pop(module)
+        found = _now.ready.pop(module)
+        if not _now.ready:
+            _now.states = None
+        return found
     if not _now.depth or module is not three[0]:
         return type(module).forward(module, states)
-    if cpu_kernels.together(three, states):
+    compiling = torch.compiler.is_compiling()
+    if compiling and (_rows(states) > most or not alike(three)):
+        return type(module).forward(module, states)
+    if not compiling and cpu_kernels.together(three, states):
         found: Any = cpu_kernels.products(three, states)
-    elif alike(three):
+    elif compiling or alike(three):
         found = three_layers(states, *weights(three), most)
     else:
         return type(module).forward(module, states)
     _now.states = states
     _now.ready = dict(zip(three[1:], found[1:], strict=True))
-    _now.writes.computed(layer, found[2])
+    if not compiling:
+        _now.writes.computed(layer, found[2])
     return found[0]
+
+
+def _rows(states: Tensor) -> int:
+    return states.numel() // states.shape[-1]
 
 
 def _either(module: nn.Module, fused: Callable[..., Tensor], *args: Any, **options: Any) -> Any:
@@ -267,7 +285,8 @@ def _rotary_of(true: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(true)
     def either(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **options: Any) -> Any:
         whole = q.shape[-1] == cos.shape[-1]  # some models turn a part of each head alone
-        if _now.depth and whole and not rest and not options:
+        ours = _now.depth and not torch.compiler.is_compiling()
+        if ours and whole and not rest and not options:
             return _rotated(q, k, cos, sin)
         return true(q, k, cos, sin, *rest, **options)
 

@@ -20,6 +20,7 @@ MOST_ROWS = 64
 """Rows that a kernel takes; of more, it would read the weights again for each so many."""
 
 _TURNS = 3
+_WRITES = 16  # of 256 MB before what is timed: while they run, the host launches it
 
 
 def has_kernels(tensor: Tensor) -> bool:
@@ -56,6 +57,11 @@ def three_layers(
     return one, two, three
 
 
+@three_layers.register_fake
+def _shapes_of_three(states: Tensor, weights: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(states.new_empty(*states.shape[:-1], len(weight)) for weight in weights)
+
+
 @torch.library.custom_op("headstart::gated_layers", mutates_args=())
 def gated_layers(states: Tensor, weights: list[Tensor], biases: list[Tensor], most: int) -> Tensor:
     """SiLU(gate) · up of two linear layers of states [..., D]; arguments as of `three_layers`."""
@@ -67,6 +73,11 @@ def gated_layers(states: Tensor, weights: list[Tensor], biases: list[Tensor], mo
 
         return fused_kernels.gated(gate, up)
     return F.silu(gate) * up
+
+
+@gated_layers.register_fake
+def _shape_of_gated(states: Tensor, weights: list[Tensor], *rest: Any) -> Tensor:
+    return states.new_empty(*states.shape[:-1], len(weights[0]))
 
 
 def weights_of(layers: Sequence[Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -97,7 +108,7 @@ def rows_together(
 ) -> int:
     """For how many rows one launch is no slower than several, at most `MOST_ROWS`; 0 for none.
 
-    On a GPU both are timed, at 16 rows and at `MOST_ROWS`, which takes some 256 MB; launches stay
+    On a GPU both are timed, for one row, 16, and `MOST_ROWS`, which takes some 256 MB; launches stay
     apart where these are not free. Elsewhere there is nothing to choose.
 
     Args:
@@ -106,7 +117,7 @@ def rows_together(
     if not has_kernels(states):
         return MOST_ROWS
     found = 0
-    for rows in (16, MOST_ROWS):
+    for rows in (1, 16, MOST_ROWS):
         given = states.expand(rows, -1).contiguous()
         try:
             ours, theirs = (_milliseconds(run, given) for run in (together, apart))
@@ -119,13 +130,15 @@ def rows_together(
 
 
 def _milliseconds(run: Callable[[Tensor], object], states: Tensor) -> float:
-    """The least of a few turns, each behind a write that leaves no weights in the GPU's cache."""
+    """The least of a few turns, as in a captured round: each behind writes that leave no weights in
+    the GPU's cache, and that last until the host has launched all of it."""
     with torch.cuda.device(states.device):
         other = torch.empty(1 << 28, dtype=torch.uint8, device=states.device)
         run(states)
         times = []
         for _ in range(_TURNS):
-            other.zero_()
+            for _ in range(_WRITES):
+                other.zero_()
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             run(states)

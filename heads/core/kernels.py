@@ -10,15 +10,16 @@ groups of 4, head dimension 128), for a prefix of 8,192 tokens and a tree of 64 
 
 - Keys and values: 2 × 8 × 8,192 × 128 × 2 bytes = 33.6 MB, the least possible. Masked sdpa repeats
   them for each query head: nine times as much. Here a group's queries are rows of one product with
-  the keys that they share, 4 × 64 = 256 rows, cut into tiles of 128. A head's tiles are next to
-  each other in the grid, so they run at the same time and share the L2 cache.
-- 8 heads × 2 tiles are 16 programs; 7 splits and the tree are 128, and an H100 has 132
-  multiprocessors. Each writes its rows in float32: 8 × 32 × 64 × 128 × 4 bytes = 8.4 MB.
+  the keys that they share, 4 × 64 = 256 rows, cut into tiles of 64. A head's tiles are next to each
+  other in the grid, so they run at the same time and share the L2 cache.
+- 8 heads × 4 tiles are 32 programs, and 8 parts of the slots make 256 of them, two for each of an
+  H100's 132 multiprocessors. Each writes its rows in float32: 8 × 32 × 64 × 128 × 4 bytes = 8.4 MB.
 - The packed tree is 64 × 66 × 4 bytes = 17 kB; an additive mask is 1.1 MB for each query head.
 
 256 rows take 256 operations for each byte read; near the GPU's ratio (some 300 on an H100) the time
-is bound by arithmetic. A prefix's end is read on the device, and programs past it return at once:
-the launch is the same for texts of any length, as a captured CUDA graph needs.
+is bound by arithmetic. So slots that every row sees, which are nearly all, take no masks. The blocks
+of the prefix and then of the tree are divided evenly among the parts; where the prefix ends is read
+on the device: the launch is the same for texts of any length, as a captured CUDA graph needs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ _WARPS = 8
 That many keep their registers whatever the tile."""
 _MAX_SPLITS = 64
 _SHARED = 96 * 1024
-"""Bytes that a program may keep in shared memory; every GPU since Ampere has 99 kB."""
+"""Bytes that a program may keep in shared memory, where more is not known to be there; every GPU
+since Ampere has 99 kB."""
 _MOVED = 8 * 1024
 """Bytes of a path that a program moves at once: sixteen registers of each thread of four warps."""
 
@@ -51,28 +53,42 @@ class Tile(NamedTuple):
     stages: int = 2
 
     @classmethod
-    def fit(cls, rows: int, key: int, value: int, itemsize: int) -> Tile:
+    def fit(cls, rows: int, key: int, value: int, itemsize: int, shared: int = _SHARED) -> Tile:
         """For so many rows a head, head dimensions and bytes a number.
 
         Each warp multiplies 16 rows, or all rows with columns of its own: with more warps, some
-        would compute the same. In shared memory are the queries, two stages of keys and values, and
-        what each node sees. Numbers of 32 bits, of which a thread holds more, take smaller tiles.
+        would compute the same. In shared memory are the queries, and the keys and values of each
+        stage, less one where the products read registers. Numbers of 32 bits, of which a thread
+        holds more, take smaller tiles, and two stages.
+
+        Args:
+            shared: bytes of shared memory that a program may have.
 
         >>> Tile.fit(4, 128, 128, 2), Tile.fit(64, 128, 128, 2)
-        (Tile(rows=16, slots=64, warps=4, stages=2), Tile(rows=64, slots=64, warps=4, stages=2))
-        >>> Tile.fit(256, 128, 128, 2), Tile.fit(256, 128, 128, 4)
-        (Tile(rows=128, slots=32, warps=8, stages=2), Tile(rows=32, slots=16, warps=8, stages=2))
+        (Tile(rows=16, slots=64, warps=4, stages=3), Tile(rows=64, slots=32, warps=4, stages=3))
+        >>> Tile.fit(256, 128, 128, 2, 227 << 10), Tile.fit(512, 128, 128, 2, 227 << 10)
+        (Tile(rows=64, slots=64, warps=4, stages=3), Tile(rows=128, slots=64, warps=8, stages=3))
+        >>> Tile.fit(256, 128, 128, 4)
+        Tile(rows=32, slots=16, warps=8, stages=2)
         """
         width = (_block(key) + _block(value)) * itemsize
         wide = itemsize > 2
-        most = 16 if width > 1024 else 32 if width > 512 else 64 if wide else 128
+        most = 16 if width > 1024 else 32 if width > 512 else 64 if wide or rows <= 256 else 128
         rows = max(16, min(most, triton.next_power_of_2(rows)))
-        room = (_SHARED - rows * _block(key) * itemsize) // (2 * width + 4 * rows)
-        slots = min(64, 1 << room.bit_length() - 1)
-        if not wide:
-            return cls(rows, slots, max(4, rows // 16))
-        slots = max(16, min(slots, (1 << 14) // width))
-        return cls(rows, slots, 8 if rows > 16 and rows * _block(value) >= 1 << 12 else 4)
+        if wide:
+            room = (_SHARED - rows * _block(key) * itemsize) // (2 * width + 4 * rows)
+            slots = max(16, min(64, 1 << room.bit_length() - 1, (1 << 14) // width))
+            return cls(rows, slots, 8 if rows > 16 and rows * _block(value) >= 1 << 12 else 4)
+        warps = max(4, rows // 16)
+        # As many programs as there are warps for share a multiprocessor's memory, where it is large.
+        shared = max(_SHARED, shared * warps // _WARPS)
+        for stages in (3, 2):
+            buffers = stages if rows >= 64 else stages - 1
+            room = (shared - rows * _block(key) * itemsize) // (buffers * width)
+            slots = min(64, 1 << room.bit_length() - 1)
+            if slots >= 32:
+                break
+        return cls(rows, slots, warps, stages)
 
 
 def launching_on(tensor: Tensor) -> Any:
@@ -253,7 +269,9 @@ def split_attention(
     heads, width, tree = key.shape[1], value.shape[-1], packed.shape[-1] - 2
     groups = query_heads // heads
     query, packed = (t if t.stride(-1) == 1 else t.contiguous() for t in (query, packed))
-    tile = tile or Tile.fit(groups * nodes, size, width, key.element_size())
+    if tile is None:
+        shared = shared_memory(query.device)
+        tile = Tile.fit(groups * nodes, size, width, key.element_size(), shared)
     tiles = triton.cdiv(groups * nodes, tile.rows)
     if splits is None:
         # No more programs than there are places for.
@@ -277,7 +295,8 @@ def split_attention(
         )  # fmt: skip
         merge[(count,)](
             partial, lse, out, query_heads, nodes, splits, count,
-            DV=width, DV_BLOCK=_block(width), PARTS=triton.next_power_of_2(splits), num_warps=4,
+            DV=width, DV_BLOCK=_block(width), PARTS=triton.next_power_of_2(splits),
+            num_warps=1 if splits <= 16 else 2,
         )  # fmt: skip
     return out
 
@@ -292,6 +311,14 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have on a GPU; the least on the CPU."""
+    if device.type != "cuda":
+        return _SHARED
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
 
 
 @triton.jit(do_not_specialize=["steps", "batch", "a_row", "p_row"])

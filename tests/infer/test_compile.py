@@ -16,6 +16,7 @@ import transformers as tf
 from torch._dynamo.utils import counters
 
 from headstart.heads import OptionError, TokenTree, UnsupportedTarget
+from headstart.heads.core import fused
 from headstart.heads.core import tree_attention as attention
 from headstart.infer import Speculator, StaticTree, request
 from headstart.infer.target import Target
@@ -154,3 +155,27 @@ def test_captured_rounds_are_compiled_on_a_gpu() -> None:
     compiled = Speculator(model, compile="default")
     assert torch.equal(compiled.generate(ids, **options), model.generate(ids, **options))
     assert counted() == (1, 0) and compiled.graphs is not None and compiled.graphs.captures
+
+
+def test_products_of_compiled_forwards_are_one_launch() -> None:
+    """Of the same states, for few rows; the compiler sees all else as it is."""
+    model, seen = copy.deepcopy(target("tiny")).double(), list[set[str]]()
+    true = torch.compile
+
+    def kept(graph: Any, inputs: Any) -> Any:
+        names = [node.name for node in graph.graph.nodes]
+        seen.append({name for name in names if name.startswith(("three", "gated", "rms", "rotate"))})
+        return graph
+
+    compiled = Speculator(model, compile="default", fused=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(true.func, backend=kept))
+        for _ in range(2):
+            found = decode(compiled)
+    assert torch.equal(found, decode(Speculator(copy.deepcopy(target("tiny")).double())))
+    layers = model.config.num_hidden_layers
+    assert counted() == (1, 0) and len(seen) == 1
+    for kind in ("three_layers", "gated_layers"):
+        assert sum(name.startswith(kind) for name in seen[0]) == layers
+    assert not any(name.startswith(("rms", "rotate")) for name in seen[0])
+    assert fused._now.states is None and not fused._now.ready

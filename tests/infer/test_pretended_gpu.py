@@ -236,7 +236,8 @@ def test_a_model_that_was_packed_on_the_cpu_runs_on_a_gpu_as_it_is(
     ours = before or Speculator(model, compile="packed")
     assert torch.equal(write(ours), write(whole))
     assert ours.target.forwards == "torch" and not ours.target.kernels
-    assert ours.target.fused is None and gpu.replayed
+    fused = ours.target.fused
+    assert fused is not None and "whole layers" not in fused.found and gpu.replayed
 
 
 def test_packing_leaves_what_is_on_a_gpu_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
