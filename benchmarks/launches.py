@@ -248,6 +248,8 @@ def kernel_launches(nodes: int, context: int, vocabulary: int = 128_256) -> dict
                  lambda: kernels.split_attention(query, slab, slab, packed, 0.1)),
         "gated layers": (product_kernels, ["_gated"],
                  lambda: product_kernels.gated_layers(some, [states(inner, hidden)] * 2, [])),
+        "one layer of one row": (product_kernels, ["_alone"],
+                 lambda: product_kernels.one_layer(some[:, :1], three[:1], [])),
         "gated product": (fused_kernels, ["_gated"],
                  lambda: fused_kernels.gated(gate, gate)),
     }  # fmt: skip

@@ -81,8 +81,8 @@ def plain_costs(
 def compiled_costs(
     model: PreTrainedModel, context: int, new_tokens: int, repeats: int, megabytes: int
 ) -> dict[str, Any]:
-    """Plain decoding at batch 1 with compiled forwards, and as it is, and `generate` with a static
-    cache, which compiles too, in turns; see `plain_costs`.
+    """Plain decoding at batch 1 with compiled forwards, as it is, and without fused layers, and
+    `generate` with a static cache, which compiles too, in turns; see `plain_costs`.
 
     Returns:
         Milliseconds a token of each, what a token reads, and `compile_seconds`, the first round's;
@@ -96,6 +96,7 @@ def compiled_costs(
     decoders = {
         "compiled": timed_speculator(compiled, **options),
         "plain": timed_speculator(Speculator(model), **options),
+        "unfused": timed_speculator(Speculator(model, fused=False), **options),
     }
     fastest, missing = static_generate(model, ids, options)
     decoders |= fastest

@@ -40,6 +40,7 @@ GROUPS: dict[str, Callable[[Place], Items]] = {
     "machine": smoke_items.about_machine,
     "kernels": smoke_items.kernels,
     "sampling": sampling,
+    "identity": smoke_items.identity,
     "families": smoke_items.families,
     "recurrent": recurrent,
     "lifetimes": smoke_items.lifetimes,

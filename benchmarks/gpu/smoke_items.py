@@ -23,6 +23,7 @@ from headstart.infer.batcher import Batcher
 from headstart.infer.capture import CudaCapture
 from headstart.infer.graphs import RoundGraphs
 from headstart.infer.measure.costs import measure_costs
+from headstart.infer.measure.lossless_greedy import compare_greedy
 from headstart.infer.measure.own_text import write_texts
 from headstart.infer.measure.timing import Stopwatch
 from headstart.infer.speculator import Speculator
@@ -202,6 +203,24 @@ def families(place: Place) -> Items:
         title = f"{name}, {kind}, {'coupled' if sampled else 'greedy'}, batch {batch}"
         given = {"tree": _TREES[kind], "sampled": sampled}
         yield title, partial(_compared, place, name, [batch] * 3, **given)
+
+
+def identity(place: Place) -> Items:
+    """Greedy text in float32 against that of `generate`."""
+    for number, name in enumerate(FAMILIES):
+        yield name, partial(_identity, place, name, tuple(_TREES)[number % len(_TREES)])
+
+
+def _identity(place: Place, name: str, kind: str) -> dict[str, Any]:
+    model = small_target(place.device)
+    with watched_paths() as paths:
+        speculator = Speculator(model, _drafter(name, place.device), tree=_TREES[kind], graphs=True)
+        prompts = [make_prompts(place.device, 1, turn) for turn in range(3)]
+        found = compare_greedy(speculator, prompts, 2 * NEW)
+    paths.check()
+    if not found.holds:
+        raise AssertionError(f"it differs from `generate`: {found.divergences}")
+    return {"tokens": found.tokens, "near_ties": len(found.divergences), **paths.to_dict()}
 
 
 def lifetimes(place: Place) -> Items:

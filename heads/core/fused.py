@@ -24,13 +24,22 @@ from transformers import PreTrainedModel
 
 from . import cpu_kernels
 from .errors import MALFORMED
-from .fused_products import MOST_ROWS, alike, gated_layers, rows_together, three_layers
+from .fused_products import (
+    MOST_ROWS,
+    alike,
+    gated_layers,
+    has_kernels,
+    one_layer,
+    rows_together,
+    three_layers,
+)
 from .fused_products import weights_of as weights
 from .fused_writes import AttentionLayer, Writes, kernels_for, rotate
 from .offload import device_of
 
 _ROTARY = "apply_rotary_pos_emb"  # as transformers' models name it
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # as layers of transformers call them, in order
+_ALONE = ("o_proj", "down_proj")  # layers whose states nothing else reads
 
 
 class _Forward(threading.local):
@@ -77,7 +86,7 @@ class FusedLayers:
 
     Attributes:
         found: how many modules, or functions, of each kind are fused.
-        rows: for how many rows the layers of a kind are one launch, see `rows_together`.
+        rows: for how many rows the layers of a kind are one launch of ours, see `rows_together`.
     """
 
     def __init__(self, model: PreTrainedModel):
@@ -87,6 +96,7 @@ class FusedLayers:
             for module in model.modules():
                 self._take(module)
                 self._take_projections(module)
+                self._take_alone(module)
             self._take_rotary(model)
 
     def __enter__(self) -> None:
@@ -148,6 +158,32 @@ class FusedLayers:
             for each in three:
                 each.forward = functools.partial(_of_three, each, three, most, layer)
         self.found["projections"] += 1
+
+    def _take_alone(self, module: nn.Module) -> None:
+        """Layers of which one row is computed by a kernel, on a GPU where that is faster."""
+        for name in _ALONE:
+            layer: Any = getattr(module, name, None)
+            if layer is None or not alike([layer]) or not has_kernels(layer.weight):
+                continue
+            own = vars(layer).get("forward")
+            if own is None:
+                weight = layer.weight
+                states = torch.randn(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+                fused = functools.partial(_layer_alone, most=1)
+                if not nearly_equal(layer(states), fused(layer, states)):
+                    continue
+                rows = self._time(
+                    name,
+                    lambda fused=fused, layer=layer, states=states: rows_together(
+                        functools.partial(fused, layer), layer, states, (1,)
+                    ),
+                )
+                if not rows:
+                    continue
+                layer.forward = functools.partial(_either, layer, fused)
+            elif getattr(own, "func", None) is not _either:
+                continue
+            self.found["layers alone"] = self.found.get("layers alone", 0) + 1
 
     def _time(self, kind: str, found: Callable[[], int]) -> int:
         """Time a model's first layers of a kind, which the others are like."""
@@ -231,6 +267,12 @@ def _gated_layer(module: Any, states: Tensor, most: int = MOST_ROWS) -> Tensor:
         return module.down_proj(gated_layers(states, *weights(both), most))
     gate, up = module.gate_proj(states), module.up_proj(states)
     return module.down_proj(F.silu(gate).mul_(up) if _directly(gate) else gated(gate, up))
+
+
+def _layer_alone(module: Any, states: Tensor, most: int) -> Tensor:
+    if _rows(states) > most or not alike([module]):
+        return type(module).forward(module, states)
+    return one_layer(states, *weights([module]), most)
 
 
 def _rows_of_gated(module: Any, states: Tensor) -> int:

@@ -62,6 +62,20 @@ def _shapes_of_three(states: Tensor, weights: list[Tensor], *rest: Any) -> tuple
     return tuple(states.new_empty(*states.shape[:-1], len(weight)) for weight in weights)
 
 
+@torch.library.custom_op("headstart::one_layer", mutates_args=())
+def one_layer(states: Tensor, weights: list[Tensor], biases: list[Tensor], most: int) -> Tensor:
+    """What a linear layer makes of states [..., D]; arguments as of `three_layers`, and `most` is
+    1 at most."""
+    if (kernels := _kernels(states, most)) is not None:
+        return kernels.one_layer(states, weights, biases)
+    return _each(states, weights, biases)[0]
+
+
+@one_layer.register_fake
+def _shape_of_one(states: Tensor, weights: list[Tensor], *rest: Any) -> Tensor:
+    return states.new_empty(*states.shape[:-1], len(weights[0]))
+
+
 @torch.library.custom_op("headstart::gated_layers", mutates_args=())
 def gated_layers(states: Tensor, weights: list[Tensor], biases: list[Tensor], most: int) -> Tensor:
     """SiLU(gate) · up of two linear layers of states [..., D]; arguments as of `three_layers`."""
@@ -104,20 +118,24 @@ def alike(layers: Sequence[Any]) -> bool:
 
 
 def rows_together(
-    together: Callable[[Tensor], object], apart: Callable[[Tensor], object], states: Tensor
+    together: Callable[[Tensor], object],
+    apart: Callable[[Tensor], object],
+    states: Tensor,
+    tries: Sequence[int] = (1, 16, MOST_ROWS),
 ) -> int:
-    """For how many rows one launch is no slower than several, at most `MOST_ROWS`; 0 for none.
+    """For how many rows one launch of ours is no slower than torch's; 0 for none.
 
-    On a GPU both are timed, for one row, 16, and `MOST_ROWS`, which takes some 256 MB; launches stay
-    apart where these are not free. Elsewhere there is nothing to choose.
+    On a GPU both are timed, which takes some 256 MB; launches stay torch's where these are not
+    free. Elsewhere there is nothing to choose.
 
     Args:
         together, apart: compute the same of states [rows, D], of which one row is given.
+        tries: numbers of rows, ascending.
     """
     if not has_kernels(states):
-        return MOST_ROWS
+        return tries[-1]
     found = 0
-    for rows in (1, 16, MOST_ROWS):
+    for rows in tries:
         given = states.expand(rows, -1).contiguous()
         try:
             ours, theirs = (_milliseconds(run, given) for run in (together, apart))

@@ -129,6 +129,20 @@ def _gated(
     tl.store(there, found.to(kind), mask=ok_row[:, None] & ok_column[None, :])
 
 
+@triton.jit
+def _alone(
+    states, weight, out, bias, width, size, BIAS: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one layer, for one row."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    ok, at = column < size, column.to(tl.int64)
+    total, _ = _sums_of_one(states, weight, weight, at, ok, width, COLUMNS, DEPTH, EVEN, False)
+    if BIAS:
+        total += tl.load(bias + column, mask=ok, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + column[None, :], total.to(out.dtype.element_ty), mask=ok[None, :])
+
+
 def _cut(states: Tensor, weights: list[Tensor], gated: bool) -> dict[str, Any]:
     """How the work is cut, by what was fastest for the layers of an 8 B shape on an H200; no
     program needs more shared memory than every GPU since Ampere has."""
@@ -175,5 +189,20 @@ def gated_layers(states: Tensor, weights: list[Tensor], biases: list[Tensor]) ->
         kernel[(triton.cdiv(size, cut["COLUMNS"]),)](
             states, *weights, out, *(biases or weights), states.numel() // width, width, size,
             BIAS=bool(biases), **cut,
+        )  # fmt: skip
+    return out
+
+
+def one_layer(states: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    """See `fused_products.one_layer`; of one row."""
+    kernel: Any = _alone
+    states, (size, width) = states.contiguous(), weights[0].shape
+    out = states.new_empty(*states.shape[:-1], size)
+    columns, depth = 2, min(2048, triton.next_power_of_2(width))
+    with launching_on(states):
+        kernel[(triton.cdiv(size, columns),)](
+            states, weights[0], out, *(biases or weights), width, size, BIAS=bool(biases),
+            COLUMNS=columns, DEPTH=depth, EVEN=width % depth == 0 and size % columns == 0,
+            num_warps=8, num_stages=1,
         )  # fmt: skip
     return out
