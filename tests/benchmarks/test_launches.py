@@ -101,7 +101,7 @@ def test_kernels_compile_for_gpus_that_are_not_here(
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that they do compile
     launches = kernel_launches(1, 100)
-    assert len(launches) == 12
+    assert len(launches) == 13
     for name, launch in launches.items():
         found = launch.compiled(capability)
         # Triton 3.6 spills 44 bytes of one of them on 8.0.
