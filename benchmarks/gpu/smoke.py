@@ -1,12 +1,14 @@
 """Whether everything works on a GPU, within minutes: `python -m benchmarks.gpu.smoke`.
 
-    python -m benchmarks.gpu.smoke [--device cuda] [--size full] [--group NAME …] [--output FILE]
+    python -m benchmarks.gpu.smoke [--device cuda] [--size full] [--group NAME …] [--jobs N]
+                                   [--output FILE]
 
 Each group runs in a process of its own, so that an error which ends one process's work on the GPU
 costs the others nothing. Each item is one line of JSON, written as soon as it is known: `group`,
 `item`, `ok`, `seconds`, and what was found; or where it is not ok, `error`, the last lines that it
 came `at`, and the `log`. The status is 1 where an item is not ok. On the CPU it runs at toy size,
-uncaptured, which shows that everything runs.
+uncaptured, which shows that everything runs. Several groups at once (`--jobs`) are done sooner, and
+then the times that they find mean little.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,7 +45,11 @@ GROUPS: dict[str, Callable[[Place], Items]] = {
     "kernels": smoke_items.kernels,
     "sampling": sampling,
     "identity": smoke_items.identity,
-    "families": smoke_items.families,
+    **{
+        f"{kind}-{way}": partial(smoke_items.families, kind, way == "coupled")
+        for kind in smoke_items.TREES
+        for way in ("greedy", "coupled")
+    },
     "recurrent": recurrent,
     "lifetimes": smoke_items.lifetimes,
     "fused": smoke_items.fused,
@@ -62,31 +70,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--size", choices=("toy", "full"), help="(default: full on a GPU alone)")
     parser.add_argument("--group", choices=list(GROUPS), action="append", help="(default: all)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="so many groups at once")
     parser.add_argument("--output", type=Path, help="where the lines go as well")
     parser.add_argument("--here", action="store_true", help="in this process")
     chosen = parser.parse_args(arguments)
+    if chosen.jobs < 1:
+        parser.error(f"--jobs {chosen.jobs}: expected 1 or more")
     size = chosen.size or ("full" if chosen.device.startswith("cuda") else "toy")
     groups = chosen.group or list(GROUPS)
     if chosen.here:
         return max(run_group(name, Place(torch.device(chosen.device), size)) for name in groups)
-    whole = True
     with open(chosen.output or os.devnull, "w", encoding="utf-8") as file:
-        for name in groups:
+
+        def run_apart(name: str) -> bool:
             line = [sys.executable, "-m", "benchmarks.gpu.smoke", "--here", "--group", name]
             line += ["--device", chosen.device, "--size", size]
             found, error = _apart(line, file)
             if error:
                 found.append({"group": name, "item": "process", "ok": False, "error": error})
                 _show(json.dumps(found[-1]), file)
-            whole = whole and all(each["ok"] for each in found)
-    return 0 if whole else 1
+            return all(each["ok"] for each in found)
+
+        with ThreadPoolExecutor(chosen.jobs) as pool:
+            whole = list(pool.map(run_apart, groups))
+    return 0 if all(whole) else 1
+
+
+_one_line = threading.Lock()
 
 
 def _show(line: str, file: TextIO | None) -> None:
     """Print a line, and write it to a file at once, so that what is known outlives the machine."""
-    print(line, flush=True)
-    if file is not None:
-        print(line, file=file, flush=True)
+    with _one_line:
+        print(line, flush=True)
+        if file is not None:
+            print(line, file=file, flush=True)
 
 
 def _apart(line: list[str], file: TextIO | None = None) -> tuple[list[dict[str, Any]], str]:

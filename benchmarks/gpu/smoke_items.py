@@ -38,7 +38,7 @@ from .shapes import SHAPES, random_drafter, random_target
 
 Items = Iterator[tuple[str, Callable[[], dict[str, Any]]]]
 
-_TREES = {"static": "[[0],[1],[2],[0,0],[0,1]]", "dynamic": "best-first:6,2,3"}
+TREES = {"static": "[[0],[1],[2],[0,0],[0,1]]", "dynamic": "best-first:6,2,3"}
 NEW = 24
 
 
@@ -195,26 +195,26 @@ def _kernel(place: Place, context: int, tile: tuple[int, int, int] | None) -> di
     }
 
 
-def families(place: Place) -> Items:
-    # Families in the inner loop: were the group cut off, each would have run in some way.
-    for kind, sampled, batch, name in product(_TREES, (False, True), (1, 3), FAMILIES):
+def families(kind: str, sampled: bool, place: Place) -> Items:
+    """Captured rounds of every family, with one kind of tree and one way to choose."""
+    for batch, name in product((1, 3), FAMILIES):
         if not place.full and (batch == 1) != (kind == "static"):
             continue
         title = f"{name}, {kind}, {'coupled' if sampled else 'greedy'}, batch {batch}"
-        given = {"tree": _TREES[kind], "sampled": sampled}
+        given = {"tree": TREES[kind], "sampled": sampled}
         yield title, partial(_compared, place, name, [batch] * 3, **given)
 
 
 def identity(place: Place) -> Items:
     """Greedy text in float32 against that of `generate`."""
     for number, name in enumerate(FAMILIES):
-        yield name, partial(_identity, place, name, tuple(_TREES)[number % len(_TREES)])
+        yield name, partial(_identity, place, name, tuple(TREES)[number % len(TREES)])
 
 
 def _identity(place: Place, name: str, kind: str) -> dict[str, Any]:
     model = small_target(place.device)
     with watched_paths() as paths:
-        speculator = Speculator(model, _drafter(name, place.device), tree=_TREES[kind], graphs=True)
+        speculator = Speculator(model, _drafter(name, place.device), tree=TREES[kind], graphs=True)
         prompts = [make_prompts(place.device, 1, turn) for turn in range(3)]
         found = compare_greedy(speculator, prompts, 2 * NEW)
     paths.check()
@@ -255,7 +255,7 @@ def _threads(place: Place) -> dict[str, Any]:
     """
     model = small_target(place.device, torch.float64)
     drafter = random_drafter("medusa", model)
-    speculator = Speculator(model, drafter, tree=_TREES["static"], graphs=True)
+    speculator = Speculator(model, drafter, tree=TREES["static"], graphs=True)
     batcher, plain = Batcher(speculator, rows=4), Speculator(model, graphs=False)
 
     def text(decode: Any, turn: int) -> Tensor:

@@ -17,9 +17,10 @@ groups of 4, head dimension 128), for a prefix of 8,192 tokens and a tree of 64 
 - The packed tree is 64 × 66 × 4 bytes = 17 kB; an additive mask is 1.1 MB for each query head.
 
 256 rows take 256 operations for each byte read; near the GPU's ratio (some 300 on an H100) the time
-is bound by arithmetic. So slots that every row sees, which are nearly all, take no masks. The blocks
-of the prefix and then of the tree are divided evenly among the parts; where the prefix ends is read
-on the device: the launch is the same for texts of any length, as a captured CUDA graph needs.
+is bound by arithmetic. So slots that every row sees, which are nearly all, take no masks. The
+blocks of the prefix and then of the tree are divided evenly among the parts; where the prefix ends
+is read on the device: the launch is the same for texts of any length, as a captured CUDA graph
+needs.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Tile(NamedTuple):
             slots = max(16, min(64, 1 << room.bit_length() - 1, (1 << 14) // width))
             return cls(rows, slots, 8 if rows > 16 and rows * _block(value) >= 1 << 12 else 4)
         warps = max(4, rows // 16)
-        # As many programs as there are warps for share a multiprocessor's memory, where it is large.
+        # A multiprocessor's memory, where it is large, is shared by programs of `_WARPS` together.
         shared = max(_SHARED, shared * warps // _WARPS)
         for stages in (3, 2):
             buffers = stages if rows >= 64 else stages - 1
@@ -119,7 +120,7 @@ def _absorb(
         scale = 1.4426950408889634
     if not WHOLE:
         score = tl.where(seen, score, float("-inf"))
-    above = tl.maximum(top, tl.max(score, 1) * scale)
+    above = tl.maximum(top, tl.max(score, 1) * scale)  # type: ignore[operator]
     base = above if WHOLE else tl.where(above == float("-inf"), 0.0, above)
     weight = tl.exp2(score * scale - base[:, None])
     fade = tl.exp2(top - base)
@@ -157,7 +158,9 @@ def _attend(
 
     sight, in_sight = packed + row * p_row, node * p_node
     end = tl.load(sight + 1)
-    first = tl.load(sight + in_sight, mask=ok, other=2147483647)  # [ROWS], the oldest slot that a node sees
+    first = tl.load(
+        sight + in_sight, mask=ok, other=2147483647
+    )  # [ROWS], the oldest slot that a node sees
     at = q + row * q_row + query_head * q_head + node * q_node
     query = tl.load(at[:, None] + along[None, :], mask=ok[:, None] & ok_key[None, :], other=0.0)
 
@@ -185,12 +188,12 @@ def _attend(
     for _ in range(whole):
         top, total, output = _absorb(
             query, keys_at + in_keys, values_at + in_values, ok, scale, softcap,
-            top, total, output, ok, ok_key, ok_value, CAPPED, True, EVEN,
+            top, total, output, ok, ok_key, ok_value, CAPPED, True, EVEN,  # type: ignore
         )  # fmt: skip
         keys_at += SLOTS * k_slot
         values_at += SLOTS * v_slot
     # The others are few: without stages they need fewer registers.
-    for edge in tl.range(ahead + (end_whole < high), num_stages=1):
+    for edge in tl.range(ahead + (end_whole < high), num_stages=1):  # type: ignore
         start = tl.where(edge < ahead, low + edge * SLOTS, end_whole)
         slots = start + step
         seen = (slots < high)[None, :] & (slots[None, :] >= first[:, None])
@@ -198,20 +201,20 @@ def _attend(
         values_at = values + start.to(tl.int64) * v_slot
         top, total, output = _absorb(
             query, keys_at + in_keys, values_at + in_values, seen, scale, softcap,
-            top, total, output, slots < high, ok_key, ok_value, CAPPED, False, EVEN,
+            top, total, output, slots < high, ok_key, ok_value, CAPPED, False, EVEN,  # type: ignore
         )  # fmt: skip
     before = tl.maximum(part * each - blocks, 0) * SLOTS
     after = tl.minimum(((part + 1) * each - blocks) * SLOTS, tree)
     keys_at = keys + (end + before).to(tl.int64) * k_slot
     values_at = values + (end + before).to(tl.int64) * v_slot
-    for start in tl.range(before, after, SLOTS, num_stages=1):
+    for start in tl.range(before, after, SLOTS, num_stages=1):  # type: ignore
         others = start + step
         inside = others < tree
         bits = sight + 2 + (in_sight[:, None] + others[None, :])
         seen = tl.load(bits, mask=ok[:, None] & inside[None, :], other=0) != 0
         top, total, output = _absorb(
             query, keys_at + in_keys, values_at + in_values, seen, scale, softcap,
-            top, total, output, inside, ok_key, ok_value, CAPPED, False, EVEN,
+            top, total, output, inside, ok_key, ok_value, CAPPED, False, EVEN,  # type: ignore
         )  # fmt: skip
         keys_at += SLOTS * k_slot
         values_at += SLOTS * v_slot
@@ -260,9 +263,11 @@ def split_attention(
     call compiles: make one before a CUDA graph is captured.
 
     Args:
+        scaling: of the scores; above 0.
         splits: programs that share the slots; what fills the GPU when None.
         tile: how the work is cut; `Tile.fit` when None.
     """
+    assert scaling > 0, scaling  # the best score is found before it is scaled
     attend: Any = _attend  # a kernel is called with its grid in brackets
     merge: Any = _merge
     batch, query_heads, nodes, size = query.shape

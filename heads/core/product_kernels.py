@@ -44,7 +44,7 @@ def _sums_of_one(
         left += factor.to(tl.float32) * state
         if BOTH:
             right += other.to(tl.float32) * state
-    return tl.sum(left, 1)[None, :], tl.sum(right, 1)[None, :]
+    return tl.sum(left, 1)[None, :], tl.sum(right, 1)[None, :]  # type: ignore
 
 
 @triton.jit
@@ -92,12 +92,19 @@ def _three(
     ok_row, ok_column, at = row < rows, column < size, column.to(tl.int64)
     if ROWS == 1:
         total, _ = _sums_of_one(
-            states, weight, weight, at, ok_column, width, COLUMNS, DEPTH, EVEN, False
+            states,
+            weight,
+            weight,
+            at,
+            ok_column,
+            width,
+            COLUMNS,
+            DEPTH,
+            EVEN,
+            False,  # type: ignore
         )
     else:
-        total = _sum(
-            states, weight, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, EVEN
-        )
+        total = _sum(states, weight, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, EVEN)
     if BIAS:
         total += tl.load(bias + column, mask=ok_column, other=0.0).to(tl.float32)[None, :]
     there = out + row[:, None] * size + column[None, :]
@@ -114,7 +121,16 @@ def _gated(
     ok_row, ok_column, at = row < rows, column < size, column.to(tl.int64)
     if ROWS == 1:
         left, right = _sums_of_one(
-            states, gate, up, at, ok_column, width, COLUMNS, DEPTH, EVEN, True
+            states,
+            gate,
+            up,
+            at,
+            ok_column,
+            width,
+            COLUMNS,
+            DEPTH,
+            EVEN,
+            True,  # type: ignore
         )
     else:
         left = _sum(states, gate, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, EVEN)
@@ -137,7 +153,7 @@ def _alone(
     """Some columns of one layer, for one row."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ok, at = column < size, column.to(tl.int64)
-    total, _ = _sums_of_one(states, weight, weight, at, ok, width, COLUMNS, DEPTH, EVEN, False)
+    total, _ = _sums_of_one(states, weight, weight, at, ok, width, COLUMNS, DEPTH, EVEN, False)  # type: ignore
     if BIAS:
         total += tl.load(bias + column, mask=ok, other=0.0).to(tl.float32)[None, :]
     tl.store(out + column[None, :], total.to(out.dtype.element_ty), mask=ok[None, :])
