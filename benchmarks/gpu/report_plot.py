@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def draw_report(parts: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> Path:
-    """Draw verifying, expected speedups, decoding and batches into an image file."""
+    """Draw verifying, expected speedups, decoding and batches into an image file; of each only
+    what was measured."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 9), layout="constrained")
@@ -20,6 +21,14 @@ def draw_report(parts: Mapping[str, Any], found: Mapping[str, Any], path: Path) 
     _draw_worth(worth, found["expected"])
     _draw_speeds(speeds, found["decoding"])
     _draw_batches(batches, parts, found["expected"])
+    panels = trees, worth, speeds, batches
+    drawn = [axes for axes in panels if axes.lines or axes.patches]
+    for axes in panels:
+        if axes not in drawn:
+            figure.delaxes(axes)
+    if len(drawn) == 1:
+        drawn[0].set_subplotspec(figure.add_gridspec(1, 1)[0])
+        figure.set_size_inches(7, 4.5)
     figure.savefig(path, dpi=120)
     return path
 

@@ -92,17 +92,9 @@ def _three(
     ok_row, ok_column, at = row < rows, column < size, column.to(tl.int64)
     if ROWS == 1:
         total, _ = _sums_of_one(
-            states,
-            weight,
-            weight,
-            at,
-            ok_column,
-            width,
-            COLUMNS,
-            DEPTH,
-            EVEN,
+            states, weight, weight, at, ok_column, width, COLUMNS, DEPTH, EVEN,
             False,  # type: ignore
-        )
+        )  # fmt: skip
     else:
         total = _sum(states, weight, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, EVEN)
     if BIAS:
@@ -121,17 +113,8 @@ def _gated(
     ok_row, ok_column, at = row < rows, column < size, column.to(tl.int64)
     if ROWS == 1:
         left, right = _sums_of_one(
-            states,
-            gate,
-            up,
-            at,
-            ok_column,
-            width,
-            COLUMNS,
-            DEPTH,
-            EVEN,
-            True,  # type: ignore
-        )
+            states, gate, up, at, ok_column, width, COLUMNS, DEPTH, EVEN, True,  # type: ignore
+        )  # fmt: skip
     else:
         left = _sum(states, gate, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, EVEN)
         right = _sum(states, up, row, ok_row, at, ok_column, width, ROWS, COLUMNS, DEPTH, EVEN)
@@ -153,7 +136,9 @@ def _alone(
     """Some columns of one layer, for one row."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     ok, at = column < size, column.to(tl.int64)
-    total, _ = _sums_of_one(states, weight, weight, at, ok, width, COLUMNS, DEPTH, EVEN, False)  # type: ignore
+    total, _ = _sums_of_one(
+        states, weight, weight, at, ok, width, COLUMNS, DEPTH, EVEN, False,  # type: ignore
+    )  # fmt: skip
     if BIAS:
         total += tl.load(bias + column, mask=ok, other=0.0).to(tl.float32)[None, :]
     tl.store(out + column[None, :], total.to(out.dtype.element_ty), mask=ok[None, :])
