@@ -136,7 +136,7 @@ class Rows:
             last = tokens[np.arange(len(count)), count - 1]
             self._roots = np.where(count > 0, last, self._roots)
         else:
-            self.free -= steps
+            self.free -= int(count.max())  # of one row exactly, else a bound until one is cut
             self.remaining -= count
             self.lengths += count
         if len(count) == 1:

@@ -167,6 +167,7 @@ def test_a_drafter_that_attends_to_trees_needs_one_graph_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its own lengths are read on the device as well."""
+    assert drafter("draft_model", "tiny").needs_length_bound  # found once, so before the patch
     true = cached_layers.choose_attention
     monkeypatch.setattr(
         cached_layers, "choose_attention", lambda *given: cast(Any, true)(*given[:-1], "tree")
@@ -177,7 +178,7 @@ def test_a_drafter_that_attends_to_trees_needs_one_graph_too(
     ours = [Speculator(target("tiny"), student, tree=STATIC, attention="tree") for _ in range(2)]
     tape, options = on_tape(ours[0]), {"max_new_tokens": 90}
     assert torch.equal(decode(ours[0], 1, **options), decode(ours[1], 1, **options))
-    assert not student.needs_length_bound and drafter("draft_model", "tiny").needs_length_bound
+    assert not student.needs_length_bound
     assert tape.taped == 1 and tape.replayed > 10
 
 
@@ -285,6 +286,24 @@ def test_rows_that_have_ended_hold_nothing_up(monkeypatch: pytest.MonkeyPatch) -
     rounds = len(replayed.stats.counts)
     # A row's end, and each round after the last free one, is looked at.
     assert len(restored) <= 12 < rounds and ahead.count(2) > rounds / 2
+
+
+def test_rounds_run_ahead_as_long_as_a_row_cannot_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few tokens the rounds before have accepted of those that they might have."""
+    seen, true = [], CapturedRunner.next_report
+
+    def counted(self: CapturedRunner) -> Any:
+        left = int(self.request.rows.remaining[0])
+        report, steps = true(self)
+        seen.append((left > steps, len(self._started)))
+        return report, steps
+
+    monkeypatch.setattr(CapturedRunner, "next_report", counted)
+    replayed, _, _ = both("medusa", tree="chain:3")
+    decode(replayed, 1, max_new_tokens=100)
+    ahead = [started for free, started in seen if free]
+    assert len(ahead) > 50 and all(started == 1 for started in ahead)
+    assert [started for free, started in seen if not free].count(1) == 0
 
 
 @pytest.mark.usefixtures("checked")
