@@ -192,7 +192,9 @@ class Target:
     @property
     def forwards(self) -> str:
         """What forwards run by, as reports name it, such as `kernels`; `torch` for nothing else."""
-        return "compiled forwards" if self._run else layers_run_by(self.runner) or "torch"
+        if self._run:
+            return "compiled forwards"
+        return layers_run_by(self.runner) or ("fused layers" if self.fused else "torch")
 
     def drafters_to_run(self, drafters: DrafterGroup) -> DrafterGroup:
         """The drafters themselves, or copies of them that run packed as the target does."""

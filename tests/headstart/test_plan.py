@@ -216,7 +216,7 @@ def test_a_plan_is_followed_by_what_decodes_as_it_was_planned(
         monkeypatch.setattr("headstart.infer.target.packing_pays", lambda model, pays=pays: pays)
         (tmp_path / "heads" / "plan.json").unlink(missing_ok=True)
         printed = table(command(heads, tmp_path, *option), capsys)
-        said = "accelerated (--compile)" if compiled else "those of transformers"
+        said = "accelerated (--compile)" if compiled else "without --compile"
         (plan,) = read_plans(tmp_path / "heads")
         assert plan.compiled == compiled and f"forwards {said}" in " ".join(printed.split())
         given.compile = parse(["generate", *option]).compile

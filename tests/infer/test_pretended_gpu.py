@@ -235,7 +235,7 @@ def test_a_model_that_was_packed_on_the_cpu_runs_on_a_gpu_as_it_is(
     moved_there(model)
     ours = before or Speculator(model, compile="packed")
     assert torch.equal(write(ours), write(whole))
-    assert ours.target.forwards == "torch" and not ours.target.kernels
+    assert ours.target.forwards == "fused layers" and not ours.target.kernels
     fused = ours.target.fused
     assert fused is not None and "whole layers" not in fused.found and gpu.replayed
 
