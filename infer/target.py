@@ -24,8 +24,7 @@ from headstart.heads.core import (
     choose_attention,
     copy_fits,
     device_of,
-    has_kernels,
-    in_shards,
+    has_kernels_for,
     in_steps,
     layers_run_by,
     offloaded,
@@ -104,7 +103,7 @@ def _fused_layers(
     """Fused layers where they are asked for, or a model runs packed here and they do the same; or,
     if nothing is asked, where a model is on one GPU that has kernels for them, and they do."""
     packed = runs_packed(model) and device_of(model).type == "cpu"  # it may have been moved since
-    wanted = asked or packed or (asked is None and _has_kernels(model))
+    wanted = asked or packed or (asked is None and has_kernels_for(model))
     if not wanted:
         return None
     fused = FusedLayers(model)
@@ -118,14 +117,6 @@ def _fused_layers(
     if packed:
         fused.found["whole layers"] = take_whole_models(model)
     return fused
-
-
-def _has_kernels(model: PreTrainedModel) -> bool:
-    """Whether a model's weights are all on one GPU whose kernels compute with them."""
-    weights = list(model.parameters())
-    if not weights or offloaded(model) or in_shards(model):
-        return False
-    return has_kernels(weights[0]) and len({weight.device for weight in weights}) == 1
 
 
 class Target:

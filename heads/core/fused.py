@@ -35,7 +35,7 @@ from .fused_products import (
 )
 from .fused_products import weights_of as weights
 from .fused_writes import AttentionLayer, Writes, kernels_for, rotate
-from .offload import device_of
+from .offload import device_of, in_shards, offloaded
 
 _ROTARY = "apply_rotary_pos_emb"  # as transformers' models name it
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # as layers of transformers call them, in order
@@ -76,6 +76,14 @@ def gated(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) · up, elementwise, of tensors of one shape."""
     kernels = kernels_for(gate)
     return F.silu(gate) * up if kernels is None else kernels.gated(gate, up)
+
+
+def has_kernels_for(model: nn.Module) -> bool:
+    """Whether a model's weights are all on one GPU whose kernels compute with them."""
+    weights = list(model.parameters())
+    if not weights or offloaded(model) or in_shards(model):
+        return False
+    return has_kernels(weights[0]) and len({weight.device for weight in weights}) == 1
 
 
 class FusedLayers:
@@ -119,8 +127,8 @@ class FusedLayers:
             first: Any = getattr(module, "gate_proj", module)
             if not first.weight.is_floating_point() or first.weight.itemsize < 2:
                 return  # it is quantised, and no states are of its type
-            shape, place = (3, 2, first.weight.shape[-1]), device_of(first)
-            states = torch.randn(*shape, dtype=first.weight.dtype, device=place)
+            states = _random(3, 2, first.weight.shape[-1], dtype=first.weight.dtype)
+            states = states.to(device_of(first))
             try:
                 found = module(states)
             except MALFORMED:  # it takes more than states, as a norm with a gate does
@@ -141,7 +149,7 @@ class FusedLayers:
             return
         if own[0] is None:
             weight = three[0].weight
-            states = torch.randn(3, weight.shape[1], dtype=weight.dtype, device=weight.device)
+            states = _random(3, weight.shape[1], dtype=weight.dtype).to(weight.device)
             found = three_layers(states, *weights(three), MOST_ROWS)
             pairs = zip(three, found, strict=True)
             if not all(nearly_equal(each(states), own) for each, own in pairs):
@@ -168,7 +176,7 @@ class FusedLayers:
             own = vars(layer).get("forward")
             if own is None:
                 weight = layer.weight
-                states = torch.randn(1, weight.shape[1], dtype=weight.dtype, device=weight.device)
+                states = _random(1, weight.shape[1], dtype=weight.dtype).to(weight.device)
                 fused = functools.partial(_layer_alone, most=1)
                 if not nearly_equal(layer(states), fused(layer, states)):
                     continue
@@ -199,8 +207,8 @@ class FusedLayers:
                 continue
             if not hasattr(true, "fuses"):
                 device = device_of(model)
-                query, key = (torch.randn(2, heads, 3, 8, device=device) for heads in (4, 2))
-                cos, sin = (torch.randn(2, 3, 8, device=device) for _ in range(2))
+                query, key = (_random(2, heads, 3, 8).to(device) for heads in (4, 2))
+                cos, sin = (_random(2, 3, 8, seed=seed).to(device) for seed in range(2))
                 try:
                     found = true(query, key, cos, sin)
                 except Exception:  # it has other arguments
@@ -210,6 +218,11 @@ class FusedLayers:
                     continue
                 setattr(home, _ROTARY, _rotary_of(true))
             self.found["rotary"] += 1
+
+
+def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Normal numbers on the CPU, which leave the generators of requests as they are."""
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def _fused_form(module: nn.Module) -> tuple[Callable[..., Tensor] | None, str]:

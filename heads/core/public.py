@@ -11,8 +11,7 @@ from .features import (
     output_layer,
 )
 from .forward import attending, causal_run, prefill_forward, tree_forward, tree_run
-from .fused import FusedLayers
-from .fused_products import has_kernels
+from .fused import FusedLayers, has_kernels_for
 from .machine import has_bfloat16, physical_cores, release_threads, use_physical_cores
 from .masks import AttentionWindows, tree_mask
 from .noise import Stream, gumbel, place, row_seeds, uniform

@@ -5,6 +5,7 @@ come after them and attend to the text and their ancestors; the next round overw
 """
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ..core import (
     AttentionWindows,
+    FusedLayers,
     LayerShape,
     OptionError,
     PositionLimit,
@@ -22,6 +24,7 @@ from ..core import (
     UnsupportedTarget,
     causal_run,
     choose_attention,
+    has_kernels_for,
     in_steps,
     probe_layers,
     tree_run,
@@ -58,6 +61,7 @@ class ForwardSetup(NamedTuple):
     windows: AttentionWindows
     shapes: list[LayerShape]
     limit: PositionLimit | None
+    fused: FusedLayers | None  # on a GPU, for forwards over nodes
 
 
 class CachedLayers:
@@ -174,17 +178,18 @@ class CachedLayers:
         if setup.limit is not None:
             # Drafts past the limit are of no use; their positions must only be valid ones.
             positions = positions.clamp(max=setup.limit.positions - 1)
-        return tree_run(
-            self.model,
-            state.slab,
-            setup.windows,
-            inputs,
-            lengths,
-            positions,
-            ancestors,
-            live,
-            levels=levels,
-        )
+        with setup.fused or nullcontext():
+            return tree_run(
+                self.model,
+                state.slab,
+                setup.windows,
+                inputs,
+                lengths,
+                positions,
+                ancestors,
+                live,
+                levels=levels,
+            )
 
     @property
     def needs_length_bound(self) -> bool:
@@ -208,7 +213,9 @@ class CachedLayers:
                 windows = replace(windows, tree=not any(shape.no_kernel for shape in shapes))
         except UnsupportedTarget as error:
             raise OptionError(f"no draft model: {error}") from error
-        self._forward_setup = ForwardSetup(place, windows, shapes, PositionLimit.of(model))
+        # Each kernel is tried by itself; were one to be off all the same, only drafts would be.
+        fused = FusedLayers(model) if has_kernels_for(model) else None
+        self._forward_setup = ForwardSetup(place, windows, shapes, PositionLimit.of(model), fused)
         return self._forward_setup
 
 

@@ -17,8 +17,9 @@ from torch import Tensor
 from transformers import StoppingCriteriaList
 
 from headstart.heads import FAMILIES, OptionError
-from headstart.heads.core import Packing, fused_products
+from headstart.heads.core import Packing, fused, fused_products
 from headstart.heads.core.whole_model import take_whole_models
+from headstart.heads.parts import cached_layers
 from headstart.infer import Speculator, batcher, request
 from headstart.infer.continuous import Prompt
 from headstart.infer.generate_options import Ending
@@ -141,6 +142,27 @@ def test_without_a_c_compiler_torch_does_what_kernels_would(
     assert gpu.replayed and ours.graphs is not None and not ours.graphs.failed
 
 
+@pytest.mark.parametrize("name", ["draft_model", "eagle", "mtp", "dflash", "pard"])
+def test_layers_of_drafters_are_fused(
+    name: str, gpu: StrictCapture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And in no other forwards than those over nodes."""
+    ours, depths = Speculator(*placed(name), tree=TREES[1]), set[int]()
+    true = cached_layers.tree_run
+
+    def noted(*given: Any, **how: Any) -> Any:
+        depths.add(fused._now.depth)
+        return true(*given, **how)
+
+    monkeypatch.setattr(cached_layers, "tree_run", noted)
+    before = torch.get_rng_state()
+    write(ours, rule="coupled")
+    found = ours.drafter._layers.forward_setup.fused.found  # type: ignore[union-attr]
+    assert found["norms"] and found["gated layers"] and found["rotary"]
+    assert depths == {1} and fused._now.depth == 0
+    assert torch.equal(before, torch.get_rng_state()), "no request's random numbers are taken"
+
+
 def test_several_drafters(gpu: StrictCapture) -> None:
     model = moved_there(copy.deepcopy(target("tiny")).float())
     names = ("draft_model", "lookup", "medusa")
@@ -236,8 +258,8 @@ def test_a_model_that_was_packed_on_the_cpu_runs_on_a_gpu_as_it_is(
     ours = before or Speculator(model, compile="packed")
     assert torch.equal(write(ours), write(whole))
     assert ours.target.forwards == "fused layers" and not ours.target.kernels
-    fused = ours.target.fused
-    assert fused is not None and "whole layers" not in fused.found and gpu.replayed
+    layers = ours.target.fused
+    assert layers is not None and "whole layers" not in layers.found and gpu.replayed
 
 
 def test_packing_leaves_what_is_on_a_gpu_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,12 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headstart.heads import TokenTree, UnsupportedTarget
 from headstart.heads.core import FusedLayers, fused, fused_products, fused_writes
 from headstart.heads.core.cache import SlabCache
+from headstart.heads.parts import cached_layers
 from headstart.infer import Speculator
 from headstart.infer.target import Target
 from headstart.infer.trees.static import StaticTree
 from tests.support.families import TREES, drafter, target
 from tests.support.interpreter import run_interpreted, without_triton
-from tests.support.tape import SAMPLED, decode
+from tests.support.tape import SAMPLED, decode, on_tape
 from tests.support.tiny import CONFIGS, one_line, tiny
 
 
@@ -35,6 +36,30 @@ def test_the_text_is_the_same(name: str) -> None:
         texts = [decode(each, 4, turn, **options) for each in made]
         assert torch.equal(*texts)
         assert made[0].stats.counts.tolist() == made[1].stats.counts.tolist()
+
+
+@pytest.mark.parametrize("name", ["draft_model", "eagle", "hydra", "mtp", "dflash", "pard"])
+def test_fused_layers_of_drafters_draft_the_same(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where they are fused; in float64, in rounds that are replayed."""
+    plain, ours = (
+        Speculator(target("tiny"), copy.deepcopy(drafter(name, "tiny")), tree=TREES[1])
+        for _ in range(2)
+    )
+    on_tape(ours)
+    texts = [decode(plain, 4, turn) for turn in range(2)]
+    counts = plain.stats.counts.tolist()
+    monkeypatch.setattr(cached_layers, "has_kernels_for", lambda model: True)
+    made: Any = ours.drafter
+    layers = made._cached if name == "hydra" else made._layers
+    layers._forward_setup = None  # it is found anew
+    written = Names()
+    with written:
+        assert all(torch.equal(decode(ours, 4, turn), text) for turn, text in enumerate(texts))
+    assert ours.stats.counts.tolist() == counts
+    assert written.seen["three_layers"] and written.seen["rms_norm"]
+    assert written.seen["rotate_and_write"] > written.seen["rotate"]
 
 
 @pytest.mark.parametrize("name", CONFIGS)
