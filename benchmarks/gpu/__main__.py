@@ -45,7 +45,8 @@ def _parser() -> Parser:
         several = f"{meaning}; several times for more (default: all)"
         parser.add_argument(name, metavar="NAME", action="append", dest=dest, help=several)
     parser.add_argument("--device", metavar="DEVICE", help="(default: a GPU if there is one)")
-    parser.add_argument("--size", choices=("toy", "full"), help="(default: full on a GPU alone)")
+    sizes = ("toy", "short", "full")
+    parser.add_argument("--size", choices=sizes, help="(default: full on a GPU, else toy)")
     parser.add_argument("--output", metavar="DIR", type=Path, help="(default: runs/suite-gpu)")
     parser.add_argument(
         "--trained", metavar="DIR", type=Path, help="trained before (default: trained, in --output)"

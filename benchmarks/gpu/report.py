@@ -53,7 +53,7 @@ def report(folder: Path, draw: bool = True) -> dict[str, Any]:
         "sizes": sizes,
         "machines": machines,
         "parts": {part: _summary(file) for part, file in files.items()},
-        "thresholds": [r.to_dict(sizes == ["full"]) for r in readings(parts, worth)],
+        "thresholds": [r.to_dict("toy" not in sizes) for r in readings(parts, worth)],
         "expected": worth,
         "mixed": _mixed(parts),
         "decoding": {family: _speeds(entry) for family, entry in parts["baselines"].items()},

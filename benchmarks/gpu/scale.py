@@ -1,7 +1,8 @@
-"""How large everything is that the suite measures: `full`, and `toy` to see that it runs."""
+"""How large everything is that the suite measures: `full`; `short`, which trains and decodes less;
+and `toy`, to see that it runs."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,20 @@ class Scale:
     recipe: tuple[str, ...] = ()
 
 
+_FULL = Scale()
+
 SCALES = {
-    "full": Scale(),
+    "full": _FULL,
+    "short": replace(
+        _FULL,
+        repeats=3,
+        turns=2,
+        prompts=12,
+        recipe=(
+            *("target.scratch.max_seconds=60", "distill.max_seconds=35", "train.max_seconds=20"),
+            *("decode.prompts=8", "decode.validation_prompts=8"),
+        ),
+    ),
     "toy": Scale(
         dtype="float32",
         shapes={"costs-1b": "toy", "costs-8b": "toy", "batches-8b": "toy"},
