@@ -41,17 +41,25 @@ _MAX_SPLITS = 64
 _SHARED = 96 * 1024
 """Bytes that a program may keep in shared memory, where more is not known to be there; every GPU
 since Ampere has 99 kB."""
+_LARGE = 200 * 1024
+"""Where a program may have so much shared memory, heads of up to 128 numbers use it for larger
+blocks alone, as was measured on an H200."""
 _MOVED = 8 * 1024
 """Bytes of a path that a program moves at once: sixteen registers of each thread of four warps."""
 
 
 class Tile(NamedTuple):
-    """How the work is cut: rows of queries and slots of keys a step, warps and pipeline stages."""
+    """How the work is cut: rows of queries and slots of keys a step, warps, and pipeline stages of
+    the loops over slots that all rows see, and over `others`."""
 
     rows: int
     slots: int
     warps: int = 4
     stages: int = 2
+    others: int = 1
+
+    def __repr__(self) -> str:
+        return f"Tile({', '.join(map(str, self))})"
 
     @classmethod
     def fit(cls, rows: int, key: int, value: int, itemsize: int, shared: int = _SHARED) -> Tile:
@@ -66,11 +74,11 @@ class Tile(NamedTuple):
             shared: bytes of shared memory that a program may have.
 
         >>> Tile.fit(4, 128, 128, 2), Tile.fit(64, 128, 128, 2)
-        (Tile(rows=16, slots=64, warps=4, stages=3), Tile(rows=64, slots=32, warps=4, stages=3))
+        (Tile(16, 64, 4, 3, 3), Tile(64, 32, 4, 3, 3))
         >>> Tile.fit(256, 128, 128, 2, 227 << 10), Tile.fit(512, 128, 128, 2, 227 << 10)
-        (Tile(rows=64, slots=64, warps=4, stages=3), Tile(rows=128, slots=64, warps=8, stages=3))
+        (Tile(64, 64, 4, 3, 1), Tile(128, 64, 8, 3, 1))
         >>> Tile.fit(256, 128, 128, 4)
-        Tile(rows=32, slots=16, warps=8, stages=2)
+        Tile(32, 16, 8, 2, 2)
         """
         width = (_block(key) + _block(value)) * itemsize
         wide = itemsize > 2
@@ -79,17 +87,20 @@ class Tile(NamedTuple):
         if wide:
             room = (_SHARED - rows * _block(key) * itemsize) // (2 * width + 4 * rows)
             slots = max(16, min(64, 1 << room.bit_length() - 1, (1 << 14) // width))
-            return cls(rows, slots, 8 if rows > 16 and rows * _block(value) >= 1 << 12 else 4)
+            return cls(rows, slots, 8 if rows > 16 and rows * _block(value) >= 1 << 12 else 4, 2, 2)
         warps = max(4, rows // 16)
         # A multiprocessor's memory, where it is large, is shared by programs of `_WARPS` together.
-        shared = max(_SHARED, shared * warps // _WARPS)
+        most, queries = max(_SHARED, shared * warps // _WARPS), rows * _block(key) * itemsize
         for stages in (3, 2):
             buffers = stages if rows >= 64 else stages - 1
-            room = (shared - rows * _block(key) * itemsize) // (buffers * width)
-            slots = min(64, 1 << room.bit_length() - 1)
+            slots = min(64, 1 << ((most - queries) // (buffers * width)).bit_length() - 1)
             if slots >= 32:
                 break
-        return cls(rows, slots, warps, stages)
+        # Stages spare registers, and keep what each node sees in shared memory.
+        left = _SHARED - queries - buffers * slots * width
+        staged = shared < _LARGE or width > 512
+        others = stages if staged and left >= stages * 4 * rows * slots else 1
+        return cls(rows, slots, warps, stages, others)
 
 
 def launching_on(tensor: Tensor) -> Any:
@@ -140,7 +151,7 @@ def _attend(
     heads, groups, nodes, tree,
     q_row, q_head, q_node, k_row, k_head, k_slot, v_row, v_head, v_slot, p_row, p_node,
     D: tl.constexpr, DV: tl.constexpr, D_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, SLOTS: tl.constexpr, CAPPED: tl.constexpr,
+    ROWS: tl.constexpr, SLOTS: tl.constexpr, OTHERS: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
     """A tile of one head's rows over one part of the blocks of slots: the prefix's, then the
     tree's.
@@ -192,8 +203,7 @@ def _attend(
         )  # fmt: skip
         keys_at += SLOTS * k_slot
         values_at += SLOTS * v_slot
-    # The others are few: without stages they need fewer registers.
-    for edge in tl.range(ahead + (end_whole < high), num_stages=1):  # type: ignore
+    for edge in tl.range(ahead + (end_whole < high), num_stages=OTHERS):  # type: ignore
         start = tl.where(edge < ahead, low + edge * SLOTS, end_whole)
         slots = start + step
         seen = (slots < high)[None, :] & (slots[None, :] >= first[:, None])
@@ -207,7 +217,7 @@ def _attend(
     after = tl.minimum(((part + 1) * each - blocks) * SLOTS, tree)
     keys_at = keys + (end + before).to(tl.int64) * k_slot
     values_at = values + (end + before).to(tl.int64) * v_slot
-    for start in tl.range(before, after, SLOTS, num_stages=1):  # type: ignore
+    for start in tl.range(before, after, SLOTS, num_stages=OTHERS):  # type: ignore
         others = start + step
         inside = others < tree
         bits = sight + 2 + (in_sight[:, None] + others[None, :])
@@ -295,7 +305,7 @@ def split_attention(
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
             packed.stride(0), packed.stride(2),
             D=size, DV=width, D_BLOCK=_block(size), DV_BLOCK=_block(width),
-            ROWS=tile.rows, SLOTS=tile.slots, CAPPED=softcap is not None,
+            ROWS=tile.rows, SLOTS=tile.slots, OTHERS=tile.others, CAPPED=softcap is not None,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
         merge[(count,)](

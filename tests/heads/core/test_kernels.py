@@ -177,7 +177,7 @@ def test_warps_of_a_tile_share_its_work(
     dtype: torch.dtype, capability: int, size: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """No warp computes what another one does, shared memory suffices, and so do registers, but for
-    a few numbers of the loop over the tree, which is one block or two."""
+    a few numbers where an H100's larger blocks are."""
     from headstart.heads.core.kernels import Tile
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -191,7 +191,7 @@ def test_warps_of_a_tile_share_its_work(
         assert not repeated(made.asm["ttgir"]), tile
         assert made.metadata.shared <= (99 if tile in least else 227) << 10, tile
         assert made.metadata.shared * 8 // tile.warps <= 227 << 10, tile
-        assert of_ptxas(made.asm["ptx"]).get("spilled", 0) <= 128, tile
+        assert of_ptxas(made.asm["ptx"]).get("spilled", 0) <= (0 if tile in least else 32), tile
         assert "cp.async" in made.asm["ptx"], tile
         products = "wgmma.mma_async" if tile.rows >= 64 and capability == 90 else "mma.sync"
         assert (products in made.asm["ptx"]) == (dtype != F32), tile
