@@ -98,6 +98,13 @@ class CapturedRunner:
         for name in ("ends", "seen"):
             if (value := getattr(request.text, name)) is not None:
                 setattr(request.text, name, keep(name, value))
+        # As wide as what rounds leave, so that the first one is of the same kind as the others.
+        steps = request.policy.max_depth + 1 - request.committed.tokens.shape[1]
+        request.committed = replace(
+            request.committed,
+            features=_repeat_last(request.committed.features, steps),
+            tokens=_repeat_last(request.committed.tokens, steps),
+        )
         self.refill()
 
     def refill(self) -> None:
@@ -175,6 +182,11 @@ class CapturedRunner:
         request.committed = self._kept(request.committed)
         alive = torch.from_numpy(request.rows.remaining > 0).to(request.lengths)  # [B]
         self._alive = self.graphs.keep("alive", alive)
+
+
+def _repeat_last(value: Tensor, times: int) -> Tensor:
+    """[B, A, …], after whose last column that column stands so many times again."""
+    return torch.cat([value, *[value[:, -1:]] * times], 1)
 
 
 def bucket(slots: int) -> int:

@@ -157,7 +157,8 @@ def test_layers_of_drafters_are_fused(
     monkeypatch.setattr(cached_layers, "tree_run", noted)
     before = torch.get_rng_state()
     write(ours, rule="coupled")
-    found = ours.drafter._layers.forward_setup.fused.found  # type: ignore[union-attr]
+    drafts: Any = ours.drafter
+    found = drafts._layers.forward_setup.fused.found
     assert found["norms"] and found["gated layers"] and found["rotary"]
     assert depths == {1} and fused._now.depth == 0
     assert torch.equal(before, torch.get_rng_state()), "no request's random numbers are taken"
