@@ -21,12 +21,10 @@ def draw_report(parts: Mapping[str, Any], found: Mapping[str, Any], path: Path) 
     _draw_worth(worth, found["expected"])
     _draw_speeds(speeds, found["decoding"])
     _draw_batches(batches, parts, found["expected"])
-    panels = trees, worth, speeds, batches
-    drawn = [axes for axes in panels if axes.lines or axes.patches]
-    for axes in panels:
-        if axes not in drawn:
-            figure.delaxes(axes)
-    if len(drawn) == 1:
+    for axes in (trees, worth, speeds, batches):
+        if not (axes.lines or axes.patches):
+            axes.remove()
+    if len(drawn := figure.axes) == 1:
         drawn[0].set_subplotspec(figure.add_gridspec(1, 1)[0])
         figure.set_size_inches(7, 4.5)
     figure.savefig(path, dpi=120)

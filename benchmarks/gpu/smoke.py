@@ -60,6 +60,7 @@ GROUPS: dict[str, Callable[[Place], Items]] = {
 }
 """In the order in which they run: what takes least and tells most comes first."""
 _LIMIT = 240  # seconds that a group may take
+_SHOWING = threading.Lock()  # groups that run at once show a line each in turn
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,12 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if all(whole) else 1
 
 
-_one_line = threading.Lock()
-
-
 def _show(line: str, file: TextIO | None) -> None:
     """Print a line, and write it to a file at once, so that what is known outlives the machine."""
-    with _one_line:
+    with _SHOWING:
         print(line, flush=True)
         if file is not None:
             print(line, file=file, flush=True)

@@ -14,7 +14,7 @@ compiles a forward, only the products are ours, and it makes kernels of the rest
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -104,7 +104,8 @@ class FusedLayers:
             for module in model.modules():
                 self._take(module)
                 self._take_projections(module)
-                self._take_alone(module)
+                for name in _ALONE:
+                    self._take_alone(name, getattr(module, name, None))
             self._take_rotary(model)
 
     def __enter__(self) -> None:
@@ -167,31 +168,22 @@ class FusedLayers:
                 each.forward = functools.partial(_of_three, each, three, most, layer)
         self.found["projections"] += 1
 
-    def _take_alone(self, module: nn.Module) -> None:
-        """Layers of which one row is computed by a kernel, on a GPU where that is faster."""
-        for name in _ALONE:
-            layer: Any = getattr(module, name, None)
-            if layer is None or not alike([layer]) or not has_kernels(layer.weight):
-                continue
-            own = vars(layer).get("forward")
-            if own is None:
-                weight = layer.weight
-                states = _random(1, weight.shape[1], dtype=weight.dtype).to(weight.device)
-                fused = functools.partial(_layer_alone, most=1)
-                if not nearly_equal(layer(states), fused(layer, states)):
-                    continue
-                rows = self._time(
-                    name,
-                    lambda fused=fused, layer=layer, states=states: rows_together(
-                        functools.partial(fused, layer), layer, states, (1,)
-                    ),
-                )
-                if not rows:
-                    continue
-                layer.forward = functools.partial(_either, layer, fused)
-            elif getattr(own, "func", None) is not _either:
-                continue
-            self.found["layers alone"] = self.found.get("layers alone", 0) + 1
+    def _take_alone(self, name: str, layer: Any) -> None:
+        """A layer of which one row is computed by a kernel, on a GPU where that is faster."""
+        if layer is None or not alike([layer]) or not has_kernels(layer.weight):
+            return
+        own = vars(layer).get("forward")
+        if own is not None and getattr(own, "func", None) is not _either:
+            return
+        if own is None:
+            states = _random(1, layer.weight.shape[1], dtype=layer.weight.dtype)
+            states, ours = states.to(layer.weight.device), functools.partial(_layer_alone, layer)
+            if not nearly_equal(layer(states), ours(states)):
+                return
+            if not self._time(name, lambda: rows_together(ours, layer, states, (1,))):
+                return
+            layer.forward = functools.partial(_either, layer, _layer_alone)
+        self.found["layers alone"] = self.found.get("layers alone", 0) + 1
 
     def _time(self, kind: str, found: Callable[[], int]) -> int:
         """Time a model's first layers of a kind, which the others are like."""
@@ -271,7 +263,7 @@ def _norm(module: Any, states: Tensor) -> Tensor:
 def _gated_layer(module: Any, states: Tensor, most: int = MOST_ROWS) -> Tensor:
     both = [module.gate_proj, module.up_proj]
     if torch.compiler.is_compiling():
-        if _rows(states) > most or not alike(both):
+        if not _has_kernel(both, states, most):
             return type(module).forward(module, states)
         return module.down_proj(gated_layers(states, *weights(both), most))
     if cpu_kernels.together(both, states):
@@ -282,10 +274,15 @@ def _gated_layer(module: Any, states: Tensor, most: int = MOST_ROWS) -> Tensor:
     return module.down_proj(F.silu(gate).mul_(up) if _directly(gate) else gated(gate, up))
 
 
-def _layer_alone(module: Any, states: Tensor, most: int) -> Tensor:
-    if _rows(states) > most or not alike([module]):
+def _layer_alone(module: Any, states: Tensor) -> Tensor:
+    if not _has_kernel([module], states, 1):
         return type(module).forward(module, states)
-    return one_layer(states, *weights([module]), most)
+    return one_layer(states, *weights([module]))
+
+
+def _has_kernel(layers: Sequence[Any], states: Tensor, most: int) -> bool:
+    """Whether what these layers make of at most so many rows of states is left to a kernel."""
+    return states.numel() <= most * states.shape[-1] and alike(layers)
 
 
 def _rows_of_gated(module: Any, states: Tensor) -> int:
@@ -311,11 +308,9 @@ def _of_three(
     if not _now.depth or module is not three[0]:
         return type(module).forward(module, states)
     compiling = torch.compiler.is_compiling()
-    if compiling and (_rows(states) > most or not alike(three)):
-        return type(module).forward(module, states)
     if not compiling and cpu_kernels.together(three, states):
         found: Any = cpu_kernels.products(three, states)
-    elif compiling or alike(three):
+    elif _has_kernel(three, states, most) if compiling else alike(three):
         found = three_layers(states, *weights(three), most)
     else:
         return type(module).forward(module, states)
@@ -324,10 +319,6 @@ def _of_three(
     if not compiling:
         _now.writes.computed(layer, found[2])
     return found[0]
-
-
-def _rows(states: Tensor) -> int:
-    return states.numel() // states.shape[-1]
 
 
 def _either(module: nn.Module, fused: Callable[..., Tensor], *args: Any, **options: Any) -> Any:

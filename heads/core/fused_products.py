@@ -63,17 +63,12 @@ def _shapes_of_three(states: Tensor, weights: list[Tensor], *rest: Any) -> tuple
 
 
 @torch.library.custom_op("headstart::one_layer", mutates_args=())
-def one_layer(states: Tensor, weights: list[Tensor], biases: list[Tensor], most: int) -> Tensor:
-    """What a linear layer makes of states [..., D]; arguments as of `three_layers`, and `most` is
-    1 at most."""
-    if (kernels := _kernels(states, most)) is not None:
+def one_layer(states: Tensor, weights: list[Tensor], biases: list[Tensor]) -> Tensor:
+    """What a linear layer makes of states [..., D]; weight and bias as of `three_layers`. One row
+    is left to the kernel."""
+    if (kernels := _kernels(states, 1)) is not None:
         return kernels.one_layer(states, weights, biases)
     return _each(states, weights, biases)[0]
-
-
-@one_layer.register_fake
-def _shape_of_one(states: Tensor, weights: list[Tensor], *rest: Any) -> Tensor:
-    return states.new_empty(*states.shape[:-1], len(weights[0]))
 
 
 @torch.library.custom_op("headstart::gated_layers", mutates_args=())
@@ -89,8 +84,9 @@ def gated_layers(states: Tensor, weights: list[Tensor], biases: list[Tensor], mo
     return F.silu(gate) * up
 
 
+@one_layer.register_fake
 @gated_layers.register_fake
-def _shape_of_gated(states: Tensor, weights: list[Tensor], *rest: Any) -> Tensor:
+def _shape_of_one(states: Tensor, weights: list[Tensor], *rest: Any) -> Tensor:
     return states.new_empty(*states.shape[:-1], len(weights[0]))
 
 

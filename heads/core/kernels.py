@@ -116,8 +116,8 @@ def _absorb(
 ):  # fmt: skip
     """Attend to one block of slots: the running maximum, total and output of each row, after it.
 
-    Scores are in powers of two. `WHOLE`: each row sees all of these slots; `EVEN`: heads have as
-    many numbers as are read.
+    `scale` makes powers of two of scores. `WHOLE`: each row sees all of these slots; `EVEN`: heads
+    have as many numbers as are read.
     """
     if WHOLE and EVEN:
         key = tl.load(keys)  # [D, slots]

@@ -153,10 +153,11 @@ def _cut(states: Tensor, weights: list[Tensor], gated: bool) -> dict[str, Any]:
         columns, depth, stages = 2, min(1024, triton.next_power_of_2(width)), 1
     else:
         rows = max(16, rows)
-        few = rows == 16
-        columns = 64 if gated else 32
-        depth = (128 if few or not gated else 64) * 2 // states.element_size()
-        stages = 5 if gated != few else 4
+        if gated:
+            columns, depth, stages = (64, 128, 4) if rows == 16 else (64, 64, 5)
+        else:
+            columns, depth, stages = 32, 128, 5 if rows == 16 else 4
+        depth = depth * 2 // states.element_size()
     even = width % depth == 0 and all(len(weight) % columns == 0 for weight in weights)
     return {
         "ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "EVEN": even, "num_warps": 4,

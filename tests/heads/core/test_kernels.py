@@ -229,7 +229,7 @@ def test_splits_fill_the_multiprocessors_once(
     tiles, pairs, parts = launch.grid
     places = 132 * 8 // launch.options["num_warps"]
     assert launch.programs <= max(places, 2 * tiles * pairs)
-    assert parts <= 64 and max(launch.grid[1:]) < 1 << 16
+    assert 1 <= parts <= 64 and max(launch.grid[1:]) < 1 << 16
     if tiles * pairs <= places // 8:
         assert launch.programs > 0.7 * places
 
