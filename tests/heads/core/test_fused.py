@@ -142,6 +142,28 @@ def test_launches_stay_apart_where_there_is_no_memory_to_time_them(
     assert found == (0, 1, 16, fused_products.MOST_ROWS)[timed]
 
 
+@pytest.mark.parametrize("faster", [0, 1])
+def test_one_row_of_layers_alone_is_left_to_a_kernel_where_that_is_faster(
+    faster: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, with the kernel's definition in its place."""
+    monkeypatch.setattr(fused, "has_kernels", lambda states: True)
+    monkeypatch.setattr(fused, "rows_together", lambda *given: faster)
+    model = copy.deepcopy(target("tiny"))
+    layers = model.config.num_hidden_layers
+    found = FusedLayers(model)
+    assert found.found.get("layers alone", 0) == 2 * layers * faster
+    assert found.rows["o_proj"] == found.rows["down_proj"] == faster
+    ids = torch.arange(9).view(1, -1)
+    for tokens, launches in ((ids[:, :1], 2 * layers * faster), (ids, 0)):
+        expected, names = model(tokens).logits, Names()
+        with found, names:
+            assert torch.equal(model(tokens).logits, expected)
+        assert names.seen["one_layer"] == launches
+    again = FusedLayers(model)
+    assert again.found.get("layers alone", 0) == 2 * layers * faster
+
+
 def test_a_fused_layer_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_writes, "rotate", lambda q, k, cos, sin: (q.clone(), k.clone()))
     with pytest.raises(UnsupportedTarget, match="other logits with fused layers") as refused:
