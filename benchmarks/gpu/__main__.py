@@ -10,7 +10,7 @@ from headstart.cli import Parser, exit_status
 from headstart.commands.options import add_json_argument
 from headstart.terminal import quiet_stdout
 
-from .job import PARTS, make_job
+from .job import PARTS, UNTIMED, make_job
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,6 +53,8 @@ def _parser() -> Parser:
     )
     parser.add_argument("--corpus", metavar="FOLDER", help="the text that the target learns")
     parser.add_argument("--fresh", action="store_true", help="measure again what is there already")
+    several = f"families at once on a GPU, in {', '.join(UNTIMED)} (default: 1)"
+    parser.add_argument("--jobs", metavar="N", type=int, default=1, help=several)
     add_json_argument(parser)
     return parser
 

@@ -14,6 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from headstart.heads.core.files import write_atomically
 from headstart.reports.tables import to_json
 from headstart.terminal import one_line
@@ -30,14 +32,16 @@ class Entries:
     """
 
     def __init__(self, path: Path, part: str, conditions: dict[str, Any], fresh: bool):
-        self.path = path
-        found = None if fresh else read_part(path)
-        if found is not None and _alike(found["conditions"], conditions):
-            found["conditions"] = conditions
-        else:
-            found = {"part": part, "conditions": conditions, "commands": [], "entries": {}}
-        self.file: dict[str, Any] = found
+        self.path, self._part, self._conditions, self._fresh = path, part, conditions, fresh
+        self.file = self._found()
         self.errors: dict[str, str] = {}
+
+    def _found(self) -> dict[str, Any]:
+        """What is on disk of these conditions."""
+        found = None if self._fresh else read_part(self.path)
+        if found is None or not _alike(found["conditions"], self._conditions):
+            found = {"part": self._part, "commands": [], "entries": {}}
+        return {**found, "conditions": self._conditions}
 
     def missing(self, name: str) -> bool:
         """Whether an entry is still to be measured."""
@@ -64,13 +68,20 @@ class Entries:
         gc.collect()  # a model of the last entry must not stand beside the next one's
         seconds = round(time.perf_counter() - begun, 1)
         when = datetime.now(UTC).isoformat(timespec="seconds")
-        if driver := self.file["conditions"].get("driver"):
+        if driver := self._conditions.get("driver"):
             entry = {**entry, "driver": driver}
-        self.file["entries"][name] = {**entry, "seconds": seconds, "at": when}
-        command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
-        if command not in self.file["commands"]:
-            self.file["commands"].append(command)
-        write_json(self.path, self.file)
+        self._add(name, {**entry, "seconds": seconds, "at": when})
+
+    def _add(self, name: str, entry: dict[str, Any]) -> None:
+        """Write an entry beside those on disk, to which other processes may have added theirs."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{self.path}.lock"):
+            self.file, self._fresh = self._found(), False
+            self.file["entries"][name] = entry
+            command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
+            if command not in self.file["commands"]:
+                self.file["commands"].append(command)
+            write_json(self.path, self.file)
 
 
 def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:

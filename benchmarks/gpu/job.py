@@ -32,6 +32,9 @@ PARTS = {
 }
 """Every part in the order of a whole run."""
 
+UNTIMED = ("heads", "acceptance", "identity")
+"""The parts whose figures are no times, so that families can be measured at once."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -42,6 +45,7 @@ class Job:
         families: of the drafters.
         trained: the folder of the runs that train target and drafters.
         corpus: the text in place of the recipe's; None for that one.
+        jobs: families that are measured at once in the parts `UNTIMED`.
     """
 
     parts: tuple[str, ...]
@@ -52,6 +56,7 @@ class Job:
     families: tuple[str, ...]
     corpus: str | None = None
     fresh: bool = False
+    jobs: int = 1
 
     @property
     def apart(self) -> bool:
@@ -90,15 +95,18 @@ def make_job(
     families: Collection[str] | None = None,
     corpus: str | None = None,
     fresh: bool = False,
+    jobs: int = 1,
 ) -> Job:
     """Check what the command line says; None takes the default.
 
     Raises:
-        UsageError: an unknown part or family, or a GPU that is not there.
+        UsageError: an unknown part or family, no job, or a GPU that is not there.
     """
     from headstart.heads import FAMILIES
 
     chosen = _known("--part", parts, PARTS)
+    if jobs < 1:
+        raise UsageError(f"--jobs {jobs}: expected 1 or more")
     if device == "cpu":
         # Training takes a GPU wherever it sees one; torch has not looked yet.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -114,6 +122,7 @@ def make_job(
         families=_known("--family", families, FAMILIES),
         corpus=corpus,
         fresh=fresh,
+        jobs=jobs,
     )
 
 

@@ -10,14 +10,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
 from . import cost_parts, decoding_parts
 from .entries import Entries, write_json
-from .job import PARTS, Job
+from .job import PARTS, UNTIMED, Job
 from .machine import machine
 from .report import report
 
@@ -38,23 +39,38 @@ MEASURE: dict[str, Callable[[Job, Entries], None]] = {
 def run_apart(job: Job) -> bool:
     """Measure the parts by a process for each family; whether all of them could be.
 
-    What is of no family is measured by the first one. Progress and errors are theirs.
+    What is of no family is measured by the first one. Progress and errors are theirs. With several
+    jobs, what takes no times comes first, for as many families at once.
     """
     measured = [part for part in job.parts if part != "report"]
+    if not measured:
+        return True
     if job.fresh:  # the files are shared, so none of the processes may begin them anew
         for part in measured:
             (job.folder / f"{part}.json").unlink(missing_ok=True)
     line = [sys.executable, "-m", "benchmarks.gpu", "--device", job.device, "--size", job.size]
     line += ["--output", str(job.folder), "--trained", str(job.trained)]
     line += [] if job.corpus is None else ["--corpus", job.corpus]
-    for part in measured:
-        line += ["--part", part]
-    whole = True
-    for family in job.families if measured else ():
+
+    def measure(parts: Sequence[str], family: str) -> bool:
         print(f"{family}:", file=sys.stderr)
-        done = subprocess.run([*line, "--family", family], stdout=subprocess.DEVNULL, check=False)
-        whole = whole and done.returncode == 0
-    return whole
+        chosen = [word for part in parts for word in ("--part", part)]
+        done = subprocess.run(
+            [*line, *chosen, "--family", family], stdout=subprocess.DEVNULL, check=False
+        )
+        return done.returncode == 0
+
+    ahead = [part for part in measured if part in UNTIMED] if job.jobs > 1 else []
+    timed = [part for part in measured if part not in ahead]
+    found: list[bool] = []
+    if ahead:
+        # The first family alone, since its target and text are what the others are trained with.
+        found.append(measure(ahead[:1], job.families[0]))
+        with ThreadPoolExecutor(job.jobs) as pool:
+            found += pool.map(partial(measure, ahead), job.families)
+    if timed:
+        found += [measure(timed, family) for family in job.families]
+    return all(found)
 
 
 def run_suite(job: Job) -> tuple[dict[str, Any], bool]:

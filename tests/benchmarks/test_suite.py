@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ import torch
 
 from benchmarks.gpu import suite
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.entries import Entries, write_json
+from benchmarks.gpu.entries import Entries, read_part, write_json
 from benchmarks.gpu.job import PARTS, Job, make_job
 from benchmarks.gpu.machine import machine
 from benchmarks.gpu.paths import Fallback, watched_paths
@@ -216,6 +217,49 @@ def test_each_family_has_a_process_on_a_gpu(
     assert not replace(job, families=("medusa",)).apart and not replace(job, device="cpu").apart
 
 
+def test_what_takes_no_times_is_measured_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first family trains what all of them share; then all; times are taken alone."""
+    lines: list[list[str]] = []
+    at_once, running, most = threading.Barrier(2), 0, []
+
+    def run(line: list[str], **_: Any) -> Any:
+        nonlocal running
+        lines.append(line)
+        running += 1
+        most.append(running)
+        if 2 <= len(lines) <= 3:
+            at_once.wait(10)
+        running -= 1
+        return SimpleNamespace(returncode=0)
+
+    monkeypatch.setattr(suite.subprocess, "run", run)
+    given: dict[str, Any] = {"output": tmp_path, "families": ["medusa", "hydra"], "jobs": 2}
+    job = replace(
+        make_job(["heads", "acceptance", "baselines"], "cpu", "toy", **given), device="cuda"
+    )
+    assert suite.run_suite(job)[1]
+    parts = [[line[i + 1] for i, word in enumerate(line) if word == "--part"] for line in lines]
+    assert parts == [["heads"], *[["heads", "acceptance"]] * 2, *[["baselines"]] * 2]
+    assert {line[-1] for line in lines[1:3]} == {"medusa", "hydra"} == {lines[3][-1], lines[4][-1]}
+    assert lines[0][-1] == "medusa" and [most[0], *most[3:]] == [1, 1, 1]
+
+
+def test_processes_add_to_one_file(tmp_path: Path) -> None:
+    path, given = tmp_path / "part.json", {"size": "toy"}
+    write_json(path, {"part": "part", "commands": [], "conditions": {}, "entries": {"old": {}}})
+    one, other = (Entries(path, "part", given, fresh=False) for _ in range(2))
+    one.measure("one", lambda: {"value": 1})
+    other.measure("other", lambda: {"value": 2})
+    again = Entries(path, "part", given, fresh=False)
+    assert set(again.file["entries"]) == {"one", "other"}
+    fresh = Entries(path, "part", given, fresh=True)
+    assert fresh.missing("one") and set(read_part(path)["entries"]) == {"one", "other"}  # type: ignore[index]
+    fresh.measure("one", lambda: {"value": 3})
+    assert set(read_part(path)["entries"]) == {"one"}  # type: ignore[index]
+
+
 def test_a_failure_costs_the_others_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -249,6 +293,7 @@ def test_every_part_alone_for_every_family(tmp_path: Path) -> None:
     [
         (["--part", "costs-8"], "did you mean 'costs-8b'"),
         (["--family", "redraftr"], "did you mean 'redrafter'"),
+        (["--jobs", "0"], "--jobs 0: expected 1 or more"),
         (["--device", "cuda"], "finds 0 GPUs here; use --device cpu"),
         (["--tree", "chain:4"], "unrecognized arguments: --tree"),
     ],
