@@ -55,6 +55,9 @@ def _parser() -> Parser:
     parser.add_argument("--fresh", action="store_true", help="measure again what is there already")
     several = f"families at once on a GPU, in {', '.join(UNTIMED)} (default: 1)"
     parser.add_argument("--jobs", metavar="N", type=int, default=1, help=several)
+    parser.add_argument(
+        "--here", action="store_true", help="no process for each family, which takes less time"
+    )
     add_json_argument(parser)
     return parser
 

@@ -46,6 +46,7 @@ class Job:
         trained: the folder of the runs that train target and drafters.
         corpus: the text in place of the recipe's; None for that one.
         jobs: families that are measured at once in the parts `UNTIMED`.
+        here: measure all of them in this process.
     """
 
     parts: tuple[str, ...]
@@ -57,6 +58,7 @@ class Job:
     corpus: str | None = None
     fresh: bool = False
     jobs: int = 1
+    here: bool = False
 
     @property
     def apart(self) -> bool:
@@ -64,7 +66,7 @@ class Job:
 
         An error on a GPU that ends one process's work there then costs the other families nothing.
         """
-        return self.device == "cuda" and len(self.families) > 1
+        return self.device == "cuda" and len(self.families) > 1 and not self.here
 
     @property
     def scale(self) -> Scale:
@@ -96,6 +98,7 @@ def make_job(
     corpus: str | None = None,
     fresh: bool = False,
     jobs: int = 1,
+    here: bool = False,
 ) -> Job:
     """Check what the command line says; None takes the default.
 
@@ -123,6 +126,7 @@ def make_job(
         corpus=corpus,
         fresh=fresh,
         jobs=jobs,
+        here=here,
     )
 
 

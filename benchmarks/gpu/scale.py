@@ -53,7 +53,7 @@ SCALES = {
         turns=2,
         prompts=12,
         recipe=(
-            *("target.scratch.max_seconds=60", "distill.max_seconds=35", "train.max_seconds=20"),
+            *("target.scratch.max_seconds=60", "distill.max_seconds=35", "train.max_seconds=40"),
             *("decode.prompts=8", "decode.validation_prompts=8"),
         ),
     ),

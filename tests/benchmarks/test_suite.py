@@ -215,6 +215,7 @@ def test_each_family_has_a_process_on_a_gpu(
     assert [line[-2:] for line in lines] == [["--family", "medusa"], ["--family", "hydra"]]
     assert all("--fresh" not in line and line.count("--part") == 1 for line in lines)
     assert not replace(job, families=("medusa",)).apart and not replace(job, device="cpu").apart
+    assert not replace(job, here=True).apart
 
 
 def test_what_takes_no_times_is_measured_at_once(
