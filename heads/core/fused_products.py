@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from .cpu_kernels import CpuLinear
 from .triton_here import no_triton
 
-MOST_ROWS = 64
+MOST_ROWS = 128
 """Rows that a kernel takes; of more, it would read the weights again for each so many."""
 
 _TURNS = 3
@@ -117,7 +117,7 @@ def rows_together(
     together: Callable[[Tensor], object],
     apart: Callable[[Tensor], object],
     states: Tensor,
-    tries: Sequence[int] = (1, 16, MOST_ROWS),
+    tries: Sequence[int] = (1, 16, 64, MOST_ROWS),
 ) -> int:
     """For how many rows one launch of ours is no slower than torch's; 0 for none.
 

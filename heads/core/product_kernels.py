@@ -148,19 +148,21 @@ def _cut(states: Tensor, weights: list[Tensor], gated: bool) -> dict[str, Any]:
     """How the work is cut, by what was fastest for the layers of an 8 B shape on an H200; no
     program needs more shared memory than every GPU since Ampere has."""
     width = states.shape[-1]
-    rows = triton.next_power_of_2(states.numel() // width)
+    rows, warps = triton.next_power_of_2(states.numel() // width), 4
     if rows == 1:
         columns, depth, stages = 2, min(1024, triton.next_power_of_2(width)), 1
     else:
         rows = max(16, rows)
-        if gated:
+        if rows > 64:
+            columns, depth, stages, warps = (64 if gated else 32), 64, 4, 8
+        elif gated:
             columns, depth, stages = (64, 128, 4) if rows == 16 else (64, 64, 5)
         else:
             columns, depth, stages = 32, 128, 5 if rows == 16 else 4
         depth = depth * 2 // states.element_size()
     even = width % depth == 0 and all(len(weight) % columns == 0 for weight in weights)
     return {
-        "ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "EVEN": even, "num_warps": 4,
+        "ROWS": rows, "COLUMNS": columns, "DEPTH": depth, "EVEN": even, "num_warps": warps,
         "num_stages": stages,
     }  # fmt: skip
 
