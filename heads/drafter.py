@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .checkpoint import DrafterConfig, StoredDrafter
-from .core import OptionError, device_of, keep_resident, output_layer
+from .core import OptionError, best_of, device_of, keep_resident, output_layer
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Step:
             best = self.ids[..., :count]
         else:
             if count == 1:
-                values, best = scored.max(-1, keepdim=True)
+                values, best = (found.unsqueeze(-1) for found in best_of(scored))
             else:
                 values, best = scored.topk(min(count, scored.shape[-1]), dim=-1)
             self.note(values[..., 0])

@@ -28,6 +28,11 @@ _capturing = threading.Lock()
 """Held by the thread that captures: beginning a capture waits for the whole device, which makes
 another thread's capture invalid."""
 
+_streams: dict[tuple[torch.device, int], Any] = {}
+"""The stream that captures on a device, by the one that it captures for. cuBLAS keeps memory for
+each stream that it has computed on (32 MB on Hopper), which is never freed, so there are no more of
+them than needed; graphs that may run at the same time, on streams of their own, share none."""
+
 _unended: list[Any] = []
 """Graphs whose capture could not be ended: torch goes on asking them whether a stream that pinned
 memory is taken for belongs to it."""
@@ -171,7 +176,6 @@ class CudaCapture:
             self._device = device
         with torch.cuda.device(self._device):
             self._pool = torch.cuda.graph_pool_handle()
-            self._stream = torch.cuda.Stream(self._device)
 
     def __call__(self, work: Callable[[], Any]) -> Callable[[], Any]:
         causes: list[BaseException] = []
@@ -191,7 +195,7 @@ class CudaCapture:
                     torch.cuda.graph(
                         cast(Any, _Begins(graph, self._device)),
                         pool=self._pool,
-                        stream=self._stream,
+                        stream=capture_stream(self._device),
                         capture_error_mode="thread_local",
                     ),
                 ):
@@ -217,6 +221,14 @@ class CudaCapture:
                 _unended.append(graph)
             self._pool = torch.cuda.graph_pool_handle()  # the old one may be half filled
             raise
+
+
+def capture_stream(device: torch.device) -> Any:
+    """The stream on which work of a device's current stream is captured."""
+    current = torch.cuda.current_stream(device).cuda_stream
+    if (device, current) not in _streams:
+        _streams[device, current] = torch.cuda.Stream(device)
+    return _streams[device, current]
 
 
 def capture_on(device: torch.device) -> Capture | None:

@@ -52,6 +52,7 @@ SCALES = {
         repeats=3,
         turns=2,
         prompts=12,
+        batches=(1, 2, 4, 8),
         recipe=(
             *("target.scratch.max_seconds=60", "distill.max_seconds=35", "train.max_seconds=40"),
             *("decode.prompts=8", "decode.validation_prompts=8"),

@@ -154,7 +154,7 @@ def _cut(states: Tensor, weights: list[Tensor], gated: bool) -> dict[str, Any]:
     else:
         rows = max(16, rows)
         if rows > 64:
-            columns, depth, stages, warps = (64 if gated else 32), 64, 4, 8
+            columns, depth, stages, warps = 64, 64, 4, 8
         elif gated:
             columns, depth, stages = (64, 128, 4) if rows == 16 else (64, 64, 5)
         else:

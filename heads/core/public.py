@@ -48,7 +48,7 @@ from .probe import (
     trained_context,
 )
 from .row_settings import EachRow, RowSettings
-from .sampling import STATEFUL, Sampling, argmax, draw
+from .sampling import STATEFUL, Sampling, argmax, best_of, draw
 from .time_limit import within
 from .tree import TokenTree, Topology, ancestor_mask
 from .whole_model import take_whole_models

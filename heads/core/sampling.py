@@ -275,8 +275,13 @@ def argmax(scores: Tensor) -> Tensor:
     >>> argmax(torch.tensor([[1.0, 3.0, 2.0], [9.0, float("nan"), 2.0]])).tolist()
     [1, -1]
     """
-    best, token = _max_by_parts(scores) if scores.is_cuda else scores.max(-1)
+    best, token = best_of(scores)
     return token.masked_fill_(best.isnan(), -1)
+
+
+def best_of(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """`scores.max(-1)`, of numbers [..., V]: the best of each row, and its place."""
+    return _max_by_parts(scores) if scores.is_cuda else scores.max(-1)
 
 
 def _max_by_parts(scores: Tensor) -> tuple[Tensor, Tensor]:

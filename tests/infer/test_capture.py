@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from headstart.infer import capture as captures
 from headstart.infer.capture import Borrowed, Captured, CudaCapture, unwatched
 from tests.support.tape import DeadMemory, Living, Tape
 
@@ -66,6 +67,14 @@ def test_compiled_code_runs_while_it_is_captured() -> None:
     torch._dynamo.reset()
 
 
+class Stream(str):
+    """A stream of the stand-in, by its name."""
+
+    @property
+    def cuda_stream(self) -> int:
+        return hash(self)
+
+
 class Gpu:
     """What of torch.cuda a capture calls, and what it changes there."""
 
@@ -75,16 +84,17 @@ class Gpu:
         self.handles = iter(range(1, 9))
         for name in ("current_stream", "set_stream", "device", "graph", "Stream", "CUDAGraph"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr(captures, "_streams", {})
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(self.handles))
         monkeypatch.setattr(torch.cuda, "default_generators", (self, self))
         monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", self.end, raising=False)
         monkeypatch.setattr(torch._C, "_cuda_releasePool", self.release, raising=False)
-        self.released: list[int] = []
+        self.made, self.released = list[str](), list[int]()
         self.graphs: list[weakref.ref[Any]] = []
 
-    def current_stream(self, device: Any) -> str:
-        return self.stream
+    def current_stream(self, device: Any) -> "Stream":
+        return Stream(self.stream)
 
     def set_stream(self, stream: str) -> None:
         self.stream = stream
@@ -95,7 +105,8 @@ class Gpu:
         yield
 
     def Stream(self, device: torch.device) -> str:
-        return f"capture stream of {device}"
+        self.made.append(f"capture stream of {device}")
+        return self.made[-1]
 
     def CUDAGraph(self) -> Any:
         gpu = self
@@ -233,6 +244,30 @@ def test_one_thread_captures_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     captures[1](second)
     thread.join()
     assert order == ["first", "second"] and not gpu.capturing
+
+
+def test_a_stream_captures_for_all_that_run_on_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries keep memory for each stream, and graphs of one stream share it."""
+    gpu = Gpu(monkeypatch)
+    for device in ("cuda", "cuda:0", "cuda:1", "cuda:1"):
+        CudaCapture(torch.device(device))(lambda: None)
+    assert gpu.made == ["capture stream of cuda:0", "capture stream of cuda:1"]
+    gpu.stream = "another"
+    CudaCapture(torch.device("cuda"))(lambda: None)
+    assert gpu.made[2:] == ["capture stream of cuda:0"]
+
+
+@pytest.mark.gpu
+def test_more_captures_take_no_more_memory() -> None:
+    """cuBLAS keeps a workspace for each stream that has multiplied."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    one = torch.ones(64, 64, device=device)
+    taken = []
+    for _ in range(4):
+        CudaCapture(device)(lambda: one @ one)
+        gc.collect()
+        taken.append(torch.cuda.memory_allocated(device))
+    assert len(set(taken[1:])) == 1
 
 
 @pytest.mark.gpu
