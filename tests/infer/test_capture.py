@@ -262,6 +262,7 @@ def test_more_captures_take_no_more_memory() -> None:
     """cuBLAS keeps a workspace for each stream that has multiplied."""
     device = torch.device("cuda", torch.cuda.current_device())
     one = torch.ones(64, 64, device=device)
+    assert (one @ one).sum().item() == 64**3  # outside a capture, where libraries begin
     taken = []
     for _ in range(4):
         CudaCapture(device)(lambda: one @ one)
