@@ -195,7 +195,7 @@ class CudaCapture:
                     torch.cuda.graph(
                         cast(Any, _Begins(graph, self._device)),
                         pool=self._pool,
-                        stream=capture_stream(self._device),
+                        stream=_capture_stream(self._device),
                         capture_error_mode="thread_local",
                     ),
                 ):
@@ -223,7 +223,7 @@ class CudaCapture:
             raise
 
 
-def capture_stream(device: torch.device) -> Any:
+def _capture_stream(device: torch.device) -> Any:
     """The stream on which work of a device's current stream is captured."""
     current = torch.cuda.current_stream(device).cuda_stream
     if (device, current) not in _streams:
