@@ -95,6 +95,11 @@ def _size(tensor: Tensor) -> int:
     return count * tensor.itemsize
 
 
+def as_on_a_gpu() -> Any:
+    """A context in which layers are fused, and run, by operators of our own, as on a GPU."""
+    return mock.patch.object(fused_layers, "_directly", lambda states: False)
+
+
 @torch.no_grad()
 def count_forward(runner: Target, nodes: int, context: int) -> Counts:
     """A forward over a tree of so many nodes behind a text; tree attention is two kernels.
@@ -113,8 +118,7 @@ def count_forward(runner: Target, nodes: int, context: int) -> Counts:
     runner.prefill(ids, [context], context + nodes)
     topology, row = StaticTree([[rank] for rank in range(nodes - 1)]).shape(1, ids.device)
     tree = TokenTree(ids[:, :1].expand(1, nodes), topology, None, row)
-    as_on_a_gpu = mock.patch.object(fused_layers, "_directly", lambda states: False)
-    with as_on_a_gpu, mock.patch.object(tree_attention, "tree_attention", attend):
+    with as_on_a_gpu(), mock.patch.object(tree_attention, "tree_attention", attend):
         runner.verify(tree, torch.tensor([context]), context)  # layers show that they hand on
         counted = Counts()
         with counted:
@@ -239,6 +243,8 @@ def kernel_launches(nodes: int, context: int, vocabulary: int = 128_256) -> dict
     calls: dict[str, tuple[Any, Sequence[str], Callable[[], Any]]] = {
         "norm": (fused_kernels, ["_norm"],
                  lambda: fused_kernels.rms_norm(some, states(hidden), 1e-5)),
+        "sum and norm": (fused_kernels, ["_add_norm"],
+                 lambda: fused_kernels.add_norm(some, some, states(hidden), 1e-5)),
         "queries, keys and values": (product_kernels, ["_three"],
                  lambda: product_kernels.three_layers(some, three, [])),
         "rotary and cache write": (fused_kernels, ["_turn"],
@@ -266,7 +272,8 @@ def kernel_launches(nodes: int, context: int, vocabulary: int = 128_256) -> dict
 def _target(layers: int, fused: bool) -> Target:
     shape = replace(SHAPES["8b"], layers=layers, vocab=128)
     model = random_target(shape, torch.device("cpu"), torch.bfloat16)
-    return Target(model, (), "tree", fused=fused)
+    with as_on_a_gpu():
+        return Target(model, (), "tree", fused=fused)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 
 from . import cpu_kernels
 from .errors import MALFORMED
+from .fused_norms import Sums, add_norm, eps_of, is_as_llamas, rms_norm, run_layer
 from .fused_products import (
     MOST_ROWS,
     alike,
@@ -39,6 +40,7 @@ from .offload import device_of, in_shards, offloaded
 
 _ROTARY = "apply_rotary_pos_emb"  # as transformers' models name it
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # as layers of transformers call them, in order
+_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 _ALONE = ("o_proj", "down_proj")  # layers whose states nothing else reads
 
 
@@ -50,7 +52,7 @@ class _Forward(threading.local):
         self.sines: tuple[Tensor, Tensor] | None = None  # given last, and as `_rotated` reads them
         self.states: Tensor | None = None  # what three layers have read
         self.ready: dict[nn.Module, Tensor] = {}  # what those of them give that are called next
-        self.writes = Writes()
+        self.writes, self.sums = Writes(), Sums()
 
 
 _now = _Forward()
@@ -59,16 +61,6 @@ _now = _Forward()
 def fused_writes() -> Writes | None:
     """What the forward that this thread runs now is about to write; None where none is fused."""
     return _now.writes if _now.depth else None
-
-
-@torch.library.custom_op("headstart::rms_norm", mutates_args=())
-def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """States [..., D] over their root mean square, times weight [D]; in float32, as Llama's."""
-    if (kernels := kernels_for(states)) is not None:
-        return kernels.rms_norm(states, weight, eps)
-    wide = states.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(states.dtype)
 
 
 @torch.library.custom_op("headstart::gated", mutates_args=())
@@ -106,6 +98,8 @@ class FusedLayers:
                 self._take_projections(module)
                 for name in _ALONE:
                     self._take_alone(name, getattr(module, name, None))
+            for module in model.modules():
+                self._take_layers(module)
             self._take_rotary(model)
 
     def __enter__(self) -> None:
@@ -113,7 +107,7 @@ class FusedLayers:
 
     def __exit__(self, *exception: Any) -> None:
         _now.depth -= 1
-        _now.states, _now.writes = None, Writes()
+        _now.states, _now.writes, _now.sums = None, Writes(), Sums()
         _now.ready.clear()
 
     def _take(self, module: nn.Module) -> None:
@@ -141,6 +135,26 @@ class FusedLayers:
                 fused = functools.partial(fused, most=self.rows["gated layers"])
             module.forward = functools.partial(_either, module, fused)
         self.found[kind] += 1
+
+    def _take_layers(self, model: Any) -> None:
+        """The decoder layers that a module has in a row, with the norms that come after them."""
+        layers, last = getattr(model, "layers", None), getattr(model, "norm", None)
+        if not isinstance(layers, nn.ModuleList):
+            return
+        after = [*(getattr(layer, "input_layernorm", None) for layer in layers[1:]), last]
+        for layer, following in zip(layers, after, strict=True):
+            own = vars(layer).get("forward")
+            if own is None:
+                norms: list[Any] = [getattr(layer, name, None) for name in _LAYER_NORMS]
+                if not all(map(_is_fused_norm, norms)) or _directly(norms[0].weight):
+                    continue
+                if not (is_as_llamas(layer) and _adds_and_norms(norms[1])):
+                    continue
+                next_norm = following if _is_fused_norm(following) else None
+                layer.forward = functools.partial(_in_sums, layer, next_norm)
+            elif getattr(own, "func", None) is not _in_sums:
+                continue
+            self.found["layers"] = self.found.get("layers", 0) + 1
 
     def _take_projections(self, module: nn.Module) -> None:
         """Layers of queries, keys and values, of which the first that is called computes all."""
@@ -219,7 +233,7 @@ def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> T
 
 def _fused_form(module: nn.Module) -> tuple[Callable[..., Tensor] | None, str]:
     """What may do the same as a module in one launch, and what kind of module it is."""
-    eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    eps = eps_of(module)
     weight = getattr(module, "weight", None)
     if eps is not None and isinstance(weight, nn.Parameter) and weight.dim() == 1:
         return _norm, "norms"
@@ -252,7 +266,9 @@ def _rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tens
 def _norm(module: Any, states: Tensor) -> Tensor:
     if torch.compiler.is_compiling():
         return type(module).forward(module, states)
-    eps: Any = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    eps: Any = eps_of(module)
+    if (ready := _now.sums.take(module, states)) is not None:
+        return ready
     if _directly(states):
         if (found := cpu_kernels.norm(states, module.weight, eps)) is not None:
             return found
@@ -319,6 +335,25 @@ def _of_three(
     if not compiling:
         _now.writes.computed(layer, found[2])
     return found[0]
+
+
+def _is_fused_norm(module: Any) -> bool:
+    own = vars(module).get("forward") if isinstance(module, nn.Module) else None
+    return getattr(own, "func", None) is _either and own.args[1] is _norm  # type: ignore[union-attr]
+
+
+def _adds_and_norms(norm: Any) -> bool:
+    """Whether a sum and the norm of it are, in one launch, what they are apart."""
+    size, dtype = len(norm.weight), norm.weight.dtype
+    one, other = (_random(3, size, dtype=dtype, seed=n).to(norm.weight.device) for n in range(2))
+    total, normed = add_norm(one, other, norm.weight, eps_of(norm))
+    return torch.equal(total, one + other) and nearly_equal(norm(total), normed)
+
+
+def _in_sums(layer: Any, following: Any, *states: Tensor, **options: Any) -> Any:
+    if _now.depth and len(states) == 1 and not torch.compiler.is_compiling():
+        return run_layer(layer, following, _now.sums, *states, **options)
+    return type(layer).forward(layer, *states, **options)
 
 
 def _either(module: nn.Module, fused: Callable[..., Tensor], *args: Any, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The Triton kernels of `fused` and `fused_writes`, one launch each.
+"""The Triton kernels of `fused`, `fused_norms` and `fused_writes`, one launch each.
 
 Those modules define what they compute. All of them compute in float32 and round once. Last
 dimensions are contiguous.
@@ -27,6 +27,21 @@ def _norm(states, weight, out, eps, width, BLOCK: tl.constexpr):
     factor = tl.load(weight + along, mask=ok, other=0.0).to(tl.float32)
     found = (value * scale).to(out.dtype.element_ty).to(tl.float32) * factor
     tl.store(out + row * width + along, found.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _add_norm(states, others, weight, total, out, eps, width, BLOCK: tl.constexpr):
+    row, along = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    ok, at = along < width, row * width + along
+    kind = out.dtype.element_ty
+    value = tl.load(states + at, mask=ok, other=0.0).to(tl.float32)
+    value = (value + tl.load(others + at, mask=ok, other=0.0).to(tl.float32)).to(kind)
+    tl.store(total + at, value, mask=ok)
+    value = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    factor = tl.load(weight + along, mask=ok, other=0.0).to(tl.float32)
+    found = (value * scale).to(kind).to(tl.float32) * factor
+    tl.store(out + at, found.to(kind), mask=ok)
 
 
 @triton.jit
@@ -95,7 +110,7 @@ def _write(
 
 
 def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `fused.rms_norm`."""
+    """See `fused_norms.rms_norm`."""
     kernel: Any = _norm
     states, width = states.contiguous(), states.shape[-1]
     out = torch.empty_like(states)
@@ -103,6 +118,18 @@ def rms_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
         block = triton.next_power_of_2(width)
         kernel[(states.numel() // width,)](states, weight, out, eps, width, BLOCK=block)
     return out
+
+
+def add_norm(states: Tensor, others: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `fused_norms.add_norm`."""
+    kernel: Any = _add_norm
+    states, others, width = states.contiguous(), others.contiguous(), states.shape[-1]
+    total, out = torch.empty_like(states), torch.empty_like(states)
+    with launching_on(states):
+        kernel[(states.numel() // width,)](
+            states, others, weight, total, out, eps, width, BLOCK=triton.next_power_of_2(width)
+        )
+    return total, out
 
 
 def gated(gate: Tensor, up: Tensor) -> Tensor:

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from headstart.heads import TokenTree, UnsupportedTarget
-from headstart.heads.core import FusedLayers, fused, fused_products, fused_writes
+from headstart.heads.core import FusedLayers, fused, fused_norms, fused_products, fused_writes
 from headstart.heads.core.cache import SlabCache
 from headstart.heads.parts import cached_layers
 from headstart.infer import Speculator
@@ -19,6 +18,7 @@ from headstart.infer.target import Target
 from headstart.infer.trees.static import StaticTree
 from tests.support.families import TREES, drafter, target
 from tests.support.interpreter import run_interpreted, without_triton
+from tests.support.operators import Names
 from tests.support.tape import SAMPLED, decode, on_tape
 from tests.support.tiny import CONFIGS, one_line, tiny
 
@@ -171,18 +171,6 @@ def test_a_fused_layer_that_differs_is_refused(monkeypatch: pytest.MonkeyPatch) 
     one_line(refused.value)
 
 
-class Names(TorchDispatchMode):
-    """How often each operator was called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def logits_of(runner: Target) -> tuple[torch.Tensor, Counter[str]]:
     ids = torch.arange(10).view(2, -1)
     topology, row = StaticTree([[0], [1], [0, 0]]).shape(2, ids.device)
@@ -247,7 +235,15 @@ def worst() -> dict[str, float]:
     torch.manual_seed(0)
     found = {}
     states, weight = torch.randn(2, 3, 48), torch.randn(48)
-    found["norm"] = kernels.rms_norm(states, weight, 1e-5) - fused.rms_norm(states, weight, 1e-5)
+    found["norm"] = kernels.rms_norm(states, weight, 1e-5) - fused_norms.rms_norm(
+        states, weight, 1e-5
+    )
+    pairs = zip(
+        kernels.add_norm(states, states.flip(0), weight, 1e-5),
+        fused_norms.add_norm(states, states.flip(0), weight, 1e-5),
+        strict=True,
+    )
+    found["add and norm"] = torch.stack([(a - b).abs().max() for a, b in pairs])
     gate, up = torch.randn(2, 3, 700), torch.randn(2, 3, 700)
     found["gated"] = kernels.gated(gate, up) - fused.gated(gate, up)
     query, key = (torch.randn(2, 3, heads, 24).transpose(1, 2) for heads in (4, 2))
@@ -306,7 +302,7 @@ def worst() -> dict[str, float]:
 @without_triton
 def test_kernels_in_the_interpreter() -> None:
     off = run_interpreted(__name__)
-    assert len(off) == 21 and all(each <= 3e-5 for each in off.values()), off
+    assert len(off) == 22 and all(each <= 3e-5 for each in off.values()), off
 
 
 if __name__ == "__main__":
