@@ -97,6 +97,8 @@ def _compiled(model: PreTrainedModel, mode: str, attention: str) -> Callable[...
     return call
 
 
+@torch.inference_mode(False)  # what is computed beforehand is known by its version
+@torch.no_grad()
 def _fused_layers(
     model: PreTrainedModel, shapes: list[LayerShape], asked: bool | None
 ) -> FusedLayers | None:

@@ -48,16 +48,21 @@ def eps_of(norm: Any) -> Any:
     return getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
 
 
+def _kind(tensor: Tensor) -> tuple[torch.dtype, torch.device]:
+    return tensor.dtype, tensor.device
+
+
 class Sums:
-    """What one forward of a thread has computed of a norm before its module is called."""
+    """What one forward of a thread has computed for a norm whose module is called next."""
 
     def __init__(self) -> None:
         self._ready: tuple[nn.Module, Tensor, int, Tensor] | None = None
 
     def add(self, states: Tensor, others: Tensor, norm: Any) -> Tensor:
         """The sum, after which a norm comes; None for none that is known."""
-        alike = states.dtype == others.dtype and states.shape == others.shape
-        if norm is None or not alike or norm.weight.dtype != states.dtype:
+        if norm is None or states.shape != others.shape:
+            return states + others
+        if not _kind(states) == _kind(others) == _kind(norm.weight):
             return states + others
         total, normed = add_norm(states, others, norm.weight, eps_of(norm))
         self._ready = norm, total, total._version, normed

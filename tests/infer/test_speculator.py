@@ -229,6 +229,14 @@ def test_inference_mode_around_a_call(sampling: bool, tree: str, graphs: bool, r
             assert not out.requires_grad and not out.is_inference()
 
 
+def test_layers_are_fused_inside_inference_mode() -> None:
+    ids, _ = prompts([6])
+    with torch.inference_mode():
+        ours = Speculator(tiny("llama"), fused=True, attention="tree")
+        assert torch.equal(ours.generate(ids, max_new_tokens=NEW, do_sample=False), greedy(ids))
+    assert ours.target.fused is not None
+
+
 class Collects(BaseStreamer):
     """Keeps what it is given."""
 
