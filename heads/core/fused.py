@@ -1,9 +1,10 @@
 """A target's small operators as one launch each, while one thread runs one forward.
 
 A plain token of a Llama launches some forty kernels a layer, most of which do little more than read
-what the last one wrote. Norms are one operator each here, and so are the rotary embedding with the
-write to the cache, see `fused_writes`, and layers that read the same states, see `fused_products`:
-those of queries, keys and values, and those of a gated product. Attention stays what it is. No
+what the last one wrote. Norms are one operator each here, with the sums before them where a layer
+is as Llama's, see `fused_norms`; and so are the rotary embedding with the write to the cache, see
+`fused_writes`, and layers that read the same states, see `fused_products`: those of queries, keys
+and values, and those of a gated product. Attention stays what it is. No
 model code is changed: modules and functions are found by what they look like, and each is replaced
 only where a trial on random numbers shows that it does the same. On CUDA they are the kernels of
 `fused_kernels`; on a CPU fewer of torch's own operators, called as they are, since each call costs
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 
 from . import cpu_kernels
 from .errors import MALFORMED
-from .fused_norms import Sums, add_norm, eps_of, is_as_llamas, rms_norm, run_layer
+from .fused_norms import LAYER_NORMS, Sums, eps_of, is_as_llamas, rms_norm, run_layer
 from .fused_products import (
     MOST_ROWS,
     alike,
@@ -37,10 +38,10 @@ from .fused_products import (
 from .fused_products import weights_of as weights
 from .fused_writes import AttentionLayer, Writes, kernels_for, rotate
 from .offload import device_of, in_shards, offloaded
+from .trial import nearly_equal, random_numbers
 
 _ROTARY = "apply_rotary_pos_emb"  # as transformers' models name it
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")  # as layers of transformers call them, in order
-_LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")
 _ALONE = ("o_proj", "down_proj")  # layers whose states nothing else reads
 
 
@@ -122,7 +123,7 @@ class FusedLayers:
             first: Any = getattr(module, "gate_proj", module)
             if not first.weight.is_floating_point() or first.weight.itemsize < 2:
                 return  # it is quantised, and no states are of its type
-            states = _random(3, 2, first.weight.shape[-1], dtype=first.weight.dtype)
+            states = random_numbers(3, 2, first.weight.shape[-1], dtype=first.weight.dtype)
             states = states.to(device_of(first))
             try:
                 found = module(states)
@@ -138,17 +139,16 @@ class FusedLayers:
 
     def _take_layers(self, model: Any) -> None:
         """The decoder layers that a module has in a row, with the norms that come after them."""
-        layers, last = getattr(model, "layers", None), getattr(model, "norm", None)
-        if not isinstance(layers, nn.ModuleList):
+        if not isinstance(getattr(model, "layers", None), nn.ModuleList):
             return
+        layers, last = list[Any](model.layers), getattr(model, "norm", None)
         after = [*(getattr(layer, "input_layernorm", None) for layer in layers[1:]), last]
         for layer, following in zip(layers, after, strict=True):
             own = vars(layer).get("forward")
             if own is None:
-                norms: list[Any] = [getattr(layer, name, None) for name in _LAYER_NORMS]
-                if not all(map(_is_fused_norm, norms)) or _directly(norms[0].weight):
+                if not all(_is_fused_norm(getattr(layer, name, None)) for name in LAYER_NORMS):
                     continue
-                if not (is_as_llamas(layer) and _adds_and_norms(norms[1])):
+                if _directly(layer.input_layernorm.weight) or not is_as_llamas(layer):
                     continue
                 next_norm = following if _is_fused_norm(following) else None
                 layer.forward = functools.partial(_in_sums, layer, next_norm)
@@ -164,7 +164,7 @@ class FusedLayers:
             return
         if own[0] is None:
             weight = three[0].weight
-            states = _random(3, weight.shape[1], dtype=weight.dtype).to(weight.device)
+            states = random_numbers(3, weight.shape[1], dtype=weight.dtype).to(weight.device)
             found = three_layers(states, *weights(three), MOST_ROWS)
             pairs = zip(three, found, strict=True)
             if not all(nearly_equal(each(states), own) for each, own in pairs):
@@ -190,7 +190,7 @@ class FusedLayers:
         if own is not None and getattr(own, "func", None) is not _either:
             return
         if own is None:
-            states = _random(1, layer.weight.shape[1], dtype=layer.weight.dtype)
+            states = random_numbers(1, layer.weight.shape[1], dtype=layer.weight.dtype)
             states, ours = states.to(layer.weight.device), functools.partial(_layer_alone, layer)
             if not nearly_equal(layer(states), ours(states)):
                 return
@@ -213,8 +213,8 @@ class FusedLayers:
                 continue
             if not hasattr(true, "fuses"):
                 device = device_of(model)
-                query, key = (_random(2, heads, 3, 8).to(device) for heads in (4, 2))
-                cos, sin = (_random(2, 3, 8, seed=seed).to(device) for seed in range(2))
+                query, key = (random_numbers(2, heads, 3, 8).to(device) for heads in (4, 2))
+                cos, sin = (random_numbers(2, 3, 8, seed=seed).to(device) for seed in range(2))
                 try:
                     found = true(query, key, cos, sin)
                 except Exception:  # it has other arguments
@@ -226,16 +226,10 @@ class FusedLayers:
             self.found["rotary"] += 1
 
 
-def _random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Normal numbers on the CPU, which leave the generators of requests as they are."""
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
 def _fused_form(module: nn.Module) -> tuple[Callable[..., Tensor] | None, str]:
     """What may do the same as a module in one launch, and what kind of module it is."""
-    eps = eps_of(module)
     weight = getattr(module, "weight", None)
-    if eps is not None and isinstance(weight, nn.Parameter) and weight.dim() == 1:
+    if eps_of(module) is not None and isinstance(weight, nn.Parameter) and weight.dim() == 1:
         return _norm, "norms"
     if isinstance(getattr(module, "gate_proj", None), nn.Linear) and hasattr(module, "act_fn"):
         return _gated_layer, "gated layers"
@@ -342,14 +336,6 @@ def _is_fused_norm(module: Any) -> bool:
     return getattr(own, "func", None) is _either and own.args[1] is _norm  # type: ignore[union-attr]
 
 
-def _adds_and_norms(norm: Any) -> bool:
-    """Whether a sum and the norm of it are, in one launch, what they are apart."""
-    size, dtype = len(norm.weight), norm.weight.dtype
-    one, other = (_random(3, size, dtype=dtype, seed=n).to(norm.weight.device) for n in range(2))
-    total, normed = add_norm(one, other, norm.weight, eps_of(norm))
-    return torch.equal(total, one + other) and nearly_equal(norm(total), normed)
-
-
 def _in_sums(layer: Any, following: Any, *states: Tensor, **options: Any) -> Any:
     if _now.depth and len(states) == 1 and not torch.compiler.is_compiling():
         return run_layer(layer, following, _now.sums, *states, **options)
@@ -373,11 +359,3 @@ def _rotary_of(true: Callable[..., Any]) -> Callable[..., Any]:
 
     either.fuses = True  # type: ignore[attr-defined]
     return either
-
-
-def nearly_equal(one: Any, other: Tensor) -> bool:
-    """Whether a tensor is like another one, but for how a few operators round."""
-    if not isinstance(one, Tensor) or one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    close = 4 * torch.finfo(one.dtype).eps if one.dtype.itemsize < 4 else 1e-5
-    return bool((one - other).abs().max() <= close * one.abs().max())

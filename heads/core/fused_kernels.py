@@ -19,14 +19,20 @@ _ELEMENTS = 1024  # that a program of an elementwise kernel takes
 
 
 @triton.jit
+def _normed(value, weight, along, ok, eps, width, kind: tl.constexpr):
+    """A row [BLOCK] in float32 over its root mean square, rounded, times the weight."""
+    scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
+    factor = tl.load(weight + along, mask=ok, other=0.0).to(tl.float32)
+    return ((value * scale).to(kind).to(tl.float32) * factor).to(kind)
+
+
+@triton.jit
 def _norm(states, weight, out, eps, width, BLOCK: tl.constexpr):
     row, along = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     ok = along < width
     value = tl.load(states + row * width + along, mask=ok, other=0.0).to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    factor = tl.load(weight + along, mask=ok, other=0.0).to(tl.float32)
-    found = (value * scale).to(out.dtype.element_ty).to(tl.float32) * factor
-    tl.store(out + row * width + along, found.to(out.dtype.element_ty), mask=ok)
+    found = _normed(value, weight, along, ok, eps, width, out.dtype.element_ty)
+    tl.store(out + row * width + along, found, mask=ok)
 
 
 @triton.jit
@@ -37,11 +43,8 @@ def _add_norm(states, others, weight, total, out, eps, width, BLOCK: tl.constexp
     value = tl.load(states + at, mask=ok, other=0.0).to(tl.float32)
     value = (value + tl.load(others + at, mask=ok, other=0.0).to(tl.float32)).to(kind)
     tl.store(total + at, value, mask=ok)
-    value = value.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / width + eps)
-    factor = tl.load(weight + along, mask=ok, other=0.0).to(tl.float32)
-    found = (value * scale).to(kind).to(tl.float32) * factor
-    tl.store(out + at, found.to(kind), mask=ok)
+    found = _normed(value.to(tl.float32), weight, along, ok, eps, width, kind)
+    tl.store(out + at, found, mask=ok)
 
 
 @triton.jit

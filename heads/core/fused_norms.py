@@ -17,8 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from .fused_writes import kernels_for
+from .trial import nearly_equal, random_numbers
 
-_PARTS = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}
+LAYER_NORMS = ("input_layernorm", "post_attention_layernorm")  # as transformers calls them
+_PARTS = {*LAYER_NORMS, "self_attn", "mlp"}
 _GIVEN = (
     "attention_mask", "position_ids", "past_key_values", "use_cache", "position_embeddings", "more",
 )  # fmt: skip
@@ -103,16 +105,18 @@ class _Given(nn.Module):
 
 
 def is_as_llamas(layer: Any) -> bool:
-    """Whether a decoder layer does what `run_layer` does, tried with stand-ins for its parts.
+    """Whether a decoder layer does what `run_layer` does, and its norms what `add_norm` does.
 
-    Its norms are its own. Its attention must be handed all that the layer is given.
+    It is tried with stand-ins for all its parts but the norms. Its attention must be handed all
+    that the layer is given.
     """
     if layer._modules.keys() != _PARTS:
         return False
-    weight = layer.input_layernorm.weight
-    given = {name: object() for name in _GIVEN}
-    states = torch.randn(1, 3, len(weight), generator=torch.Generator().manual_seed(0))
-    states = states.to(weight.device, weight.dtype)
+    norm, given = layer.post_attention_layernorm, {name: object() for name in _GIVEN}
+    size, (dtype, device) = len(norm.weight), _kind(norm.weight)
+    states, others = (
+        random_numbers(1, 3, size, dtype=dtype, seed=seed).to(device) for seed in range(2)
+    )
     found, seen = [], []
     for run in (type(layer).forward, lambda *a, **k: run_layer(a[0], None, Sums(), *a[1:], **k)):
         stand_in = copy.copy(layer)
@@ -123,4 +127,7 @@ def is_as_llamas(layer: Any) -> bool:
         except Exception:  # it takes other arguments, or its parts answer otherwise
             return False
         seen.append([attention.seen, gated.seen])
-    return isinstance(found[0], Tensor) and torch.equal(*found) and seen[0] == seen[1]
+    if not isinstance(found[0], Tensor) or not torch.equal(*found) or seen[0] != seen[1]:
+        return False
+    total, normed = add_norm(states, others, norm.weight, eps_of(norm))
+    return torch.equal(total, states + others) and nearly_equal(norm(total), normed)

@@ -21,8 +21,8 @@ from .cache import LayerShape, SlabCache
 from .cpu_compile import kernels
 from .cpu_kernels import MOST_ROWS, CpuLinear, attention_of, plain
 from .few_rows import attends_in_few_rows
+from .fused_norms import LAYER_NORMS
 
-_NORMS = ("input_layernorm", "post_attention_layernorm")
 _HEAD_NORMS = ("q_norm", "k_norm")
 _SECOND_NORM = "hidden_norm"  # of EAGLE-3's layer, which reads an embedding and a hidden state
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -52,7 +52,7 @@ class WholeLayer:
     def of(cls, layer: Any) -> WholeLayer | None:
         """A decoder layer that is made as a Llama's or Qwen's is; None for others."""
         # `named_children` leaves out the second name of a part that has two.
-        if layer._modules.keys() - {_SECOND_NORM} != {*_NORMS, "self_attn", "mlp"}:
+        if layer._modules.keys() - {_SECOND_NORM} != {*LAYER_NORMS, "self_attn", "mlp"}:
             return None
         inner = layer.self_attn._modules.keys()
         if inner != {*_ATTENTION} and inner != {*_ATTENTION, *_HEAD_NORMS}:
@@ -107,7 +107,7 @@ class WholeLayer:
 
 def _norms(layer: Any) -> list[tuple[Any, str]]:
     """What holds each norm that a layer may have, and its name there."""
-    found = [(layer, name) for name in _NORMS]
+    found = [(layer, name) for name in LAYER_NORMS]
     found += [(layer.self_attn, name) for name in _HEAD_NORMS]
     return [*found, (layer, _SECOND_NORM)]
 

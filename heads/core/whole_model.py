@@ -18,7 +18,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from .cache import LayerShape, SlabCache
 from .cpu_kernels import MOST_ROWS
 from .few_rows import few_rows
-from .fused import nearly_equal
+from .trial import nearly_equal
 from .whole_layer import WholeLayer, WholeLayers, run_instead, take_whole_layers
 
 _UNUSED = {"use_cache"}

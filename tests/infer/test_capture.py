@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from headstart.infer import capture as captures
 from headstart.infer.capture import Borrowed, Captured, CudaCapture, unwatched
 from tests.support.tape import DeadMemory, Living, Tape
 
@@ -84,7 +83,7 @@ class Gpu:
         self.handles = iter(range(1, 9))
         for name in ("current_stream", "set_stream", "device", "graph", "Stream", "CUDAGraph"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
-        monkeypatch.setattr(captures, "_streams", {})
+        monkeypatch.setattr("headstart.infer.capture._streams", {})
         monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
         monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(self.handles))
         monkeypatch.setattr(torch.cuda, "default_generators", (self, self))
