@@ -1,4 +1,4 @@
-"""What top-p, noise and the rule `traversal` launch, with their kernels and without.
+"""What choosing tokens and the rule `traversal` launch, with their kernels and without.
 
 Counted on the CPU under a dispatch mode, as in `benchmarks.launches`, which prints it. A sort
 counts as one launch there, and is several on a GPU.
@@ -17,7 +17,13 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from headstart.heads import Sampling, TokenTree
-from headstart.heads.core import noise, nucleus, row_seeds
+from headstart.heads.core import (
+    best,
+    best_log_probabilities,
+    noise,
+    nucleus,
+    row_seeds,
+)
 from headstart.infer.rules import traversal
 from headstart.infer.rules.rule_api import Text, Verified
 from headstart.infer.trees.parse import parse_static
@@ -62,6 +68,8 @@ def verified_at(
 def rows(vocabulary: int, counts: Callable[[], Any]) -> Iterator[tuple[str, Any, Any]]:
     """What is counted, its counts without kernels, and with them."""
     scores, warper = torch.randn(1, vocabulary), top_p()[1]
+    name = "a node's best children, with their log-probabilities"
+    yield name, *_both(counts, lambda: best_log_probabilities(scores, 10))
     yield "top-p", *_both(counts, lambda: nucleus.warped(warper, scores))
     scores, positions = scores.unsqueeze(1), torch.zeros(1, 1, dtype=torch.long)
     sampling = Sampling(row_seeds(3, 1))
@@ -83,8 +91,8 @@ def _count(counts: Callable[[], Any], kernels: bool, work: Callable[[], object])
     with ExitStack() as stack:
         if kernels:
             enter = stack.enter_context
-            for module in (nucleus, noise):
-                enter(mock.patch.object(module, "_has_kernels", lambda scores: True))
+            for module in (best, nucleus, noise):
+                enter(mock.patch.object(module, "_has_kernels", lambda *given: True))
             enter(mock.patch.object(traversal, "at_once", lambda verified: True))
         work()  # what is made once is made by now
         counted = stack.enter_context(counts())
@@ -94,7 +102,7 @@ def _count(counts: Callable[[], Any], kernels: bool, work: Callable[[], object])
 
 def kernel_calls(nodes: int, vocabulary: int) -> dict[str, tuple[Any, Sequence[str], Any]]:
     """Module, kernel and call of each kernel, for one row of so many nodes; nothing is computed."""
-    from headstart.heads.core import noise_kernels, nucleus_kernels
+    from headstart.heads.core import best_kernels, noise_kernels, nucleus_kernels
     from headstart.infer.rules import level_kernels
 
     scores, share = torch.empty(nodes, vocabulary), torch.empty((), dtype=torch.float64)
@@ -103,6 +111,8 @@ def kernel_calls(nodes: int, vocabulary: int) -> dict[str, tuple[Any, Sequence[s
     valid = torch.empty(1, nodes, dtype=torch.bool)
     noisy = scores.unsqueeze(0), torch.empty(1, dtype=torch.int64), ids
     return {
+        "best tokens": (best_kernels, ["_part", "_merge"],
+                  lambda: best_kernels.best_of(scores, 10, logs=True)),
         "noise": (noise_kernels, ["_add"],
                   lambda: noise_kernels.add_noise(*noisy, None, 1)),
         "sampled tokens": (noise_kernels, ["_part", "_merge"],

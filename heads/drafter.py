@@ -46,10 +46,7 @@ class Step:
         if self.ids is not None:
             best = self.ids[..., :count]
         else:
-            if count == 1:
-                values, best = (found.unsqueeze(-1) for found in best_of(scored))
-            else:
-                values, best = scored.topk(min(count, scored.shape[-1]), dim=-1)
+            values, best = best_of(scored, min(count, scored.shape[-1]))
             self.note(values[..., 0])
         if (missing := count - best.shape[-1]) > 0:
             best = nn.functional.pad(best, (0, missing), value=-1)

@@ -1,4 +1,4 @@
-"""The items of `smoke` about choosing tokens: kernels, and what they do without."""
+"""The items of `smoke` about choosing tokens: kernels, and what is done without them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ import torch
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from headstart.heads import Sampling
-from headstart.heads.core import noise, nucleus, row_seeds
+from headstart.heads.core import (
+    best,
+    best_log_probabilities,
+    best_of,
+    noise,
+    nucleus,
+    row_seeds,
+)
 from headstart.infer.measure.timing import Stopwatch
 from headstart.infer.rules import traversal
 from headstart.infer.rules.levels import judge_all
@@ -21,13 +28,36 @@ from .smoke_items import Items, Place, missing
 
 
 def sampling(place: Place) -> Items:
-    """Top-p and noise for one row and a tree's, traversal by level and from node to node."""
+    """The best tokens, top-p and noise for few rows and many; traversal by level and by node."""
     vocabulary = 128_256 if place.full else 500
+    for count in (1, 10):
+        for rows in (1, 10, 64):
+            work = partial(_best, place, rows, vocabulary, count)
+            yield f"best {count} tokens, {rows} rows", work
     for rows in (1, 64):
         yield f"top-p, {rows} rows", partial(_top_p, place, rows, vocabulary)
         yield f"noise, {rows} rows", partial(_noise, place, rows, vocabulary)
     for tree in ("chain:5", "cartesian:2,2,2,2,2"):
         yield f"traversal, {tree}", partial(_traversal, place, tree, vocabulary)
+
+
+def _best(place: Place, rows: int, vocabulary: int, count: int) -> dict[str, Any]:
+    """The values are those of `topk`, and stand at the places; the sums are nearly torch's."""
+    generator = torch.Generator().manual_seed(0)
+    scores = (4 * torch.randn(rows, vocabulary, generator=generator)).to(place.device)
+    ways: dict[str, Callable[[], Any]] = {
+        "ms": partial(best_of, scores, count),
+        "logs_ms": partial(best_log_probabilities, scores, count),
+    }
+    (values, places), (logs, again) = (work() for work in ways.values())
+    with mock.patch.object(best, "_has_kernels", lambda scores, count: False):
+        apart = {f"apart_{name}": _times(place, {name: work})[name] for name, work in ways.items()}
+        (true, _), (expected, _) = (work() for work in ways.values())
+    difference = (logs - expected).abs().max().item()
+    same = torch.equal(values, true) and torch.equal(scores.gather(-1, places), true)
+    if not (same and torch.equal(again, places) and difference <= 1e-4):
+        raise AssertionError(f"it finds other tokens than topk, or sums off by {difference:.2g}")
+    return {"difference": difference, **_times(place, ways), **apart, **missing(place)}
 
 
 def _top_p(place: Place, rows: int, vocabulary: int) -> dict[str, Any]:

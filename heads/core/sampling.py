@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
+from .best import best_of
 from .cpu_choices import best_tokens, with_noise
 from .noise import Stream, add_noise, best_with_noise, uniform
 from .nucleus import warped
@@ -23,10 +24,6 @@ WARPERS = (
 
 A class is meant by its exact type, here and in `ROWWISE`: what a subclass reads is not known.
 """
-
-
-_PARTS = 64  # of a row, in which a GPU looks for the best token side by side
-_FEW_ROWS = 256  # more fill a GPU by themselves
 
 
 class Suppressed(LogitsProcessor):
@@ -275,29 +272,8 @@ def argmax(scores: Tensor) -> Tensor:
     >>> argmax(torch.tensor([[1.0, 3.0, 2.0], [9.0, float("nan"), 2.0]])).tolist()
     [1, -1]
     """
-    best, token = best_of(scores)
-    return token.masked_fill_(best.isnan(), -1)
-
-
-def best_of(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """`scores.max(-1)`, of numbers [..., V]: the best of each row, and its place."""
-    return _max_by_parts(scores) if scores.is_cuda else scores.max(-1)
-
-
-def _max_by_parts(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """`scores.max(-1)` of few rows: a GPU finds the best of each part of a row side by side.
-
-    >>> scores = torch.tensor([2.0, 7, 1, 7] * 96)
-    >>> [each.item() for each in _max_by_parts(scores)]
-    [7.0, 1]
-    """
-    width, rows = scores.shape[-1], scores.numel() // scores.shape[-1]
-    if width % _PARTS or rows > _FEW_ROWS:
-        return scores.max(-1)
-    best, place = scores.unflatten(-1, (_PARTS, -1)).max(-1)  # the first of equal ones in each
-    best, part = best.max(-1)
-    inside = place.gather(-1, part.unsqueeze(-1)).squeeze(-1)
-    return best, part * (width // _PARTS) + inside
+    best, token = best_of(scores, 1)
+    return token.masked_fill_(best.isnan(), -1).squeeze(-1)
 
 
 def penalise(scores: Tensor, seen: Tensor, penalty: float | Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
+from headstart.heads.core import best_log_probabilities
 
 from .children import Children, rows_of
 from .expansions import SAMPLED, Expansion
@@ -197,11 +198,9 @@ def best_children(
         return ids, torch.where(ids < 0, NEVER, -order)
     scores, sampling = children.scores(step, lengths, depth), children.sampling
     if scores is None:
-        greedy = sampling.seeds is None
-        scores = step.logits.to(sampling.dtype) if greedy else sampling.warp(step.logits)
+        scores = step.logits if sampling.seeds is None else sampling.warp(step.logits)
     most = min(count, scores.shape[-1])
-    values, columns = scores.topk(most, dim=-1)  # [B, W, most]
-    values = values.double() - scores.logsumexp(-1, keepdim=True)
+    values, columns = best_log_probabilities(scores, most)  # [B, W, most]
     step.note(values[..., 0])
     # A child never scores above its parent, and what is no number is no candidate.
     values = values.clamp_(max=0).nan_to_num_(nan=NEVER, neginf=NEVER)

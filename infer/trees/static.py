@@ -23,13 +23,16 @@ from .policy import Committed, Policy
 
 @dataclass(frozen=True)
 class Level:
-    """One depth of a static tree: n nodes below W parents, w of which have children themselves."""
+    """One depth of a static tree: n nodes below W parents, w of which have children themselves.
+
+    A choice that takes all in their order is None, and costs no launch.
+    """
 
     ranks: int  # children to take per parent
     above: Tensor  # [W] the parents' numbers in the tree
     rows: Tensor  # [n] which of the parents each node has
-    pick: Tensor  # [n] each node among the children taken, row * ranks + rank
-    inner: Tensor  # [w] which of the level's nodes have children
+    pick: Tensor | None  # [n] each node among the children taken, row * ranks + rank
+    inner: Tensor | None  # [w] which of the level's nodes have children
     parent: Tensor  # [1, w] of those, the parent among all inner nodes so far; -1 for the root
 
 
@@ -69,24 +72,25 @@ class StaticTree(RankPaths, Policy):
             level, step = self._one_level(root.device), rows_of(step, 0, self.max_depth)
             depths = level.above
             taken = children.take(step, level.ranks, committed.lengths, depths, depths)
-            tokens = taken.flatten(1).index_select(1, level.pick)  # [B, N-1]
+            tokens = _picked(taken.flatten(1), level.pick)  # [B, N-1]
             filled = _filled(root, tokens, topology, _may_lack(step, level.ranks))
             return TokenTree(*filled, proposal_row)
         drawn, rows, logits, holes = [], [proposal_row[:, :1]], [], children.sampled
         for depth, level in enumerate(self._levels(root.device), start=1):
             here = rows_of(step, depth - 1, depth) if drafter.independent else step
             taken = children.take(here, level.ranks, committed.lengths, depth, level.above)
-            drawn.append(taken.flatten(1).index_select(1, level.pick))  # [B, n]
+            drawn.append(_picked(taken.flatten(1), level.pick))  # [B, n]
             holes = holes or _may_lack(here, level.ranks)
             if children.sampled and here.logits is not None:
                 before = sum(proposals.shape[1] for proposals in logits)
                 own = level.rows.clamp(max=here.logits.shape[1] - 1)  # heads have one for all
                 rows.append((own + before).expand(len(root), -1))
                 logits.append(here.logits)
-            else:
+            elif children.sampled:
                 rows.append(torch.full_like(drawn[-1], -1))
             if depth < self.max_depth and not drafter.independent:
-                inner = drawn[-1].index_select(1, level.inner).clamp(min=0)
+                inner = _picked(drawn[-1], level.inner)
+                inner = inner.clamp(min=0) if holes else inner
                 step = drafter.extend(state, inner, level.parent.expand(len(root), -1))
         tokens = torch.cat(drawn, dim=1) if len(drawn) > 1 else drawn[0]
         filled = _filled(root, tokens, topology, holes)
@@ -115,7 +119,16 @@ class StaticTree(RankPaths, Policy):
             inner = [node for node in members if node in parents]
             places, up = [node - first for node in inner], [number[parents[node]] for node in inner]
             number |= {node: len(number) - 1 + i for i, node in enumerate(inner)}
-            levels.append(Level(count, *map(tensor, (above, rows, pick, places, [up]))))
+            levels.append(
+                Level(
+                    count,
+                    tensor(above),
+                    tensor(rows),
+                    None if pick == list(range(len(above) * count)) else tensor(pick),
+                    None if places == list(range(len(members))) else tensor(places),
+                    tensor([up]),
+                )
+            )
             above, first = inner, members.stop
         return levels
 
@@ -125,7 +138,12 @@ class StaticTree(RankPaths, Policy):
         rows = torch.tensor(self.depths[1:], device=device) - 1
         pick = rows * count + torch.tensor(self.ranks[1:], device=device)
         above = torch.arange(1, self.max_depth + 1, device=device)
-        return Level(count, above, rows, pick, pick[:0], pick[:0].unsqueeze(0))
+        return Level(count, above, rows, pick, None, pick[:0].unsqueeze(0))
+
+
+def _picked(values: Tensor, places: Tensor | None) -> Tensor:
+    """The columns of values [B, n] at some places; all where there are none."""
+    return values if places is None else values.index_select(1, places)
 
 
 def _may_lack(step: Step, count: int) -> bool:

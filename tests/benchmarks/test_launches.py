@@ -99,9 +99,17 @@ def test_few_programs_serve_all_trees(monkeypatch: pytest.MonkeyPatch, tmp_path:
 def test_kernels_compile_for_gpus_that_are_not_here(
     capability: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    from headstart.heads.core import best_kernels
+
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))  # so that they do compile
     launches = kernel_launches(1, 100)
-    assert len(launches) == 14
+    assert len(launches) == 16
+    for dtype in (torch.bfloat16, torch.float64):
+        scores = torch.empty(2, 300, dtype=dtype)
+        found = recorded(
+            best_kernels, ["_part", "_merge"], lambda given=scores: best_kernels.best_of(given, 3)
+        )
+        launches |= {f"best of {dtype}, {launch.kernel}": launch for launch in found}
     for name, launch in launches.items():
         found = launch.compiled(capability)
         # Triton 3.6 spills 44 bytes of one of them on 8.0.
