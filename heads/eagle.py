@@ -82,8 +82,8 @@ class Eagle(TokenConditioned):
     def _make(self, config: Any) -> None:
         self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.bias)
         self.model.layers[0].input_layernorm = nn.Identity()
-        if config.output == "own":
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        if config.output != "shared":
+            self.lm_head = nn.Linear(config.hidden_size, config.output_size, bias=False)
 
     @property
     def _embedding_size(self) -> int:
@@ -101,6 +101,8 @@ class Eagle(TokenConditioned):
         feature.copy_(torch.eye(size))
         if self.fc.bias is not None:
             self.fc.bias.zero_()
+        if self.config.output != "shared":
+            self.lm_head.weight.copy_(self.rows_to_start_from(token_counts))
 
     def _first(self, features: Tensor) -> Tensor:
         """The target's features [..., F] as the hidden states of the first pairs: [..., D]."""

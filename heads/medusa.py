@@ -58,6 +58,9 @@ class Medusa(TrimmedVocabulary):
     def max_depth(self) -> int:
         return self.config.heads
 
+    def own_rows(self, size: int) -> int:
+        return self.config.heads * size
+
     @torch.no_grad()
     def init_from_target(self, token_counts: Tensor | None = None) -> None:
         """Copy the target's output layer into the heads' own before training."""

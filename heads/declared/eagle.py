@@ -20,14 +20,15 @@ class EagleFields(VocabularyFields):
             learns from its own hidden states, as it drafts (HASS, arXiv 2408.15766).
         bias: whether what mixes a feature and a token has a bias, as published; vLLM runs heads
             without one alone.
-        output: `own` in published heads whose output layer is not the target's.
+        output: the target's, or rows of its own for a trimmed vocabulary; `own` in published heads
+            whose output layer is not the target's.
     """
 
     layer: dict[str, Any] | None = None
     depths: int = 4
     bias: bool = True
 
-    OPTIONS: ClassVar[tuple[str, ...]] = ("depths", "bias")
+    OPTIONS: ClassVar[tuple[str, ...]] = ("depths", "bias", "output", "draft_vocab_size")
     RANGES: ClassVar = {"at least 1": ("depths",)}
 
     @property
@@ -41,8 +42,8 @@ class EagleFields(VocabularyFields):
         del found[f"{_FIRST}input_layernorm.weight"]
         if self.bias:
             found["fc.bias"] = [size]
-        if self.output == "own":
-            found["lm_head.weight"] = [self.vocab_size, size]
+        if self.output != "shared":
+            found["lm_head.weight"] = [self.output_size, size]
         return found
 
 

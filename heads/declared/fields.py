@@ -107,6 +107,10 @@ class VocabularyFields(Fields):
     def validate_draft_vocabulary(self) -> None:
         """Part of the config's own validation: a size where it is trimmed, and only there."""
         size = self.draft_vocab_size
+        if self.output not in ("shared", "own", "trimmed"):
+            raise OptionError(
+                f"drafter.output is {self.output!r}; expected 'shared', 'own' or 'trimmed'."
+            )
         if (self.output == "trimmed") != (size > 0) or size > max(self.vocab_size, 0):
             raise OptionError(
                 f"drafter.draft_vocab_size is {size} with output {self.output!r}; expected "

@@ -36,6 +36,11 @@ class TrimmedVocabulary(TrainableDrafter):
     def draft_vocabulary(self) -> Tensor | None:
         return self.vocabulary if self.config.draft_vocab_size else None
 
+    def own_rows(self, size: int) -> int:
+        """How many rows the output layers have together that one product needs, for a trimmed
+        vocabulary of `size` tokens."""
+        return size
+
     def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
         return [output_layer(target)] if self.config.output == "shared" else []
 

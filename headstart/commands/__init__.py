@@ -8,7 +8,7 @@ help and mistakes are answered at once.
 
 COMMANDS = (
     "quickstart", "recipes", "check", "distill", "train", "adapt", "runs", "generate", "chat",
-    "serve", "bench", "plan", "doctor", "verify-lossless", "convert", "export", "merge",
+    "serve", "bench", "plan", "doctor", "verify-lossless", "convert", "export", "merge", "trim",
     "inspect", "push", "launch-file", "completion",
 )  # fmt: skip
 """Every command in the order of the help; `verify-lossless` is in verify_lossless.py."""

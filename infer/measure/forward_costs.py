@@ -107,7 +107,8 @@ def draft_costs(
 def output_cost(drafter: Drafter, batch: int) -> float:
     """Milliseconds that independent heads spend in an output layer that could be trimmed.
 
-    0 for drafters of other kinds, for trimmed vocabularies, and where rounds are captured whole.
+    0 for drafters of other kinds, for trimmed vocabularies, for heads that share a layer of no more
+    rows than they would have each for a quarter, and where rounds are captured whole.
     """
     if not (drafter.independent and isinstance(drafter, TrimmedVocabulary)):
         return 0.0
@@ -115,6 +116,8 @@ def output_cost(drafter: Drafter, batch: int) -> float:
     if config.draft_vocab_size or captures_rounds(drafter.target):
         return 0.0
     device, shared = drafter.target.device, config.output == "shared"
+    if shared and drafter.own_rows(config.vocab_size // 4) >= config.vocab_size:
+        return 0.0
     size = drafter.max_depth or 1, batch, config.hidden_size
     states = torch.randn(size, device=device).to(drafter.dtype)  # [K, B, D]
 

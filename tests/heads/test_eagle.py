@@ -42,6 +42,8 @@ from tests.support.published_eagle import (
 )
 from tests.support.tiny import VOCAB, one_line, tiny
 
+TRIMMED = {"output": "trimmed", "draft_vocab_size": 20}
+
 
 def rms(states: Tensor, weight: Tensor) -> Tensor:
     return weight * states / (states.square().mean(-1, keepdim=True) + EPS).sqrt()
@@ -238,7 +240,7 @@ def test_decoding_is_that_of_the_target() -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [
-    ("eagle", {}), ("eagle3", {"output": "trimmed", "draft_vocab_size": 20}),
+    ("eagle", {}), ("eagle", TRIMMED), ("eagle3", TRIMMED),
 ])  # fmt: skip
 @torch.no_grad()
 def test_round_trip(name: str, options: dict[str, Any], tmp_path: Path) -> None:
@@ -246,7 +248,7 @@ def test_round_trip(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     counts = torch.ones(VOCAB, dtype=torch.long)
     counts[KEPT] = 10
     drafter.init_from_target(counts)
-    if name == "eagle3":
+    if options:
         torch.testing.assert_close(drafter.lm_head.weight, model.lm_head.weight[KEPT])  # type: ignore[union-attr]
     folder = save_drafter(drafter, tmp_path / "it", Manifest(name, "tiny", fingerprint(model)))
     with safe_open(folder / "model.safetensors", "pt") as file:
@@ -291,7 +293,8 @@ def test_which_layers_are_mixed() -> None:
         ("eagle3", {"depths": 0}, "drafter.depths is 0"),
         ("eagle3", {"output": "trimmed"}, "draft_vocab_size is 0"),
         ("eagle3", {"draft_vocab_size": 8}, "draft_vocab_size is 8 with output 'own'"),
-        ("eagle", {"output": "own"}, "drafter.output is not an option of 'eagle'"),
+        ("eagle", {"output": "own", "draft_vocab_size": 8}, "size is 8 with output 'own'"),
+        ("eagle", {"output": "small"}, "drafter.output is 'small'; expected 'shared', 'own' or"),
     ],
 )
 def test_bad_options_are_one_line(name: str, options: dict[str, Any], named: str) -> None:

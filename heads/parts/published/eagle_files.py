@@ -66,6 +66,7 @@ def _write_eagle1(drafter: Any, form: str) -> Checkpoint:
     several, scale = layer.get("num_hidden_layers", 1) > 1, scaled_embeddings(drafter)
     _check(form, [
         (drafter.config.output == "own", "its output layer is not its target's", ("speculators",)),
+        (drafter.config.output == "trimmed", "its vocabulary is trimmed", ()),
         (several, "it has several layers", one), *_special(drafter, ("speculators",)),
         (scale and drafter.config.embedding != "own", "it reads its target's embeddings times "
          f"{scale or 1:g}, which others read as they are", ()),

@@ -1,0 +1,171 @@
+"""A drafter that has been trained, made to propose the most frequent tokens alone.
+
+An output layer over all of a vocabulary of 128,000 tokens takes a good part of the time of many
+drafters, and rare tokens are seldom drafted right. Rows of the output layer are left out for them
+(FR-Spec, Zhao et al. 2025, arXiv 2502.14856; VocabTrim, Goel et al. 2025, arXiv 2506.22694). The
+target still writes any token, so the text stays exact.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from ..core import ArtifactError, OptionError, output_layer, weight_of
+from ..drafter import Drafter
+from ..families import with_article
+from ..parts.vocabulary import TrimmedVocabulary
+from .conditions import drafter_conditions
+from .files import check_is_free
+from .manifest import Manifest, fingerprint, tokenizer_hash
+from .saving import model_card, save_drafter
+from .source import DrafterSource, SourceKind
+
+_BODY = """The output is the target's own. It is `{origin}`, but
+proposes only {size:,} of {whole:,} tokens, the most frequent ones of some text.
+
+**Nothing was measured** after the others were left out: `headstart plan` and `headstart bench` do
+that."""
+
+
+def most_frequent(counts: Tensor, size: int) -> Tensor:
+    """The ids of the `size` tokens of the highest counts [V], ascending: [size].
+
+    Of equally frequent ones the lower ids are taken, which in most tokenizers are of commoner text.
+
+    >>> most_frequent(torch.tensor([1, 7, 0, 1, 0]), 3).tolist()
+    [0, 1, 3]
+    """
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
+def check_can_be_trimmed(drafter: Drafter) -> None:
+    """Refuse a drafter whose output layer is not rows of a vocabulary.
+
+    Raises:
+        ArtifactError: it has none of its own, or is trained together with its target.
+    """
+    name = with_article(drafter.config.family_name())
+    if drafter.adapter is not None:
+        raise ArtifactError(
+            f"{name} drafter belongs to an adapted target; write both as ordinary models first "
+            "(headstart merge), and trim the drafter among them."
+        )
+    if not isinstance(drafter, TrimmedVocabulary):
+        raise ArtifactError(
+            f"{name} drafter has no output layer that could be trimmed; expected one of trained "
+            "heads or decoder layers, such as medusa, hydra, redrafter, eagle or eagle3."
+        )
+
+
+def trimmed(drafter: Drafter, ids: Tensor) -> Any:
+    """A drafter with the same weights that proposes some of the tokens alone.
+
+    Args:
+        drafter: bound to its target; it stays what it is.
+        ids: [Vd] the target ids of these tokens, ascending, of those that the drafter proposes now.
+
+    Returns:
+        It, bound to the same target. Its logits are those of the drafter for these tokens.
+
+    Raises:
+        ArtifactError: see `check_can_be_trimmed`; or the target's output layer, from which rows
+            are taken, has a bias that this family has no place for.
+        OptionError: not fewer tokens than it proposes now, or others; or heads that share an output
+            layer would have more rows of their own.
+    """
+    check_can_be_trimmed(drafter)
+    assert isinstance(drafter, TrimmedVocabulary)
+    now = drafter.draft_vocabulary
+    known = torch.arange(drafter.config.vocab_size) if now is None else now.cpu()
+    ids = ids.cpu().contiguous()
+    if not 0 < len(ids) < len(known) or not torch.isin(ids, known).all():
+        raise OptionError(
+            f"a vocabulary of {len(ids):,} tokens for a drafter that proposes {len(known):,}; "
+            "expected fewer, and among them."
+        )
+    rows, whole = drafter.own_rows(len(ids)), drafter.config.vocab_size
+    if drafter.config.output == "shared" and rows >= whole:
+        heads = rows // len(ids)
+        raise OptionError(
+            f"{heads} heads share an output layer of {whole:,} rows, and would have {rows:,} of "
+            f"their own for {len(ids):,} tokens; expected fewer than {-(-whole // heads):,} tokens."
+        )
+    config: Any = copy.deepcopy(drafter.config)
+    config.output, config.draft_vocab_size = "trimmed", len(ids)
+    kind: Any = type(drafter)
+    new = kind(config)
+    rows, place = torch.searchsorted(known, ids).to(drafter.device), drafter.device
+    state, shapes = dict(drafter.state_dict()), {k: t.shape for k, t in new.state_dict().items()}
+    state["vocabulary"] = ids.to(place)
+    borrowed = _rows_of_target(drafter, ids, [name for name in shapes if name not in state])
+    for name, shape in shapes.items():
+        if name in borrowed:
+            state[name] = borrowed[name].expand(shape).clone()
+        elif state[name].shape != shape:
+            (dim,) = [d for d, size in enumerate(shape) if size != state[name].shape[d]]
+            state[name] = state[name].index_select(dim, rows)
+    new.load_state_dict(state, assign=True)
+    return new.to(place).eval().bind(drafter.target)
+
+
+def _rows_of_target(drafter: Drafter, ids: Tensor, names: list[str]) -> dict[str, Tensor]:
+    """What a shared output layer has for some tokens, by the names of the drafter's own: weights
+    [Vd, D] and biases [Vd]."""
+    layer: Any = output_layer(drafter.target)
+    weight, bias = weight_of(layer), getattr(layer, "bias", None)
+    biases = [name for name in names if name.endswith("bias")]
+    if names and not biases and bias is not None and bias.any():
+        raise ArtifactError(
+            "the target's output layer has a bias, which the drafter's own would not have; "
+            "expected a target without one."
+        )
+    bias = weight.new_zeros(len(weight)) if bias is None else bias
+    rows = ids.to(weight.device)
+    taken = {name: (bias if name in biases else weight)[rows] for name in names}
+    return {name: each.detach().to(drafter.device, drafter.dtype) for name, each in taken.items()}
+
+
+def save_trimmed(
+    drafter: Drafter,
+    source: DrafterSource,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Tensor,
+    folder: str | Path,
+) -> Path:
+    """Write an artifact of a drafter that proposes some of the tokens alone.
+
+    What was measured of the whole drafter is left out.
+
+    Args:
+        drafter: loaded from the source, in the dtype that is to be written.
+        ids: see `trimmed`.
+        folder: must be empty, or not exist.
+
+    Raises:
+        ArtifactError, OptionError: see `trimmed`; or the folder holds something.
+    """
+    folder = Path(folder)
+    check_is_free(folder)
+    new, target = trimmed(drafter, ids), drafter.target
+    if source.kind is SourceKind.ARTIFACT:
+        manifest = replace(source.manifest, metrics={})
+    else:
+        manifest = Manifest(
+            family=new.config.family_name(),
+            target=str(target.name_or_path),
+            target_fingerprint=fingerprint(target),
+            tokenizer_hash=tokenizer_hash(tokenizer),
+        )
+    origin = target.name_or_path if source.kind is SourceKind.IN_TARGET else source.origin
+    trained = {**manifest.trained, "drafter": drafter_conditions(new)} if manifest.trained else {}
+    manifest = replace(manifest, origin=origin, trained=trained)
+    body = _BODY.format(origin=origin, size=len(ids), whole=new.config.vocab_size)
+    title = f"{with_article(manifest.family).capitalize()} drafter for `{manifest.target}`"
+    return save_drafter(new, folder, manifest, model_card(manifest, title, body, ""))

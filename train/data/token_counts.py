@@ -1,0 +1,100 @@
+"""How often each token occurs in a text, and how well the most frequent ones cover text like it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headstart.heads.artifacts.trimming import most_frequent
+from headstart.infer.measure.progress import progress_bar
+
+from .documents import CorpusError, Document, render_chat
+from .reading import read_documents
+from .training_rows import Rows
+
+_TENTH = 10
+_BATCH = 256  # documents that are encoded at once
+
+
+@dataclass(frozen=True)
+class TokenCounts:
+    """Tokens counted in two parts of a text: every tenth document or row, and the others.
+
+    Attributes:
+        others, tenth: [V] int64.
+    """
+
+    others: Tensor
+    tenth: Tensor
+
+    @property
+    def all(self) -> Tensor:
+        """[V] int64."""
+        return self.others + self.tenth
+
+    def coverage(self, size: int) -> float | None:
+        """The share of the tenth that is among the `size` most frequent tokens of the others.
+
+        None where there are fewer than ten documents.
+        """
+        whole = self.tenth.sum().item()
+        if not whole:
+            return None
+        return self.tenth[most_frequent(self.others, size)].sum().item() / whole
+
+
+def count_tokens(source: Path, tokenizer: Any, vocabulary: int) -> TokenCounts:
+    """The counts of a file or folder of text, or of rows that `headstart distill` wrote.
+
+    Chats go through the tokenizer's template, if it has one. Of rows only the tokens that are
+    learnt count, which the target has written.
+
+    Args:
+        vocabulary: V; ids beyond it are left out.
+
+    Raises:
+        CorpusError, DistillError: there is no text, or it cannot be read.
+    """
+    texts: Rows | list[Document]
+    if source.is_dir() and any(source.glob("*.npy")):
+        texts = Rows.load(source)
+        found = _of_rows(texts)
+    else:
+        texts = read_documents(source, answers=True)
+        found = _of_documents(texts, tokenizer)
+    counts = np.zeros((2, vocabulary), np.int64)
+    bar = progress_bar(len(texts), "Counting tokens", "text")
+    for number, ids in enumerate(found):
+        part = int(number % _TENTH == _TENTH - 1)
+        counts[part] += np.bincount(ids, minlength=vocabulary)[:vocabulary]
+        bar.update()
+    bar.close()
+    if not counts.any():
+        raise CorpusError(f"{source} holds no text; expected texts, prompts or chats.")
+    others, tenth = torch.from_numpy(counts)
+    return TokenCounts(others, tenth)
+
+
+def _of_rows(rows: Rows) -> Iterator[np.ndarray]:
+    for number in range(len(rows)):
+        row = rows.row(number)
+        yield row.tokens[row.supervised]
+
+
+def _of_documents(documents: list[Document], tokenizer: Any) -> Iterator[np.ndarray]:
+    for first in range(0, len(documents), _BATCH):
+        texts = [_text(document, tokenizer) for document in documents[first : first + _BATCH]]
+        for ids in tokenizer(texts, add_special_tokens=False, verbose=False).input_ids:
+            yield np.asarray(ids, np.int64)
+
+
+def _text(document: Document, tokenizer: Any) -> str:
+    if document.messages and tokenizer.chat_template:
+        return render_chat(tokenizer, document.messages)
+    return document.whole()
