@@ -45,11 +45,13 @@ def most_frequent(counts: Tensor, size: int) -> Tensor:
     return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
-def check_can_be_trimmed(drafter: Drafter) -> None:
-    """Refuse a drafter whose output layer is not rows of a vocabulary.
+def check_can_be_trimmed(drafter: Drafter, size: int) -> None:
+    """Refuse a drafter whose output layer cannot be left with `size` tokens.
 
     Raises:
-        ArtifactError: it has none of its own, or is trained together with its target.
+        ArtifactError: it has none, or is trained together with its target.
+        OptionError: these are not fewer tokens than it proposes now; or heads that share an output
+            layer would have more rows of their own.
     """
     name = with_article(drafter.config.family_name())
     if drafter.adapter is not None:
@@ -61,6 +63,19 @@ def check_can_be_trimmed(drafter: Drafter) -> None:
         raise ArtifactError(
             f"{name} drafter has no output layer that could be trimmed; expected one of trained "
             "heads or decoder layers, such as medusa, hydra, redrafter, eagle or eagle3."
+        )
+    config = drafter.config
+    known, whole, rows = config.output_size, config.vocab_size, drafter.own_rows(size)
+    if not 0 < size < known:
+        raise OptionError(
+            f"a vocabulary of {size:,} tokens for a drafter that proposes {known:,}; expected "
+            f"1 … {known - 1:,}."
+        )
+    if config.output == "shared" and rows >= whole:
+        heads = rows // size
+        raise OptionError(
+            f"{heads} heads share an output layer of {whole:,} rows, and would have {rows:,} of "
+            f"their own for {size:,} tokens; expected fewer than {-(-whole // heads):,} tokens."
         )
 
 
@@ -75,27 +90,18 @@ def trimmed(drafter: Drafter, ids: Tensor) -> Any:
         It, bound to the same target. Its logits are those of the drafter for these tokens.
 
     Raises:
-        ArtifactError: see `check_can_be_trimmed`; or the target's output layer, from which rows
-            are taken, has a bias that this family has no place for.
-        OptionError: not fewer tokens than it proposes now, or others; or heads that share an output
-            layer would have more rows of their own.
+        ArtifactError, OptionError: see `check_can_be_trimmed`; or it proposes other tokens; or the
+            target's output layer, from which rows are taken, has a bias that this family has no
+            place for.
     """
-    check_can_be_trimmed(drafter)
-    assert isinstance(drafter, TrimmedVocabulary)
+    check_can_be_trimmed(drafter, len(ids))
     now = drafter.draft_vocabulary
     known = torch.arange(drafter.config.vocab_size) if now is None else now.cpu()
     ids = ids.cpu().contiguous()
-    if not 0 < len(ids) < len(known) or not torch.isin(ids, known).all():
+    if not torch.isin(ids, known).all():
         raise OptionError(
-            f"a vocabulary of {len(ids):,} tokens for a drafter that proposes {len(known):,}; "
-            "expected fewer, and among them."
-        )
-    rows, whole = drafter.own_rows(len(ids)), drafter.config.vocab_size
-    if drafter.config.output == "shared" and rows >= whole:
-        heads = rows // len(ids)
-        raise OptionError(
-            f"{heads} heads share an output layer of {whole:,} rows, and would have {rows:,} of "
-            f"their own for {len(ids):,} tokens; expected fewer than {-(-whole // heads):,} tokens."
+            f"the token {ids[~torch.isin(ids, known)][0].item()} for a drafter that does not "
+            "propose it; expected tokens that it proposes."
         )
     config: Any = copy.deepcopy(drafter.config)
     config.output, config.draft_vocab_size = "trimmed", len(ids)

@@ -42,23 +42,23 @@ def run(options: argparse.Namespace) -> int:
     check_is_free(options.folder)
     (source,) = drafter_sources(options)
     from headstart.heads import load_drafter
-    from headstart.heads.artifacts.trimming import (
-        check_can_be_trimmed,
-        most_frequent,
-        save_trimmed,
-    )
+    from headstart.heads.artifacts.trimming import check_can_be_trimmed, save_trimmed
     from headstart.train.data.token_counts import count_tokens
 
     target = load_target(options)
     model, tokenizer = target.model, target.tokenizer
     assert tokenizer is not None  # loaded together with the target
     with quiet_stdout():
-        drafter = load_drafter(source, model, tokenizer, dtype="auto")
-    check_can_be_trimmed(drafter)
-    text: Any = model.config.get_text_config(decoder=True)
-    size = options.tokens or min(_MOST, text.vocab_size // 4)
-    counts = count_tokens(options.text, tokenizer, text.vocab_size)
-    ids = most_frequent(_with_ends(counts.all, model.generation_config), size)
+        drafter: Any = load_drafter(source, model, tokenizer, dtype="auto")
+    known = drafter.draft_vocabulary
+    whole = drafter.config.vocab_size if known is None else len(known)
+    size = options.tokens or min(_MOST, whole // 4)
+    check_can_be_trimmed(drafter, size)
+    ends = model.generation_config.eos_token_id
+    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
+    vocabulary = drafter.config.vocab_size
+    counts = count_tokens(options.text, tokenizer, vocabulary, known=known, ends=ends)
+    ids = counts.chosen(size)
     with quiet_stdout():
         folder = save_trimmed(drafter, source, tokenizer, ids, options.folder)
     print(folder)
@@ -66,14 +66,6 @@ def run(options: argparse.Namespace) -> int:
     share = "" if covered is None else (
         f", which are {covered:.2%} of the tokens in a tenth of the text that did not choose them"
     )  # fmt: skip
-    print(f"It proposes {size:,} of {text.vocab_size:,} tokens{share}.")
+    print(f"It proposes {size:,} of {whole:,} tokens{share}.")
     print(f"What that costs in acceptance, and whether it pays: headstart plan --drafter {folder}")
     return 0
-
-
-def _with_ends(counts: Any, generation: Any) -> Any:
-    """Counts [V] by which the tokens that end an answer are kept, which many texts leave out."""
-    ends = generation.eos_token_id
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
-    counts[ends] = counts.max() + 1
-    return counts

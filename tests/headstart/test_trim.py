@@ -37,6 +37,10 @@ def test_it_is_written_and_decodes(place: Path, capsys: pytest.CaptureFixture[st
     known = speculator.drafter.draft_vocabulary.tolist()
     assert set(known) == {7, 200, *speculator.tokenizer("abc 0123456789").input_ids}
     ids = speculator.tokenizer("abc 1", return_tensors="pt").input_ids
+    assert main(["trim", "few", "fewer", "--text", "text.jsonl"]) == 0
+    assert "It proposes 4 of 16 tokens" in capsys.readouterr().out
+    fewer: Any = headstart.load("target", "fewer")
+    assert set(fewer.drafter.draft_vocabulary.tolist()) < set(known)
     plain: Any = headstart.load("target")
     text = speculator.generate(ids, max_new_tokens=20)
     assert torch.equal(text, plain.generate(ids, max_new_tokens=20))
@@ -47,7 +51,7 @@ def test_it_is_written_and_decodes(place: Path, capsys: pytest.CaptureFixture[st
     [
         (["whole", "few", "--text", "none.jsonl"], "--text none.jsonl is not there"),
         (["whole", "target", "--text", "text.jsonl"], "target is not empty"),
-        (["whole", "few", "--text", "text.jsonl", "--tokens", "4000"], "expected fewer"),
+        (["whole", "few", "--text", "text.jsonl", "--tokens", "4000"], "expected 1 … 255"),
         (
             ["lookup", "few", "--text", "text.jsonl", "--target", "target"],
             "a lookup drafter has no",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,28 +28,40 @@ class TokenCounts:
 
     Attributes:
         others, tenth: [V] int64.
+        known: the ids that may be chosen; all where it is None.
+        ends: ids that are chosen first, which many texts leave out: those that end an answer.
     """
 
     others: Tensor
     tenth: Tensor
+    known: Tensor | None = None
+    ends: Sequence[int] = ()
 
-    @property
-    def all(self) -> Tensor:
-        """[V] int64."""
-        return self.others + self.tenth
+    def chosen(self, size: int) -> Tensor:
+        """The ids of the `size` most frequent tokens, ascending: [size]."""
+        return self._best(self.others + self.tenth, size)
 
     def coverage(self, size: int) -> float | None:
-        """The share of the tenth that is among the `size` most frequent tokens of the others.
+        """The share of the tenth that is among the `size` tokens that the others would choose.
 
         None where there are fewer than ten documents.
         """
         whole = self.tenth.sum().item()
         if not whole:
             return None
-        return self.tenth[most_frequent(self.others, size)].sum().item() / whole
+        return self.tenth[self._best(self.others, size)].sum().item() / whole
+
+    def _best(self, counts: Tensor, size: int) -> Tensor:
+        ranks = counts.clone()
+        ranks[list(self.ends)] = counts.max() + 1
+        if self.known is not None:
+            known = torch.zeros(len(counts), dtype=torch.bool)
+            known[self.known.cpu()] = True
+            ranks[~known] = -1
+        return most_frequent(ranks, size)
 
 
-def count_tokens(source: Path, tokenizer: Any, vocabulary: int) -> TokenCounts:
+def count_tokens(source: Path, tokenizer: Any, vocabulary: int, **choice: Any) -> TokenCounts:
     """The counts of a file or folder of text, or of rows that `headstart distill` wrote.
 
     Chats go through the tokenizer's template, if it has one. Of rows only the tokens that are
@@ -57,6 +69,7 @@ def count_tokens(source: Path, tokenizer: Any, vocabulary: int) -> TokenCounts:
 
     Args:
         vocabulary: V; ids beyond it are left out.
+        choice: see `TokenCounts`.
 
     Raises:
         CorpusError, DistillError: there is no text, or it cannot be read.
@@ -78,7 +91,7 @@ def count_tokens(source: Path, tokenizer: Any, vocabulary: int) -> TokenCounts:
     if not counts.any():
         raise CorpusError(f"{source} holds no text; expected texts, prompts or chats.")
     others, tenth = torch.from_numpy(counts)
-    return TokenCounts(others, tenth)
+    return TokenCounts(others, tenth, **choice)
 
 
 def _of_rows(rows: Rows) -> Iterator[np.ndarray]:

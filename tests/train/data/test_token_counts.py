@@ -19,8 +19,9 @@ def test_texts_and_answers(tmp_path: Path) -> None:
     path = tmp_path / "texts.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     counts = count_tokens(path, tokenizer, VOCAB)
+    all_of_them = counts.others + counts.tenth
     a, b = tokenizer("ab", add_special_tokens=False).input_ids
-    assert counts.all[[a, b]].tolist() == [10, 18] and counts.all.sum() == 28
+    assert all_of_them[[a, b]].tolist() == [10, 18] and all_of_them.sum() == 28
     assert counts.tenth.sum() in (1, 3)  # one of the ten, by the hash of its id
 
 
@@ -31,14 +32,24 @@ def test_rows_count_what_is_learnt(tmp_path: Path) -> None:
     ]
     write_shard(tmp_path / "train", rows, {})
     counts = count_tokens(tmp_path, letters(), VOCAB)
-    assert counts.all[1] == 0 and counts.all[2] == 20 + 0 and counts.all[3:23].tolist() == [1] * 20
+    all_of_them = counts.others + counts.tenth
+    assert all_of_them[:3].tolist() == [0, 0, 20] and all_of_them[3:23].tolist() == [1] * 20
     assert counts.tenth[[2, 12, 22]].tolist() == [2, 1, 1] and counts.tenth.sum() == 4
     assert counts.coverage(1) == 0.5  # of four tokens two are the most frequent one
 
 
 def test_coverage_of_nothing() -> None:
     counts = TokenCounts(torch.tensor([3, 1]), torch.zeros(2, dtype=torch.long))
-    assert counts.coverage(1) is None and counts.all.tolist() == [3, 1]
+    assert counts.coverage(1) is None and counts.chosen(1).tolist() == [0]
+
+
+def test_what_is_chosen() -> None:
+    """Ends first, then by frequency, and nothing that the drafter does not know."""
+    known, none = torch.tensor([0, 2, 3, 5]), torch.zeros(6, dtype=torch.long)
+    counts = TokenCounts(torch.tensor([1, 9, 4, 0, 8, 0]), none, known, [5])
+    assert [counts.chosen(size).tolist() for size in (1, 2, 3, 4)] == [
+        [5], [2, 5], [0, 2, 5], [0, 2, 3, 5]
+    ]  # fmt: skip
 
 
 def test_no_text(tmp_path: Path) -> None:
