@@ -102,15 +102,23 @@ def _count(counts: Callable[[], Any], kernels: bool, work: Callable[[], object])
 
 def kernel_calls(nodes: int, vocabulary: int) -> dict[str, tuple[Any, Sequence[str], Any]]:
     """Module, kernel and call of each kernel, for one row of so many nodes; nothing is computed."""
-    from headstart.heads.core import best_kernels, noise_kernels, nucleus_kernels
+    from headstart.heads.core import best_kernels, noise_kernels, nucleus_kernels, tree_kernels
     from headstart.infer.rules import level_kernels
+    from headstart.infer.trees import search_kernels
 
     scores, share = torch.empty(nodes, vocabulary), torch.empty((), dtype=torch.float64)
     left, rest = torch.empty(2, 1, nodes, vocabulary), torch.empty(1, nodes, vocabulary)
     weights, ids = torch.empty(1, nodes), torch.empty(1, nodes, dtype=torch.int64)
     valid = torch.empty(1, nodes, dtype=torch.bool)
+    found, logs = torch.empty(1, 8, 8, dtype=torch.int64), torch.empty(1, 8, 8, dtype=torch.float64)
+    ranked = torch.empty(1, 8 * nodes, dtype=torch.float64), torch.empty(1, 8 * nodes).long()
     noisy = scores.unsqueeze(0), torch.empty(1, dtype=torch.int64), ids
     return {
+        "level of a search": (search_kernels, ["_level"],
+                  lambda: search_kernels.level(found, logs, logs[0, :1], 8, 0)),
+        "nodes of a search": (search_kernels, ["_select"],
+                  lambda: search_kernels.select(ids[:, :1], ranked[1], *ranked, nodes)),
+        "shape of a tree": (tree_kernels, ["_shape"], lambda: tree_kernels.shape(ids, 7)),
         "best tokens": (best_kernels, ["_part", "_merge"],
                   lambda: best_kernels.best_of(scores, 10, logs=True)),
         "noise": (noise_kernels, ["_add"],

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .triton_here import no_triton
+from .triton_here import has_triton
 
 _MOST = 16  # tokens of a row; a launch looks through its part once for each of them
 
@@ -54,16 +54,12 @@ def _logs(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _has_kernels(scores: Tensor, count: int) -> bool:
-    return count <= _MOST and _on_gpu(scores)
-
-
-def _on_gpu(scores: Tensor) -> bool:
-    return scores.is_cuda and no_triton(scores.device) is None
+    return count <= _MOST and has_triton(scores)
 
 
 @torch.library.custom_op("headstart::best_of", mutates_args=())
 def _best_launch(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    if _on_gpu(scores):
+    if has_triton(scores):
         from . import best_kernels
 
         return best_kernels.best_of(scores, count)
@@ -72,7 +68,7 @@ def _best_launch(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("headstart::best_log_probabilities", mutates_args=())
 def _logs_launch(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    if _on_gpu(scores):
+    if has_triton(scores):
         from . import best_kernels
 
         return best_kernels.best_of(scores, count, logs=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .cpu_kernels import CpuLinear
-from .triton_here import no_triton
+from .triton_here import has_triton
 
 MOST_ROWS = 128
 """Rows that a kernel takes; of more, it would read the weights again for each so many."""
@@ -25,7 +25,7 @@ _WRITES = 16  # of 256 MB before what is timed: while they run, the host launche
 
 def has_kernels(tensor: Tensor) -> bool:
     """Whether a tensor is one that the kernels compute with, which sum in float32."""
-    return tensor.is_cuda and tensor.dtype != torch.float64 and no_triton(tensor.device) is None
+    return tensor.dtype != torch.float64 and has_triton(tensor)
 
 
 def _kernels(states: Tensor, most: int) -> Any:

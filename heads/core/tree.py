@@ -14,6 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .triton_here import has_triton
+
+_MOST = 256  # nodes of a tree whose shape one launch derives
+
 
 def ancestor_mask(parents: Tensor) -> Tensor:
     """Which nodes are on the path from the root to each node, the node itself included.
@@ -78,15 +82,9 @@ class Topology:
         >>> shape.depth.tolist(), shape.paths[0].tolist(), shape.rank.tolist()
         ([[0, 1, 1, 2]], [[0, 0, 0], [0, 1, 1], [0, 2, 2], [0, 1, 3]], [[0, 0, 1, 0]])
         """
-        ancestors = ancestor_mask(parents)  # [B, N, N]
-        depth = ancestors.sum(-1) - 1  # [B, N]
-        levels = torch.arange(max_depth + 1, device=parents.device)
-        wanted = torch.minimum(levels, depth.unsqueeze(-1))  # [B, N, D+1]
-        at_level = depth[:, None, None, :] == wanted.unsqueeze(-1)  # [B, N, D+1, N]
-        paths = (ancestors.unsqueeze(2) & at_level).byte().argmax(-1)  # [B, N, D+1]
-        siblings = parents.unsqueeze(1) == parents.unsqueeze(2)  # [B, N, N]
-        rank = siblings.tril(-1).sum(-1)  # [B, N]
+        derive: Any = _shape_launch if _has_kernels(parents) else _shape
         width = parents.shape[1] - 1 if width is None else width
+        depth, ancestors, paths, rank = derive(parents, max_depth)
         return cls(parents, depth, ancestors, paths, rank, max_depth, width, children)
 
     @property
@@ -142,6 +140,34 @@ class Topology:
         tensors = (self.parents, self.depth, self.ancestors, self.paths, self.rank)
         each = (tensor.expand(batch, *tensor.shape[1:]) for tensor in tensors)
         return Topology(*each, max_depth=self.max_depth, width=self.width, children=self.children)
+
+
+def _shape(parents: Tensor, max_depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Depth, ancestors, paths and ranks, see `Topology`."""
+    ancestors = ancestor_mask(parents)  # [B, N, N]
+    depth = ancestors.sum(-1) - 1  # [B, N]
+    levels = torch.arange(max_depth + 1, device=parents.device)
+    wanted = torch.minimum(levels, depth.unsqueeze(-1))  # [B, N, D+1]
+    at_level = depth[:, None, None, :] == wanted.unsqueeze(-1)  # [B, N, D+1, N]
+    paths = (ancestors.unsqueeze(2) & at_level).byte().argmax(-1)  # [B, N, D+1]
+    siblings = parents.unsqueeze(1) == parents.unsqueeze(2)  # [B, N, N]
+    return depth, ancestors, paths, siblings.tril(-1).sum(-1)
+
+
+def _has_kernels(parents: Tensor) -> bool:
+    return parents.shape[1] <= _MOST and has_triton(parents)
+
+
+@torch.library.custom_op("headstart::tree_shape", mutates_args=())
+def _kernel(parents: Tensor, max_depth: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if not has_triton(parents):
+        return _shape(parents, max_depth)
+    from . import tree_kernels
+
+    return tree_kernels.shape(parents, max_depth)
+
+
+_shape_launch: Any = _kernel
 
 
 @dataclass(slots=True)

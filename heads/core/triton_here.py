@@ -11,6 +11,11 @@ import torch
 logger = logging.getLogger(__name__)
 
 
+def has_triton(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on a GPU on which Triton's kernels run."""
+    return tensor.is_cuda and no_triton(tensor.device) is None
+
+
 @cache
 def no_triton(device: torch.device) -> str | None:
     """Why no Triton kernel runs there; None where one does.

@@ -6,7 +6,7 @@ children must be a function of the proposals (`topk`, `coupled`); drawn ones wou
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,21 +15,12 @@ from torch.nn.functional import pad
 from headstart.heads import Drafter, OptionError, Step, TokenTree, Topology
 from headstart.heads.core import best_log_probabilities
 
+from .candidates import NEVER, SearchLevel, grow_level, select_nodes
 from .children import Children, rows_of
 from .expansions import SAMPLED, Expansion
 from .limits import check_size
 from .policy import Committed, Policy
 from .shapes import BeamShape, BestFirstShape
-
-NEVER = float("-inf")  # the score of what is no candidate
-
-
-class SearchLevel(NamedTuple):
-    """One depth of a search: C = F * w candidates, w for each of the F nodes that were extended."""
-
-    tokens: Tensor  # [B, C] target ids; -1 where there is none
-    scores: Tensor  # [B, C] log-probability of the path from the root; -inf where there is none
-    kept: Tensor  # [B, F'] the candidates that are extended next, best first
 
 
 class SearchedTree(Policy):
@@ -80,15 +71,13 @@ class SearchedTree(Policy):
                 ids, scores = (values[:, level - 1 : level] for values in heads)
             else:
                 ids, scores = best_children(children, step, width, lengths, level)
-            tokens = ids.expand(-1, above.shape[1], -1).flatten(1)  # [B, C]
-            scores = (above.unsqueeze(-1) + scores).flatten(1)  # [B, C]
-            kept = _best(scores, frontier)  # [B, F']
-            levels.append(SearchLevel(tokens, scores, kept))
+            keep = min(frontier, above.shape[1] * width)
+            found = grow_level(ids, scores, above, keep, first)
+            levels.append(found)
             if level < depth and heads is None:
-                parent = kept // width + first
-                step = drafter.extend(state, tokens.gather(1, kept).clamp(min=0), parent)
-                first += above.shape[1]
-            above = scores.gather(1, kept)
+                step = drafter.extend(state, found.inner, found.parent)
+            first += above.shape[1]
+            above = found.best
         return levels
 
     def select(self, root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor) -> TokenTree:
@@ -106,18 +95,8 @@ class SearchedTree(Policy):
         >>> tree.tokens.tolist(), tree.topology.parents.tolist()
         ([[9, 5, 6, 7]], [[-1, 0, 0, 1]])
         """
-        nodes, count = self.nodes, tokens.shape[1]
-        scores = pad(scores, (0, max(nodes - 1 - count, 0)), value=NEVER)
-        order = _best(scores, nodes - 1)  # [B, N-1]
-        missing = scores.gather(1, order) == NEVER
-        chosen = order.masked_fill(missing, count).sort(dim=1).values  # [B, N-1], missing ones last
-        numbers = torch.arange(1, nodes, device=root.device).expand_as(chosen)
-        number = torch.zeros_like(pad(tokens, (1, 1))).scatter(1, chosen + 1, numbers)  # [B, C+2]
-        above = number.gather(1, pad(parents, (0, 1)).gather(1, chosen))  # [B, N-1]
-        above = pad(above, (1, 0), value=-1)  # [B, N]
+        tokens, above, valid = select_nodes(root, tokens, scores, parents, self.nodes)
         topology = Topology.from_parents(above, self.max_depth, self.width)
-        tokens = torch.cat([root, pad(tokens, (0, 1)).gather(1, chosen)], dim=1)  # [B, N]
-        valid = pad(chosen < count, (1, 0), value=True)
         return TokenTree(tokens, topology, valid, torch.full_like(tokens, -1))
 
 
@@ -176,12 +155,9 @@ class Beam(BeamShape, SearchedTree):
         return self.width
 
     def candidates(self, levels: Sequence[SearchLevel]) -> tuple[Tensor, Tensor, Tensor]:
-        width, depth = self.width, self.max_depth
-        tokens = torch.cat([level.tokens.gather(1, level.kept) for level in levels], dim=1)
-        slots = torch.arange(depth - 1, device=tokens.device).repeat_interleave(width) * width + 1
-        parents = torch.cat([level.kept // width for level in levels], dim=1)  # [B, D * width]
-        parents = parents + pad(slots, (width, 0))
-        return tokens, torch.cat(final_beams(levels, width), dim=1), parents
+        tokens = torch.cat([level.inner for level in levels], dim=1)
+        parents = torch.cat([level.parent for level in levels], dim=1)  # [B, D * width]
+        return tokens, torch.cat(final_beams(levels, self.width), dim=1), parents + 1
 
 
 def best_children(
@@ -190,7 +166,7 @@ def best_children(
     """The best children of W nodes and their log-probabilities, [B, W, count] both.
 
     After `coupled` noise these are the log-softmax of the noisy scores. Candidates have no scores
-    and count as e^0, e^-1, … in their order. Missing children are -1, at -inf.
+    and count as e^0, e^-1, … in their order. Missing children are at -inf, or at NaN.
     """
     if step.logits is None:
         ids = step.top(count)
@@ -202,25 +178,18 @@ def best_children(
     most = min(count, scores.shape[-1])
     values, columns = best_log_probabilities(scores, most)  # [B, W, most]
     step.note(values[..., 0])
-    # A child never scores above its parent, and what is no number is no candidate.
-    values = values.clamp_(max=0).nan_to_num_(nan=NEVER, neginf=NEVER)
-    ids = step.named(columns).masked_fill(values == NEVER, -1)
-    missing = (0, count - most)
+    ids, missing = step.named(columns), (0, count - most)
+    if most == count:
+        return ids, values
     return pad(ids, missing, value=-1), pad(values, missing, value=NEVER)
-
-
-def _best(scores: Tensor, count: int) -> Tensor:
-    """The places of the best scores, [B, C] -> [B, count], best first; of equals, the earlier."""
-    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
 
 
 def final_beams(levels: Sequence[SearchLevel], width: int) -> list[Tensor]:
     """For each level minus the place of the best final beam through each beam, or -inf: [B, w]."""
     goals: list[Tensor] = []
+    order = -torch.arange(width, dtype=torch.float64, device=levels[0].best.device)
     for level in reversed(levels):
-        alive = level.scores.gather(1, level.kept) > NEVER  # [B, width]
-        order = -torch.arange(width, dtype=torch.float64, device=alive.device)
-        ends = torch.where(alive, order, NEVER)
+        ends = torch.where(level.best == NEVER, level.best, order)  # [B, width]
         if goals:
             below, parent = goals[-1], levels[len(levels) - len(goals)].kept // width
             passing = torch.full_like(below, NEVER).scatter_reduce(1, parent, below, "amax")
