@@ -17,13 +17,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopPLogitsWarper
 
 from headstart.heads import Sampling, TokenTree
-from headstart.heads.core import (
-    best,
-    best_log_probabilities,
-    noise,
-    nucleus,
-    row_seeds,
-)
+from headstart.heads.core import best, best_log_probabilities, noise, nucleus, row_seeds
 from headstart.infer.rules import traversal
 from headstart.infer.rules.rule_api import Text, Verified
 from headstart.infer.trees.parse import parse_static

@@ -11,14 +11,7 @@ import torch
 from transformers.generation.logits_process import TopPLogitsWarper
 
 from headstart.heads import Sampling
-from headstart.heads.core import (
-    best,
-    best_log_probabilities,
-    best_of,
-    noise,
-    nucleus,
-    row_seeds,
-)
+from headstart.heads.core import best, best_log_probabilities, best_of, noise, nucleus, row_seeds
 from headstart.infer.measure.timing import Stopwatch
 from headstart.infer.rules import traversal
 from headstart.infer.rules.levels import judge_all

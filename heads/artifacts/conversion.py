@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..core import ArtifactError
 from ..families import with_article
 from .loading import load_drafter
-from .manifest import Manifest, fingerprint, tokenizer_hash
+from .manifest import manifest_of
 from .saving import model_card, save_drafter
 from .source import DrafterSource, SourceKind
 
@@ -52,13 +52,8 @@ def convert(
             "the target has no name for the artifact to remember; load it with from_pretrained."
         )
     drafter = load_drafter(source, target, tokenizer, dtype="auto")
-    manifest = Manifest(
-        family=drafter.config.family_name(),
-        target=target.name_or_path,
-        target_fingerprint=fingerprint(target),
-        tokenizer_hash=tokenizer_hash(tokenizer),
-        origin=target.name_or_path if own else source.origin,
-    )
+    origin = target.name_or_path if own else source.origin
+    manifest = manifest_of(drafter, tokenizer, origin=origin)
     kind = with_article(manifest.family).capitalize()
     card = model_card(
         manifest,

@@ -17,6 +17,8 @@ from .files import MANIFEST, read_json, unreadable
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ..drafter import Drafter
+
 
 def library_versions() -> dict[str, str]:
     """Versions of Python and of the libraries that influence a result, as far as installed."""
@@ -59,6 +61,20 @@ class Manifest:
     metrics: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=library_versions)
     trained: dict[str, Any] = field(default_factory=dict)
+
+
+def manifest_of(
+    drafter: "Drafter", tokenizer: "PreTrainedTokenizerBase | None", **fields: Any
+) -> Manifest:
+    """That of a bound drafter that no recipe trained; `fields` come before what is found."""
+    target = drafter.target
+    found = {
+        "family": drafter.config.family_name(),
+        "target": str(target.name_or_path),
+        "target_fingerprint": fingerprint(target),
+        "tokenizer_hash": tokenizer_hash(tokenizer) if tokenizer is not None else "",
+    }
+    return Manifest(**(found | fields))
 
 
 def read_manifest(folder: Path) -> Manifest:

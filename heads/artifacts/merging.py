@@ -12,7 +12,7 @@ from ..core.files import new_folder
 from ..drafter import Drafter
 from ..families import with_article
 from .files import check_is_free
-from .manifest import Manifest, fingerprint, tokenizer_hash
+from .manifest import manifest_of
 from .saving import model_card, save_drafter
 
 DRAFTER = "drafter"
@@ -52,12 +52,7 @@ def save_merged(
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
         alone = drafter.without_adapter().bind(target)
-        manifest = Manifest(
-            family=alone.config.family_name(),
-            target=str(folder),
-            target_fingerprint=fingerprint(target),
-            tokenizer_hash=tokenizer_hash(tokenizer) if tokenizer is not None else "",
-        )
+        manifest = manifest_of(alone, tokenizer, target=str(folder))
         title = f"A {manifest.family} drafter for `{folder.name}`"
         card = model_card(manifest, title, _BODY, "Nothing was measured after merging.")
         save_drafter(alone, new / DRAFTER, manifest, card)

@@ -23,7 +23,7 @@ from ..families import with_article
 from ..parts.vocabulary import TrimmedVocabulary
 from .conditions import drafter_conditions
 from .files import check_is_free
-from .manifest import Manifest, fingerprint, tokenizer_hash
+from .manifest import manifest_of
 from .saving import model_card, save_drafter
 from .source import DrafterSource, SourceKind
 
@@ -98,10 +98,10 @@ def trimmed(drafter: Drafter, ids: Tensor) -> Any:
     now = drafter.draft_vocabulary
     known = torch.arange(drafter.config.vocab_size) if now is None else now.cpu()
     ids = ids.cpu().contiguous()
-    if not torch.isin(ids, known).all():
+    if len(unknown := ids[~torch.isin(ids, known)]):
         raise OptionError(
-            f"the token {ids[~torch.isin(ids, known)][0].item()} for a drafter that does not "
-            "propose it; expected tokens that it proposes."
+            f"the token {unknown[0].item()} for a drafter that does not propose it; expected "
+            "tokens that it proposes."
         )
     config: Any = copy.deepcopy(drafter.config)
     config.output, config.draft_vocab_size = "trimmed", len(ids)
@@ -160,18 +160,11 @@ def save_trimmed(
     folder = Path(folder)
     check_is_free(folder)
     new, target = trimmed(drafter, ids), drafter.target
-    if source.kind is SourceKind.ARTIFACT:
-        manifest = replace(source.manifest, metrics={})
-    else:
-        manifest = Manifest(
-            family=new.config.family_name(),
-            target=str(target.name_or_path),
-            target_fingerprint=fingerprint(target),
-            tokenizer_hash=tokenizer_hash(tokenizer),
-        )
+    there = source.kind is SourceKind.ARTIFACT
+    manifest = source.manifest if there else manifest_of(new, tokenizer)
     origin = target.name_or_path if source.kind is SourceKind.IN_TARGET else source.origin
     trained = {**manifest.trained, "drafter": drafter_conditions(new)} if manifest.trained else {}
-    manifest = replace(manifest, origin=origin, trained=trained)
+    manifest = replace(manifest, origin=origin, metrics={}, trained=trained)
     body = _BODY.format(origin=origin, size=len(ids), whole=new.config.vocab_size)
     title = f"{with_article(manifest.family).capitalize()} drafter for `{manifest.target}`"
     return save_drafter(new, folder, manifest, model_card(manifest, title, body, ""))

@@ -165,3 +165,9 @@ def language_model_in(model: Any) -> PreTrainedModel:
             "token tree holds; decode it plainly, with model.generate."
         )
     return model.get_base_model()
+
+
+def end_tokens(model: PreTrainedModel) -> set[int]:
+    """The tokens that end an answer, by the model's generation config."""
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    return set() if ends is None else {ends} if isinstance(ends, int) else {*ends}

@@ -38,7 +38,13 @@ from .packing import (
     runs_packed,
 )
 from .prefetch import Prefetch, alone, run_streamed
-from .pretrained import language_model_in, load_pretrained, loaded_whole, read_weights
+from .pretrained import (
+    end_tokens,
+    language_model_in,
+    load_pretrained,
+    loaded_whole,
+    read_weights,
+)
 from .probe import (
     ATTENTION,
     PositionLimit,

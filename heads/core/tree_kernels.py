@@ -1,4 +1,4 @@
-"""The Triton kernel of `Topology.from_parents`, which defines what it computes: one program a row.
+"""The Triton kernel of `tree._shape`, which defines what it computes: one program a row.
 
 Each node walks up to the root, all nodes at once, and notes whom it meets.
 """

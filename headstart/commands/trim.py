@@ -43,6 +43,7 @@ def run(options: argparse.Namespace) -> int:
     (source,) = drafter_sources(options)
     from headstart.heads import load_drafter
     from headstart.heads.artifacts.trimming import check_can_be_trimmed, save_trimmed
+    from headstart.heads.core import end_tokens
     from headstart.train.data.token_counts import count_tokens
 
     target = load_target(options)
@@ -54,9 +55,8 @@ def run(options: argparse.Namespace) -> int:
     whole = drafter.config.vocab_size if known is None else len(known)
     size = options.tokens or min(_MOST, whole // 4)
     check_can_be_trimmed(drafter, size)
-    ends = model.generation_config.eos_token_id
-    ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
     vocabulary = drafter.config.vocab_size
+    ends = end_tokens(model)
     counts = count_tokens(options.text, tokenizer, vocabulary, known=known, ends=ends)
     ids = counts.chosen(size)
     with quiet_stdout():

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from headstart.heads import OptionError
 from headstart.heads.artifacts.plan import dtype_name
+from headstart.heads.core import end_tokens
 
 from ..rules.registry import choose_rule
 from ..speculator import Speculator
@@ -129,8 +130,7 @@ def continuations(plain: Speculator, prompt: Tensor, options: dict[str, Any]) ->
     """
     bins: dict[Text, float] = {}
     frontier: dict[Text, float] = {(): 1.0}
-    ends = plain.model.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
+    ends = end_tokens(plain.model)
     for width in _WIDTHS:
         heads = [prefix for prefix in frontier if not prefix or prefix[-1] not in ends]
         bins |= {prefix: frontier[prefix] for prefix in frontier if prefix not in heads}

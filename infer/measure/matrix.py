@@ -20,6 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from headstart.heads import OptionError
+from headstart.heads.core import end_tokens
 
 from ..speculator import Speculator
 from ..stats import Stats
@@ -163,7 +164,7 @@ def measure_cell(
             prompts = [chat.prompt(before) for chat, before in zip(own, told, strict=True)]
             width = max(map(len, prompts))
             for name, runs in decode(prompts, repeats=settings.repeats).items():
-                answers = _answers(runs[-1], width, batch, turn, _ends(model))
+                answers = _answers(runs[-1], width, batch, turn, end_tokens(model))
                 found[name].answers += answers
                 took = [run.decode_ms for run in runs]
                 found[name].prefill_ms += [run.prefill_ms for run in runs]
@@ -213,7 +214,7 @@ def _decoders(
     }  # fmt: skip
     ours = {PLAIN: Speculator(model, **same), **speculators}
     decoders = {name: timed_speculator(each, **options) for name, each in ours.items()}
-    pad = min(_ends(model), default=0)
+    pad = min(end_tokens(model), default=0)
     for name, more in settings.against.items():
         if batch_size == 1 or name not in ONE_ROW:
             decoders[name] = timed_generate(model, **options, pad_token_id=pad, **more)
@@ -254,9 +255,3 @@ def _answers(
         rounds = run.stats.rounds_of(row) if run.stats else []
         found.append(Answer(chat, turn, new[:end], rounds))
     return found
-
-
-def _ends(model: PreTrainedModel) -> set[int]:
-    """The end tokens."""
-    ends = model.generation_config.eos_token_id  # type: ignore[union-attr]
-    return set() if ends is None else {ends} if isinstance(ends, int) else {*ends}

@@ -1,4 +1,4 @@
-"""The Triton kernels of `search`, which defines what they compute: one program for a row.
+"""The Triton kernels of `candidates`, which defines what they compute: one program for a row.
 
 Nothing is sorted: a candidate's rank is how many others score more, or as much and come earlier.
 """
@@ -85,7 +85,7 @@ def _select(
 def level(
     ids: Tensor, values: Tensor, above: Tensor, keep: int, first: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """See `search.grow_level`."""
+    """See `candidates.grow_level`."""
     kernel: Any = _level
     batch, extended = above.shape
     width = ids.shape[-1]
@@ -106,7 +106,7 @@ def level(
 def select(
     root: Tensor, tokens: Tensor, scores: Tensor, parents: Tensor, nodes: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `search.select_nodes`."""
+    """See `candidates.select_nodes`."""
     kernel: Any = _select
     batch, count = tokens.shape
     given = [each.contiguous() for each in (root, tokens, scores, parents)]

@@ -111,6 +111,9 @@ class StaticTree(RankPaths, Policy):
         def tensor(values: Sequence[Any]) -> Tensor:
             return torch.tensor(values, dtype=torch.long, device=device)
 
+        def choice(places: list[int], count: int) -> Tensor | None:
+            return None if places == list(range(count)) else tensor(places)
+
         for depth in range(1, self.max_depth + 1):
             members = range(first, first + depths.count(depth))
             rows = [above.index(parents[node]) for node in members]
@@ -119,16 +122,8 @@ class StaticTree(RankPaths, Policy):
             inner = [node for node in members if node in parents]
             places, up = [node - first for node in inner], [number[parents[node]] for node in inner]
             number |= {node: len(number) - 1 + i for i, node in enumerate(inner)}
-            levels.append(
-                Level(
-                    count,
-                    tensor(above),
-                    tensor(rows),
-                    None if pick == list(range(len(above) * count)) else tensor(pick),
-                    None if places == list(range(len(members))) else tensor(places),
-                    tensor([up]),
-                )
-            )
+            chosen = choice(pick, len(above) * count), choice(places, len(members))
+            levels.append(Level(count, tensor(above), tensor(rows), *chosen, tensor([up])))
             above, first = inner, members.stop
         return levels
 

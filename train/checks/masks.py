@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from headstart.heads.core import end_tokens
+
 from ..data.documents import Document, Message, render_chat
 from .findings import Finding
 
@@ -105,7 +107,8 @@ def template_fits(
                 f"its mark {mark} is no token of the tokenizer: the target was trained with "
                 "another template",
             )  # fmt: skip
-    ends = _end_ids(tokenizer, target)
+    own: Any = tokenizer.eos_token_id
+    ends = end_tokens(target) | ({own} - {None})
     question = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes"}]
     text = render_chat(tokenizer, question)
     ids: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -126,12 +129,6 @@ def _after_answer(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[in
         if "Yes" in tokenizer.decode(ids[start - 1 :]):
             return ids[start:]
     return ids
-
-
-def _end_ids(tokenizer: PreTrainedTokenizerBase, target: PreTrainedModel) -> set[int]:
-    ends = getattr(target.generation_config, "eos_token_id", None)
-    ends = ends if isinstance(ends, list) else [ends]
-    return {int(end) for end in [*ends, tokenizer.eos_token_id] if end is not None}
 
 
 @torch.no_grad()

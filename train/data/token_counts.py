@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class TokenCounts:
     others: Tensor
     tenth: Tensor
     known: Tensor | None = None
-    ends: Sequence[int] = ()
+    ends: Collection[int] = ()
 
     def chosen(self, size: int) -> Tensor:
         """The ids of the `size` most frequent tokens, ascending: [size]."""
