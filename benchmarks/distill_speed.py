@@ -17,7 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from headstart.infer import Speculator, load
-from headstart.infer.continuous import Prompt
+from headstart.infer.prompts import Prompt
 from headstart.infer.stream import decode_stream
 from headstart.train.data.prefixes import make_prefixes
 from headstart.train.data.reading import read_documents

@@ -23,9 +23,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from headstart.heads import OptionError
 from headstart.heads.core import RowSettings
 
-from .continuous import Manner, Piece, Prompt, Stream
+from .continuous import Stream
 from .decoding_method import DecodingMethod, Given
 from .generate_options import Ending
+from .prompts import Manner, Piece, Prompt
 from .request import Request
 from .rules.registry import find_rule
 from .runners import settings_of
@@ -72,12 +73,12 @@ class Batcher(DecodingMethod):
     batch at any round, each with a length, seed, streamer and stopping criteria of its own.
 
     Requests are decoded together that have one prompt and the same end tokens. They may differ in
-    temperature, top-k, top-p and min-p, and greedy ones are decoded beside sampled ones where the
-    speculator's rule has the text of plain decoding (`coupled`, the default, and `match`). Other
-    settings must be the same, and those that read the text (such as a repetition penalty) are
-    decoded by themselves, as is what else is asked for. Requests are taken in the order in which
-    they came: one that cannot join those that are being decoded, waits until these have ended, and
-    later ones wait for it.
+    temperature, top-k, top-p, min-p and repetition penalty, and greedy ones are decoded beside
+    sampled ones where the speculator's rule has the text of plain decoding (`coupled`, the default,
+    and `match`). Other settings must be the same, and those that read the text (such as
+    `no_repeat_ngram_size`) are decoded by themselves, as is what else is asked for. Requests are
+    taken in the order in which they came: one that cannot join those that are being decoded, waits
+    until these have ended, and later ones wait for it.
 
     The cache has space for the longest of the requests in every row, so memory grows with both.
     Where a GPU has too little, fewer rows are decoded together. An error that concerns one request
@@ -184,7 +185,9 @@ class Batcher(DecodingMethod):
         sampling, limit = request.sampling, self.speculator.target.limit
         rows, width = input_ids.shape
         prompt = Prompt(None, input_ids[mask > 0].tolist(), ending.limit - width)
-        together = self.rows > 1 and rows == 1 and sampling.rowwise and request.record is None
+        penalty: Any = sampling.penalty
+        apart = sampling.readers or (penalty is not None and penalty.prompt_ignore_length)
+        together = self.rows > 1 and rows == 1 and not apart and request.record is None
         if limit is not None:
             together = together and prompt.longest <= limit.positions
         if not together:

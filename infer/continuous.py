@@ -18,18 +18,25 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import LogitsProcessorList
 
 from headstart.heads import DecodingError, Sampling
-from headstart.heads.core import EachRow, RowSettings, brief, current, in_steps
+from headstart.heads.core import (
+    brief,
+    current,
+    in_steps,
+    note_rows,
+    processors_by_row,
+    write_rows,
+)
 
 from .loop import Decoding
+from .prompts import Manner, Piece, Prompt
 from .request import Capacity, Request
 from .row_states import adopt_rows, clear_caches
 from .rows import Rows
@@ -40,56 +47,6 @@ from .trees.policy import Committed
 
 _TOGETHER = 16  # prompts that are run at once, which bounds the memory that they need meanwhile
 _FEW = 4  # a batch gets smaller once one row in so many is left
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A prompt of a stream.
-
-    Attributes:
-        key: the caller's own.
-        tokens: [P] ids.
-        new_tokens: at most so many are written.
-        seed: of its noise, where it is sampled.
-        settings: how it is sampled, in a stream whose prompts differ in that.
-    """
-
-    key: Any
-    tokens: Sequence[int]
-    new_tokens: int
-    seed: int = 0
-    settings: RowSettings = RowSettings()  # noqa: RUF009 - a tuple
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the prompt and its text, at most."""
-        return len(self.tokens) + self.new_tokens
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How the prompts of a stream are decoded.
-
-    Attributes:
-        eos: token ids that end a text.
-        temperature: for which the tree is chosen; 0 is greedy decoding.
-        processors: that read single rows of logits alone, the temperature's among them; None where
-            each prompt has `settings` of its own. The tree is then for their mean temperature.
-    """
-
-    eos: tuple[int, ...]
-    temperature: float = 0.0
-    processors: LogitsProcessorList | None = None
-
-
-class Piece(NamedTuple):
-    """What a round wrote of one prompt's text, or the error that ended this prompt alone."""
-
-    prompt: Prompt
-    emitted: Emitted | None  # of one row
-    text: list[int]  # all so far, without the prompt
-    ended: bool
-    error: Exception | None = None
 
 
 @dataclass(eq=False)
@@ -128,6 +85,7 @@ class Stream:
         self._rows: list[_Running | None] = []
         self._waiting: list[_Running] = []  # for a row
         self._heat = 0.0  # the temperature that the tree is chosen for
+        self._penalised = False  # whether a row can have a repetition penalty
         self._spoilt = False  # whether the cache holds what is no number
         self._pieces: list[Piece] = []  # that no round has returned yet
 
@@ -262,10 +220,12 @@ class Stream:
         batch = min(self.limit, _power_of_two(len(going)))
         fits = longest <= self.longest and batch <= size < _FEW * len(going)
         heat = self._temperature(going)
-        if not fits or self._spoilt or (heat and not self._heat):
+        penalised = any(own.prompt.settings.repetition_penalty != 1 for own in going)
+        lacks = (heat and not self._heat) or (penalised and not self._penalised)
+        if not fits or self._spoilt or lacks:
             self.longest = self.longest if longest <= self.longest else _power_of_two(longest)
             self._rows, self._waiting = [None] * batch, going
-            self._heat, self._spoilt = heat, False
+            self._heat, self._penalised, self._spoilt = heat, penalised, False
             with current(self.speculator.device):
                 self._make_request(batch)
         with current(self.speculator.device):
@@ -284,8 +244,8 @@ class Stream:
         rule = choose_rule(speculator.rule, heat > 0)
         seeds = torch.zeros(batch, dtype=torch.long, device=device) if heat else None
         processors = manner.processors
-        if processors is None and heat:
-            processors = LogitsProcessorList([EachRow(batch, device)])
+        if processors is None:
+            processors = processors_by_row(batch, device, self._penalised, heat > 0)
         self.request = request = Request(
             target, speculator.decoding_drafters, speculator.tree_of(batch, heat),
             Sampling(seeds, processors), rule=rule,
@@ -325,8 +285,8 @@ class Stream:
             self._run_prompts(rows, some)
         if not new:
             return
-        if (each := self._each_row) is not None:
-            each.note(own.prompt.settings for own in self._rows if own is not None)
+        every = [own.prompt.settings for own in self._rows if own is not None]
+        note_rows(self.request.sampling.processors or (), every)
         if self._begun:
             self.decoding.runner.refill()
         else:
@@ -335,12 +295,6 @@ class Stream:
         self.decoding.faults = {}
         # A stream may go on for days; nobody reads these.
         self.decoding.stats = Stats(self.request.policy.max_depth)
-
-    @property
-    def _each_row(self) -> EachRow | None:
-        """The settings of rows that differ in them."""
-        found = self.request.sampling.processors or ()
-        return next((item for item in found if isinstance(item, EachRow)), None)
 
     def _run_prompts(self, rows: list[int], new: Sequence[_Running]) -> None:
         request, target = self.request, self.request.target
@@ -365,8 +319,10 @@ class Stream:
         if request.sampling.seeds is not None:
             seeds = torch.tensor([each.prompt.seed for each in new], device=target.device)
             request.sampling.seeds.index_copy_(0, where, seeds)
-        if (each := self._each_row) is not None:
-            each.write(where, [running.prompt.settings for running in new])
+        if self.manner.processors is None:
+            settings = [running.prompt.settings for running in new]
+            write_rows(request.sampling.processors or (), where, settings)
+        request.text.refill_seen(where, tokens, position + 1)
         last = features.gather(1, (count - 1).view(-1, 1, 1).expand(-1, 1, features.shape[-1]))
         root = tokens.gather(1, position.unsqueeze(1))
         self._commit(where, last, root, position)

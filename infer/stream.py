@@ -4,11 +4,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+)
 
 from headstart.heads import OptionError
 
-from .continuous import Manner, Prompt, Stream
+from .continuous import Stream
+from .prompts import Manner, Prompt
 from .speculator import Speculator
 
 _SHARE = 8  # rows are filled anew when one in so many is free
@@ -30,7 +35,8 @@ def decode_stream(
             may lead to further prompts.
         batch: rows at once, at most.
         longest: tokens of a prompt and its text, at most.
-        temperature: 0 writes greedily; others sample from the target's whole distribution.
+        temperature: 0 writes greedily; others sample from the target's whole distribution. The
+            repetition penalty of the target's generation config applies to both.
 
     Raises:
         OptionError: a prompt is empty, or too long.
@@ -39,6 +45,8 @@ def decode_stream(
     config: Any = speculator.model.generation_config
     eos = torch.as_tensor([] if config.eos_token_id is None else config.eos_token_id)
     processors = LogitsProcessorList()
+    if config.repetition_penalty not in (None, 1.0):
+        processors.append(RepetitionPenaltyLogitsProcessor(config.repetition_penalty))
     if temperature not in (0.0, 1.0):
         processors.append(TemperatureLogitsWarper(temperature))
     manner = Manner(tuple(eos.flatten().tolist()), temperature, processors)

@@ -110,6 +110,10 @@ def make_job(
     chosen = _known("--part", parts, PARTS)
     if jobs < 1:
         raise UsageError(f"--jobs {jobs}: expected 1 or more")
+    if here and jobs > 1:
+        raise UsageError(
+            f"--jobs {jobs} with --here: one process measures one family at a time; leave one out"
+        )
     if device == "cpu":
         # Training takes a GPU wherever it sees one; torch has not looked yet.
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

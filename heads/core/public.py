@@ -54,8 +54,8 @@ from .probe import (
     probe_layers,
     trained_context,
 )
-from .row_settings import EachRow, RowSettings
-from .sampling import STATEFUL, Sampling, argmax, draw
+from .row_settings import RowSettings, note_rows, processors_by_row, write_rows
+from .sampling import STATEFUL, Sampling, argmax, draw, penalise
 from .time_limit import within
 from .tree import TokenTree, Topology, ancestor_mask
 from .whole_model import take_whole_models

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from .nucleus import top_p_by_row
@@ -17,7 +17,7 @@ _LEAST = 64  # a largest top_k is rounded up, to a power of two from here on
 
 
 class RowSettings(NamedTuple):
-    """Sampling settings of one row, by the names and in the order that `generate` uses.
+    """Settings of one row, by the names that `generate` uses; the penalty comes first there.
 
     A temperature of 0 is greedy decoding. The default is the target's whole distribution.
     """
@@ -26,20 +26,26 @@ class RowSettings(NamedTuple):
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
     @classmethod
     def of(cls, processors: Iterable[LogitsProcessor] | None, sampled: bool) -> Self | None:
         """The settings that these processors of transformers stand for; None where none are.
 
         >>> RowSettings.of([hf.TemperatureLogitsWarper(0.7), hf.TopPLogitsWarper(0.9)], True)
-        RowSettings(temperature=0.7, top_k=0, top_p=0.9, min_p=0.0)
-        >>> RowSettings.of([], sampled=False)
-        RowSettings(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0)
+        RowSettings(temperature=0.7, top_k=0, top_p=0.9, min_p=0.0, repetition_penalty=1.0)
+        >>> RowSettings.of([hf.RepetitionPenaltyLogitsProcessor(1.2)], sampled=False)
+        RowSettings(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.2)
         """
-        found, left = dict[str, Any](), list(processors or ())
+        found, left, penalty = dict[str, Any](), list(processors or ()), 1.0
+        if left and type(left[0]) is hf.RepetitionPenaltyLogitsProcessor:
+            item: Any = left.pop(0)
+            if item.prompt_ignore_length:
+                return None
+            penalty = item.penalty
         for name, kind in _KINDS.items():
             if left and type(left[0]) is kind:
-                item: Any = left.pop(0)
+                item = left.pop(0)
                 if getattr(item, "min_tokens_to_keep", 1) != 1 or (
                     getattr(item, "filter_value", -math.inf) != -math.inf
                 ):
@@ -47,7 +53,8 @@ class RowSettings(NamedTuple):
                 found[name] = getattr(item, name)
         if left or (found and not sampled):
             return None
-        return cls(**found) if sampled else cls(temperature=0.0)
+        found["repetition_penalty"] = penalty
+        return cls(**found) if sampled else cls(0.0, repetition_penalty=penalty)
 
 
 _KINDS: dict[str, type[LogitsProcessor]] = {
@@ -57,25 +64,27 @@ _KINDS: dict[str, type[LogitsProcessor]] = {
 
 
 class EachRow(LogitsProcessor):
-    """What the processors of transformers make of scores, each row by settings of its own.
+    """What the warpers of transformers make of scores, each row by settings of its own.
 
     Scores [M, V] are those of B rows, M / B after one another. Rows of temperature 0 stay as they
-    are; `Sampling` adds no noise to them.
+    are; `Sampling` adds no noise to them. A repetition penalty is a
+    processor of its own, see `processors_by_row`: a drafter's proposals do not follow it.
 
     Attributes:
-        numbers: [4, B] float64, the fields of `RowSettings`.
+        numbers: [4, B] float64, the first fields of `RowSettings`.
         most: the largest top_k, rounded up; 0 where no row has one.
         nucleus, least: whether a row has a top_p, a min_p; greedy: whether one has temperature 0.
     """
 
     def __init__(self, batch: int, device: torch.device | str = "cpu"):
-        default = torch.tensor(RowSettings(), dtype=torch.float64, device=device)
+        default = torch.tensor(RowSettings()[:4], dtype=torch.float64, device=device)
         self.numbers = default.unsqueeze(1).repeat(1, batch)
         self.most, self.nucleus, self.least, self.greedy = 0, False, False, False
 
     def write(self, rows: Tensor, settings: Sequence[RowSettings]) -> None:
         """Give rows [R] these settings."""
-        numbers = torch.tensor(settings, dtype=torch.float64, device=rows.device)
+        some = [each[:4] for each in settings]
+        numbers = torch.tensor(some, dtype=torch.float64, device=rows.device)
         self.numbers.index_copy_(1, rows, numbers.T)
 
     def note(self, settings: Iterable[RowSettings]) -> None:
@@ -109,3 +118,40 @@ class EachRow(LogitsProcessor):
         numbers = self.numbers.unsqueeze(-1).expand(-1, -1, count).reshape(4, -1, 1)
         temperature, *others = numbers
         return temperature.masked_fill(temperature == 0, 1.0), *others
+
+
+def processors_by_row(
+    batch: int, device: torch.device | str, penalised: bool, sampled: bool
+) -> LogitsProcessorList:
+    """The processors of rows that have settings of their own, in the order of `generate`.
+
+    Args:
+        penalised: whether a row may have a repetition penalty; sampled: a temperature.
+    """
+    found = LogitsProcessorList()
+    if penalised:
+        penalty: Any = hf.RepetitionPenaltyLogitsProcessor(1.0)
+        penalty.penalty = torch.ones(batch, 1, dtype=torch.float64, device=device)
+        found.append(penalty)
+    if sampled:
+        found.append(EachRow(batch, device))
+    return found
+
+
+def write_rows(processors: Iterable[Any], rows: Tensor, new: Sequence[RowSettings]) -> None:
+    """Give rows [R] new settings, in the processors of `processors_by_row`."""
+    for item in processors:
+        if isinstance(item, EachRow):
+            item.write(rows, new)
+        else:
+            own = [[each.repetition_penalty] for each in new]
+            item.penalty.index_copy_(
+                0, rows, torch.tensor(own, dtype=torch.float64, device=rows.device)
+            )
+
+
+def note_rows(processors: Iterable[LogitsProcessor], every: Iterable[RowSettings]) -> None:
+    """Let them do from now on what these settings need, which are those of all rows that go on."""
+    for item in processors:
+        if isinstance(item, EachRow):
+            item.note(every)

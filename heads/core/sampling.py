@@ -277,12 +277,17 @@ def argmax(scores: Tensor) -> Tensor:
 
 
 def penalise(scores: Tensor, seen: Tensor, penalty: float | Tensor) -> Tensor:
-    """What the repetition penalty (Keskar et al. 2019, arXiv 1909.05858) makes of scores [..., V].
+    """What the repetition penalty (Keskar et al. 2019, arXiv 1909.05858) makes of scores [M, V].
+
+    Args:
+        penalty: of all rows, or of each, [M, 1].
 
     >>> scores, seen = torch.tensor([[3.0, -2.0, 1.0]]), torch.tensor([[True, True, False]])
     >>> penalise(scores, seen, 2.0).tolist()
     [[1.5, -4.0, 1.0]]
     """
+    if isinstance(penalty, Tensor):
+        penalty = penalty.to(scores.dtype)
     less = torch.where(scores < 0, scores * penalty, scores / penalty)
     return torch.where(seen, less, scores)
 

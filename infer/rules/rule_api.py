@@ -38,6 +38,13 @@ class Text:
         self.lengths = torch.full_like(ids[:, 0], width)
         self.host_lengths = np.full(len(ids), width)
 
+    def refill_seen(self, rows: Tensor, ids: Tensor, count: Tensor) -> None:
+        """Where `seen` is needed: rows [R] have the first `count` [R] of tokens ids [R, T] now."""
+        if self.seen is not None:
+            none = self.seen.shape[1] - 1
+            beyond = torch.arange(ids.shape[1], device=ids.device) >= count.unsqueeze(1)
+            self.seen.index_copy_(0, rows, seen_in(ids.masked_fill(beyond, none), none))
+
     def process(
         self, sampling: Sampling, extra: int, logits: Tensor, rows: np.ndarray | None = None
     ) -> Tensor:
@@ -158,11 +165,10 @@ class Verified:
         seen, shape = self.text.seen, self.tree.topology
         if seen is None:
             return None
-        vocab = seen.shape[1] - 1
         if shape.max_depth:
             path = self.tree.tokens.gather(1, shape.path_to(node.squeeze(1)))  # [B, A]
-            seen = seen.scatter(1, path.clamp(0, vocab), True)
-        return seen[:, :vocab]
+            seen = seen.scatter(1, path.clamp(0, seen.shape[1] - 1), True)
+        return seen[:, : self.logits.shape[-1]]
 
     def write(self, level: int, token: Tensor) -> None:
         """Note the token [B, 1] that follows the path of `level` tokens; the commit overwrites."""

@@ -295,6 +295,7 @@ def test_every_part_alone_for_every_family(tmp_path: Path) -> None:
         (["--part", "costs-8"], "did you mean 'costs-8b'"),
         (["--family", "redraftr"], "did you mean 'redrafter'"),
         (["--jobs", "0"], "--jobs 0: expected 1 or more"),
+        (["--jobs", "2", "--here"], "--jobs 2 with --here: one process measures one family"),
         (["--device", "cuda"], "finds 0 GPUs here; use --device cpu"),
         (["--tree", "chain:4"], "unrecognized arguments: --tree"),
     ],

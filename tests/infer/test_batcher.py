@@ -18,6 +18,7 @@ from headstart.heads import FAMILIES, DecodingError, OptionError, SlabCache
 from headstart.infer import Batcher, Speculator
 from headstart.infer.continuous import Stream
 from headstart.infer.loop import Decoding
+from headstart.infer.rules.rule_api import Text
 from tests.support.covering import covering
 from tests.support.families import TREES, drafter
 from tests.support.tape import on_tape
@@ -214,7 +215,7 @@ def test_what_cannot_join_is_decoded_by_itself_in_its_turn(waiting: threading.Ev
     calls: list[dict[str, Any]] = [
         {"do_sample": False},
         {"do_sample": True, "seed": 5, "top_k": 0},
-        {"do_sample": False, "repetition_penalty": 1.3},
+        {"do_sample": False, "no_repeat_ngram_size": 2},
         {"do_sample": True, "seed": [6], "top_k": 0},
         {"do_sample": True, "seed": [6], "top_k": 0, "temperature": 0.5},
         {"do_sample": True, "seed": 5, "top_k": 0, "num_return_sequences": 3},
@@ -245,9 +246,9 @@ def test_what_cannot_join_is_decoded_by_itself_in_its_turn(waiting: threading.Ev
 
 SETTINGS: list[dict[str, Any]] = [
     GREEDY,
-    SAMPLED,
+    SAMPLED | {"repetition_penalty": 1.3},
     SAMPLED | {"temperature": 1.4, "top_k": 0},
-    GREEDY,
+    GREEDY | {"repetition_penalty": 1.1},
     SAMPLED | {"temperature": 1.0, "top_p": 1.0, "min_p": 0.1},
     SAMPLED | {"temperature": 0.3, "top_p": 0.5},
     SAMPLED | {"temperature": 0.0},
@@ -285,6 +286,31 @@ def test_requests_of_several_settings_are_decoded_together(
         assert sizes[:2] == [1, 3] and started <= 4, sizes
     if graphs:
         assert speculator.graphs is not None and speculator.graphs.replayed > 0
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("leaks", [False, True])
+def test_a_penalty_is_for_the_tokens_of_its_own_text(
+    leaks: bool, graphs: bool, waiting: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The batch begins without penalties; one row has several texts, one after another. The control
+    leaves the tokens of the text before."""
+    model = tiny("llama")
+    speculator = Speculator(model, drafter("medusa", "tiny"), tree=TREE)
+    if graphs:
+        on_tape(speculator)
+    batcher, prompts = Batcher(speculator, rows=2), asked(5)
+    if leaks:
+        monkeypatch.setattr(Text, "refill_seen", lambda *given: None)
+
+    def call(decode: Any, number: int) -> Callable[[], Tensor]:
+        how = GREEDY | ({"repetition_penalty": 1.1 + number} if number > 1 else {})
+        return lambda: decode.generate(prompts[number][0], **how, max_new_tokens=8 + number)
+
+    found = all_wait(batcher, [call(batcher, number) for number in range(5)], waiting)
+    alone = [call(model, number)() for number in range(5)]
+    assert all(map(torch.equal, found[:2], alone[:2]))
+    assert all(map(torch.equal, found, alone)) is not leaks
 
 
 def test_only_sampled_requests_cost_noise(waiting: threading.Event) -> None:
@@ -499,7 +525,7 @@ def test_a_request_may_ask_for_another_where_that_can_be_decoded_beside_it() -> 
     assert torch.equal(inner.answer, expected)
     inner.answer = None
     with pytest.raises(OptionError, match="called from within a request"):
-        batcher.generate(ids, stopping_criteria=[inner], repetition_penalty=1.2, **how)
+        batcher.generate(ids, stopping_criteria=[inner], no_repeat_ngram_size=2, **how)
     assert torch.equal(batcher.generate(ids, **how), expected)
 
 

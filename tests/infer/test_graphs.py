@@ -16,7 +16,7 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from headstart.heads import FAMILIES, DecodingError, Drafter, OptionError, Sampling
-from headstart.heads.core import EachRow
+from headstart.heads.core.row_settings import EachRow
 from headstart.heads.core.sampling import ROWWISE, Suppressed
 from headstart.heads.parts import cached_layers
 from headstart.infer import Speculator, graphs, request, runners

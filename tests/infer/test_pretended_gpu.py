@@ -21,10 +21,10 @@ from headstart.heads.core import Packing, fused, fused_products
 from headstart.heads.core.whole_model import take_whole_models
 from headstart.heads.parts import cached_layers
 from headstart.infer import Speculator, batcher, request
-from headstart.infer.continuous import Prompt
 from headstart.infer.generate_options import Ending
 from headstart.infer.measure import costs, forward_costs
 from headstart.infer.measure.own_text import write_texts
+from headstart.infer.prompts import Prompt
 from headstart.infer.rules.registry import RULES
 from headstart.infer.stats import Emitted
 from headstart.infer.stream import decode_stream

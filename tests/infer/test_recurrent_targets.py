@@ -16,7 +16,7 @@ from headstart.heads import Sampling, UnsupportedTarget
 from headstart.heads.core import row_seeds
 from headstart.heads.draft_model import DraftModel
 from headstart.infer import Speculator
-from headstart.infer.continuous import Prompt
+from headstart.infer.prompts import Prompt
 from headstart.infer.rules.registry import RULES
 from headstart.infer.stream import decode_stream
 from tests.support.recurrent import RECURRENT, recurrent

@@ -1,5 +1,6 @@
 """Rows that are filled anew as they end write what each prompt gives alone."""
 
+import copy
 from collections import deque
 from functools import cache
 from itertools import product
@@ -10,7 +11,7 @@ import torch
 
 from headstart.heads import FAMILIES, OptionError
 from headstart.infer import Speculator
-from headstart.infer.continuous import Prompt
+from headstart.infer.prompts import Prompt
 from headstart.infer.stream import decode_stream
 from tests.support.covering import covering
 from tests.support.families import TREES, drafter
@@ -44,8 +45,8 @@ def expected(model: Any, temperature: float) -> dict[Any, list[int]]:
     return {p.key: alone(model, p, temperature) for p in [*asked(), LAST]}
 
 
-def alone(model: Any, prompt: Prompt, temperature: float) -> list[int]:
-    how: dict[str, Any] = {"do_sample": temperature > 0, "max_new_tokens": prompt.new_tokens}
+def alone(model: Any, prompt: Prompt, temperature: float, **how: Any) -> list[int]:
+    how |= {"do_sample": temperature > 0, "max_new_tokens": prompt.new_tokens}
     if temperature:
         how |= {"seed": [prompt.seed], "temperature": temperature, "top_k": 0, "top_p": 1.0}
     text = Speculator(model).generate(torch.tensor([prompt.tokens]), eos_token_id=EOS, **how)
@@ -97,6 +98,21 @@ def test_drafted(name: str, graphs: bool, temperature: float) -> None:
     tree = TREES[1] if name != "redrafter" else "beam:3,3"
     speculator = Speculator(tiny("llama"), drafter(name, "tiny"), tree=tree, graphs=graphs)
     check(speculator, 4, temperature)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_stream_has_the_penalty_of_the_generation_config(temperature: float) -> None:
+    """As `generate` has, which is asked for it by name here."""
+    model = copy.deepcopy(tiny("llama"))
+    model.generation_config.update(repetition_penalty=1.4, eos_token_id=EOS)
+    speculator = Speculator(model, drafter("medusa", "tiny").bind(model), tree=TREES[1])
+    found = streamed(speculator, asked(), 3, temperature=temperature)
+    plain, same = tiny("llama"), 0
+    for prompt in [*asked(), LAST]:
+        text = alone(plain, prompt, temperature, repetition_penalty=1.4)
+        assert found[prompt.key] == text
+        same += text == expected(plain, temperature)[prompt.key]
+    assert same < len(found), "the penalty changes nothing here"
 
 
 def test_graphs_serve_a_stream_and_then_a_request() -> None:

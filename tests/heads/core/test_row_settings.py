@@ -8,7 +8,8 @@ from transformers import LogitsProcessorList
 from transformers.generation import logits_process as hf
 
 from headstart.heads import Sampling
-from headstart.heads.core import EachRow, RowSettings
+from headstart.heads.core import RowSettings, processors_by_row, write_rows
+from headstart.heads.core.row_settings import EachRow
 
 SETTINGS = [
     RowSettings(),
@@ -90,15 +91,41 @@ def test_greedy_rows_take_the_best_token_and_others_draw(kernels: bool) -> None:
 
 def test_settings_are_read_from_the_processors_of_generate() -> None:
     for settings in SETTINGS:
-        assert RowSettings.of(warpers(settings), settings.temperature > 0) == settings
+        found, sampled = warpers(settings), settings.temperature > 0
+        assert RowSettings.of(found, sampled) == settings
+        penalised = [hf.RepetitionPenaltyLogitsProcessor(1.2), *found]
+        expected = settings._replace(repetition_penalty=1.2)
+        assert RowSettings.of(penalised, sampled) == expected  # type: ignore[arg-type]
     others: list[Any] = [
         [hf.TopKLogitsWarper(5), hf.TemperatureLogitsWarper(0.5)],  # in another order
         [hf.TopPLogitsWarper(0.5, min_tokens_to_keep=2)],
         [hf.TopKLogitsWarper(5, filter_value=-1e4)],
         [hf.TemperatureLogitsWarper(0.5), hf.TypicalLogitsWarper(0.9)],
         [hf.TemperatureLogitsWarper(0.5), hf.TemperatureLogitsWarper(0.5)],
-        [hf.RepetitionPenaltyLogitsProcessor(1.2)],
+        [hf.TemperatureLogitsWarper(0.5), hf.RepetitionPenaltyLogitsProcessor(1.2)],
+        [hf.RepetitionPenaltyLogitsProcessor(1.2, prompt_ignore_length=3)],
     ]
     for processors in others:
         assert RowSettings.of(processors, True) is None
     assert RowSettings.of([hf.TopKLogitsWarper(5)], False) is None
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_each_row_has_the_penalty_that_transformers_gives_it(
+    dtype: torch.dtype, sampled: bool
+) -> None:
+    penalties, generator = [1.0, 1.05, 2.0, 0.7], torch.Generator().manual_seed(1)
+    logits = torch.randn(4, 50, generator=generator, dtype=dtype)
+    texts = torch.randint(50, (4, 12), generator=generator)
+    found = processors_by_row(4, "cpu", True, sampled)
+    settings = [RowSettings(repetition_penalty=each) for each in penalties]
+    write_rows(found, torch.arange(4), settings)
+    together = Sampling(None, found, dtype)
+    assert not together.rowwise and not together.readers
+    seen = torch.zeros(4, 50, dtype=torch.bool).scatter(1, texts, True)
+    scores = together.process_each(logits, seen)
+    for row, penalty in enumerate(penalties):
+        alone = hf.RepetitionPenaltyLogitsProcessor(penalty)
+        own = alone(texts[row : row + 1], logits[row : row + 1].clone())  # type: ignore[arg-type]
+        assert torch.equal(scores[row : row + 1], own)

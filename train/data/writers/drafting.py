@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from headstart.heads.artifacts.source import DrafterSource, SourceKind
-from headstart.heads.core import gumbel
+from headstart.heads.core import gumbel, penalise
 from headstart.heads.core.files import write_atomically
 from headstart.infer import Speculator, load
+from headstart.infer.rules.rule_api import seen_in
 
 from ...processes.agreement import from_process_0, is_process_0
 from ...recipe import Distill
@@ -152,6 +153,9 @@ def second_best(
 ) -> tuple[Tensor, float]:
     """How far each supervised token lies below the best one, where another one is best.
 
+    Scores have the repetition penalty of the model's generation config, as they had when they were
+    written.
+
     Args:
         seeds: [L], see `Drafting.checked`; read where the temperature is not 0.
 
@@ -165,22 +169,27 @@ def second_best(
     places = places[places > 0]
     scale = temperature or 1.0
     logits = model(tokens.unsqueeze(0), use_cache=False).logits[0, places - 1].float() / scale
-    if temperature:
-        gaps = []
-        keys = torch.as_tensor(seeds, device=model.device)[places]
-        names = torch.arange(logits.shape[1], device=model.device)
-        for part in torch.arange(len(places)).split(max(_NUMBERS // len(names), 1)):
-            noise = gumbel(keys[part], places[part].unsqueeze(1), names)[:, 0]  # [n, V]
-            gaps.append(_below_best(logits[part].double() + noise, tokens[places[part]]))
-        below = torch.cat([torch.empty(0, device=model.device), *gaps])
-    else:
-        below = _below_best(logits, tokens[places])
+    penalty: float = getattr(model.generation_config, "repetition_penalty", None) or 1.0
+    vocabulary, gaps = logits.shape[1], []
+    for part in torch.arange(len(places)).split(max(_NUMBERS // vocabulary, 1)):
+        scores, at = logits[part], places[part].unsqueeze(1)  # [n, V], [n, 1]
+        if penalty != 1:
+            later = torch.arange(len(tokens), device=model.device) >= at
+            seen = seen_in(tokens.expand(len(at), -1).masked_fill(later, vocabulary), vocabulary)
+            scores = penalise(scores, seen[:, :vocabulary], penalty)
+        if temperature:
+            keys = torch.as_tensor(seeds, device=model.device)[at[:, 0]]
+            names = torch.arange(vocabulary, device=model.device)
+            scores = scores.double() + gumbel(keys, at, names)[:, 0]
+        gaps.append(_below_best(scores, tokens[at[:, 0]]))
+    below = torch.cat(gaps)
     wrong = below > 0
     if not bool(wrong.any()):
         return below[wrong], 0.0
     other = model(tokens.expand(2, -1), use_cache=False).logits[0, places - 1].float() / scale
     rounding = float(logits.abs().max()) * torch.finfo(model.dtype).eps
-    return below[wrong], max(float((logits - other).abs().max()), rounding)
+    found = max(float((logits - other).abs().max()), rounding)
+    return below[wrong], found * max(penalty, 1 / penalty)
 
 
 def _below_best(scores: Tensor, tokens: Tensor) -> Tensor:

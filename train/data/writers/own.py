@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from headstart.heads.core import row_seeds
-from headstart.infer.continuous import Prompt
+from headstart.infer.prompts import Prompt
 from headstart.infer.stream import decode_stream
 
 from ...recipe import Distill
@@ -25,9 +25,6 @@ from .replay import Replay
 from .units import Counts, Tick, Written, order_of, written
 
 logger = logging.getLogger(__name__)
-
-_READ_THE_TEXT = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0}
-"""Settings of `generate` that a stream of prompts has not, and their values without effect."""
 
 
 class PrefixWriter:
@@ -96,13 +93,12 @@ class ReplayWriter:
         self._order = order_of(len(documents), seed)
         config: Any = drafting.model.generation_config
         eos = config.eos_token_id
-        for name, neutral in _READ_THE_TEXT.items():
-            if (value := getattr(config, name, None)) not in (None, neutral):
-                logger.warning(
-                    "distill: answers are written without the %s %g of the target's generation "
-                    "config, which `generate` applies, also in validation; drafts fit best where "
-                    "you decode without it too (%s=%g)", name, value, name, neutral,
-                )  # fmt: skip
+        if size := getattr(config, "no_repeat_ngram_size", None):
+            logger.warning(
+                "distill: answers are written without the no_repeat_ngram_size %d of the target's "
+                "generation config, which `generate` applies, also in validation; drafts fit best "
+                "where you decode without it too (no_repeat_ngram_size=0)", size,
+            )  # fmt: skip
         self._ends = set(torch.as_tensor([] if eos is None else eos).flatten().tolist())
         self._seeds = row_seeds(seed, examples).tolist()
 
