@@ -31,7 +31,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .checkpoint import Found
-from .core import AttentionWindows, OptionError, weight_of
+from .core import AttentionWindows, OptionError, OutputLayer, weight_of
 from .declared.dflash import DFlashFields
 from .drafter import DrafterConfig, Step, last_true
 from .parts.block_layers import BlockConvolution, ConvolvedLayer
@@ -238,10 +238,11 @@ class DFlash(TokenConditioned):
     @property
     def _output(self) -> Callable[[Tensor], Tensor]:
         """What makes logits of the drafts' states."""
-        layer = self.target_logits if self.config.output == "shared" else self.lm_head
-        factor, cap = self.config.output_multiplier, self.config.final_logit_softcapping
+        shared = self.config.output == "shared"
         if self._plain_output:
-            return layer
+            return self.target_logits if shared else self.lm_head
+        layer = OutputLayer(self.target).raw if shared else self.lm_head
+        factor, cap = self.config.output_multiplier, self.config.final_logit_softcapping
 
         def finished(states: Tensor) -> Tensor:
             logits = layer(states) * factor

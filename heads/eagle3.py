@@ -22,7 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from .checkpoint import Found
-from .core import output_layer, weight_of
+from .core import output_rows
 from .declared.eagle import Eagle3Fields
 from .drafter import Step, from_last_true
 from .eagle import Eagle, EagleConfig, Past
@@ -133,7 +133,7 @@ class Eagle3(Eagle):
             count = target.config.get_text_config(decoder=True).num_hidden_layers
             known = known | {"feature_layers": published_layers(count)}
         if "lm_head.weight" not in tensors:
-            rows = weight_of(output_layer(target)).to("cpu", tensors["norm.weight"].dtype)
+            rows = output_rows(target).to("cpu", tensors["norm.weight"].dtype)
             ids = tensors.get("vocabulary")
             tensors = tensors | {"lm_head.weight": (rows if ids is None else rows[ids]).clone()}
         return known, tensors

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from ..core import ArtifactError, OptionError, output_layer, weight_of
+from ..core import ArtifactError, OptionError, output_layer, output_rows
 from ..drafter import Drafter
 from ..families import with_article
 from ..parts.vocabulary import TrimmedVocabulary
@@ -125,7 +125,7 @@ def _rows_of_target(drafter: Drafter, ids: Tensor, names: list[str]) -> dict[str
     """What a shared output layer has for some tokens, by the names of the drafter's own: weights
     [Vd, D] and biases [Vd]."""
     layer: Any = output_layer(drafter.target)
-    weight, bias = weight_of(layer), getattr(layer, "bias", None)
+    weight, bias = output_rows(drafter.target), getattr(layer, "bias", None)
     biases = [name for name in names if name.endswith("bias")]
     if names and not biases and bias is not None and bias.any():
         raise ArtifactError(

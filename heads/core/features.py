@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Self, TypeVar, cast
 
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from .errors import OptionError, UnsupportedTarget
 from .final import FINAL
-from .offload import offloaded
+from .offload import offloaded, weight_of
 
 _FACTORS = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 _CAPS = ("final_logit_softcapping", "logits_soft_cap")
@@ -190,10 +191,10 @@ class OutputLayer:
     def is_linear(self) -> bool:
         """Whether logits are what a linear layer's weight and bias, which are here, make of it."""
         linear = type(self.layer) is nn.Linear and not offloaded(self.layer)
-        return linear and self.vocabulary is None and self.finish is _unchanged
+        return linear and self.vocabulary is None and self.finish == Finish()
 
     @cached_property
-    def finish(self) -> Callable[[Tensor], Tensor]:
+    def finish(self) -> "Finish":
         """What the model does to its output layer's logits: nothing, a factor, or a soft cap.
 
         Found when first used, by one forward over 8 tokens, since names in configs do not mean the
@@ -203,19 +204,17 @@ class OutputLayer:
             OptionError: the model does something else.
         """
         config: Any = self.model.config.get_text_config(decoder=True)
-        if any(hasattr(weight, "ds_id") for weight in self.layer.parameters()):
+        if _is_sharded(self.layer):
             return finish_of_sharded(config)
         ids = torch.arange(8, device=self.model.device).unsqueeze(0) % config.vocab_size
         with eval_mode(self.model), FeatureTap(self.model, [FINAL]) as tap:
             expected = self.model(input_ids=ids, use_cache=False).logits.float()
             raw = self.layer(tap.take())
-        tries: list[Callable[[Tensor], Tensor]] = [_unchanged]
+        tries = [Finish()]
         for name in _FACTORS:
             if factor := getattr(config, name, None):
-                tries += [lambda logits, f=factor: logits * f, lambda logits, f=factor: logits / f]
-        for name in _CAPS:
-            if cap := getattr(config, name, None):
-                tries.append(lambda logits, cap=cap: torch.tanh(logits / cap) * cap)
+                tries += [Finish(times=factor), Finish(over=factor)]
+        tries += [Finish(cap=cap) for name in _CAPS if (cap := getattr(config, name, None))]
         close = 1e-4 if raw.dtype in (torch.float32, torch.float64) else 3e-2
         # The best of them, since a cap hardly changes small logits.
         errors = [(finish(raw).float() - expected).abs().amax().item() for finish in tries]
@@ -229,11 +228,59 @@ class OutputLayer:
         )
 
 
-def _unchanged(logits: Tensor) -> Tensor:
-    return logits
+@dataclass(frozen=True)
+class Finish:
+    """What a model does to its output layer's logits: a factor, a divisor, or a soft cap."""
+
+    times: float = 1.0
+    over: float = 1.0
+    cap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        if self.times != 1:
+            logits = logits * self.times
+        if self.over != 1:
+            logits = logits / self.over
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
-def finish_of_sharded(config: Any) -> Callable[[Tensor], Tensor]:
+def _is_sharded(layer: nn.Module) -> bool:
+    """Whether DeepSpeed ZeRO-3 holds its weights; its model cannot run before the trainer does."""
+    return any(hasattr(weight, "ds_id") for weight in layer.parameters())
+
+
+def logit_factor(model: PreTrainedModel) -> float:
+    """What a model multiplies its output layer's logits by: 1 for most, 1/16 for some of Granite.
+
+    Found by a forward, see `OutputLayer.finish`, where the config names one. Where the model cannot
+    run (in shards, or without weights), it is what that name means in most models; and 1 where the
+    model changes its logits in an unknown way.
+    """
+    config: Any = model.config.get_text_config(decoder=True)
+    named = {name: getattr(config, name, None) for name in _FACTORS}
+    named = {name: factor for name, factor in named.items() if factor not in (None, 0, 1)}
+    if not named:
+        return 1.0
+    layer = output_layer(model)
+    empty = layer.weight.is_meta and not offloaded(layer)
+    if empty or _is_sharded(layer):
+        name, factor = next(iter(named.items()))
+        return 1 / factor if name == "logits_scaling" else factor
+    try:
+        finish = OutputLayer(model).finish
+    except OptionError:
+        return 1.0
+    return finish.times / finish.over
+
+
+def output_rows(model: PreTrainedModel) -> Tensor:
+    """A linear layer's weight [V, D] that gives a model's logits: its output layer's, times the
+    `logit_factor`."""
+    rows, factor = weight_of(output_layer(model)), logit_factor(model)
+    return rows if factor == 1 else rows * factor
+
+
+def finish_of_sharded(config: Any) -> Finish:
     """See `OutputLayer.finish`, of a model in shards, which cannot run before its trainer does.
 
     Args:
@@ -251,4 +298,4 @@ def finish_of_sharded(config: Any) -> Callable[[Tensor], Tensor]:
             "DeepSpeed ZeRO-3; use ZeRO-2 or DDP, or train.loss=cross_entropy and a family other "
             "than medusa2."
         )
-    return _unchanged
+    return Finish()

@@ -9,7 +9,9 @@ from .features import (
     capture,
     decoder_layers,
     finish_of_sharded,
+    logit_factor,
     output_layer,
+    output_rows,
 )
 from .forward import attending, causal_run, prefill_forward, tree_forward, tree_run
 from .fused import FusedLayers, has_kernels_for

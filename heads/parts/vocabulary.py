@@ -8,7 +8,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..checkpoint import Found
-from ..core import OptionError, OutputLayer, device_of, offloaded, output_layer, weight_of
+from ..core import (
+    OptionError,
+    OutputLayer,
+    device_of,
+    logit_factor,
+    offloaded,
+    output_layer,
+    output_rows,
+    weight_of,
+)
 from ..drafter import DrafterConfig, Step
 from ..trainable import DraftLogits, TrainableDrafter
 
@@ -22,6 +31,7 @@ class TrimmedVocabulary(TrainableDrafter):
 
     config: Any
     vocabulary: Tensor
+    _factor: float = 1.0  # of the target's logits, over what its output layer returns
 
     def __init__(self, config: DrafterConfig):
         super().__init__(config)
@@ -44,9 +54,18 @@ class TrimmedVocabulary(TrainableDrafter):
     def shared_modules(self, target: PreTrainedModel) -> list[nn.Module]:
         return [output_layer(target)] if self.config.output == "shared" else []
 
+    def bind(self, target: PreTrainedModel) -> Self:
+        super().bind(target)
+        self._factor = logit_factor(target)
+        return self
+
     def target_logits(self, states: Tensor) -> Tensor:
-        """States [..., D] through the target's output layer, without its scale or cap: [..., V]."""
-        return OutputLayer(self.target).raw(states)
+        """States [..., D] through the target's output layer, with its factor and without its cap:
+        [..., V]."""
+        return OutputLayer(self.target).raw(self._scaled(states))
+
+    def _scaled(self, states: Tensor) -> Tensor:
+        return states if self._factor == 1 else states * self._factor
 
     def draft_logits(self, depth: int) -> Callable[[Tensor], Tensor]:
         return self.target_logits
@@ -56,7 +75,8 @@ class TrimmedVocabulary(TrainableDrafter):
             return super().draft_output(depth)
         layer = output_layer(self.target)
         if type(layer) is nn.Linear and not offloaded(layer):
-            return DraftLogits(weight=layer.weight, bias=layer.bias)
+            body = None if self._factor == 1 else self._scaled
+            return DraftLogits(body, weight=layer.weight, bias=layer.bias)
         return DraftLogits(lambda s: self.target_logits(s).to(s.device), (layer,))
 
     def propose(self, states: Tensor, depth: int = 1) -> Step:
@@ -65,12 +85,13 @@ class TrimmedVocabulary(TrainableDrafter):
 
     @torch.no_grad()
     def rows_to_start_from(self, token_counts: Tensor | None) -> Tensor:
-        """Choose the vocabulary by counts [V]: the target's output weights of its tokens, [Vd, D].
+        """Choose the vocabulary by counts [V]: weights [Vd, D] that give the target's own logits of
+        its tokens.
 
         Raises:
             OptionError: it is trimmed, and there are no counts.
         """
-        rows = weight_of(output_layer(self.target))  # [V, D]
+        rows = output_rows(self.target)  # [V, D]
         if not self.config.draft_vocab_size:
             return rows
         if token_counts is None:

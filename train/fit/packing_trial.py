@@ -69,19 +69,22 @@ def packing_obstacle(module: TargetWithDrafter) -> str | None:
     documents += [(row, slice(first, None)) for row, (first, _) in enumerate(_LENGTHS)]
     with layer_by_layer(module.target), eval_mode(module.target), eval_mode(module.drafter):
         try:
-            packed, states = _run(module, tokens, positions)
+            packed = module.features(tokens, positions)  # [2, T, C]
+            states = _states(module, packed, tokens, positions)
         except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
             what = f"{type(error).__name__}: {error}".partition("\n")[0]
             return f"{name} or {family} cannot run a row of two documents ({what})"
         reads_across = f"{name} with its attention reads across the documents of a row"
         begins_otherwise = []
         for row, part in documents:
-            features, alone = _run(module, tokens[row : row + 1, part])
+            features = module.features(tokens[row : row + 1, part])
             own = packed[row : row + 1, part]
             if _differ(own, features):
                 return reads_across
             if part.start:
                 begins_otherwise.append(_differ(own[:, :1], features[:, :1]))
+            # Of the same features, whose rounding would be in the states, too.
+            alone = _states(module, own, tokens[row : row + 1, part])
             own = states[:, row : row + 1, part]
             known = own.shape[2] - len(own)  # a state that needs a token past them may be anything
             if _differ(own[:, :, :known], alone[:, :, :known]):
@@ -90,17 +93,16 @@ def packing_obstacle(module: TargetWithDrafter) -> str | None:
     return reads_across if all(begins_otherwise) else None
 
 
-def _run(
-    module: TargetWithDrafter, tokens: Tensor, positions: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The target's features of tokens [B, T], [B, T, C], and the drafter's states [K, B, T, D']."""
-    features, drafter = module.features(tokens, positions), module.drafter
-    how = {} if positions is None else {"positions": positions}
+def _states(
+    module: TargetWithDrafter, features: Tensor, tokens: Tensor, positions: Tensor | None = None
+) -> Tensor:
+    """The drafter's states of features [B, T, C] and tokens [B, T]: [K, B, T, D']."""
+    how, drafter = {} if positions is None else {"positions": positions}, module.drafter
     every = torch.ones_like(tokens, dtype=torch.bool)
     states = drafter.draft_hidden_states(
         features[..., : module.width], tokens, every, drafter.train_depths, **how
     )
-    return features, states.unflatten(1, tokens.shape)
+    return states.unflatten(1, tokens.shape)
 
 
 def _differ(one: Tensor, two: Tensor) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint import Found
-from ...core import ArtifactError, output_layer, weight_of
+from ...core import ArtifactError, output_rows
 from ..own_layers import like_published
 from .checkpoint import Checkpoint, cannot_be_written
 
@@ -97,7 +97,7 @@ def _write_hydra(drafter: Any) -> Checkpoint:
                 "the authors' code", "its blocks after the first differ, and theirs are one block",
                 "train it with drafter.layers=2 or fewer",
             )  # fmt: skip
-    shared = weight_of(output_layer(drafter.target)).to(drafter.dtype)
+    shared = output_rows(drafter.target).to(drafter.dtype)
     for head in range(own.heads):
         name = f"hydra_lm_head.{head}" + (".1" if own.prefix else "")
         tensors[f"{name}.weight"] = found.get(f"output.{head}.weight", shared)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...checkpoint import Found
-from ...core import ArtifactError, output_layer, weight_of
+from ...core import ArtifactError, output_rows
 from .checkpoint import Checkpoint, cannot_be_written
 
 _INSIDE = "medusa_head."  # what the names of heads begin with in a whole model's weights
@@ -125,7 +125,7 @@ def _write(drafter: Any, form: str) -> Checkpoint:
         tensors |= dict(zip(outputs, output, strict=True))
     if form == "vllm":
         if output is None:  # vLLM does not share the target's
-            tensors[outputs[0]] = weight_of(output_layer(drafter.target)).to(drafter.dtype)
+            tensors[outputs[0]] = output_rows(drafter.target).to(drafter.dtype)
         if own.draft_vocab_size:
             tensors["token_map"] = found["vocabulary"]
         config = {

@@ -10,6 +10,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from headstart.heads import FAMILIES, family
 from headstart.heads.hydra import Hydra
 from headstart.train.fit.packing_trial import packing_obstacle
+from tests.support.drafters import deep
 from tests.support.packed import LENGTHS, apart, batches, module_of, slopes
 from tests.support.tiny import VOCAB, tiny
 
@@ -97,6 +98,15 @@ def test_a_family_that_does_not_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     assert packing_obstacle(module) == "Hydra reads across the documents of a row"
     monkeypatch.setattr(Hydra, "draft_hidden_states", older)
     assert packing_obstacle(module) == "Hydra knows no documents within a row"
+    module.release()
+
+
+@pytest.mark.parametrize("name", ["medusa", "redrafter", "eagle3"])
+def test_a_target_in_bfloat16_is_packed(name: str) -> None:
+    """What its features are rounded to is more than may differ in a drafter in float32."""
+    module = module_of(name, {}, deep().to(torch.bfloat16), "cross_entropy")
+    module.drafter.float()
+    assert packing_obstacle(module) is None
     module.release()
 
 
