@@ -73,6 +73,15 @@ MARKED = (  # marks what is to be trained on, without the end of the turn
     "{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+TOOLS = (  # as Qwen2.5 writes tools and calls of them
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.tool_calls %}<|im_start|>assistant\n{{ m.content }}"
+    "{% for call in m.tool_calls %}{% set called = call.function %}<tool_call>"
+    '{"name": "{{ called.name }}", "arguments": {{ called.arguments | tojson }}}'
+    "</tool_call>{% endfor %}<|im_end|>\n{% else %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 SPECIAL = [
     "<s>", "</s>", "<bos>", "<|im_start|>", "<|im_end|>", "<|begin_of_text|>", "<|eot_id|>",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from .documents import CorpusError, Document, Message
+from .tool_calls import with_objects
 
 _ROLES = {  # as data sets write them, ShareGPT's `from` included
     **{"system": "system", "developer": "system"},
@@ -115,6 +116,9 @@ def _messages(value: Any, key: str) -> list[Message]:
         content = found.get("content", found.get("value"))
         extra = {name: found[name] for name in _OF_TOOLS if found.get(name)}
         if extra:
+            extra |= (
+                {"tool_calls": with_objects(calls)} if (calls := extra.get("tool_calls")) else {}
+            )
             _check_json(extra, f"{key}: message {number}")
         if not content and role == "system":
             continue  # many data sets have a place for one and leave it empty

@@ -8,6 +8,7 @@ from tokenizers import decoders
 
 from headstart.train.data import documents
 from headstart.train.data.documents import ChatTemplateError
+from headstart.train.data.parsing import parse_row
 from headstart.train.data.rendering import ChatRenderer, Rendered
 from headstart.train.recipe import Chat
 from tests.support import chats
@@ -154,3 +155,32 @@ def test_a_template_that_does_not_end_is_refused(monkeypatch: pytest.MonkeyPatch
         renderer.prompt([SYSTEM, ASK])
     with pytest.raises(ChatTemplateError, match="does not end"):
         renderer.rows(CHAT)
+
+
+def call(arguments: Any) -> dict[str, Any]:
+    called = {"type": "function", "function": {"name": "tea", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [called]}
+
+
+@pytest.mark.parametrize("arguments", ['{ "at": 5 }', {"at": 5}])
+def test_arguments_of_calls_are_encoded_once(arguments: Any) -> None:
+    """A server writes them as a string of JSON, which `tojson` would quote."""
+    tokenizer = chat_tokenizer(chats.TOOLS, "<|im_end|>")
+    result = {"role": "tool", "content": "ready", "tool_call_id": "1"}
+    document = parse_row({"messages": [ASK, call(arguments), result, HELLO]}, "rows:1")
+    (row,) = ChatRenderer(tokenizer).rows(document.messages or [])
+    written = '⟦<tool_call>{"name": "tea", "arguments": {"at": 5}}</tool_call><|im_end|>⟧'
+    assert written in shown(tokenizer, row)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("", {}), (" ", {}), ("tea", "tea"), ("[5]", "[5]"), ("{", "{"),
+        ('{"at": NaN}', '{"at": NaN}'), ("[" * 10_000, "[" * 10_000), (None, None),
+    ],
+)  # fmt: skip
+def test_other_arguments_stay_as_they_are(written: Any, read: Any) -> None:
+    document = parse_row({"messages": [ASK, call(written)]}, "rows:1")
+    assert document.messages is not None
+    assert document.messages[1]["tool_calls"][0]["function"]["arguments"] == read
