@@ -5,6 +5,7 @@ import json
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -20,13 +21,26 @@ def answer_to(messages: list[dict[str, str]]) -> str:
 
 
 class Chats(ThreadingHTTPServer):
-    """Counts what it was asked and what it answered; a fault for every `every`-th request."""
+    """Counts what it was asked and what it answered; a fault for every `every`-th request.
+
+    Args:
+        choice: what is answered to a chat, as an item of the protocol's `choices`.
+    """
 
     daemon_threads = True
 
-    def __init__(self, every: int = 0, stall: float = 1.0, status: int | None = None):
+    def __init__(
+        self,
+        every: int = 0,
+        stall: float = 1.0,
+        status: int | None = None,
+        choice: Callable[[list[dict[str, Any]]], dict[str, Any]] | None = None,
+    ):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.every, self.stall, self.status = every, stall, status
+        self.choice = choice or (
+            lambda chat: {"message": {"content": answer_to(chat)}, "finish_reason": "stop"}
+        )
         self.requests, self.faults = 0, Counter[str]()
         self.answered: Counter[str] = Counter()  # by the chat's JSON
         self.lock = threading.Lock()
@@ -65,11 +79,7 @@ class _Handler(BaseHTTPRequestHandler):
             fault = FAULTS[number // server.every % len(FAULTS)]
             with server.lock:
                 server.faults[fault] += 1
-        text = answer_to(body["messages"])
-        found = {
-            "choices": [{"message": {"content": text}, "finish_reason": "stop"}],
-            "usage": {"completion_tokens": 7},
-        }
+        found = {"choices": [server.choice(body["messages"])], "usage": {"completion_tokens": 7}}
         if fault == "429":
             self._say(429, {}, {"Retry-After": "0.02"})
         elif fault == "500":

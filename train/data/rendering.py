@@ -291,7 +291,8 @@ class ChatRenderer:
         text = text[: len(text) - len(tail)] + end
         if text.startswith(prompt):
             return Turn(prompt, text, self.whole(messages), tools)
-        rest = _after(prompt, messages[-1]["content"])
+        calls = messages[-1].get("tool_calls")  # which stand behind the content
+        rest = None if calls else _after(prompt, messages[-1]["content"])
         if rest is None:
             raise ChatTemplateError(
                 "the tokenizer's chat template begins the answer otherwise than its prompt ends "

@@ -18,10 +18,12 @@ from headstart.train.data.prefixes import DistillError
 from headstart.train.data.rendering import ChatRenderer
 from headstart.train.data.training_rows import Row, Rows
 from headstart.train.data.writers import client
+from headstart.train.data.writers.openai import ServerWriter
+from headstart.train.data.writers.units import Counts
 from headstart.train.recipe import Distill, OpenAI
 from headstart.train.recipe.loading import parse_recipe
 from tests.support.chat_server import FAULTS, KEY, Chats, answer_to, serving
-from tests.support.chats import CHATML, chat_tokenizer
+from tests.support.chats import CHATML, TOOLS, chat_tokenizer
 from tests.support.tiny import one_line
 
 
@@ -189,3 +191,81 @@ def test_retry_after() -> None:
     assert client._retry_after("2.5") == 2.5 and client._retry_after("9999") == 600
     assert client._retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
     assert client._retry_after("soon") is None and client._retry_after(None) is None
+
+
+TEA = {"type": "function", "function": {"name": "tea", "arguments": '{"at": 5}'}}
+CALLED = {"content": None, "tool_calls": [TEA]}
+NOTHING = {"content": None}
+THOUGHT = {"content": None, "reasoning_content": "Hm."}
+
+
+def answered(
+    folder: Path, choice: Any, template: str = TOOLS, **how: Any
+) -> tuple[list[str], Counts]:
+    """What is supervised of two chats, of one and of two questions, and the counts."""
+    tokenizer = chat_tokenizer(template, "<|im_end|>")
+    with serving(choice=choice) as server:
+        made = spec_for(server, **how)
+        writer = ServerWriter(ChatRenderer(tokenizer), [chat(0), chat(1)], made, 2, "m", folder)
+        counts, taught = Counts(), []
+        for each in writer.write(range(2), lambda *_: None):
+            counts += each.counts
+            taught += [str(tokenizer.decode(row.tokens[row.supervised])) for row in each.rows]
+    return taught, counts
+
+
+def ids_of(text: str) -> list[int]:
+    return chat_tokenizer(TOOLS, "<|im_end|>")(text)["input_ids"]
+
+
+CALL_TEXT = '<tool_call>{"name": "tea", "arguments": {"at": 5}}</tool_call><|im_end|>'
+
+
+@pytest.mark.parametrize("token_ids", [False, True])
+def test_an_answer_that_calls_a_tool_is_the_call(tmp_path: Path, token_ids: bool) -> None:
+    """The chat ends there: nobody runs the tool."""
+    choice = {"message": CALLED, "finish_reason": "tool_calls", "token_ids": ids_of(CALL_TEXT)}
+    taught, counts = answered(tmp_path, lambda _: choice, token_ids=token_ids)
+    assert taught == [CALL_TEXT] * 2
+    assert counts.kept == counts.answers == 2 and not counts.empty
+
+
+@pytest.mark.parametrize("token_ids", [False, True])
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (NOTHING, "stop"), ({"content": " \n"}, "stop"), (NOTHING | {"refusal": "no"}, "stop"),
+        (NOTHING | {"tool_calls": []}, "tool_calls"), (NOTHING, "content_filter"),
+        ({"content": "it is"}, "content_filter"), (NOTHING, "length"),
+    ],
+)  # fmt: skip
+def test_an_answer_of_nothing_is_counted_and_not_written(
+    tmp_path: Path, message: dict[str, Any], reason: str, token_ids: bool
+) -> None:
+    choice = {"message": message, "finish_reason": reason}
+    taught, counts = answered(tmp_path, lambda _: choice, token_ids=token_ids)
+    assert not taught and (counts.kept, counts.empty) == (0, 2)
+
+
+def test_an_empty_answer_ends_the_chat_before_its_question(tmp_path: Path) -> None:
+    def choice(messages: list[dict[str, Any]]) -> dict[str, Any]:
+        message = {"content": "yes"} if len(messages) == 1 else NOTHING
+        return {"message": message, "finish_reason": "stop"}
+
+    for _ in range(2):  # again from the journal
+        taught, counts = answered(tmp_path, choice)
+        assert taught == ["yes<|im_end|>"] * 2
+        assert (counts.kept, counts.empty, counts.answers) == (2, 1, 2)
+
+
+def test_what_was_cut_has_no_end_of_a_template(tmp_path: Path) -> None:
+    """Of a call or a thought that was cut, the text is not known, but perhaps the ids are."""
+    for message in (CALLED, THOUGHT):
+        choice = {"message": message, "finish_reason": "length", "token_ids": ids_of("<tool_ca")}
+        for token_ids, kept in ((False, []), (True, ["<tool_ca"] * 2)):
+            folder = tmp_path / f"{token_ids}-{len(message)}-{message is CALLED}"
+            taught, counts = answered(folder, lambda _, c=choice: c, token_ids=token_ids)
+            assert taught == kept and counts.empty == 2 - len(kept)
+    choice = {"message": THOUGHT, "finish_reason": "stop"}  # the control: it ended there
+    taught, _ = answered(tmp_path / "ended", lambda _: choice, CHATML)
+    assert taught[0] == "<think>\nHm.\n</think>\n\n<|im_end|>"

@@ -184,3 +184,12 @@ def test_other_arguments_stay_as_they_are(written: Any, read: Any) -> None:
     document = parse_row({"messages": [ASK, call(written)]}, "rows:1")
     assert document.messages is not None
     assert document.messages[1]["tool_calls"][0]["function"]["arguments"] == read
+
+
+def test_a_call_behind_an_answer_is_never_dropped() -> None:
+    """The reasoner's template writes the answer otherwise than its prompt ends: no call is lost."""
+    renderer = ChatRenderer(chat_tokenizer(chats.REASONER))
+    thought = {"role": "assistant", "content": "<think>\nHm.\n</think>\n\n"}
+    assert renderer.rows([ASK, thought])
+    with pytest.raises(ChatTemplateError, match="begins the answer otherwise"):
+        renderer.rows([ASK, call({"at": 5}) | thought])

@@ -19,6 +19,7 @@ from ...recipe import Distill
 from ..documents import ChatTemplateError, Document
 from ..prefixes import DistillError, leave_out
 from ..rendering import ChatRenderer
+from ..tool_calls import with_objects
 from .client import Client, RefusedError
 from .replay import Asked, Replay
 from .units import Counts, Tick, Written, order_of, written
@@ -142,7 +143,10 @@ class ServerWriter:
         return replay
 
     def _answer(self, asked: Asked, document: Document, seed: int) -> dict[str, Any]:
-        """The server's answer: `text`, `ended`, how many `tokens`, and their `ids` if it says."""
+        """The server's answer: `text`, `ended`, how many `tokens`, and their `ids` if it says.
+
+        One that calls tools has `calls`; one with neither text nor calls is left out.
+        """
         spec = self.spec
         body: dict[str, Any] = {
             "model": self.model,
@@ -168,27 +172,38 @@ class ServerWriter:
             message, reason = choice["message"], choice["finish_reason"]
             text = message.get("content") or ""
             thought = message.get("reasoning_content") or message.get("reasoning")
+            calls = message.get("tool_calls")
         except (KeyError, IndexError, TypeError, AttributeError):
             raise DistillError(
                 f"{self.client.name} answered with JSON that is no chat completion; expected an "
                 "OpenAI-compatible server at distill.openai.url."
             ) from None
+        ended = reason != "length"
+        if not ended and not self.server.token_ids:  # the end of what was cut would be written too
+            calls, thought = None, thought if text.strip() else None
+        answer: dict[str, Any] = {"text": "", "ended": ended, "tokens": 0}
+        if reason == "content_filter" or not (text.strip() or thought or calls):
+            return answer  # a filter cuts or replaces what the target wrote
         if thought:
             text = f"<think>\n{thought}\n</think>\n\n{text.lstrip()}"
-        answer = {"text": text, "ended": reason != "length"}
+        answer |= {"text": text} | ({"calls": with_objects(calls)} if calls else {})
         ids = choice.get("token_ids") or found.get("token_ids")
         if self.server.token_ids:
-            given = found.get("prompt_token_ids") or choice.get("prompt_token_ids")
-            if not ids or (given is not None and list(given) != asked.tokens):
-                what = "renders chats otherwise than they are here" if ids else "gave no token ids"
-                raise DistillError(
-                    f"{self.client.name} {what}; set distill.openai.token_ids=false, or serve the "
-                    "same model and template."
-                )
-            answer["ids"] = list(ids)
+            answer["ids"] = self._checked(ids, found, choice, asked)
         usage = found.get("usage") or {}
         answer["tokens"] = len(ids or ()) or usage.get("completion_tokens") or len(text) // 4
         return answer
+
+    def _checked(self, ids: Any, found: Any, choice: Any, asked: Asked) -> list[int]:
+        """An answer's ids, if there are any, and the prompt's are those of the renderer."""
+        given = found.get("prompt_token_ids") or choice.get("prompt_token_ids")
+        if not ids or (given is not None and list(given) != asked.tokens):
+            what = "renders chats otherwise than they are here" if ids else "gave no token ids"
+            raise DistillError(
+                f"{self.client.name} {what}; set distill.openai.token_ids=false, or serve the "
+                "same model and template."
+            )
+        return list(ids)
 
     def _rows(self, replay: Replay) -> Written:
         if self.server.token_ids:
@@ -205,9 +220,13 @@ class ServerWriter:
 
 
 def _take(replay: Replay, answer: dict[str, Any]) -> None:
+    calls = answer.get("calls")
+    if not answer["text"].strip() and not calls:
+        replay.leave_unanswered()
+        return
     if "ids" in answer:
         replay.add(answer["ids"])
-    replay.go_on(answer["text"], answer["ended"])
+    replay.go_on(answer["text"], answer["ended"], calls)
 
 
 class Journal:

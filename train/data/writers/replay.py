@@ -7,6 +7,7 @@ is asked after it; and so on, to the end of the chat, or to the row's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -89,14 +90,24 @@ class Replay:
         text = str(self.renderer.tokenizer.decode(said, **exact))
         self.go_on(text, ended)
 
-    def go_on(self, text: str, ended: bool) -> None:
-        """Go on after an answer; not after one that is empty, or that was not finished."""
-        self.history.append({"role": "assistant", "content": text})
+    def go_on(self, text: str, ended: bool, calls: list[Any] | None = None) -> None:
+        """Go on after an answer; not after one that is empty, or that was not finished.
+
+        Nor after one that calls tools: what they would return is not known.
+        """
+        said: Message = {"role": "assistant", "content": text}
+        self.history.append(said | ({"tool_calls": calls} if calls else {}))
         self.answers, self.finished = self.answers + 1, ended
         if self._coming and not ended:
             self.counts.unfinished = 1
-        if self.spec.turns == "first" or not ended or not text.strip():
+        if self.spec.turns == "first" or not ended or not text.strip() or calls:
             self._coming = []
+
+    def leave_unanswered(self) -> None:
+        """End the chat before the last question, whose answer is empty."""
+        self.history.pop()
+        self._coming = []
+        self.counts.empty = 1
 
     def result(self) -> Written:
         """The rows, and what became of the document."""

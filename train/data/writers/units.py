@@ -24,7 +24,8 @@ class Counts:
 
     Attributes:
         kept: units that gave a row; cut: those among them whose last turns did not fit.
-        too_long: left out, since not even the first answer fits; empty: without an answer.
+        too_long: left out, since not even the first answer fits; empty: left out without an answer,
+            or ended before a question that a server answered with nothing.
         unfinished: chats that ended with an answer of `distill.new_tokens` without its end.
         refused: chats that the chat template or the server refused.
         rows: training rows; tokens: of all rows; supervised: those that are trained on.
@@ -64,7 +65,7 @@ class Counts:
         if self.cut:
             yield f"{self.cut} texts were cut at a turn, since max_length is reached there"
         if self.empty:
-            yield f"{self.empty} texts have no answer, or an empty prompt, and were left out"
+            yield f"{self.empty} texts have no answer, or an empty prompt or answer: left out"
         if self.unfinished:
             yield (
                 f"{self.unfinished} chats end early, with an answer of distill.new_tokens "
@@ -91,7 +92,7 @@ def written(id: str, rendered: Sequence[Rendered], counts: Counts) -> Written:
     answers = [(row, answer) for row in taught for answer in row.answers]
     found = Counts(
         kept=bool(rows),
-        empty=not rows and not (counts.too_long or counts.refused),
+        empty=not rows and not (counts.too_long or counts.refused or counts.empty),
         rows=len(rows),
         tokens=sum(len(row.tokens) for row in rows),
         supervised=sum(supervised),
