@@ -20,7 +20,7 @@ def chat(scene: Scene) -> list[Difference]:
         return []
     found: list[Difference] = []
     tokenizer: Any = scene.pair.tokenizer
-    own = rendering.template or tokenizer.chat_template
+    own = rendering.template or (tokenizer.chat_template and tokenizer.get_chat_template())
     template = there.get("template")
     if there["how"] == "template" and own != template:
         found.append(Difference(

@@ -120,12 +120,18 @@ def _pieces() -> Tokenizer:
 
 
 def chat_tokenizer(
-    template: str | None, end: str = "</s>", pieces: bool = False, gpt2: bool = False
+    template: str | dict[str, str] | None,
+    end: str = "</s>",
+    pieces: bool = False,
+    gpt2: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """A tokenizer with that template; of bytes, or of `pieces` as sentencepiece makes them."""
+    """A tokenizer with that template, or several by names.
+
+    It is of bytes, or of `pieces` as sentencepiece makes them.
+    """
     backend = Tokenizer.from_str((_pieces() if pieces else _bytes(gpt2)).to_str())
     backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
     backend.add_tokens([AddedToken(token, special=False) for token in ORDINARY])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=end, pad_token=end)
-    tokenizer.chat_template = template
+    tokenizer.chat_template = template  # type: ignore[assignment]
     return tokenizer

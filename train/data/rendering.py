@@ -128,13 +128,23 @@ class ChatRenderer:
         self.plain = how == "plain" or not tokenizer.chat_template
         self.encoder = Encoder(tokenizer)
         date = datetime.date.fromisoformat(self.chat.date)
-        self.template = None if self.plain else self._on(date)
-        self._marks = bool(_MARKS.search(self.template or ""))
+        # Of chats without tools and with them: a tokenizer may have a template for each.
+        self.templates = () if self.plain else (self._on(date, False), self._on(date, True))
+        self._marks = [bool(_MARKS.search(template)) for template in self.templates]
+        self._tails: dict[bool, tuple[str, str]] = {}  # by whether there are tools
         self._options = {"date_string": date.strftime("%d %b %Y")} | self.chat.template_kwargs
 
-    def _on(self, date: datetime.date) -> str:
-        """The template, with `strftime_now` answered for that date."""
-        template = self.tokenizer.get_chat_template(tools=self.chat.tools or None)
+    def _on(self, date: datetime.date, tools: bool) -> str:
+        """The template of chats with or without tools, with `strftime_now` answered for a date."""
+        try:
+            some: Any = [{}] if tools else None
+            template = self.tokenizer.get_chat_template(tools=some)
+        except ValueError:  # several lines
+            names = ", ".join(sorted(self.tokenizer.chat_template or ()))
+            raise ChatTemplateError(
+                f"the tokenizer has chat templates by the names {names}; expected one named "
+                "default: set distill.chat=plain, or rename one."
+            ) from None
 
         def answer(call: re.Match[str]) -> str:
             return repr(date.strftime(call[2]))
@@ -149,16 +159,20 @@ class ChatRenderer:
 
     @property
     def template_hash(self) -> str | None:
-        """sha256 of the template and of all settings that it is rendered with; None if plain."""
-        if self.template is None:
+        """sha256 of the template and of all settings that it is rendered with; None if plain.
+
+        Where chats with tools have a template of their own, of both.
+        """
+        if self.plain:
             return None
         settings = sorted(self._options.items()), self.chat.tools, self.chat.system
-        return hashlib.sha256(f"{self.template}{settings!r}".encode()).hexdigest()
+        text = "".join(dict.fromkeys(self.templates))
+        return hashlib.sha256(f"{text}{settings!r}".encode()).hexdigest()
 
     @property
     def server_options(self) -> dict[str, Any]:
         """What a server is told so that its template renders alike: settings, perhaps a date."""
-        known = "date_string" in (self.template or "")
+        known = any("date_string" in template for template in self.templates)
         return self._options if known else self.chat.template_kwargs
 
     def prompt(self, messages: Sequence[Message], tools: Tools = None) -> list[int]:
@@ -184,7 +198,7 @@ class ChatRenderer:
         self, chats: Sequence[Sequence[Message]], prompt: bool = False, tools: Tools = None
     ) -> list[str]:
         chats = [self.whole(messages) for messages in chats]
-        if self.template is None:
+        if self.plain:
             return [plain_chat(messages) for messages in chats]
         how = self._how(tools, add_generation_prompt=prompt, tokenize=False)
         return apply_template_to_each(self.tokenizer, chats, **how)
@@ -198,8 +212,13 @@ class ChatRenderer:
 
     def _how(self, tools: Tools, **how: Any) -> dict[str, Any]:
         """What the template is applied with, to chats that have these tools of their own."""
-        how |= {"tools": tools or self.chat.tools or None, "chat_template": self.template}
+        how |= {"tools": tools or self.chat.tools or None}
+        how["chat_template"] = self.templates[self._has(tools)]
         return dict(**how, **self._options)
+
+    def _has(self, tools: Tools) -> bool:
+        """Whether a chat with these tools of its own is rendered with any."""
+        return bool(tools or self.chat.tools)
 
     def rows(
         self, messages: Sequence[Message], open_end: bool = False, tools: Tools = None
@@ -277,7 +296,7 @@ class ChatRenderer:
         Args:
             prompt, text: the chat up to that answer, and all of it, as the template writes them.
         """
-        tail, end = self._tail
+        tail, end = self._tail(tools)
         if not text.endswith(tail):  # calls of tools may have an end of their own
             tail, end = text[len(text.rstrip()) :], ""
             if open_end or not text.rstrip().endswith(self._known):
@@ -303,21 +322,23 @@ class ChatRenderer:
 
     def _marked(self, turn: Turn, tokens: np.ndarray) -> list[bool] | None:
         """For each of the tokens, whether a `{% generation %}` block holds it; None without one."""
-        if not self._marks or turn.messages is None:
+        if self.plain or turn.messages is None or not self._marks[self._has(turn.tools)]:
             return None
         how = self._how(turn.tools, return_dict=True, return_assistant_tokens_mask=True)
         found, ids = apply_template(self.tokenizer, turn.messages, **how), tokens.tolist()
         same = found["input_ids"][: len(ids)] == ids
         return [bool(on) for on in found["assistant_masks"][: len(ids)]] if same else None
 
-    @cached_property
-    def _tail(self) -> tuple[str, str]:
+    def _tail(self, tools: Tools) -> tuple[str, str]:
         """What follows an answer at the end of a chat, and how much of it the model writes.
 
         That ends with the first token that the tokenizer has as a whole, such as `<|im_end|>`.
         """
+        if (known := self._tails.get(self._has(tools))) is not None:
+            return known
         question = {"role": "user", "content": "?"}
-        (text,) = self._texts([[question, {"role": "assistant", "content": _ANSWER}]])
+        answer = {"role": "assistant", "content": _ANSWER}
+        (text,) = self._texts([[question, answer]], tools=tools)
         _, found, tail = text.rpartition(_ANSWER)
         if not found:
             raise ChatTemplateError(
@@ -325,7 +346,8 @@ class ChatRenderer:
                 "another chat template"
             )
         ends = [tail.index(token) + len(token) for token in self._known if token in tail]
-        return tail, tail[: min(ends, default=0)]
+        self._tails[self._has(tools)] = tail, tail[: min(ends, default=0)]
+        return self._tails[self._has(tools)]
 
     @cached_property
     def _known(self) -> tuple[str, ...]:

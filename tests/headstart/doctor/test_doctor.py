@@ -10,7 +10,8 @@ import torch
 
 from headstart.cli import main
 from headstart.doctor.acceptance import Accepted, gain
-from headstart.doctor.of_texts import openings
+from headstart.doctor.of_texts import chat, openings
+from headstart.doctor.pairs import Pair
 from headstart.doctor.scene import Scene
 from headstart.heads import Manifest, fingerprint, save_drafter
 from headstart.heads.artifacts.conditions import (
@@ -18,6 +19,7 @@ from headstart.heads.artifacts.conditions import (
     probe_losses,
     target_conditions,
 )
+from tests.support.chats import CHATML, TOOLS, ZEPHYR, chat_tokenizer
 from tests.support.counting import SIZE, counting_drafter, counting_target
 
 KEPT = 26  # the letters
@@ -113,6 +115,17 @@ def test_answers_whose_beginning_was_not_taught(rows: dict[str, int], said: str)
     for each in found:
         assert each.cause == "first answer token" and not each.ways
         assert said in each.said and "where τ is 1.25" in each.said
+
+
+@pytest.mark.parametrize(("trained", "found"), [(CHATML, []), (ZEPHYR, ["chat template"])])
+def test_of_several_templates_the_default_is_compared(trained: str, found: list[str]) -> None:
+    tokenizer = chat_tokenizer({"default": CHATML, "tool_use": TOOLS})
+    noted = {"how": "template", "template": trained, "template_kwargs": {}, "system": None}
+    model: Any = None
+    scene = Scene(
+        Pair(model, model, tokenizer), Manifest("medusa", "x", "", trained={"chat": noted})
+    )
+    assert [each.cause for each in chat(scene)] == found
 
 
 def test_a_sound_pair(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -186,6 +186,40 @@ def test_other_arguments_stay_as_they_are(written: Any, read: Any) -> None:
     assert document.messages[1]["tool_calls"][0]["function"]["arguments"] == read
 
 
+SEARCH = [{"type": "function", "function": {"name": "search", "parameters": {}}}]
+NAMED = {"default": chats.ZEPHYR, "tool_use": chats.TOOLS}  # as Hermes 2 Pro and Command R
+
+
+@pytest.mark.parametrize("names", [NAMED, chats.TOOLS])
+def test_each_chat_is_rendered_by_the_template_for_its_tools(names: Any) -> None:
+    tokenizer = chat_tokenizer(names, "<|im_end|>")
+    renderer = ChatRenderer(tokenizer)
+    for tools in (None, SEARCH, [], SEARCH):
+        how: dict[str, Any] = {"tools": tools or None, "add_generation_prompt": True}
+        own = tokenizer.apply_chat_template(CHAT[:1], tokenize=False, **how)
+        assert renderer.text(CHAT[:1], True, tools) == own
+        assert ("search" in own) == bool(tools)
+        (row,) = renderer.rows(CHAT, tools=tools)
+        end = "</s>" if names is NAMED and not tools else "<|im_end|>"
+        assert f"⟦Té, at 5.{end}⟧" in shown(tokenizer, row)  # the end of its own template
+    of_recipe = ChatRenderer(tokenizer, Chat(tools=SEARCH))
+    assert of_recipe.text(CHAT, True) == renderer.text(CHAT, True, SEARCH)
+
+
+def test_the_hash_is_of_both_templates() -> None:
+    def hash_of(template: Any, **settings: Any) -> str | None:
+        return ChatRenderer(chat_tokenizer(template), Chat(**settings)).template_hash
+
+    others = [NAMED, NAMED | {"default": chats.CHATML}, NAMED | {"tool_use": chats.CHATML}]
+    assert len({hash_of(template) for template in [*others, chats.TOOLS, chats.ZEPHYR]}) == 5
+    assert hash_of({"default": chats.ZEPHYR}) == hash_of(chats.ZEPHYR)
+
+
+def test_templates_without_a_default_are_refused() -> None:
+    with pytest.raises(ChatTemplateError, match="by the names rag, tool_use; expected one named"):
+        ChatRenderer(chat_tokenizer({"tool_use": chats.TOOLS, "rag": chats.CHATML}))
+
+
 def test_a_call_behind_an_answer_is_never_dropped() -> None:
     """The reasoner's template writes the answer otherwise than its prompt ends: no call is lost."""
     renderer = ChatRenderer(chat_tokenizer(chats.REASONER))
