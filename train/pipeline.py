@@ -7,6 +7,7 @@ training, process 0 alone does the rest and writes.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +26,7 @@ from headstart.heads.core import load_pretrained, loaded_whole
 from headstart.infer import RULES, Speculator, load
 
 from .checks.early import check_prompts, check_run
-from .data.corpus import build_corpus, load_documents
+from .data.corpus import build_corpus, cut_short, load_documents
 from .data.distill import Pace, distill, write_manifest
 from .data.earlier import add_earlier
 from .data.fingerprints import source_fingerprint
@@ -70,6 +71,8 @@ from .stages.kept import (
     schedule,
 )
 from .stages.store import Stage, StageStore
+
+logger = logging.getLogger(__name__)
 
 
 def train(recipe: Recipe, fresh: bool = False) -> Path:
@@ -189,10 +192,15 @@ class Run:
         spec, seed = self.recipe.corpus, self.recipe.seed
         content = on_process_0(lambda: source_fingerprint(spec))
         writer = self._content(*folder_or_repository(spec.writer)) if spec.writer else None
-        return self.store.run(
-            "corpus", self._settings("corpus", content=content, writer=writer),
-            lambda folder: build_corpus(spec, folder, seed), shared=True,
-        )  # fmt: skip
+
+        def work(folder: Path) -> dict[str, Any]:
+            counts = build_corpus(spec, folder, seed)
+            if said := cut_short(spec, counts):
+                logger.warning("corpus: %s", said)
+            return counts
+
+        settings = self._settings("corpus", content=content, writer=writer)
+        return self.store.run("corpus", settings, work, shared=True)
 
     def _target(self, corpus: Stage) -> Stage:
         spec, seed = self.recipe.target, self.recipe.seed

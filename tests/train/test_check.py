@@ -236,3 +236,21 @@ def test_too_few_held_out_prompts(home: Path) -> None:
 def test_a_context_that_is_too_short(home: Path) -> None:
     with pytest.raises(ValueError, match="make 196 tokens, but the target's context is 192"):
         inspect_run(recipe(home, distill={"new_tokens": 100}))
+
+
+def test_what_is_left_out_is_noted(home: Path) -> None:
+    def notes(made: Recipe) -> list[str]:
+        with mock.patch.object(inspect, "_try_training"):
+            found = inspect_run(made)
+        return [f.said for f in found.findings if f.name in ("corpus", "examples")]
+
+    bytes_of = (home / "chats.jsonl").stat().st_size
+    assert not notes(recipe(home, distill={"examples": 270}))
+    assert notes(recipe(home)) == ["24 of 270 documents are taken (distill.examples)"]
+    ended, few = notes(recipe(home, corpus={"max_bytes": 20_000}))
+    assert re.fullmatch(r"corpus\.max_bytes 20,000 ends the corpus after 1\d\d documents", ended)
+    assert few.startswith("24 of 1")
+    with mock.patch.object(inspect, "_READ", 10_000):  # a sample tells less
+        (_, *unsure) = reversed(notes(recipe(home, corpus={"max_bytes": 20_000})))
+        assert unsure == [f"corpus.max_bytes 20,000 may end the corpus, of {bytes_of:,} bytes"]
+        assert len(notes(recipe(home, corpus={"max_bytes": bytes_of}))) == 1

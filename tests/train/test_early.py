@@ -88,6 +88,23 @@ def test_the_time_that_is_told_counts_what_a_target_may_learn_past_its_limit(
     assert line.endswith("about 5 min without measuring it")
 
 
+def test_what_bounds_leave_out_is_said_once_and_noted(
+    tmp_path: Path, target: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    given = {"writer": "given", "max_length": 100, "examples": 5}
+    made = recipe(tmp_path, target, distill=given, corpus={"max_bytes": 1000})
+    stage = pipeline.write_text(made)
+    corpus = json.loads((made.folder / "corpus" / "stage.json").read_text())["info"]
+    count = corpus["train_documents"] + corpus["held_out_documents"]
+    assert 10 < count < 30 and corpus["ended_by_max_bytes"]
+    assert stage.info["not_taken"] == corpus["train_documents"] - 5 > 0
+    lines = [line for line in caplog.messages if "max_bytes" in line or "examples" in line]
+    assert lines == [
+        f"corpus: corpus.max_bytes 1,000 ends the corpus after {count} documents",
+        f"distill: 5 of {corpus['train_documents']} documents are taken (distill.examples)",
+    ]
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "option": ({"drafter": {"TYPO": 1}}, r"drafter\.TYPO is not an option of 'medusa'"),
     "value": ({"drafter": {"heads": 0}}, "heads"),

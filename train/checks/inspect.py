@@ -35,6 +35,7 @@ from ..scratch_target import build_model, train_tokenizer
 from .alignment import features_fit, labels_fit
 from .early import corpus_bytes
 from .findings import Finding
+from .left_out import corpus_ends, examples_taken
 from .masks import ShownRow, masks_fit, template_fits, tokenizer_fits
 from .needs import Needs, check_needs, needs_of
 from .overfit import Sample, learns_by_heart
@@ -76,7 +77,7 @@ def inspect_run(recipe: Recipe) -> Inspection:
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
         part = min(recipe.corpus.max_bytes, _READ)
         spec = replace(recipe.corpus, max_bytes=part)
-        build_corpus(spec, Path(folder), recipe.seed, first_rows=True)
+        read = build_corpus(spec, Path(folder), recipe.seed, first_rows=True)
         # Read while the folder is there.
         documents = {
             "train": list(load_documents(Path(folder), "train")),
@@ -85,6 +86,7 @@ def inspect_run(recipe: Recipe) -> Inspection:
     target, tokenizer = _load(recipe, plan, documents["train"])
     found.tokenizer = tokenizer
     found.findings.append(_prompts(recipe, tokenizer, documents, found.counts))
+    found.findings += corpus_ends(recipe, corpus_bytes(recipe), read | {"max_bytes": part})
     texts = _texts(recipe, tokenizer, documents["train"])
     trained_here = recipe.target.scratch is not None
     found.findings.append(
@@ -94,6 +96,7 @@ def inspect_run(recipe: Recipe) -> Inspection:
     )
     if not plan.drafter.trainable:
         return found
+    found.findings += examples_taken(recipe, found.counts["training documents"])
     found.rows = training_rows(recipe, target, tokenizer, documents["train"])
     found.findings += [
         masks_fit(tokenizer, found.rows),

@@ -25,6 +25,10 @@ from .target_text import sample_documents
 
 logger = logging.getLogger(__name__)
 
+ENDED = "ended_by_max_bytes"  # in the counts: whether more documents were there
+_FULL = 0.9  # of its bytes a mixture has at least, unless a source is too small for its weight
+_ENDLESS = ("stdlib", "target")  # more than any corpus of them takes
+
 
 def build_corpus(
     spec: Corpus, folder: Path, seed: int = 0, first_rows: bool = False
@@ -76,12 +80,21 @@ def build_corpus(
         counts = _counts(skipped, spool.duplicates())
         if len(parts) > 1:
             counts["source_bytes"] = _shares(names, weights, chosen, spec.max_bytes)
+        counts[ENDED] = _ended(spec, spool, chosen)
         held_out = hold_out(chosen, spec.held_out)
         if spec.held_out and len(chosen) > 1 and not held_out.any():
             logger.warning("corpus: all documents begin with the same prompt: none is held out")
         return counts | _write(folder, spool, chosen, held_out)
     finally:
         spool.close()
+
+
+def cut_short(spec: Corpus, counts: dict[str, Any]) -> str:
+    """A line where `corpus.max_bytes` has left documents out; empty otherwise."""
+    if not counts[ENDED]:
+        return ""
+    documents = counts["train_documents"] + counts["held_out_documents"]
+    return f"corpus.max_bytes {spec.max_bytes:,} ends the corpus after {documents:,} documents"
 
 
 def load_documents(folder: Path, split: Literal["train", "held_out"]) -> Documents:
@@ -141,13 +154,21 @@ def _counts(skipped: Skipped, duplicates: int) -> dict[str, Any]:
     return counts | {"duplicates": duplicates, OPENINGS: openings}
 
 
+def _ended(spec: Corpus, spool: Spool, chosen: np.ndarray) -> bool:
+    """Whether `spec.max_bytes` has left out documents; not the weights of a mixture."""
+    parts = spec.parts()
+    full = len(parts) == 1 or chosen["size"].sum() >= _FULL * spec.max_bytes
+    own = [i for i, part in enumerate(parts) if part.source not in _ENDLESS]
+    return bool(full) and any(spool.ended(i) for i in own)
+
+
 def _shares(
     names: list[str], weights: list[float], chosen: np.ndarray, max_bytes: int
 ) -> dict[str, int]:
     """The bytes of each source; says which one is too small for `max_bytes`, if one is."""
     sizes = [int(chosen["size"][chosen["source"] == i].sum()) for i in range(len(names))]
     total = sum(sizes)
-    if total < 0.9 * max_bytes:
+    if total < _FULL * max_bytes:
         least = max(range(len(names)), key=lambda i: sizes[i] / weights[i])
         logger.warning(
             "corpus: %d of %d bytes: %s has no more than %d, and the weights are shares of bytes; "

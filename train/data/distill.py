@@ -24,13 +24,14 @@ from ..recipe import Chat, Distill
 from .documents import Document
 from .prefixes import chat_renderer
 from .training_rows import Row, Rows, is_whole, write_shard
-from .writers import make_writer
+from .writers import make_writer, not_taken, taken
 from .writers.drafting import CHOICE
 from .writers.units import Counts, Writer
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+_NOT_TAKEN = "not_taken"  # documents beyond distill.examples
 ROUNDS = "rounds"  # a folder beside the shards, with one for each round
 
 
@@ -78,6 +79,9 @@ def distill(
     """
     writer = make_writer(spec, target, tokenizer, documents, choice or folder, seed, chat, name)
     writer.choose()
+    there = len(documents) - writer.skipped
+    if rank == 0 and (shards is None or not shards.start) and (said := taken(spec, there)):
+        logger.warning("distill: %s", said)
     # By number, not by place among the missing shards: the processes look at different moments.
     numbers = [k for k in shards or range(spec.shards) if k % world == rank]
     own = agree([k for k in numbers if not is_whole(shard_path(folder, k, spec.shards))])
@@ -101,7 +105,8 @@ def distill(
             break
         units = shard_units(writer.units, spec.shards, shard)
         info: dict[str, Any] = {"units": len(units), "of": writer.units}
-        info |= {"skipped": writer.skipped} if writer.skipped else {}
+        left = {"skipped": writer.skipped, _NOT_TAKEN: not_taken(spec, there)}
+        info |= {name: count for name, count in left.items() if count}
         rows = _counted(writer, units, tick, info)
         write_shard(shard_path(folder, shard, spec.shards), rows, info)
         writer.done(units)
@@ -149,7 +154,8 @@ def summary(spec: Distill, folder: Path) -> dict[str, int]:
             "distill: %d documents are shorter than distill.prefix_tokens %d, and were skipped",
             skipped, spec.prefix_tokens,
         )  # fmt: skip
-    return {"shards": shards, **found.known(), **({"skipped": skipped} if skipped else {})}
+    left = {name: told[0][name] for name in ("skipped", _NOT_TAKEN) if told[0].get(name)}
+    return {"shards": shards, **found.known(), **left}
 
 
 def write_manifest(

@@ -112,6 +112,10 @@ class Spool:
             self.bounds[source] = int(mine["key"][over.argmax()])
         self.due[source] = self.budgets[source]
 
+    def ended(self, source: int) -> bool:
+        """Whether a source has more than its budget; known when all its documents were added."""
+        return self.bounds[source] < _END
+
     def lines(self, chosen: np.ndarray) -> Iterator[memoryview]:
         """The lines of records, in their order."""
         self.file.flush()

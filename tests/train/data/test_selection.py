@@ -4,6 +4,7 @@ import json
 import logging
 import pickle
 import random
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from headstart.train.data.corpus import build_corpus, load_documents
+from headstart.train.data.corpus import build_corpus, cut_short, load_documents
 from headstart.train.data.document_files import Documents, write_documents
 from headstart.train.data.documents import CorpusError, Document
 from headstart.train.data.selection import RECORD, Spool, choose, hold_out
-from headstart.train.recipe import Corpus
+from headstart.train.recipe import Corpus, Source
 from tests.support.paths import SHARED
 
 
@@ -124,6 +125,27 @@ def test_text_beyond_the_bytes_is_not_read(tmp_path: Path) -> None:
     counts = build_corpus(Corpus(source=str(texts), max_bytes=40, held_out=0.0), tmp_path / "out")
     assert (counts["train_documents"], counts["skipped"]) == (10, 0)
     assert {d.id for d in load_documents(tmp_path / "out", "train")} == set(names[:10])
+
+
+@pytest.mark.parametrize("first_rows", [False, True])
+def test_a_corpus_that_its_bytes_end_is_told(tmp_path: Path, first_rows: bool) -> None:
+    def told(spec: Corpus) -> str:
+        counts = build_corpus(spec, tmp_path / "out", first_rows=first_rows)
+        said = cut_short(spec, counts)
+        assert counts["ended_by_max_bytes"] == bool(said)
+        return said
+
+    file, other = tmp_path / "rows.jsonl", tmp_path / "others.jsonl"
+    file.write_text("".join(json.dumps({"text": f"{n:04}"}) + "\n" for n in range(10)))
+    other.write_text("".join(json.dumps({"text": f"o{n:03}"}) + "\n" for n in range(5)))
+    spec = Corpus(source=str(file), max_bytes=36, held_out=0.2)
+    assert told(spec) == "corpus.max_bytes 36 ends the corpus after 9 documents"
+    assert not told(replace(spec, max_bytes=40))
+    mixed = Corpus(sources=[Source(str(file)), Source(str(other))], max_bytes=32)
+    assert told(mixed) == "corpus.max_bytes 32 ends the corpus after 8 documents"
+    # Of 20 bytes a source, the other's: the weights end it, and say so themselves.
+    assert not told(replace(mixed, max_bytes=70))
+    assert not told(Corpus(max_bytes=20_000))  # of the standard library nobody wants all
 
 
 def test_the_first_rows_are_a_sample(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from headstart.train.data.documents import Document
 from headstart.train.data.prefixes import DistillError
 from headstart.train.data.rendering import ChatRenderer, Rendered
 from headstart.train.data.training_rows import Row, Rows
-from headstart.train.data.writers import units
+from headstart.train.data.writers import not_taken, taken, units
 from headstart.train.data.writers.counting import count_prompts
 from headstart.train.data.writers.drafting import Drafting, second_best
 from headstart.train.data.writers.replay import Replay
@@ -366,6 +366,25 @@ def test_given_answers(tmp_path: Path, supervise: str) -> None:
     }  # fmt: skip
     told = count_prompts(spec, tokenizer, GIVEN, settings).known()
     assert told == {name: counts[name] for name in told}
+
+
+@pytest.mark.parametrize("writer", ["given", "own"])
+def test_documents_that_are_not_taken_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, writer: str
+) -> None:
+    tokenizer = chat_tokenizer(CHATML)
+    model = talker(tokenizer, END).float()
+    spec = replace(SPEC, writer=writer, prefix="prompt", max_length=90)
+    said = "distill: 3 of 6 documents are taken (distill.examples)"
+    for examples, left in ((3, 3), (6, 0)):
+        caplog.clear()
+        made, folder = replace(spec, examples=examples), tmp_path / f"{examples}"
+        for rank in range(2):
+            distill(made, model, tokenizer, GIVEN, folder, rank=rank, world=2, progress=False)
+        assert caplog.messages.count(said) == bool(left)  # by one process
+        assert summary(made, folder).get("not_taken", 0) == left
+    windows = replace(spec, writer="own", prefix="window", examples=3)  # of which any are drawn
+    assert not taken(windows, 6) and not not_taken(windows, 6)
 
 
 def test_counts_are_known_before_work_begins() -> None:

@@ -64,9 +64,24 @@ def make_writer(
 
 def examples_of(spec: Distill, found: int) -> int:
     """How many units there are: `spec.examples`; at most `found` where repeats would be equal."""
-    windows = spec.writer == "own" and spec.prefix == "window"
-    repeats = spec.writer != "given" and (windows or spec.temperature > 0)
+    repeats = spec.writer != "given" and (_windows(spec) or spec.temperature > 0)
     return spec.examples if repeats else min(spec.examples, found)
+
+
+def not_taken(spec: Distill, found: int) -> int:
+    """How many of `found` documents `spec.examples` leaves out; 0 where windows are drawn."""
+    return 0 if _windows(spec) else max(found - spec.examples, 0)
+
+
+def taken(spec: Distill, found: int) -> str:
+    """A line that says how many of `found` documents are taken; empty where all are."""
+    if not not_taken(spec, found):
+        return ""
+    return f"{spec.examples:,} of {found:,} documents are taken (distill.examples)"
+
+
+def _windows(spec: Distill) -> bool:
+    return spec.writer == "own" and spec.prefix == "window"
 
 
 def _examples(spec: Distill, found: int) -> int:
