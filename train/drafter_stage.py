@@ -23,8 +23,15 @@ from headstart.heads.core.files import write_atomically
 from headstart.infer import RULES, StaticTree
 
 from .data.documents import Document
-from .data.prefixes import held_out_texts, prompt_settings, recipe_prompts
+from .data.prefixes import (
+    HeldOutPrompt,
+    Part,
+    held_out_texts,
+    prompt_settings,
+    recipe_prompts,
+)
 from .data.training_rows import Rows
+from .data.writers import context_of
 from .estimate import training_flops
 from .figures.card import training_card
 from .figures.plot import draw_metrics
@@ -60,9 +67,14 @@ class Loaded:
     name: str  # the target's path or Hub name
     held_out: Sequence[Document]
 
+    def prompts(self, recipe: Recipe, part: Part) -> list[HeldOutPrompt]:
+        """The held-out prompts that `recipe` asks for; see `recipe_prompts`."""
+        context = context_of(self.target)
+        return recipe_prompts(recipe, self.tokenizer, self.held_out, part, context)
+
     def validation(self, recipe: Recipe) -> Validation:
         """The measurement of a drafter that `recipe` asks for."""
-        prompts = recipe_prompts(recipe, self.tokenizer, self.held_out, "validation")
+        prompts = self.prompts(recipe, "validation")
         decode = recipe.decode
         how = decode.new_tokens, decode.tree, decode.rule, sampling_of(decode)
         return Validation(self.target, prompts, *how)
@@ -253,7 +265,7 @@ def _told(
     recipe: Recipe, loaded: Loaded, drafter: Drafter, measured: dict[str, Any]
 ) -> dict[str, Any]:
     """τ of several trees at two temperatures, and where it was measured."""
-    prompts = recipe_prompts(recipe, loaded.tokenizer, loaded.held_out, "validation")
+    prompts = loaded.prompts(recipe, "validation")
     tree = StaticTree(measured["tree"])
     return {
         "taus": tau_table(loaded.target, drafter, tree, prompts, recipe.decode.new_tokens),

@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import transformers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from headstart.heads import Drafter, OptionError, family, fingerprint
 from headstart.heads.artifacts.files import METRICS
@@ -26,11 +26,12 @@ from headstart.heads.core import load_pretrained, loaded_whole
 from headstart.infer import RULES, Speculator, load
 
 from .checks.early import check_prompts, check_run
+from .checks.plan import context_of
 from .data.corpus import build_corpus, cut_short, load_documents
 from .data.distill import Pace, distill, write_manifest
 from .data.earlier import add_earlier
 from .data.fingerprints import source_fingerprint
-from .data.prefixes import Part, prompt_settings, recipe_prompts
+from .data.prefixes import Part, prompt_settings
 from .data.training_rows import Rows
 from .drafter_stage import (
     Loaded,
@@ -172,7 +173,10 @@ class Run:
 
     def _check_prompts(self, corpus: Stage, target: Stage, trainable: bool) -> None:
         """Once there are text and tokenizer, and before the target writes."""
-        check_prompts(self.recipe, self._tokenizer(target), corpus.folder, self.parts, trainable)
+        config = load_pretrained(AutoConfig, self._target_name(target), **self._revision())
+        parts, context = self.parts, context_of(config)
+        tokenizer = self._tokenizer(target)
+        check_prompts(self.recipe, tokenizer, corpus.folder, parts, trainable, context)
 
     def _settings(self, *sections: str, **more: Any) -> dict[str, Any]:
         """What decides a stage's result: the seed, sections of the recipe, and more."""
@@ -343,8 +347,7 @@ class Run:
             speculator = load(
                 model, artifact.folder, tokenizer=tokenizer, rule=decode.rule, compile="auto"
             )
-            documents = load_documents(corpus.folder, "held_out")
-            prompts = recipe_prompts(self.recipe, tokenizer, documents, "bench")
+            prompts = self._judged(corpus, target).prompts(self.recipe, "bench")
             tokens = [prompt.tokens.to(model.device) for prompt in prompts]
             temperature = decode.temperature if RULES[decode.rule].samples else 0.0
             report = bench(speculator, tokens, decode.new_tokens, temperature=temperature)

@@ -78,7 +78,7 @@ def compose(
     keys["distill"] = _distill(keys, traffic, rows, rewrite, context)
     keys["decode"] = _decode(keys, source, traffic)
     keys["train"] = _train(keys, traffic, start)
-    return _with_prompts(keys, recipe_of(keys, overrides), traffic, overrides)
+    return _with_prompts(keys, recipe_of(keys, overrides), traffic, overrides, context)
 
 
 def check_adaptable(source: DrafterSource) -> None:
@@ -192,22 +192,23 @@ def _train(keys: dict[str, Any], traffic: Traffic, start: str | None) -> dict[st
 
 
 def _with_prompts(
-    keys: dict[str, Any], recipe: Recipe, traffic: Traffic, overrides: Sequence[str]
-) -> Recipe:
+    keys: dict[str, Any], recipe: Recipe, traffic: Traffic, overrides: Sequence[str],
+    context: int | None,
+) -> Recipe:  # fmt: skip
     """The recipe with as many held-out prompts as there are, up to `_MOST`."""
     with tempfile.TemporaryDirectory(prefix="headstart-") as folder:
         build_corpus(recipe.corpus, Path(folder), recipe.seed)
         tokenizer: Any = load_pretrained(AutoTokenizer, str(recipe.target.model))
         held_out = load_documents(Path(folder), "held_out")
         keys["distill"]["examples"] = max(len(load_documents(Path(folder), "train")), 1)
-        there = available_prompts(recipe, tokenizer, held_out)
+        there, _ = available_prompts(recipe, tokenizer, held_out, context)
     few = min(there["bench"], there["validation"] * 2)
     if few < FEWEST:
         raise AdaptError(
             f"{traffic.source}: {len(held_out)} of {traffic.requests} requests are "
             f"held out, and give {there['bench']} prompts to compare the drafters by and "
             f"{there['validation']} to choose a checkpoint by, of at most "
-            f"{prompt_settings(recipe)['tokens']} tokens; expected at least {FEWEST} and "
+            f"{prompt_settings(recipe, context)['tokens']} tokens; expected at least {FEWEST} and "
             f"{FEWEST // 2}: record more, or raise corpus.held_out or distill.max_length"
         )
     keys["decode"] |= {

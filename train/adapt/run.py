@@ -23,10 +23,10 @@ from headstart.infer import RULES, parse_static
 from headstart.infer.measure.noise import paired_gain
 from headstart.infer.trees.texts import sparse_nodes
 
-from ..checks.early import check_prompts
 from ..data.corpus import load_documents
 from ..data.prefixes import HeldOutError, HeldOutPrompt, recipe_prompts
 from ..data.training_rows import Rows
+from ..data.writers import context_of
 from ..drafter_stage import choose, evaluation_settings, sampling_of
 from ..fit.validate import decode_prompts, ratio
 from ..pipeline import Run
@@ -75,11 +75,7 @@ class _Adaptation(Run):
         self._check()
         corpus = self._corpus()
         target = self._target(corpus)
-        on_process_0(
-            lambda: check_prompts(
-                self.recipe, self._tokenizer(target), corpus.folder, self.parts, True
-            )
-        )
+        on_process_0(lambda: self._check_prompts(corpus, target, True))
         rows = self._distill(corpus, target)
         before = self._before(corpus, target, rows)
         trained = self._train(corpus, target, rows)
@@ -162,7 +158,7 @@ class _Adaptation(Run):
         for name, held_out in documents.items():
             recipe = recipes[name]
             try:
-                prompts = recipe_prompts(recipe, tokenizer, held_out, "bench")
+                prompts = recipe_prompts(recipe, tokenizer, held_out, "bench", context_of(model))
             except HeldOutError:
                 if name == "traffic":
                     raise

@@ -91,7 +91,7 @@ def check_prompts(
     """
     held_out = load_documents(corpus, "held_out")
     for part in parts:
-        recipe_prompts(recipe, tokenizer, held_out, part)
+        recipe_prompts(recipe, tokenizer, held_out, part, context)
     if not trainable:
         return
     spec, documents = recipe.distill, load_documents(corpus, "train")

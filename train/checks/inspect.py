@@ -85,7 +85,7 @@ def inspect_run(recipe: Recipe) -> Inspection:
         }
     target, tokenizer = _load(recipe, plan, documents["train"])
     found.tokenizer = tokenizer
-    found.findings.append(_prompts(recipe, tokenizer, documents, found.counts))
+    found.findings.append(_prompts(recipe, tokenizer, documents, found.counts, plan.context))
     found.findings += corpus_ends(recipe, corpus_bytes(recipe), read | {"max_bytes": part})
     texts = _texts(recipe, tokenizer, documents["train"])
     trained_here = recipe.target.scratch is not None
@@ -121,13 +121,14 @@ def _load(recipe: Recipe, plan: Plan, documents: Sequence[Document]) -> tuple[An
 
 
 def _prompts(
-    recipe: Recipe, tokenizer: Any, documents: dict[str, Any], counts: dict[str, int]
-) -> Finding:
+    recipe: Recipe, tokenizer: Any, documents: dict[str, Any], counts: dict[str, int],
+    context: int | None,
+) -> Finding:  # fmt: skip
     """Held-out prompts against those that are asked for; of a part of the corpus, by its share."""
     read = sum(len(d.whole().encode()) for split in documents.values() for d in split)
     there = min(recipe.corpus.max_bytes, corpus_bytes(recipe) or recipe.corpus.max_bytes)
     whole = read < 0.95 * _READ or there <= _READ
-    given = available_prompts(recipe, tokenizer, documents["held_out"])
+    given, remedy = available_prompts(recipe, tokenizer, documents["held_out"], context)
     wanted = {"validation": recipe.decode.validation_prompts, "bench": recipe.decode.prompts}
     grows = 1.0 if whole else there / read
     for split, name in (("train", "training"), ("held_out", "held-out")):
@@ -138,8 +139,7 @@ def _prompts(
         counts[f"{part} prompts"] = round(count * grows)
         said.append(f"{about}{round(count * grows)} for {part}, {wanted[part]} wanted")
     fine = all(count * grows >= wanted[part] for part, count in given.items())
-    more = "" if fine else "; raise corpus.held_out or corpus.max_bytes"
-    return Finding("held-out prompts", fine, "; ".join(said) + more)
+    return Finding("held-out prompts", fine, "; ".join([*said, *([] if fine else [remedy])]))
 
 
 def _texts(recipe: Recipe, tokenizer: Any, documents: Sequence[Document]) -> list[Tensor]:
@@ -177,7 +177,7 @@ def training_rows(
 def _try_training(recipe: Recipe, target: Any, texts: list[Tensor], found: Inspection) -> None:
     """Alignment, the pace of a few steps, and a text learnt by heart."""
     drafter: Any = make_drafter(recipe, target, Sample(torch.cat(texts)))  # type: ignore[arg-type]
-    short = min(prompt_settings(recipe)["tokens"], 32)
+    short = min(prompt_settings(recipe)["tokens"] or 32, 32)
     prompts = [text[: max(min(short, len(text) // 2), 1)] for text in texts]
     started = time.perf_counter()
     written = write_texts(target, drafter, prompts, min(recipe.distill.new_tokens, _WRITTEN))

@@ -229,11 +229,15 @@ def _check_lengths(recipe: Recipe, target: PreTrainedModel, drafter: Drafter) ->
                 f"drafter.{key} is {depths}, but a training row has at most {row} tokens, and none "
                 f"so far ahead to learn from; lower it"
             )
-    prompt, new = prompt_settings(recipe)["tokens"], recipe.decode.new_tokens
-    context = context_of(target.config)
+    context, new = context_of(target.config), recipe.decode.new_tokens
+    kind = prompt_settings(recipe, context)
+    prompt = kind["tokens"]
     if context is not None and prompt + new > context:
-        key = "distill" if prompt_settings(recipe)["prefix"] == "prompt" else "decode"
+        key = "distill" if kind["prefix"] == "prompt" else "decode"
+        what = f"{key}.prefix_tokens {prompt}"
+        if kind.get("decoded") and kind["prefix"] == "prompt":
+            what = f"prompts of {prompt} tokens, as distill.max_length allows them,"
         raise CheckError(
-            f"{key}.prefix_tokens {prompt} and decode.new_tokens {new} make {prompt + new} tokens, "
+            f"{what} and decode.new_tokens {new} make {prompt + new} tokens, "
             f"but the target's context is {context}; lower one of them"
         )

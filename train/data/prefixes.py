@@ -171,45 +171,76 @@ class HeldOutPrompt:
 Part = Literal["bench", "validation"]
 
 
-def prompt_settings(recipe: Recipe) -> dict[str, Any]:
+def prompt_settings(recipe: Recipe, context: int | None = None) -> dict[str, Any]:
     """What the prompts of validation and benchmark are, as `held_out_prompts` takes it.
 
     `decode.prefix` says it: `same` as what the target continues (`distill.prefix`), where prompts
     are those that distillation would take; or windows of `decode.prefix_tokens` tokens. Whoever
-    trains on answers that are not the target's own is measured with prompts.
+    trains on answers that are not the target's own is measured with prompts. Given rows without
+    `distill.max_length` are as long as the target's context, and so are their prompts with the
+    answers that are written.
+
+    Args:
+        context: of the target; where it is None, prompts that it alone bounds are of any length.
     """
     decode, distill = recipe.decode, recipe.distill
     same = "prompt" if distill.writer != "own" else distill.prefix
     prefix = same if decode.prefix == "same" else "window"
     tokens = decode.prefix_tokens
     if prefix == "prompt":
-        room = max(distill.row_tokens - decode.new_tokens, 1)
-        tokens = room if distill.writer == "given" else distill.prefix_tokens
+        tokens = distill.prefix_tokens
+        if distill.writer == "given":
+            row = distill.max_length or context
+            tokens = None if row is None else max(row - decode.new_tokens, 1)
     rendering = asdict(recipe.chat)
     kind = {"prefix": prefix, "tokens": tokens, "chat": distill.chat, "rendering": rendering}
     return kind | ({"decoded": True} if distill.writer == "given" else {})
 
 
 def recipe_prompts(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], part: Part
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    part: Part,
+    context: int | None,
 ) -> list[HeldOutPrompt]:
-    """The prompts that a recipe's validation or benchmark decodes; see `held_out_prompts`."""
-    decode, kind = recipe.decode, prompt_settings(recipe)
+    """The prompts that a recipe's validation or benchmark decodes; see `held_out_prompts`.
+
+    Args:
+        context: of the target, see `prompt_settings`.
+    """
+    decode, kind = recipe.decode, prompt_settings(recipe, context)
     count = decode.prompts if part == "bench" else decode.validation_prompts
-    return held_out_prompts(tokenizer, documents, count, seed=recipe.seed, part=part, **kind)
+    return held_out_prompts(
+        tokenizer, documents, count, seed=recipe.seed, part=part, longer=_longer(recipe), **kind
+    )
+
+
+def _longer(recipe: Recipe) -> str:
+    """What to do for longer prompts."""
+    if recipe.distill.writer != "given":
+        return "raise distill.prefix_tokens"
+    return "raise distill.max_length" if recipe.distill.max_length else "lower decode.new_tokens"
+
+
+def _more(too_long: int, longer: str) -> str:
+    """What to do for more prompts, of which so many are too long."""
+    said = f"{too_long} prompts are longer: {longer}, or " if too_long else ""
+    return f"{said}raise corpus.held_out or corpus.max_bytes"
 
 
 def held_out_prompts(
     tokenizer: PreTrainedTokenizerBase,
     documents: Sequence[Document],
     count: int,
-    tokens: int,
+    tokens: int | None,
     seed: int = 0,
     part: Part = "bench",
     prefix: str = "window",
     chat: str = "auto",
     rendering: dict[str, Any] | None = None,
     decoded: bool = False,
+    longer: str = "allow longer ones",
 ) -> list[HeldOutPrompt]:
     """The first `count` prompts of held-out documents, in an order drawn by (seed, documents).
 
@@ -217,18 +248,21 @@ def held_out_prompts(
     benchmark, so a checkpoint or tree is not judged by texts that chose it.
 
     Args:
-        tokens: how many a window or start has, and how many a prompt has at most.
+        tokens: how many a window or start has, and how many a prompt has at most; None for any.
         prefix: `window`, which do not overlap, and which the documents take turns in giving;
             `start`, the first tokens of each document; or `prompt`, all up to an answer, drawn from
             all those of all documents, as distillation draws them.
         chat: see `encode`; rendering: the recipe's section `chat`, as plain data.
         decoded: take the tokens of prompts that were decoded, where documents have them.
+        longer: what the error says to do about prompts that are too long.
 
     Raises:
         HeldOutError: there are fewer.
     """
     settings = Chat(**rendering) if rendering else None
-    given = _by_document(tokenizer, documents, tokens, seed, prefix, chat, settings, decoded)
+    given, too_long = _by_document(
+        tokenizer, documents, tokens, seed, prefix, chat, settings, decoded
+    )
     mine = _of_part(given, part)
     prompts = [prompt for found in mine for prompt in found]
     if prefix == "prompt":
@@ -237,25 +271,33 @@ def held_out_prompts(
     else:
         prompts = _in_turns(mine)
     if len(prompts) < count:
-        kind = "prompts of at most" if prefix == "prompt" else f"{prefix}s of"
+        kind = f"{prefix}s of {'at most ' if prefix == 'prompt' else ''}{tokens} tokens"
+        kind = kind if tokens is not None else "prompts"
         raise HeldOutError(
-            f"{len(documents)} held-out documents give {len(prompts)} {kind} {tokens} tokens for "
-            f"{part}, expected {count}; raise corpus.held_out or corpus.max_bytes, or lower "
+            f"{len(documents)} held-out documents give {len(prompts)} {kind} for {part}, expected "
+            f"{count}; {_more(too_long, longer)}, or lower "
             f"decode.{'prompts' if part == 'bench' else 'validation_prompts'}."
         )
     return prompts[:count]
 
 
 def available_prompts(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document]
-) -> dict[Part, int]:
-    """How many prompts held-out documents give for each part; see `held_out_prompts`."""
-    kind = prompt_settings(recipe)
+    recipe: Recipe,
+    tokenizer: PreTrainedTokenizerBase,
+    documents: Sequence[Document],
+    context: int | None,
+) -> tuple[dict[Part, int], str]:
+    """How many prompts held-out documents give for each part, and what to do for more.
+
+    See `recipe_prompts`.
+    """
+    kind = prompt_settings(recipe, context)
     prefix, tokens, chat = kind["prefix"], kind["tokens"], kind["chat"]
     how = prefix, chat, recipe.chat, kind.get("decoded", False)
-    given = _by_document(tokenizer, documents, tokens, recipe.seed, *how)
+    given, too_long = _by_document(tokenizer, documents, tokens, recipe.seed, *how)
     parts: tuple[Part, ...] = ("validation", "bench")
-    return {part: sum(map(len, _of_part(given, part))) for part in parts}
+    counts: dict[Part, int] = {p: sum(map(len, _of_part(given, p))) for p in parts}
+    return counts, _more(too_long, _longer(recipe))
 
 
 def held_out_texts(
@@ -263,16 +305,20 @@ def held_out_texts(
     part: Part = "bench", limit: int = 512, chat: str = "auto", settings: Chat | None = None,
 ) -> list[Tensor]:  # fmt: skip
     """At most `limit` windows of `tokens` tokens, [P] int64; see `held_out_prompts`."""
-    given = _by_document(tokenizer, documents, tokens, seed, "window", chat, settings)
+    given, _ = _by_document(tokenizer, documents, tokens, seed, "window", chat, settings)
     return [prompt.tokens for prompt in _in_turns(_of_part(given, part))[:limit]]
 
 
 def _by_document(
-    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], tokens: int, seed: int,
-    prefix: str, chat: str, settings: Chat | None = None, decoded: bool = False,
-) -> list[list[HeldOutPrompt]]:  # fmt: skip
-    """The prompts of each document that gives any, the documents in a drawn order."""
+    tokenizer: PreTrainedTokenizerBase, documents: Sequence[Document], tokens: int | None,
+    seed: int, prefix: str, chat: str, settings: Chat | None = None, decoded: bool = False,
+) -> tuple[list[list[HeldOutPrompt]], int]:  # fmt: skip
+    """The prompts of each document that gives any, the documents in a drawn order.
+
+    And how many prompts are longer than `tokens`.
+    """
     documents = sorted(documents, key=lambda document: order(f"{seed}:{document.id}"))
+    too_long = 0
     if prefix == "prompt":
         texts = [(at, text) for at, d in enumerate(documents) for text in d.prompts()]
         rows = encode(tokenizer, [text for _, text in texts], chat, settings)
@@ -280,9 +326,12 @@ def _by_document(
         for (at, text), row in zip(texts, rows, strict=True):
             if decoded and text.ids is not None:
                 row = np.array(text.ids[0], np.int32)
-            if 1 <= len(row) <= tokens:
+            if tokens is not None and len(row) > tokens:
+                too_long += 1
+            elif len(row):
                 found[at].append(row)
     else:
+        assert tokens is not None
         rows = encode(tokenizer, documents, chat, settings)
         found = []
         for document, row in zip(documents, rows, strict=True):
@@ -290,11 +339,12 @@ def _by_document(
             drawn = sorted(starts, key=lambda at: order(f"{seed}:{document.id}:{at}"))
             cut = starts[:1] if prefix == "start" else drawn
             found.append([row[at : at + tokens] for at in cut])
-    return [
+    given = [
         [HeldOutPrompt(_tensor(row), d.id, d.source) for row in rows]
         for d, rows in zip(documents, found, strict=True)
         if rows
     ]
+    return given, too_long
 
 
 def _of_part(given: list[list[HeldOutPrompt]], part: Part) -> list[list[HeldOutPrompt]]:

@@ -169,6 +169,7 @@ def _kind(recipe: Recipe) -> str:
     """What the prompts of validation are, in words."""
     kind = prompt_settings(recipe)
     if kind["prefix"] == "prompt":
-        return f"that end where an answer begins, of at most {kind['tokens']} tokens"
+        most = "" if kind["tokens"] is None else f", of at most {kind['tokens']} tokens"
+        return f"that end where an answer begins{most}"
     where = "from anywhere" if kind["prefix"] == "window" else "from the start"
     return f"of {kind['tokens']} tokens, {where} in a text"

@@ -1,5 +1,7 @@
 """Held-out prompts."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,15 +10,17 @@ from headstart.train.data.prefixes import (
     DistillError,
     HeldOutError,
     HeldOutPrompt,
+    available_prompts,
     held_out_prompts,
     held_out_texts,
     make_prefixes,
     prompt_settings,
     recipe_prompts,
 )
-from headstart.train.recipe import Distill, load_recipe
+from headstart.train.recipe import Distill, Recipe, load_recipe, parse_recipe
 from headstart.train.scratch_target import train_tokenizer
-from tests.support.chats import chat_tokenizer
+from tests.support.chats import CHATML, chat_tokenizer
+from tests.support.tiny import one_line
 
 DOCUMENTS = [
     Document(str(n), " ".join(f"word{n} {n * k}" for k in range(12 * (n + 1)))) for n in range(6)
@@ -68,7 +72,8 @@ def test_prompts_of_chats_are_those_that_distillation_continues() -> None:
     overrides = ["distill.prefix=prompt", "distill.prefix_tokens=30", "decode.validation_prompts=9"]
     recipe = load_recipe("quickstart", [*overrides, "decode.prompts=14"])
     parts = {
-        part: recipe_prompts(recipe, tokenizer, CHATS, part) for part in ("validation", "bench")
+        part: recipe_prompts(recipe, tokenizer, CHATS, part, None)
+        for part in ("validation", "bench")
     }
     spec = Distill(prefix="prompt", prefix_tokens=30)
     learnt = make_prefixes(spec, tokenizer, CHATS)
@@ -83,6 +88,55 @@ def test_prompts_of_chats_are_those_that_distillation_continues() -> None:
     assert not documents["validation"] & documents["bench"]
     with pytest.raises(HeldOutError, match=r"give \d+ prompts of at most 30 tokens for bench"):
         held_out_prompts(tokenizer, CHATS, 900, 30, prefix="prompt")
+
+
+LONG = [  # prompts of 65 to about 150 tokens, which are common
+    Document.chat(f"long:{n}", [
+        {"role": "user", "content": f"{n}? {'word ' * (12 + n % 18)}"},
+        {"role": "assistant", "content": "yes"},
+    ])
+    for n in range(90)
+]  # fmt: skip
+
+
+def given_recipe(**distill: Any) -> Recipe:
+    return parse_recipe({
+        "name": "r", "target": {"model": "m"}, "drafter": {"family": "medusa"},
+        "distill": {"writer": "given"} | distill,
+    })  # fmt: skip
+
+
+def test_prompts_of_given_answers_have_the_targets_context() -> None:
+    tokenizer, made = chat_tokenizer(CHATML, "<|im_end|>"), given_recipe()
+    assert prompt_settings(made, 512)["tokens"] == 512 - 128
+    assert prompt_settings(made)["tokens"] is None
+    for context in (512, None):
+        found = recipe_prompts(made, tokenizer, LONG, "validation", context)
+        assert len(found) == 8 and all(len(prompt.tokens) > 64 for prompt in found)
+    assert prompt_settings(given_recipe(max_length=192), 512)["tokens"] == 64  # in which none fits
+
+
+@pytest.mark.parametrize(
+    ("made", "context", "remedy"),
+    [
+        (given_recipe(max_length=192), 512, "raise distill.max_length"),
+        (given_recipe(), 192, "lower decode.new_tokens"),
+        (given_recipe(writer="own", prefix="prompt"), 512, "raise distill.prefix_tokens"),
+    ],
+)  # fmt: skip
+def test_prompts_that_are_too_long_are_counted(made: Recipe, context: int, remedy: str) -> None:
+    tokenizer = chat_tokenizer(CHATML, "<|im_end|>")
+    more = f"90 prompts are longer: {remedy}, or raise corpus.held_out or corpus.max_bytes"
+    with pytest.raises(HeldOutError) as error:
+        recipe_prompts(made, tokenizer, LONG, "validation", context)
+    assert one_line(error.value) == (
+        "90 held-out documents give 0 prompts of at most 64 tokens for validation, expected 8; "
+        f"{more}, or lower decode.validation_prompts."
+    )
+    assert available_prompts(made, tokenizer, LONG, context) == (
+        {"validation": 0, "bench": 0},
+        more,
+    )
 
 
 def test_starts_and_windows() -> None:
